@@ -1,0 +1,64 @@
+"""The gRPC side of managing consumers."""
+
+import hmac
+from typing import Any
+
+import grpc.aio
+from deltasync.v1 import admin_pb2, admin_pb2_grpc
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from sync_service.api.errors import abort
+from sync_service.consumers.consumer import Consumer
+from sync_service.errors import DeltasyncError, NotPermitted
+from sync_service.service import Service
+
+
+class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
+    """Manages consumers; what changes something needs the admin token."""
+
+    def __init__(self, service: Service, token: str | None) -> None:
+        self._service = service
+        self._token = token
+
+    async def CreateConsumer(
+        self, request: admin_pb2.CreateConsumerRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.CreateConsumerResponse:
+        """Make a consumer."""
+        try:
+            self._check_token(context)
+            wanted = request.consumer
+            consumer = await self._service.registry.create(wanted.name, wanted.model)
+        except DeltasyncError as error:
+            await abort(context, error)
+        return admin_pb2.CreateConsumerResponse(consumer=_message(consumer))
+
+    async def DeleteConsumer(
+        self, request: admin_pb2.DeleteConsumerRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.DeleteConsumerResponse:
+        """Forget a consumer."""
+        try:
+            self._check_token(context)
+            await self._service.registry.delete(request.name)
+        except DeltasyncError as error:
+            await abort(context, error)
+        return admin_pb2.DeleteConsumerResponse()
+
+    async def ListConsumers(
+        self, request: admin_pb2.ListConsumersRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.ListConsumersResponse:
+        """List all consumers."""
+        consumers = self._service.registry.consumers
+        return admin_pb2.ListConsumersResponse(consumers=[_message(consumers[name]) for name in sorted(consumers)])
+
+    def _check_token(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        if self._token is None:
+            raise NotPermitted("the service has no admin token: start it with --admin-token")
+        sent = dict(context.invocation_metadata() or ()).get("authorization", "")
+        if not hmac.compare_digest(str(sent).encode(), f"Bearer {self._token}".encode()):
+            raise NotPermitted("the admin token is missing or wrong: send 'authorization: Bearer TOKEN'")
+
+
+def _message(consumer: Consumer) -> admin_pb2.Consumer:
+    created = Timestamp()
+    created.FromNanoseconds(consumer.created_unix_ns)
+    return admin_pb2.Consumer(name=consumer.name, model=consumer.model, created=created)

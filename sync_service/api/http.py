@@ -1,0 +1,86 @@
+"""The HTTP side: read-only, for operators and their tools."""
+
+from dataclasses import dataclass
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, PlainTextResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from sync_service.api.errors import http_status
+from sync_service.api.metrics import exposition
+from sync_service.consumers.lag import ConsumerLag
+from sync_service.errors import DeltasyncError, ServiceUnavailable
+from sync_service.service import Service
+
+
+@dataclass(frozen=True)
+class ConsumerLine:
+    """A consumer, in a list."""
+
+    consumer: str
+    model: str
+    replicas: int
+    connected: int
+
+
+@dataclass(frozen=True)
+class TableLine:
+    """A table, in a list: `bytes` are those of its values."""
+
+    model: str
+    table: str
+    rows: int
+    dim: int
+    dtype: str
+    bytes: int
+    head: int
+
+
+def create_app(service: Service) -> FastAPI:
+    """The application; it shares the service's event loop."""
+    app = FastAPI(title="deltasync", description="How far every consumer is behind.", docs_url="/docs")
+
+    @app.exception_handler(DeltasyncError)
+    async def on_error(_request: Request, error: DeltasyncError) -> JSONResponse:
+        return JSONResponse({"error": type(error).__name__, "message": str(error)}, http_status(error))
+
+    @app.get("/consumers/{name}/lag")
+    async def lag(name: str) -> ConsumerLag:
+        """How far a consumer is behind its model: in versions, rows, bytes and seconds."""
+        return await service.lag(service.registry.get(name))
+
+    @app.get("/consumers")
+    async def consumers() -> list[ConsumerLine]:
+        """All consumers."""
+        return [
+            ConsumerLine(c.name, c.model, len(c.replicas), sum(r.stream is not None for r in c.replicas.values()))
+            for _, c in sorted(service.registry.consumers.items())
+        ]
+
+    @app.get("/tables")
+    async def tables() -> list[TableLine]:
+        """All tables of all models."""
+        return [
+            TableLine(name, t.name, t.rows, t.dim, str(t.dtype), t.nbytes, publishing.model.sealed_version)
+            for name, publishing in sorted(service.publishing.items())
+            for t in (mapped.table for mapped in publishing.model.tables)
+        ]
+
+    @app.get("/livez", response_class=PlainTextResponse)
+    async def livez() -> str:
+        """The process answers."""
+        return "ok\n"
+
+    @app.get("/readyz", response_class=PlainTextResponse)
+    async def readyz() -> str:
+        """The service takes streams: it has recovered and is not shutting down."""
+        if service.draining.is_set():
+            raise ServiceUnavailable("the service is shutting down")
+        return "ok\n"
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Everything above as Prometheus metrics."""
+        return Response(await exposition(service), media_type=CONTENT_TYPE_LATEST)
+
+    return app

@@ -1,0 +1,192 @@
+"""The gRPC side of subscribing: releases down, credit and acks up."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any, TypeAlias
+
+import grpc.aio
+from deltasync.v1 import subscribe_pb2, subscribe_pb2_grpc
+
+from sync_service.api.errors import abort
+from sync_service.codec import position_from_message, position_to_message, table_to_message
+from sync_service.consumers.consumer import Consumer, Replica
+from sync_service.errors import DeltasyncError, InvalidInput, NotFound, ServiceUnavailable, Superseded
+from sync_service.model import Model
+from sync_service.release import Release
+from sync_service.runs import resume
+from sync_service.service import Service
+from sync_service.tables import Position
+
+logger = logging.getLogger(__name__)
+
+_PROGRESS_SECONDS = 5.0
+_DEFAULT_OUTSTANDING_BYTES = 16 << 20
+
+Responses: TypeAlias = AsyncIterator[subscribe_pb2.SubscribeResponse]
+
+
+class _ReplicaLeft(Exception):
+    """The replica has ended its side of the stream."""
+
+
+class SubscribeServicer(subscribe_pb2_grpc.SubscribeServiceServicer):
+    """Feeds the replicas of consumers."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def Subscribe(
+        self,
+        request_iterator: AsyncIterator[subscribe_pb2.SubscribeRequest],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> Responses:
+        """Answer one replica's stream."""
+        try:
+            first = await anext(request_iterator, None)
+            if first is None or first.WhichOneof("message") != "open":
+                raise InvalidInput("a stream begins with an open message")
+            stream = ReplicaStream(self._service, first.open)
+            async for response in stream.run(request_iterator):
+                yield response
+        except DeltasyncError as error:
+            await abort(context, error)
+
+
+class ReplicaStream:
+    """One replica's stream, from its open to its end."""
+
+    def __init__(self, service: Service, message: subscribe_pb2.SubscribeOpen) -> None:
+        self._service = service
+        self._registry = service.registry
+        self._consumer: Consumer = service.registry.get(message.consumer)
+        self._model: Model = service.publishing_of(self._consumer.model).model
+        self._held = position_from_message(message.held)
+        self._replica: Replica = self._registry.connect(self._consumer, message.replica, self._held, self)
+        self._budget = message.max_outstanding_bytes or _DEFAULT_OUTSTANDING_BYTES
+        self._sent_bytes = 0
+        self._received_bytes = 0
+        self._credited = asyncio.Event()
+
+    async def run(self, requests: AsyncIterator[subscribe_pb2.SubscribeRequest]) -> Responses:
+        """Everything there is to send, until either side ends the stream."""
+        acks = asyncio.create_task(self._take_acks(requests))
+        try:
+            async for response in self._responses(acks):
+                yield response
+        except _ReplicaLeft:
+            pass  # Its acks have all been taken; nothing more is to be said.
+        finally:
+            acks.cancel()
+            if self._replica.stream is self:
+                self._replica.stream = None
+
+    async def _responses(self, acks: asyncio.Task[None]) -> Responses:
+        while not self._model.tables:
+            yield _progress(Position())
+            await self._wait(self._model.changed(), acks)
+        tables = len(self._model.tables)
+        version = self._start()
+        yield self._opened(version)
+        while True:
+            self._check_current(tables)
+            if self._model.position.version == version:
+                await self._wait(self._model.changed(), acks)
+                if self._model.position.version == version:
+                    yield _progress(self._model.position)
+                continue
+            frozen = self._model.release(version)
+            release = await asyncio.shield(frozen)
+            async for response in self._send(release, acks):
+                yield response
+            version = release.seal.version if release.seal else version
+
+    def _start(self) -> int:
+        """The version to go on from."""
+        self._decision = resume(self._held, self._model.history, self._model.position.version)
+        logger.info("replica joined: %s/%s %s", self._consumer.name, self._replica.name, self._decision.reason)
+        return self._held.version if self._decision.yes else 0
+
+    def _opened(self, version: int) -> subscribe_pb2.SubscribeResponse:
+        opened = subscribe_pb2.SubscribeOpened(
+            model=self._model.name,
+            head=position_to_message(self._model.position),
+            tables=[table_to_message(mapped.table) for mapped in self._model.tables],
+            resync=version == 0,
+            reason=self._decision.reason,
+        )
+        return subscribe_pb2.SubscribeResponse(opened=opened)
+
+    async def _send(self, release: Release, acks: asyncio.Task[None]) -> Responses:
+        for rows in release.messages():
+            size = len(rows.ids) + len(rows.values)
+            while self._outstanding > 0 and self._outstanding + size > self._budget:
+                self._credited.clear()
+                await self._wait(self._credited.wait(), acks)
+                self._check_current(len(self._model.tables))
+            self._sent_bytes += size
+            yield subscribe_pb2.SubscribeResponse(chunk=subscribe_pb2.ReleaseChunk(rows=rows))
+            self._consumer.released_bytes += size
+        self._consumer.released_rows += release.rows
+        if release.seal:
+            end = subscribe_pb2.ReleaseEnd(
+                position=position_to_message(Position(self._model.history, release.seal.version)),
+                step=release.seal.step,
+                step_end_unix_ns=release.seal.step_end_unix_ns,
+                rows=release.rows,
+            )
+            yield subscribe_pb2.SubscribeResponse(release_end=end)
+
+    @property
+    def _outstanding(self) -> int:
+        return self._sent_bytes - self._received_bytes
+
+    async def _take_acks(self, requests: AsyncIterator[subscribe_pb2.SubscribeRequest]) -> None:
+        async for request in requests:
+            if request.WhichOneof("message") != "ack":
+                raise InvalidInput("after the open message a replica sends only acks")
+            ack = request.ack
+            if ack.received_bytes > self._sent_bytes:
+                raise InvalidInput(f"acked {ack.received_bytes} bytes, only {self._sent_bytes} were sent")
+            self._received_bytes = max(self._received_bytes, ack.received_bytes)
+            self._credited.set()
+            if ack.HasField("applied"):
+                self._acknowledge(position_from_message(ack.applied))
+
+    def _acknowledge(self, applied: Position) -> None:
+        if applied.history != self._model.history or applied.version > self._model.position.version:
+            raise InvalidInput(
+                f"acked version {applied.version} of history {applied.history!r}, the newest is "
+                f"{self._model.position.version} of {self._model.history!r}"
+            )
+        if self._replica.stream is self:
+            self._registry.acknowledge(self._consumer, self._replica, applied)
+
+    async def _wait(self, event: Awaitable[object], acks: asyncio.Task[None]) -> None:
+        """Wait for the event, for a while; an ended or broken ack stream ends this stream too."""
+        waiting = asyncio.ensure_future(event)
+        stopping = asyncio.ensure_future(self._service.draining.wait())
+        try:
+            await asyncio.wait(
+                (waiting, acks, stopping), timeout=_PROGRESS_SECONDS, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            waiting.cancel()
+            stopping.cancel()
+        if acks.done():
+            acks.result()
+            raise _ReplicaLeft
+        if self._service.draining.is_set():
+            raise ServiceUnavailable("the service is shutting down; reconnect")
+
+    def _check_current(self, tables: int) -> None:
+        if self._registry.consumers.get(self._consumer.name) is not self._consumer:
+            raise NotFound(f"consumer {self._consumer.name!r} was deleted")
+        if self._replica.stream is not self:
+            raise Superseded(f"a newer stream of replica {self._replica.name!r} has taken over")
+        if len(self._model.tables) != tables:
+            raise Superseded(f"model {self._model.name!r} has a new table; reconnect")
+
+
+def _progress(head: Position) -> subscribe_pb2.SubscribeResponse:
+    return subscribe_pb2.SubscribeResponse(progress=subscribe_pb2.Progress(head=position_to_message(head)))

@@ -1,0 +1,223 @@
+"""Publishing the parts of one rank, from a thread of its own."""
+
+import logging
+import queue
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import grpc
+from deltasync.v1 import publish_pb2, publish_pb2_grpc
+
+from sync_service.api.errors import from_rpc_error, is_final
+from sync_service.client.connection import backoff, open_channel
+from sync_service.client.options import PublisherOptions
+from sync_service.codec import (
+    position_from_message,
+    position_to_message,
+    shard_to_message,
+    split_rows,
+    table_to_message,
+)
+from sync_service.errors import InvalidInput, ResyncRequired, ServiceUnavailable
+from sync_service.stamps import Ids, Values
+from sync_service.tables import Position, Shard, Table
+
+logger = logging.getLogger(__name__)
+
+_Requests: TypeAlias = "queue.SimpleQueue[Part | None]"
+_Call: TypeAlias = "grpc._CallIterator[publish_pb2.PublishResponse]"
+
+
+@dataclass(frozen=True)
+class ShardRows:
+    """Rows of one shard: its index, global ids ([n] int64, strictly ascending) and values ([n, cols])."""
+
+    shard: int
+    ids: Ids
+    values: Values
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """This rank's share of a cut.
+
+    Attributes:
+        step: the optimizer step after which the rows were read; later than that of the part before.
+        step_end_unix_ns: when the step ended on this rank, nanoseconds since 1970.
+        rows: the rows; may be empty.
+        full: whether these are all rows of all shards of this rank.
+    """
+
+    step: int
+    step_end_unix_ns: int
+    rows: list[ShardRows] = field(default_factory=list)
+    full: bool = False
+
+
+class Publisher:
+    """Sends parts to the service, and again until they are sealed, whatever happens to the connection.
+
+    One part is under way at a time: its arrays must not change until its future is done.
+    """
+
+    def __init__(self, options: PublisherOptions, tables: list[Table], shards: list[Shard]) -> None:
+        self._options = options
+        self._tables = tables
+        self._shards = shards
+        self._continues = options.continues
+        self._parts: queue.SimpleQueue[tuple[Part, Future[Position]] | None] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._stream: _Stream | None = None
+        self._busy = False
+        self._thread = threading.Thread(target=self._run, name="deltasync-publisher", daemon=True)
+        self._thread.start()
+
+    def publish(self, part: Part) -> "Future[Position]":
+        """Send a part. Returns at once.
+
+        Returns:
+            A future of the position at which the whole cut was sealed. Its exceptions: `ResyncRequired` when
+            the service does not hold what this run builds on, so that the next part must be full;
+            `InvalidInput` or `Contradiction` when the service refuses the part for good.
+
+        Raises:
+            InvalidInput: rows that do not fit their shard, or a part is still under way.
+        """
+        if self._busy:
+            raise InvalidInput(f"part of step {part.step}: the part before it is still under way")
+        for rows in part.rows:
+            self._check(rows)
+        done: Future[Position] = Future()
+        self._busy = True
+        done.add_done_callback(self._idle)
+        self._parts.put((part, done))
+        return done
+
+    def close(self) -> None:
+        """Give up what is under way and close the connection."""
+        self._closing.set()
+        self._parts.put(None)
+        if stream := self._stream:
+            stream.cancel()
+        self._thread.join()
+
+    def __enter__(self) -> "Publisher":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _idle(self, _done: "Future[Position]") -> None:
+        self._busy = False
+
+    def _check(self, rows: ShardRows) -> None:
+        if not 0 <= rows.shard < len(self._shards):
+            raise InvalidInput(f"rows for shard {rows.shard}, but there are {len(self._shards)}")
+        shard = self._shards[rows.shard]
+        expected = (len(rows.ids), shard.cols)
+        if rows.values.shape != expected or rows.values.dtype != shard.table.dtype:
+            raise InvalidInput(
+                f"table {shard.table.name!r}: values of shape {rows.values.shape} and type {rows.values.dtype}, "
+                f"expected {expected} and {shard.table.dtype}"
+            )
+
+    # The publisher's thread.
+
+    def _run(self) -> None:
+        while (item := self._parts.get()) is not None:
+            part, done = item
+            try:
+                position = self._deliver(part)
+            except Exception as error:  # noqa: BLE001  # handed over to whoever waits for the part
+                self._drop_stream()
+                done.set_exception(error)
+            else:
+                self._continues = position
+                done.set_result(position)
+        self._drop_stream()
+
+    def _deliver(self, part: Part) -> Position:
+        for pause in backoff():
+            try:
+                return self._connected().send(part)
+            except grpc.RpcError as failure:
+                self._drop_stream()
+                error = from_rpc_error(failure, self._options.service)
+                if is_final(error):
+                    raise error from failure
+                logger.warning("part of step %d is sent again in %.2f s: %s", part.step, pause, error)
+            if self._closing.wait(pause):
+                break
+        raise ServiceUnavailable(f"part of step {part.step}: closed before it was sealed")
+
+    def _connected(self) -> "_Stream":
+        if self._stream is None:
+            self._stream = _Stream(self._options.service, self._open_message())
+        return self._stream
+
+    def _drop_stream(self) -> None:
+        if self._stream:
+            self._stream.cancel()
+        self._stream = None
+
+    def _open_message(self) -> publish_pb2.PublishOpen:
+        options = self._options
+        return publish_pb2.PublishOpen(
+            model=options.model,
+            run=options.run,
+            run_started_unix_ns=options.run_started_unix_ns,
+            rank=options.rank,
+            world_size=options.world_size,
+            tables=[table_to_message(table) for table in self._tables],
+            shards=[shard_to_message(shard, self._tables) for shard in self._shards],
+            continues=position_to_message(self._continues),
+        )
+
+
+class _Stream:
+    """One connection to the service."""
+
+    def __init__(self, service: str, message: publish_pb2.PublishOpen) -> None:
+        self._message = message
+        self._parts: _Requests = queue.SimpleQueue()
+        self._channel = open_channel(service)
+        stub = publish_pb2_grpc.PublishServiceStub(self._channel)
+        self._call: _Call = stub.Publish(self._requests())
+        self._opened: publish_pb2.PublishOpened | None = None
+
+    def send(self, part: Part) -> Position:
+        """Send a part and wait until its cut is sealed."""
+        if self._opened is None:
+            self._opened = next(self._call).opened
+            if not self._opened.continues and not part.full:
+                raise ResyncRequired(f"publish every row: {self._opened.reason}")
+        self._parts.put(part)
+        return position_from_message(next(self._call).sealed.position)
+
+    def cancel(self) -> None:
+        """Close the connection."""
+        self._parts.put(None)
+        self._call.cancel()
+        self._channel.close()
+
+    def _requests(self) -> Iterator[publish_pb2.PublishRequest]:
+        yield publish_pb2.PublishRequest(open=self._message)
+        while (part := self._parts.get()) is not None:
+            for chunk in self._chunks(part):
+                yield publish_pb2.PublishRequest(chunk=chunk)
+            close = publish_pb2.PartClose(
+                step=part.step,
+                rows=sum(len(rows.ids) for rows in part.rows),
+                step_end_unix_ns=part.step_end_unix_ns,
+                full=part.full,
+            )
+            yield publish_pb2.PublishRequest(close=close)
+
+    def _chunks(self, part: Part) -> Iterator[publish_pb2.PartChunk]:
+        for rows in part.rows:
+            row_bytes = 8 + rows.values.shape[1] * rows.values.itemsize
+            for message in split_rows(rows.shard, rows.ids, rows.values, row_bytes):
+                yield publish_pb2.PartChunk(step=part.step, rows=message)

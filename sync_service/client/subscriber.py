@@ -1,0 +1,209 @@
+"""Keeping a target up to date, from a thread of its own."""
+
+import logging
+import queue
+import threading
+from typing import TypeAlias
+
+import grpc
+from deltasync.v1 import subscribe_pb2, subscribe_pb2_grpc
+
+from sync_service.api.errors import from_rpc_error, is_final
+from sync_service.client.connection import backoff, open_channel
+from sync_service.client.options import SubscriberOptions
+from sync_service.client.targets import Delta, TableDelta, Target
+from sync_service.codec import decode_rows, position_from_message, position_to_message, table_from_message
+from sync_service.errors import InvalidInput, ServiceUnavailable
+from sync_service.tables import Position, Shard, Table
+
+logger = logging.getLogger(__name__)
+
+_Responses: TypeAlias = "grpc._CallIterator[subscribe_pb2.SubscribeResponse]"
+_Requests: TypeAlias = "queue.SimpleQueue[subscribe_pb2.SubscribeRequest | None]"
+
+# How long close() waits for the service to take the last ack.
+_GOODBYE_SECONDS = 2.0
+
+
+class Subscriber:
+    """Subscribes to a consumer and applies its releases to a target; reconnects by itself.
+
+    Attributes:
+        held: the position the target is at.
+    """
+
+    def __init__(self, options: SubscriberOptions, target: Target) -> None:
+        self._options = options
+        self._target = target
+        self.held = options.held
+        self._moved = threading.Condition()
+        self._failure: Exception | None = None
+        self._closing = threading.Event()
+        self._call: _Responses | None = None
+        self._requests: _Requests | None = None
+        self._thread = threading.Thread(target=self._run, name="deltasync-subscriber", daemon=True)
+        self._thread.start()
+
+    def wait_for(self, version: int, timeout_seconds: float | None = None) -> Position:
+        """Wait until the target holds at least `version`.
+
+        Returns:
+            The position it holds.
+
+        Raises:
+            TimeoutError: it did not in time.
+            DeltasyncError: the subscriber has stopped for good.
+        """
+        with self._moved:
+            arrived = self._moved.wait_for(
+                lambda: self._failure or self._closing.is_set() or self.held.version >= version, timeout_seconds
+            )
+        self.check()
+        if not arrived or self.held.version < version:
+            raise TimeoutError(
+                f"replica {self._options.replica!r} holds version {self.held.version}, not {version}"
+            )
+        return self.held
+
+    def check(self) -> None:
+        """Raise what has stopped the subscriber, if anything has."""
+        if self._failure:
+            raise self._failure
+
+    def close(self) -> None:
+        """End the subscription; what is under way is dropped, what was applied is acknowledged."""
+        self._closing.set()
+        if requests := self._requests:
+            requests.put(None)
+        self._thread.join(_GOODBYE_SECONDS)
+        if call := self._call:
+            call.cancel()
+        self._thread.join()
+        with self._moved:
+            self._moved.notify_all()
+
+    def __enter__(self) -> "Subscriber":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # The subscriber's thread.
+
+    def _run(self) -> None:
+        try:
+            self._follow()
+        except Exception as error:  # noqa: BLE001  # kept for check() and wait_for()
+            logger.error("replica %s has stopped: %s", self._options.replica, error)
+            with self._moved:
+                self._failure = error
+                self._moved.notify_all()
+
+    def _follow(self) -> None:
+        pauses = backoff()
+        while not self._closing.is_set():
+            before = self.held
+            try:
+                self._subscribe()
+            except grpc.RpcError as failure:
+                error = from_rpc_error(failure, self._options.service)
+                if is_final(error) and not self._closing.is_set():
+                    raise error from failure
+            else:
+                error = ServiceUnavailable("the service ended the stream")
+            if self.held != before:
+                pauses = backoff()
+            pause = next(pauses)
+            if not self._closing.wait(pause):
+                logger.warning("replica %s reconnects: %s", self._options.replica, error)
+
+    def _subscribe(self) -> None:
+        requests: _Requests = queue.SimpleQueue()
+        self._requests = requests
+        with open_channel(self._options.service) as channel:
+            self._call = subscribe_pb2_grpc.SubscribeServiceStub(channel).Subscribe(iter(requests.get, None))
+            requests.put(self._open())
+            if self._closing.is_set():
+                requests.put(None)
+            try:
+                self._take(self._call, requests)
+            finally:
+                requests.put(None)
+                self._call.cancel()
+
+    def _open(self) -> subscribe_pb2.SubscribeRequest:
+        options = self._options
+        message = subscribe_pb2.SubscribeOpen(
+            consumer=options.consumer,
+            replica=options.replica,
+            held=position_to_message(self.held),
+            max_outstanding_bytes=options.max_outstanding_bytes,
+        )
+        return subscribe_pb2.SubscribeRequest(open=message)
+
+    def _take(self, responses: _Responses, requests: _Requests) -> None:
+        arriving = _Arriving(self._options.max_outstanding_bytes // 4)
+        for response in responses:
+            kind = response.WhichOneof("message")
+            if kind == "opened":
+                arriving.begin(response.opened)
+            elif kind == "chunk" and arriving.add(response.chunk):
+                requests.put(_ack(arriving.received_bytes))
+            elif kind == "release_end":
+                self._apply(arriving.end(response.release_end))
+                requests.put(_ack(arriving.received_bytes, self.held))
+
+    def _apply(self, delta: Delta) -> None:
+        self._target.apply(delta)
+        with self._moved:
+            self.held = delta.position
+            self._moved.notify_all()
+
+
+class _Arriving:
+    """The release that is arriving on one stream."""
+
+    def __init__(self, ack_bytes: int) -> None:
+        self.received_bytes = 0
+        self._acked_bytes = 0
+        self._ack_bytes = ack_bytes
+        self._resync = False
+        self._tables: list[Table] = []
+        self._shards: list[Shard] = []
+        self._deltas: list[TableDelta] = []
+
+    def begin(self, opened: subscribe_pb2.SubscribeOpened) -> None:
+        """Learn the tables."""
+        logger.info("subscribed to model %s: %s", opened.model, opened.reason)
+        self._tables = [table_from_message(table) for table in opened.tables]
+        self._shards = [Shard.whole(table) for table in self._tables]
+        self._resync = opened.resync
+
+    def add(self, chunk: subscribe_pb2.ReleaseChunk) -> bool:
+        """Take some rows; whether it is time to return credit."""
+        shard, ids, values = decode_rows(chunk.rows, self._shards)
+        self._deltas.append(TableDelta(shard.table, ids, values))
+        self.received_bytes += ids.nbytes + values.nbytes
+        due = self.received_bytes - self._acked_bytes >= self._ack_bytes
+        if due:
+            self._acked_bytes = self.received_bytes
+        return due
+
+    def end(self, end: subscribe_pb2.ReleaseEnd) -> Delta:
+        """The whole release.
+
+        Raises:
+            InvalidInput: rows are missing.
+        """
+        rows = sum(len(delta.ids) for delta in self._deltas)
+        if rows != end.rows:
+            raise InvalidInput(f"release of version {end.position.version}: {rows} of {end.rows} rows arrived")
+        position = position_from_message(end.position)
+        delta = Delta(position, end.step, end.step_end_unix_ns, self._resync, self._tables, self._deltas)
+        self._resync, self._deltas = False, []
+        return delta
+
+
+def _ack(received_bytes: int, applied: Position | None = None) -> subscribe_pb2.SubscribeRequest:
+    message = position_to_message(applied) if applied else None
+    return subscribe_pb2.SubscribeRequest(ack=subscribe_pb2.Ack(received_bytes=received_bytes, applied=message))

@@ -1,0 +1,128 @@
+"""Between the wire's messages and NumPy arrays. What comes from outside is checked here."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from deltasync.v1 import publish_pb2, tables_pb2
+
+from sync_service.errors import InvalidInput
+from sync_service.stamps import Ids, Values
+from sync_service.tables import ID_TYPE, VALUE_TYPES, Position, Shard, Table
+
+# Just under 1,000,000 bytes: faster than 64 KiB or 4 MiB, and below the default limits of gRPC and brokers.
+CHUNK_BYTES = 990_000
+MAX_CHUNK_BYTES = (1 << 20) + 1024
+
+_VALUE_TYPES: dict[Any, np.dtype[np.generic]] = {  # The stubs and the generated code type enums differently.
+    tables_pb2.VALUE_TYPE_FP32: VALUE_TYPES[0],
+    tables_pb2.VALUE_TYPE_FP16: VALUE_TYPES[1],
+}
+
+
+def table_from_message(message: tables_pb2.Table) -> Table:
+    """The table a message describes.
+
+    Raises:
+        InvalidInput: a field is out of bounds, or the value type is unknown.
+    """
+    if message.value_type not in _VALUE_TYPES:
+        raise InvalidInput(f"table {message.name!r}: value type {message.value_type}, expected fp32 or fp16")
+    return Table(message.name, message.rows, message.dim, _VALUE_TYPES[message.value_type])
+
+
+def table_to_message(table: Table) -> tables_pb2.Table:
+    """The message that describes a table."""
+    value_type = next(number for number, dtype in _VALUE_TYPES.items() if dtype == table.dtype)
+    return tables_pb2.Table(name=table.name, rows=table.rows, dim=table.dim, value_type=value_type)
+
+
+def shards_from_open(message: publish_pb2.PublishOpen, tables: list[Table]) -> list[Shard]:
+    """The shards a rank announces.
+
+    Raises:
+        InvalidInput: a shard names no table of the message or lies outside of it.
+    """
+    for number, shard in enumerate(message.shards):
+        if shard.table >= len(tables):
+            raise InvalidInput(f"shard {number} names table {shard.table}, the message has {len(tables)} tables")
+    return [Shard(tables[s.table], s.row_offset, s.rows, s.col_offset, s.cols) for s in message.shards]
+
+
+def shard_to_message(shard: Shard, tables: list[Table]) -> publish_pb2.Shard:
+    """The message that describes a shard."""
+    return publish_pb2.Shard(
+        table=tables.index(shard.table),
+        row_offset=shard.row_offset,
+        rows=shard.rows,
+        col_offset=shard.col_offset,
+        cols=shard.cols,
+    )
+
+
+def position_from_message(message: tables_pb2.Position) -> Position:
+    """The position a message names."""
+    return Position(message.history, message.version)
+
+
+def position_to_message(position: Position) -> tables_pb2.Position:
+    """The message that names a position."""
+    return tables_pb2.Position(history=position.history, version=position.version)
+
+
+def encode_rows(slot: int, ids: Ids, values: Values) -> tables_pb2.Rows:
+    """The message that carries `ids` ([n] int64) and their `values` ([n, cols])."""
+    return tables_pb2.Rows(slot=slot, ids=ids.astype(ID_TYPE, copy=False).tobytes(), values=values.tobytes())
+
+
+def split_rows(slot: int, ids: Ids, values: Values, row_bytes: int) -> Iterator[tables_pb2.Rows]:
+    """Messages of at most `CHUNK_BYTES` (but at least one row) that together carry all rows."""
+    step = max(1, CHUNK_BYTES // row_bytes)
+    for start in range(0, len(ids), step):
+        yield encode_rows(slot, ids[start : start + step], values[start : start + step])
+
+
+def decode_rows(message: tables_pb2.Rows, shards: list[Shard]) -> tuple[Shard, Ids, Values]:
+    """The shard, ids ([n] int64) and values ([n, cols]) a message carries, as views of its bytes.
+
+    Raises:
+        InvalidInput: no such shard, or lengths that do not fit it.
+    """
+    if message.slot >= len(shards):
+        raise InvalidInput(f"rows for slot {message.slot}, but only {len(shards)} were announced")
+    shard = shards[message.slot]
+    raw_ids, raw_values = message.ids, message.values
+    count, rest = divmod(len(raw_ids), ID_TYPE.itemsize)
+    if rest:
+        raise InvalidInput(f"table {shard.table.name!r}: {len(raw_ids)} bytes of ids, expected a multiple of 8")
+    expected = count * shard.cols * shard.table.dtype.itemsize
+    if len(raw_values) != expected:
+        raise InvalidInput(
+            f"table {shard.table.name!r}: {len(raw_values)} bytes of values for {count} rows of {shard.cols} "
+            f"{shard.table.dtype} values, expected {expected}: does the row's dimension or type differ?"
+        )
+    values = np.frombuffer(raw_values, shard.table.dtype).reshape(count, shard.cols)
+    return shard, np.frombuffer(raw_ids, ID_TYPE), values
+
+
+def check_rows(shard: Shard, ids: Ids, values: Values) -> None:
+    """Check what only bad or broken senders get wrong.
+
+    Raises:
+        InvalidInput: no rows, ids outside the shard or not strictly ascending, NaN or infinity.
+    """
+    name, first, last = shard.table.name, shard.row_offset, shard.row_offset + shard.rows
+    if not len(ids):
+        raise InvalidInput(f"table {name!r}: a chunk without rows")
+    if np.any(ids[1:] <= ids[:-1]):
+        raise InvalidInput(f"table {name!r}: ids must be strictly ascending inside a chunk")
+    if ids[0] < first or ids[-1] >= last:
+        bad = int(ids[0]) if ids[0] < first else int(ids[-1])
+        raise InvalidInput(f"table {name!r}: row id {bad} is outside this rank's rows {first} to {last - 1}")
+    finite = np.isfinite(values)
+    if not finite.all():
+        row, column = (int(i) for i in np.argwhere(~finite)[0])
+        raise InvalidInput(
+            f"table {name!r}: row {int(ids[row])} holds {values[row, column]} in column "
+            f"{shard.col_offset + column}; NaN and infinity are not published"
+        )

@@ -1,0 +1,1 @@
+"""Consumers: who subscribes, what each has acknowledged, and how far behind it is."""

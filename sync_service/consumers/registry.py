@@ -1,0 +1,94 @@
+"""The consumers that exist, and the offset of each of their replicas, kept in the log."""
+
+import asyncio
+import time
+from typing import Any
+
+from sync_service.consumers.consumer import Consumer, Replica
+from sync_service.consumers.offsets import forgettable
+from sync_service.errors import Contradiction, NotFound
+from sync_service.log import Log
+from sync_service.tables import Position, check_name
+
+
+class Registry:
+    """All consumers of the service."""
+
+    def __init__(self, log: Log, replica_retention_seconds: float) -> None:
+        self._log = log
+        self._retention_ns = int(replica_retention_seconds * 1e9)
+        self.consumers: dict[str, Consumer] = {}
+        for name, meta in log.meta("consumer/").items():
+            self.consumers[name] = Consumer(name, meta["model"], meta["created_unix_ns"])
+        for path, meta in log.meta("offset/").items():
+            consumer, replica = path.split("/")
+            position = Position(meta["history"], meta["version"])
+            self.consumers[consumer].replicas[replica] = Replica(replica, position, meta["acked_unix_ns"])
+
+    def get(self, name: str) -> Consumer:
+        """The consumer of that name.
+
+        Raises:
+            NotFound: there is none; the message names those that exist.
+        """
+        if name not in self.consumers:
+            existing = ", ".join(sorted(self.consumers)) or "none yet"
+            raise NotFound(f"no consumer {name!r}; consumers: {existing}")
+        return self.consumers[name]
+
+    async def create(self, name: str, model: str) -> Consumer:
+        """Make a consumer; making an equal one again changes nothing.
+
+        Raises:
+            InvalidInput: a name that cannot be one.
+            Contradiction: it exists for another model.
+        """
+        check_name("consumer", name)
+        check_name("model", model)
+        existing = self.consumers.get(name)
+        if existing and existing.model != model:
+            raise Contradiction(f"consumer {name!r} exists for model {existing.model!r}: delete it first")
+        if existing:
+            return existing
+        consumer = Consumer(name, model, time.time_ns())
+        meta = {"model": model, "created_unix_ns": consumer.created_unix_ns}
+        await asyncio.wrap_future(self._log.put_meta(f"consumer/{name}", meta))
+        return self.consumers.setdefault(name, consumer)
+
+    async def delete(self, name: str) -> None:
+        """Forget a consumer and its offsets.
+
+        Raises:
+            NotFound: there is none of that name.
+        """
+        consumer = self.get(name)
+        del self.consumers[name]
+        forgotten = [self._log.put_meta(f"offset/{name}/{replica}", None) for replica in consumer.replicas]
+        forgotten.append(self._log.put_meta(f"consumer/{name}", None))
+        await asyncio.gather(*map(asyncio.wrap_future, forgotten))
+
+    def connect(self, consumer: Consumer, name: str, held: Position, stream: object) -> Replica:
+        """Note that a replica has opened a stream, which replaces an older one of its name."""
+        replica = consumer.replicas.setdefault(check_name("replica", name), Replica(name))
+        replica.stream = stream
+        self.acknowledge(consumer, replica, held)
+        return replica
+
+    def acknowledge(self, consumer: Consumer, replica: Replica, applied: Position) -> None:
+        """Move a replica's offset. It is kept before long, not at once: delivery is at least once anyway."""
+        replica.applied, replica.acked_unix_ns = applied, time.time_ns()
+        if self.consumers.get(consumer.name) is not consumer:
+            return  # Deleted meanwhile: nothing of it is to be kept.
+        self._log.put_meta(f"offset/{consumer.name}/{replica.name}", _offset_meta(replica))
+
+    def forget_the_gone(self) -> None:
+        """Forget replicas that have been away for long, so that they no longer hold their consumer's offset."""
+        for consumer in self.consumers.values():
+            for name in forgettable(list(consumer.replicas.values()), time.time_ns(), self._retention_ns):
+                del consumer.replicas[name]
+                self._log.put_meta(f"offset/{consumer.name}/{name}", None)
+
+
+def _offset_meta(replica: Replica) -> dict[str, Any]:
+    applied = replica.applied
+    return {"history": applied.history, "version": applied.version, "acked_unix_ns": replica.acked_unix_ns}

@@ -1,0 +1,204 @@
+"""One model: its tables, its part of the log, and how both come back after a restart."""
+
+import asyncio
+import uuid
+from collections import deque
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+from weakref import WeakValueDictionary
+
+import numpy as np
+from deltasync.v1 import publish_pb2, tables_pb2
+
+from sync_service.codec import decode_rows, shards_from_open, table_from_message
+from sync_service.errors import Contradiction
+from sync_service.log import Log, Seal
+from sync_service.mapped import MappedTable
+from sync_service.release import Release, freeze
+from sync_service.tables import Position, Shard, Table
+
+# Seals are kept this long after their rows, so that lag in seconds is known for old offsets too.
+KEPT_SEALS = 100_000
+
+T = TypeVar("T")
+
+
+class Model:
+    """A training job's set of tables.
+
+    One thread (`run`) applies cuts and freezes releases, so that neither ever sees the other half done.
+
+    Attributes:
+        name: the model's name.
+        history: the id made when the model's log was created.
+        tables: the tables, in the order they were added; a table's index is its slot.
+        sealed: the last durable cut, or None.
+        head: the last applied cut, or None: what replicas are given.
+        seals: the kept seals in order; the last one is `sealed`.
+    """
+
+    def __init__(self, name: str, log: Log, directory: Path) -> None:
+        self.name = name
+        self.log = log
+        self.history = uuid.uuid4().hex
+        self.tables: list[MappedTable] = []
+        self.seals: deque[Seal] = deque(maxlen=KEPT_SEALS)
+        self.head: Seal | None = None
+        self._applied: Seal | None = None
+        self._directory = directory
+        self._flushed = 0
+        self._adding = asyncio.Lock()
+        self._changed = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"model-{name}")
+        self._releases: WeakValueDictionary[tuple[int, int], asyncio.Task[Release]] = WeakValueDictionary()
+
+    @property
+    def sealed(self) -> Seal | None:
+        """The last durable cut."""
+        return self.seals[-1] if self.seals else None
+
+    @property
+    def sealed_version(self) -> int:
+        """The last durable version; 0 = none."""
+        return self.seals[-1].version if self.seals else 0
+
+    @property
+    def position(self) -> Position:
+        """What a replica that has everything holds."""
+        return Position(self.history, self.head.version if self.head else 0)
+
+    def recover(self, meta: dict[str, Any]) -> None:
+        """Come back as of the last sealed cut: the flushed tables, and the log after them. Blocks.
+
+        Raises:
+            StorageFailed: a file is damaged or missing.
+        """
+        self.history, self._flushed = meta["history"], meta["flushed"]
+        self._map_tables([_table_from_meta(table) for table in meta["tables"]])
+        self.seals.extend(self.log.seals(self.name))
+        self.log.drop_unsealed(self.name, self.sealed_version).result()
+        for seal in self._unflushed():
+            self._apply(seal)
+        self.head = self._applied = self.sealed
+
+    def close(self) -> None:
+        """Flush the tables and stop the thread. Blocks."""
+        self._thread.shutdown()
+        self.flush()
+
+    async def run(self, function: Callable[..., T], *args: object) -> T:
+        """Run `function` on the model's thread, after what was asked of it before."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+    async def add_tables(self, tables: list[Table]) -> None:
+        """Make sure that the model has these tables. Those it lacks are made, all zero.
+
+        Raises:
+            Contradiction: a table exists with another shape or type; nothing was added.
+        """
+        async with self._adding:
+            if new := self._unknown(tables):
+                await self.run(self._map_tables, new)
+                await asyncio.wrap_future(self._put_meta())
+                self._wake()
+
+    async def advance(self, seal: Seal) -> None:
+        """Apply a cut that was just sealed and make it the head."""
+        await self.run(self._apply, seal)
+        self.head = seal
+        self._wake()
+
+    def release(self, after: int) -> asyncio.Task[Release]:
+        """What a replica at version `after` lacks. Replicas that lack the same share one release, as long as
+        one of them holds on to the task.
+        """
+        key = (after, self.position.version)
+        task = self._releases.get(key)
+        if task is None:
+            task = self._releases[key] = asyncio.create_task(self.run(self._freeze, after))
+        return task
+
+    def changed(self) -> Coroutine[None, None, Literal[True]]:
+        """To be awaited: the head moving, or a table being added, from this call on."""
+        return self._changed.wait()
+
+    async def count_changed_since(self, version: int) -> list[int]:
+        """How many rows of each table changed after `version`."""
+        if version == self.position.version:
+            return [0] * len(self.tables)
+        return await self.run(lambda: [table.count_changed_since(version) for table in self.tables])
+
+    def flush(self) -> None:
+        """Put the tables as of the head on disk and drop the log up to there. Blocks; any thread."""
+        version = self.position.version
+        if version == self._flushed:
+            return
+        for table in list(self.tables):
+            table.flush()
+        self._flushed = version
+        self._put_meta().result()
+        self.log.truncate(self.name, version, KEPT_SEALS).result()
+
+    @property
+    def unflushed_bytes(self) -> int:
+        """Bytes of the cuts in the log that the tables' files may not have yet."""
+        return sum(seal.bytes for seal in self._unflushed())
+
+    def _unflushed(self) -> list[Seal]:
+        """The seals after the last flush, oldest first."""
+        newest_first = takewhile(lambda seal: seal.version > self._flushed, reversed(self.seals))
+        return list(newest_first)[::-1]
+
+    def _unknown(self, tables: list[Table]) -> list[Table]:
+        known = {mapped.table.name: mapped.table for mapped in self.tables}
+        for table in tables:
+            if known.get(table.name, table) != table:
+                raise Contradiction(
+                    f"table {table.name!r} of model {self.name!r} is {_shape(known[table.name])}, the run has "
+                    f"{_shape(table)}: publish it under another model or table name"
+                )
+        return [table for table in tables if table.name not in known]
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _freeze(self, after: int) -> Release:
+        return freeze(list(self.tables), after, self._applied, self._directory)
+
+    def _apply(self, seal: Seal) -> None:
+        by_name = {mapped.table.name: mapped for mapped in self.tables}
+        shards: list[Shard] = []
+        for _, number, payload in self.log.records(self.name, seal.version):
+            if number == 0:
+                header = publish_pb2.PublishOpen.FromString(payload)
+                shards = shards_from_open(header, [table_from_message(table) for table in header.tables])
+                continue
+            shard, ids, values = decode_rows(tables_pb2.Rows.FromString(payload), shards)
+            by_name[shard.table.name].apply(ids, values, seal.version, shard.col_offset)
+        self._applied = seal
+
+    def _map_tables(self, tables: list[Table]) -> None:
+        folder = self._directory / "tables"
+        folder.mkdir(parents=True, exist_ok=True)
+        self.tables.extend([MappedTable(table, folder) for table in tables])
+
+    def _put_meta(self) -> Any:
+        tables = [_table_to_meta(mapped.table) for mapped in self.tables]
+        meta = {"history": self.history, "flushed": self._flushed, "tables": tables}
+        return self.log.put_meta(f"model/{self.name}", meta)
+
+
+def _shape(table: Table) -> str:
+    return f"{table.rows} x {table.dim} {table.dtype}"
+
+
+def _table_to_meta(table: Table) -> dict[str, Any]:
+    return {"name": table.name, "rows": table.rows, "dim": table.dim, "dtype": table.dtype.str}
+
+
+def _table_from_meta(meta: dict[str, Any]) -> Table:
+    return Table(meta["name"], meta["rows"], meta["dim"], np.dtype(meta["dtype"]))

@@ -1,0 +1,308 @@
+"""Taking cuts from the ranks of a run: who may, in which order, and when a cut is sealed."""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from deltasync.v1 import publish_pb2
+
+from sync_service.codec import (
+    MAX_CHUNK_BYTES,
+    check_rows,
+    decode_rows,
+    position_from_message,
+    shards_from_open,
+    table_from_message,
+)
+from sync_service.cuts import Cut, Part
+from sync_service.errors import Contradiction, DeltasyncError, InvalidInput, Superseded
+from sync_service.log import Seal
+from sync_service.model import Model
+from sync_service.runs import Decision, Run, continues, may_publish
+from sync_service.tables import Position, Shard, Table
+
+logger = logging.getLogger(__name__)
+
+MAX_WORLD_SIZE = 65_536
+# Chunks handed to the log and not yet on disk, per rank: what bounds the service's memory while a part arrives.
+_UNWRITTEN_CHUNKS = 8
+
+
+@dataclass
+class OpenCut:
+    """The cut under way, and what its ranks wait for."""
+
+    cut: Cut
+    sealed: asyncio.Future[Position]
+
+
+class Publishing:
+    """The ranks that publish one model."""
+
+    def __init__(self, model: Model, tasks: asyncio.TaskGroup) -> None:
+        self.model = model
+        self._tasks = tasks
+        self.run = _run_of(model.sealed)
+        self.sessions: dict[int, PublishSession] = {}
+        self.open_cut: OpenCut | None = None
+        self.rows = self.bytes = 0  # Of the cuts sealed since the service started.
+        self._applying: asyncio.Task[None] | None = None
+        self._sealing: asyncio.Task[None] | None = None
+
+    async def join(self, message: publish_pb2.PublishOpen) -> "PublishSession":
+        """Let a rank in. A newer stream of the same rank, or a newer run, takes over.
+
+        Raises:
+            InvalidInput: a field of the message can never be right.
+            Contradiction: the run, its size or a table differs from what the service holds.
+        """
+        run = _checked_run(message)
+        tables = _checked_tables(message)
+        shards = shards_from_open(message, tables)
+        self._check(run)
+        await self.model.add_tables(tables)
+        self._take_over(run)
+        session = PublishSession(self, run, message, tables, shards)
+        self.sessions[message.rank] = session
+        logger.info("rank joined: model=%s rank=%d %s", self.model.name, message.rank, session.decision.reason)
+        return session
+
+    def cut_of(self, session: "PublishSession", step: int) -> OpenCut:
+        """The cut after `step`; a cut of an earlier step that was never finished is abandoned.
+
+        Raises:
+            Contradiction: the cut under way is of a later step.
+            Superseded: a cut is just being sealed.
+        """
+        current = self.open_cut
+        if current and step == current.cut.step:
+            return current
+        if current and step < current.cut.step:
+            raise Contradiction(f"part of step {step}, but the cut of step {current.cut.step} is under way")
+        if current and current.cut.complete:
+            raise Superseded(f"part of step {step}, but step {current.cut.step} is just being sealed")
+        self.abandon(f"abandoned for the cut of step {step}")
+        cut = Cut(self.model.sealed_version + 1, step, session.run.world_size, not session.decision.yes)
+        self.open_cut = OpenCut(cut, asyncio.get_running_loop().create_future())
+        return self.open_cut
+
+    def abandon(self, reason: str) -> None:
+        """Give up the cut under way, if any; nothing is lost, since no rank's cursor has moved."""
+        if self.open_cut and not self.open_cut.cut.complete:
+            _fail(self.open_cut, Superseded(f"cut of step {self.open_cut.cut.step}: {reason}"))
+            self.open_cut = None
+
+    def seal_when_complete(self) -> None:
+        """Begin to seal the cut under way once its last part is closed."""
+        if self.open_cut and self.open_cut.cut.complete:
+            # In a task of its own: a rank that disconnects now must not stop it half way.
+            self._sealing = self._tasks.create_task(self._seal(self.open_cut))
+
+    async def idle(self) -> None:
+        """Wait until no cut is under way."""
+        while self.open_cut:
+            await asyncio.wait([self.open_cut.sealed])
+
+    async def drain(self) -> None:
+        """Wait until what is being sealed and applied is done."""
+        for task in (self._sealing, self._applying):
+            if task:
+                await task
+
+    def _check(self, run: Run) -> Decision:
+        decision = may_publish(run, self.run)
+        if not decision.yes:
+            raise Contradiction(decision.reason)
+        return decision
+
+    def _take_over(self, run: Run) -> None:
+        decision = self._check(run)
+        if self.run is None or run.id != self.run.id:
+            self.abandon(decision.reason)
+            self.sessions.clear()
+        self.run = run
+
+    async def _seal(self, current: OpenCut) -> None:
+        try:
+            position = await self._sealed(current.cut)
+        except DeltasyncError as error:
+            _fail(current, error)
+        else:
+            current.sealed.set_result(position)
+        finally:
+            self.open_cut = None
+
+    async def _sealed(self, cut: Cut) -> Position:
+        if cut.must_be_full:
+            cut.check_coverage([mapped.table for mapped in self.model.tables])
+        if self._applying:
+            await self._applying
+        seal = _seal_of(cut, self.run)
+        await asyncio.wrap_future(self.model.log.seal(self.model.name, seal))
+        self.model.seals.append(seal)
+        self.rows += seal.rows
+        self.bytes += seal.bytes
+        self._applying = self._tasks.create_task(self.model.advance(seal))
+        return Position(self.model.history, seal.version)
+
+
+class PublishSession:
+    """One rank's stream."""
+
+    def __init__(
+        self,
+        publishing: Publishing,
+        run: Run,
+        message: publish_pb2.PublishOpen,
+        tables: list[Table],
+        shards: list[Shard],
+    ) -> None:
+        self.run = run
+        self.rank = message.rank
+        self.tables = tables
+        self._publishing = publishing
+        self._model = publishing.model
+        self._header = message.SerializeToString()
+        self._claim = position_from_message(message.continues)
+        self._shards = shards
+        self._part: tuple[OpenCut, Part] | None = None
+        self._unwritten: deque[asyncio.Future[None]] = deque()
+
+    @property
+    def decision(self) -> Decision:
+        """Whether the run continues the published history as it is now."""
+        return continues(self.run, self._claim, self._model.history, self._model.sealed)
+
+    @property
+    def head(self) -> Position:
+        """The last sealed position."""
+        return Position(self._model.history, self._model.sealed_version)
+
+    async def add(self, chunk: publish_pb2.PartChunk) -> None:
+        """Take some rows of this rank's part.
+
+        Raises:
+            InvalidInput: the rows do not fit what the rank announced.
+            Superseded: a newer stream, run or cut has taken over.
+        """
+        if chunk.ByteSize() > MAX_CHUNK_BYTES:
+            raise InvalidInput(f"a chunk of {chunk.ByteSize()} bytes, at most {MAX_CHUNK_BYTES} are allowed")
+        shard, ids, values = decode_rows(chunk.rows, self._shards)
+        check_rows(shard, ids, values)
+        if self._sealed_before(chunk.step) or self._closed_before(chunk.step):
+            return
+        open_cut, part = await self._part_of(chunk.step)
+        part.rows += len(ids)
+        part.bytes += len(ids) * shard.row_bytes
+        await self._append(open_cut.cut, part, chunk.rows.SerializeToString())
+
+    async def close(self, close: publish_pb2.PartClose) -> Position:
+        """End this rank's part; the position the cut was sealed at, once it is durable.
+
+        Raises:
+            InvalidInput: the part is not what its close says.
+            Contradiction: the run must publish every row first, and this part does not.
+            Superseded: a newer stream, run or cut has taken over.
+        """
+        if sealed := self._sealed_before(close.step):
+            return Position(self._model.history, sealed.version)
+        if open_cut := self._closed_before(close.step):
+            return await asyncio.shield(open_cut.sealed)
+        open_cut, part = await self._part_of(close.step)
+        await self._wait_written(0)
+        self._check_current()
+        open_cut.cut.close(part, rows=close.rows, full=close.full, step_end_unix_ns=close.step_end_unix_ns)
+        self._part = None
+        self._publishing.seal_when_complete()
+        return await asyncio.shield(open_cut.sealed)
+
+    def _sealed_before(self, step: int) -> Seal | None:
+        """The seal of the cut after `step`, if it came through before: its answer may have been lost."""
+        self._check_current()
+        sealed = self._model.sealed
+        if sealed is None or sealed.run != self.run.id or step > sealed.step:
+            return None
+        if step < sealed.step:
+            raise Contradiction(f"part of step {step}, but step {sealed.step} of this run is published already")
+        return sealed
+
+    def _closed_before(self, step: int) -> OpenCut | None:
+        """The cut after `step`, if this rank closed its part of it on an earlier stream."""
+        current = self._publishing.open_cut
+        closed = current and current.cut.step == step and current.cut.closed_by(self.rank)
+        return current if closed else None
+
+    async def _part_of(self, step: int) -> tuple[OpenCut, Part]:
+        open_cut = self._publishing.cut_of(self, step)
+        if self._part is None or self._part[0] is not open_cut:
+            self._part = (open_cut, open_cut.cut.begin(self.rank, self._shards))
+            await self._begin(*self._part)
+        return self._part
+
+    async def _begin(self, open_cut: OpenCut, part: Part) -> None:
+        cut = open_cut.cut
+        dropped = self._model.log.drop_part(self._model.name, cut.version, self.rank)
+        self._unwritten.append(asyncio.wrap_future(dropped))
+        await self._append(cut, part, self._header)
+
+    async def _append(self, cut: Cut, part: Part, payload: bytes) -> None:
+        number, part.records = part.records, part.records + 1
+        appended = self._model.log.append(self._model.name, cut.version, self.rank, number, payload)
+        self._unwritten.append(asyncio.wrap_future(appended))
+        await self._wait_written(_UNWRITTEN_CHUNKS)
+
+    async def _wait_written(self, but: int) -> None:
+        while len(self._unwritten) > but:
+            await self._unwritten.popleft()
+
+    def _check_current(self) -> None:
+        if self._publishing.sessions.get(self.rank) is not self:
+            raise Superseded(f"a newer stream of rank {self.rank}, or a newer run, has taken over")
+
+
+def _fail(open_cut: OpenCut, error: Exception) -> None:
+    if not open_cut.sealed.done():
+        open_cut.sealed.set_exception(error)
+        open_cut.sealed.exception()  # Marks it as seen: perhaps no rank is waiting any more.
+
+
+def _seal_of(cut: Cut, run: Run | None) -> Seal:
+    if run is None:
+        raise Contradiction("no run has joined")
+    return Seal(
+        version=cut.version,
+        step=cut.step,
+        run=run.id,
+        run_started_unix_ns=run.started_unix_ns,
+        world_size=run.world_size,
+        rows=cut.rows,
+        bytes=cut.bytes,
+        step_end_unix_ns=cut.step_end_unix_ns,
+        sealed_unix_ns=time.time_ns(),
+    )
+
+
+def _run_of(seal: Seal | None) -> Run | None:
+    return Run(seal.run, seal.run_started_unix_ns, seal.world_size) if seal else None
+
+
+def _checked_run(message: publish_pb2.PublishOpen) -> Run:
+    if not 1 <= len(message.run) <= 128:
+        raise InvalidInput(f"run id {message.run!r}: use 1 to 128 characters")
+    if not 1 <= message.world_size <= MAX_WORLD_SIZE:
+        raise InvalidInput(f"world size {message.world_size}: expected 1 to {MAX_WORLD_SIZE}")
+    if message.rank >= message.world_size:
+        raise InvalidInput(f"rank {message.rank} of a world of {message.world_size}: ranks count from 0")
+    return Run(message.run, message.run_started_unix_ns, message.world_size)
+
+
+def _checked_tables(message: publish_pb2.PublishOpen) -> list[Table]:
+    tables = [table_from_message(table) for table in message.tables]
+    if not tables:
+        raise InvalidInput("the run announces no tables: describe at least one")
+    names = [table.name for table in tables]
+    if duplicate := next((name for name in names if names.count(name) > 1), None):
+        raise InvalidInput(f"table {duplicate!r} is announced twice: tables need distinct names")
+    return tables

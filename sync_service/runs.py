@@ -1,0 +1,66 @@
+"""Who may publish, and whether a run continues the published history. Pure decisions, each with its reason."""
+
+from dataclasses import dataclass
+
+from sync_service.log import Seal
+from sync_service.tables import Position
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run: an id, when it began (nanoseconds since 1970) and its number of ranks."""
+
+    id: str
+    started_unix_ns: int
+    world_size: int
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A yes or no, and why."""
+
+    yes: bool
+    reason: str
+
+
+def may_publish(run: Run, current: Run | None) -> Decision:
+    """Whether a rank of `run` may open a stream while `current` is the run that publishes."""
+    if current is None:
+        return Decision(True, f"run {run.id} is the first to publish")
+    if run.id == current.id:
+        if run.world_size != current.world_size:
+            return Decision(
+                False,
+                f"run {run.id} has {current.world_size} ranks, this one says {run.world_size}: "
+                "give a run of another size an id of its own",
+            )
+        return Decision(True, f"run {run.id} is publishing")
+    if run.started_unix_ns <= current.started_unix_ns:
+        return Decision(False, f"run {run.id} began before run {current.id}, which has taken over: stop it")
+    return Decision(True, f"run {run.id} takes over from run {current.id}")
+
+
+def continues(run: Run, claim: Position, history: str, head: Seal | None) -> Decision:
+    """Whether what `run` holds is known to build on `head`, given the position it claims to hold."""
+    if head is None:
+        return Decision(False, "nothing is published yet")
+    if claim.history and claim.history != history:
+        return Decision(False, f"the run holds history {claim.history}, the service history {history}")
+    if run.id == head.run:
+        return Decision(True, f"run {run.id} published version {head.version} itself")
+    if claim.version == head.version and claim.history == history:
+        return Decision(True, f"the run holds version {head.version}, the newest one")
+    if claim.version:
+        return Decision(False, f"the run holds version {claim.version}, the newest one is {head.version}")
+    return Decision(False, f"the run holds no version, the newest one is {head.version}")
+
+
+def resume(held: Position, history: str, head_version: int) -> Decision:
+    """Whether a replica that holds `held` can go on from there; otherwise it needs everything."""
+    if held.version == 0:
+        return Decision(False, "the replica holds nothing")
+    if held.history != history:
+        return Decision(False, f"the replica holds history {held.history}, the service history {history}")
+    if held.version > head_version:
+        return Decision(False, f"the replica holds version {held.version}, the newest one is only {head_version}")
+    return Decision(True, f"the replica holds version {held.version}")

@@ -1,0 +1,128 @@
+"""The service's state: one log, the models in it, and the consumers that follow them."""
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from sync_service.consumers.consumer import Consumer
+from sync_service.consumers.lag import ConsumerLag
+from sync_service.consumers.registry import Registry
+from sync_service.consumers.report import report
+from sync_service.errors import StorageFailed
+from sync_service.log import Log, LogOptions
+from sync_service.model import Model
+from sync_service.publishing import Publishing
+from sync_service.tables import check_name
+
+logger = logging.getLogger(__name__)
+
+_HOUSEKEEPING_SECONDS = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceOptions:
+    """What the service keeps, and where.
+
+    Attributes:
+        data_dir: folder of everything the service keeps; made if missing.
+        log_max_bytes: hard cap of the log's file.
+        flush_bytes: tables are flushed, and the log is cut, once it holds this many bytes of newer rows.
+        replica_retention_seconds: a replica away for longer no longer holds its consumer's offset.
+    """
+
+    data_dir: Path
+    log_max_bytes: int = 64 << 30
+    flush_bytes: int = 1 << 30
+    replica_retention_seconds: float = 3600.0
+
+    def __post_init__(self) -> None:
+        if self.flush_bytes < 1:
+            raise ValueError(f"flush_bytes: {self.flush_bytes}, expected at least 1")
+        if self.replica_retention_seconds < 0:
+            raise ValueError(f"replica_retention_seconds: {self.replica_retention_seconds}, expected 0 or more")
+
+
+class Service:
+    """Everything the APIs work on. Made and used in one event loop."""
+
+    def __init__(self, options: ServiceOptions, tasks: asyncio.TaskGroup) -> None:
+        options.data_dir.mkdir(parents=True, exist_ok=True)
+        self._options = options
+        self._tasks = tasks
+        self._lock = _lock(options.data_dir)
+        self.log = Log(LogOptions(directory=options.data_dir / "log", max_bytes=options.log_max_bytes))
+        self.registry = Registry(self.log, options.replica_retention_seconds)
+        self.publishing: dict[str, Publishing] = {}
+        self.draining = asyncio.Event()
+
+    async def recover(self) -> None:
+        """Come back as of the last sealed cut of every model.
+
+        Raises:
+            StorageFailed: a file is damaged or missing.
+        """
+        for name, meta in self.log.meta("model/").items():
+            started = time.monotonic()
+            model = self._new_model(name)
+            await asyncio.to_thread(model.recover, meta)
+            self.publishing[name] = Publishing(model, self._tasks)
+            seconds = time.monotonic() - started
+            logger.info("model recovered: model=%s version=%d seconds=%.2f", name, model.sealed_version, seconds)
+
+    def publishing_of(self, model: str) -> Publishing:
+        """Where the ranks of a model publish; the model is made if there is none of that name.
+
+        Raises:
+            InvalidInput: a name that cannot be one.
+        """
+        if model not in self.publishing:
+            check_name("model", model)
+            self.publishing[model] = Publishing(self._new_model(model), self._tasks)
+        return self.publishing[model]
+
+    async def lag(self, consumer: Consumer) -> ConsumerLag:
+        """How far a consumer is behind, per replica and per table."""
+        return await report(consumer, self.publishing_of(consumer.model).model)
+
+    async def housekeeping(self) -> None:
+        """Flush tables whose log has grown, and forget replicas long gone. Runs until cancelled."""
+        while True:
+            await asyncio.sleep(_HOUSEKEEPING_SECONDS)
+            self.registry.forget_the_gone()
+            for publishing in self.publishing.values():
+                if publishing.model.unflushed_bytes >= self._options.flush_bytes:
+                    await asyncio.to_thread(publishing.model.flush)
+
+    async def wait_idle(self, seconds: float) -> None:
+        """Wait until no cut is under way, but no longer than `seconds`."""
+        busy = [publishing.idle() for publishing in self.publishing.values()]
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*busy), seconds)
+
+    async def drain(self) -> None:
+        """Finish what is under way and put everything on disk."""
+        for publishing in self.publishing.values():
+            await publishing.drain()
+            await asyncio.to_thread(publishing.model.close)
+        await asyncio.to_thread(self.log.close)
+        self._lock.close()
+
+    def _new_model(self, name: str) -> Model:
+        return Model(name, self.log, self._options.data_dir / "models" / name)
+
+
+def _lock(data_dir: Path) -> TextIO:
+    lock = (data_dir / "lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise StorageFailed(
+            f"{data_dir} is in use by another service: give this one a --data-dir of its own"
+        ) from None
+    return lock

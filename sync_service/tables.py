@@ -1,0 +1,95 @@
+"""What a table, a shard of it and a position in a history are."""
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from sync_service.errors import InvalidInput
+
+VALUE_TYPES = (np.dtype("<f4"), np.dtype("<f2"))
+ID_TYPE = np.dtype("<i8")
+MAX_ROWS = 2**40
+MAX_DIM = 2**16
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+
+
+def check_name(what: str, name: str) -> str:
+    """Return `name` if it may name a model, consumer or replica (it then is a safe file name too).
+
+    Raises:
+        InvalidInput: it is empty, longer than 128 characters, or holds others than letters, digits, `._-`.
+    """
+    if not _NAME.fullmatch(name):
+        raise InvalidInput(
+            f"{what} name {name!r}: use 1 to 128 of letters, digits, '.', '_' and '-', not starting with '.'"
+        )
+    return name
+
+
+@dataclass(frozen=True)
+class Position:
+    """A point of one history; version 0 means "holds nothing"."""
+
+    history: str = ""
+    version: int = 0
+
+
+@dataclass(frozen=True)
+class Table:
+    """One embedding table, whole: `rows` x `dim` values of `dtype` (fp32 or fp16)."""
+
+    name: str
+    rows: int
+    dim: int
+    dtype: np.dtype[np.generic] = VALUE_TYPES[0]
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.name) <= 512:
+            raise InvalidInput(f"table name {self.name!r}: use 1 to 512 characters")
+        if not 1 <= self.rows <= MAX_ROWS:
+            raise InvalidInput(f"table {self.name!r}: {self.rows} rows, expected 1 to {MAX_ROWS}")
+        if not 1 <= self.dim <= MAX_DIM:
+            raise InvalidInput(f"table {self.name!r}: dim {self.dim}, expected 1 to {MAX_DIM}")
+        if self.dtype not in VALUE_TYPES:
+            raise InvalidInput(f"table {self.name!r}: values of type {self.dtype}, expected float32 or float16")
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row on the wire: its id and its values."""
+        return ID_TYPE.itemsize + self.dim * self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all values, without ids or stamps."""
+        return self.rows * self.dim * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The block of `table` that one rank holds: rows and columns from an offset on."""
+
+    table: Table
+    row_offset: int
+    rows: int
+    col_offset: int
+    cols: int
+
+    def __post_init__(self) -> None:
+        where = f"shard of table {self.table.name!r}"
+        if self.rows < 0 or self.row_offset + self.rows > self.table.rows:
+            last = self.row_offset + self.rows
+            raise InvalidInput(f"{where}: rows {self.row_offset} to {last}, the table has {self.table.rows}")
+        if self.cols < 1 or self.col_offset + self.cols > self.table.dim:
+            last = self.col_offset + self.cols
+            raise InvalidInput(f"{where}: columns {self.col_offset} to {last}, the table has {self.table.dim}")
+
+    @classmethod
+    def whole(cls, table: Table) -> "Shard":
+        """The shard of a rank that holds all of a table."""
+        return cls(table, 0, table.rows, 0, table.dim)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one of its rows on the wire: its id and its values."""
+        return ID_TYPE.itemsize + self.cols * self.table.dtype.itemsize

@@ -1,0 +1,33 @@
+"""Fixtures that several kinds of tests need."""
+
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.process import ServiceProcess
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a developer has set must not reach the tests."""
+    for name in os.environ:
+        if name.startswith("DELTASYNC_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[ServiceProcess]:
+    """A service of its own process, on free ports, with consumer "predictors" of model "clicks"."""
+    process = ServiceProcess(tmp_path / "data", "--consumer", "predictors=clicks", "--admin-token", "secret")
+    with process:
+        yield process
+
+
+@pytest.fixture
+def run_id() -> tuple[str, int]:
+    """The id of a new training run, and when it began."""
+    return uuid.uuid4().hex, time.time_ns()

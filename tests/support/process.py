@@ -1,0 +1,76 @@
+"""A real service process that a test may kill and start again."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+_DEADLINE_SECONDS = 30.0
+
+
+class ServiceProcess:
+    """`deltasync serve` on free ports, which it keeps over restarts."""
+
+    def __init__(self, data_dir: Path, *arguments: str) -> None:
+        self.data_dir = data_dir
+        self._arguments = arguments
+        self._ports = ("0", "0")
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        endpoints = self.data_dir / "endpoints.json"
+        endpoints.unlink(missing_ok=True)
+        grpc_port, http_port = self._ports
+        command = [sys.executable, "-m", "sync_service", "serve", "--data-dir", str(self.data_dir)]
+        command += ["--grpc-port", grpc_port, "--http-port", http_port, *self._arguments]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("DELTASYNC_")}
+        self.process = subprocess.Popen(command, env=environment)  # noqa: S603
+        self._wait_for(endpoints)
+        found = json.loads(endpoints.read_text())
+        self.grpc, self.http = found["grpc"], found["http"]
+        self._ports = (self.grpc.rpartition(":")[2], self.http.rpartition(":")[2])
+
+    def _wait_for(self, endpoints: Path) -> None:
+        deadline = time.monotonic() + _DEADLINE_SECONDS
+        while not endpoints.exists():
+            assert self.process and self.process.poll() is None, "the service ended before it listened"
+            assert time.monotonic() < deadline, "the service did not listen in time"
+            time.sleep(0.01)
+
+    def kill(self) -> None:
+        assert self.process
+        self.process.kill()
+        self.process.wait()
+
+    def terminate(self) -> int:
+        assert self.process
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(_DEADLINE_SECONDS)
+
+    def get(self, path: str) -> tuple[int, str]:
+        """HTTP status and body of a GET request."""
+        try:
+            with urllib.request.urlopen(self.http + path, timeout=10) as response:  # noqa: S310
+                return response.status, response.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def get_json(self, path: str) -> Any:
+        status, body = self.get(path)
+        assert status == 200, body
+        return json.loads(body)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if self.process and self.process.poll() is None:
+            self.kill()

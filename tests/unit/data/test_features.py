@@ -1,0 +1,172 @@
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.data.events import Events
+from trainer.data.features import DENSE_FEATURES, HOURS_OF_WEEK, FeatureOptions, Features, Featurizer
+
+ROOMY = FeatureOptions(users=100, items=100, cross_buckets=1000, history_length=3)
+TIGHT = FeatureOptions(users=3, items=2, cross_buckets=5, history_length=2)
+MONDAY = 1_704_067_200  # 2024-01-01 00:00 UTC
+
+Row = tuple[int, int, int, int]
+
+
+def events(rows: Sequence[Row]) -> Events:
+    """Events of (user, item, timestamp, label) rows."""
+    table = np.array(rows, dtype=np.int64).reshape(len(rows), 4)
+    return Events(
+        index=np.arange(len(rows), dtype=np.int64),
+        user=table[:, 0],
+        item=table[:, 1],
+        timestamp=table[:, 2],
+        label=table[:, 3].astype(np.float32),
+    )
+
+
+def flat(parts: Sequence[Features]) -> dict[str, np.ndarray]:
+    names = ("index", "label", "dense", "history", "history_lengths")
+    arrays = {name: [getattr(part, name) for part in parts] for name in names}
+    arrays |= {f"ids.{key}": [part.ids[key] for part in parts] for key in parts[0].ids}
+    return {name: np.concatenate(pieces) for name, pieces in arrays.items()}
+
+
+def histories(features: Features) -> list[list[int]]:
+    ends = np.cumsum(features.history_lengths)
+    return [part.tolist() for part in np.split(features.history, ends)[:-1]]
+
+
+rows = st.tuples(
+    st.sampled_from([5, 6, 7, 8, 2**63 - 1]), st.integers(0, 3), st.integers(0, 2**33), st.integers(0, 1)
+)
+streams = st.lists(rows, min_size=1, max_size=40)
+
+
+@given(stream=streams, cuts=st.lists(st.floats(0, 1), max_size=5), options=st.sampled_from([ROOMY, TIGHT]))
+def test_features_do_not_depend_on_how_the_stream_is_cut(
+    stream: list[Row], cuts: list[float], options: FeatureOptions
+) -> None:
+    whole = events(stream)
+    bounds = [0, *sorted(round(cut * len(stream)) for cut in cuts), len(stream)]
+    featurizer = Featurizer(options)
+    parts = [featurizer.features(whole.take(slice(*pair))) for pair in itertools.pairwise(bounds)]
+    once, cut = flat([Featurizer(options).features(whole)]), flat(parts)
+    for name, array in once.items():
+        np.testing.assert_array_equal(cut[name], array, err_msg=name, strict=True)
+
+
+@given(stream=streams, later=streams, options=st.sampled_from([ROOMY, TIGHT]))
+def test_features_do_not_depend_on_later_events(
+    stream: list[Row], later: list[Row], options: FeatureOptions
+) -> None:
+    alone = flat([Featurizer(options).features(events(stream))])
+    longer = flat([Featurizer(options).features(events(stream + later))])
+    for name, array in alone.items():
+        np.testing.assert_array_equal(longer[name][: len(array)], array, err_msg=name)
+
+
+@given(stream=streams)
+def test_own_label_is_not_in_the_features(stream: list[Row]) -> None:
+    *rest, (user, item, timestamp, label) = stream
+    one = flat([Featurizer(TIGHT).features(events(stream))])
+    other = flat([Featurizer(TIGHT).features(events([*rest, (user, item, timestamp, 1 - label)]))])
+    del one["label"]
+    for name, array in one.items():
+        np.testing.assert_array_equal(other[name], array, err_msg=name)
+
+
+@given(stream=streams)
+def test_counts_and_history_match_a_plain_count(stream: list[Row]) -> None:
+    features = Featurizer(ROOMY).features(events(stream))
+    of_user: dict[int, int] = defaultdict(int)
+    of_item: dict[int, int] = defaultdict(int)
+    liked: dict[int, list[int]] = defaultdict(list)
+    item_rows = {item: row for row, item in enumerate(dict.fromkeys(item for _, item, _, _ in stream))}
+    for n, (user, item, _, label) in enumerate(stream):
+        expected = [math.log1p(of_user[user]), math.log1p(of_item[item])]
+        assert features.dense[n, :2].tolist() == pytest.approx(expected)
+        assert histories(features)[n] == liked[user][-3:]
+        of_user[user] += 1
+        of_item[item] += 1
+        liked[user] += [item_rows[item]] * label
+
+
+def test_counts_and_history_carry_over_from_call_to_call() -> None:
+    featurizer = Featurizer(ROOMY)
+    featurizer.features(events([(1, item, 0, 1) for item in range(5)]))
+    later = featurizer.features(events([(1, 4, 0, 0)]))
+    assert later.dense[0, :2].tolist() == pytest.approx([math.log1p(5), math.log1p(1)])
+    assert histories(later) == [[2, 3, 4]]
+
+
+def test_rows_are_given_in_order_of_first_appearance() -> None:
+    features = Featurizer(ROOMY).features(
+        events([(9, 50, 0, 0), (4, 60, 0, 0), (9, 60, 0, 0), (5, 50, 0, 0)])
+    )
+    assert features.ids["user"].tolist() == [0, 1, 0, 2]
+    assert features.ids["item"].tolist() == [0, 1, 1, 0]
+
+
+def test_a_full_table_hashes_further_ids_and_keeps_the_old_ones() -> None:
+    featurizer = Featurizer(FeatureOptions(users=8, items=8, cross_buckets=10))
+    many = events([(user, 0, 0, 0) for user in range(1000)])
+    first, again = featurizer.features(many).ids["user"], featurizer.features(many).ids["user"]
+    np.testing.assert_array_equal(first, again)
+    assert first[:8].tolist() == list(range(8))
+    assert np.bincount(first[8:], minlength=8).min() > 80
+
+
+def test_ids_sharing_a_row_share_its_counts() -> None:
+    features = Featurizer(FeatureOptions(users=1, items=9, cross_buckets=9)).features(
+        events([(1, 1, 0, 1), (2, 2, 0, 0), (3, 3, 0, 0)])
+    )
+    assert features.dense[:, 0].tolist() == pytest.approx([0, math.log1p(1), math.log1p(2)])
+    assert histories(features) == [[], [0], [0]]
+
+
+def test_cross_depends_on_both_rows_and_spreads_over_the_buckets() -> None:
+    pairs = [(user, item, 0, 0) for user in range(100) for item in range(100)]
+    features = Featurizer(ROOMY).features(events(pairs))
+    cross = features.ids["cross"].reshape(100, 100)
+    assert np.bincount(cross.ravel(), minlength=1000).max() < 40
+    assert (cross != cross.T).mean() > 0.95
+
+
+@pytest.mark.parametrize(
+    ("timestamp", "hour"),
+    [(MONDAY, 0), (MONDAY - 1, 167), (MONDAY + 3599, 0), (MONDAY + 3600, 1), (MONDAY + 86_400, 24), (0, 72)],
+)
+def test_hour_of_week_begins_on_monday(timestamp: int, hour: int) -> None:
+    features = Featurizer(ROOMY).features(events([(1, 1, timestamp, 0)]))
+    assert features.ids["hour"].tolist() == [hour]
+    assert hour < HOURS_OF_WEEK
+
+
+def test_time_of_day_is_a_point_on_the_circle() -> None:
+    features = Featurizer(ROOMY).features(events([(1, 1, MONDAY + 3600 * hour, 0) for hour in (0, 6, 12)]))
+    assert features.dense[:, 2].tolist() == pytest.approx([0, 1, 0], abs=1e-6)
+    assert features.dense[:, 3].tolist() == pytest.approx([1, 0, -1], abs=1e-6)
+
+
+def test_types_and_shapes() -> None:
+    features = Featurizer(ROOMY).features(events([(1, 2, 3, 1), (1, 3, 4, 0)]))
+    assert len(features) == 2
+    assert features.dense.dtype == np.float32
+    assert features.dense.shape == (2, len(DENSE_FEATURES))
+    assert list(features.ids) == ["user", "item", "cross", "hour"]
+    assert {ids.dtype for ids in features.ids.values()} == {np.dtype(np.int64)}
+    assert features.history.dtype == np.int64
+    assert features.history_lengths.dtype == np.int32
+
+
+@pytest.mark.parametrize("name", ["users", "items", "cross_buckets", "history_length"])
+def test_options_are_checked(name: str) -> None:
+    options = {"users": 1, "items": 1, "cross_buckets": 1, "history_length": 1}
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, not 0"):
+        FeatureOptions(**{**options, name: 0})

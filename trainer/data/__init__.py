@@ -1,0 +1,1 @@
+"""Streams of click events, their features and the batches a rank trains on."""
