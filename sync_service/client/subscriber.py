@@ -150,13 +150,15 @@ class Subscriber:
             elif kind == "chunk" and arriving.add(response.chunk):
                 requests.put(_ack(arriving.received_bytes))
             elif kind == "release_end":
-                self._apply(arriving.end(response.release_end))
-                requests.put(_ack(arriving.received_bytes, self.held))
+                delta = arriving.end(response.release_end)
+                self._target.apply(delta)
+                requests.put(_ack(arriving.received_bytes, delta.position))
+                # Only now: who waits for the version may close the subscription, and its ack must be on its way.
+                self._hold(delta.position)
 
-    def _apply(self, delta: Delta) -> None:
-        self._target.apply(delta)
+    def _hold(self, position: Position) -> None:
         with self._moved:
-            self.held = delta.position
+            self.held = position
             self._moved.notify_all()
 
 

@@ -1,0 +1,100 @@
+import shutil
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    return Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="session")
+def deploy(root: Path) -> Path:
+    return root / "deploy"
+
+
+@pytest.fixture(scope="session")
+def project(root: Path) -> dict[str, Any]:
+    return tomllib.loads((root / "pyproject.toml").read_text())
+
+
+@pytest.fixture(scope="session")
+def tool() -> Callable[[str], str]:
+    """The path of a program of this environment, or a skip that says which is missing."""
+
+    def find(name: str) -> str:
+        found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
+        if found is None:
+            pytest.skip(f"{name} is not installed")
+        return found
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def stages(deploy: Path) -> dict[str, list[tuple[str, str]]]:
+    """The Dockerfile's instructions by stage, those of a parent stage first."""
+    text = (deploy / "Dockerfile").read_text().replace("\\\n", " ")
+    lines = [line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")]
+    stages: dict[str, list[tuple[str, str]]] = {}
+    for word, rest in lines:
+        if word == "FROM":
+            parent, _, name = rest.split()
+            stages[name] = list(stages.get(parent, []))
+        else:
+            stages[name].append((word, rest))
+    return stages
+
+
+@pytest.fixture(scope="session")
+def compose(deploy: Path) -> dict[str, Any]:
+    return dict(yaml.safe_load((deploy / "compose.yaml").read_text()))
+
+
+@pytest.fixture(scope="session")
+def manifests(deploy: Path) -> list[dict[str, Any]]:
+    files = sorted((deploy / "kubernetes").glob("*.yaml"))
+    return [
+        doc for path in files if path.name != "kustomization.yaml" for doc in yaml.safe_load_all(path.read_text())
+    ]
+
+
+@pytest.fixture(scope="session")
+def containers(manifests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All containers of the Kubernetes manifests."""
+    pods = [doc["spec"]["template"]["spec"] for doc in manifests if "template" in doc.get("spec", {})]
+    return [container for pod in pods for container in pod["containers"]]
+
+
+@pytest.fixture(scope="session")
+def unit(deploy: Path) -> list[tuple[str, str]]:
+    """The systemd unit's settings in order; a key may be there more than once."""
+    lines = (deploy / "systemd/deltasync.service").read_text().splitlines()
+    pairs = [line.partition("=") for line in lines if line and not line.startswith(("[", "#"))]
+    return [(key, value) for key, _, value in pairs]
+
+
+@pytest.fixture(scope="session")
+def metrics() -> dict[str, set[str]]:
+    """What /metrics exposes: each metric and its labels."""
+    return {
+        "deltasync_head_version": {"model"},
+        "deltasync_consumer_lag_versions": {"consumer"},
+        "deltasync_consumer_lag_rows": {"consumer"},
+        "deltasync_consumer_lag_bytes": {"consumer"},
+        "deltasync_consumer_lag_seconds": {"consumer"},
+        "deltasync_consumer_replicas": {"consumer", "state"},
+        "deltasync_published_rows_total": {"model"},
+        "deltasync_published_bytes_total": {"model"},
+        "deltasync_released_rows_total": {"consumer"},
+        "deltasync_released_bytes_total": {"consumer"},
+        "deltasync_table_rows": {"model", "table"},
+        "deltasync_table_bytes": {"model", "table"},
+        "deltasync_log_bytes": set(),
+    }

@@ -1,0 +1,267 @@
+import re
+import subprocess
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+Doc = dict[str, Any]
+Stages = dict[str, list[tuple[str, str]]]
+
+
+@pytest.fixture(scope="module")
+def kustomization(deploy: Path) -> Doc:
+    return dict(yaml.safe_load((deploy / "kubernetes/kustomization.yaml").read_text()))
+
+
+def _of_kind(manifests: list[Doc], kind: str) -> dict[str, Doc]:
+    return {doc["metadata"]["name"]: doc for doc in manifests if doc["kind"] == kind}
+
+
+def _workloads(manifests: list[Doc]) -> Iterator[tuple[Doc, Doc]]:
+    """Each workload with the spec of its pods."""
+    for doc in manifests:
+        if "template" in doc.get("spec", {}):
+            yield doc, doc["spec"]["template"]["spec"]
+
+
+def _containers(manifests: list[Doc]) -> Iterator[tuple[Doc, Doc, Doc]]:
+    for doc, pod in _workloads(manifests):
+        for container in pod["containers"]:
+            yield doc, pod, container
+
+
+def _argument(container: Doc, name: str) -> str:
+    return next(str(arg).split("=", 1)[1] for arg in container["args"] if arg.startswith(f"--{name}="))
+
+
+def _backends(manifests: list[Doc], service: Doc) -> list[Doc]:
+    selector = service["spec"]["selector"].items()
+    return [
+        doc
+        for doc, _ in _workloads(manifests)
+        if selector <= doc["spec"]["template"]["metadata"]["labels"].items()
+    ]
+
+
+def test_documents_fit_the_schema(manifests: list[Doc]) -> None:
+    for doc in manifests:
+        kubernetes_validate.validate(doc, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_schema_check_refuses_a_typo(manifests: list[Doc]) -> None:
+    job = _of_kind(manifests, "Job")["deltasync-trainer"]
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(
+            job | {"spec": job["spec"] | {"completionmode": "Indexed"}},
+            kubernetes_validate.latest_version(),
+            strict=True,
+        )
+
+
+def test_kustomization_names_every_file(deploy: Path, kustomization: Doc) -> None:
+    generated = [file for config in kustomization["configMapGenerator"] for file in config["files"]]
+    named = ["kustomization.yaml", *kustomization["resources"], *generated]
+    assert sorted(named) == sorted(path.name for path in (deploy / "kubernetes").iterdir())
+
+
+def test_kustomization_has_a_namespace_and_the_projects_version(
+    manifests: list[Doc], kustomization: Doc, project: Doc
+) -> None:
+    assert kustomization["namespace"] in _of_kind(manifests, "Namespace")
+    images = {image["name"]: image["newTag"] for image in kustomization["images"]}
+    assert images.keys() == {container["image"] for _, _, container in _containers(manifests)}
+    assert set(images.values()) == {project["project"]["version"]}
+
+
+def test_kustomize_renders_valid_documents(deploy: Path, tool: Callable[[str], str]) -> None:
+    done = subprocess.run(
+        [tool("kubectl"), "kustomize", deploy / "kubernetes"], capture_output=True, text=True, check=True
+    )
+    rendered = list(yaml.safe_load_all(done.stdout))
+    for doc in rendered:
+        kubernetes_validate.validate(doc, kubernetes_validate.latest_version(), strict=True)
+    (config,) = _of_kind(rendered, "ConfigMap")
+    volumes = _of_kind(rendered, "StatefulSet")["deltasync"]["spec"]["template"]["spec"]["volumes"]
+    assert config in {volume["configMap"]["name"] for volume in volumes if "configMap" in volume}
+
+
+def test_services_select_pods_that_have_their_ports(manifests: list[Doc]) -> None:
+    services = _of_kind(manifests, "Service")
+    assert services
+    for service in services.values():
+        (backend,) = _backends(manifests, service)
+        ports = {port["name"] for _, _, c in _containers([backend]) for port in c["ports"]}
+        assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports
+
+
+def test_workloads_select_their_own_pods_only(manifests: list[Doc]) -> None:
+    selected = [doc for doc, _ in _workloads(manifests) if "selector" in doc["spec"]]
+    assert {doc["kind"] for doc in selected} == {"StatefulSet", "Deployment"}
+    for doc in selected:
+        labels = doc["spec"]["selector"]["matchLabels"].items()
+        own = [
+            other
+            for other, _ in _workloads(manifests)
+            if labels <= other["spec"]["template"]["metadata"]["labels"].items()
+        ]
+        assert own == [doc]
+
+
+def test_probes_ask_named_ports(manifests: list[Doc]) -> None:
+    (service,) = [c for doc, _, c in _containers(manifests) if doc["kind"] == "StatefulSet"]
+    ports = {port["name"] for port in service["ports"]}
+    probes = {kind: service[f"{kind}Probe"]["httpGet"] for kind in ("startup", "liveness", "readiness")}
+    assert {probe["port"] for probe in probes.values()} <= ports
+    # A service that is alive but not ready must not be killed for it.
+    assert {kind: probe["path"] for kind, probe in probes.items()} == {
+        "startup": "/livez",
+        "liveness": "/livez",
+        "readiness": "/readyz",
+    }
+
+
+def test_mounts_have_volumes_and_volumes_mounts(manifests: list[Doc]) -> None:
+    for doc, pod, container in _containers(manifests):
+        volumes = {volume["name"] for volume in pod["volumes"]}
+        volumes |= {claim["metadata"]["name"] for claim in doc["spec"].get("volumeClaimTemplates", [])}
+        assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+
+
+def test_data_survives_the_pod(manifests: list[Doc], stages: Stages) -> None:
+    (stateful,) = _of_kind(manifests, "StatefulSet").values()
+    (claim,) = stateful["spec"]["volumeClaimTemplates"]
+    (container,) = stateful["spec"]["template"]["spec"]["containers"]
+    paths = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert paths[claim["metadata"]["name"]] == next(rest for word, rest in stages["service"] if word == "VOLUME")
+
+
+def test_config_maps_and_their_files_exist(manifests: list[Doc], kustomization: Doc) -> None:
+    generated = {config["name"]: config["files"] for config in kustomization["configMapGenerator"]}
+    (pod,) = [pod for doc, pod in _workloads(manifests) if doc["kind"] == "StatefulSet"]
+    (volume,) = [volume for volume in pod["volumes"] if "configMap" in volume]
+    (container,) = pod["containers"]
+    folder = next(m["mountPath"] for m in container["volumeMounts"] if m["name"] == volume["name"])
+    file = container["args"][container["args"].index("--config") + 1]
+    assert file in {f"{folder}/{name}" for name in generated[volume["configMap"]["name"]]}
+
+
+def test_secrets_are_documented(deploy: Path, manifests: list[Doc], kustomization: Doc) -> None:
+    wanted = [
+        entry["valueFrom"]["secretKeyRef"]
+        for _, _, container in _containers(manifests)
+        for entry in container.get("env", [])
+        if "secretKeyRef" in entry.get("valueFrom", {})
+    ]
+    assert wanted
+    readme = (deploy / "README.md").read_text()
+    for secret in wanted:
+        assert (
+            f"kubectl create secret generic {secret['name']} --namespace {kustomization['namespace']} "
+            f"--from-literal={secret['key']}="
+        ) in readme
+
+
+def test_ports_of_the_configuration_are_those_of_the_container(deploy: Path, manifests: list[Doc]) -> None:
+    settings = tomllib.loads((deploy / "kubernetes/deltasync.toml").read_text())
+    (service,) = [c for doc, _, c in _containers(manifests) if doc["kind"] == "StatefulSet"]
+    ports = {port["name"]: port["containerPort"] for port in service["ports"]}
+    assert ports == {"grpc": settings["grpc_port"], "http": settings["http_port"]}
+
+
+def test_environment_does_not_hide_the_configuration(deploy: Path, manifests: list[Doc], stages: Stages) -> None:
+    settings = tomllib.loads((deploy / "kubernetes/deltasync.toml").read_text())
+    (service,) = [c for doc, _, c in _containers(manifests) if doc["kind"] == "StatefulSet"]
+    set_by = {entry["name"] for entry in service["env"]}
+    set_by |= {word.split("=")[0] for name, rest in stages["service"] if name == "ENV" for word in rest.split()}
+    assert not set_by & {f"DELTASYNC_{key.upper()}" for key in settings}
+
+
+def test_pods_get_no_variables_from_services_nor_a_token(manifests: list[Doc]) -> None:
+    pods = [pod for _, pod in _workloads(manifests)]
+    assert len(pods) == 3
+    for pod in pods:
+        assert pod["enableServiceLinks"] is False
+        assert pod["automountServiceAccountToken"] is False
+
+
+def test_pods_are_confined_and_run_as_the_images_user(manifests: list[Doc], stages: Stages) -> None:
+    user, group = (int(n) for n in [r for w, r in stages["service"] if w == "USER"][-1].split(":"))
+    for _, pod, container in _containers(manifests):
+        context = pod["securityContext"]
+        assert context["runAsNonRoot"] is True
+        assert (context["runAsUser"], context["runAsGroup"]) == (user, group)
+        assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert {"cpu", "memory"} <= container["resources"]["requests"].keys()
+        assert "memory" in container["resources"]["limits"]
+
+
+def test_arguments_expand_only_variables_that_are_there(manifests: list[Doc]) -> None:
+    used = 0
+    for doc, _, container in _containers(manifests):
+        there = {entry["name"] for entry in container.get("env", [])}
+        if doc["spec"].get("completionMode") == "Indexed":
+            there.add("JOB_COMPLETION_INDEX")
+        names = set(re.findall(r"\$\((\w+)\)", " ".join(container["args"])))
+        assert names <= there
+        used += len(names)
+    assert used == 2
+
+
+def test_ranks_meet_at_the_first_pod(manifests: list[Doc]) -> None:
+    (job,) = _of_kind(manifests, "Job").values()
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert spec["completions"] == spec["parallelism"] == int(_argument(container, "nnodes"))
+    assert _argument(container, "node-rank") == "$(JOB_COMPLETION_INDEX)"
+    # c10d would ignore the node rank.
+    assert _argument(container, "rdzv-backend") == "static"
+    meeting = _of_kind(manifests, "Service")[pod["subdomain"]]
+    assert _argument(container, "master-addr") == f"{job['metadata']['name']}-0.{pod['subdomain']}"
+    assert _backends(manifests, meeting) == [job]
+    assert meeting["spec"]["clusterIP"] == "None"
+    assert meeting["spec"]["publishNotReadyAddresses"] is True
+    assert int(_argument(container, "master-port")) in {port["port"] for port in meeting["spec"]["ports"]}
+
+
+def test_clients_dial_the_service_and_name_what_it_has(deploy: Path, manifests: list[Doc]) -> None:
+    settings = tomllib.loads((deploy / "kubernetes/deltasync.toml").read_text())
+    consumers = dict(entry.split("=") for entry in settings["consumer"])
+    clients = {doc["kind"]: c for doc, _, c in _containers(manifests) if c["image"] == "deltasync-trainer"}
+    for client in clients.values():
+        host, port = _argument(client, "service").split(":")
+        service = _of_kind(manifests, "Service")[host]
+        assert {"name": "grpc", "port": int(port)}.items() <= service["spec"]["ports"][0].items()
+    assert consumers[_argument(clients["Deployment"], "consumer")] == _argument(clients["Job"], "model")
+
+
+def test_a_replica_has_the_name_of_its_pod(manifests: list[Doc]) -> None:
+    (deployment,) = _of_kind(manifests, "Deployment").values()
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    variable = re.fullmatch(r"\$\((\w+)\)", _argument(container, "replica"))
+    assert variable
+    fields = {e["name"]: e["valueFrom"]["fieldRef"] for e in container["env"] if "fieldRef" in e["valueFrom"]}
+    assert fields[variable[1]] == {"fieldPath": "metadata.name"}
+
+
+def test_one_drain_time_everywhere(manifests: list[Doc], compose: Doc, unit: list[tuple[str, str]]) -> None:
+    (stateful,) = _of_kind(manifests, "StatefulSet").values()
+    seconds = stateful["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert compose["services"]["service"]["stop_grace_period"] == f"{seconds}s"
+    assert dict(unit)["TimeoutStopSec"] == str(seconds)
+
+
+def test_a_log_at_its_cap_leaves_room_on_the_volume(deploy: Path, manifests: list[Doc]) -> None:
+    settings = tomllib.loads((deploy / "kubernetes/deltasync.toml").read_text())
+    (stateful,) = _of_kind(manifests, "StatefulSet").values()
+    size = stateful["spec"]["volumeClaimTemplates"][0]["spec"]["resources"]["requests"]["storage"]
+    assert settings["log_max_bytes"] <= int(size.removesuffix("Gi")) * 2**30 // 2

@@ -1,0 +1,1 @@
+"""The TorchRec side: tracking, publishing, the click model and the torchrun entry."""

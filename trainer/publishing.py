@@ -1,0 +1,249 @@
+"""Publishing what a model's training changes: tracker, agreement of the ranks and publisher put together."""
+
+import logging
+import time
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from sync_service.client import Part, Position, Publisher, PublisherOptions, ShardRows
+from sync_service.errors import DeltasyncError, ResyncRequired, ServiceUnavailable
+from trainer.agreement import Agreement
+from trainer.tracking.shards import TrackedShard, tables_of
+from trainer.tracking.tracker import ChangedRows, Tracker
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncOptions:
+    """What to publish, where to and how often.
+
+    Attributes:
+        service: where the service answers gRPC, as HOST:PORT.
+        model: name of the set of tables.
+        publish_every: steps between cuts; a cut still under way then is waited for by none: the next one
+            takes its rows along.
+        dense: whether to publish the parameters outside of embedding tables too.
+    """
+
+    service: str
+    model: str
+    publish_every: int = 10
+    dense: bool = True
+
+    def __post_init__(self) -> None:
+        if self.publish_every < 1:
+            raise ValueError(f"publish_every: {self.publish_every}, expected at least 1")
+
+
+@dataclass
+class SyncStats:
+    """What was published so far, by this rank.
+
+    Attributes:
+        cuts: version, step and end of the step (nanoseconds since 1970) of every sealed cut.
+        absorbed: publishing steps at which a cut was still under way.
+        rows: rows of the sealed parts.
+        bytes: bytes of their ids and values.
+        step_seconds: what the trainer's thread has spent in `DeltaSync.step`.
+    """
+
+    cuts: list[tuple[int, int, int]] = field(default_factory=list)
+    absorbed: int = 0
+    rows: int = 0
+    bytes: int = 0
+    step_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    part: Part
+    cursor: int
+    sealed: "Future[Position]"
+
+
+class DeltaSync:
+    """Keeps a sync service up to date with a model that is being trained. Every rank makes one.
+
+        with DeltaSync(model, SyncOptions(service="localhost:50051", model="clicks")) as sync:
+            for ...:
+                pipeline.progress(batches)
+                sync.step()
+
+    Attributes:
+        tracker: knows which rows changed.
+        stats: what was published.
+    """
+
+    def __init__(self, model: nn.Module, options: SyncOptions) -> None:
+        self._agreement = Agreement()
+        # Dense parameters are the same on all ranks: the first one publishes them.
+        self.tracker = Tracker(model, dense=options.dense and self._agreement.rank == 0)
+        self.stats = SyncStats()
+        self._options = options
+        self._tables = tables_of(model, dense=options.dense)
+        self._publisher: Publisher | None = None
+        self._under_way: _UnderWay | None = None
+        self._cursor = 0
+        self._position = Position()
+        self._resync = True
+        self._published_step = -1
+
+    def step(self) -> None:
+        """Note that an optimizer step is complete; publish every `publish_every` of them.
+
+        Raises:
+            DeltasyncError: the service has refused a part for good, on this rank or another.
+        """
+        started = time.perf_counter()
+        self.tracker.step()
+        if self.tracker.steps % self._options.publish_every == 0:
+            self._cut(time.time_ns())
+        self.stats.step_seconds += time.perf_counter() - started
+
+    def flush(self, timeout_seconds: float | None = None) -> Position:
+        """Publish everything that changed and wait until it is sealed. Called by all ranks together.
+
+        Args:
+            timeout_seconds: how long to wait for the service at most; None = for ever.
+
+        Returns:
+            The position that holds the model as it is now.
+
+        Raises:
+            DeltasyncError: the service has refused a part for good, or did not seal it in time, on this rank
+                or another.
+        """
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        while True:
+            late = self._wait(deadline)
+            if not self._cut(time.time_ns(), late):
+                return self._position
+
+    def close(self, timeout_seconds: float | None = None) -> Position:
+        """Flush, and close the connection."""
+        try:
+            return self.flush(timeout_seconds)
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        """Close the connection at once: what is not sealed yet stays unpublished."""
+        if self._publisher:
+            self._publisher.close()
+
+    def __enter__(self) -> "DeltaSync":
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        # After an error the ranks may no longer be in step, and a flush could wait for ever.
+        if error:
+            self.abort()
+        else:
+            self.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint of this rank must carry, to go on without publishing every row anew."""
+        return {
+            "tracker": self.tracker.state_dict(),
+            "cursor": self._cursor,
+            "history": self._position.history,
+            "version": self._position.version,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint of the same rank and plan. Before the first step.
+
+        Raises:
+            Contradiction: it was made for other shards.
+        """
+        self.tracker.load_state_dict(state["tracker"])
+        self._cursor = state["cursor"]
+        self._position = Position(state["history"], state["version"])
+        self._resync = self._position.version == 0
+
+    def _wait(self, deadline: float | None) -> DeltasyncError | None:
+        if self._under_way is None:
+            return None
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        if wait_for([self._under_way.sealed], left).done:
+            return None
+        return ServiceUnavailable(f"the cut of step {self._under_way.part.step} was not sealed in time")
+
+    def _cut(self, step_end_unix_ns: int, late: DeltasyncError | None = None) -> bool:
+        """Begin a cut if the ranks agree that they can; whether one is under way."""
+        failure = late or self._settle()
+        unpublished = self._resync or self._published_step != self.tracker.steps
+        ready, failed = self._under_way is None, failure is not None
+        agreed = self._agreement.of(ready=ready, resync=self._resync, unpublished=unpublished, failed=failed)
+        if failure:
+            raise failure
+        if agreed.failed:
+            raise DeltasyncError("another rank's part was refused: its log says why")
+        if not agreed.ready:
+            self.stats.absorbed += 1
+            return True
+        if agreed.unpublished:
+            self._publish(step_end_unix_ns, full=agreed.resync)
+        return agreed.unpublished
+
+    def _settle(self) -> Exception | None:
+        """Take note of how the cut under way has ended, if it has; the error that cannot be mended, if any."""
+        if self._under_way is None or not self._under_way.sealed.done():
+            return None
+        ended, self._under_way = self._under_way, None
+        error = ended.sealed.exception()
+        if isinstance(error, ResyncRequired):
+            logger.warning("publishing every row: %s", error)
+            self._resync = True
+            return None
+        if isinstance(error, Exception):
+            return error
+        self._sealed(ended, ended.sealed.result())
+        return None
+
+    def _sealed(self, ended: _UnderWay, position: Position) -> None:
+        self._cursor, self._position = ended.cursor, position
+        part = ended.part
+        self._published_step = part.step
+        self.stats.cuts.append((position.version, part.step, part.step_end_unix_ns))
+        for rows in part.rows:
+            self.stats.rows += len(rows.ids)
+            self.stats.bytes += rows.ids.nbytes + rows.values.nbytes
+
+    def _publish(self, step_end_unix_ns: int, *, full: bool) -> None:
+        if full:
+            self.tracker.mark_all()
+            self._resync = False
+        changed, cursor = self.tracker.read(self._cursor)
+        part = Part(
+            step=self.tracker.steps,
+            step_end_unix_ns=step_end_unix_ns,
+            rows=[_global(self.tracker.shards[rows.shard], rows) for rows in changed],
+            full=full,
+        )
+        self._under_way = _UnderWay(part, cursor, self._connected().publish(part))
+
+    def _connected(self) -> Publisher:
+        if self._publisher is None:
+            shards = [tracked.shard for tracked in self.tracker.shards]
+            run, started = self._agreement.run()
+            options = PublisherOptions(
+                service=self._options.service,
+                model=self._options.model,
+                run=run,
+                run_started_unix_ns=started,
+                rank=self._agreement.rank,
+                world_size=self._agreement.world_size,
+                continues=self._position,
+            )
+            self._publisher = Publisher(options, self._tables, shards)
+        return self._publisher
+
+
+def _global(tracked: TrackedShard, rows: ChangedRows) -> ShardRows:
+    return ShardRows(rows.shard, (rows.ids + tracked.shard.row_offset).numpy(), rows.values.numpy())

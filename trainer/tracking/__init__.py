@@ -1,0 +1,1 @@
+"""Learning which rows change, from TorchRec's hooks, by stamps and cursors."""

@@ -1,0 +1,77 @@
+"""Online training under torchrun, publishing as it goes:
+
+torchrun --nproc-per-node 2 -m trainer.train --service localhost:50051 --model clicks
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+import torch.distributed as dist
+from torchrec.distributed import TrainPipelineSparseDist
+
+from sync_service.cli.config import CONTEXT
+from trainer.checkpoint import load_checkpoint, save_checkpoint
+from trainer.data.batch import click_batch
+from trainer.data.features import Featurizer
+from trainer.model import ClickModel
+from trainer.publishing import DeltaSync, SyncOptions
+from trainer.results import Results
+from trainer.sharding import OptimizerOptions, shard
+from trainer.stream_options import StreamOptions, stream_options, take_stream_options
+
+
+@click.command(context_settings=CONTEXT)
+@stream_options
+@click.option("--service", required=True, help="Where the sync service answers gRPC, as HOST:PORT.")
+@click.option("--model", default="clicks", help="Name of the set of tables.")
+@click.option("--publish-every", type=click.IntRange(1), default=10, help="Steps between cuts.")
+@click.option("--table-lr", default=OptimizerOptions.table_lr, help="Learning rate of the tables.")
+@click.option("--dense-lr", default=OptimizerOptions.dense_lr, help="Learning rate of everything else.")
+@click.option("--checkpoint", type=click.Path(path_type=Path), help="Folder to go on from, and to save to.")
+@click.option("--results", type=click.Path(path_type=Path), help="Folder for scores and tables, for comparison.")
+def main(checkpoint: Path | None, results: Path | None, table_lr: float, dense_lr: float, **settings: Any) -> None:
+    """Train the click model on a stream of events, and publish the rows that change."""
+    stream = take_stream_options(settings)
+    device = _join_ranks()
+    torch.manual_seed(stream.seed)
+    learning = OptimizerOptions(table_lr=table_lr, dense_lr=dense_lr)
+    model, optimizer = shard(ClickModel(stream.model, torch.device("meta")), learning, device)
+    sync, scored = DeltaSync(model, SyncOptions(**settings)), Results()
+    if checkpoint:
+        load_checkpoint(checkpoint, model, optimizer, sync)
+    with sync:
+        sync.flush()  # So that replicas hold the model before its first step.
+        _train(TrainPipelineSparseDist(model, optimizer, device), stream, sync, scored)
+    if checkpoint:
+        save_checkpoint(checkpoint, model, optimizer, sync)
+    if results:
+        scored.write(results, dist.get_rank(), sync, {"steps": sync.tracker.steps})
+    dist.destroy_process_group()
+
+
+def _join_ranks() -> torch.device:
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if cuda else "gloo")
+    return device
+
+
+def _train(pipeline: TrainPipelineSparseDist, stream: StreamOptions, sync: DeltaSync, scored: Results) -> None:
+    featurizer = Featurizer(stream.features)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    batches = (click_batch(featurizer.features(events), rank, ranks) for events in stream.batches())
+    while True:
+        try:
+            scored.add(pipeline.progress(batches))
+        except StopIteration:
+            return
+        sync.step()
+
+
+if __name__ == "__main__":
+    main()
