@@ -1,8 +1,13 @@
 """Parts of a cut, until all ranks have closed theirs."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from sync_service.errors import Contradiction, InvalidInput
+import numpy as np
+
+from sync_service.errors import Contradiction, InvalidInput, ResyncRequired
+from sync_service.runs import Run
+from sync_service.stamps import Ids
 from sync_service.tables import Shard, Table
 
 
@@ -12,11 +17,30 @@ class Part:
 
     rank: int
     shards: list[Shard]
+    must_be_full: bool
     records: int = 0
     rows: int = 0
     bytes: int = 0
     step_end_unix_ns: int = 0
     closed: bool = False
+    last_ids: dict[int, int] = field(default_factory=dict)
+
+    def add(self, slot: int, ids: Ids) -> None:
+        """Count rows that arrived. In order means at most once, so that a part as long as its shards has all rows.
+
+        Raises:
+            InvalidInput: a row came before, or out of order.
+        """
+        shard = self.shards[slot]
+        last = self.last_ids.get(slot, -1)
+        if ids[0] <= last:
+            raise InvalidInput(
+                f"table {shard.table.name!r}: row id {int(ids[0])} came after {last}; ids must be strictly "
+                "ascending inside a part"
+            )
+        self.last_ids[slot] = int(ids[-1])
+        self.rows += len(ids)
+        self.bytes += len(ids) * shard.row_bytes
 
 
 @dataclass
@@ -25,13 +49,12 @@ class Cut:
 
     version: int
     step: int
-    world_size: int
-    must_be_full: bool
+    run: Run
     parts: dict[int, Part] = field(default_factory=dict)
 
-    def begin(self, rank: int, shards: list[Shard]) -> Part:
+    def begin(self, rank: int, shards: list[Shard], *, must_be_full: bool) -> Part:
         """Begin a rank's part; one that was begun before is begun anew."""
-        part = self.parts[rank] = Part(rank, shards)
+        part = self.parts[rank] = Part(rank, shards, must_be_full)
         return part
 
     def close(self, part: Part, *, rows: int, full: bool, step_end_unix_ns: int) -> None:
@@ -39,7 +62,7 @@ class Cut:
 
         Raises:
             InvalidInput: the part's count of rows is not what arrived, or not that of a full part.
-            Contradiction: the cut must hold every row, and the part does not claim to.
+            ResyncRequired: the part must hold every row, and does not claim to.
         """
         if rows != part.rows:
             raise InvalidInput(f"rank {part.rank} closed a part of {rows} rows, but {part.rows} arrived")
@@ -48,8 +71,8 @@ class Cut:
             raise InvalidInput(
                 f"rank {part.rank} closed a full part of {rows} rows, but its shards have {shard_rows}"
             )
-        if self.must_be_full and not full:
-            raise Contradiction(
+        if part.must_be_full and not full:
+            raise ResyncRequired(
                 f"rank {part.rank} sent only changed rows, but its run does not continue the published history: "
                 "publish every row first"
             )
@@ -61,23 +84,27 @@ class Cut:
         return rank in self.parts and self.parts[rank].closed
 
     def check_coverage(self, tables: list[Table]) -> None:
-        """Check that the shards of a complete, full cut make up whole tables.
+        """Check that the shards of a complete cut make up whole tables.
 
         Raises:
             Contradiction: some values of a table belong to no rank's shard.
         """
         shards = {shard for part in self.parts.values() for shard in part.shards}
         for table in tables:
-            covered = sum(shard.rows * shard.cols for shard in shards if shard.table == table)
-            if covered < table.rows * table.dim:
+            if gap := _gap(table, [shard for shard in shards if shard.table == table]):
                 raise Contradiction(
-                    f"table {table.name!r}: all shards together hold {covered} of {table.rows * table.dim} values"
+                    f"table {table.name!r}: {gap} are in no rank's shard: publish all of it, or another model"
                 )
+
+    @property
+    def must_be_full(self) -> bool:
+        """Whether the run cannot show that it continues the published history."""
+        return any(part.must_be_full for part in self.parts.values())
 
     @property
     def complete(self) -> bool:
         """Whether every rank has closed its part."""
-        return len(self.parts) == self.world_size and all(part.closed for part in self.parts.values())
+        return len(self.parts) == self.run.world_size and all(part.closed for part in self.parts.values())
 
     @property
     def rows(self) -> int:
@@ -93,3 +120,19 @@ class Cut:
     def step_end_unix_ns(self) -> int:
         """When the step ended on the last of the ranks."""
         return max(part.step_end_unix_ns for part in self.parts.values())
+
+
+def _gap(table: Table, shards: Iterable[Shard]) -> str | None:
+    """A block of the table that the shards, which may overlap, leave out."""
+    blocks = [(s.row_offset, s.row_offset + s.rows, s.col_offset, s.col_offset + s.cols) for s in shards]
+    rows = np.unique([0, table.rows, *(row for block in blocks for row in block[:2])])
+    cols = np.unique([0, table.dim, *(col for block in blocks for col in block[2:])])
+    covered = np.zeros((len(rows) - 1, len(cols) - 1), bool)
+    for first_row, end_row, first_col, end_col in blocks:
+        where_rows = slice(*np.searchsorted(rows, (first_row, end_row)))
+        where_cols = slice(*np.searchsorted(cols, (first_col, end_col)))
+        covered[where_rows, where_cols] = True
+    if covered.all():
+        return None
+    row, col = np.argwhere(~covered)[0]
+    return f"rows {rows[row]} to {rows[row + 1] - 1}, columns {cols[col]} to {cols[col + 1] - 1}"

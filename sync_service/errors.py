@@ -8,7 +8,7 @@
     ├── NotPermitted        the admin token is missing or wrong
     ├── StorageFailed       the log could not be written or read back whole
     ├── ServiceUnavailable  the service cannot be reached, or is draining; try again
-    └── ResyncRequired      (client) the service does not hold what this run builds on
+    └── ResyncRequired      the service does not hold what this run builds on: publish every row
 
 `sync_service/api/errors.py` maps them to gRPC codes and HTTP statuses, and back.
 """

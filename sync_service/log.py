@@ -80,9 +80,7 @@ class Log:
 
     def __init__(self, options: LogOptions) -> None:
         options.directory.mkdir(parents=True, exist_ok=True)
-        self._env = lmdb.open(
-            str(options.directory), map_size=options.max_bytes, max_dbs=3, max_readers=512, readahead=False
-        )
+        self._env = _open(options)
         self._parts = self._env.open_db(b"parts")
         self._seals = self._env.open_db(b"seals")
         self._meta = self._env.open_db(b"meta")
@@ -112,7 +110,14 @@ class Log:
     def seal(self, model: str, seal: Seal) -> Future[None]:
         """Make a cut visible: it is part of the history from here on."""
         key, value = _key(model, seal.version), json.dumps(asdict(seal)).encode()
-        return self._submit(lambda txn: _put(txn, key, value, self._seals))
+        last = _key(model, seal.version, 2**32 - 1, 2**32 - 1)
+
+        def write(txn: lmdb.Transaction) -> None:
+            # An abandoned cut of a larger run may have left parts of further ranks.
+            _delete_range(txn, self._parts, _key(model, seal.version, seal.world_size), last)
+            _put(txn, key, value, self._seals)
+
+        return self._submit(write)
 
     def truncate(self, model: str, upto: int, keep_seals: int) -> Future[None]:
         """Drop the rows of the cuts up to version `upto`, and their seals but for the `keep_seals` newest."""
@@ -200,6 +205,7 @@ class Log:
 
     def _submit(self, write: Write) -> Future[None]:
         done: Future[None] = Future()
+        done.set_running_or_notify_cancel()  # A write cannot be taken back, even if who waits for it is cancelled.
         self._queue.put((write, done))
         return done
 
@@ -233,6 +239,18 @@ class Log:
             return
         for _, done in batch:
             done.set_result(None)
+
+
+def _open(options: LogOptions) -> lmdb.Environment:
+    try:
+        return lmdb.open(
+            str(options.directory), map_size=options.max_bytes, max_dbs=3, max_readers=512, readahead=False
+        )
+    except lmdb.Error as error:
+        raise StorageFailed(
+            f"the log in {options.directory} cannot be opened ({error}): restore the data directory from a copy, "
+            "or start an empty one for a full resync"
+        ) from error
 
 
 def _storage_failed(error: lmdb.Error) -> StorageFailed:

@@ -1,11 +1,13 @@
 """Tables mapped from files: as fast as memory, larger than memory if need be, there again after a restart."""
 
+import math
 import os
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 from urllib.parse import quote
 
 import numpy as np
+import xxhash
 
 from sync_service.errors import StorageFailed
 from sync_service.stamps import StampedTable
@@ -15,12 +17,15 @@ Mapped: TypeAlias = np.memmap[tuple[int, ...], np.dtype[Any]]
 
 
 class MappedTable(StampedTable):
-    """A stamped table whose rows and stamps are mapped from two files in a folder."""
+    """A stamped table whose rows and stamps are mapped from two files in a folder.
 
-    def __init__(self, table: Table, directory: Path) -> None:
-        stem = quote(table.name, safe="")
-        rows = _map(directory / f"{stem}.rows", table.dtype, (table.rows, table.dim))
-        stamps = _map(directory / f"{stem}.stamps", np.dtype(np.int64), (table.rows,))
+    A `new` one is made, all zero; otherwise its files must be there.
+    """
+
+    def __init__(self, table: Table, directory: Path, *, new: bool) -> None:
+        stem = directory / _stem(table.name)
+        rows = _map(stem.with_name(f"{stem.name}.rows"), table.dtype, (table.rows, table.dim), new)
+        stamps = _map(stem.with_name(f"{stem.name}.stamps"), np.dtype(np.int64), (table.rows,), new)
         super().__init__(table, rows, stamps)
         self._mapped = (rows, stamps)
 
@@ -30,25 +35,53 @@ class MappedTable(StampedTable):
             array.flush()
 
 
-def _map(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Mapped:
-    size = int(np.prod(shape)) * dtype.itemsize
-    if not path.exists():
+def reserve(file: BinaryIO, size: int, what: str) -> None:
+    """Reserve a file's blocks at once: a full disk is then an error here, not a crash at a later write.
+
+    Raises:
+        StorageFailed: there is no room.
+    """
+    try:
+        os.posix_fallocate(file.fileno(), 0, size)
+    except OSError as error:
+        raise StorageFailed(f"{what}: cannot reserve {size} bytes: {error.strerror}") from error
+
+
+def _stem(name: str) -> str:
+    """A file name that is the table's own, however long the table's name is."""
+    return f"{quote(name, safe='')[:100]}-{xxhash.xxh3_64_hexdigest(name.encode())}"
+
+
+def _map(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...], new: bool) -> Mapped:
+    size = math.prod(shape) * dtype.itemsize
+    if new:
         _allocate(path, size)
-    if path.stat().st_size != size:
+    found = path.stat().st_size if path.exists() else None
+    if found != size:
+        has = "is missing" if found is None else f"has {found} bytes"
         raise StorageFailed(
-            f"{path} has {path.stat().st_size} bytes, expected {size}: restore the data directory from a copy, "
-            "or start an empty one for a full resync"
+            f"{path} {has}, expected {size} bytes: restore the data directory from a copy, or start an empty one "
+            "for a full resync"
         )
     return np.memmap(path, dtype, mode="r+", shape=shape)
 
 
 def _allocate(path: Path, size: int) -> None:
-    """Reserve the file's blocks at once: a full disk is then an error here, not a crash at a later write."""
-    unfinished = path.with_suffix(path.suffix + ".new")
-    with unfinished.open("wb") as file:
-        try:
-            os.posix_fallocate(file.fileno(), 0, size)
-        except OSError as error:
-            unfinished.unlink()
-            raise StorageFailed(f"{path}: cannot reserve {size} bytes: {error.strerror}") from error
-    unfinished.rename(path)
+    unfinished = path.with_name(path.name + ".new")
+    try:
+        with unfinished.open("wb") as file:
+            reserve(file, size, str(path))
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Put a folder's entries on disk: a table's files must not be lost once the log names the table."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,10 +1,11 @@
 """One model: its tables, its part of the log, and how both come back after a restart."""
 
 import asyncio
+import threading
 import uuid
 from collections import deque
-from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -50,6 +51,8 @@ class Model:
         self._applied: Seal | None = None
         self._directory = directory
         self._flushed = 0
+        self._flushing = threading.Lock()
+        self._meta_lock = threading.Lock()
         self._adding = asyncio.Lock()
         self._changed = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"model-{name}")
@@ -77,7 +80,7 @@ class Model:
             StorageFailed: a file is damaged or missing.
         """
         self.history, self._flushed = meta["history"], meta["flushed"]
-        self._map_tables([_table_from_meta(table) for table in meta["tables"]])
+        self._map_tables([_table_from_meta(table) for table in meta["tables"]], new=False)
         self.seals.extend(self.log.seals(self.name))
         self.log.drop_unsealed(self.name, self.sealed_version).result()
         for seal in self._unflushed():
@@ -101,8 +104,8 @@ class Model:
         """
         async with self._adding:
             if new := self._unknown(tables):
-                await self.run(self._map_tables, new)
-                await asyncio.wrap_future(self._put_meta())
+                await self.run(lambda: self._map_tables(new, new=True))
+                await asyncio.wrap_future(self._put_meta(self._flushed))
                 self._wake()
 
     async def advance(self, seal: Seal) -> None:
@@ -125,27 +128,32 @@ class Model:
         """To be awaited: the head moving, or a table being added, from this call on."""
         return self._changed.wait()
 
-    async def count_changed_since(self, version: int) -> list[int]:
-        """How many rows of each table changed after `version`."""
+    async def count_changed_since(self, version: int, tables: Sequence[MappedTable]) -> list[int]:
+        """How many rows of each of these tables changed after `version`."""
         if version == self.position.version:
-            return [0] * len(self.tables)
-        return await self.run(lambda: [table.count_changed_since(version) for table in self.tables])
+            return [0] * len(tables)
+        return await self.run(lambda: [table.count_changed_since(version) for table in tables])
 
     def flush(self) -> None:
-        """Put the tables as of the head on disk and drop the log up to there. Blocks; any thread."""
-        version = self.position.version
-        if version == self._flushed:
-            return
-        for table in list(self.tables):
-            table.flush()
-        self._flushed = version
-        self._put_meta().result()
-        self.log.truncate(self.name, version, KEPT_SEALS).result()
+        """Put the tables as of the head on disk and drop the log up to there. Blocks; any thread.
 
-    @property
-    def unflushed_bytes(self) -> int:
-        """Bytes of the cuts in the log that the tables' files may not have yet."""
-        return sum(seal.bytes for seal in self._unflushed())
+        Raises:
+            StorageFailed: the log could not be written; nothing was lost.
+        """
+        with self._flushing:
+            version = self.position.version
+            if version == self._flushed:
+                return
+            for table in list(self.tables):
+                table.flush()
+            self._put_meta(version).result()
+            self.log.truncate(self.name, version, KEPT_SEALS).result()
+            self._flushed = version
+
+    def should_flush(self, flush_bytes: int) -> bool:
+        """Whether the log holds `flush_bytes`, or half of the seals that are kept, more than the tables' files."""
+        unflushed = self._unflushed()
+        return sum(seal.bytes for seal in unflushed) >= flush_bytes or len(unflushed) >= KEPT_SEALS // 2
 
     def _unflushed(self) -> list[Seal]:
         """The seals after the last flush, oldest first."""
@@ -181,15 +189,17 @@ class Model:
             by_name[shard.table.name].apply(ids, values, seal.version, shard.col_offset)
         self._applied = seal
 
-    def _map_tables(self, tables: list[Table]) -> None:
+    def _map_tables(self, tables: list[Table], *, new: bool) -> None:
         folder = self._directory / "tables"
         folder.mkdir(parents=True, exist_ok=True)
-        self.tables.extend([MappedTable(table, folder) for table in tables])
+        self.tables.extend([MappedTable(table, folder, new=new) for table in tables])
 
-    def _put_meta(self) -> Any:
-        tables = [_table_to_meta(mapped.table) for mapped in self.tables]
-        meta = {"history": self.history, "flushed": self._flushed, "tables": tables}
-        return self.log.put_meta(f"model/{self.name}", meta)
+    def _put_meta(self, flushed: int) -> Future[None]:
+        # Locked, so that the list of tables that was read last is also written last.
+        with self._meta_lock:
+            tables = [_table_to_meta(mapped.table) for mapped in self.tables]
+            meta = {"history": self.history, "flushed": flushed, "tables": tables}
+            return self.log.put_meta(f"model/{self.name}", meta)
 
 
 def _shape(table: Table) -> str:

@@ -21,13 +21,34 @@ from sync_service.errors import Contradiction, DeltasyncError, InvalidInput, Sup
 from sync_service.log import Seal
 from sync_service.model import Model
 from sync_service.runs import Decision, Run, continues, may_publish
-from sync_service.tables import Position, Shard, Table
+from sync_service.tables import Position, Shard, Table, check_name
 
 logger = logging.getLogger(__name__)
 
 MAX_WORLD_SIZE = 65_536
 # Chunks handed to the log and not yet on disk, per rank: what bounds the service's memory while a part arrives.
 _UNWRITTEN_CHUNKS = 8
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What a rank says of itself: right in itself, if not yet compared with what the service holds."""
+
+    message: publish_pb2.PublishOpen
+    run: Run
+    tables: list[Table]
+    shards: list[Shard]
+
+
+def check_open(message: publish_pb2.PublishOpen) -> Opening:
+    """Check the message that opens a stream.
+
+    Raises:
+        InvalidInput: a field of the message can never be right.
+    """
+    check_name("model", message.model)
+    tables = _checked_tables(message)
+    return Opening(message, _checked_run(message), tables, shards_from_open(message, tables))
 
 
 @dataclass
@@ -51,22 +72,18 @@ class Publishing:
         self._applying: asyncio.Task[None] | None = None
         self._sealing: asyncio.Task[None] | None = None
 
-    async def join(self, message: publish_pb2.PublishOpen) -> "PublishSession":
+    async def join(self, opening: Opening) -> "PublishSession":
         """Let a rank in. A newer stream of the same rank, or a newer run, takes over.
 
         Raises:
-            InvalidInput: a field of the message can never be right.
             Contradiction: the run, its size or a table differs from what the service holds.
         """
-        run = _checked_run(message)
-        tables = _checked_tables(message)
-        shards = shards_from_open(message, tables)
-        self._check(run)
-        await self.model.add_tables(tables)
-        self._take_over(run)
-        session = PublishSession(self, run, message, tables, shards)
-        self.sessions[message.rank] = session
-        logger.info("rank joined: model=%s rank=%d %s", self.model.name, message.rank, session.decision.reason)
+        self._check(opening.run)
+        await self.model.add_tables(opening.tables)
+        self._take_over(opening.run)
+        session = PublishSession(self, opening)
+        self.sessions[session.rank] = session
+        logger.info("rank joined: model=%s rank=%d %s", self.model.name, session.rank, session.decision.reason)
         return session
 
     def cut_of(self, session: "PublishSession", step: int) -> OpenCut:
@@ -77,14 +94,14 @@ class Publishing:
             Superseded: a cut is just being sealed.
         """
         current = self.open_cut
+        if current and current.cut.complete:
+            raise Superseded(f"part of step {step}, but step {current.cut.step} is just being sealed")
         if current and step == current.cut.step:
             return current
         if current and step < current.cut.step:
             raise Contradiction(f"part of step {step}, but the cut of step {current.cut.step} is under way")
-        if current and current.cut.complete:
-            raise Superseded(f"part of step {step}, but step {current.cut.step} is just being sealed")
         self.abandon(f"abandoned for the cut of step {step}")
-        cut = Cut(self.model.sealed_version + 1, step, session.run.world_size, not session.decision.yes)
+        cut = Cut(self.model.sealed_version + 1, step, session.run)
         self.open_cut = OpenCut(cut, asyncio.get_running_loop().create_future())
         return self.open_cut
 
@@ -107,9 +124,10 @@ class Publishing:
 
     async def drain(self) -> None:
         """Wait until what is being sealed and applied is done."""
-        for task in (self._sealing, self._applying):
-            if task:
-                await task
+        if self._sealing:
+            await self._sealing  # Which begins to apply.
+        if self._applying:
+            await self._applying
 
     def _check(self, run: Run) -> Decision:
         decision = may_publish(run, self.run)
@@ -139,7 +157,7 @@ class Publishing:
             cut.check_coverage([mapped.table for mapped in self.model.tables])
         if self._applying:
             await self._applying
-        seal = _seal_of(cut, self.run)
+        seal = _seal_of(cut)
         await asyncio.wrap_future(self.model.log.seal(self.model.name, seal))
         self.model.seals.append(seal)
         self.rows += seal.rows
@@ -154,19 +172,16 @@ class PublishSession:
     def __init__(
         self,
         publishing: Publishing,
-        run: Run,
-        message: publish_pb2.PublishOpen,
-        tables: list[Table],
-        shards: list[Shard],
+        opening: Opening,
     ) -> None:
-        self.run = run
-        self.rank = message.rank
-        self.tables = tables
+        self.run = opening.run
+        self.rank = opening.message.rank
+        self.tables = opening.tables
         self._publishing = publishing
         self._model = publishing.model
-        self._header = message.SerializeToString()
-        self._claim = position_from_message(message.continues)
-        self._shards = shards
+        self._header = opening.message.SerializeToString()
+        self._claim = position_from_message(opening.message.continues)
+        self._shards = opening.shards
         self._part: tuple[OpenCut, Part] | None = None
         self._unwritten: deque[asyncio.Future[None]] = deque()
 
@@ -193,24 +208,26 @@ class PublishSession:
         check_rows(shard, ids, values)
         if self._sealed_before(chunk.step) or self._closed_before(chunk.step):
             return
-        open_cut, part = await self._part_of(chunk.step)
-        part.rows += len(ids)
-        part.bytes += len(ids) * shard.row_bytes
-        await self._append(open_cut.cut, part, chunk.rows.SerializeToString())
+        open_cut, part = self._part_of(chunk.step)
+        part.add(chunk.rows.slot, ids)
+        self._append(open_cut.cut, part, chunk.rows.SerializeToString())
+        # Not before: while this waits, another stream may begin the part anew.
+        await self._wait_written(_UNWRITTEN_CHUNKS)
 
     async def close(self, close: publish_pb2.PartClose) -> Position:
         """End this rank's part; the position the cut was sealed at, once it is durable.
 
         Raises:
             InvalidInput: the part is not what its close says.
-            Contradiction: the run must publish every row first, and this part does not.
+            ResyncRequired: the run must publish every row first, and this part does not.
+            Contradiction: the ranks' shards do not make up whole tables, or the step is an old one.
             Superseded: a newer stream, run or cut has taken over.
         """
         if sealed := self._sealed_before(close.step):
             return Position(self._model.history, sealed.version)
         if open_cut := self._closed_before(close.step):
             return await asyncio.shield(open_cut.sealed)
-        open_cut, part = await self._part_of(close.step)
+        open_cut, part = self._part_of(close.step)
         await self._wait_written(0)
         self._check_current()
         open_cut.cut.close(part, rows=close.rows, full=close.full, step_end_unix_ns=close.step_end_unix_ns)
@@ -231,27 +248,23 @@ class PublishSession:
     def _closed_before(self, step: int) -> OpenCut | None:
         """The cut after `step`, if this rank closed its part of it on an earlier stream."""
         current = self._publishing.open_cut
-        closed = current and current.cut.step == step and current.cut.closed_by(self.rank)
-        return current if closed else None
+        ours = current and current.cut.run == self.run and current.cut.step == step
+        return current if current and ours and current.cut.closed_by(self.rank) else None
 
-    async def _part_of(self, step: int) -> tuple[OpenCut, Part]:
+    def _part_of(self, step: int) -> tuple[OpenCut, Part]:
         open_cut = self._publishing.cut_of(self, step)
         if self._part is None or self._part[0] is not open_cut:
-            self._part = (open_cut, open_cut.cut.begin(self.rank, self._shards))
-            await self._begin(*self._part)
+            part = open_cut.cut.begin(self.rank, self._shards, must_be_full=not self.decision.yes)
+            self._part = (open_cut, part)
+            dropped = self._model.log.drop_part(self._model.name, open_cut.cut.version, self.rank)
+            self._unwritten.append(asyncio.wrap_future(dropped))
+            self._append(open_cut.cut, part, self._header)
         return self._part
 
-    async def _begin(self, open_cut: OpenCut, part: Part) -> None:
-        cut = open_cut.cut
-        dropped = self._model.log.drop_part(self._model.name, cut.version, self.rank)
-        self._unwritten.append(asyncio.wrap_future(dropped))
-        await self._append(cut, part, self._header)
-
-    async def _append(self, cut: Cut, part: Part, payload: bytes) -> None:
+    def _append(self, cut: Cut, part: Part, payload: bytes) -> None:
         number, part.records = part.records, part.records + 1
         appended = self._model.log.append(self._model.name, cut.version, self.rank, number, payload)
         self._unwritten.append(asyncio.wrap_future(appended))
-        await self._wait_written(_UNWRITTEN_CHUNKS)
 
     async def _wait_written(self, but: int) -> None:
         while len(self._unwritten) > but:
@@ -268,15 +281,13 @@ def _fail(open_cut: OpenCut, error: Exception) -> None:
         open_cut.sealed.exception()  # Marks it as seen: perhaps no rank is waiting any more.
 
 
-def _seal_of(cut: Cut, run: Run | None) -> Seal:
-    if run is None:
-        raise Contradiction("no run has joined")
+def _seal_of(cut: Cut) -> Seal:
     return Seal(
         version=cut.version,
         step=cut.step,
-        run=run.id,
-        run_started_unix_ns=run.started_unix_ns,
-        world_size=run.world_size,
+        run=cut.run.id,
+        run_started_unix_ns=cut.run.started_unix_ns,
+        world_size=cut.run.world_size,
         rows=cut.rows,
         bytes=cut.bytes,
         step_end_unix_ns=cut.step_end_unix_ns,

@@ -10,6 +10,7 @@ from deltasync.v1 import tables_pb2
 
 from sync_service.codec import split_rows
 from sync_service.log import Seal
+from sync_service.mapped import reserve
 from sync_service.stamps import Ids, StampedTable, Values
 
 # A larger release is kept in an unlinked file, so that memory stays bounded however much a replica lacks.
@@ -56,4 +57,5 @@ def freeze(tables: list[StampedTable], after: int, seal: Seal | None, scratch: P
 
 def _unlinked_array(shape: tuple[int, int], table: StampedTable, scratch: Path) -> Values:
     with tempfile.TemporaryFile(dir=scratch) as file:
-        return np.memmap(file, table.table.dtype, mode="w+", shape=shape)
+        reserve(file, shape[0] * shape[1] * table.table.dtype.itemsize, f"a release of table {table.table.name!r}")
+        return np.memmap(file, table.table.dtype, mode="r+", shape=shape)

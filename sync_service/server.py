@@ -25,6 +25,7 @@ from grpc_reflection.v1alpha import reflection
 
 from sync_service.allocator import keep_freed_memory
 from sync_service.api.admin import AdminServicer
+from sync_service.api.decoding import Decoding
 from sync_service.api.http import create_app
 from sync_service.api.publish import PublishServicer
 from sync_service.api.subscribe import SubscribeServicer
@@ -88,6 +89,16 @@ async def serve(options: ServerOptions) -> None:
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    await run(options, stopping)
+
+
+async def run(options: ServerOptions, stopping: asyncio.Event) -> None:
+    """Run the service until `stopping` is set, in a process that has other things to do too.
+
+    Raises:
+        StorageFailed: the data directory is damaged or in use.
+        ServiceUnavailable: a port is in use.
+    """
     async with asyncio.TaskGroup() as tasks:
         service = Service(options.service, tasks)
         await service.recover()
@@ -122,6 +133,7 @@ async def _start_grpc(
     service: Service, options: ServerOptions
 ) -> tuple[grpc.aio.Server, health.aio.HealthServicer, int]:
     server = grpc.aio.server(
+        interceptors=[Decoding()],
         options=[
             ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
             # Otherwise a second service on the same port would take half of the streams.
@@ -132,7 +144,7 @@ async def _start_grpc(
             ("grpc.keepalive_time_ms", 20_000),
             ("grpc.keepalive_timeout_ms", 5_000),
             ("grpc.http2.ping_timeout_ms", 5_000),
-        ]
+        ],
     )
     publish_pb2_grpc.add_PublishServiceServicer_to_server(PublishServicer(service), server)
     subscribe_pb2_grpc.add_SubscribeServiceServicer_to_server(SubscribeServicer(service), server)

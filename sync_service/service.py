@@ -17,7 +17,6 @@ from sync_service.errors import StorageFailed
 from sync_service.log import Log, LogOptions
 from sync_service.model import Model
 from sync_service.publishing import Publishing
-from sync_service.tables import check_name
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +40,10 @@ class ServiceOptions:
     replica_retention_seconds: float = 3600.0
 
     def __post_init__(self) -> None:
-        if self.flush_bytes < 1:
-            raise ValueError(f"flush_bytes: {self.flush_bytes}, expected at least 1")
+        if not 1 <= self.flush_bytes <= self.log_max_bytes // 2:
+            raise ValueError(
+                f"flush_bytes: {self.flush_bytes}, expected 1 to {self.log_max_bytes // 2}, half of log_max_bytes"
+            )
         if self.replica_retention_seconds < 0:
             raise ValueError(f"replica_retention_seconds: {self.replica_retention_seconds}, expected 0 or more")
 
@@ -51,7 +52,7 @@ class Service:
     """Everything the APIs work on. Made and used in one event loop."""
 
     def __init__(self, options: ServiceOptions, tasks: asyncio.TaskGroup) -> None:
-        options.data_dir.mkdir(parents=True, exist_ok=True)
+        _make(options.data_dir)
         self._options = options
         self._tasks = tasks
         self._lock = _lock(options.data_dir)
@@ -75,13 +76,8 @@ class Service:
             logger.info("model recovered: model=%s version=%d seconds=%.2f", name, model.sealed_version, seconds)
 
     def publishing_of(self, model: str) -> Publishing:
-        """Where the ranks of a model publish; the model is made if there is none of that name.
-
-        Raises:
-            InvalidInput: a name that cannot be one.
-        """
+        """Where the ranks of a model publish; the model is made if there is none of that (checked) name."""
         if model not in self.publishing:
-            check_name("model", model)
             self.publishing[model] = Publishing(self._new_model(model), self._tasks)
         return self.publishing[model]
 
@@ -94,9 +90,9 @@ class Service:
         while True:
             await asyncio.sleep(_HOUSEKEEPING_SECONDS)
             self.registry.forget_the_gone()
-            for publishing in self.publishing.values():
-                if publishing.model.unflushed_bytes >= self._options.flush_bytes:
-                    await asyncio.to_thread(publishing.model.flush)
+            for publishing in list(self.publishing.values()):
+                if publishing.model.should_flush(self._options.flush_bytes):
+                    await self._flush(publishing.model)
 
     async def wait_idle(self, seconds: float) -> None:
         """Wait until no cut is under way, but no longer than `seconds`."""
@@ -112,8 +108,21 @@ class Service:
         await asyncio.to_thread(self.log.close)
         self._lock.close()
 
+    async def _flush(self, model: Model) -> None:
+        try:
+            await asyncio.to_thread(model.flush)
+        except StorageFailed as error:
+            logger.error("model %s is flushed again later: %s", model.name, error)
+
     def _new_model(self, name: str) -> Model:
         return Model(name, self.log, self._options.data_dir / "models" / name)
+
+
+def _make(data_dir: Path) -> None:
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageFailed(f"{data_dir} cannot be made: {error.strerror}: choose another --data-dir") from error
 
 
 def _lock(data_dir: Path) -> TextIO:

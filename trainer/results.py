@@ -26,6 +26,8 @@ class Results:
         """Write this rank's scores, shards and numbers into `folder`."""
         index, logit, label = (torch.cat(column).cpu().numpy() for column in zip(*self._scored, strict=True))
         np.savez(folder / f"scores-trainer-{rank}.npz", index=index, logit=logit, label=label)
+        tables = {s.shard.table for s in sync.tracker.shards}
+        facts |= {"tables": [(t.name, t.rows, t.dim, t.dtype.str) for t in tables]}
         shards, arrays = [], dict[str, Any]()
         for number, tracked in enumerate(sync.tracker.shards):
             shard = tracked.shard

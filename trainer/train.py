@@ -64,7 +64,8 @@ def _join_ranks() -> torch.device:
 def _train(pipeline: TrainPipelineSparseDist, stream: StreamOptions, sync: DeltaSync, scored: Results) -> None:
     featurizer = Featurizer(stream.features)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    batches = (click_batch(featurizer.features(events), rank, ranks) for events in stream.batches())
+    whole = (events for events in stream.batches() if len(events) >= ranks)
+    batches = (click_batch(featurizer.features(events), rank, ranks) for events in whole)
     while True:
         try:
             scored.add(pipeline.progress(batches))

@@ -9,7 +9,7 @@ from deltasync.v1 import publish_pb2, publish_pb2_grpc
 from sync_service.api.errors import abort
 from sync_service.codec import position_to_message
 from sync_service.errors import DeltasyncError, InvalidInput
-from sync_service.publishing import PublishSession
+from sync_service.publishing import PublishSession, check_open
 from sync_service.service import Service
 
 
@@ -40,7 +40,8 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
             if (kind == "open") != (session is None) or kind is None:
                 raise InvalidInput("a stream begins with one open message, then chunks and closes follow")
             if session is None:
-                session = await self._service.publishing_of(request.open.model).join(request.open)
+                opening = check_open(request.open)
+                session = await self._service.publishing_of(request.open.model).join(opening)
                 yield _opened(session)
             elif kind == "chunk":
                 await session.add(request.chunk)

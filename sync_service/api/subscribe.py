@@ -61,8 +61,12 @@ class ReplicaStream:
         self._registry = service.registry
         self._consumer: Consumer = service.registry.get(message.consumer)
         self._model: Model = service.publishing_of(self._consumer.model).model
-        self._held = position_from_message(message.held)
-        self._replica: Replica = self._registry.connect(self._consumer, message.replica, self._held, self)
+        held = position_from_message(message.held)
+        self._decision = resume(held, self._model.history, self._model.position.version)
+        # What the replica is known to hold; what it merely claims must not become its offset.
+        self._given = held if self._decision.yes else Position(self._model.history)
+        self._ended = asyncio.Event()
+        self._replica: Replica = self._registry.connect(self._consumer, message.replica, self._given, self._ended)
         self._budget = message.max_outstanding_bytes or _DEFAULT_OUTSTANDING_BYTES
         self._sent_bytes = 0
         self._received_bytes = 0
@@ -78,41 +82,35 @@ class ReplicaStream:
             pass  # Its acks have all been taken; nothing more is to be said.
         finally:
             acks.cancel()
-            if self._replica.stream is self:
-                self._replica.stream = None
+            self._registry.disconnect(self._replica, self._ended)
 
     async def _responses(self, acks: asyncio.Task[None]) -> Responses:
+        logger.info("replica joined: %s/%s %s", self._consumer.name, self._replica.name, self._decision.reason)
         while not self._model.tables:
             yield _progress(Position())
             await self._wait(self._model.changed(), acks)
         tables = len(self._model.tables)
-        version = self._start()
-        yield self._opened(version)
+        yield self._opened()
         while True:
-            self._check_current(tables)
-            if self._model.position.version == version:
+            self._check_current()
+            if len(self._model.tables) != tables:
+                raise Superseded(f"model {self._model.name!r} has a new table; reconnect")
+            if self._model.position == self._given:
                 await self._wait(self._model.changed(), acks)
-                if self._model.position.version == version:
+                if self._model.position == self._given:
                     yield _progress(self._model.position)
                 continue
-            frozen = self._model.release(version)
+            frozen = self._model.release(self._given.version)
             release = await asyncio.shield(frozen)
             async for response in self._send(release, acks):
                 yield response
-            version = release.seal.version if release.seal else version
 
-    def _start(self) -> int:
-        """The version to go on from."""
-        self._decision = resume(self._held, self._model.history, self._model.position.version)
-        logger.info("replica joined: %s/%s %s", self._consumer.name, self._replica.name, self._decision.reason)
-        return self._held.version if self._decision.yes else 0
-
-    def _opened(self, version: int) -> subscribe_pb2.SubscribeResponse:
+    def _opened(self) -> subscribe_pb2.SubscribeResponse:
         opened = subscribe_pb2.SubscribeOpened(
             model=self._model.name,
             head=position_to_message(self._model.position),
             tables=[table_to_message(mapped.table) for mapped in self._model.tables],
-            resync=version == 0,
+            resync=not self._decision.yes,
             reason=self._decision.reason,
         )
         return subscribe_pb2.SubscribeResponse(opened=opened)
@@ -123,14 +121,14 @@ class ReplicaStream:
             while self._outstanding > 0 and self._outstanding + size > self._budget:
                 self._credited.clear()
                 await self._wait(self._credited.wait(), acks)
-                self._check_current(len(self._model.tables))
             self._sent_bytes += size
             yield subscribe_pb2.SubscribeResponse(chunk=subscribe_pb2.ReleaseChunk(rows=rows))
             self._consumer.released_bytes += size
         self._consumer.released_rows += release.rows
         if release.seal:
+            self._given = Position(self._model.history, release.seal.version)
             end = subscribe_pb2.ReleaseEnd(
-                position=position_to_message(Position(self._model.history, release.seal.version)),
+                position=position_to_message(self._given),
                 step=release.seal.step,
                 step_end_unix_ns=release.seal.step_end_unix_ns,
                 rows=release.rows,
@@ -154,38 +152,36 @@ class ReplicaStream:
                 self._acknowledge(position_from_message(ack.applied))
 
     def _acknowledge(self, applied: Position) -> None:
-        if applied.history != self._model.history or applied.version > self._model.position.version:
+        if applied.history != self._given.history or applied.version > self._given.version:
             raise InvalidInput(
-                f"acked version {applied.version} of history {applied.history!r}, the newest is "
-                f"{self._model.position.version} of {self._model.history!r}"
+                f"acked version {applied.version} of history {applied.history!r}, only version "
+                f"{self._given.version} of {self._given.history!r} was sent"
             )
-        if self._replica.stream is self:
+        # An earlier ack that is repeated changes nothing.
+        if self._replica.stream is self._ended and applied.version >= self._replica.applied.version:
             self._registry.acknowledge(self._consumer, self._replica, applied)
 
     async def _wait(self, event: Awaitable[object], acks: asyncio.Task[None]) -> None:
         """Wait for the event, for a while; an ended or broken ack stream ends this stream too."""
-        waiting = asyncio.ensure_future(event)
-        stopping = asyncio.ensure_future(self._service.draining.wait())
+        events = (event, self._ended.wait(), self._service.draining.wait())
+        waiting = [asyncio.ensure_future(each) for each in events]
         try:
-            await asyncio.wait(
-                (waiting, acks, stopping), timeout=_PROGRESS_SECONDS, return_when=asyncio.FIRST_COMPLETED
-            )
+            await asyncio.wait((acks, *waiting), timeout=_PROGRESS_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            waiting.cancel()
-            stopping.cancel()
+            for each in waiting:
+                each.cancel()
         if acks.done():
             acks.result()
             raise _ReplicaLeft
         if self._service.draining.is_set():
             raise ServiceUnavailable("the service is shutting down; reconnect")
+        self._check_current()
 
-    def _check_current(self, tables: int) -> None:
+    def _check_current(self) -> None:
         if self._registry.consumers.get(self._consumer.name) is not self._consumer:
             raise NotFound(f"consumer {self._consumer.name!r} was deleted")
-        if self._replica.stream is not self:
+        if self._replica.stream is not self._ended:
             raise Superseded(f"a newer stream of replica {self._replica.name!r} has taken over")
-        if len(self._model.tables) != tables:
-            raise Superseded(f"model {self._model.name!r} has a new table; reconnect")
 
 
 def _progress(head: Position) -> subscribe_pb2.SubscribeResponse:

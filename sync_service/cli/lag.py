@@ -1,5 +1,6 @@
 """`deltasync lag`."""
 
+import http.client
 import json
 import urllib.error
 import urllib.parse
@@ -29,23 +30,23 @@ def lag(consumer: str, http: str, as_json: bool) -> None:
     click.echo(json.dumps(answer, indent=2) if as_json else _table(answer))
 
 
-def fetch_lag(http: str, consumer: str, timeout_seconds: float = 10.0) -> dict[str, Any]:
+def fetch_lag(service: str, consumer: str, timeout_seconds: float = 10.0) -> dict[str, Any]:
     """The service's answer to GET /consumers/<consumer>/lag.
 
     Raises:
         NotFound: no such consumer.
         ServiceUnavailable: the service does not answer, or not with a lag.
     """
-    if not http.startswith(("http://", "https://")):
-        raise click.BadParameter(f"{http!r}: expected http://HOST:PORT", param_hint="--http")
-    url = f"{http}/consumers/{urllib.parse.quote(consumer, safe='')}/lag"
+    if not service.startswith(("http://", "https://")):
+        raise click.BadParameter(f"{service!r}: expected http://HOST:PORT", param_hint="--http")
+    url = f"{service}/consumers/{urllib.parse.quote(consumer, safe='')}/lag"
     try:
         with urllib.request.urlopen(url, timeout=timeout_seconds) as response:  # noqa: S310  # http only, see above
             answer: dict[str, Any] = json.load(response)
             return answer
     except urllib.error.HTTPError as error:
         raise _refused(error, url) from error
-    except OSError as error:
+    except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
         raise ServiceUnavailable(f"{url}: {error}: is the service running, and --http right?") from error
 
 

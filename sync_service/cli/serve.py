@@ -84,5 +84,8 @@ def serve(consumer: tuple[tuple[str, str], ...], **settings: Any) -> None:
     --config file. A flag wins over the environment, the environment over the file.
     """
     kept = ("data_dir", "log_max_bytes", "flush_bytes", "replica_retention_seconds")
-    service = ServiceOptions(**{name: settings.pop(name) for name in kept})
+    try:
+        service = ServiceOptions(**{name: settings.pop(name) for name in kept})
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
     asyncio.run(run_server(ServerOptions(service=service, consumers=consumer, **settings)))

@@ -21,7 +21,7 @@ from sync_service.codec import (
     split_rows,
     table_to_message,
 )
-from sync_service.errors import InvalidInput, ResyncRequired, ServiceUnavailable
+from sync_service.errors import DeltasyncError, InvalidInput, ResyncRequired, ServiceUnavailable
 from sync_service.stamps import Ids, Values
 from sync_service.tables import Position, Shard, Table
 
@@ -85,7 +85,10 @@ class Publisher:
 
         Raises:
             InvalidInput: rows that do not fit their shard, or a part is still under way.
+            ServiceUnavailable: the publisher is closed.
         """
+        if self._closing.is_set():
+            raise ServiceUnavailable(f"part of step {part.step}: the publisher is closed")
         if self._busy:
             raise InvalidInput(f"part of step {part.step}: the part before it is still under way")
         for rows in part.rows:
@@ -141,13 +144,15 @@ class Publisher:
 
     def _deliver(self, part: Part) -> Position:
         for pause in backoff():
+            stream = self._connected()
+            if self._closing.is_set():
+                break
             try:
-                return self._connected().send(part)
-            except grpc.RpcError as failure:
+                return stream.send(part)
+            except DeltasyncError as error:
                 self._drop_stream()
-                error = from_rpc_error(failure, self._options.service)
                 if is_final(error):
-                    raise error from failure
+                    raise
                 logger.warning("part of step %d is sent again in %.2f s: %s", part.step, pause, error)
             if self._closing.wait(pause):
                 break
@@ -181,6 +186,7 @@ class _Stream:
     """One connection to the service."""
 
     def __init__(self, service: str, message: publish_pb2.PublishOpen) -> None:
+        self._service = service
         self._message = message
         self._parts: _Requests = queue.SimpleQueue()
         self._channel = open_channel(service)
@@ -189,19 +195,31 @@ class _Stream:
         self._opened: publish_pb2.PublishOpened | None = None
 
     def send(self, part: Part) -> Position:
-        """Send a part and wait until its cut is sealed."""
+        """Send a part and wait until its cut is sealed.
+
+        Raises:
+            DeltasyncError: what the service has answered instead, or that it did not answer.
+        """
         if self._opened is None:
-            self._opened = next(self._call).opened
+            self._opened = self._receive().opened
             if not self._opened.continues and not part.full:
                 raise ResyncRequired(f"publish every row: {self._opened.reason}")
         self._parts.put(part)
-        return position_from_message(next(self._call).sealed.position)
+        return position_from_message(self._receive().sealed.position)
 
     def cancel(self) -> None:
         """Close the connection."""
         self._parts.put(None)
         self._call.cancel()
         self._channel.close()
+
+    def _receive(self) -> publish_pb2.PublishResponse:
+        try:
+            for response in self._call:
+                return response
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, self._service) from error
+        raise ServiceUnavailable(f"{self._service} has ended the stream")
 
     def _requests(self) -> Iterator[publish_pb2.PublishRequest]:
         yield publish_pb2.PublishRequest(open=self._message)

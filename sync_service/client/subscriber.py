@@ -12,7 +12,13 @@ from sync_service.api.errors import from_rpc_error, is_final
 from sync_service.client.connection import backoff, open_channel
 from sync_service.client.options import SubscriberOptions
 from sync_service.client.targets import Delta, TableDelta, Target
-from sync_service.codec import decode_rows, position_from_message, position_to_message, table_from_message
+from sync_service.codec import (
+    CHUNK_BYTES,
+    decode_rows,
+    position_from_message,
+    position_to_message,
+    table_from_message,
+)
 from sync_service.errors import InvalidInput, ServiceUnavailable
 from sync_service.tables import Position, Shard, Table
 
@@ -142,7 +148,7 @@ class Subscriber:
         return subscribe_pb2.SubscribeRequest(open=message)
 
     def _take(self, responses: _Responses, requests: _Requests) -> None:
-        arriving = _Arriving(self._options.max_outstanding_bytes // 4)
+        arriving = _Arriving(self._options.max_outstanding_bytes)
         for response in responses:
             kind = response.WhichOneof("message")
             if kind == "opened":
@@ -165,10 +171,11 @@ class Subscriber:
 class _Arriving:
     """The release that is arriving on one stream."""
 
-    def __init__(self, ack_bytes: int) -> None:
+    def __init__(self, max_outstanding_bytes: int) -> None:
         self.received_bytes = 0
         self._acked_bytes = 0
-        self._ack_bytes = ack_bytes
+        # What is not acked yet must leave room for a chunk, or the service and this replica wait for each other.
+        self._ack_bytes = min(max_outstanding_bytes // 4, max_outstanding_bytes - CHUNK_BYTES)
         self._resync = False
         self._tables: list[Table] = []
         self._shards: list[Shard] = []

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -22,7 +23,7 @@ class TorchTarget:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._parameters: dict[str, nn.Parameter] = {}
+        self._tables: dict[str, torch.Tensor] = {}
         self._lock = threading.Lock()
 
     @contextmanager
@@ -30,6 +31,10 @@ class TorchTarget:
         """The module, with no release applied while the block runs."""
         with self._lock:
             yield self._module
+
+    def tables(self) -> dict[str, torch.Tensor]:
+        """The rows of every table received so far, as live [rows, dim] views of the parameters."""
+        return dict(self._tables)
 
     def apply(self, delta: Delta) -> None:
         """Write the rows of a release into the parameters.
@@ -39,14 +44,14 @@ class TorchTarget:
             Contradiction: a parameter has another shape or type than its table.
         """
         for table in delta.tables:
-            if table.name not in self._parameters:
-                self._parameters[table.name] = _parameter_of(self._module, table)
+            if table.name not in self._tables:
+                self._tables[table.name] = _rows_of(self._module, table)
         with self._lock, torch.no_grad():
             if delta.resync:
                 for table in delta.tables:
-                    self._parameters[table.name].zero_()
+                    self._tables[table.name].zero_()
             for rows in delta.deltas:
-                weight = self._parameters[rows.table.name].view(rows.table.rows, rows.table.dim)
+                weight = self._tables[rows.table.name]
                 ids = torch.from_numpy(rows.ids.copy()).to(weight.device)
                 weight.index_copy_(0, ids, _tensor(rows.values).to(weight.device))
 
@@ -56,7 +61,7 @@ def _tensor(values: Values) -> torch.Tensor:
     return torch.from_numpy(values.copy())
 
 
-def _parameter_of(module: nn.Module, table: Table) -> nn.Parameter:
+def _rows_of(module: nn.Module, table: Table) -> torch.Tensor:
     parameters = dict(module.named_parameters())
     names = [name for name in parameters if _fits(name.removesuffix(".weight"), table.name)]
     exact = [name for name in names if name.removesuffix(".weight") == table.name]
@@ -65,20 +70,14 @@ def _parameter_of(module: nn.Module, table: Table) -> nn.Parameter:
             f"table {table.name!r}: {len(names)} parameters fit, expected one of: {', '.join(parameters)}"
         )
     parameter = parameters[(exact or names)[0]]
-    kind = torch.from_numpy(_empty(table)).dtype
+    kind = torch.from_numpy(np.empty(0, table.dtype)).dtype
     if parameter.numel() != table.rows * table.dim or parameter.dtype != kind:
         raise Contradiction(
             f"table {table.name!r} is {table.rows} x {table.dim} {kind}, the module's parameter is "
             f"{tuple(parameter.shape)} {parameter.dtype}"
         )
-    return parameter
+    return parameter.detach().view(table.rows, table.dim)
 
 
 def _fits(parameter: str, table: str) -> bool:
     return table == parameter or table.endswith("." + parameter) or table == parameter + ".weight"
-
-
-def _empty(table: Table) -> Values:
-    import numpy as np
-
-    return np.empty(0, table.dtype)

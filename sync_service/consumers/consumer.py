@@ -1,5 +1,6 @@
 """What a consumer and a replica of it are."""
 
+import asyncio
 from dataclasses import dataclass, field
 
 from sync_service.tables import Position
@@ -13,13 +14,15 @@ class Replica:
         name: its name inside the fleet.
         applied: the last position it has acknowledged.
         acked_unix_ns: when it last acknowledged, nanoseconds since 1970.
-        stream: what stands for its open stream; None while it is away.
+        stream: ends its open stream when set; None while it is away.
+        away_since_unix_ns: when its last stream ended, or the service started without it.
     """
 
     name: str
     applied: Position = field(default_factory=Position)
     acked_unix_ns: int = 0
-    stream: object | None = None
+    stream: asyncio.Event | None = None
+    away_since_unix_ns: int = 0
 
 
 @dataclass

@@ -19,7 +19,8 @@ def consumer_offset(replicas: Sequence[Replica], history: str) -> int:
 def forgettable(replicas: Sequence[Replica], now_unix_ns: int, retention_ns: int) -> list[str]:
     """Replicas that have been away for longer than the retention; the last one of a fleet is kept."""
     present = [replica for replica in replicas if replica.stream is not None]
-    gone = sorted((r for r in replicas if r.stream is None), key=lambda replica: replica.acked_unix_ns)
+    gone = [replica for replica in replicas if replica.stream is None]
+    gone.sort(key=lambda replica: (replica.away_since_unix_ns, replica.acked_unix_ns))
     if not present:
         gone = gone[:-1]
-    return [replica.name for replica in gone if replica.acked_unix_ns < now_unix_ns - retention_ns]
+    return [replica.name for replica in gone if replica.away_since_unix_ns < now_unix_ns - retention_ns]

@@ -16,6 +16,7 @@ class Registry:
 
     def __init__(self, log: Log, replica_retention_seconds: float) -> None:
         self._log = log
+        self._creating = asyncio.Lock()
         self._retention_ns = int(replica_retention_seconds * 1e9)
         self.consumers: dict[str, Consumer] = {}
         for name, meta in log.meta("consumer/").items():
@@ -23,7 +24,9 @@ class Registry:
         for path, meta in log.meta("offset/").items():
             consumer, replica = path.split("/")
             position = Position(meta["history"], meta["version"])
-            self.consumers[consumer].replicas[replica] = Replica(replica, position, meta["acked_unix_ns"])
+            self.consumers[consumer].replicas[replica] = Replica(
+                replica, position, meta["acked_unix_ns"], away_since_unix_ns=time.time_ns()
+            )
 
     def get(self, name: str) -> Consumer:
         """The consumer of that name.
@@ -45,15 +48,17 @@ class Registry:
         """
         check_name("consumer", name)
         check_name("model", model)
-        existing = self.consumers.get(name)
-        if existing and existing.model != model:
-            raise Contradiction(f"consumer {name!r} exists for model {existing.model!r}: delete it first")
-        if existing:
-            return existing
-        consumer = Consumer(name, model, time.time_ns())
-        meta = {"model": model, "created_unix_ns": consumer.created_unix_ns}
-        await asyncio.wrap_future(self._log.put_meta(f"consumer/{name}", meta))
-        return self.consumers.setdefault(name, consumer)
+        async with self._creating:
+            existing = self.consumers.get(name)
+            if existing and existing.model != model:
+                raise Contradiction(f"consumer {name!r} exists for model {existing.model!r}: delete it first")
+            if existing:
+                return existing
+            consumer = Consumer(name, model, time.time_ns())
+            meta = {"model": model, "created_unix_ns": consumer.created_unix_ns}
+            await asyncio.wrap_future(self._log.put_meta(f"consumer/{name}", meta))
+            self.consumers[name] = consumer
+            return consumer
 
     async def delete(self, name: str) -> None:
         """Forget a consumer and its offsets.
@@ -63,16 +68,28 @@ class Registry:
         """
         consumer = self.get(name)
         del self.consumers[name]
+        for replica in consumer.replicas.values():
+            _end_stream(replica)
         forgotten = [self._log.put_meta(f"offset/{name}/{replica}", None) for replica in consumer.replicas]
         forgotten.append(self._log.put_meta(f"consumer/{name}", None))
         await asyncio.gather(*map(asyncio.wrap_future, forgotten))
 
-    def connect(self, consumer: Consumer, name: str, held: Position, stream: object) -> Replica:
-        """Note that a replica has opened a stream, which replaces an older one of its name."""
+    def connect(self, consumer: Consumer, name: str, held: Position, stream: asyncio.Event) -> Replica:
+        """Note that a replica that holds `held` has opened a stream, which replaces an older one of its name.
+
+        Raises:
+            InvalidInput: a name that cannot be one.
+        """
         replica = consumer.replicas.setdefault(check_name("replica", name), Replica(name))
+        _end_stream(replica)
         replica.stream = stream
         self.acknowledge(consumer, replica, held)
         return replica
+
+    def disconnect(self, replica: Replica, stream: asyncio.Event) -> None:
+        """Note that a stream of a replica has ended."""
+        if replica.stream is stream:
+            replica.stream, replica.away_since_unix_ns = None, time.time_ns()
 
     def acknowledge(self, consumer: Consumer, replica: Replica, applied: Position) -> None:
         """Move a replica's offset. It is kept before long, not at once: delivery is at least once anyway."""
@@ -87,6 +104,11 @@ class Registry:
             for name in forgettable(list(consumer.replicas.values()), time.time_ns(), self._retention_ns):
                 del consumer.replicas[name]
                 self._log.put_meta(f"offset/{consumer.name}/{name}", None)
+
+
+def _end_stream(replica: Replica) -> None:
+    if replica.stream:
+        replica.stream.set()
 
 
 def _offset_meta(replica: Replica) -> dict[str, Any]:

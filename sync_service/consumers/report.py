@@ -12,10 +12,12 @@ async def report(consumer: Consumer, model: Model) -> ConsumerLag:
     """How far a consumer is behind, per replica and per table."""
     replicas = sorted(consumer.replicas.values(), key=lambda replica: replica.name)
     offset = consumer_offset(replicas, model.history)
-    offsets = {offset, *(offset_in(model.history, replica.applied) for replica in replicas)}
-    changed = {version: await model.count_changed_since(version) for version in offsets}
-    now, seals = time.time_ns(), tuple(model.seals)
-    tables = [mapped.table for mapped in model.tables]
+    # Taken now: acks, cuts and new tables arrive while the rows are counted.
+    offsets = [offset_in(model.history, replica.applied) for replica in replicas]
+    mapped, seals = tuple(model.tables), tuple(model.seals)
+    tables = [table.table for table in mapped]
+    changed = {version: await model.count_changed_since(version, mapped) for version in {offset, *offsets}}
+    now = time.time_ns()
     lags = {version: measure(version, seals, tables, counts, now) for version, counts in changed.items()}
     consumer_state, reason = state(replicas, lags[offset])
     return ConsumerLag(
@@ -24,11 +26,11 @@ async def report(consumer: Consumer, model: Model) -> ConsumerLag:
         history=model.history,
         state=consumer_state,
         reason=reason,
-        head=model.sealed_version,
+        head=seals[-1].version if seals else 0,
         head_step=seals[-1].step if seals else 0,
         offset=offset,
         lag=lags[offset],
-        replicas=[_line(replica, model.history, lags, now) for replica in replicas],
+        replicas=[_line(replica, held, lags[held], now) for replica, held in zip(replicas, offsets, strict=True)],
         tables=[
             TableLag(table.name, rows, rows * table.row_bytes)
             for table, rows in zip(tables, changed[offset], strict=True)
@@ -36,7 +38,6 @@ async def report(consumer: Consumer, model: Model) -> ConsumerLag:
     )
 
 
-def _line(replica: Replica, history: str, lags: dict[int, Lag], now: int) -> ReplicaLag:
-    offset = offset_in(history, replica.applied)
+def _line(replica: Replica, offset: int, lag: Lag, now: int) -> ReplicaLag:
     since_ack = round((now - replica.acked_unix_ns) / 1e9, 3)
-    return ReplicaLag(replica.name, replica.stream is not None, offset, lags[offset], since_ack)
+    return ReplicaLag(replica.name, replica.stream is not None, offset, lag, since_ack)

@@ -1,0 +1,49 @@
+"""`deltasync demo`."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from sync_service.cli.config import CONTEXT
+from trainer.demo.report import print_report
+from trainer.demo.run import DemoOptions, run_demo
+from trainer.stream_options import stream_options, take_stream_options
+
+_SYNTHETIC_EVENTS = 75_000
+
+
+@click.command(context_settings=CONTEXT)
+@stream_options
+@click.option("--ranks", type=click.IntRange(1), default=DemoOptions.ranks, help="Trainer processes.")
+@click.option(
+    "--publish-every", type=click.IntRange(1), default=DemoOptions.publish_every, help="Steps between cuts."
+)
+@click.option(
+    "--kill-service-at",
+    type=click.FloatRange(0, 1),
+    default=None,
+    help="Kill the service with SIGKILL at this share of the steps.",
+)
+@click.option("--keep", is_flag=True, help="Keep the folder of logs and results.")
+@click.option(
+    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the report here."
+)
+def demo(json_file: Path | None, **settings: Any) -> None:
+    """Run the whole path on loopback: a service, a trainer of two ranks and two replicas of one consumer.
+
+    Every event is scored before the trainer learns from it: by the trainer, by a synced replica, and by one
+    frozen at half time. At the end every row of both replicas is compared with the trainer's.
+    """
+    if settings["data"] == "synthetic" and settings["events"] is None:
+        settings["events"] = _SYNTHETIC_EVENTS
+    stream = take_stream_options(settings)
+    console = Console()
+    report = run_demo(DemoOptions(stream=stream, **settings), console)
+    print_report(report, console)
+    if json_file:
+        json_file.write_text(json.dumps(report, indent=2) + "\n")
+    sys.exit(0 if report["rows_equal"] else 1)

@@ -1,0 +1,50 @@
+"""The demo's progress: a bar on a terminal, a line now and then elsewhere."""
+
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+_LINES = 10
+
+
+class DemoProgress:
+    """Shows steps, versions and lag while the demo runs."""
+
+    def __init__(self, console: Console, steps: int) -> None:
+        self._console = console
+        self._steps = steps
+        self._printed = 0
+        self._bar = Progress(
+            TextColumn("steps"),
+            BarColumn(),
+            TextColumn("{task.completed}/{task.total}  {task.description}"),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=steps)
+
+    def show(self, lag: dict[str, Any]) -> None:
+        """Show the service's answer for the consumer."""
+        step, behind = lag["head_step"], lag["lag"]
+        text = f"version {lag['head']}  lag {behind['versions']} versions, {behind['rows']} rows, {behind['seconds']:.1f} s"
+        self._bar.update(self._task, completed=step, description=text)
+        part = step * _LINES // self._steps
+        if not self._console.is_terminal and part > self._printed:
+            self._printed = part
+            self._console.print(f"step {step}/{self._steps}  {text}", highlight=False, soft_wrap=True)
+
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        self._console.print(text, highlight=False, soft_wrap=True)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self._bar.stop()

@@ -1,0 +1,111 @@
+"""A predictor replica: scores every event as it arrives, with the rows it holds at that moment.
+
+python -m trainer.demo.replica --service localhost:50051 --consumer predictors
+"""
+
+import json
+import logging
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from sync_service.allocator import keep_freed_memory
+from sync_service.cli.config import CONTEXT
+from sync_service.client import Delta, Subscriber, SubscriberOptions
+from sync_service.client.torch_target import TorchTarget
+from trainer.data.events import Events
+from trainer.data.features import Featurizer
+from trainer.demo.scorer import Scorer
+from trainer.model import ClickModel
+from trainer.stream_options import StreamOptions, stream_options, take_stream_options
+
+_CHECK_SECONDS = 0.5
+
+
+class Stopped(Exception):
+    """The process was asked to end."""
+
+
+class Replica:
+    """Scores a stream, and takes releases in between.
+
+    A release must not reach the model before the events it has learnt from are scored: a predictor knows an
+    event before the trainer does, whatever the two processes' share of the processor is just then.
+
+    Attributes:
+        applied: version and time (nanoseconds since 1970) of every release applied.
+    """
+
+    def __init__(self, model: ClickModel, scorer: Scorer) -> None:
+        self.target = TorchTarget(model)
+        self.scorer = scorer
+        self.applied: list[tuple[int, int]] = []
+        self._scoring = threading.Condition()
+
+    def apply(self, delta: Delta) -> None:
+        """Take a release, once every batch that it has learnt from is scored."""
+        with self._scoring:
+            self._scoring.wait_for(lambda: self.scorer.batches >= delta.step)
+            self.target.apply(delta)
+            self.applied.append((delta.position.version, time.time_ns()))
+
+    def score(self, events: Events) -> None:
+        """Score a batch."""
+        with self._scoring:
+            self.scorer.score(events)
+            self._scoring.notify_all()
+
+    def write(self, folder: Path, name: str) -> None:
+        """Write scores, tables and the times of the releases into `folder`."""
+        with self._scoring:
+            tables = {table: weight.numpy() for table, weight in self.target.tables().items()}
+            np.savez(folder / f"tables-{name}.npz", allow_pickle=False, **tables)
+            np.savez(folder / f"scores-{name}.npz", allow_pickle=False, **self.scorer.columns())
+            (folder / f"{name}.json").write_text(json.dumps({"applied": self.applied}))
+
+
+@click.command(context_settings=CONTEXT)
+@stream_options
+@click.option("--service", required=True, help="Where the sync service answers gRPC, as HOST:PORT.")
+@click.option("--consumer", default="predictors", help="The consumer it belongs to.")
+@click.option("--replica", default="replica-0", help="Its name inside the consumer's fleet.")
+@click.option("--freeze-at", type=int, default=None, help="Also score with a copy frozen at this event.")
+@click.option("--results", type=click.Path(path_type=Path), default=None, help="Folder for scores and tables.")
+def main(results: Path | None, freeze_at: int | None, **settings: Any) -> None:
+    """Score a stream of events with the newest rows there are, until SIGTERM."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    keep_freed_memory()
+    stream = take_stream_options(settings)
+    model = ClickModel(stream.model).eval()
+    replica = Replica(model, Scorer(model, Featurizer(stream.features), freeze_at))
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    with Subscriber(SubscriberOptions(**settings), replica) as subscriber:
+        try:
+            _score(replica, stream, stop)
+            while not stop.wait(_CHECK_SECONDS):
+                subscriber.check()
+        except Stopped:
+            logging.getLogger(__name__).info("stopped before the end of the stream")
+        subscriber.check()
+    if results:
+        replica.write(results, settings["replica"])
+
+
+def _score(replica: Replica, stream: StreamOptions, stop: threading.Event) -> None:
+    def pause(seconds: float) -> None:
+        if stop.wait(seconds):
+            raise Stopped
+
+    for events in stream.batches(sleep=pause):
+        replica.score(events)
+
+
+if __name__ == "__main__":
+    main()
