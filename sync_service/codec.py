@@ -1,5 +1,6 @@
 """Between the wire's messages and NumPy arrays. What comes from outside is checked here."""
 
+import struct
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,8 @@ from sync_service.tables import ID_TYPE, VALUE_TYPES, Position, Shard, Table
 # Just under 1,000,000 bytes: faster than 64 KiB or 4 MiB, and below the default limits of gRPC and brokers.
 CHUNK_BYTES = 990_000
 MAX_CHUNK_BYTES = (1 << 20) + 1024
+
+_RECORD = struct.Struct("<QQ")
 
 _VALUE_TYPES: dict[Any, np.dtype[np.generic]] = {  # The stubs and the generated code type enums differently.
     tables_pb2.VALUE_TYPE_FP32: VALUE_TYPES[0],
@@ -70,16 +73,21 @@ def position_to_message(position: Position) -> tables_pb2.Position:
     return tables_pb2.Position(history=position.history, version=position.version)
 
 
-def encode_rows(slot: int, ids: Ids, values: Values) -> tables_pb2.Rows:
-    """The message that carries `ids` ([n] int64) and their `values` ([n, cols])."""
-    return tables_pb2.Rows(slot=slot, ids=ids.astype(ID_TYPE, copy=False).tobytes(), values=values.tobytes())
-
-
-def split_rows(slot: int, ids: Ids, values: Values, row_bytes: int) -> Iterator[tables_pb2.Rows]:
-    """Messages of at most `CHUNK_BYTES` (but at least one row) that together carry all rows."""
-    step = max(1, CHUNK_BYTES // row_bytes)
+def chunked(ids: Ids, values: Values) -> Iterator[tuple[Ids, Values]]:
+    """Slices of `ids` ([n] int64) and `values` ([n, cols]) of at most `CHUNK_BYTES`, but at least one row."""
+    step = max(1, CHUNK_BYTES // (ID_TYPE.itemsize + values.shape[1] * values.itemsize))
     for start in range(0, len(ids), step):
-        yield encode_rows(slot, ids[start : start + step], values[start : start + step])
+        yield ids[start : start + step], values[start : start + step]
+
+
+def fill_rows(message: tables_pb2.Rows, slot: int, ids: Ids, values: Values) -> None:
+    """Let a message carry `ids` ([n] int64) and their `values` ([n, cols]).
+
+    The message is filled where it lies: assigning it to another one's field would copy it.
+    """
+    message.slot = slot
+    message.ids = ids.astype(ID_TYPE, copy=False).tobytes()
+    message.values = values.tobytes()
 
 
 def decode_rows(message: tables_pb2.Rows, shards: list[Shard]) -> tuple[Shard, Ids, Values]:
@@ -88,10 +96,31 @@ def decode_rows(message: tables_pb2.Rows, shards: list[Shard]) -> tuple[Shard, I
     Raises:
         InvalidInput: no such shard, or lengths that do not fit it.
     """
-    if message.slot >= len(shards):
-        raise InvalidInput(f"rows for slot {message.slot}, but only {len(shards)} were announced")
-    shard = shards[message.slot]
-    raw_ids, raw_values = message.ids, message.values
+    return _rows_of(shards, message.slot, message.ids, message.values)
+
+
+def pack_rows(slot: int, ids: Ids, values: Values) -> tuple[bytes | memoryview, ...]:
+    """The log's record of some rows, in pieces: slot and number of rows, ids, values."""
+    return _RECORD.pack(slot, len(ids)), ids.data, values.data
+
+
+def unpack_rows(record: memoryview, shards: list[Shard]) -> tuple[Shard, Ids, Values]:
+    """What `pack_rows` has packed, as views of the record.
+
+    Raises:
+        InvalidInput: the record does not fit the shards.
+    """
+    slot, count = _RECORD.unpack_from(record)
+    ids_end = _RECORD.size + count * ID_TYPE.itemsize
+    return _rows_of(shards, slot, record[_RECORD.size : ids_end], record[ids_end:])
+
+
+def _rows_of(
+    shards: list[Shard], slot: int, raw_ids: bytes | memoryview, raw_values: bytes | memoryview
+) -> tuple[Shard, Ids, Values]:
+    if slot >= len(shards):
+        raise InvalidInput(f"rows for slot {slot}, but only {len(shards)} were announced")
+    shard = shards[slot]
     count, rest = divmod(len(raw_ids), ID_TYPE.itemsize)
     if rest:
         raise InvalidInput(f"table {shard.table.name!r}: {len(raw_ids)} bytes of ids, expected a multiple of 8")

@@ -2,13 +2,19 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 
 from sync_service.errors import Contradiction, InvalidInput, ResyncRequired
 from sync_service.runs import Run
-from sync_service.stamps import Ids
+from sync_service.stamps import Ids, Values
 from sync_service.tables import Shard, Table
+
+# A larger cut is read back from the log when it is applied, so that memory stays bounded.
+KEPT_BYTES = 32 << 20
+
+ShardRows: TypeAlias = tuple[Shard, Ids, Values]
 
 
 @dataclass
@@ -24,6 +30,7 @@ class Part:
     step_end_unix_ns: int = 0
     closed: bool = False
     last_ids: dict[int, int] = field(default_factory=dict)
+    kept: list[ShardRows] = field(default_factory=list)
 
     def add(self, slot: int, ids: Ids) -> None:
         """Count rows that arrived. In order means at most once, so that a part as long as its shards has all rows.
@@ -51,6 +58,21 @@ class Cut:
     step: int
     run: Run
     parts: dict[int, Part] = field(default_factory=dict)
+    _only_in_log: bool = False
+
+    def keep(self, part: Part, rows: ShardRows) -> None:
+        """Keep some rows of a part in memory for when the cut is applied, as long as there are not many."""
+        if self._only_in_log:
+            return
+        part.kept.append(rows)
+        if self.bytes > KEPT_BYTES:
+            self._only_in_log = True
+            for each in self.parts.values():
+                each.kept.clear()
+
+    def rows_in_memory(self) -> list[ShardRows] | None:
+        """All rows of the cut; None if there are so many that they are only in the log."""
+        return None if self._only_in_log else [rows for part in self.parts.values() for rows in part.kept]
 
     def begin(self, rank: int, shards: list[Shard], *, must_be_full: bool) -> Part:
         """Begin a rank's part; one that was begun before is begun anew."""

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 _CHECKSUM_BYTES = 8
 _COMMIT_OPERATIONS = 32  # Bounds what one transaction holds in memory: 32 chunks of at most 1 MiB.
 
+Buffer = bytes | memoryview
 Write = Callable[[lmdb.Transaction], None]
 
 
@@ -96,9 +97,12 @@ class Log:
 
     # Writing. Every method returns at once; its future is done when the record is on disk.
 
-    def append(self, model: str, version: int, rank: int, number: int, payload: bytes) -> Future[None]:
-        """Append record `number` of a rank's part of a cut that is not sealed yet."""
-        record = xxhash.xxh3_64_digest(payload) + payload
+    def append(self, model: str, version: int, rank: int, number: int, *payload: Buffer) -> Future[None]:
+        """Append record `number`, in pieces, of a rank's part of a cut that is not sealed yet."""
+        checksum = xxhash.xxh3_64()
+        for piece in payload:
+            checksum.update(piece)
+        record = b"".join((checksum.digest(), *payload))
         key = _key(model, version, rank, number)
         return self._submit(lambda txn: _put(txn, key, record, self._parts))
 
@@ -165,7 +169,7 @@ class Log:
                 more = cursor.next()
         return found
 
-    def records(self, model: str, version: int) -> Iterator[tuple[int, int, bytes]]:
+    def records(self, model: str, version: int) -> Iterator[tuple[int, int, memoryview]]:
         """Rank, number and payload of every record of a cut, in order.
 
         Each record is read in a transaction of its own: one held open would make the file grow.
@@ -179,7 +183,7 @@ class Log:
             if key is None or record is None:
                 return
             rank, number = struct.unpack_from(">II", key, len(key) - 8)
-            payload = record[_CHECKSUM_BYTES:]
+            payload = memoryview(record)[_CHECKSUM_BYTES:]
             if xxhash.xxh3_64_digest(payload) != record[:_CHECKSUM_BYTES]:
                 raise StorageFailed(
                     f"log record {number} of rank {rank} of version {version} of model {model!r} is damaged: "
@@ -233,9 +237,11 @@ class Log:
                 for write, _ in batch:
                     write(txn)
         except lmdb.Error as error:
-            failure = _storage_failed(error)
-            for _, done in batch:
-                done.set_exception(failure)
+            if len(batch) == 1:
+                batch[0][1].set_exception(_storage_failed(error))
+                return
+            for one in batch:  # What fails must not take the others with it.
+                self._commit([one])
             return
         for _, done in batch:
             done.set_result(None)

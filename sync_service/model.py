@@ -4,7 +4,7 @@ import asyncio
 import threading
 import uuid
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import takewhile
 from pathlib import Path
@@ -12,9 +12,10 @@ from typing import Any, Literal, TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
-from deltasync.v1 import publish_pb2, tables_pb2
+from deltasync.v1 import publish_pb2
 
-from sync_service.codec import decode_rows, shards_from_open, table_from_message
+from sync_service.codec import shards_from_open, table_from_message, unpack_rows
+from sync_service.cuts import ShardRows
 from sync_service.errors import Contradiction
 from sync_service.log import Log, Seal
 from sync_service.mapped import MappedTable
@@ -84,7 +85,7 @@ class Model:
         self.seals.extend(self.log.seals(self.name))
         self.log.drop_unsealed(self.name, self.sealed_version).result()
         for seal in self._unflushed():
-            self._apply(seal)
+            self._apply(seal, None)
         self.head = self._applied = self.sealed
 
     def close(self) -> None:
@@ -108,9 +109,9 @@ class Model:
                 await asyncio.wrap_future(self._put_meta(self._flushed))
                 self._wake()
 
-    async def advance(self, seal: Seal) -> None:
-        """Apply a cut that was just sealed and make it the head."""
-        await self.run(self._apply, seal)
+    async def advance(self, seal: Seal, rows: Iterable[ShardRows] | None) -> None:
+        """Apply a cut that was just sealed, from `rows` or else from the log, and make it the head."""
+        await self.run(self._apply, seal, rows)
         self.head = seal
         self._wake()
 
@@ -177,17 +178,21 @@ class Model:
     def _freeze(self, after: int) -> Release:
         return freeze(list(self.tables), after, self._applied, self._directory)
 
-    def _apply(self, seal: Seal) -> None:
+    def _apply(self, seal: Seal, rows: Iterable[ShardRows] | None) -> None:
         by_name = {mapped.table.name: mapped for mapped in self.tables}
-        shards: list[Shard] = []
-        for _, number, payload in self.log.records(self.name, seal.version):
-            if number == 0:
-                header = publish_pb2.PublishOpen.FromString(payload)
-                shards = shards_from_open(header, [table_from_message(table) for table in header.tables])
-                continue
-            shard, ids, values = decode_rows(tables_pb2.Rows.FromString(payload), shards)
+        for shard, ids, values in self._logged(seal.version) if rows is None else rows:
             by_name[shard.table.name].apply(ids, values, seal.version, shard.col_offset)
         self._applied = seal
+
+    def _logged(self, version: int) -> Iterator[ShardRows]:
+        """The rows of a cut as the log has them: for each rank what it opened with, then its rows."""
+        shards: list[Shard] = []
+        for _, number, record in self.log.records(self.name, version):
+            if number == 0:
+                header = publish_pb2.PublishOpen.FromString(bytes(record))
+                shards = shards_from_open(header, [table_from_message(table) for table in header.tables])
+            else:
+                yield unpack_rows(record, shards)
 
     def _map_tables(self, tables: list[Table], *, new: bool) -> None:
         folder = self._directory / "tables"

@@ -12,13 +12,14 @@ from sync_service.codec import (
     MAX_CHUNK_BYTES,
     check_rows,
     decode_rows,
+    pack_rows,
     position_from_message,
     shards_from_open,
     table_from_message,
 )
 from sync_service.cuts import Cut, Part
 from sync_service.errors import Contradiction, DeltasyncError, InvalidInput, Superseded
-from sync_service.log import Seal
+from sync_service.log import Buffer, Seal
 from sync_service.model import Model
 from sync_service.runs import Decision, Run, continues, may_publish
 from sync_service.tables import Position, Shard, Table, check_name
@@ -162,18 +163,14 @@ class Publishing:
         self.model.seals.append(seal)
         self.rows += seal.rows
         self.bytes += seal.bytes
-        self._applying = self._tasks.create_task(self.model.advance(seal))
+        self._applying = self._tasks.create_task(self.model.advance(seal, cut.rows_in_memory()))
         return Position(self.model.history, seal.version)
 
 
 class PublishSession:
     """One rank's stream."""
 
-    def __init__(
-        self,
-        publishing: Publishing,
-        opening: Opening,
-    ) -> None:
+    def __init__(self, publishing: Publishing, opening: Opening) -> None:
         self.run = opening.run
         self.rank = opening.message.rank
         self.tables = opening.tables
@@ -210,7 +207,8 @@ class PublishSession:
             return
         open_cut, part = self._part_of(chunk.step)
         part.add(chunk.rows.slot, ids)
-        self._append(open_cut.cut, part, chunk.rows.SerializeToString())
+        open_cut.cut.keep(part, (shard, ids, values))
+        self._append(open_cut.cut, part, *pack_rows(chunk.rows.slot, ids, values))
         # Not before: while this waits, another stream may begin the part anew.
         await self._wait_written(_UNWRITTEN_CHUNKS)
 
@@ -261,9 +259,9 @@ class PublishSession:
             self._append(open_cut.cut, part, self._header)
         return self._part
 
-    def _append(self, cut: Cut, part: Part, payload: bytes) -> None:
+    def _append(self, cut: Cut, part: Part, *payload: Buffer) -> None:
         number, part.records = part.records, part.records + 1
-        appended = self._model.log.append(self._model.name, cut.version, self.rank, number, payload)
+        appended = self._model.log.append(self._model.name, cut.version, self.rank, number, *payload)
         self._unwritten.append(asyncio.wrap_future(appended))
 
     async def _wait_written(self, but: int) -> None:

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from deltasync.v1 import tables_pb2
 
-from sync_service.codec import split_rows
+from sync_service.codec import chunked
 from sync_service.log import Seal
 from sync_service.mapped import reserve
 from sync_service.stamps import Ids, StampedTable, Values
@@ -34,10 +33,10 @@ class Release:
         """Rows of all tables together."""
         return sum(len(ids) for _, ids, _ in self.tables)
 
-    def messages(self) -> Iterator[tables_pb2.Rows]:
-        """The rows as messages of bounded size."""
+    def chunks(self) -> Iterator[tuple[int, Ids, Values]]:
+        """Slot, ids and values, in pieces of bounded size."""
         for slot, ids, values in self.tables:
-            yield from split_rows(slot, ids, values, 8 + values.shape[1] * values.itemsize)
+            yield from ((slot, *piece) for piece in chunked(ids, values))
 
 
 def freeze(tables: list[StampedTable], after: int, seal: Seal | None, scratch: Path) -> Release:

@@ -77,10 +77,10 @@ class Shard:
 
     def __post_init__(self) -> None:
         where = f"shard of table {self.table.name!r}"
-        if self.rows < 0 or self.row_offset + self.rows > self.table.rows:
+        if self.row_offset < 0 or self.rows < 0 or self.row_offset + self.rows > self.table.rows:
             last = self.row_offset + self.rows
             raise InvalidInput(f"{where}: rows {self.row_offset} to {last}, the table has {self.table.rows}")
-        if self.cols < 1 or self.col_offset + self.cols > self.table.dim:
+        if self.col_offset < 0 or self.cols < 1 or self.col_offset + self.cols > self.table.dim:
             last = self.col_offset + self.cols
             raise InvalidInput(f"{where}: columns {self.col_offset} to {last}, the table has {self.table.dim}")
 

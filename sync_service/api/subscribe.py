@@ -9,7 +9,7 @@ import grpc.aio
 from deltasync.v1 import subscribe_pb2, subscribe_pb2_grpc
 
 from sync_service.api.errors import abort
-from sync_service.codec import position_from_message, position_to_message, table_to_message
+from sync_service.codec import fill_rows, position_from_message, position_to_message, table_to_message
 from sync_service.consumers.consumer import Consumer, Replica
 from sync_service.errors import DeltasyncError, InvalidInput, NotFound, ServiceUnavailable, Superseded
 from sync_service.model import Model
@@ -116,13 +116,15 @@ class ReplicaStream:
         return subscribe_pb2.SubscribeResponse(opened=opened)
 
     async def _send(self, release: Release, acks: asyncio.Task[None]) -> Responses:
-        for rows in release.messages():
-            size = len(rows.ids) + len(rows.values)
+        for slot, ids, values in release.chunks():
+            size = ids.nbytes + values.nbytes
             while self._outstanding > 0 and self._outstanding + size > self._budget:
                 self._credited.clear()
                 await self._wait(self._credited.wait(), acks)
             self._sent_bytes += size
-            yield subscribe_pb2.SubscribeResponse(chunk=subscribe_pb2.ReleaseChunk(rows=rows))
+            response = subscribe_pb2.SubscribeResponse()
+            fill_rows(response.chunk.rows, slot, ids, values)
+            yield response
             self._consumer.released_bytes += size
         self._consumer.released_rows += release.rows
         if release.seal:

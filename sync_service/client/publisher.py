@@ -15,10 +15,11 @@ from sync_service.api.errors import from_rpc_error, is_final
 from sync_service.client.connection import backoff, open_channel
 from sync_service.client.options import PublisherOptions
 from sync_service.codec import (
+    chunked,
+    fill_rows,
     position_from_message,
     position_to_message,
     shard_to_message,
-    split_rows,
     table_to_message,
 )
 from sync_service.errors import DeltasyncError, InvalidInput, ResyncRequired, ServiceUnavailable
@@ -224,8 +225,7 @@ class _Stream:
     def _requests(self) -> Iterator[publish_pb2.PublishRequest]:
         yield publish_pb2.PublishRequest(open=self._message)
         while (part := self._parts.get()) is not None:
-            for chunk in self._chunks(part):
-                yield publish_pb2.PublishRequest(chunk=chunk)
+            yield from _chunks(part)
             close = publish_pb2.PartClose(
                 step=part.step,
                 rows=sum(len(rows.ids) for rows in part.rows),
@@ -234,8 +234,11 @@ class _Stream:
             )
             yield publish_pb2.PublishRequest(close=close)
 
-    def _chunks(self, part: Part) -> Iterator[publish_pb2.PartChunk]:
-        for rows in part.rows:
-            row_bytes = 8 + rows.values.shape[1] * rows.values.itemsize
-            for message in split_rows(rows.shard, rows.ids, rows.values, row_bytes):
-                yield publish_pb2.PartChunk(step=part.step, rows=message)
+
+def _chunks(part: Part) -> Iterator[publish_pb2.PublishRequest]:
+    for rows in part.rows:
+        for ids, values in chunked(rows.ids, rows.values):
+            request = publish_pb2.PublishRequest()
+            request.chunk.step = part.step
+            fill_rows(request.chunk.rows, rows.shard, ids, values)
+            yield request

@@ -20,13 +20,8 @@ class Registry:
         self._retention_ns = int(replica_retention_seconds * 1e9)
         self.consumers: dict[str, Consumer] = {}
         for name, meta in log.meta("consumer/").items():
-            self.consumers[name] = Consumer(name, meta["model"], meta["created_unix_ns"])
-        for path, meta in log.meta("offset/").items():
-            consumer, replica = path.split("/")
-            position = Position(meta["history"], meta["version"])
-            self.consumers[consumer].replicas[replica] = Replica(
-                replica, position, meta["acked_unix_ns"], away_since_unix_ns=time.time_ns()
-            )
+            replicas = {each: _replica(each, offset) for each, offset in log.meta(f"offset/{name}/").items()}
+            self.consumers[name] = Consumer(name, meta["model"], meta["created_unix_ns"], replicas)
 
     def get(self, name: str) -> Consumer:
         """The consumer of that name.
@@ -109,6 +104,11 @@ class Registry:
 def _end_stream(replica: Replica) -> None:
     if replica.stream:
         replica.stream.set()
+
+
+def _replica(name: str, meta: dict[str, Any]) -> Replica:
+    position = Position(meta["history"], meta["version"])
+    return Replica(name, position, meta["acked_unix_ns"], away_since_unix_ns=time.time_ns())
 
 
 def _offset_meta(replica: Replica) -> dict[str, Any]:

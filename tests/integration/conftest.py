@@ -1,0 +1,21 @@
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.server import RunningService
+
+
+@pytest.fixture
+def running(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[RunningService]:
+    """A service in a thread; nothing that it did not foresee may have happened in it."""
+    with RunningService(tmp_path / "data") as service:
+        yield service
+    unforeseen = [
+        record.getMessage()
+        for when in ("setup", "call", "teardown")
+        for record in caplog.get_records(when)  # type: ignore[arg-type]
+        if record.levelno >= logging.ERROR and record.name.startswith(("asyncio", "grpc", "uvicorn"))
+    ]
+    assert not unforeseen

@@ -1,0 +1,235 @@
+"""Cuts and runs, as the service takes them from raw streams."""
+
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from sync_service.tables import Position, Shard, Table
+from tests.support.server import RunningService
+from tests.support.state import rows_of
+from tests.support.wire import ITEM, TABLES, USER, WHOLE, RankStream, block, chunk, close, full_part, part, random_rows
+
+REPLICATED = Table("dense.bias", 3, 2)
+
+
+def expect(service: RunningService, rows: list[np.ndarray]) -> None:
+    found = rows_of(service)
+    for table, expected in zip(TABLES, rows, strict=True):
+        np.testing.assert_array_equal(found[table.name], expected, strict=True)
+
+
+def head_of(service: RunningService) -> int:
+    head: int = service.get_json("/consumers/predictors/lag")["head"]
+    return head
+
+
+def test_shards_of_all_kinds_make_one_cut(running: RunningService) -> None:
+    """User is split by rows, item by columns, and both ranks hold all of the bias."""
+    tables = [USER, ITEM, REPLICATED]
+    shards = [
+        [Shard(USER, 0, 25, 0, 4), Shard(ITEM, 0, 30, 0, 2), Shard.whole(REPLICATED)],
+        [Shard(USER, 25, 15, 0, 4), Shard(ITEM, 0, 30, 2, 4), Shard.whole(REPLICATED)],
+    ]
+    rows = random_rows(1, tables)
+    with (
+        RankStream(running.grpc, tables=tables, shards=shards[0], world_size=2) as first,
+        RankStream(running.grpc, tables=tables, shards=shards[1], world_size=2, rank=1) as second,
+    ):
+        for step, version in ((10, 1), (20, 2)):
+            for stream, held in ((first, shards[0]), (second, shards[1])):
+                changes = [
+                    (slot, np.arange(s.row_offset, s.row_offset + s.rows), block(rows[tables.index(s.table)], s))
+                    for slot, s in enumerate(held)
+                ]
+                stream.send(*part(step, changes, full=True))
+            if version == 1:
+                assert not first.opened().continues
+                second.opened()
+            assert first.sealed() == second.sealed()
+            assert head_of(running) == version
+            found = rows_of(running)
+            for table, expected in zip(tables, rows, strict=True):
+                np.testing.assert_array_equal(found[table.name], expected, strict=True)
+            rows = random_rows(2, tables)
+
+
+def test_a_cut_is_visible_only_when_both_ranks_have_closed(running: RunningService) -> None:
+    shards = [[Shard(USER, 0, 20, 0, 4), WHOLE[1]], [Shard(USER, 20, 20, 0, 4)]]
+    rows = random_rows(1)
+    with (
+        RankStream(running.grpc, shards=shards[0], world_size=2) as first,
+        RankStream(running.grpc, shards=shards[1], world_size=2, rank=1) as second,
+    ):
+        first.opened()
+        second.opened()
+        first.send(*full_part(1, rows, shards[0]))
+        # The other rank's whole part but its close: once its stream is refused, the service has seen all of it.
+        second.send(*full_part(1, rows, shards[1])[:-1])
+        second.send(chunk(1, 0, [0], rows[0][:1]))
+        assert second.refusal()[0] is grpc.StatusCode.INVALID_ARGUMENT
+        assert head_of(running) == 0
+        with RankStream(running.grpc, shards=shards[1], world_size=2, rank=1) as again:
+            again.send(*full_part(1, rows, shards[1]))
+            again.opened()
+            assert again.sealed().version == first.sealed().version == 1
+    expect(running, rows)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_nothing_of_an_abandoned_cut_is_ever_visible(running: RunningService, world_size: int) -> None:
+    """A run of three ranks ends in the middle of a cut; another of any size then publishes the same version."""
+    old, new = random_rows(1), random_rows(2)
+    cols = [[0, 2], [2, 1], [3, 1]]
+    shards = [[Shard(USER, 0, 40, *cols[rank]), Shard(ITEM, 10 * rank, 10, 0, 6)] for rank in range(3)]
+    for rank in (1, 2):
+        with RankStream(running.grpc, shards=shards[rank], world_size=3, rank=rank) as stream:
+            stream.opened()
+            stream.send(*full_part(5, old, shards[rank])[:-1], chunk(5, 9, [0], old[0][:1]))
+            stream.refusal()
+    runs = {1: [WHOLE], 2: [[WHOLE[0]], [WHOLE[1]]], 3: shards}[world_size]
+    streams = [
+        RankStream(running.grpc, run="run-2", started=2, shards=held, world_size=world_size, rank=rank)
+        for rank, held in enumerate(runs)
+    ]
+    for stream, held in zip(streams, runs, strict=True):
+        stream.send(*full_part(5, new, held))
+    for stream in streams:
+        with stream:
+            stream.opened()
+            assert stream.sealed().version == 1
+    expect(running, new)
+
+
+def test_a_part_begun_anew_replaces_what_came_before(running: RunningService) -> None:
+    """What a broken stream had sent of a part must not come through with the part's second try."""
+    rows = random_rows(1)
+    with RankStream(running.grpc) as stream:
+        stream.opened()
+        stream.send(*full_part(1, rows, WHOLE))
+        stream.sealed()
+        stream.send(chunk(2, 0, [1, 2], np.full((2, 4), 7, "<f4")), chunk(2, 0, [3], np.full((1, 4), np.nan, "<f4")))
+        stream.refusal()
+    with RankStream(running.grpc) as stream:
+        stream.opened()
+        stream.send(*part(2, [(0, [1], np.full((1, 4), 8, "<f4"))]))
+        assert stream.sealed().version == 2
+    rows[0][1] = 8
+    expect(running, rows)
+
+
+def test_a_part_sent_again_gets_the_same_version(running: RunningService) -> None:
+    """The answer to a close was lost, and the cut had been sealed."""
+    rows = random_rows(1)
+    with RankStream(running.grpc) as stream:
+        stream.opened()
+        stream.send(*full_part(3, rows, WHOLE))
+        first = stream.sealed()
+    with RankStream(running.grpc) as again:
+        assert again.opened().continues
+        again.send(*full_part(3, rows, WHOLE))
+        assert again.sealed() == first
+        again.send(*part(4, []))
+        assert again.sealed().version == 2
+    assert head_of(running) == 2
+
+
+def test_a_part_closed_on_an_earlier_stream_counts(running: RunningService) -> None:
+    rows = random_rows(1)
+    held = [[WHOLE[0]], [WHOLE[1]]]
+    with RankStream(running.grpc, shards=held[0], world_size=2) as lost:
+        lost.opened()
+        lost.send(*full_part(3, rows, held[0]))
+        with (
+            RankStream(running.grpc, shards=held[0], world_size=2) as again,
+            RankStream(running.grpc, shards=held[1], world_size=2, rank=1) as other,
+        ):
+            again.send(*full_part(3, rows, held[0]))
+            other.send(*full_part(3, rows, held[1]))
+            again.opened()
+            other.opened()
+            assert again.sealed() == other.sealed()
+    expect(running, rows)
+
+
+def test_a_newer_stream_of_a_rank_replaces_the_older(running: RunningService) -> None:
+    rows = random_rows(1)
+    with RankStream(running.grpc) as older:
+        older.opened()
+        with RankStream(running.grpc) as newer:
+            newer.opened()
+            older.send(chunk(1, 0, [0], rows[0][:1]))
+            code, details = older.refusal()
+            assert code is grpc.StatusCode.ABORTED
+            assert "a newer stream of rank 0" in details
+            newer.send(*full_part(1, rows, WHOLE))
+            newer.sealed()
+    expect(running, rows)
+
+
+def test_a_newer_run_takes_over_and_the_older_one_stays_out(running: RunningService) -> None:
+    rows = random_rows(1)
+    with RankStream(running.grpc, started=10) as older:
+        older.opened()
+        older.send(*full_part(1, random_rows(0), WHOLE))
+        older.sealed()
+        older.send(chunk(2, 0, [0], np.full((1, 4), 9, "<f4")))
+        with RankStream(running.grpc, run="run-2", started=11) as newer:
+            opened = newer.opened()
+            assert not opened.continues
+            assert "holds no version" in opened.reason
+            older.send(close(2, 1))
+            assert older.refusal()[0] is grpc.StatusCode.ABORTED
+            with RankStream(running.grpc, started=10) as zombie:
+                code, details = zombie.refusal()
+                assert code is grpc.StatusCode.FAILED_PRECONDITION
+                assert "run run-1 began before run run-2" in details
+            newer.send(*full_part(1, rows, WHOLE))
+            assert newer.sealed().version == 2
+    expect(running, rows)
+
+
+@pytest.mark.parametrize(
+    ("claim", "yes", "said"),
+    [
+        (lambda head: head, True, "holds version 2, the newest one"),
+        (lambda head: Position(head.history, 1), False, "holds version 1, the newest one is 2"),
+        (lambda head: Position(head.history, 3), False, "holds version 3, the newest one is 2"),
+        (lambda head: Position("0" * 32, 2), False, "holds history 000"),
+        (lambda head: None, False, "holds no version"),
+    ],
+)
+def test_only_a_run_that_holds_the_head_continues(running: RunningService, claim: Any, yes: bool, said: str) -> None:
+    rows = random_rows(1)
+    with RankStream(running.grpc) as first:
+        first.opened()
+        first.send(*full_part(1, rows, WHOLE), *part(2, []))
+        first.sealed()
+        head = first.sealed()
+    with RankStream(running.grpc, run="run-2", started=2, continues=claim(head)) as second:
+        opened = second.opened()
+        assert (opened.continues, opened.tables) == (yes, 2)
+        assert said in opened.reason
+        second.send(*part(3, [(0, [4], np.full((1, 4), 6, "<f4"))]))
+        if yes:
+            assert second.sealed().version == 3
+            rows[0][4] = 6
+        else:
+            code, details = second.refusal()
+            assert code is grpc.StatusCode.DATA_LOSS
+            assert "publish every row first" in details
+    expect(running, rows)
+
+
+def test_a_run_may_bring_further_tables(running: RunningService) -> None:
+    rows = random_rows(1)
+    with RankStream(running.grpc, tables=[USER], shards=[WHOLE[0]]) as first:
+        first.opened()
+        first.send(*full_part(1, rows, [WHOLE[0]]))
+        position = first.sealed()
+    with RankStream(running.grpc, run="run-2", started=2, continues=position) as second:
+        second.opened()
+        second.send(*part(2, [(1, np.arange(30), rows[1])]))
+        assert second.sealed().version == 2
+    expect(running, rows)

@@ -1,0 +1,88 @@
+"""A service in a thread of the test's own process, on free ports: quick to start, no signals, no kill."""
+
+import asyncio
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from sync_service.server import ServerOptions, run
+from sync_service.service import ServiceOptions
+
+_DEADLINE_SECONDS = 30.0
+CONSUMERS = (("predictors", "clicks"), ("probes", "clicks"))
+TOKEN = "secret"  # noqa: S105
+
+
+class RunningService:
+    """`server.run` in a thread, with consumers "predictors" and "probes" of model "clicks"."""
+
+    def __init__(self, data_dir: Path, *, grpc_port: int = 0, http_port: int = 0, **settings: Any) -> None:
+        self.options = ServerOptions(
+            service=ServiceOptions(data_dir=data_dir, **settings),
+            grpc_port=grpc_port,
+            http_port=http_port,
+            consumers=CONSUMERS,
+            admin_token=TOKEN,
+            drain_seconds=0.1,
+        )
+        self._endpoints = data_dir / "endpoints.json"
+        self._failure: BaseException | None = None
+
+    def start(self) -> None:
+        """Start, or raise what has kept the service from listening."""
+        self._endpoints.unlink(missing_ok=True)
+        self._thread = threading.Thread(target=self._run, name="service", daemon=True)
+        self._thread.start()
+        deadline = time.monotonic() + _DEADLINE_SECONDS
+        while not self._endpoints.exists():
+            if not self._thread.is_alive():
+                self.stop()
+            assert time.monotonic() < deadline, "the service did not listen in time"
+            time.sleep(0.002)
+        found = json.loads(self._endpoints.read_text())
+        self.grpc, self.http = found["grpc"], found["http"]
+
+    def stop(self) -> None:
+        """Drain, or raise what has ended the service."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stopping.set)
+        self._thread.join(_DEADLINE_SECONDS)
+        assert not self._thread.is_alive(), "the service did not drain in time"
+        if self._failure:
+            raise self._failure
+
+    def get(self, path: str) -> tuple[int, str]:
+        """HTTP status and body of a GET request."""
+        try:
+            with urllib.request.urlopen(self.http + path, timeout=10) as response:  # noqa: S310
+                return response.status, response.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
+
+    def get_json(self, path: str) -> Any:
+        status, body = self.get(path)
+        assert status == 200, body
+        return json.loads(body)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.stop()
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._main())
+        except BaseException as error:  # noqa: BLE001  # handed over to the test's thread
+            self._failure = error
+
+    async def _main(self) -> None:
+        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
+        await run(self.options, self._stopping)

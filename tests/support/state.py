@@ -1,0 +1,41 @@
+"""What a service holds, seen from outside."""
+
+from typing import Any, Protocol
+
+import numpy as np
+
+from sync_service.client import NumpyTarget, Subscriber, SubscriberOptions
+
+
+class Reachable(Protocol):
+    """A service, in this process or another."""
+
+    grpc: str
+
+    def get_json(self, path: str) -> Any: ...
+
+
+def lag_of(service: Reachable, consumer: str = "predictors") -> dict[str, Any]:
+    """A consumer's lag without what grows with time."""
+    lag: dict[str, Any] = service.get_json(f"/consumers/{consumer}/lag")
+    for each in (lag, *lag["replicas"]):
+        del each["lag"]["seconds"]
+    for replica in lag["replicas"]:
+        del replica["seconds_since_ack"], replica["connected"]
+    del lag["state"], lag["reason"]
+    return lag
+
+
+def rows_of(service: Reachable) -> dict[str, np.ndarray]:
+    """Every row the service gives to a new replica of consumer "probes"."""
+    head = service.get_json("/consumers/probes/lag")["head"]
+    target = NumpyTarget()
+    with Subscriber(SubscriberOptions(service=service.grpc, consumer="probes", replica="probe"), target) as probe:
+        probe.wait_for(head, 20)
+    return target.tables
+
+
+def state_of(service: Reachable) -> tuple[Any, Any, Any]:
+    """Tables with their heads, the offsets and lag of "predictors", and every row."""
+    rows = {name: table.tobytes() for name, table in rows_of(service).items()}
+    return service.get_json("/tables"), lag_of(service), rows

@@ -1,0 +1,195 @@
+"""Raw streams: what a client in another language, or a broken one, would send."""
+
+import queue
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+import numpy as np
+from deltasync.v1 import publish_pb2, publish_pb2_grpc, subscribe_pb2, subscribe_pb2_grpc, tables_pb2
+
+from sync_service.codec import fill_rows, position_to_message, shard_to_message, table_to_message
+from sync_service.tables import Position, Shard, Table
+
+USER = Table("sparse.embedding_bags.user", 40, 4)
+ITEM = Table("sparse.embedding_bags.item", 30, 6, np.dtype("<f2"))
+TABLES = [USER, ITEM]
+WHOLE = [Shard.whole(USER), Shard.whole(ITEM)]
+_TIMEOUT_SECONDS = 20.0
+
+
+class Stream:
+    """One bidirectional stream. Ends when the block does."""
+
+    def __init__(self, address: str, method: Any) -> None:
+        self._channel = grpc.insecure_channel(address)
+        self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._call = method(self._channel)(iter(self._requests.get, None), timeout=_TIMEOUT_SECONDS)
+
+    def send(self, *requests: Any) -> None:
+        for request in requests:
+            self._requests.put(request)
+
+    def receive(self) -> Any:
+        """The next message; a `grpc.RpcError` if the service has ended the stream."""
+        return next(self._call)
+
+    def refusal(self) -> tuple[grpc.StatusCode, str]:
+        """The status the service ends the stream with, after whatever it sends before."""
+        try:
+            for _ in self._call:
+                pass
+        except grpc.RpcError as error:
+            return error.code(), error.details() or ""
+        return grpc.StatusCode.OK, ""
+
+    def end(self) -> None:
+        """End this side of the stream."""
+        self._requests.put(None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.end()
+        self._call.cancel()
+        self._channel.close()
+
+
+class RankStream(Stream):
+    """A rank's raw Publish stream; a bare one has sent nothing yet."""
+
+    def __init__(self, address: str, *, bare: bool = False, **fields: Any) -> None:
+        super().__init__(address, lambda channel: publish_pb2_grpc.PublishServiceStub(channel).Publish)
+        if not bare:
+            self.send(publish_open(**fields))
+
+    def opened(self) -> publish_pb2.PublishOpened:
+        message = self.receive()
+        assert message.WhichOneof("message") == "opened", message
+        opened: publish_pb2.PublishOpened = message.opened
+        return opened
+
+    def sealed(self) -> Position:
+        message = self.receive()
+        assert message.WhichOneof("message") == "sealed", message
+        return Position(message.sealed.position.history, message.sealed.position.version)
+
+
+class ReplicaStream(Stream):
+    """A replica's raw Subscribe stream; a bare one has sent nothing yet."""
+
+    def __init__(self, address: str, *, bare: bool = False, **fields: Any) -> None:
+        super().__init__(address, lambda channel: subscribe_pb2_grpc.SubscribeServiceStub(channel).Subscribe)
+        if not bare:
+            self.send(subscribe_open(**fields))
+
+    def until(self, *kinds: str) -> Any:
+        """The next message of one of these kinds."""
+        while True:
+            message = self.receive()
+            kind = message.WhichOneof("message")
+            if kind in kinds:
+                return getattr(message, kind)
+
+    def release(self) -> tuple[list[tables_pb2.Rows], subscribe_pb2.ReleaseEnd]:
+        """All rows of the next release, and its end."""
+        rows = []
+        while True:
+            message = self.receive()
+            kind = message.WhichOneof("message")
+            if kind == "release_end":
+                return rows, message.release_end
+            if kind == "chunk":
+                rows.append(message.chunk.rows)
+
+
+def publish_open(
+    *,
+    model: str = "clicks",
+    run: str = "run-1",
+    started: int = 1,
+    rank: int = 0,
+    world_size: int = 1,
+    tables: Iterable[Table] = tuple(TABLES),
+    shards: Iterable[Shard] = tuple(WHOLE),
+    continues: Position | None = None,
+) -> publish_pb2.PublishRequest:
+    tables = list(tables)
+    return publish_pb2.PublishRequest(
+        open=publish_pb2.PublishOpen(
+            model=model,
+            run=run,
+            run_started_unix_ns=started,
+            rank=rank,
+            world_size=world_size,
+            tables=[table_to_message(table) for table in tables],
+            shards=[shard_to_message(shard, tables) for shard in shards],
+            continues=position_to_message(continues) if continues else None,
+        )
+    )
+
+
+def chunk(step: int, slot: int, ids: Any, values: Any) -> publish_pb2.PublishRequest:
+    return publish_pb2.PublishRequest(chunk=publish_pb2.PartChunk(step=step, rows=rows_message(slot, ids, values)))
+
+
+def rows_message(slot: int, ids: Any, values: Any) -> tables_pb2.Rows:
+    message = tables_pb2.Rows()
+    fill_rows(message, slot, np.asarray(ids, np.int64), np.asarray(values))
+    return message
+
+
+def close(step: int, rows: int, *, full: bool = False) -> publish_pb2.PublishRequest:
+    return publish_pb2.PublishRequest(
+        close=publish_pb2.PartClose(step=step, rows=rows, step_end_unix_ns=step * 1000, full=full)
+    )
+
+
+def part(step: int, changes: Iterable[tuple[int, Any, Any]], *, full: bool = False) -> list[publish_pb2.PublishRequest]:
+    """Chunks of (slot, ids, values) and their close."""
+    chunks = [chunk(step, slot, ids, values) for slot, ids, values in changes]
+    return [*chunks, close(step, sum(len(each.chunk.rows.ids) // 8 for each in chunks), full=full)]
+
+
+def block(rows: np.ndarray, shard: Shard) -> np.ndarray:
+    """The shard's part of a whole table's rows."""
+    rows = rows[shard.row_offset : shard.row_offset + shard.rows]
+    return rows[:, shard.col_offset : shard.col_offset + shard.cols]
+
+
+def full_part(step: int, rows: list[np.ndarray], shards: list[Shard]) -> list[publish_pb2.PublishRequest]:
+    """A full part: `rows` holds the whole tables in the order of `TABLES`."""
+    changes = [
+        (slot, np.arange(shard.row_offset, shard.row_offset + shard.rows), block(rows[TABLES.index(shard.table)], shard))
+        for slot, shard in enumerate(shards)
+    ]
+    return part(step, changes, full=True)
+
+
+def subscribe_open(
+    *, consumer: str = "predictors", replica: str = "p0", held: Position | None = None, budget: int = 0
+) -> subscribe_pb2.SubscribeRequest:
+    return subscribe_pb2.SubscribeRequest(
+        open=subscribe_pb2.SubscribeOpen(
+            consumer=consumer,
+            replica=replica,
+            held=position_to_message(held) if held else None,
+            max_outstanding_bytes=budget,
+        )
+    )
+
+
+def ack(received_bytes: int = 0, applied: Position | None = None) -> subscribe_pb2.SubscribeRequest:
+    message = position_to_message(applied) if applied else None
+    return subscribe_pb2.SubscribeRequest(ack=subscribe_pb2.Ack(received_bytes=received_bytes, applied=message))
+
+
+def random_rows(seed: int, tables: Iterable[Table] = tuple(TABLES)) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.normal(size=(table.rows, table.dim)).astype(table.dtype) for table in tables]
+
+
+def size_of(rows: Iterable[tables_pb2.Rows]) -> int:
+    return sum(len(each.ids) + len(each.values) for each in rows)

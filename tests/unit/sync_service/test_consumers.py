@@ -1,0 +1,94 @@
+"""Lag and offsets: pure decisions."""
+
+import asyncio
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sync_service.consumers.consumer import Replica
+from sync_service.consumers.lag import Lag, measure, state
+from sync_service.consumers.offsets import consumer_offset, forgettable, offset_in
+from sync_service.log import Seal
+from sync_service.tables import Position, Table
+
+TABLES = [Table("a", 10, 2), Table("b", 10, 4)]
+SEAL = Seal(
+    version=1, step=1, run="r", run_started_unix_ns=1, world_size=1, rows=1, bytes=1, step_end_unix_ns=1, sealed_unix_ns=1
+)
+NONE, SOME = Lag(0, 0, 0, 0.0), Lag(2, 7, 100, 1.5)
+
+
+def seals(first: int, last: int) -> list[Seal]:
+    """Each sealed at its version in seconds."""
+    return [
+        dataclasses.replace(SEAL, version=version, sealed_unix_ns=version * 10**9) for version in range(first, last + 1)
+    ]
+
+
+def replica(name: str, version: int = 0, history: str = "h", *, away: int | None = None) -> Replica:
+    stream = None if away is not None else asyncio.Event()
+    return Replica(name, Position(history, version), stream=stream, away_since_unix_ns=away or 0)
+
+
+@given(st.integers(1, 30), st.integers(0, 30), st.integers(0, 40))
+def test_lag_is_the_distance_to_the_head(first_kept: int, more: int, offset: int) -> None:
+    last = first_kept + more
+    offset = min(offset, last)
+    lag = measure(offset, seals(first_kept, last), TABLES, [2, 3], (last + 5) * 10**9)
+    if offset == last:
+        assert lag == NONE
+        return
+    oldest_unsent = max(offset + 1, first_kept)
+    assert lag == Lag(last - offset, 5, 2 * (8 + 8) + 3 * (8 + 16), last + 5 - oldest_unsent)
+
+
+def test_there_is_no_lag_before_the_first_cut() -> None:
+    assert measure(0, [], TABLES, [0, 0], 10**9) == NONE
+
+
+def test_a_clock_that_was_set_back_gives_no_negative_lag() -> None:
+    assert measure(0, seals(1, 1), TABLES, [1, 0], 0).seconds == 0
+
+
+@pytest.mark.parametrize(
+    ("replicas", "lag", "expected", "said"),
+    [
+        ([], NONE, "empty", "no replica has ever subscribed"),
+        ([replica("a", away=1), replica("b", away=1)], SOME, "away", "none of 2 replicas is connected"),
+        ([replica("a")], NONE, "in sync", "all 1 replicas"),
+        ([replica("a")], SOME, "behind", "7 rows of 2 versions"),
+        ([replica("a"), replica("b", away=1)], SOME, "behind", "away: b"),
+    ],
+)
+def test_state_says_why(replicas: list[Replica], lag: Lag, expected: str, said: str) -> None:
+    found, reason = state(replicas, lag)
+    assert found == expected
+    assert said in reason
+
+
+@given(st.lists(st.tuples(st.sampled_from("hx"), st.integers(0, 9))))
+def test_a_fleet_has_what_the_last_of_it_has(positions: list[tuple[str, int]]) -> None:
+    replicas = [replica(str(number), version, history) for number, (history, version) in enumerate(positions)]
+    versions = [version if history == "h" else 0 for history, version in positions]
+    assert [offset_in("h", each.applied) for each in replicas] == versions
+    assert consumer_offset(replicas, "h") == min(versions, default=0)
+
+
+def test_replicas_away_for_long_are_forgotten() -> None:
+    replicas = [replica("here"), replica("back", away=90), replica("gone", away=89), replica("long", away=1)]
+    assert sorted(forgettable(replicas, 100, 10)) == ["gone", "long"]
+
+
+def test_the_last_replica_of_a_fleet_is_kept() -> None:
+    replicas = [replica("older", away=1), replica("newer", away=2)]
+    assert forgettable(replicas, 10**9, 10) == ["older"]
+    assert forgettable(replicas[:1], 10**9, 10) == []
+
+
+def test_a_replica_that_was_idle_is_not_taken_for_one_that_is_away() -> None:
+    """It acknowledged long ago, since nothing was published, and left just now."""
+    idle = replica("idle", away=99)
+    assert idle.acked_unix_ns == 0
+    assert forgettable([idle, replica("here")], 100, 10) == []

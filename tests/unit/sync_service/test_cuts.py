@@ -1,0 +1,146 @@
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sync_service import cuts
+from sync_service.cuts import Cut, Part
+from sync_service.errors import Contradiction, InvalidInput, ResyncRequired
+from sync_service.runs import Run
+from sync_service.tables import Shard, Table
+
+TABLE = Table("user", 12, 4)
+TOP, BOTTOM = Shard(TABLE, 0, 6, 0, 4), Shard(TABLE, 6, 6, 0, 4)
+
+
+def cut_of(world_size: int) -> Cut:
+    return Cut(3, 10, Run("r", 1, world_size))
+
+
+def fill(part: Part) -> None:
+    for slot, shard in enumerate(part.shards):
+        part.add(slot, np.arange(shard.row_offset, shard.row_offset + shard.rows))
+
+
+def test_a_cut_is_complete_when_every_rank_has_closed() -> None:
+    cut = cut_of(2)
+    top, bottom = (cut.begin(rank, [shard], must_be_full=False) for rank, shard in enumerate((TOP, BOTTOM)))
+    top.add(0, np.array([1, 4]))
+    cut.close(top, rows=2, full=False, step_end_unix_ns=50)
+    assert not cut.complete
+    assert cut.closed_by(0)
+    assert not cut.closed_by(1)
+    assert not cut.closed_by(7)
+    cut.close(bottom, rows=0, full=False, step_end_unix_ns=90)
+    assert cut.complete
+    assert (cut.rows, cut.bytes, cut.step_end_unix_ns) == (2, 2 * (8 + 16), 90)
+
+
+def test_a_part_begun_anew_forgets_what_came_before() -> None:
+    cut = cut_of(1)
+    fill(cut.begin(0, [TOP], must_be_full=False))
+    again = cut.begin(0, [TOP], must_be_full=False)
+    assert cut.rows == 0
+    again.add(0, np.array([0]))
+    cut.close(again, rows=1, full=False, step_end_unix_ns=1)
+    assert cut.rows == 1
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_a_wrong_count_of_rows_is_refused(rows: int) -> None:
+    cut = cut_of(1)
+    part = cut.begin(0, [TOP], must_be_full=False)
+    part.add(0, np.array([1, 4]))
+    with pytest.raises(InvalidInput, match=f"rank 0 closed a part of {rows} rows, but 2 arrived"):
+        cut.close(part, rows=rows, full=False, step_end_unix_ns=1)
+    assert not cut.complete
+
+
+def test_a_full_part_that_lacks_rows_is_refused() -> None:
+    cut = cut_of(1)
+    part = cut.begin(0, [TOP, BOTTOM], must_be_full=False)
+    part.add(0, np.arange(6))
+    with pytest.raises(InvalidInput, match="full part of 6 rows, but its shards have 12"):
+        cut.close(part, rows=6, full=True, step_end_unix_ns=1)
+
+
+def test_a_part_of_changed_rows_is_refused_where_all_are_needed() -> None:
+    cut = cut_of(1)
+    part = cut.begin(0, [TOP], must_be_full=True)
+    with pytest.raises(ResyncRequired, match="rank 0 sent only changed rows"):
+        cut.close(part, rows=0, full=False, step_end_unix_ns=1)
+
+
+@pytest.mark.parametrize("ids", [[5], [4], [0, 6]])
+def test_a_row_that_came_before_is_refused(ids: list[int]) -> None:
+    """Else a full part could hold one row twice and another never."""
+    part = cut_of(1).begin(0, [TOP, BOTTOM], must_be_full=True)
+    part.add(0, np.array([3, 5]))
+    part.add(1, np.array([6]))  # Another shard counts by itself.
+    with pytest.raises(InvalidInput, match=f"'user': row id {ids[0]} came after 5"):
+        part.add(0, np.array(ids))
+    assert part.rows == 3
+
+
+@st.composite
+def shard_of_table(draw: st.DrawFn) -> Shard:
+    first_row, first_col = draw(st.integers(0, 11)), draw(st.integers(0, 3))
+    return Shard(TABLE, first_row, draw(st.integers(0, 12 - first_row)), first_col, draw(st.integers(1, 4 - first_col)))
+
+
+@given(st.lists(shard_of_table(), max_size=6))
+def test_coverage_is_what_painting_the_shards_leaves_blank(shards: list[Shard]) -> None:
+    other = Shard.whole(Table("item", 12, 4))
+    cut = cut_of(len(shards) + 1)
+    painted = np.zeros((12, 4), bool)
+    for rank, shard in enumerate([other, *shards]):
+        cut.begin(rank, [shard], must_be_full=True)
+    for shard in shards:
+        for row, col in itertools.product(range(shard.rows), range(shard.cols)):
+            painted[shard.row_offset + row, shard.col_offset + col] = True
+    if painted.all():
+        cut.check_coverage([TABLE])
+    else:
+        with pytest.raises(Contradiction, match="table 'user': rows"):
+            cut.check_coverage([TABLE])
+
+
+def test_a_gap_is_named() -> None:
+    cut = cut_of(2)
+    for rank, shard in enumerate((Shard(TABLE, 0, 12, 0, 2), Shard(TABLE, 0, 9, 2, 2))):
+        cut.begin(rank, [shard], must_be_full=True)
+    with pytest.raises(Contradiction, match="'user': rows 9 to 11, columns 2 to 3 are in no rank's shard"):
+        cut.check_coverage([TABLE])
+
+
+def test_one_rank_that_cannot_continue_is_enough() -> None:
+    cut = cut_of(2)
+    cut.begin(0, [TOP], must_be_full=False)
+    assert not cut.must_be_full
+    cut.begin(1, [BOTTOM], must_be_full=True)
+    assert cut.must_be_full
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 48, 10**6])
+def test_rows_are_kept_in_memory_unless_there_are_many(monkeypatch: pytest.MonkeyPatch, kept_bytes: int) -> None:
+    """All of the cut's rows or none, and only those of a part's last try."""
+    monkeypatch.setattr(cuts, "KEPT_BYTES", kept_bytes)
+    cut = cut_of(2)
+    values = np.ones((1, 4), "<f4")
+
+    def send(part: Part, *ids: int) -> None:
+        for row in ids:
+            part.add(0, np.array([row]))
+            cut.keep(part, (part.shards[0], np.array([row]), values))
+
+    send(cut.begin(0, [TOP], must_be_full=False), 0, 1)
+    send(cut.begin(1, [BOTTOM], must_be_full=False), 6)
+    send(cut.begin(0, [TOP], must_be_full=False), 2)
+    rows = cut.rows_in_memory()
+    if kept_bytes == 10**6:
+        assert rows is not None
+        assert sorted(int(ids[0]) for _, ids, _ in rows) == [2, 6]
+    else:
+        assert rows is None

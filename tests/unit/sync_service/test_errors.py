@@ -1,0 +1,75 @@
+import re
+
+import grpc
+import pytest
+
+from sync_service import errors
+from sync_service.api import errors as api
+from sync_service.errors import DeltasyncError, InvalidInput, ServiceUnavailable
+
+# Those of this package: others may be loaded too.
+KINDS = [kind for kind in DeltasyncError.__subclasses__() if kind.__module__ == errors.__name__]
+
+
+class Failed(grpc.RpcError, grpc.Call):  # type: ignore[misc]
+    """A failed call, as gRPC raises it."""
+
+    def __init__(self, code: grpc.StatusCode, details: str) -> None:
+        self._code, self._details = code, details
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def details(self) -> str:
+        return self._details
+
+
+def failed(code: grpc.StatusCode, details: str) -> grpc.RpcError:
+    return type("Failed", (Failed,), {"__abstractmethods__": frozenset()})(code, details)  # type: ignore[no-any-return]
+
+
+def test_the_tree_in_the_docstring_is_the_tree() -> None:
+    assert errors.__doc__
+    drawn = re.findall(r"[├└]── (\w+)", errors.__doc__)
+    assert drawn == [kind.__name__ for kind in KINDS]
+
+
+def test_every_error_has_a_code_and_a_status_of_its_own() -> None:
+    codes = [api.grpc_code(kind("why")) for kind in KINDS]
+    assert len(set(codes)) == len(KINDS)
+    assert grpc.StatusCode.INTERNAL not in codes
+    assert all(400 <= api.http_status(kind("why")) < 600 for kind in KINDS)
+    assert 500 not in [api.http_status(kind("why")) for kind in KINDS]
+    assert (api.grpc_code(DeltasyncError()), api.http_status(DeltasyncError())) == (grpc.StatusCode.INTERNAL, 500)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_comes_back_as_what_it_was(kind: type[DeltasyncError]) -> None:
+    back = api.from_rpc_error(failed(api.grpc_code(kind("why")), "why"), "host:1")
+    assert type(back) is kind
+    assert str(back) == ("host:1: why" if kind is ServiceUnavailable else "why")
+
+
+def test_other_failures_are_worth_another_try() -> None:
+    for code in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL):
+        error = api.from_rpc_error(failed(code, ""), "host:1")
+        assert type(error) is ServiceUnavailable
+        assert str(error) == "host:1: no details"
+        assert not api.is_final(error)
+
+
+def test_a_message_over_the_limit_is_not_sent_again() -> None:
+    details = "Received message larger than max (2 vs. 1)"
+    error = api.from_rpc_error(failed(grpc.StatusCode.RESOURCE_EXHAUSTED, details), "host:1")
+    assert type(error) is InvalidInput
+    assert api.is_final(error)
+
+
+def test_which_errors_are_final() -> None:
+    again = {kind.__name__ for kind in KINDS if not api.is_final(kind())}
+    assert again == {"Superseded", "StorageFailed", "ServiceUnavailable"}
+
+
+def test_invalid_input_and_not_found_are_what_python_calls_them() -> None:
+    assert issubclass(InvalidInput, ValueError)
+    assert issubclass(errors.NotFound, LookupError)

@@ -1,0 +1,46 @@
+from pathlib import Path
+
+import pytest
+
+from sync_service.client import PublisherOptions, SubscriberOptions
+from sync_service.log import LogOptions
+from sync_service.service import ServiceOptions
+
+PUBLISHER = {"service": "h:1", "model": "m", "run": "r", "run_started_unix_ns": 1}
+SUBSCRIBER = {"service": "h:1", "consumer": "c"}
+SERVICE = {"data_dir": Path("x")}
+LOG = {"directory": Path("x")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "good", "field", "value", "said"),
+    [
+        (PublisherOptions, PUBLISHER, "service", "nowhere", "service 'nowhere': expected HOST:PORT"),
+        (PublisherOptions, PUBLISHER, "service", "host:port", "expected HOST:PORT"),
+        (PublisherOptions, PUBLISHER, "service", ":80", "expected HOST:PORT"),
+        (PublisherOptions, PUBLISHER, "model", "a/b", "model name 'a/b'"),
+        (PublisherOptions, PUBLISHER, "rank", 1, "rank 1 of a world of 1"),
+        (PublisherOptions, PUBLISHER, "rank", -1, "rank -1"),
+        (PublisherOptions, PUBLISHER, "world_size", 0, "world of 0"),
+        (SubscriberOptions, SUBSCRIBER, "service", "", "service ''"),
+        (SubscriberOptions, SUBSCRIBER, "consumer", "", "consumer name ''"),
+        (SubscriberOptions, SUBSCRIBER, "replica", "a b", "replica name 'a b'"),
+        (SubscriberOptions, SUBSCRIBER, "max_outstanding_bytes", 0, "max_outstanding_bytes: 0"),
+        (ServiceOptions, SERVICE, "flush_bytes", 0, "flush_bytes: 0"),
+        (ServiceOptions, SERVICE, "flush_bytes", 33 << 30, f"flush_bytes: {33 << 30}, expected 1 to {32 << 30}"),
+        (ServiceOptions, SERVICE, "replica_retention_seconds", -1.0, "replica_retention_seconds: -1.0"),
+        (LogOptions, LOG, "max_bytes", 1000, "max_bytes: 1000"),
+    ],
+)
+def test_a_wrong_value_names_its_field(
+    kind: type, good: dict[str, object], field: str, value: object, said: str
+) -> None:
+    kind(**good)
+    with pytest.raises(ValueError) as refused:  # noqa: PT011
+        kind(**good | {field: value})
+    assert said in str(refused.value)
+
+
+def test_replicas_are_named_apart_by_default() -> None:
+    first, second = (SubscriberOptions(service="h:1", consumer="c") for _ in range(2))
+    assert first.replica != second.replica

@@ -1,0 +1,65 @@
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sync_service import release
+from sync_service.errors import StorageFailed
+from sync_service.release import Release, freeze
+from sync_service.stamps import StampedTable
+from sync_service.tables import Table
+from tests.support.wire import random_rows
+
+TABLES = [Table("a", 40, 3), Table("b", 20, 2, np.dtype("<f2")), Table("c", 5, 1)]
+
+
+def stamped(seed: int, versions: int) -> list[StampedTable]:
+    rng = np.random.default_rng(seed)
+    made = []
+    for table, rows in zip(TABLES, random_rows(seed, TABLES), strict=True):
+        stamps = rng.integers(0, versions + 1, table.rows)
+        made.append(StampedTable(table, rows, stamps))
+    return made
+
+
+def content(frozen: Release) -> list[tuple[int, list[int], bytes]]:
+    return [(slot, ids.tolist(), values.tobytes()) for slot, ids, values in frozen.tables]
+
+
+@given(st.integers(0, 999), st.integers(0, 4))
+def test_a_spilled_release_is_the_same_as_one_in_memory(seed: int, after: int) -> None:
+    tables = stamped(seed, 4)
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        in_memory = freeze(tables, after, None, Path(folder))
+        patch.setattr(release, "_IN_MEMORY_BYTES", 0)
+        spilled = freeze(tables, after, None, Path(folder))
+        assert not list(Path(folder).iterdir())
+    assert all(isinstance(values, np.memmap) for _, _, values in spilled.tables)
+    assert not any(isinstance(values, np.memmap) for _, _, values in in_memory.tables)
+    assert content(spilled) == content(in_memory)
+    assert content(Release(None, list(spilled.chunks()))) == content(in_memory)
+    expected = [np.flatnonzero(table.stamps > after) for table in tables]
+    assert [ids for _, ids, _ in content(in_memory)] == [ids.tolist() for ids in expected if len(ids)]
+    assert in_memory.rows == sum(len(ids) for ids in expected)
+
+
+def test_a_release_does_not_change_with_its_tables(tmp_path: Path) -> None:
+    tables = stamped(0, 4)
+    frozen = freeze(tables, 0, None, tmp_path)
+    before = content(frozen)
+    for table in tables:
+        table.apply(np.arange(table.table.rows), np.zeros_like(table.rows), 9)
+    assert content(frozen) == before
+
+
+def test_no_room_for_a_spilled_release_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(release, "_IN_MEMORY_BYTES", 0)
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(StorageFailed, match="a release of table 'a': cannot reserve .*No space left"):
+        freeze(stamped(0, 4), 0, None, tmp_path)
