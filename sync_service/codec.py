@@ -13,7 +13,7 @@ from sync_service.tables import ID_TYPE, VALUE_TYPES, Position, Shard, Table
 
 # Just under 1,000,000 bytes: faster than 64 KiB or 4 MiB, and below the default limits of gRPC and brokers.
 CHUNK_BYTES = 990_000
-MAX_CHUNK_BYTES = (1 << 20) + 1024
+MAX_CHUNK_BYTES = 1 << 20
 
 _RECORD = struct.Struct("<QQ")
 

@@ -199,9 +199,9 @@ class PublishSession:
             InvalidInput: the rows do not fit what the rank announced.
             Superseded: a newer stream, run or cut has taken over.
         """
-        if chunk.ByteSize() > MAX_CHUNK_BYTES:
-            raise InvalidInput(f"a chunk of {chunk.ByteSize()} bytes, at most {MAX_CHUNK_BYTES} are allowed")
         shard, ids, values = decode_rows(chunk.rows, self._shards)
+        if (size := ids.nbytes + values.nbytes) > MAX_CHUNK_BYTES:
+            raise InvalidInput(f"a chunk of {size} bytes of ids and values, at most {MAX_CHUNK_BYTES} are allowed")
         check_rows(shard, ids, values)
         if self._sealed_before(chunk.step) or self._closed_before(chunk.step):
             return

@@ -3,7 +3,6 @@
 torchrun --nproc-per-node 2 -m trainer.train --service localhost:50051 --model clicks
 """
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from trainer.data.batch import click_batch
 from trainer.data.features import Featurizer
 from trainer.model import ClickModel
 from trainer.publishing import DeltaSync, SyncOptions
+from trainer.ranks import join_ranks
 from trainer.results import Results
 from trainer.sharding import OptimizerOptions, shard
 from trainer.stream_options import StreamOptions, stream_options, take_stream_options
@@ -35,7 +35,7 @@ from trainer.stream_options import StreamOptions, stream_options, take_stream_op
 def main(checkpoint: Path | None, results: Path | None, table_lr: float, dense_lr: float, **settings: Any) -> None:
     """Train the click model on a stream of events, and publish the rows that change."""
     stream = take_stream_options(settings)
-    device = _join_ranks()
+    device = join_ranks()
     torch.manual_seed(stream.seed)
     learning = OptimizerOptions(table_lr=table_lr, dense_lr=dense_lr)
     model, optimizer = shard(ClickModel(stream.model, torch.device("meta")), learning, device)
@@ -50,15 +50,6 @@ def main(checkpoint: Path | None, results: Path | None, table_lr: float, dense_l
     if results:
         scored.write(results, dist.get_rank(), sync, {"steps": sync.tracker.steps})
     dist.destroy_process_group()
-
-
-def _join_ranks() -> torch.device:
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo")
-    return device
 
 
 def _train(pipeline: TrainPipelineSparseDist, stream: StreamOptions, sync: DeltaSync, scored: Results) -> None:

@@ -138,7 +138,11 @@ BAD_PARTS = {
         "row id 3 came after 3",
     ),
     "wrong dim": ([chunk(11, 0, [3], rows(1, 5))], INVALID, "20 bytes of values for 1 rows of 4 float32"),
-    "wrong type": ([chunk(11, 1, [3], rows(1, 6))], INVALID, f"{ITEM.name!r}: 24 bytes of values for 1 rows of 6 float16"),
+    "wrong type": (
+        [chunk(11, 1, [3], rows(1, 6))],
+        INVALID,
+        f"{ITEM.name!r}: 24 bytes of values for 1 rows of 6 float16",
+    ),
     "no such shard": ([chunk(11, 2, [3], rows(1, 4))], INVALID, "slot 2, but only 2"),
     "no rows": ([chunk(11, 0, [], rows(0, 4))], INVALID, "a chunk without rows"),
     "nan": ([chunk(11, 0, [5], rows(1, 4, np.nan))], INVALID, f"{USER.name!r}: row 5 holds nan in column 0"),
@@ -157,7 +161,11 @@ BAD_PARTS = {
     "more rows than closed": ([chunk(11, 0, [5], rows(1, 4)), close(11, 0)], INVALID, "of 0 rows, but 1 arrived"),
     "not full": ([chunk(11, 0, [5], rows(1, 4)), close(11, 1, full=True)], INVALID, "its shards have 70"),
     "full of the same rows": (
-        [chunk(11, 0, np.arange(40), rows(40, 4)), chunk(11, 0, np.arange(30), rows(30, 4)), close(11, 70, full=True)],
+        [
+            chunk(11, 0, np.arange(40), rows(40, 4)),
+            chunk(11, 0, np.arange(30), rows(30, 4)),
+            close(11, 70, full=True),
+        ],
         INVALID,
         "row id 0 came after 39",
     ),
@@ -351,7 +359,9 @@ def test_bytes_that_are_no_protobuf(served: tuple[RunningService, Position], met
         with pytest.raises(grpc.RpcError) as refused:
             list(call)
     assert refused.value.code() is INVALID
-    assert refused.value.details() == f"/deltasync.v1.{method}: {len(content)} bytes that are no protobuf of its type"
+    assert (
+        refused.value.details() == f"/deltasync.v1.{method}: {len(content)} bytes that are no protobuf of its type"
+    )
     assert state_of(service) == before
 
 

@@ -38,7 +38,9 @@ def publisher(service: ServiceProcess, run_id: tuple[str, int], rank: int = 0, w
 
 def subscriber(service: ServiceProcess, target: NumpyTarget, replica: str = "p0") -> Subscriber:
     return Subscriber(
-        SubscriberOptions(service=service.grpc, consumer="predictors", replica=replica, max_outstanding_bytes=4096),
+        SubscriberOptions(
+            service=service.grpc, consumer="predictors", replica=replica, max_outstanding_bytes=4096
+        ),
         target,
     )
 

@@ -9,7 +9,19 @@ import pytest
 from sync_service.tables import Position, Shard, Table
 from tests.support.server import RunningService
 from tests.support.state import rows_of
-from tests.support.wire import ITEM, TABLES, USER, WHOLE, RankStream, block, chunk, close, full_part, part, random_rows
+from tests.support.wire import (
+    ITEM,
+    TABLES,
+    USER,
+    WHOLE,
+    RankStream,
+    block,
+    chunk,
+    close,
+    full_part,
+    part,
+    random_rows,
+)
 
 REPLICATED = Table("dense.bias", 3, 2)
 
@@ -109,7 +121,9 @@ def test_a_part_begun_anew_replaces_what_came_before(running: RunningService) ->
         stream.opened()
         stream.send(*full_part(1, rows, WHOLE))
         stream.sealed()
-        stream.send(chunk(2, 0, [1, 2], np.full((2, 4), 7, "<f4")), chunk(2, 0, [3], np.full((1, 4), np.nan, "<f4")))
+        stream.send(
+            chunk(2, 0, [1, 2], np.full((2, 4), 7, "<f4")), chunk(2, 0, [3], np.full((1, 4), np.nan, "<f4"))
+        )
         stream.refusal()
     with RankStream(running.grpc) as stream:
         stream.opened()
@@ -200,7 +214,9 @@ def test_a_newer_run_takes_over_and_the_older_one_stays_out(running: RunningServ
         (lambda head: None, False, "holds no version"),
     ],
 )
-def test_only_a_run_that_holds_the_head_continues(running: RunningService, claim: Any, yes: bool, said: str) -> None:
+def test_only_a_run_that_holds_the_head_continues(
+    running: RunningService, claim: Any, yes: bool, said: str
+) -> None:
     rows = random_rows(1)
     with RankStream(running.grpc) as first:
         first.opened()

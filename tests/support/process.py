@@ -27,15 +27,27 @@ class ServiceProcess:
     def start(self) -> None:
         endpoints = self.data_dir / "endpoints.json"
         endpoints.unlink(missing_ok=True)
-        grpc_port, http_port = self._ports
-        command = [sys.executable, "-m", "sync_service", "serve", "--data-dir", str(self.data_dir)]
-        command += ["--grpc-port", grpc_port, "--http-port", http_port, *self._arguments]
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("DELTASYNC_")}
-        self.process = subprocess.Popen(command, env=environment)  # noqa: S603
+        self.process = subprocess.Popen(self._command(), env=_environment())
         self._wait_for(endpoints)
         found = json.loads(endpoints.read_text())
         self.grpc, self.http = found["grpc"], found["http"]
         self._ports = (self.grpc.rpartition(":")[2], self.http.rpartition(":")[2])
+
+    def run_to_end(self) -> "subprocess.CompletedProcess[str]":
+        """Run a service that is expected not to start."""
+        return subprocess.run(
+            self._command(),
+            env=_environment(),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_DEADLINE_SECONDS,
+        )
+
+    def _command(self) -> list[str]:
+        grpc_port, http_port = self._ports
+        command = [sys.executable, "-m", "sync_service", "serve", "--data-dir", str(self.data_dir)]
+        return [*command, "--grpc-port", grpc_port, "--http-port", http_port, *self._arguments]
 
     def _wait_for(self, endpoints: Path) -> None:
         deadline = time.monotonic() + _DEADLINE_SECONDS
@@ -71,6 +83,12 @@ class ServiceProcess:
         self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         if self.process and self.process.poll() is None:
             self.kill()
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("DELTASYNC_")}

@@ -51,7 +51,9 @@ class Stream:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         self.end()
         self._call.cancel()
         self._channel.close()
@@ -147,7 +149,9 @@ def close(step: int, rows: int, *, full: bool = False) -> publish_pb2.PublishReq
     )
 
 
-def part(step: int, changes: Iterable[tuple[int, Any, Any]], *, full: bool = False) -> list[publish_pb2.PublishRequest]:
+def part(
+    step: int, changes: Iterable[tuple[int, Any, Any]], *, full: bool = False
+) -> list[publish_pb2.PublishRequest]:
     """Chunks of (slot, ids, values) and their close."""
     chunks = [chunk(step, slot, ids, values) for slot, ids, values in changes]
     return [*chunks, close(step, sum(len(each.chunk.rows.ids) // 8 for each in chunks), full=full)]
@@ -162,7 +166,11 @@ def block(rows: np.ndarray, shard: Shard) -> np.ndarray:
 def full_part(step: int, rows: list[np.ndarray], shards: list[Shard]) -> list[publish_pb2.PublishRequest]:
     """A full part: `rows` holds the whole tables in the order of `TABLES`."""
     changes = [
-        (slot, np.arange(shard.row_offset, shard.row_offset + shard.rows), block(rows[TABLES.index(shard.table)], shard))
+        (
+            slot,
+            np.arange(shard.row_offset, shard.row_offset + shard.rows),
+            block(rows[TABLES.index(shard.table)], shard),
+        )
         for slot, shard in enumerate(shards)
     ]
     return part(step, changes, full=True)

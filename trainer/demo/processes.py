@@ -58,6 +58,19 @@ class Processes:
         """Whether a process has ended, in whatever way."""
         return self._running[name].poll() is not None
 
+    def pid(self, name: str) -> int:
+        """The process id of a process."""
+        return self._running[name].pid
+
+    def wait(self, name: str) -> None:
+        """Wait until a process has ended by itself.
+
+        Raises:
+            DemoFailed: it ended with a status other than 0.
+        """
+        self._running[name].wait()
+        self.running(name)
+
     def kill(self, name: str) -> None:
         """Kill a process with SIGKILL and wait until it is gone."""
         self._running[name].kill()

@@ -29,7 +29,8 @@ class DemoProgress:
     def show(self, lag: dict[str, Any]) -> None:
         """Show the service's answer for the consumer."""
         step, behind = lag["head_step"], lag["lag"]
-        text = f"version {lag['head']}  lag {behind['versions']} versions, {behind['rows']} rows, {behind['seconds']:.1f} s"
+        distance = f"{behind['versions']} versions, {behind['rows']} rows, {behind['seconds']:.1f} s"
+        text = f"version {lag['head']}  lag {distance}"
         self._bar.update(self._task, completed=step, description=text)
         part = step * _LINES // self._steps
         if not self._console.is_terminal and part > self._printed:

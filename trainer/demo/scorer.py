@@ -37,7 +37,7 @@ class Scorer:
         self._scores.append(scores)
         self.batches += 1
 
-    def columns(self) -> dict[str, np.ndarray]:  # type: ignore[type-arg]  # of several types
+    def columns(self) -> dict[str, np.ndarray]:
         """Index, label, logit and, with a frozen copy, its logit of every event scored."""
         if not self._scores:
             return {}

@@ -155,7 +155,7 @@ Global___PublishOpen: _TypeAlias = PublishOpen  # noqa: Y015
 
 @_typing.final
 class PartChunk(_message.Message):
-    """PartChunk carries rows of a part. Its encoded size is at most 1 MiB plus 1 KiB."""
+    """PartChunk carries rows of a part: at most 1 MiB of ids and values."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

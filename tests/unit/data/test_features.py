@@ -106,9 +106,7 @@ def test_counts_and_history_carry_over_from_call_to_call() -> None:
 
 
 def test_rows_are_given_in_order_of_first_appearance() -> None:
-    features = Featurizer(ROOMY).features(
-        events([(9, 50, 0, 0), (4, 60, 0, 0), (9, 60, 0, 0), (5, 50, 0, 0)])
-    )
+    features = Featurizer(ROOMY).features(events([(9, 50, 0, 0), (4, 60, 0, 0), (9, 60, 0, 0), (5, 50, 0, 0)]))
     assert features.ids["user"].tolist() == [0, 1, 0, 2]
     assert features.ids["item"].tolist() == [0, 1, 1, 0]
 

@@ -114,7 +114,10 @@ def test_a_wrong_file_is_an_error_that_says_what(
         (["--config", "/nowhere/c.toml"], "/nowhere/c.toml"),
         (["--consumer", "predictors"], "'predictors': expected NAME=MODEL"),
         (["--flush-bytes", "0"], "--flush-bytes"),
-        (["--flush-bytes", "9000000", "--log-max-bytes", "8000000"], "flush_bytes: 9000000, expected 1 to 4000000"),
+        (
+            ["--flush-bytes", "9000000", "--log-max-bytes", "8000000"],
+            "flush_bytes: 9000000, expected 1 to 4000000",
+        ),
         (["--log-max-bytes", "1"], "--log-max-bytes"),
         (["--drain-seconds", "-1"], "--drain-seconds"),
     ],

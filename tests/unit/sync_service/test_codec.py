@@ -113,8 +113,14 @@ TWO = np.ones((2, 2), "<f4")
         (rows_message(0, [29, 30], TWO), "'user': row id 30 is outside"),
         (rows_message(0, [-1, 10], TWO), "row id -1"),
         (rows_message(0, [10, 2**62], TWO), f"row id {2**62}"),
-        (rows_message(0, [10, 11], np.array([[0, 0], [0, np.nan]], "<f4")), "'user': row 11 holds nan in column 2"),
-        (rows_message(0, [10, 11], np.array([[-np.inf, 0], [0, 0]], "<f4")), "'user': row 10 holds -inf in column 1"),
+        (
+            rows_message(0, [10, 11], np.array([[0, 0], [0, np.nan]], "<f4")),
+            "'user': row 11 holds nan in column 2",
+        ),
+        (
+            rows_message(0, [10, 11], np.array([[-np.inf, 0], [0, 0]], "<f4")),
+            "'user': row 10 holds -inf in column 1",
+        ),
         (rows_message(1, [3], np.array([[1, np.inf, 1]], "<f2")), "'half': row 3 holds inf in column 1"),
     ],
 )

@@ -15,7 +15,15 @@ from sync_service.tables import Position, Table
 
 TABLES = [Table("a", 10, 2), Table("b", 10, 4)]
 SEAL = Seal(
-    version=1, step=1, run="r", run_started_unix_ns=1, world_size=1, rows=1, bytes=1, step_end_unix_ns=1, sealed_unix_ns=1
+    version=1,
+    step=1,
+    run="r",
+    run_started_unix_ns=1,
+    world_size=1,
+    rows=1,
+    bytes=1,
+    step_end_unix_ns=1,
+    sealed_unix_ns=1,
 )
 NONE, SOME = Lag(0, 0, 0, 0.0), Lag(2, 7, 100, 1.5)
 
@@ -23,7 +31,8 @@ NONE, SOME = Lag(0, 0, 0, 0.0), Lag(2, 7, 100, 1.5)
 def seals(first: int, last: int) -> list[Seal]:
     """Each sealed at its version in seconds."""
     return [
-        dataclasses.replace(SEAL, version=version, sealed_unix_ns=version * 10**9) for version in range(first, last + 1)
+        dataclasses.replace(SEAL, version=version, sealed_unix_ns=version * 10**9)
+        for version in range(first, last + 1)
     ]
 
 

@@ -87,7 +87,9 @@ def test_a_row_that_came_before_is_refused(ids: list[int]) -> None:
 @st.composite
 def shard_of_table(draw: st.DrawFn) -> Shard:
     first_row, first_col = draw(st.integers(0, 11)), draw(st.integers(0, 3))
-    return Shard(TABLE, first_row, draw(st.integers(0, 12 - first_row)), first_col, draw(st.integers(1, 4 - first_col)))
+    return Shard(
+        TABLE, first_row, draw(st.integers(0, 12 - first_row)), first_col, draw(st.integers(1, 4 - first_col))
+    )
 
 
 @given(st.lists(shard_of_table(), max_size=6))

@@ -13,7 +13,15 @@ from sync_service.errors import StorageFailed
 from sync_service.log import Log, LogOptions, Seal
 
 SEAL = Seal(
-    version=1, step=1, run="r", run_started_unix_ns=1, world_size=9, rows=1, bytes=1, step_end_unix_ns=1, sealed_unix_ns=1
+    version=1,
+    step=1,
+    run="r",
+    run_started_unix_ns=1,
+    world_size=9,
+    rows=1,
+    bytes=1,
+    step_end_unix_ns=1,
+    sealed_unix_ns=1,
 )
 TIMEOUT = 20
 
@@ -68,7 +76,9 @@ def test_seals_and_meta_are_kept_over_a_restart(options: LogOptions) -> None:
 
 
 @given(st.integers(0, 12), st.integers(0, 5))
-def test_truncate_keeps_the_newer_rows_and_some_seals(tmp_path_factory: pytest.TempPathFactory, upto: int, kept: int) -> None:
+def test_truncate_keeps_the_newer_rows_and_some_seals(
+    tmp_path_factory: pytest.TempPathFactory, upto: int, kept: int
+) -> None:
     log = Log(LogOptions(directory=tmp_path_factory.mktemp("log"), max_bytes=4 << 20))
     for version in range(1, 11):
         for rank in (0, 1):
@@ -163,7 +173,9 @@ def test_a_log_full_to_its_last_page_is_whole_under_a_higher_cap(tmp_path: Path)
     log.close()
 
 
-def test_a_write_that_does_not_fit_takes_no_other_with_it(options: LogOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_does_not_fit_takes_no_other_with_it(
+    options: LogOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else a rank that begins its part anew could never drop what fills the log: both are committed together."""
     begun, go = threading.Event(), threading.Event()
     gather = Log._gather
@@ -183,7 +195,12 @@ def test_a_write_that_does_not_fit_takes_no_other_with_it(options: LogOptions, m
         log.put_meta("after", {}),
     ]
     go.set()
-    assert [type(write.exception(TIMEOUT)) for write in writes] == [type(None), type(None), StorageFailed, type(None)]
+    assert [type(write.exception(TIMEOUT)) for write in writes] == [
+        type(None),
+        type(None),
+        StorageFailed,
+        type(None),
+    ]
     assert list(log.meta("")) == ["after", "before"]
     log.close()
 
@@ -199,7 +216,9 @@ def test_writes_are_on_disk_in_the_order_they_were_given(log: Log) -> None:
     assert log.meta("n") == {"": {"value": 99}}
 
 
-def test_what_gathers_during_a_commit_is_committed_at_once(options: LogOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_gathers_during_a_commit_is_committed_at_once(
+    options: LogOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
     batches: list[int] = []
     begun, go = threading.Event(), threading.Event()
     commit = Log._commit

@@ -5,7 +5,15 @@ from sync_service.runs import Run, continues, may_publish, resume
 from sync_service.tables import Position
 
 HEAD = Seal(
-    version=5, step=50, run="b", run_started_unix_ns=20, world_size=2, rows=1, bytes=1, step_end_unix_ns=1, sealed_unix_ns=1
+    version=5,
+    step=50,
+    run="b",
+    run_started_unix_ns=20,
+    world_size=2,
+    rows=1,
+    bytes=1,
+    step_end_unix_ns=1,
+    sealed_unix_ns=1,
 )
 
 

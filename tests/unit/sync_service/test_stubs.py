@@ -36,7 +36,9 @@ def test_the_stubs_are_those_of_the_protos(tmp_path: Path) -> None:
         f"--mypy_grpc_out=quiet:{tmp_path}",
     )
     made = {path.relative_to(tmp_path) for path in tmp_path.rglob("*.py*")}
-    committed = {path.relative_to(PROTOS) for path in PROTOS.rglob("*_pb2*.py*") if "__pycache__" not in path.parts}
+    committed = {
+        path.relative_to(PROTOS) for path in PROTOS.rglob("*_pb2*.py*") if "__pycache__" not in path.parts
+    }
     assert made == committed
     differing = [path for path in made if not filecmp.cmp(tmp_path / path, PROTOS / path, shallow=False)]
     assert not differing, "run `make protos`"

@@ -13,7 +13,8 @@ HALF = Table("sparse.embedding_bags.half", 4, 3, np.dtype("<f2"))
 
 def delta(version: int, *rows: tuple[Table, list[int], float], resync: bool = False) -> Delta:
     changed = [
-        TableDelta(table, np.array(ids), np.full((len(ids), table.dim), value, table.dtype)) for table, ids, value in rows
+        TableDelta(table, np.array(ids), np.full((len(ids), table.dim), value, table.dtype))
+        for table, ids, value in rows
     ]
     for each in changed:
         each.ids.flags.writeable = each.values.flags.writeable = False
@@ -41,7 +42,9 @@ def rows_of(target: NumpyTarget | TorchTarget) -> list[list[float]]:
         return [p[:, 0].tolist() for p in module.parameters()]
 
 
-@pytest.mark.parametrize("target", [NumpyTarget(), TorchTarget(Bags()), TorchTarget(Nested())], ids=["numpy", "bag", "model"])
+@pytest.mark.parametrize(
+    "target", [NumpyTarget(), TorchTarget(Bags()), TorchTarget(Nested())], ids=["numpy", "bag", "model"]
+)
 def test_rows_are_written_and_reset(target: NumpyTarget | TorchTarget) -> None:
     target.apply(delta(1, (USER, [1, 3], 2.0), (HALF, [0], 3.0), resync=True))
     assert rows_of(target) == [[0, 2, 0, 2, 0], [3, 0, 0, 0]]

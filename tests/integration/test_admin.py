@@ -1,0 +1,295 @@
+"""Managing consumers, by gRPC and by the command line, and what operators see."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from deltasync.v1 import admin_pb2, admin_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.process import ServiceProcess
+from tests.support.server import TOKEN, RunningService
+from tests.support.wire import WHOLE, RankStream, ReplicaStream, ack, full_part, part, random_rows, size_of
+
+GOOD = (("authorization", f"Bearer {TOKEN}"),)
+SERVICES = {f"deltasync.v1.{name}Service" for name in ("Publish", "Subscribe", "Admin")}
+# What dashboards and alerts are built on.
+METRICS = {
+    "deltasync_head_version": {"model"},
+    "deltasync_consumer_lag_versions": {"consumer"},
+    "deltasync_consumer_lag_rows": {"consumer"},
+    "deltasync_consumer_lag_bytes": {"consumer"},
+    "deltasync_consumer_lag_seconds": {"consumer"},
+    "deltasync_consumer_replicas": {"consumer", "state"},
+    "deltasync_published_rows_total": {"model"},
+    "deltasync_published_bytes_total": {"model"},
+    "deltasync_released_rows_total": {"consumer"},
+    "deltasync_released_bytes_total": {"consumer"},
+    "deltasync_table_rows": {"model", "table"},
+    "deltasync_table_bytes": {"model", "table"},
+    "deltasync_log_bytes": set(),
+}
+
+
+@pytest.fixture
+def admin(running: RunningService) -> Iterator[admin_pb2_grpc.AdminServiceStub]:
+    with grpc.insecure_channel(running.grpc) as channel:
+        yield admin_pb2_grpc.AdminServiceStub(channel)
+
+
+def create(name: str, model: str = "clicks") -> admin_pb2.CreateConsumerRequest:
+    return admin_pb2.CreateConsumerRequest(consumer=admin_pb2.Consumer(name=name, model=model))
+
+
+def names(admin: admin_pb2_grpc.AdminServiceStub) -> list[str]:
+    return [each.name for each in admin.ListConsumers(admin_pb2.ListConsumersRequest(), timeout=10).consumers]
+
+
+def refused(error: pytest.ExceptionInfo[grpc.RpcError]) -> tuple[grpc.StatusCode, str]:
+    assert isinstance(error.value, grpc.Call)
+    return error.value.code(), error.value.details() or ""
+
+
+@pytest.mark.parametrize(
+    "metadata", [(), (("authorization", "Bearer wrong"),), (("authorization", TOKEN),), (("authorization", ""),)]
+)
+def test_changes_need_the_token(
+    admin: admin_pb2_grpc.AdminServiceStub, metadata: tuple[tuple[str, str], ...]
+) -> None:
+    for call in (
+        lambda: admin.CreateConsumer(create("new"), timeout=10, metadata=metadata),
+        lambda: admin.DeleteConsumer(
+            admin_pb2.DeleteConsumerRequest(name="probes"), timeout=10, metadata=metadata
+        ),
+    ):
+        with pytest.raises(grpc.RpcError) as error:
+            call()
+        assert refused(error) == (
+            grpc.StatusCode.PERMISSION_DENIED,
+            "the admin token is missing or wrong: send 'authorization: Bearer TOKEN'",
+        )
+    assert names(admin) == ["predictors", "probes"]
+
+
+def test_a_service_without_a_token_takes_no_changes(tmp_path: Path) -> None:
+    with ServiceProcess(tmp_path / "data") as service, grpc.insecure_channel(service.grpc) as channel:
+        admin = admin_pb2_grpc.AdminServiceStub(channel)
+        for token in ("", "None", "secret"):
+            with pytest.raises(grpc.RpcError) as error:
+                admin.CreateConsumer(create("new"), timeout=10, metadata=(("authorization", f"Bearer {token}"),))
+            assert refused(error)[0] is grpc.StatusCode.PERMISSION_DENIED
+            assert "start it with --admin-token" in refused(error)[1]
+        assert names(admin) == []
+
+
+def test_consumers_are_made_listed_and_deleted(
+    running: RunningService, admin: admin_pb2_grpc.AdminServiceStub
+) -> None:
+    made = admin.CreateConsumer(create("a-new.one"), timeout=10, metadata=GOOD).consumer
+    assert (made.name, made.model) == ("a-new.one", "clicks")
+    assert made.created.seconds > 1_600_000_000
+    again = admin.CreateConsumer(create("a-new.one"), timeout=10, metadata=GOOD).consumer
+    assert again == made
+    assert names(admin) == ["a-new.one", "predictors", "probes"]
+    assert [line["consumer"] for line in running.get_json("/consumers")] == names(admin)
+    admin.DeleteConsumer(admin_pb2.DeleteConsumerRequest(name="a-new.one"), timeout=10, metadata=GOOD)
+    assert names(admin) == ["predictors", "probes"]
+
+
+@pytest.mark.parametrize(
+    ("request_", "code", "said"),
+    [
+        (create("a/b"), grpc.StatusCode.INVALID_ARGUMENT, "consumer name 'a/b'"),
+        (create("a", "m/n"), grpc.StatusCode.INVALID_ARGUMENT, "model name 'm/n'"),
+        (admin_pb2.CreateConsumerRequest(), grpc.StatusCode.INVALID_ARGUMENT, "consumer name ''"),
+        (
+            create("probes", "other"),
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "exists for model 'clicks': delete it first",
+        ),
+        (admin_pb2.DeleteConsumerRequest(name="no"), grpc.StatusCode.NOT_FOUND, "consumers: predictors, probes"),
+    ],
+)
+def test_bad_changes_change_nothing(
+    admin: admin_pb2_grpc.AdminServiceStub,
+    request_: admin_pb2.CreateConsumerRequest | admin_pb2.DeleteConsumerRequest,
+    code: grpc.StatusCode,
+    said: str,
+) -> None:
+    with pytest.raises(grpc.RpcError) as error:
+        if isinstance(request_, admin_pb2.CreateConsumerRequest):
+            admin.CreateConsumer(request_, timeout=10, metadata=GOOD)
+        else:
+            admin.DeleteConsumer(request_, timeout=10, metadata=GOOD)
+    assert refused(error)[0] is code
+    assert said in refused(error)[1]
+    assert names(admin) == ["predictors", "probes"]
+
+
+@pytest.mark.parametrize("published", [False, True])
+def test_deleting_a_consumer_disconnects_its_replicas_at_once(
+    running: RunningService, admin: admin_pb2_grpc.AdminServiceStub, published: bool
+) -> None:
+    with RankStream(running.grpc) as rank, ReplicaStream(running.grpc, consumer="probes") as replica:
+        if published:
+            rank.opened()
+            rank.send(*full_part(1, random_rows(0), WHOLE))
+            replica.release()
+        else:
+            replica.until("progress", "opened")
+        admin.DeleteConsumer(admin_pb2.DeleteConsumerRequest(name="probes"), timeout=10, metadata=GOOD)
+        assert replica.refusal() == (grpc.StatusCode.NOT_FOUND, "consumer 'probes' was deleted")
+    assert running.get("/consumers/probes/lag")[0] == 404
+
+
+def test_a_consumer_made_anew_knows_nothing_of_its_predecessor(tmp_path: Path) -> None:
+    """Nor after a restart."""
+    deleted = admin_pb2.DeleteConsumerRequest(name="probes")
+    with RunningService(tmp_path / "data") as service, grpc.insecure_channel(service.grpc) as channel:
+        admin = admin_pb2_grpc.AdminServiceStub(channel)
+        with RankStream(service.grpc) as rank, ReplicaStream(service.grpc, consumer="probes") as replica:
+            rank.opened()
+            rank.send(*full_part(1, random_rows(0), WHOLE))
+            position = rank.sealed()
+            rows, _ = replica.release()
+            replica.send(ack(size_of(rows), position))
+            replica.end()
+            replica.refusal()
+        assert service.get_json("/consumers/probes/lag")["offset"] == 1
+        admin.DeleteConsumer(deleted, timeout=10, metadata=GOOD)
+        admin.CreateConsumer(create("probes"), timeout=10, metadata=GOOD)
+        assert service.get_json("/consumers/probes/lag")["replicas"] == []
+    with RunningService(tmp_path / "data") as service:
+        assert service.get_json("/consumers/probes/lag")["replicas"] == []
+
+
+def test_health_and_reflection_answer(running: RunningService) -> None:
+    with grpc.insecure_channel(running.grpc) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        for name in ("", *SERVICES):
+            answer = health.Check(health_pb2.HealthCheckRequest(service=name), timeout=10)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        (listed,) = reflection.ServerReflectionInfo(iter([request]), timeout=10)
+        found = {service.name for service in listed.list_services_response.service}
+        assert found >= SERVICES
+        request = reflection_pb2.ServerReflectionRequest(file_containing_symbol="deltasync.v1.PublishService")
+        (described,) = reflection.ServerReflectionInfo(iter([request]), timeout=10)
+        assert described.file_descriptor_response.file_descriptor_proto
+
+
+def samples_of(service: RunningService) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    _, text = service.get("/metrics")
+    families = list(text_string_to_metric_families(text))
+    assert all(family.documentation for family in families)
+    samples = [sample for family in families for sample in family.samples]
+    assert {sample.name: set(sample.labels) for sample in samples}.items() >= METRICS.items()
+    assert {sample.name for sample in samples} == METRICS.keys()
+    return {(sample.name, tuple(sorted(sample.labels.items()))): sample.value for sample in samples}
+
+
+def test_metrics_are_prometheus_text_with_the_names_that_were_promised(running: RunningService) -> None:
+    with RankStream(running.grpc) as rank, ReplicaStream(running.grpc) as replica:
+        rank.opened()
+        rank.send(*full_part(1, random_rows(0), WHOLE))
+        rank.sealed()
+        rows, _ = replica.release()
+        rank.send(*part(2, [(0, [1, 2], random_rows(1)[0][:2])]))
+        position = rank.sealed()
+        more, _ = replica.release()
+        replica.send(ack(size_of([*rows, *more])))
+        samples = samples_of(running)
+        consumer = (("consumer", "predictors"),)
+        size = 40 * 24 + 30 * 20
+        assert samples["deltasync_head_version", (("model", "clicks"),)] == position.version == 2
+        assert samples["deltasync_consumer_lag_versions", consumer] == 2
+        assert samples["deltasync_consumer_lag_rows", consumer] == 70
+        assert samples["deltasync_consumer_lag_bytes", consumer] == size
+        assert samples["deltasync_consumer_lag_seconds", consumer] > 0
+        assert samples["deltasync_consumer_replicas", (*consumer, ("state", "connected"))] == 1
+        assert samples["deltasync_consumer_replicas", (*consumer, ("state", "away"))] == 0
+        assert samples["deltasync_published_rows_total", (("model", "clicks"),)] == 72
+        assert samples["deltasync_published_bytes_total", (("model", "clicks"),)] == size + 48
+        assert samples["deltasync_released_rows_total", consumer] == 72
+        assert samples["deltasync_released_bytes_total", consumer] == size + 48
+        assert samples["deltasync_table_rows", (("model", "clicks"), ("table", WHOLE[0].table.name))] == 40
+        assert samples["deltasync_table_bytes", (("model", "clicks"), ("table", WHOLE[0].table.name))] == 640
+        assert samples["deltasync_log_bytes", ()] > size
+
+
+def deltasync(*arguments: str, **environment: str) -> tuple[int, str, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "sync_service", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PATH": "", **{f"DELTASYNC_{name.upper()}": value for name, value in environment.items()}},
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_the_command_line_manages_consumers(running: RunningService) -> None:
+    at = ("--service", running.grpc)
+    assert deltasync("consumers", "list", *at) == (0, "predictors\tclicks\nprobes\tclicks\n", "")
+    made = deltasync("consumers", "create", "new", "--model", "m", *at, admin_token=TOKEN)
+    assert made == (0, "consumer new follows model m\n", "")
+    assert deltasync("consumers", "delete", "new", "--admin-token", TOKEN, service=running.grpc)[:2] == (
+        0,
+        "consumer new deleted\n",
+    )
+    code, _, said = deltasync("consumers", "delete", "new", *at, "--admin-token", TOKEN)
+    assert (code, said) == (1, "Error: no consumer 'new'; consumers: predictors, probes\n")
+    code, _, said = deltasync("consumers", "delete", "probes", *at)
+    assert code == 1
+    assert "the admin token is missing or wrong" in said
+
+
+def test_the_command_line_shows_lag(running: RunningService) -> None:
+    with RankStream(running.grpc) as rank, ReplicaStream(running.grpc) as replica:
+        rank.opened()
+        rank.send(*full_part(1, random_rows(0), WHOLE))
+        replica.release()
+        code, shown, _ = deltasync("lag", "predictors", "--http", running.http)
+        assert code == 0
+        lines = [line.split() for line in shown.splitlines()]
+        assert lines[0][:6] == ["consumer", "predictors", "model", "clicks", "head", "1"]
+        assert lines[3] == ["offset", "versions", "rows", "bytes", "seconds"]
+        assert lines[4][:6] == ["all", "replicas", "0", "1", "70", "1560"]
+        assert lines[5][:5] == ["p0", "0", "1", "70", "1560"]
+        assert [line[0] for line in lines[6:]] == [shard.table.name for shard in WHOLE]
+        code, shown, _ = deltasync("lag", "predictors", "--json", http=running.http)
+        assert code == 0
+        assert json.loads(shown)["lag"]["rows"] == 70
+
+
+def test_the_command_line_says_what_is_wrong(running: RunningService, tmp_path: Path) -> None:
+    code, _, said = deltasync("lag", "nobody", "--http", running.http)
+    assert (code, said) == (1, "Error: no consumer 'nobody'; consumers: predictors, probes\n")
+    for wrong in ("http://127.0.0.1:1", f"http://{running.grpc}"):
+        code, _, said = deltasync("lag", "predictors", "--http", wrong)
+        assert code == 1
+        assert "is the service running, and --http right?" in said
+    assert deltasync("lag", "predictors", "--http", running.grpc)[0] == 2
+    code, _, said = deltasync("consumers", "list", "--service", "127.0.0.1:1")
+    assert code == 1
+    assert "Error: 127.0.0.1:1" in said
+    code, _, said = deltasync(
+        "serve", "--data-dir", str(tmp_path / "new"), "--consumer", "a/b=m", "--grpc-port", "0"
+    )
+    assert code == 1
+    assert "Error: consumer name 'a/b'" in said
+
+
+def test_http_answers_what_does_not_exist_and_changes_nothing(running: RunningService) -> None:
+    assert running.get("/consumers/nobody/lag")[0] == 404
+    assert running.get("/nowhere")[0] == 404
+    schema = running.get_json("/openapi.json")
+    assert {method for path in schema["paths"].values() for method in path} == {"get"}

@@ -1,0 +1,370 @@
+"""The client library against a real service, and against one that misbehaves."""
+
+import queue
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from deltasync.v1 import publish_pb2, publish_pb2_grpc
+
+from sync_service.client import (
+    CallbackTarget,
+    Delta,
+    NumpyTarget,
+    Part,
+    Position,
+    Publisher,
+    PublisherOptions,
+    Shard,
+    ShardRows,
+    Subscriber,
+    SubscriberOptions,
+)
+from sync_service.client import subscriber as subscribing
+from sync_service.errors import Contradiction, InvalidInput, NotFound, ResyncRequired, ServiceUnavailable
+from tests.support.server import RunningService
+from tests.support.state import lag_of
+from tests.support.wire import TABLES, USER, WHOLE, block, random_rows
+
+WAIT = 20
+NOTHING = np.array([], np.int64)
+
+
+def publisher(
+    address: str, *, run: str = "r", started: int = 1, rank: int = 0, world_size: int = 1, continues: Position | None = None
+) -> Publisher:
+    options = PublisherOptions(
+        service=address,
+        model="clicks",
+        run=run,
+        run_started_unix_ns=started,
+        rank=rank,
+        world_size=world_size,
+        continues=continues or Position(),
+    )
+    return Publisher(options, TABLES, WHOLE)
+
+
+def part(step: int, rows: list[np.ndarray], *ids: Any, full: bool = False) -> Part:
+    changed = [ShardRows(slot, np.asarray(each), rows[slot][each]) for slot, each in enumerate(ids)]
+    return Part(step=step, step_end_unix_ns=step, rows=changed, full=full)
+
+
+def full(step: int, rows: list[np.ndarray]) -> Part:
+    return part(step, rows, *(np.arange(shard.rows) for shard in WHOLE), full=True)
+
+
+def subscriber(address: str, target: Any, **fields: Any) -> Subscriber:
+    return Subscriber(SubscriberOptions(**{"service": address, "consumer": "predictors", "replica": "p0"} | fields), target)
+
+
+def same(target: NumpyTarget, rows: list[np.ndarray]) -> bool:
+    with target.reading() as tables:
+        return all(tables[table.name].tobytes() == each.tobytes() for table, each in zip(TABLES, rows, strict=True))
+
+
+def test_a_run_that_does_not_continue_is_told_to_publish_everything(running: RunningService) -> None:
+    rows, target = random_rows(0), NumpyTarget()
+    with publisher(running.grpc) as trainer, subscriber(running.grpc, target) as replica:
+        with pytest.raises(ResyncRequired, match="publish every row: nothing is published yet"):
+            trainer.publish(part(1, rows, [3])).result(WAIT)
+        head = trainer.publish(full(2, rows)).result(WAIT)
+        rows[0][3] = 1
+        assert trainer.publish(part(3, rows, [3])).result(WAIT) == Position(head.history, 2)
+        replica.wait_for(2, WAIT)
+        assert same(target, rows)
+    # The same with a run that continues from a checkpoint, and with one whose checkpoint is too old.
+    with publisher(running.grpc, run="s", started=2, continues=Position(head.history, 2)) as trainer:
+        assert trainer.publish(part(4, rows, [3])).result(WAIT).version == 3
+    with publisher(running.grpc, run="t", started=3, continues=head) as trainer:
+        with pytest.raises(ResyncRequired, match="the run holds version 1, the newest one is 3"):
+            trainer.publish(part(5, rows, [3])).result(WAIT)
+        assert trainer.publish(full(5, rows)).result(WAIT).version == 4
+
+
+def test_what_a_rank_of_two_waits_for_is_the_other(running: RunningService) -> None:
+    rows, target = random_rows(0), NumpyTarget()
+    with (
+        publisher(running.grpc, world_size=2) as first,
+        publisher(running.grpc, rank=1, world_size=2) as second,
+        subscriber(running.grpc, target) as replica,
+    ):
+        waiting = first.publish(full(1, rows))
+        assert second.publish(full(1, rows)).result(WAIT) == waiting.result(WAIT)
+        replica.wait_for(1, WAIT)
+    assert same(target, rows)
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (ShardRows(2, NOTHING, np.zeros((0, 4), "<f4")), "rows for shard 2, but there are 2"),
+        (ShardRows(-1, NOTHING, np.zeros((0, 4), "<f4")), "rows for shard -1"),
+        (ShardRows(0, np.arange(2), np.zeros((2, 3), "<f4")), r"values of shape \(2, 3\) and type float32"),
+        (ShardRows(0, np.arange(2), np.zeros((1, 4), "<f4")), r"expected \(2, 4\)"),
+        (ShardRows(0, np.arange(2), np.zeros((2, 4), "<f2")), "type float16, expected .* and float32"),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused_before_they_are_sent(
+    running: RunningService, rows: ShardRows, said: str
+) -> None:
+    with publisher(running.grpc) as trainer:
+        with pytest.raises(InvalidInput, match=said):
+            trainer.publish(Part(step=1, step_end_unix_ns=1, rows=[rows]))
+        assert trainer.publish(full(1, random_rows(0))).result(WAIT).version == 1
+
+
+def test_a_part_the_service_refuses_fails_for_good_and_the_next_is_taken(running: RunningService) -> None:
+    rows = random_rows(0)
+    with publisher(running.grpc) as trainer:
+        trainer.publish(full(5, rows)).result(WAIT)
+        bad = [row.copy() for row in rows]
+        bad[0][7, 2] = np.nan
+        with pytest.raises(InvalidInput, match="row 7 holds nan in column 2"):
+            trainer.publish(part(6, bad, [7])).result(WAIT)
+        with pytest.raises(Contradiction, match="part of step 4, but step 5 of this run is published already"):
+            trainer.publish(part(4, rows, [7])).result(WAIT)
+        with pytest.raises(InvalidInput, match="row id 40 is outside"):
+            trainer.publish(
+                Part(step=6, step_end_unix_ns=1, rows=[ShardRows(0, np.array([40]), rows[0][:1])])
+            ).result(WAIT)
+        assert trainer.publish(part(7, rows, [7])).result(WAIT).version == 2
+
+
+def test_one_part_is_under_way_at_a_time(running: RunningService) -> None:
+    rows = random_rows(0)
+    with publisher(running.grpc, world_size=2) as lone:
+        waiting = lone.publish(full(1, rows))
+        with pytest.raises(InvalidInput, match="part of step 2: the part before it is still under way"):
+            lone.publish(full(2, rows))
+    with pytest.raises(ServiceUnavailable, match="part of step 1: closed before it was sealed"):
+        waiting.result(WAIT)
+    with pytest.raises(ServiceUnavailable, match="part of step 2: the publisher is closed"):
+        lone.publish(full(2, rows))
+
+
+def test_closing_at_once_never_hangs(running: RunningService) -> None:
+    """Whatever the publisher's thread is just doing: its part would wait for a rank that never comes."""
+    for _ in range(30):
+        lone = publisher(running.grpc, world_size=2)
+        waiting = lone.publish(full(1, random_rows(0)))
+        lone.close()
+        assert isinstance(waiting.exception(WAIT), ServiceUnavailable)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def test_clients_wait_for_a_service_that_is_not_there_yet_and_go_on_with_the_next(tmp_path: Path) -> None:
+    port, rows, target = free_port(), random_rows(0), NumpyTarget()
+    resyncs: list[bool] = []
+
+    def apply(delta: Delta) -> None:
+        resyncs.append(delta.resync)
+        target.apply(delta)
+
+    address = f"127.0.0.1:{port}"
+    with publisher(address) as trainer, subscriber(address, CallbackTarget(apply)) as replica:
+        sealed = trainer.publish(full(1, rows))
+        with RunningService(tmp_path / "first", grpc_port=port):
+            history = sealed.result(WAIT).history
+            replica.wait_for(1, WAIT)
+        rows[0][5] = 5
+        sealed = trainer.publish(part(2, rows, [5]))
+        with RunningService(tmp_path / "first", grpc_port=port):
+            assert sealed.result(WAIT) == Position(history, 2)
+            replica.wait_for(2, WAIT)
+            assert resyncs == [True, False]
+            assert same(target, rows)
+        # A service that has lost its folder: the trainer is told, and the replica starts from zero.
+        rows[0][6] = 6
+        sealed = trainer.publish(part(3, rows, [6]))
+        with RunningService(tmp_path / "second", grpc_port=port):
+            with pytest.raises(ResyncRequired):
+                sealed.result(WAIT)
+            rows = random_rows(1)
+            again = trainer.publish(full(3, rows)).result(WAIT)
+            assert again.version == 1
+            assert again.history != history
+            # It held version 2 of another history.
+            while replica.held != again:
+                replica.check()
+            assert resyncs == [True, False, True]
+            assert same(target, rows)
+
+
+def test_an_unknown_consumer_stops_the_subscriber(running: RunningService) -> None:
+    with subscriber(running.grpc, NumpyTarget(), consumer="nobody") as replica:
+        with pytest.raises(NotFound, match="no consumer 'nobody'; consumers: predictors, probes"):
+            replica.wait_for(1, WAIT)
+        with pytest.raises(NotFound):
+            replica.check()
+
+
+def test_a_version_that_does_not_come_is_a_timeout(running: RunningService) -> None:
+    with (
+        subscriber(running.grpc, NumpyTarget()) as replica,
+        pytest.raises(TimeoutError, match="replica 'p0' holds version 0, not 1"),
+    ):
+        replica.wait_for(1, 0.01)
+
+
+def test_a_release_that_cannot_be_applied_is_not_acknowledged(running: RunningService) -> None:
+    def broken(_: Delta) -> None:
+        raise MemoryError("no room")
+
+    with publisher(running.grpc) as trainer, subscriber(running.grpc, CallbackTarget(broken)) as replica:
+        trainer.publish(full(1, random_rows(0))).result(WAIT)
+        with pytest.raises(MemoryError, match="no room"):
+            replica.wait_for(1, WAIT)
+        assert replica.held == Position()
+    assert lag_of(running)["offset"] == 0
+
+
+def test_rows_that_outlived_the_process_are_not_sent_again(running: RunningService) -> None:
+    rows, deltas = random_rows(0), list[Delta]()
+    with publisher(running.grpc) as trainer:
+        held = trainer.publish(full(1, rows)).result(WAIT)
+        trainer.publish(part(2, rows, [4, 5], [])).result(WAIT)
+        with subscriber(running.grpc, CallbackTarget(deltas.append), held=held) as replica:
+            replica.wait_for(2, WAIT)
+    (delta,) = deltas
+    assert not delta.resync
+    assert [(rows.table, rows.ids.tolist()) for rows in delta.deltas] == [(USER, [4, 5])]
+    assert (delta.step, delta.step_end_unix_ns, delta.tables) == (2, 2, TABLES)
+    with pytest.raises(ValueError, match="read-only"):
+        delta.deltas[0].values[0] = 1
+
+
+def test_column_shards_are_published_by_what_they_hold(running: RunningService) -> None:
+    rows, target = random_rows(0), NumpyTarget()
+    shards = [[Shard(table, 0, table.rows, first, 2) for table in TABLES] for first in (0, 2)]
+    shards[1][1] = Shard(TABLES[1], 0, 30, 2, 4)
+    trainers = [
+        Publisher(
+            PublisherOptions(
+                service=running.grpc, model="clicks", run="r", run_started_unix_ns=1, rank=rank, world_size=2
+            ),
+            TABLES,
+            held,
+        )
+        for rank, held in enumerate(shards)
+    ]
+    sealed = [
+        trainer.publish(
+            Part(
+                step=1,
+                step_end_unix_ns=1,
+                full=True,
+                rows=[ShardRows(slot, np.arange(s.rows), block(rows[slot], s)) for slot, s in enumerate(held)],
+            )
+        )
+        for trainer, held in zip(trainers, shards, strict=True)
+    ]
+    assert {each.result(WAIT).version for each in sealed} == {1}
+    with subscriber(running.grpc, target) as replica:
+        replica.wait_for(1, WAIT)
+    assert same(target, rows)
+    for trainer in trainers:
+        trainer.close()
+
+
+Answers = Callable[[Iterator[publish_pb2.PublishRequest]], Iterator[publish_pb2.PublishResponse]]
+
+
+@contextmanager
+def misbehaving(answers: list[Answers]) -> Iterator[str]:
+    """A service that treats its first, second … Publish stream in the given ways."""
+    left = queue.SimpleQueue[Answers]()
+    for answer in answers:
+        left.put(answer)
+
+    class Servicer(publish_pb2_grpc.PublishServiceServicer):
+        def Publish(self, request_iterator: Any, context: Any) -> Any:  # noqa: N802
+            return left.get_nowait()(request_iterator)
+
+    server = grpc.server(ThreadPoolExecutor(4))
+    publish_pb2_grpc.add_PublishServiceServicer_to_server(Servicer(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None).wait()
+    assert left.empty()
+
+
+def opened() -> publish_pb2.PublishResponse:
+    return publish_pb2.PublishResponse(opened=publish_pb2.PublishOpened(continues=True))
+
+
+def sealed_at(version: int) -> publish_pb2.PublishResponse:
+    sealed = publish_pb2.PublishResponse()
+    sealed.sealed.position.version = version
+    return sealed
+
+
+def test_a_part_is_sent_again_until_it_is_sealed() -> None:
+    sent: list[int] = []
+
+    def ends_at_once(requests: Iterator[publish_pb2.PublishRequest]) -> Iterator[publish_pb2.PublishResponse]:
+        yield from ()
+
+    def ends_after_the_open(requests: Iterator[publish_pb2.PublishRequest]) -> Iterator[publish_pb2.PublishResponse]:
+        yield opened()
+
+    def loses_the_answer(requests: Iterator[publish_pb2.PublishRequest]) -> Iterator[publish_pb2.PublishResponse]:
+        yield opened()
+        for request in requests:
+            if request.HasField("close"):
+                sent.append(request.close.rows)
+                return
+
+    def behaves(requests: Iterator[publish_pb2.PublishRequest]) -> Iterator[publish_pb2.PublishResponse]:
+        yield opened()
+        for request in requests:
+            if request.HasField("close"):
+                sent.append(request.close.rows)
+                yield sealed_at(request.close.step)
+
+    with misbehaving([ends_at_once, ends_after_the_open, loses_the_answer, behaves]) as address:
+        with publisher(address) as trainer:
+            assert trainer.publish(part(7, random_rows(0), [1, 2, 3])).result(WAIT).version == 7
+            assert trainer.publish(part(8, random_rows(0), [1])).result(WAIT).version == 8
+    assert sent == [3, 3, 1]
+
+
+def test_a_release_that_lacks_rows_stops_the_subscriber(
+    running: RunningService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subscribing._Arriving, "add", lambda *_: False)
+    with publisher(running.grpc) as trainer, subscriber(running.grpc, NumpyTarget()) as replica:
+        trainer.publish(full(1, random_rows(0))).result(WAIT)
+        with pytest.raises(InvalidInput, match="release of version 1: 0 of 70 rows arrived"):
+            replica.wait_for(1, WAIT)
+
+
+def test_closing_wakes_who_waits(running: RunningService) -> None:
+    replica = subscriber(running.grpc, NumpyTarget())
+    woken: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            replica.wait_for(1)
+        except TimeoutError as error:
+            woken.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    replica.close()
+    waiting.join(WAIT)
+    assert len(woken) == 1

@@ -1,0 +1,155 @@
+"""What a service does with what it finds on a machine: ports, folders, signals."""
+
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from sync_service.codec import position_from_message
+from sync_service.tables import Shard, Table
+from tests.support.process import ServiceProcess
+from tests.support.server import RunningService
+from tests.support.state import lag_of, rows_of
+from tests.support.wire import (
+    ITEM,
+    TABLES,
+    USER,
+    WHOLE,
+    RankStream,
+    ReplicaStream,
+    ack,
+    chunk,
+    full_part,
+    part,
+    random_rows,
+    size_of,
+)
+
+
+def refusal(data_dir: Path, *arguments: str) -> str:
+    """What a service that does not start says: one line, after what it logs."""
+    done = ServiceProcess(data_dir, *arguments).run_to_end()
+    assert done.returncode == 1
+    said = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
+    assert done.stderr.rstrip().endswith(said[0]), done.stderr
+    assert len(said) == 1
+    return said[0]
+
+
+def test_two_services_do_not_share_a_folder(running: RunningService) -> None:
+    data_dir = running.options.service.data_dir
+    said = f"Error: {data_dir} is in use by another service: give this one a --data-dir of its own"
+    assert refusal(data_dir) == said
+    assert running.get("/readyz")[0] == 200
+
+
+@pytest.mark.parametrize("option", ["--grpc-port", "--http-port"])
+def test_a_port_in_use_is_an_error_that_says_which(tmp_path: Path, option: str) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        said = refusal(tmp_path / "data", option, port)
+    assert said == f"Error: cannot listen on 127.0.0.1:{port}: choose another {option}, or 0 for any free one"
+
+
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    said = refusal(tmp_path / "file" / "data")
+    assert said == f"Error: {tmp_path}/file/data cannot be made: Not a directory: choose another --data-dir"
+
+
+def test_a_table_that_is_missing_is_an_error(tmp_path: Path) -> None:
+    """Made anew in silence, it would be a table of zeros."""
+    with RunningService(tmp_path / "data") as service, RankStream(service.grpc) as rank:
+        rank.opened()
+        rank.send(*full_part(1, random_rows(0), WHOLE))
+        rank.sealed()
+    (rows,) = (tmp_path / "data").rglob("*user*.rows")
+    rows.unlink()
+    said = refusal(tmp_path / "data")
+    assert said.startswith(f"Error: {rows} is missing")
+    assert "restore the data directory from a copy" in said
+
+
+def test_a_damaged_log_is_an_error(tmp_path: Path) -> None:
+    process = ServiceProcess(tmp_path / "data")
+    with process, RankStream(process.grpc) as rank:
+        rank.opened()
+        rows = random_rows(0)
+        rank.send(*full_part(1, rows, WHOLE))
+        rank.sealed()
+    log = tmp_path / "data" / "log" / "data.mdb"
+    content = log.read_bytes()
+    assert rows[0].tobytes() in content
+    log.write_bytes(content.replace(rows[0].tobytes(), rows[0][::-1].tobytes()))
+    said = refusal(tmp_path / "data")
+    assert said.startswith("Error: log record 1 of rank 0 of version 1 of model 'clicks' is damaged")
+
+
+def test_a_drain_lets_the_open_cut_finish(tmp_path: Path) -> None:
+    """On SIGTERM: what was under way is sealed and acknowledged, and is there after the restart."""
+    rows = random_rows(0)
+    process = ServiceProcess(tmp_path / "data", "--consumer", "probes=clicks", "--drain-seconds", "20")
+    held = [[WHOLE[0]], [WHOLE[1]]]
+    with process:
+        with (
+            RankStream(process.grpc, shards=held[0], world_size=2) as first,
+            RankStream(process.grpc, shards=held[1], world_size=2, rank=1) as second,
+        ):
+            first.opened()
+            second.opened()
+            first.send(*full_part(1, rows, held[0]))
+            # Refused, but only after the service has begun the cut.
+            with ReplicaStream(process.grpc, consumer="probes") as replica:
+                replica.until("opened")
+                ended = threading.Thread(target=process.terminate)
+                ended.start()
+                assert "shutting down" in replica.refusal()[1]
+            second.send(*full_part(1, rows, held[1]))
+            assert first.sealed() == second.sealed()
+            ended.join()
+        assert process.process is not None
+        assert process.process.returncode == 0
+        process.start()
+        assert rows_of(process)[USER.name].tobytes() == rows[0].tobytes()
+
+
+def test_a_drain_does_not_wait_for_ever(tmp_path: Path) -> None:
+    process = ServiceProcess(tmp_path / "data", "--drain-seconds", "0.1")
+    with process, RankStream(process.grpc, world_size=2) as rank:
+        rank.opened()
+        rank.send(*full_part(1, random_rows(0), WHOLE))
+        assert process.terminate() == 0
+
+
+def test_a_full_log_refuses_parts_and_everything_else_goes_on(tmp_path: Path) -> None:
+    rows = random_rows(0)
+    with RunningService(tmp_path / "data", log_max_bytes=2 << 20, flush_bytes=1 << 20) as service:
+        with RankStream(service.grpc) as rank:
+            rank.opened()
+            rank.send(*full_part(1, rows, WHOLE))
+            position = rank.sealed()
+        wide = [USER, ITEM, Table("wide", 2**20, 1)]
+        with RankStream(service.grpc, tables=wide, shards=[Shard.whole(table) for table in wide]) as rank:
+            rank.opened()
+            values = random_rows(1, wide[2:])[0][: 1 << 16]
+            for first in range(0, 1 << 20, 1 << 16):
+                rank.send(chunk(2, 2, range(first, first + (1 << 16)), values))
+            code, details = rank.refusal()
+            assert code.name == "RESOURCE_EXHAUSTED"
+            assert "raise --log-max-bytes" in details
+        with RankStream(service.grpc, tables=wide) as rank, ReplicaStream(service.grpc, held=position) as replica:
+            rank.opened()
+            rank.send(*part(2, [(0, [7], rows[0][:1])]))
+            assert rank.sealed().version == 2
+            found, end = replica.release()
+            assert end.position.version == 2
+            replica.send(ack(size_of(found), position_from_message(end.position)))
+        rows[0][7] = rows[0][0]
+        found_rows = rows_of(service)
+        for table, expected in zip(TABLES, rows, strict=True):
+            assert found_rows[table.name].tobytes() == expected.tobytes()
+        assert not found_rows["wide"].any()
+        assert lag_of(service)["head"] == 2
