@@ -93,6 +93,10 @@ def stream_options(command: F) -> F:
 
 def take_stream_options(settings: dict[str, Any]) -> StreamOptions:
     """Take the options of a stream out of a command's settings."""
-    model = ModelOptions(**{name: settings.pop(name) for name in vars(ModelOptions())})
+    sizes = {name: settings.pop(name) for name in vars(ModelOptions())}
+    try:
+        model = ModelOptions(**sizes)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
     names = ("data", "events", "events_per_second", "batch_size", "seed", "start_file")
     return StreamOptions(model=model, **{name: settings.pop(name) for name in names})

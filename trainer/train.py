@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torchrec.distributed import TrainPipelineSparseDist
 
 from sync_service.cli.config import CONTEXT
+from sync_service.logs import log_to_stderr
 from trainer.checkpoint import load_checkpoint, save_checkpoint
 from trainer.data.batch import click_batch
 from trainer.data.features import Featurizer
@@ -34,6 +35,7 @@ from trainer.stream_options import StreamOptions, stream_options, take_stream_op
 @click.option("--results", type=click.Path(path_type=Path), help="Folder for scores and tables, for comparison.")
 def main(checkpoint: Path | None, results: Path | None, table_lr: float, dense_lr: float, **settings: Any) -> None:
     """Train the click model on a stream of events, and publish the rows that change."""
+    log_to_stderr()
     stream = take_stream_options(settings)
     device = join_ranks()
     torch.manual_seed(stream.seed)

@@ -1,6 +1,5 @@
 """The `deltasync` command: verbs of the service, and those that installed extras add."""
 
-import logging
 import sys
 from importlib.metadata import EntryPoint, entry_points
 
@@ -10,6 +9,7 @@ from sync_service.cli.consumers import consumers
 from sync_service.cli.lag import lag
 from sync_service.cli.serve import serve
 from sync_service.errors import DeltasyncError
+from sync_service.logs import log_to_stderr
 
 
 class _Verbs(click.Group):
@@ -61,7 +61,7 @@ cli.add_command(consumers)
 
 def main() -> None:
     """Run the command line; an error that was foreseen is one line, not a traceback."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    log_to_stderr()
     try:
         cli()
     except* DeltasyncError as group:

@@ -6,8 +6,10 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
+from sync_service.errors import InvalidInput
 
-class DataError(ValueError):
+
+class DataError(InvalidInput):
     """Click data that cannot be used, with where it is and what was expected there."""
 
 

@@ -18,6 +18,7 @@ from sync_service.allocator import keep_freed_memory
 from sync_service.cli.config import CONTEXT
 from sync_service.client import Delta, Subscriber, SubscriberOptions
 from sync_service.client.torch_target import TorchTarget
+from sync_service.logs import log_to_stderr
 from trainer.data.events import Events
 from trainer.data.features import Featurizer
 from trainer.demo.scorer import Scorer
@@ -78,7 +79,7 @@ class Replica:
 @click.option("--results", type=click.Path(path_type=Path), default=None, help="Folder for scores and tables.")
 def main(results: Path | None, freeze_at: int | None, **settings: Any) -> None:
     """Score a stream of events with the newest rows there are, until SIGTERM."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    log_to_stderr()
     keep_freed_memory()
     stream = take_stream_options(settings)
     model = ClickModel(stream.model).eval()

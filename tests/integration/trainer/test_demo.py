@@ -1,0 +1,50 @@
+"""`deltasync demo`, small, with the service killed in the middle."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMMAND = [sys.executable, "-m", "sync_service", "demo"]
+SMALL = [
+    "--events",
+    "6000",
+    "--events-per-second",
+    "1500",
+    "--users",
+    "500",
+    "--items",
+    "300",
+    "--batch-size",
+    "64",
+]
+
+
+@pytest.mark.slow
+def test_rows_are_equal_although_the_service_is_killed(tmp_path: Path) -> None:
+    found = tmp_path / "demo.json"
+    arguments = [*SMALL, "--kill-service-at", "0.5", "--json", str(found)]
+    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "rows equal:" in done.stdout
+    report = json.loads(found.read_text())
+    assert report["rows_equal"] is True
+    assert report["service_restarts"] == 1, "the fault must have happened"
+    assert set(report["auc"]) == {"trainer", "synced", "frozen"}
+    assert all(0 < value < 1 for value in report["auc"].values())
+    assert set(report["freshness_seconds"]) == {"p50", "p99", "max"}
+    assert report["versions"] > 10
+    assert 0 < report["bytes_published"] < report["bytes_full_push"]
+    assert report["rows_published"] > 0
+    assert report["events_evaluated"] == 3000
+
+
+def test_an_unknown_stream_is_one_line() -> None:
+    done = subprocess.run(
+        [*COMMAND, "--data", "kafka"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("Error: unknown data 'kafka'")
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,52 @@
+"""`trainer.train` under torchrun against a real service: every row arrives, and a checkpoint goes on."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sync_service.client import NumpyTarget, Subscriber, SubscriberOptions
+from tests.support.process import ServiceProcess
+from tests.support.ranks import run_ranks
+from trainer.demo.compare import trainer_tables, unequal_rows
+
+SIZES = ["--users", "500", "--items", "300", "--cross-buckets", "200", "--dim", "8", "--batch-size", "32"]
+
+
+def train(service: ServiceProcess, folder: Path, events: int) -> None:
+    folder.mkdir()
+    stream = ["--events", str(events), "--events-per-second", "1e6", *SIZES]
+    kept = ["--checkpoint", str(folder.parent / "checkpoint"), "--results", str(folder)]
+    run_ranks("-m", "trainer.train", "--service", service.grpc, "--publish-every", "3", *stream, *kept)
+
+
+def published_rows(service: ServiceProcess) -> int:
+    found = re.search(r'deltasync_published_rows_total\{model="clicks"\} (\S+)', service.get("/metrics")[1])
+    assert found
+    return int(float(found[1]))
+
+
+@pytest.mark.slow
+def test_a_replica_holds_the_trainers_rows_and_a_checkpoint_goes_on(
+    service: ServiceProcess, tmp_path: Path
+) -> None:
+    target = NumpyTarget()
+    options = SubscriberOptions(service=service.grpc, consumer="predictors", replica="p0")
+    with Subscriber(options, target) as replica:
+        train(service, tmp_path / "first", 640)
+        head = service.get_json("/consumers/predictors/lag")["head"]
+        assert head >= 20 // 3
+        replica.wait_for(head, 30)
+        trainer = trainer_tables(tmp_path / "first", 2)
+        assert unequal_rows(trainer, target.tables) == {}
+        assert all(np.isfinite(rows).all() for rows in trainer.values())
+        first = published_rows(service)
+        assert first > sum(len(rows) for rows in trainer.values())
+
+        train(service, tmp_path / "second", 96)
+        assert published_rows(service) - first < 1000 < first, (
+            "a run that continues publishes only what it changes"
+        )
+        replica.wait_for(service.get_json("/consumers/predictors/lag")["head"], 30)
+        assert unequal_rows(trainer_tables(tmp_path / "second", 2), target.tables) == {}

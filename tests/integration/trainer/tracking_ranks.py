@@ -1,0 +1,200 @@
+"""The ranks of test_tracking: what the tracker says against the rows that really changed."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
+from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.sharding_plan import (
+    column_wise,
+    construct_module_sharding_plan,
+    data_parallel,
+    row_wise,
+    table_wise,
+)
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.streamable import Pipelineable
+
+from trainer.tracking.tracker import Tracker
+
+STEPS, BATCH = 12, 4
+# Feature "shared" is looked up in two tables of different sharding; "tall" has fewer ids than rows.
+BAGS = {
+    "rows": ["shared"],
+    "whole": ["tall"],
+    "columns": ["shared", "other"],
+    "halves": ["other"],
+    "copies": ["tall"],
+}
+ROWS = {"rows": 23, "whole": 40, "columns": 17, "halves": 19, "copies": 11, "sequence": 29}
+FEATURES = ("shared", "tall", "other", "sequence")
+
+
+@dataclass
+class Batch(Pipelineable):  # type: ignore[misc]
+    sparse: KeyedJaggedTensor
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
+        return Batch(self.sparse.to(device, non_blocking))
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        self.sparse.record_stream(stream)
+
+    def pin_memory(self) -> "Batch":
+        return Batch(self.sparse.pin_memory())
+
+
+class Model(nn.Module):
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        bags = [
+            EmbeddingBagConfig(name=name, num_embeddings=ROWS[name], embedding_dim=8, feature_names=features)
+            for name, features in BAGS.items()
+        ]
+        sequence = EmbeddingConfig(
+            name="sequence", num_embeddings=ROWS["sequence"], embedding_dim=8, feature_names=["sequence"]
+        )
+        self.bags = EmbeddingBagCollection(tables=bags, device=device)
+        self.sequences = EmbeddingCollection(tables=[sequence], device=device)
+        self.dense = nn.Linear(8 * 7, 1, device=device)
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        pooled = self.bags(batch.sparse).values()
+        sequence = self.sequences(batch.sparse)["sequence"].values()
+        loss = self.dense(torch.cat([pooled, pooled[:, :8]], dim=1)).pow(2).mean() + sequence.pow(2).sum()
+        return loss, loss.detach()
+
+
+def build() -> tuple[DistributedModelParallel, CombinedOptimizer]:
+    torch.manual_seed(1)
+    model = Model(torch.device("meta"))
+    fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1}
+    bags, sequences = (
+        EmbeddingBagCollectionSharder(fused_params=fused),
+        EmbeddingCollectionSharder(fused_params=fused),
+    )
+    shared = {"local_size": 2, "world_size": 2, "device_type": "cpu"}
+    plan = {
+        "bags": construct_module_sharding_plan(
+            model.bags,
+            {
+                "rows": row_wise(compute_kernel="fused"),
+                "whole": table_wise(rank=1, compute_kernel="fused"),
+                "columns": column_wise(ranks=[0, 1], compute_kernel="fused"),
+                "halves": column_wise(ranks=[1, 1], compute_kernel="fused"),
+                "copies": data_parallel(),
+            },
+            bags,
+            **shared,
+        ),
+        "sequences": construct_module_sharding_plan(
+            model.sequences, {"sequence": row_wise(compute_kernel="fused")}, sequences, **shared
+        ),
+    }
+    distributed = DistributedModelParallel(
+        model,
+        env=ShardingEnv.from_process_group(dist.group.WORLD),
+        device=torch.device("cpu"),
+        plan=ShardingPlan(plan=plan),
+        sharders=[bags, sequences],
+    )
+    rest = dict(in_backward_optimizer_filter(distributed.named_parameters()))
+    dense = KeyedOptimizerWrapper(rest, lambda parameters: torch.optim.Adagrad(parameters, lr=0.1))
+    return distributed, CombinedOptimizer([distributed.fused_optimizer, dense])
+
+
+def batch(generator: torch.Generator) -> Batch:
+    # Some lookups are empty, and rank 1 has none at all of feature "other".
+    most = torch.tensor([3, 2, 0 if dist.get_rank() == 1 else 2, 2]).repeat_interleave(BATCH)
+    lengths = (torch.rand(len(most), generator=generator) * (most + 1)).int()
+    smallest = {"shared": 17, "tall": 11, "other": 17, "sequence": 29}
+    highest = torch.tensor([smallest[name] for name in FEATURES]).repeat_interleave(BATCH)
+    highest = highest.repeat_interleave(lengths)
+    values = (torch.rand(len(highest), generator=generator) * highest).long()
+    return Batch(KeyedJaggedTensor(keys=list(FEATURES), values=values, lengths=lengths))
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    model, optimizer = build()
+    tracker = Tracker(model)
+    names = {tracked.shard.table.name for tracked in tracker.shards}
+    assert {"bags.embedding_bags.rows", "sequences.embeddings.sequence", "dense.weight"} <= names, names
+    assert names <= {key.removesuffix(".weight") for key in model.state_dict()} | {"dense.weight", "dense.bias"}
+
+    tracker.mark_all()
+    changed, cursor = tracker.read(0)
+    copies = [torch.full_like(tracked.weight, float("nan")) for tracked in tracker.shards]
+    for rows in changed:
+        copies[rows.shard][rows.ids] = rows.values
+
+    generator = torch.Generator().manual_seed(7 + dist.get_rank())
+    batches = iter([batch(generator) for _ in range(STEPS)])
+    pipeline = TrainPipelineSparseDist(model, optimizer, torch.device("cpu"))
+    for step in range(STEPS):
+        before = [tracked.weight.clone() for tracked in tracker.shards]
+        pipeline.progress(batches)
+        tracker.step()
+        if step % 2:
+            continue  # The next read finds the rows of both steps.
+        changed, after = tracker.read(cursor)
+        again, _ = tracker.read(cursor)
+        assert [rows.ids.tolist() for rows in again] == [rows.ids.tolist() for rows in changed]
+        for rows in changed:
+            copies[rows.shard][rows.ids] = rows.values
+        if step == 0:
+            check_exact(tracker, before, {rows.shard: set(rows.ids.tolist()) for rows in changed})
+        cursor = after
+    changed, _ = tracker.read(cursor)
+    for rows in changed:
+        copies[rows.shard][rows.ids] = rows.values
+    for copy, tracked in zip(copies, tracker.shards, strict=True):
+        name = tracked.shard.table.name
+        if "copies" in name:
+            continue  # A rank marks its own ids only: the union over ranks is checked below.
+        assert torch.equal(copy, tracked.weight), f"rank {dist.get_rank()}: {name}"
+    check_union(tracker, copies)
+    pipeline.detach()
+    check_evaluation_marks_nothing(model, tracker, cursor, generator)
+    dist.destroy_process_group()
+
+
+def check_exact(tracker: Tracker, before: list[torch.Tensor], reported: dict[int, set[int]]) -> None:
+    """After one step, the rows reported of a fused shard are exactly those that changed."""
+    for number, (tracked, old) in enumerate(zip(tracker.shards, before, strict=True)):
+        name = tracked.shard.table.name
+        really = set(torch.nonzero((tracked.weight != old).any(dim=1)).squeeze(1).tolist())
+        if name.startswith(("bags", "sequences")) and "copies" not in name:
+            assert reported.get(number, set()) == really, f"rank {dist.get_rank()}: {name}"
+
+
+def check_evaluation_marks_nothing(
+    model: nn.Module, tracker: Tracker, cursor: int, generator: torch.Generator
+) -> None:
+    marked = [rows.ids.tolist() for rows in tracker.read(cursor)[0]]
+    with torch.no_grad():
+        model(batch(generator))
+    tracker.mark_looked_up()
+    assert [rows.ids.tolist() for rows in tracker.read(cursor)[0]] == marked
+
+
+def check_union(tracker: Tracker, copies: list[torch.Tensor]) -> None:
+    """What all ranks together say of a replicated table makes up that table."""
+    number = next(n for n, tracked in enumerate(tracker.shards) if "copies" in tracked.shard.table.name)
+    weight, copy = tracker.shards[number].weight, copies[number]
+    fresh = (copy == weight).all(dim=1)
+    dist.all_reduce(fresh_count := fresh.int(), dist.ReduceOp.MAX)
+    assert bool(fresh_count.all()), fresh_count.tolist()
+
+
+if __name__ == "__main__":
+    main()

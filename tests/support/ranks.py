@@ -1,0 +1,27 @@
+"""Running a script on several gloo ranks."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_ranks(*arguments: str, ranks: int = 2) -> str:
+    """Run `torchrun ... ARGUMENTS`; its output. A rank that fails, fails the test."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("DELTASYNC_")}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*torchrun, *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output[-6000:]
+    return output
