@@ -15,7 +15,7 @@ def running(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Runnin
     unforeseen = [
         record.getMessage()
         for when in ("setup", "call", "teardown")
-        for record in caplog.get_records(when)  # type: ignore[arg-type]
+        for record in caplog.get_records(when)
         if record.levelno >= logging.ERROR and record.name.startswith(("asyncio", "grpc", "uvicorn"))
     ]
     assert not unforeseen

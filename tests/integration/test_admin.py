@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -47,6 +48,16 @@ def create(name: str, model: str = "clicks") -> admin_pb2.CreateConsumerRequest:
     return admin_pb2.CreateConsumerRequest(consumer=admin_pb2.Consumer(name=name, model=model))
 
 
+def delete(name: str) -> admin_pb2.DeleteConsumerRequest:
+    return admin_pb2.DeleteConsumerRequest(name=name)
+
+
+def change(admin: admin_pb2_grpc.AdminServiceStub, request: Any, metadata: Any = GOOD) -> Any:
+    if isinstance(request, admin_pb2.CreateConsumerRequest):
+        return admin.CreateConsumer(request, timeout=10, metadata=metadata)
+    return admin.DeleteConsumer(request, timeout=10, metadata=metadata)
+
+
 def names(admin: admin_pb2_grpc.AdminServiceStub) -> list[str]:
     return [each.name for each in admin.ListConsumers(admin_pb2.ListConsumersRequest(), timeout=10).consumers]
 
@@ -62,14 +73,9 @@ def refused(error: pytest.ExceptionInfo[grpc.RpcError]) -> tuple[grpc.StatusCode
 def test_changes_need_the_token(
     admin: admin_pb2_grpc.AdminServiceStub, metadata: tuple[tuple[str, str], ...]
 ) -> None:
-    for call in (
-        lambda: admin.CreateConsumer(create("new"), timeout=10, metadata=metadata),
-        lambda: admin.DeleteConsumer(
-            admin_pb2.DeleteConsumerRequest(name="probes"), timeout=10, metadata=metadata
-        ),
-    ):
+    for request in (create("new"), delete("probes")):
         with pytest.raises(grpc.RpcError) as error:
-            call()
+            change(admin, request, metadata)
         assert refused(error) == (
             grpc.StatusCode.PERMISSION_DENIED,
             "the admin token is missing or wrong: send 'authorization: Bearer TOKEN'",
@@ -91,14 +97,14 @@ def test_a_service_without_a_token_takes_no_changes(tmp_path: Path) -> None:
 def test_consumers_are_made_listed_and_deleted(
     running: RunningService, admin: admin_pb2_grpc.AdminServiceStub
 ) -> None:
-    made = admin.CreateConsumer(create("a-new.one"), timeout=10, metadata=GOOD).consumer
+    made = change(admin, create("a-new.one")).consumer
     assert (made.name, made.model) == ("a-new.one", "clicks")
     assert made.created.seconds > 1_600_000_000
-    again = admin.CreateConsumer(create("a-new.one"), timeout=10, metadata=GOOD).consumer
+    again = change(admin, create("a-new.one")).consumer
     assert again == made
     assert names(admin) == ["a-new.one", "predictors", "probes"]
     assert [line["consumer"] for line in running.get_json("/consumers")] == names(admin)
-    admin.DeleteConsumer(admin_pb2.DeleteConsumerRequest(name="a-new.one"), timeout=10, metadata=GOOD)
+    change(admin, delete("a-new.one"))
     assert names(admin) == ["predictors", "probes"]
 
 
@@ -118,15 +124,12 @@ def test_consumers_are_made_listed_and_deleted(
 )
 def test_bad_changes_change_nothing(
     admin: admin_pb2_grpc.AdminServiceStub,
-    request_: admin_pb2.CreateConsumerRequest | admin_pb2.DeleteConsumerRequest,
+    request_: Any,
     code: grpc.StatusCode,
     said: str,
 ) -> None:
     with pytest.raises(grpc.RpcError) as error:
-        if isinstance(request_, admin_pb2.CreateConsumerRequest):
-            admin.CreateConsumer(request_, timeout=10, metadata=GOOD)
-        else:
-            admin.DeleteConsumer(request_, timeout=10, metadata=GOOD)
+        change(admin, request_)
     assert refused(error)[0] is code
     assert said in refused(error)[1]
     assert names(admin) == ["predictors", "probes"]
@@ -143,14 +146,13 @@ def test_deleting_a_consumer_disconnects_its_replicas_at_once(
             replica.release()
         else:
             replica.until("progress", "opened")
-        admin.DeleteConsumer(admin_pb2.DeleteConsumerRequest(name="probes"), timeout=10, metadata=GOOD)
+        change(admin, delete("probes"))
         assert replica.refusal() == (grpc.StatusCode.NOT_FOUND, "consumer 'probes' was deleted")
     assert running.get("/consumers/probes/lag")[0] == 404
 
 
 def test_a_consumer_made_anew_knows_nothing_of_its_predecessor(tmp_path: Path) -> None:
     """Nor after a restart."""
-    deleted = admin_pb2.DeleteConsumerRequest(name="probes")
     with RunningService(tmp_path / "data") as service, grpc.insecure_channel(service.grpc) as channel:
         admin = admin_pb2_grpc.AdminServiceStub(channel)
         with RankStream(service.grpc) as rank, ReplicaStream(service.grpc, consumer="probes") as replica:
@@ -162,8 +164,8 @@ def test_a_consumer_made_anew_knows_nothing_of_its_predecessor(tmp_path: Path) -
             replica.end()
             replica.refusal()
         assert service.get_json("/consumers/probes/lag")["offset"] == 1
-        admin.DeleteConsumer(deleted, timeout=10, metadata=GOOD)
-        admin.CreateConsumer(create("probes"), timeout=10, metadata=GOOD)
+        change(admin, delete("probes"))
+        change(admin, create("probes"))
         assert service.get_json("/consumers/probes/lag")["replicas"] == []
     with RunningService(tmp_path / "data") as service:
         assert service.get_json("/consumers/probes/lag")["replicas"] == []

@@ -53,7 +53,7 @@ def rows(count: int, cols: int, value: float = 1.0, dtype: Any = "<f4") -> np.nd
 
 
 def table_message(**wrong: Any) -> tables_pb2.Table:
-    fields = {"name": "t", "rows": 1, "dim": 1, "value_type": tables_pb2.VALUE_TYPE_FP32} | wrong
+    fields: dict[str, Any] = {"name": "t", "rows": 1, "dim": 1, "value_type": tables_pb2.VALUE_TYPE_FP32} | wrong
     return tables_pb2.Table(**fields)
 
 
@@ -192,9 +192,6 @@ def test_a_bad_part(served: tuple[RunningService, Position], case: str) -> None:
     assert state_of(service) == before
 
 
-NEW_RUN = {"run": "run-2", "started": 2}
-
-
 @pytest.mark.parametrize(
     ("shards", "requests", "expected", "said"),
     [
@@ -225,7 +222,7 @@ def test_a_new_run_that_does_not_publish_everything(
             rank.send(*full_part(10, random_rows(0), WHOLE))
             rank.sealed()
         before = state_of(service)
-        with RankStream(service.grpc, shards=shards, **NEW_RUN) as stream:
+        with RankStream(service.grpc, run="run-2", started=2, shards=shards) as stream:
             assert not stream.opened().continues
             stream.send(*(requests if isinstance(requests, list) else [requests]))
             code, details = stream.refusal()
@@ -355,7 +352,8 @@ def test_bytes_that_are_no_protobuf(served: tuple[RunningService, Position], met
     service, _ = served
     before = state_of(service)
     with grpc.insecure_channel(service.grpc) as channel:
-        call = channel.stream_stream(f"/deltasync.v1.{method}")(iter([content]), timeout=10)
+        stub: Any = channel.stream_stream(f"/deltasync.v1.{method}")
+        call = stub(iter([content]), timeout=10)
         with pytest.raises(grpc.RpcError) as refused:
             list(call)
     assert refused.value.code() is INVALID
@@ -370,9 +368,8 @@ def test_bytes_that_are_no_protobuf_in_the_middle_of_a_part(served: tuple[Runnin
     before = state_of(service)
     requests = [publish_open(continues=position), chunk(14, 0, [5], rows(1, 4))]
     with grpc.insecure_channel(service.grpc) as channel:
-        call = channel.stream_stream("/deltasync.v1.PublishService/Publish")(
-            iter([*(request.SerializeToString() for request in requests), b"\xff"]), timeout=10
-        )
+        stub: Any = channel.stream_stream("/deltasync.v1.PublishService/Publish")
+        call = stub(iter([*(request.SerializeToString() for request in requests), b"\xff"]), timeout=10)
         with pytest.raises(grpc.RpcError) as refused:
             list(call)
     assert refused.value.code() is INVALID
@@ -382,11 +379,12 @@ def test_bytes_that_are_no_protobuf_in_the_middle_of_a_part(served: tuple[Runnin
 @pytest.mark.parametrize("method", ["CreateConsumer", "DeleteConsumer", "ListConsumers"])
 def test_bytes_that_are_no_protobuf_for_the_admin(served: tuple[RunningService, Position], method: str) -> None:
     with grpc.insecure_channel(served[0].grpc) as channel:
-        call = channel.unary_unary(f"/deltasync.v1.AdminService/{method}")
+        call: Any = channel.unary_unary(f"/deltasync.v1.AdminService/{method}")
         with pytest.raises(grpc.RpcError) as refused:
             call(b"\xff", timeout=10)
         assert refused.value.code() is INVALID
-        listed = channel.unary_unary("/deltasync.v1.AdminService/ListConsumers")(b"", timeout=10)
+        listing: Any = channel.unary_unary("/deltasync.v1.AdminService/ListConsumers")
+        listed = listing(b"", timeout=10)
     assert len(admin_pb2.ListConsumersResponse.FromString(listed).consumers) == 2
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 import numpy as np
@@ -38,7 +38,13 @@ NOTHING = np.array([], np.int64)
 
 
 def publisher(
-    address: str, *, run: str = "r", started: int = 1, rank: int = 0, world_size: int = 1, continues: Position | None = None
+    address: str,
+    *,
+    run: str = "r",
+    started: int = 1,
+    rank: int = 0,
+    world_size: int = 1,
+    continues: Position | None = None,
 ) -> Publisher:
     options = PublisherOptions(
         service=address,
@@ -62,12 +68,16 @@ def full(step: int, rows: list[np.ndarray]) -> Part:
 
 
 def subscriber(address: str, target: Any, **fields: Any) -> Subscriber:
-    return Subscriber(SubscriberOptions(**{"service": address, "consumer": "predictors", "replica": "p0"} | fields), target)
+    return Subscriber(
+        SubscriberOptions(**{"service": address, "consumer": "predictors", "replica": "p0"} | fields), target
+    )
 
 
 def same(target: NumpyTarget, rows: list[np.ndarray]) -> bool:
     with target.reading() as tables:
-        return all(tables[table.name].tobytes() == each.tobytes() for table, each in zip(TABLES, rows, strict=True))
+        return all(
+            tables[table.name].tobytes() == each.tobytes() for table, each in zip(TABLES, rows, strict=True)
+        )
 
 
 def test_a_run_that_does_not_continue_is_told_to_publish_everything(running: RunningService) -> None:
@@ -280,7 +290,9 @@ def test_column_shards_are_published_by_what_they_hold(running: RunningService) 
         trainer.close()
 
 
-Answers = Callable[[Iterator[publish_pb2.PublishRequest]], Iterator[publish_pb2.PublishResponse]]
+Requests: TypeAlias = Iterator[publish_pb2.PublishRequest]
+Responses: TypeAlias = Iterator[publish_pb2.PublishResponse]
+Answers: TypeAlias = Callable[[Requests], Responses]
 
 
 @contextmanager
@@ -316,30 +328,32 @@ def sealed_at(version: int) -> publish_pb2.PublishResponse:
 def test_a_part_is_sent_again_until_it_is_sealed() -> None:
     sent: list[int] = []
 
-    def ends_at_once(requests: Iterator[publish_pb2.PublishRequest]) -> Iterator[publish_pb2.PublishResponse]:
+    def ends_at_once(requests: Requests) -> Responses:
         yield from ()
 
-    def ends_after_the_open(requests: Iterator[publish_pb2.PublishRequest]) -> Iterator[publish_pb2.PublishResponse]:
+    def ends_after_the_open(
+        requests: Requests,
+    ) -> Responses:
         yield opened()
 
-    def loses_the_answer(requests: Iterator[publish_pb2.PublishRequest]) -> Iterator[publish_pb2.PublishResponse]:
+    def loses_the_answer(requests: Requests) -> Responses:
         yield opened()
         for request in requests:
             if request.HasField("close"):
                 sent.append(request.close.rows)
                 return
 
-    def behaves(requests: Iterator[publish_pb2.PublishRequest]) -> Iterator[publish_pb2.PublishResponse]:
+    def behaves(requests: Requests) -> Responses:
         yield opened()
         for request in requests:
             if request.HasField("close"):
                 sent.append(request.close.rows)
                 yield sealed_at(request.close.step)
 
-    with misbehaving([ends_at_once, ends_after_the_open, loses_the_answer, behaves]) as address:
-        with publisher(address) as trainer:
-            assert trainer.publish(part(7, random_rows(0), [1, 2, 3])).result(WAIT).version == 7
-            assert trainer.publish(part(8, random_rows(0), [1])).result(WAIT).version == 8
+    answers = [ends_at_once, ends_after_the_open, loses_the_answer, behaves]
+    with misbehaving(answers) as address, publisher(address) as trainer:
+        assert trainer.publish(part(7, random_rows(0), [1, 2, 3])).result(WAIT).version == 7
+        assert trainer.publish(part(8, random_rows(0), [1])).result(WAIT).version == 8
     assert sent == [3, 3, 1]
 
 

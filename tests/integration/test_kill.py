@@ -25,7 +25,7 @@ from tests.support.process import ServiceProcess
 from tests.support.state import lag_of
 from tests.support.wire import block
 
-KILLS = 5
+KILLS = 4
 WAIT = 60
 TABLES = [Table("rowwise", 5000, 16), Table("columnwise", 3000, 8, np.dtype("<f2")), Table("replicated", 50, 4)]
 SHARDS = [
@@ -104,6 +104,10 @@ class Trainer:
             self.moved.notify_all()
 
 
+def subscriber(service: ServiceProcess, replica: str, target: NumpyTarget) -> Subscriber:
+    return Subscriber(SubscriberOptions(service=service.grpc, consumer="predictors", replica=replica), target)
+
+
 def offsets_are_what_was_applied(service: ServiceProcess, replicas: list[Subscriber]) -> None:
     """The offset is read first: what a replica holds only grows."""
     lag = lag_of(service)
@@ -120,7 +124,9 @@ def test_nothing_acknowledged_is_lost(tmp_path: Path) -> None:
     targets = [NumpyTarget(), NumpyTarget()]
     with service:
         replicas = [
-            Subscriber(SubscriberOptions(service=service.grpc, consumer="predictors", replica=f"p{number}"), target)
+            Subscriber(
+                SubscriberOptions(service=service.grpc, consumer="predictors", replica=f"p{number}"), target
+            )
             for number, target in enumerate(targets)
         ]
         trainer = Trainer(service.grpc)
@@ -142,9 +148,7 @@ def test_nothing_acknowledged_is_lost(tmp_path: Path) -> None:
         assert [each.version for each in trainer.acknowledged] == list(range(1, head.version + 1))
         assert {each.history for each in trainer.acknowledged} == {head.history}
         late = NumpyTarget()
-        replicas.append(
-            Subscriber(SubscriberOptions(service=service.grpc, consumer="predictors", replica="p2"), late)
-        )
+        replicas.append(subscriber(service, "p2", late))
         for replica, target in zip(replicas, [*targets, late], strict=True):
             assert replica.wait_for(head.version, WAIT) == head
             for table, rows in zip(TABLES, trainer.rows, strict=True):

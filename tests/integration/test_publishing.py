@@ -210,8 +210,8 @@ def test_a_newer_run_takes_over_and_the_older_one_stays_out(running: RunningServ
         (lambda head: head, True, "holds version 2, the newest one"),
         (lambda head: Position(head.history, 1), False, "holds version 1, the newest one is 2"),
         (lambda head: Position(head.history, 3), False, "holds version 3, the newest one is 2"),
-        (lambda head: Position("0" * 32, 2), False, "holds history 000"),
-        (lambda head: None, False, "holds no version"),
+        (lambda _: Position("0" * 32, 2), False, "holds history 000"),
+        (lambda _: None, False, "holds no version"),
     ],
 )
 def test_only_a_run_that_holds_the_head_continues(

@@ -2,10 +2,11 @@
 
 import asyncio
 import shutil
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ SHARDS = [
     [Shard(USER, 25, 15, 0, 4), Shard(ITEM, 0, 30, 2, 4)],
 ]
 STEPS = 5
+Versions: TypeAlias = list[dict[str, np.ndarray]]
 
 
 @dataclass
@@ -42,6 +44,8 @@ class Camera:
     images: list[Image] = field(default_factory=list)
     acknowledged: int = 0
     on: bool = False
+    # Held by whatever writes: a folder is copied as it is at one moment.
+    still: threading.RLock = field(default_factory=threading.RLock)
 
     def take(self, moment: str, *, power_loss: bool = False) -> None:
         if not self.on:
@@ -51,31 +55,39 @@ class Camera:
         if power_loss:
             # Only what was flushed is sure to be there.
             shutil.rmtree(path / "models")
-            shutil.copytree(self.data_dir.with_name("flushed"), path / "models")
-        self.images.append(Image(path, f"{'power loss' if power_loss else 'kill'} after {moment}", self.acknowledged))
+            shutil.copytree(self.flushed, path / "models")
+        self.images.append(
+            Image(path, f"{'power loss' if power_loss else 'kill'} after {moment}", self.acknowledged)
+        )
 
     def both(self, moment: str) -> None:
         self.take(moment)
         self.take(moment, power_loss=True)
 
-    def flushed(self) -> None:
-        target = self.data_dir.with_name("flushed")
-        shutil.rmtree(target, ignore_errors=True)
-        shutil.copytree(self.data_dir / "models", target)
+    @property
+    def flushed(self) -> Path:
+        return self.data_dir.with_name("flushed")
+
+    def keep(self, table: MappedTable) -> None:
+        """Note that the files of one table are on disk as they are now."""
+        for array in table._mapped:
+            file = Path(str(array.filename))
+            shutil.copyfile(file, self.flushed / file.relative_to(self.data_dir / "models"))
+        self.take("flush of one table", power_loss=True)
+
+    def after(self, patch: pytest.MonkeyPatch, owner: type, name: str, then: Callable[[Any], None]) -> None:
+        original = getattr(owner, name)
+
+        def wrapped(this: Any, *arguments: Any, **fields: Any) -> Any:
+            with self.still:
+                result = original(this, *arguments, **fields)
+                then(this)
+                return result
+
+        patch.setattr(owner, name, wrapped)
 
 
-def after(patch: pytest.MonkeyPatch, owner: type, name: str, then: Callable[[], None]) -> None:
-    original = getattr(owner, name)
-
-    def wrapped(*arguments: Any, **fields: Any) -> Any:
-        result = original(*arguments, **fields)
-        then()
-        return result
-
-    patch.setattr(owner, name, wrapped)
-
-
-def expected_rows() -> list[dict[str, np.ndarray]]:
+def expected_rows() -> Versions:
     """Every table as of every version; version 0 is all zero."""
     rng = np.random.default_rng(3)
     versions = [{table.name: np.zeros((table.rows, table.dim), table.dtype) for table in TABLES}]
@@ -88,7 +100,9 @@ def expected_rows() -> list[dict[str, np.ndarray]]:
     return versions
 
 
-async def publish(session: PublishSession, shards: list[Shard], versions: list[dict[str, np.ndarray]], step: int) -> int:
+async def publish(
+    session: PublishSession, shards: list[Shard], versions: list[dict[str, np.ndarray]], step: int
+) -> int:
     changes = []
     for slot, shard in enumerate(shards):
         old, new = (block(versions[each][shard.table.name], shard) for each in (step - 1, step))
@@ -102,7 +116,7 @@ async def publish(session: PublishSession, shards: list[Shard], versions: list[d
     raise AssertionError("a part ends with a close")
 
 
-async def train(data_dir: Path, versions: list[dict[str, np.ndarray]], camera: Camera) -> None:
+async def train(data_dir: Path, versions: Versions, camera: Camera) -> None:
     async with asyncio.TaskGroup() as tasks:
         service = Service(ServiceOptions(data_dir=data_dir), tasks)
         publishing: Publishing = service.publishing_of("clicks")
@@ -110,16 +124,19 @@ async def train(data_dir: Path, versions: list[dict[str, np.ndarray]], camera: C
         for rank, shards in enumerate(SHARDS):
             message: publish_pb2.PublishOpen = publish_open(rank=rank, world_size=2, shards=shards).open
             sessions.append(await publishing.join(check_open(message)))
-        camera.flushed()
+        shutil.copytree(data_dir / "models", camera.flushed)
         for step in range(1, STEPS + 1):
             camera.on = step > 1  # The first cut is as large as all others together.
-            sealed = await asyncio.gather(*(publish(*each, versions, step) for each in zip(sessions, SHARDS, strict=True)))
+            sealed = await asyncio.gather(
+                *(publish(*each, versions, step) for each in zip(sessions, SHARDS, strict=True))
+            )
             assert sealed == [step, step]
             camera.acknowledged = step
             await publishing.drain()
             if step % 2 == 0:
                 await asyncio.to_thread(publishing.model.flush)
-                camera.both("flush")
+                with camera.still:
+                    camera.both("flush")
         camera.on = False
         await service.drain()
 
@@ -141,13 +158,13 @@ def test_whenever_it_dies_every_acknowledged_version_comes_back(
 ) -> None:
     versions, camera = expected_rows(), Camera(tmp_path / "data")
     with monkeypatch.context() as patch:
-        after(patch, Log, "_commit", lambda: camera.both("commit"))
-        after(patch, MappedTable, "apply", lambda: camera.both("apply"))
-        after(patch, MappedTable, "flush", camera.flushed)
-        after(patch, MappedTable, "flush", lambda: camera.take("flush of one table", power_loss=True))
+        camera.after(patch, Log, "_commit", lambda _: camera.both("commit"))
+        camera.after(patch, MappedTable, "apply", lambda _: camera.both("apply"))
+        camera.after(patch, MappedTable, "flush", camera.keep)
         asyncio.run(train(tmp_path / "data", versions, camera))
-    moments = {image.moment for image in camera.images}
-    assert moments >= {"kill after commit", "power loss after commit", "kill after apply", "power loss after apply"}
+    assert {image.moment for image in camera.images} == {
+        f"{death} after {moment}" for death in ("kill", "power loss") for moment in ("commit", "apply", "flush")
+    } | {"power loss after flush of one table"}
     assert len(camera.images) > 50
     heads = set()
     for image in camera.images:

@@ -92,9 +92,9 @@ def test_a_replica_goes_on_from_what_it_holds(running: RunningService, rank: Ran
 @pytest.mark.parametrize(
     ("claim", "said"),
     [
-        (lambda head: Position("0" * 32, 1), "the replica holds history 000"),
+        (lambda _: Position("0" * 32, 1), "the replica holds history 000"),
         (lambda head: Position(head.history, 7), "holds version 7, the newest one is only 2"),
-        (lambda head: Position("", 2), "holds history ,"),
+        (lambda _: Position("", 2), "holds history ,"),
     ],
     ids=["another history", "from the future", "no history"],
 )
@@ -118,7 +118,7 @@ def test_a_position_that_cannot_be_continued_is_never_guessed_at(
 def test_a_position_from_the_future_is_not_believed_later_either(
     running: RunningService, rank: RankStream
 ) -> None:
-    """The head passes what the replica claimed to hold, before the model's tables are even known to it."""
+    """The head passes what the replica claimed to hold,"""
     head = publish(rank, 2, 3)
     with ReplicaStream(running.grpc, held=Position(head.history, 3)) as replica:
         publish(rank, 3, 4)
@@ -145,8 +145,8 @@ def test_a_new_table_sends_replicas_to_reconnect(running: RunningService, rank: 
         replica.release()
         own.wait_for(1, 20)
         extra = Table("extra", 2, 1)
-        run = {"run": "run-2", "started": 2, "continues": own.held}
-        with RankStream(running.grpc, tables=[extra], shards=[], **run) as newer:
+        newer = RankStream(running.grpc, run="run-2", started=2, continues=own.held, tables=[extra], shards=[])
+        with newer:
             newer.opened()
             code, details = replica.refusal()
             assert code is grpc.StatusCode.ABORTED
@@ -162,7 +162,7 @@ def test_rows_that_change_meanwhile_come_once_with_their_last_value(
 ) -> None:
     """A replica that stays behind costs no more than one that keeps up: nothing is queued for it."""
     with ReplicaStream(running.grpc, budget=1) as replica:
-        rows = []
+        rows: list[Any] = []
         sent = 0
         for step in range(2, 30):
             publish(rank, step, 7)

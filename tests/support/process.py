@@ -52,7 +52,8 @@ class ServiceProcess:
     def _wait_for(self, endpoints: Path) -> None:
         deadline = time.monotonic() + _DEADLINE_SECONDS
         while not endpoints.exists():
-            assert self.process and self.process.poll() is None, "the service ended before it listened"
+            assert self.process
+            assert self.process.poll() is None, "the service ended before it listened"
             assert time.monotonic() < deadline, "the service did not listen in time"
             time.sleep(0.01)
 

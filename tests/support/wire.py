@@ -97,7 +97,7 @@ class ReplicaStream(Stream):
 
     def release(self) -> tuple[list[tables_pb2.Rows], subscribe_pb2.ReleaseEnd]:
         """All rows of the next release, and its end."""
-        rows = []
+        rows: list[tables_pb2.Rows] = []
         while True:
             message = self.receive()
             kind = message.WhichOneof("message")

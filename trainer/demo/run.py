@@ -38,7 +38,7 @@ class DemoOptions:
 
     stream: StreamOptions
     ranks: int = 2
-    publish_every: int = 5
+    publish_every: int = 2
     kill_service_at: float | None = None
     keep: bool = False
 

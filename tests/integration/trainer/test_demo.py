@@ -42,9 +42,7 @@ def test_rows_are_equal_although_the_service_is_killed(tmp_path: Path) -> None:
 
 
 def test_an_unknown_stream_is_one_line() -> None:
-    done = subprocess.run(
-        [*COMMAND, "--data", "kafka"], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run([*COMMAND, "--data", "kafka"], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("Error: unknown data 'kafka'")
     assert "Traceback" not in done.stderr

@@ -1,7 +1,6 @@
 """Lag and offsets: pure decisions."""
 
 import asyncio
-import dataclasses
 
 import pytest
 from hypothesis import given
@@ -12,28 +11,15 @@ from sync_service.consumers.lag import Lag, measure, state
 from sync_service.consumers.offsets import consumer_offset, forgettable, offset_in
 from sync_service.log import Seal
 from sync_service.tables import Position, Table
+from tests.support.seals import sealed
 
 TABLES = [Table("a", 10, 2), Table("b", 10, 4)]
-SEAL = Seal(
-    version=1,
-    step=1,
-    run="r",
-    run_started_unix_ns=1,
-    world_size=1,
-    rows=1,
-    bytes=1,
-    step_end_unix_ns=1,
-    sealed_unix_ns=1,
-)
 NONE, SOME = Lag(0, 0, 0, 0.0), Lag(2, 7, 100, 1.5)
 
 
 def seals(first: int, last: int) -> list[Seal]:
     """Each sealed at its version in seconds."""
-    return [
-        dataclasses.replace(SEAL, version=version, sealed_unix_ns=version * 10**9)
-        for version in range(first, last + 1)
-    ]
+    return [sealed(version, sealed_unix_ns=version * 10**9) for version in range(first, last + 1)]
 
 
 def replica(name: str, version: int = 0, history: str = "h", *, away: int | None = None) -> Replica:

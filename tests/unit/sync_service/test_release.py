@@ -61,5 +61,5 @@ def test_no_room_for_a_spilled_release_is_an_error(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(release, "_IN_MEMORY_BYTES", 0)
     monkeypatch.setattr("os.posix_fallocate", full)
-    with pytest.raises(StorageFailed, match="a release of table 'a': cannot reserve .*No space left"):
+    with pytest.raises(StorageFailed, match=r"a release of table 'a': cannot reserve .*No space left"):
         freeze(stamped(0, 4), 0, None, tmp_path)

@@ -3,18 +3,9 @@ import pytest
 from sync_service.log import Seal
 from sync_service.runs import Run, continues, may_publish, resume
 from sync_service.tables import Position
+from tests.support.seals import sealed
 
-HEAD = Seal(
-    version=5,
-    step=50,
-    run="b",
-    run_started_unix_ns=20,
-    world_size=2,
-    rows=1,
-    bytes=1,
-    step_end_unix_ns=1,
-    sealed_unix_ns=1,
-)
+HEAD = sealed(5, run="b")
 
 
 @pytest.mark.parametrize(

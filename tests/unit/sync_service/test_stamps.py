@@ -40,12 +40,12 @@ def test_a_table_is_what_was_written_last(data: st.DataObject, table: Table, sca
 
         for since in range(version + 1):
             changed = [row for row in range(table.rows) if last[row] > since]
-            ids = stamped.changed_since(since)
-            assert ids.dtype == np.int64
-            assert ids.tolist() == changed
+            found = stamped.changed_since(since)
+            assert found.dtype == np.int64
+            assert found.tolist() == changed
             assert stamped.count_changed_since(since) == len(changed)
-            out = np.full((len(ids), table.dim), 7, table.dtype)
-            stamped.read(ids, out)
+            out = np.full((len(found), table.dim), 7, table.dtype)
+            stamped.read(found, out)
             assert out.tolist() == [[values[row, col] for col in range(table.dim)] for row in changed]
 
 

@@ -1,0 +1,17 @@
+"""Seals of which a test says only what it needs."""
+
+from sync_service.log import Seal
+
+
+def sealed(version: int, *, run: str = "r", world_size: int = 9, sealed_unix_ns: int = 1) -> Seal:
+    return Seal(
+        version=version,
+        step=version,
+        run=run,
+        run_started_unix_ns=1,
+        world_size=world_size,
+        rows=1,
+        bytes=1,
+        step_end_unix_ns=1,
+        sealed_unix_ns=sealed_unix_ns,
+    )
