@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections import deque
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from deltasync.v1 import publish_pb2
@@ -180,7 +181,7 @@ class PublishSession:
         self._claim = position_from_message(opening.message.continues)
         self._shards = opening.shards
         self._part: tuple[OpenCut, Part] | None = None
-        self._unwritten: deque[asyncio.Future[None]] = deque()
+        self._unwritten: deque[Future[None]] = deque()
 
     @property
     def decision(self) -> Decision:
@@ -255,18 +256,18 @@ class PublishSession:
             part = open_cut.cut.begin(self.rank, self._shards, must_be_full=not self.decision.yes)
             self._part = (open_cut, part)
             dropped = self._model.log.drop_part(self._model.name, open_cut.cut.version, self.rank)
-            self._unwritten.append(asyncio.wrap_future(dropped))
+            self._unwritten.append(dropped)
             self._append(open_cut.cut, part, self._header)
         return self._part
 
     def _append(self, cut: Cut, part: Part, *payload: Buffer) -> None:
         number, part.records = part.records, part.records + 1
         appended = self._model.log.append(self._model.name, cut.version, self.rank, number, *payload)
-        self._unwritten.append(asyncio.wrap_future(appended))
+        self._unwritten.append(appended)
 
     async def _wait_written(self, but: int) -> None:
         while len(self._unwritten) > but:
-            await self._unwritten.popleft()
+            await asyncio.wrap_future(self._unwritten.popleft())
 
     def _check_current(self) -> None:
         if self._publishing.sessions.get(self.rank) is not self:

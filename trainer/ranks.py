@@ -1,16 +1,49 @@
 """Joining the other ranks under torchrun."""
 
+import logging
 import os
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 import torch.distributed as dist
 
+logger = logging.getLogger(__name__)
+
+
+def choose_device(gpus: int, local_ranks: int, cuda_kernels: bool) -> tuple[str, str]:
+    """Train on "cuda" or "cpu", and why.
+
+    Args:
+        gpus: GPUs of this machine.
+        local_ranks: ranks on this machine.
+        cuda_kernels: whether the installed fbgemm has kernels for GPUs.
+    """
+    if gpus == 0:
+        return "cpu", "there is no GPU"
+    if not cuda_kernels:
+        return "cpu", "fbgemm is installed without kernels for GPUs: `make install CUDA=1` takes those"
+    if gpus < local_ranks:
+        return "cpu", f"{local_ranks} ranks need a GPU each, there are {gpus}"
+    return "cuda", f"{local_ranks} ranks have a GPU each"
+
 
 def join_ranks() -> torch.device:
-    """Join the process group torchrun has set up; the device of this rank: a GPU each where there are any."""
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo")
+    """Join the process group torchrun has set up; the device of this rank."""
+    local_rank, local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    kind, reason = choose_device(torch.cuda.device_count(), local_ranks, _installed("fbgemm-gpu"))
+    logger.info("rank %s trains on %s: %s", os.environ["RANK"], kind, reason)
+    if kind == "cpu":
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
     return device
+
+
+def _installed(package: str) -> bool:
+    try:
+        version(package)
+    except PackageNotFoundError:
+        return False
+    return True

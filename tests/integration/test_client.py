@@ -350,7 +350,7 @@ def test_a_part_is_sent_again_until_it_is_sealed() -> None:
                 sent.append(request.close.rows)
                 yield sealed_at(request.close.step)
 
-    answers = [ends_at_once, ends_after_the_open, loses_the_answer, behaves]
+    answers: list[Answers] = [ends_at_once, ends_after_the_open, loses_the_answer, behaves]
     with misbehaving(answers) as address, publisher(address) as trainer:
         assert trainer.publish(part(7, random_rows(0), [1, 2, 3])).result(WAIT).version == 7
         assert trainer.publish(part(8, random_rows(0), [1])).result(WAIT).version == 8

@@ -1,5 +1,6 @@
 """What a service does with what it finds on a machine: ports, folders, signals."""
 
+import gc
 import socket
 import threading
 from pathlib import Path
@@ -58,6 +59,10 @@ def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     said = refusal(tmp_path / "file" / "data")
     assert said == f"Error: {tmp_path}/file/data cannot be made: Not a directory: choose another --data-dir"
+
+
+def test_a_consumer_of_a_wrong_name_is_an_error(tmp_path: Path) -> None:
+    assert refusal(tmp_path / "data", "--consumer", "a/b=m").startswith("Error: consumer name 'a/b'")
 
 
 def test_a_table_that_is_missing_is_an_error(tmp_path: Path) -> None:
@@ -124,7 +129,9 @@ def test_a_drain_does_not_wait_for_ever(tmp_path: Path) -> None:
         assert process.terminate() == 0
 
 
-def test_a_full_log_refuses_parts_and_everything_else_goes_on(tmp_path: Path) -> None:
+def test_a_full_log_refuses_parts_and_everything_else_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     rows = random_rows(0)
     with RunningService(tmp_path / "data", log_max_bytes=2 << 20, flush_bytes=1 << 20) as service:
         with RankStream(service.grpc) as rank:
@@ -153,3 +160,5 @@ def test_a_full_log_refuses_parts_and_everything_else_goes_on(tmp_path: Path) ->
             assert found_rows[table.name].tobytes() == expected.tobytes()
         assert not found_rows["wide"].any()
         assert lag_of(service)["head"] == 2
+    gc.collect()
+    assert "never retrieved" not in caplog.text

@@ -8,7 +8,7 @@ from sync_service.client.torch_target import TorchTarget
 from sync_service.errors import Contradiction, NotFound
 
 USER = Table("sparse.embedding_bags.user", 5, 2)
-HALF = Table("sparse.embedding_bags.half", 4, 3, np.dtype("<f2"))
+HALF = Table("sparse.embedding_bags.small", 4, 3, np.dtype("<f2"))
 
 
 def delta(version: int, *rows: tuple[Table, list[int], float], resync: bool = False) -> Delta:
@@ -17,7 +17,8 @@ def delta(version: int, *rows: tuple[Table, list[int], float], resync: bool = Fa
         for table, ids, value in rows
     ]
     for each in changed:
-        each.ids.flags.writeable = each.values.flags.writeable = False
+        each.ids.setflags(write=False)
+        each.values.setflags(write=False)
     return Delta(Position("h", version), version, 0, resync, [USER, HALF], changed)
 
 
@@ -25,7 +26,7 @@ class Bags(nn.Module):
     def __init__(self, half: torch.dtype = torch.float16, rows: int = 5) -> None:
         super().__init__()
         self.user = nn.EmbeddingBag(rows, 2)
-        self.half = nn.EmbeddingBag(4, 3, dtype=half)
+        self.small = nn.EmbeddingBag(4, 3, dtype=half)
 
 
 class Nested(nn.Module):
@@ -65,7 +66,7 @@ def test_a_callback_is_given_the_release() -> None:
     ("module", "error", "said"),
     [
         (nn.Linear(1, 1), NotFound, "embedding_bags.user': 0 parameters fit, expected one of: weight, bias"),
-        (Bags(half=torch.float32), Contradiction, "half' is 4 x 3 torch.float16, the module's parameter is"),
+        (Bags(half=torch.float32), Contradiction, small' is 4 x 3 torch.float16, the module's parameter is"),
         (Bags(rows=6), Contradiction, "user' is 5 x 2"),
     ],
 )
