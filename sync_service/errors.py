@@ -7,10 +7,11 @@
     ├── Superseded          a newer stream, run or cut has taken this one's place
     ├── NotPermitted        the admin token is missing or wrong
     ├── StorageFailed       the log could not be written or read back whole
+    ├── ServiceFailed       (client) the service has failed at what should work; its log says more
     ├── ServiceUnavailable  the service cannot be reached, or is draining; try again
     └── ResyncRequired      the service does not hold what this run builds on: publish every row
 
-`sync_service/api/errors.py` maps them to gRPC codes and HTTP statuses, and back.
+`sync_service/error_codes.py` maps them to gRPC codes and HTTP statuses, and back.
 """
 
 
@@ -40,6 +41,10 @@ class NotPermitted(DeltasyncError):
 
 class StorageFailed(DeltasyncError):
     """The log could not be written, or not be read back whole."""
+
+
+class ServiceFailed(DeltasyncError):
+    """The service has failed at what should work; its log says more."""
 
 
 class ServiceUnavailable(DeltasyncError):

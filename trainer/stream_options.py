@@ -75,7 +75,8 @@ def stream_options(command: F) -> F:
         [
             click.option("--data", default="synthetic", help="synthetic, or ratings:PATH."),
             click.option("--events", type=click.IntRange(1), default=None, help="Events to take; default all."),
-            click.option("--events-per-second", type=click.FloatRange(0, min_open=True), default=1250.0, help="How fast they arrive."),
+            click.option("--events-per-second", type=click.FloatRange(0, min_open=True), default=1250.0,
+                         help="How fast they arrive."),
             click.option("--batch-size", type=click.IntRange(2), default=128, help="Events per step, all ranks."),
             click.option("--seed", type=click.IntRange(0), default=0, help="Of the stream and the first weights."),
             click.option("--start-file", type=click.Path(path_type=Path), default=None,

@@ -7,7 +7,7 @@ import grpc.aio
 from deltasync.v1 import admin_pb2, admin_pb2_grpc
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from sync_service.api.errors import abort
+from sync_service.api.abort import abort
 from sync_service.consumers.consumer import Consumer
 from sync_service.errors import DeltasyncError, NotPermitted
 from sync_service.service import Service

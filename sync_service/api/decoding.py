@@ -6,7 +6,7 @@ from typing import Any
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from sync_service.api.errors import abort
+from sync_service.api.abort import abort
 from sync_service.errors import InvalidInput
 
 

@@ -6,9 +6,9 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from sync_service.api.errors import http_status
 from sync_service.api.metrics import exposition
 from sync_service.consumers.lag import ConsumerLag
+from sync_service.error_codes import http_status
 from sync_service.errors import DeltasyncError, ServiceUnavailable
 from sync_service.service import Service
 

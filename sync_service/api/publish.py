@@ -6,7 +6,7 @@ from typing import Any
 import grpc.aio
 from deltasync.v1 import publish_pb2, publish_pb2_grpc
 
-from sync_service.api.errors import abort
+from sync_service.api.abort import abort
 from sync_service.codec import position_to_message
 from sync_service.errors import DeltasyncError, InvalidInput
 from sync_service.publishing import PublishSession, check_open

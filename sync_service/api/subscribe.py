@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import grpc.aio
 from deltasync.v1 import subscribe_pb2, subscribe_pb2_grpc
 
-from sync_service.api.errors import abort
+from sync_service.api.abort import abort
 from sync_service.codec import fill_rows, position_from_message, position_to_message, table_to_message
 from sync_service.consumers.consumer import Consumer, Replica
 from sync_service.errors import DeltasyncError, InvalidInput, NotFound, ServiceUnavailable, Superseded

@@ -7,8 +7,8 @@ import click
 import grpc
 from deltasync.v1 import admin_pb2, admin_pb2_grpc
 
-from sync_service.api.errors import from_rpc_error
 from sync_service.cli.config import CONTEXT
+from sync_service.error_codes import from_rpc_error
 
 T = TypeVar("T")
 

@@ -11,7 +11,6 @@ from typing import TypeAlias
 import grpc
 from deltasync.v1 import publish_pb2, publish_pb2_grpc
 
-from sync_service.api.errors import from_rpc_error, is_final
 from sync_service.client.connection import backoff, open_channel
 from sync_service.client.options import PublisherOptions
 from sync_service.codec import (
@@ -22,6 +21,7 @@ from sync_service.codec import (
     shard_to_message,
     table_to_message,
 )
+from sync_service.error_codes import from_rpc_error, is_final
 from sync_service.errors import DeltasyncError, InvalidInput, ResyncRequired, ServiceUnavailable
 from sync_service.stamps import Ids, Values
 from sync_service.tables import Position, Shard, Table

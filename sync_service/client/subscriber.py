@@ -8,7 +8,6 @@ from typing import TypeAlias
 import grpc
 from deltasync.v1 import subscribe_pb2, subscribe_pb2_grpc
 
-from sync_service.api.errors import from_rpc_error, is_final
 from sync_service.client.connection import backoff, open_channel
 from sync_service.client.options import SubscriberOptions
 from sync_service.client.targets import Delta, TableDelta, Target
@@ -19,6 +18,7 @@ from sync_service.codec import (
     position_to_message,
     table_from_message,
 )
+from sync_service.error_codes import from_rpc_error, is_final
 from sync_service.errors import InvalidInput, ServiceUnavailable
 from sync_service.tables import Position, Shard, Table
 

@@ -14,6 +14,7 @@ from deltasync.v1 import publish_pb2
 
 from sync_service.log import Log
 from sync_service.mapped import MappedTable
+from sync_service.model import Model
 from sync_service.publishing import Publishing, PublishSession, check_open
 from sync_service.service import Service, ServiceOptions
 from sync_service.tables import Shard
@@ -116,6 +117,12 @@ async def publish(
     raise AssertionError("a part ends with a close")
 
 
+async def flush(model: Model, camera: Camera) -> None:
+    await asyncio.to_thread(model.flush)
+    with camera.still:
+        camera.both("flush")
+
+
 async def train(data_dir: Path, versions: Versions, camera: Camera) -> None:
     async with asyncio.TaskGroup() as tasks:
         service = Service(ServiceOptions(data_dir=data_dir), tasks)
@@ -125,6 +132,7 @@ async def train(data_dir: Path, versions: Versions, camera: Camera) -> None:
             message: publish_pb2.PublishOpen = publish_open(rank=rank, world_size=2, shards=shards).open
             sessions.append(await publishing.join(check_open(message)))
         shutil.copytree(data_dir / "models", camera.flushed)
+        flushing = asyncio.create_task(asyncio.sleep(0))
         for step in range(1, STEPS + 1):
             camera.on = step > 1  # The first cut is as large as all others together.
             sealed = await asyncio.gather(
@@ -133,10 +141,10 @@ async def train(data_dir: Path, versions: Versions, camera: Camera) -> None:
             assert sealed == [step, step]
             camera.acknowledged = step
             await publishing.drain()
+            await flushing
             if step % 2 == 0:
-                await asyncio.to_thread(publishing.model.flush)
-                with camera.still:
-                    camera.both("flush")
+                # While the next cut arrives, is sealed and applied.
+                flushing = asyncio.create_task(flush(publishing.model, camera))
         camera.on = False
         await service.drain()
 

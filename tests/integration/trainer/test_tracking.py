@@ -19,7 +19,7 @@ def test_exactly_the_changed_rows_are_reported() -> None:
 class TestDenseOnly:
     """A model without tables: its parameters are small tables, all of whose rows change at every step."""
 
-    def model(self) -> nn.Module:
+    def model(self) -> nn.Sequential:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1))
 

@@ -150,6 +150,33 @@ def test_a_cut_given_up_while_its_last_part_reaches_the_disk_stays_given_up(
     run(tmp_path, scenario)
 
 
+def test_a_part_of_which_a_record_is_not_on_disk_is_not_sealed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append = Log.append
+
+    def first_chunk_fails(
+        log: Log, model: str, version: int, rank: int, number: int, *payload: Any
+    ) -> Future[None]:
+        if number != 1:
+            return append(log, model, version, rank, number, *payload)
+        failed: Future[None] = Future()
+        failed.set_exception(StorageFailed("the log is full"))
+        return failed
+
+    async def scenario(service: Service) -> None:
+        session = await join(service)
+        with monkeypatch.context() as patch:
+            patch.setattr(Log, "append", first_chunk_fails)
+            with pytest.raises(StorageFailed, match="the log is full"):
+                await send(session, full_part(1, random_rows(0), WHOLE))
+        assert not service.log.seals("clicks")
+        again = await join(service)
+        assert await send(again, full_part(1, random_rows(0), WHOLE)) == Position(again.head.history, 1)
+
+    run(tmp_path, scenario)
+
+
 def test_an_ack_while_lag_is_counted_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does a cut or a new table: the report is of one moment."""
 

@@ -66,7 +66,7 @@ def test_a_callback_is_given_the_release() -> None:
     ("module", "error", "said"),
     [
         (nn.Linear(1, 1), NotFound, "embedding_bags.user': 0 parameters fit, expected one of: weight, bias"),
-        (Bags(half=torch.float32), Contradiction, small' is 4 x 3 torch.float16, the module's parameter is"),
+        (Bags(half=torch.float32), Contradiction, "small' is 4 x 3 torch.float16, the module's parameter is"),
         (Bags(rows=6), Contradiction, "user' is 5 x 2"),
     ],
 )

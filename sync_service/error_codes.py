@@ -1,9 +1,6 @@
 """One table from errors to gRPC codes and HTTP statuses, used in both directions."""
 
-from typing import Any, NoReturn
-
 import grpc
-import grpc.aio
 
 from sync_service.errors import (
     Contradiction,
@@ -12,6 +9,7 @@ from sync_service.errors import (
     NotFound,
     NotPermitted,
     ResyncRequired,
+    ServiceFailed,
     ServiceUnavailable,
     StorageFailed,
     Superseded,
@@ -24,6 +22,7 @@ _CODES: list[tuple[type[DeltasyncError], grpc.StatusCode, int]] = [
     (Contradiction, grpc.StatusCode.FAILED_PRECONDITION, 409),
     (Superseded, grpc.StatusCode.ABORTED, 409),
     (ResyncRequired, grpc.StatusCode.DATA_LOSS, 410),
+    (ServiceFailed, grpc.StatusCode.UNKNOWN, 500),  # What gRPC answers for an exception nobody foresaw.
     (ServiceUnavailable, grpc.StatusCode.UNAVAILABLE, 503),
     (StorageFailed, grpc.StatusCode.RESOURCE_EXHAUSTED, 507),
 ]
@@ -50,15 +49,9 @@ def from_rpc_error(error: grpc.RpcError, target: str) -> DeltasyncError:
     if _TOO_LARGE in details:
         return InvalidInput(f"{target}: {details}")
     kind = next((kind for kind, known, _ in _CODES if known is code), ServiceUnavailable)
-    return kind(f"{target}: {details}" if kind is ServiceUnavailable else details)
+    return kind(f"{target}: {details}" if kind in (ServiceFailed, ServiceUnavailable) else details)
 
 
 def is_final(error: DeltasyncError) -> bool:
     """Whether repeating the call cannot help."""
-    return isinstance(error, InvalidInput | NotPermitted | NotFound | Contradiction | ResyncRequired)
-
-
-async def abort(context: grpc.aio.ServicerContext[Any, Any], error: DeltasyncError) -> NoReturn:
-    """End a call with an error."""
-    await context.abort(grpc_code(error), str(error))
-    raise error  # abort() itself raises; this tells the type checker so.
+    return not isinstance(error, Superseded | StorageFailed | ServiceUnavailable)
