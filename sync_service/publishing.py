@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 MAX_WORLD_SIZE = 65_536
 # Chunks handed to the log and not yet on disk, per rank: what bounds the service's memory while a part arrives.
-_UNWRITTEN_CHUNKS = 8
+_UNWRITTEN_CHUNKS = 16
 
 
 @dataclass(frozen=True)
