@@ -21,6 +21,7 @@ from tests.support.wire import (
     ReplicaStream,
     ack,
     chunk,
+    close,
     full_part,
     part,
     random_rows,
@@ -144,6 +145,7 @@ def test_a_full_log_refuses_parts_and_everything_else_goes_on(
             values = random_rows(1, wide[2:])[0][: 1 << 16]
             for first in range(0, 1 << 20, 1 << 16):
                 rank.send(chunk(2, 2, range(first, first + (1 << 16)), values))
+            rank.send(close(2, 1 << 20))
             code, details = rank.refusal()
             assert code.name == "RESOURCE_EXHAUSTED"
             assert "raise --log-max-bytes" in details
