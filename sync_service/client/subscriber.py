@@ -50,8 +50,8 @@ class Subscriber:
         self._thread = threading.Thread(target=self._run, name="deltasync-subscriber", daemon=True)
         self._thread.start()
 
-    def wait_for(self, version: int, timeout_seconds: float | None = None) -> Position:
-        """Wait until the target holds at least `version`.
+    def wait_for(self, wanted: Position | int, timeout_seconds: float | None = None) -> Position:
+        """Wait until the target holds at least a version: of the history a `Position` names, or of any.
 
         Returns:
             The position it holds.
@@ -61,14 +61,12 @@ class Subscriber:
             DeltasyncError: the subscriber has stopped for good.
         """
         with self._moved:
-            arrived = self._moved.wait_for(
-                lambda: self._failure or self._closing.is_set() or self.held.version >= version, timeout_seconds
+            self._moved.wait_for(
+                lambda: self._failure or self._closing.is_set() or _reached(self.held, wanted), timeout_seconds
             )
         self.check()
-        if not arrived or self.held.version < version:
-            raise TimeoutError(
-                f"replica {self._options.replica!r} holds version {self.held.version}, not {version}"
-            )
+        if not _reached(self.held, wanted):
+            raise TimeoutError(f"replica {self._options.replica!r} holds version {self.held.version}, not {wanted}")
         return self.held
 
     def check(self) -> None:
@@ -211,6 +209,12 @@ class _Arriving:
         delta = Delta(position, end.step, end.step_end_unix_ns, self._resync, self._tables, self._deltas)
         self._resync, self._deltas = False, []
         return delta
+
+
+def _reached(held: Position, wanted: Position | int) -> bool:
+    if isinstance(wanted, int):
+        return held.version >= wanted
+    return held.history == wanted.history and held.version >= wanted.version
 
 
 def _ack(received_bytes: int, applied: Position | None = None) -> subscribe_pb2.SubscribeRequest:

@@ -93,7 +93,8 @@ class _Demo:
         """Run all processes to their end; how often the service was started again."""
         with Processes(self._folder) as processes, DemoProgress(self._console, self._steps) as progress:
             service = Service(processes, ["--consumer", f"{CONSUMER}={MODEL}"])
-            progress.say(f"service   grpc {service.grpc}   try: curl {service.http}/consumers/{CONSUMER}/lag")
+            progress.say(f"service: pid {processes.pid(service.NAME)}, gRPC on {service.grpc}; try meanwhile")
+            progress.say(f"  curl {service.http}/consumers/{CONSUMER}/lag")
             self._start_trainer(processes, service.grpc)
             self._start_replicas(processes, service.grpc)
             self._await_replicas(processes, service)

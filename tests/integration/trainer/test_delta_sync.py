@@ -1,0 +1,122 @@
+"""DeltaSync on one rank against a real service that fails in all the ways services do."""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from sync_service.client import NumpyTarget, Subscriber, SubscriberOptions
+from sync_service.errors import InvalidInput, ServiceUnavailable
+from tests.support.process import ServiceProcess
+from trainer.publishing import DeltaSync, SyncOptions
+
+
+def linear() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(5, 3)
+
+
+def change(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+
+
+def delta_sync(service: ServiceProcess, model: nn.Module, publish_every: int = 1) -> DeltaSync:
+    return DeltaSync(model, SyncOptions(service=service.grpc, model="clicks", publish_every=publish_every))
+
+
+def subscriber(service: ServiceProcess, target: NumpyTarget) -> Subscriber:
+    return Subscriber(SubscriberOptions(service=service.grpc, consumer="predictors", replica="p0"), target)
+
+
+def assert_equal(target: NumpyTarget, model: nn.Module) -> None:
+    with target.reading() as tables:
+        for name, parameter in model.named_parameters():
+            rows = parameter.detach().numpy()
+            np.testing.assert_array_equal(tables[name], rows.reshape(tables[name].shape), strict=True)
+
+
+def test_every_step_reaches_the_replica(service: ServiceProcess) -> None:
+    model, target = linear(), NumpyTarget()
+    with delta_sync(service, model, publish_every=2) as sync, subscriber(service, target) as replica:
+        for _ in range(5):
+            change(model)
+            sync.step()
+        replica.wait_for(sync.flush().version, 30)
+        assert_equal(target, model)
+        before = sync.flush()
+        assert sync.flush() == before, "nothing changed, nothing is published"
+
+
+def test_a_service_that_is_down_makes_no_step_wait(service: ServiceProcess) -> None:
+    model, target = linear(), NumpyTarget()
+    with delta_sync(service, model) as sync, subscriber(service, target) as replica:
+        sync.flush()
+        service.kill()
+        for _ in range(20):
+            change(model)
+            sync.step()
+        assert sync.stats.absorbed >= 19
+        with pytest.raises(ServiceUnavailable, match="was not sealed in time"):
+            sync.flush(timeout_seconds=0.01)
+        service.start()
+        replica.wait_for(sync.flush().version, 30)
+        assert_equal(target, model)
+
+
+def test_an_empty_service_in_its_place_is_given_everything(service: ServiceProcess) -> None:
+    model, target = linear(), NumpyTarget()
+    with delta_sync(service, model) as sync, subscriber(service, target) as replica:
+        change(model)
+        sync.step()
+        first = sync.flush()
+        replica.wait_for(first.version, 30)
+        service.kill()
+        shutil.rmtree(service.data_dir)
+        service.start()
+        with torch.no_grad():
+            model.bias.zero_()
+        sync.step()
+        second = sync.flush()
+        assert second.history != first.history
+        assert replica.wait_for(second, 30) == second
+        assert_equal(target, model)
+
+
+def test_nan_is_refused_and_said_where(service: ServiceProcess) -> None:
+    model = linear()
+    sync = delta_sync(service, model)
+    sync.flush()
+    with torch.no_grad():
+        model.weight[2, 4] = float("nan")
+    sync.step()
+    with pytest.raises(InvalidInput, match="table 'weight': row 2 holds nan in column 4"):
+        sync.flush()
+    sync.abort()
+    assert service.get_json("/consumers/predictors/lag")["head"] == 1
+
+
+def test_a_restored_run_publishes_only_what_changed(service: ServiceProcess) -> None:
+    model = nn.Sequential(nn.Linear(5, 300), nn.Linear(300, 2))
+    with delta_sync(service, model) as sync:
+        change(model)
+        sync.step()
+    state = sync.state_dict()
+    rows = sync.stats.rows
+    restored = delta_sync(service, model)
+    restored.load_state_dict(state)
+    with restored:
+        restored.flush()
+        assert restored.stats.rows == 0, "nothing has changed since the checkpoint"
+    with delta_sync(service, model) as other:
+        other.flush()
+    assert other.stats.rows == rows, "a run that cannot show what it holds publishes everything"
+
+
+@pytest.mark.parametrize("publish_every", [0, -1])
+def test_a_wrong_interval_names_the_field(publish_every: int) -> None:
+    with pytest.raises(ValueError, match=f"publish_every: {publish_every}"):
+        SyncOptions(service="localhost:1", model="m", publish_every=publish_every)
