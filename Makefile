@@ -5,11 +5,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := 2.13.0
 TORCHREC := 1.8.0
-# `make install CUDA=1` takes the CUDA build of fbgemm.
-CUDA ?= 0
+# `make install CUDA=1` takes the CUDA build of fbgemm; what is installed stays what later targets use.
+CUDA ?= $(if $(wildcard $(VENV)/.installed-fbgemm-gpu),1,0)
 FBGEMM := $(if $(filter 1,$(CUDA)),fbgemm-gpu,fbgemm-gpu-cpu)
 STAMP := $(VENV)/.installed-$(FBGEMM)
-export DELTASYNC_CUDA := $(CUDA)
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test check bench protos lock format clean

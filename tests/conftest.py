@@ -7,15 +7,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.support.process import ServiceProcess
+
+# How long an example takes says nothing on a busy machine.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a developer has set must not reach the tests."""
     for name in os.environ:
-        if name.startswith("DELTASYNC_"):
+        if name.startswith("DELTASYNC_") or name.lower().endswith("_proxy"):
             monkeypatch.delenv(name)
 
 

@@ -1,7 +1,9 @@
 """Publishing what a model's training changes: tracker, agreement of the ranks and publisher put together."""
 
 import logging
+import math
 import time
+from collections import deque
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
@@ -16,6 +18,9 @@ from trainer.tracking.shards import TrackedShard, tables_of
 from trainer.tracking.tracker import ChangedRows, Tracker
 
 logger = logging.getLogger(__name__)
+
+_HEAR_SECONDS = 0.05
+_KEPT_CUTS = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,14 +50,14 @@ class SyncStats:
     """What was published so far, by this rank.
 
     Attributes:
-        cuts: version, step and end of the step (nanoseconds since 1970) of every sealed cut.
+        cuts: version, step and end of the step (nanoseconds since 1970) of the last 100,000 sealed cuts.
         absorbed: publishing steps at which a cut was still under way.
         rows: rows of the sealed parts.
         bytes: bytes of their ids and values.
         step_seconds: what the trainer's thread has spent in `DeltaSync.step`.
     """
 
-    cuts: list[tuple[int, int, int]] = field(default_factory=list)
+    cuts: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=_KEPT_CUTS))
     absorbed: int = 0
     rows: int = 0
     bytes: int = 0
@@ -81,8 +86,9 @@ class DeltaSync:
 
     def __init__(self, model: nn.Module, options: SyncOptions) -> None:
         self._agreement = Agreement()
-        # Dense parameters are the same on all ranks: the first one publishes them.
-        self.tracker = Tracker(model, dense=options.dense and self._agreement.rank == 0)
+        # What all ranks hold alike is published by the first.
+        first = self._agreement.rank == 0
+        self.tracker = Tracker(model, dense=options.dense and first, replicas=first)
         self.stats = SyncStats()
         self._options = options
         self._tables = tables_of(model, dense=options.dense)
@@ -102,7 +108,9 @@ class DeltaSync:
         started = time.perf_counter()
         self.tracker.step()
         if self.tracker.steps % self._options.publish_every == 0:
+            before = self._under_way
             self._cut(time.time_ns())
+            self.stats.absorbed += self._under_way is before
         self.stats.step_seconds += time.perf_counter() - started
 
     def flush(self, timeout_seconds: float | None = None) -> Position:
@@ -118,11 +126,18 @@ class DeltaSync:
             DeltasyncError: the service has refused a part for good, or did not seal it in time, on this rank
                 or another.
         """
-        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-        while True:
-            late = self._wait(deadline)
-            if not self._cut(time.time_ns(), late):
-                return self._position
+        deadline = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
+        while not self._cut(time.time_ns(), self._wait(deadline)):
+            pass
+        return self._position
+
+    def mark_all(self) -> None:
+        """Note that rows were changed from outside, say by a load: all are published. Counts as a step.
+
+        Called by all ranks together.
+        """
+        self.tracker.mark_all()
+        self.tracker.step()
 
     def close(self, timeout_seconds: float | None = None) -> Position:
         """Flush, and close the connection."""
@@ -166,30 +181,30 @@ class DeltaSync:
         self._position = Position(state["history"], state["version"])
         self._resync = self._position.version == 0
 
-    def _wait(self, deadline: float | None) -> DeltasyncError | None:
+    def _wait(self, deadline: float) -> DeltasyncError | None:
+        """Wait for the cut under way, but only so long that other ranks can be heard in between."""
         if self._under_way is None:
             return None
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        if wait_for([self._under_way.sealed], left).done:
+        wait_for([self._under_way.sealed], max(0.0, min(_HEAR_SECONDS, deadline - time.monotonic())))
+        if self._under_way.sealed.done() or time.monotonic() < deadline:
             return None
         return ServiceUnavailable(f"the cut of step {self._under_way.part.step} was not sealed in time")
 
     def _cut(self, step_end_unix_ns: int, late: DeltasyncError | None = None) -> bool:
-        """Begin a cut if the ranks agree that they can; whether one is under way."""
+        """Begin a cut if the ranks agree that they can; whether all of them have published everything."""
         failure = late or self._settle()
+        if self._publisher is None and not self._agreement.same(self._position):
+            self._resync = True  # The checkpoint was taken while a cut was being sealed.
         unpublished = self._resync or self._published_step != self.tracker.steps
         ready, failed = self._under_way is None, failure is not None
         agreed = self._agreement.of(ready=ready, resync=self._resync, unpublished=unpublished, failed=failed)
         if failure:
             raise failure
         if agreed.failed:
-            raise DeltasyncError("another rank's part was refused: its log says why")
-        if not agreed.ready:
-            self.stats.absorbed += 1
-            return True
-        if agreed.unpublished:
+            raise DeltasyncError("another rank cannot publish: its log says why")
+        if agreed.ready and agreed.unpublished:
             self._publish(step_end_unix_ns, full=agreed.resync)
-        return agreed.unpublished
+        return agreed.ready and not agreed.unpublished
 
     def _settle(self) -> Exception | None:
         """Take note of how the cut under way has ended, if it has; the error that cannot be mended, if any."""

@@ -1,6 +1,7 @@
 """What a training process leaves behind for whoever compares it with the replicas: scores and tables."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +14,37 @@ Scored = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Results:
-    """Collects index, logit and label of every event a rank has trained on."""
+    """Collects index, logit and label of every event a rank has trained on, and when each step ended."""
 
     def __init__(self) -> None:
         self._scored: list[Scored] = []
+        self._step_ends_unix_ns: list[int] = []
 
     def add(self, scored: Scored) -> None:
-        """Keep the scores of a batch, made before it was learnt."""
+        """Keep the scores of a batch, made before it was learnt, and the time: its step has just ended."""
         self._scored.append(scored)
+        self._step_ends_unix_ns.append(time.time_ns())
 
-    def write(self, folder: Path, rank: int, sync: DeltaSync, facts: dict[str, Any]) -> None:
+    def write(self, folder: Path, rank: int, sync: DeltaSync) -> None:
         """Write this rank's scores, shards and numbers into `folder`."""
         index, logit, label = (torch.cat(column).cpu().numpy() for column in zip(*self._scored, strict=True))
         np.savez(folder / f"scores-trainer-{rank}.npz", index=index, logit=logit, label=label)
-        tables = {s.shard.table for s in sync.tracker.shards}
-        facts |= {"tables": [(t.name, t.rows, t.dim, t.dtype.str) for t in tables]}
         shards, arrays = [], dict[str, Any]()
         for number, tracked in enumerate(sync.tracker.shards):
             shard = tracked.shard
             shards.append([shard.table.name, shard.row_offset, shard.col_offset])
             arrays[f"shard{number}"] = tracked.weight.detach().cpu().numpy()
         np.savez(folder / f"tables-trainer-{rank}.npz", **arrays)
-        stats = sync.stats
-        facts |= {"shards": shards, "cuts": stats.cuts, "rows": stats.rows, "bytes": stats.bytes}
-        facts |= {"absorbed": stats.absorbed, "sync_seconds": stats.step_seconds, "cost": vars(sync.tracker.cost)}
-        (folder / f"trainer-{rank}.json").write_text(json.dumps(facts))
+        (folder / f"trainer-{rank}.json").write_text(json.dumps(self._facts(sync) | {"shards": shards}))
+
+    def _facts(self, sync: DeltaSync) -> dict[str, Any]:
+        tables, stats = {tracked.shard.table for tracked in sync.tracker.shards}, sync.stats
+        return {
+            "tables": [(table.name, table.rows, table.dim, table.dtype.str) for table in tables],
+            "steps": sync.tracker.steps,
+            "step_ends_unix_ns": self._step_ends_unix_ns,
+            "versions": len(stats.cuts),
+            "rows": stats.rows,
+            "bytes": stats.bytes,
+            "absorbed": stats.absorbed,
+        }

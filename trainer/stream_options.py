@@ -46,11 +46,12 @@ class StreamOptions:
         model = self.model
         return FeatureOptions(users=model.users, items=model.items, cross_buckets=model.cross_buckets)
 
-    def batches(self, sleep: Callable[[float], None] = time.sleep) -> Iterator[Events]:
-        """The batches, each at the time its last event arrives."""
+    def batches(self, sleep: Callable[[float], None] = time.sleep, past: int = 0) -> Iterator[Events]:
+        """The batches, each at the time its last event arrives; the first `past` ones have arrived before."""
         synthetic = SyntheticOptions(seed=self.seed, users=self.model.users, items=self.model.items)
         events = open_stream(self.data, events=self.events, synthetic=synthetic)
-        pace = Pace(start_unix=self._start(sleep), events_per_second=self.events_per_second)
+        start = self._start(sleep) - past * self.batch_size / self.events_per_second
+        pace = Pace(start_unix=start, events_per_second=self.events_per_second)
         return paced(batches(events, self.batch_size), pace, sleep=sleep)
 
     def arguments(self) -> list[str]:

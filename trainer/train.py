@@ -3,6 +3,7 @@
 torchrun --nproc-per-node 2 -m trainer.train --service localhost:50051 --model clicks
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torchrec.distributed import TrainPipelineSparseDist
 from sync_service.cli.config import CONTEXT
 from sync_service.logs import log_to_stderr
 from trainer.checkpoint import load_checkpoint, save_checkpoint
-from trainer.data.batch import click_batch
+from trainer.data.batch import ClickBatch, click_batch
 from trainer.data.features import Featurizer
 from trainer.model import ClickModel
 from trainer.publishing import DeltaSync, SyncOptions
@@ -41,30 +42,42 @@ def main(checkpoint: Path | None, results: Path | None, table_lr: float, dense_l
     torch.manual_seed(stream.seed)
     learning = OptimizerOptions(table_lr=table_lr, dense_lr=dense_lr)
     model, optimizer = shard(ClickModel(stream.model, torch.device("meta")), learning, device)
+    if stream.batch_size % dist.get_world_size():
+        raise click.UsageError(f"--batch-size {stream.batch_size}: {dist.get_world_size()} ranks share it evenly")
     sync, scored = DeltaSync(model, SyncOptions(**settings)), Results()
     if checkpoint:
         load_checkpoint(checkpoint, model, optimizer, sync)
     with sync:
         sync.flush()  # So that replicas hold the model before its first step.
-        _train(TrainPipelineSparseDist(model, optimizer, device), stream, sync, scored)
+        _train(TrainPipelineSparseDist(model, optimizer, device), stream, sync, scored if results else None)
     if checkpoint:
         save_checkpoint(checkpoint, model, optimizer, sync)
     if results:
-        scored.write(results, dist.get_rank(), sync, {"steps": sync.tracker.steps})
+        scored.write(results, dist.get_rank(), sync)
     dist.destroy_process_group()
 
 
-def _train(pipeline: TrainPipelineSparseDist, stream: StreamOptions, sync: DeltaSync, scored: Results) -> None:
-    featurizer = Featurizer(stream.features)
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    whole = (events for events in stream.batches() if len(events) >= ranks)
-    batches = (click_batch(featurizer.features(events), rank, ranks) for events in whole)
+def _train(
+    pipeline: TrainPipelineSparseDist, stream: StreamOptions, sync: DeltaSync, scored: Results | None
+) -> None:
+    batches = _batches(stream, sync.tracker.steps)
     while True:
         try:
-            scored.add(pipeline.progress(batches))
+            output = pipeline.progress(batches)
         except StopIteration:
             return
+        if scored:
+            scored.add(output)
         sync.step()
+
+
+def _batches(stream: StreamOptions, past: int) -> Iterator[ClickBatch]:
+    """This rank's batches after the first `past` ones, of which only the features need to know."""
+    featurizer, rank, ranks = Featurizer(stream.features), dist.get_rank(), dist.get_world_size()
+    for number, events in enumerate(stream.batches(past=past)):
+        features = featurizer.features(events)
+        if number >= past and len(events) >= ranks:
+            yield click_batch(features, rank, ranks)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import grpc
 from deltasync.v1 import admin_pb2, admin_pb2_grpc
 
 from sync_service.cli.config import CONTEXT
+from sync_service.client.connection import open_channel
 from sync_service.error_codes import from_rpc_error
 
 T = TypeVar("T")
@@ -67,7 +68,7 @@ def _metadata(token: str) -> tuple[tuple[str, str], ...]:
 
 
 def _call(service: str, call: Callable[[admin_pb2_grpc.AdminServiceStub], T]) -> T:
-    with grpc.insecure_channel(service) as channel:
+    with open_channel(service) as channel:
         try:
             return call(admin_pb2_grpc.AdminServiceStub(channel))
         except grpc.RpcError as error:

@@ -12,6 +12,9 @@ import click
 from sync_service.cli.config import CONTEXT
 from sync_service.errors import DeltasyncError, NotFound, ServiceUnavailable
 
+# Inside the trusted network there is no proxy; one meant for the package index must not be asked.
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
 
 @click.command(context_settings=CONTEXT)
 @click.argument("consumer")
@@ -41,7 +44,7 @@ def fetch_lag(service: str, consumer: str, timeout_seconds: float = 10.0) -> dic
         raise click.BadParameter(f"{service!r}: expected http://HOST:PORT", param_hint="--http")
     url = f"{service}/consumers/{urllib.parse.quote(consumer, safe='')}/lag"
     try:
-        with urllib.request.urlopen(url, timeout=timeout_seconds) as response:  # noqa: S310  # http only, see above
+        with _OPENER.open(url, timeout=timeout_seconds) as response:
             answer: dict[str, Any] = json.load(response)
             return answer
     except urllib.error.HTTPError as error:

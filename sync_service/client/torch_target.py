@@ -1,5 +1,6 @@
 """Rows into the parameters of a torch module."""
 
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,16 +14,20 @@ from sync_service.errors import Contradiction, NotFound
 from sync_service.stamps import Values
 from sync_service.tables import Table
 
+logger = logging.getLogger(__name__)
+
 
 class TorchTarget:
     """Writes rows into a module's parameters: an `EmbeddingBagCollection`, or a whole model that holds some.
 
     A table belongs to the parameter whose name, without ".weight", is the table's name or the end of it:
-    table "sparse.embedding_bags.user" to "embedding_bags.user.weight" of a lone collection.
+    table "sparse.embedding_bags.user" to "embedding_bags.user.weight" of a lone collection. Tables the module
+    has no parameter for are left out, which is logged.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        self._known: list[Table] = []
         self._tables: dict[str, torch.Tensor] = {}
         self._lock = threading.Lock()
 
@@ -40,20 +45,20 @@ class TorchTarget:
         """Write the rows of a release into the parameters.
 
         Raises:
-            NotFound: a table has no parameter, or more than one.
-            Contradiction: a parameter has another shape or type than its table.
+            NotFound: none of the tables has a parameter, or one has several.
+            Contradiction: a parameter has another shape or type than its table, or several tables.
         """
-        for table in delta.tables:
-            if table.name not in self._tables:
-                self._tables[table.name] = _rows_of(self._module, table)
+        if delta.tables != self._known:
+            self._tables, self._known = _bind(self._module, delta.tables), delta.tables
         with self._lock, torch.no_grad():
             if delta.resync:
-                for table in delta.tables:
-                    self._tables[table.name].zero_()
+                for weight in self._tables.values():
+                    weight.zero_()
             for rows in delta.deltas:
-                weight = self._tables[rows.table.name]
-                ids = torch.from_numpy(rows.ids.copy()).to(weight.device)
-                weight.index_copy_(0, ids, _tensor(rows.values).to(weight.device))
+                if rows.table.name in self._tables:
+                    weight = self._tables[rows.table.name]
+                    ids = torch.from_numpy(rows.ids.copy()).to(weight.device)
+                    weight.index_copy_(0, ids, _tensor(rows.values).to(weight.device))
 
 
 def _tensor(values: Values) -> torch.Tensor:
@@ -61,15 +66,28 @@ def _tensor(values: Values) -> torch.Tensor:
     return torch.from_numpy(values.copy())
 
 
-def _rows_of(module: nn.Module, table: Table) -> torch.Tensor:
+def _bind(module: nn.Module, tables: list[Table]) -> dict[str, torch.Tensor]:
     parameters = dict(module.named_parameters())
+    names = {table.name: name for table in tables if (name := _name_of(parameters, table))}
+    if not names:
+        expected = ", ".join(table.name for table in tables)
+        raise NotFound(f"no parameter of the module ({', '.join(parameters)}) fits a table ({expected})")
+    if len(set(names.values())) < len(names):
+        raise Contradiction(f"several tables fit one parameter: {names}; give the target the whole model")
+    if missing := [table.name for table in tables if table.name not in names]:
+        logger.warning("tables the module has no parameter for are left out: %s", ", ".join(missing))
+    return {table.name: _rows_of(parameters[names[table.name]], table) for table in tables if table.name in names}
+
+
+def _name_of(parameters: dict[str, nn.Parameter], table: Table) -> str | None:
     names = [name for name in parameters if _fits(name.removesuffix(".weight"), table.name)]
     exact = [name for name in names if name.removesuffix(".weight") == table.name]
-    if len(exact or names) != 1:
-        raise NotFound(
-            f"table {table.name!r}: {len(names)} parameters fit, expected one of: {', '.join(parameters)}"
-        )
-    parameter = parameters[(exact or names)[0]]
+    if len(exact or names) > 1:
+        raise NotFound(f"table {table.name!r}: {', '.join(names)} fit, expected one parameter")
+    return next(iter(exact or names), None)
+
+
+def _rows_of(parameter: nn.Parameter, table: Table) -> torch.Tensor:
     kind = torch.from_numpy(np.empty(0, table.dtype)).dtype
     if parameter.numel() != table.rows * table.dim or parameter.dtype != kind:
         raise Contradiction(

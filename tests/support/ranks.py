@@ -25,3 +25,13 @@ def run_ranks(*arguments: str, ranks: int = 2) -> str:
     output = done.stdout + done.stderr
     assert done.returncode == 0, output[-6000:]
     return output
+
+
+def leave() -> None:
+    """End a rank that has done its work, without the interpreter's own shutdown.
+
+    torch 2.13 now and then aborts in it ("terminate called without an active exception", no Python frame).
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

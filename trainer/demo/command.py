@@ -1,6 +1,7 @@
 """`deltasync demo`."""
 
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ def demo(json_file: Path | None, **settings: Any) -> None:
     if settings["data"] == "synthetic" and settings["events"] is None:
         settings["events"] = _SYNTHETIC_EVENTS
     stream = take_stream_options(settings)
+    # As any other end: the processes are ended too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     console = Console()
     report = run_demo(DemoOptions(stream=stream, **settings), console)
     print_report(report, console)

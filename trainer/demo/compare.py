@@ -24,8 +24,8 @@ def trainer_tables(folder: Path, ranks: int) -> Tables:
     seen: dict[str, NDArray[np.bool_]] = {}
     for rank in range(ranks):
         facts = json.loads((folder / f"trainer-{rank}.json").read_text())
-        for name, rows, dim, _ in facts["tables"]:
-            tables.setdefault(name, np.zeros((rows, dim), np.float32))
+        for name, rows, dim, dtype in facts["tables"]:
+            tables.setdefault(name, np.zeros((rows, dim), np.dtype(dtype)))
             seen.setdefault(name, np.zeros((rows, dim), np.bool_))
         with np.load(folder / f"tables-trainer-{rank}.npz") as arrays:
             for number, (name, row, column) in enumerate(facts["shards"]):
@@ -109,18 +109,18 @@ def _sorted(parts: list[Tables]) -> Tables:
     return {name: column[order] for name, column in columns.items()}
 
 
-def freshness(cuts: list[tuple[int, int, int]], applied: list[tuple[int, int]]) -> list[float]:
-    """Seconds from the end of the trainer's step to its version being held by a replica, for every version.
+def freshness(step_ends_unix_ns: list[int], applied: list[tuple[int, int, int]]) -> list[float]:
+    """Seconds from the end of every step of the trainer to a replica holding what it changed.
 
     Args:
-        cuts: version, step and end of the step (nanoseconds since 1970) of every sealed cut, in order; those
-            before the first step are left out.
-        applied: version and time of every release a replica has applied, in order.
+        step_ends_unix_ns: when steps 1, 2, ... ended, nanoseconds since 1970.
+        applied: version, step and time of every release a replica has applied, in order; a release holds the
+            changes of its step and all before.
     """
-    versions = np.array([version for version, _ in applied])
-    seconds = []
-    for version, step, step_end in cuts:
-        first = int(np.searchsorted(versions, version))
-        if step > 0 and first < len(applied):
-            seconds.append((applied[first][1] - step_end) / 1e9)
-    return seconds
+    steps = np.array([step for _, step, _ in applied])
+    first = np.searchsorted(steps, np.arange(1, len(step_ends_unix_ns) + 1))
+    return [
+        (applied[release][2] - end) / 1e9
+        for release, end in zip(first, step_ends_unix_ns, strict=True)
+        if release < len(applied)
+    ]

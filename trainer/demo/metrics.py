@@ -3,6 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from sync_service.errors import InvalidInput
+
 Floats = NDArray[np.floating]
 
 
@@ -14,12 +16,12 @@ def auc(labels: Floats, scores: Floats) -> float:
         scores: [n], any monotone score.
 
     Raises:
-        ValueError: all labels are the same.
+        InvalidInput: all labels are the same.
     """
     positive = labels > 0.5
     positives, negatives = int(positive.sum()), int((~positive).sum())
     if not positives or not negatives:
-        raise ValueError(f"AUC of {positives} positive and {negatives} negative events: both are needed")
+        raise InvalidInput(f"AUC of {positives} positive and {negatives} negative events: both are needed")
     _, rank_of, counts = np.unique(scores, return_inverse=True, return_counts=True)
     mean_rank = np.cumsum(counts) - (counts - 1) / 2
     wins = float(mean_rank[rank_of][positive].sum()) - positives * (positives + 1) / 2

@@ -33,7 +33,7 @@ class Processes:
         """Start `python -m ARGUMENTS`, with its output in NAME.log."""
         kept = {key: value for key, value in os.environ.items() if not key.startswith("DELTASYNC_")}
         # One thread each: there are more processes than cores.
-        environment = {**kept, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        environment = {**kept, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "no_proxy": "127.0.0.1,localhost"}
         with self.log(name).open("ab") as log:
             self._running[name] = subprocess.Popen(
                 [sys.executable, "-m", *arguments], stdout=log, stderr=subprocess.STDOUT, env=environment
@@ -54,9 +54,17 @@ class Processes:
             raise DemoFailed(f"{name} ended with status {status}; the end of its log:\n{self.tail(name)}")
         return status is None
 
-    def died(self, name: str) -> bool:
-        """Whether a process has ended, in whatever way."""
-        return self._running[name].poll() is not None
+    def killed(self, name: str) -> bool:
+        """Whether a process was killed with SIGKILL.
+
+        Raises:
+            DemoFailed: it ended in another way.
+        """
+        if self._running[name].poll() == -signal.SIGKILL:
+            return True
+        if not self.running(name):
+            raise DemoFailed(f"{name} ended by itself; the end of its log:\n{self.tail(name)}")
+        return False
 
     def pid(self, name: str) -> int:
         """The process id of a process."""
@@ -111,7 +119,7 @@ class Processes:
 
 
 class Service:
-    """The sync service, which is started again on the same ports whenever it dies, as a cluster would.
+    """The sync service, which is started again on the same ports when it is killed, as a cluster would.
 
     Attributes:
         grpc: where it answers trainers and replicas.
@@ -131,8 +139,12 @@ class Service:
         self.grpc, self.http = endpoints["grpc"], endpoints["http"]
 
     def keep_alive(self) -> None:
-        """Start it again if it has died."""
-        if self._processes.died(self.NAME):
+        """Start it again if it was killed.
+
+        Raises:
+            DemoFailed: it ended in another way, which a restart would not mend.
+        """
+        if self._processes.killed(self.NAME):
             self.restarts += 1
             self._start(self.grpc.rpartition(":")[2], self.http.rpartition(":")[2])
 

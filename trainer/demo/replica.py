@@ -8,6 +8,7 @@ import logging
 import signal
 import threading
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -35,25 +36,28 @@ class Stopped(Exception):
 class Replica:
     """Scores a stream, and takes releases in between.
 
-    A release must not reach the model before the events it has learnt from are scored: a predictor knows an
-    event before the trainer does, whatever the two processes' share of the processor is just then.
-
     Attributes:
-        applied: version and time (nanoseconds since 1970) of every release applied.
+        applied: version, step and time (nanoseconds since 1970) of the last 1,000,000 releases applied.
     """
 
-    def __init__(self, model: ClickModel, scorer: Scorer) -> None:
+    def __init__(self, model: ClickModel, scorer: Scorer, stop: threading.Event, hold_releases: bool) -> None:
         self.target = TorchTarget(model)
         self.scorer = scorer
-        self.applied: list[tuple[int, int]] = []
+        self.applied: deque[tuple[int, int, int]] = deque(maxlen=1_000_000)
+        self._stop = stop
+        self._hold_releases = hold_releases
         self._scoring = threading.Condition()
 
     def apply(self, delta: Delta) -> None:
-        """Take a release, once every batch that it has learnt from is scored."""
+        """Take a release; if releases are held, once every batch that it has learnt from is scored.
+
+        A predictor knows an event before the trainer does, whatever the two processes' share of the processor.
+        """
         with self._scoring:
-            self._scoring.wait_for(lambda: self.scorer.batches >= delta.step)
+            while self._hold_releases and self.scorer.batches < delta.step and not self._stop.is_set():
+                self._scoring.wait(_CHECK_SECONDS)
             self.target.apply(delta)
-            self.applied.append((delta.position.version, time.time_ns()))
+            self.applied.append((delta.position.version, delta.step, time.time_ns()))
 
     def score(self, events: Events) -> None:
         """Score a batch."""
@@ -67,7 +71,7 @@ class Replica:
             tables = {table: weight.numpy() for table, weight in self.target.tables().items()}
             np.savez(folder / f"tables-{name}.npz", allow_pickle=False, **tables)
             np.savez(folder / f"scores-{name}.npz", allow_pickle=False, **self.scorer.columns())
-            (folder / f"{name}.json").write_text(json.dumps({"applied": self.applied}))
+            (folder / f"{name}.json").write_text(json.dumps({"applied": list(self.applied)}))
 
 
 @click.command(context_settings=CONTEXT)
@@ -76,15 +80,17 @@ class Replica:
 @click.option("--consumer", default="predictors", help="The consumer it belongs to.")
 @click.option("--replica", default="replica-0", help="Its name inside the consumer's fleet.")
 @click.option("--freeze-at", type=int, default=None, help="Also score with a copy frozen at this event.")
+@click.option("--hold-releases", is_flag=True, help="For evaluation: apply a release once its events are scored.")
 @click.option("--results", type=click.Path(path_type=Path), default=None, help="Folder for scores and tables.")
-def main(results: Path | None, freeze_at: int | None, **settings: Any) -> None:
+def main(results: Path | None, freeze_at: int | None, hold_releases: bool, **settings: Any) -> None:
     """Score a stream of events with the newest rows there are, until SIGTERM."""
     log_to_stderr()
     keep_freed_memory()
     stream = take_stream_options(settings)
     model = ClickModel(stream.model).eval()
-    replica = Replica(model, Scorer(model, Featurizer(stream.features), freeze_at))
     stop = threading.Event()
+    scorer = Scorer(model, Featurizer(stream.features), freeze_at, keep=results is not None)
+    replica = Replica(model, scorer, stop, hold_releases)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     with Subscriber(SubscriberOptions(**settings), replica) as subscriber:

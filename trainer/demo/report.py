@@ -20,9 +20,14 @@ def build_report(folder: Path, *, ranks: int, replicas: list[str], events: int, 
     facts = [json.loads((folder / f"trainer-{rank}.json").read_text()) for rank in range(ranks)]
     trainer = trainer_tables(folder, ranks)
     unequal = {name: _unequal(folder, trainer, name) for name in replicas}
-    cuts = facts[0]["cuts"]
     found = quality(folder, ranks, replicas[0], replicas[-1], events // 2)
-    fresh = np.array([second for name in replicas for second in freshness(cuts, _applied(folder, name))])
+    fresh = np.array(
+        [
+            second
+            for name in replicas
+            for second in freshness(facts[0]["step_ends_unix_ns"], _applied(folder, name))
+        ]
+    )
     return {
         "rows_equal": not any(unequal.values()),
         "rows_unequal": unequal,
@@ -37,11 +42,11 @@ def build_report(folder: Path, *, ranks: int, replicas: list[str], events: int, 
             "max": float(fresh.max()),
         },
         "steps": facts[0]["steps"],
-        "versions": len(cuts),
+        "versions": facts[0]["versions"],
         "cuts_absorbed": facts[0]["absorbed"],
         "rows_published": sum(fact["rows"] for fact in facts),
         "bytes_published": sum(fact["bytes"] for fact in facts),
-        "bytes_full_push": len(cuts) * sum(rows.nbytes for rows in trainer.values()),
+        "bytes_full_push": facts[0]["versions"] * sum(rows.nbytes for rows in trainer.values()),
         "service_restarts": restarts,
     }
 
@@ -51,8 +56,8 @@ def _unequal(folder: Path, trainer: dict[str, Any], name: str) -> dict[str, int]
         return unequal_rows(trainer, dict(arrays))
 
 
-def _applied(folder: Path, name: str) -> list[tuple[int, int]]:
-    applied: list[tuple[int, int]] = json.loads((folder / f"{name}.json").read_text())["applied"]
+def _applied(folder: Path, name: str) -> list[tuple[int, int, int]]:
+    applied: list[tuple[int, int, int]] = json.loads((folder / f"{name}.json").read_text())["applied"]
     return applied
 
 

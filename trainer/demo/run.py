@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from sync_service.cli.lag import fetch_lag
-from sync_service.errors import ServiceUnavailable
+from sync_service.errors import InvalidInput, ServiceUnavailable
 from trainer.data.stream import open_stream
 from trainer.demo.processes import DemoFailed, Processes, Service
 from trainer.demo.progress import DemoProgress
@@ -50,6 +50,7 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
         DemoFailed: a process failed; the folder of logs is kept.
         DataError: the events cannot be read.
     """
+    _check(options)
     events = _count_events(options)
     folder = Path(tempfile.mkdtemp(prefix="deltasync-demo-"))
     stream = replace(options.stream, events=events, start_file=folder / "start")
@@ -64,6 +65,11 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
     else:
         shutil.rmtree(folder)
     return report
+
+
+def _check(options: DemoOptions) -> None:
+    if options.stream.batch_size % options.ranks:
+        raise InvalidInput(f"--batch-size {options.stream.batch_size}: {options.ranks} ranks share it evenly")
 
 
 def _count_events(options: DemoOptions) -> int:
@@ -119,7 +125,7 @@ class _Demo:
         for name in REPLICAS:
             frozen = ["--freeze-at", str(half)] if name == REPLICAS[-1] else []
             subscribe = ["--service", service, "--consumer", CONSUMER, "--replica", name]
-            results = ["--results", str(self._folder), *frozen]
+            results = ["--hold-releases", "--results", str(self._folder), *frozen]
             processes.start(name, ["trainer.demo.replica", *subscribe, *results, *self._stream.arguments()])
 
     def _await_replicas(self, processes: Processes, service: Service) -> None:

@@ -12,16 +12,17 @@ from trainer.model import ClickModel
 
 
 class Scorer:
-    """Collects the scores of a stream, batch by batch.
+    """Scores a stream, batch by batch, and keeps the scores if asked to.
 
     Attributes:
         batches: batches scored so far.
     """
 
-    def __init__(self, model: ClickModel, featurizer: Featurizer, freeze_at: int | None) -> None:
+    def __init__(self, model: ClickModel, featurizer: Featurizer, freeze_at: int | None, keep: bool) -> None:
         self._model = model
         self._featurizer = featurizer
         self._freeze_at = freeze_at
+        self._keep = keep
         self._frozen: ClickModel | None = None
         self._scores: list[dict[str, torch.Tensor]] = []
         self.batches = 0
@@ -34,7 +35,8 @@ class Scorer:
         scores = {"index": batch.index, "label": batch.label, "logit": _logits(self._model, batch)}
         if self._freeze_at is not None:
             scores["frozen"] = _logits(self._frozen, batch) if self._frozen else scores["logit"]
-        self._scores.append(scores)
+        if self._keep:
+            self._scores.append(scores)
         self.batches += 1
 
     def columns(self) -> dict[str, np.ndarray]:

@@ -5,7 +5,6 @@ after a read, be it by a step or from outside between two steps, is later than t
 """
 
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,53 +37,55 @@ class Tracker:
     """Knows when each row of this rank's shards last changed.
 
     Attributes:
-        shards: what is tracked; dense parameters, if any, come last.
+        shards: what is tracked.
         steps: optimizer steps completed.
     """
 
-    def __init__(self, model: nn.Module, *, dense: bool = True) -> None:
+    def __init__(self, model: nn.Module, *, dense: bool = True, replicas: bool = True) -> None:
+        """Attach to a model.
+
+        Args:
+            model: a model under `DistributedModelParallel`, or any other.
+            dense: track the parameters outside of embedding tables too, each as a small table.
+            replicas: track what every rank holds alike; one rank is enough to publish it.
+
+        Raises:
+            Contradiction: the model has another tracker.
+            InvalidInput: the model has tables whose rows cannot be tracked.
+        """
         self._by_kernel: dict[nn.Module, TrackedLookup] = {}
-        self.shards: list[TrackedShard] = []
-        for name, module in sharded_modules(model):
-            self._register(name, module)
-        self._first_dense = len(self.shards)
-        if dense:
-            self.shards.extend(dense_shards(model))
-        self._index = {shard: number for number, shard in enumerate(self.shards)}
+        found = [shard for name, module in sharded_modules(model) for shard in self._register(name, module)]
+        found += dense_shards(model) if dense else []
+        self.shards = [shard for shard in found if replicas or not shard.replicated]
         self._stamps = [torch.zeros(s.shard.rows, dtype=torch.int64, device=s.weight.device) for s in self.shards]
-        self._looked_up: list[tuple[TrackedLookup, KeyedJaggedTensor]] = []
+        self._stamps_of = dict(zip(self.shards, self._stamps, strict=True))
         self._clock = 1  # 0 stands for "never".
         self.steps = 0
         self.cost = TrackerCost()
 
-    def _register(self, name: str, module: Any) -> None:
-        # `register_post_lookup_tracker_fn` hands over the ids of all tables of a sharding type at once, without
-        # saying which shards they belong to: a feature of two tables, or two column shards on one rank, cannot
-        # be told apart. The hook of the single lookups has the same ids together with the shards.
-        for lookup, tracked in lookups_of(name, module):
-            for each in tracked:
-                self._by_kernel[each.kernel] = each
-                self.shards.extend(shard for shard, _ in each.shards)
+    def _register(self, name: str, module: Any) -> list[TrackedShard]:
+        # TorchRec's `register_post_lookup_tracker_fn` hands over the ids of all tables of a sharding type at
+        # once, without saying which shards they belong to: a feature of two tables, or two column shards on one
+        # rank, cannot be told apart. The hook of the single lookups has the same ids together with the shards.
+        tracked: list[TrackedShard] = []
+        for lookup, groups in lookups_of(name, module):
             if lookup.optim_state_tracker_fn is not None:
                 raise Contradiction(
                     f"module {name!r} has a tracker already: TorchRec has room for one, remove the other first"
                 )
             lookup.register_optim_state_tracker_fn(self.record_lookup)
-        # Marking waits for the output dist to be under way, so that it runs while the network is busy.
-        module.register_post_odist_tracker_fn(self.mark_looked_up)
+            self._by_kernel |= {group.kernel: group for group in groups}
+            tracked += [shard for group in groups for shard, _ in group.shards]
+        return tracked
 
-    def record_lookup(self, features: KeyedJaggedTensor, _output: torch.Tensor, kernel: nn.Module) -> None:
-        """Note a lookup. Called by TorchRec right after it; evaluation, which changes no row, is left out."""
-        if torch.is_grad_enabled():
-            self._looked_up.append((self._by_kernel[kernel], features))
-
-    def mark_looked_up(self) -> None:
-        """Stamp the rows of the noted lookups. Called by TorchRec once the output dist is under way."""
-        started = time.perf_counter()
-        for lookup, features in self._looked_up:
-            self._mark_lookup(lookup, features)
-        self._looked_up.clear()
-        self.cost.marking_seconds += time.perf_counter() - started
+    def record_lookup(self, features: KeyedJaggedTensor, output: torch.Tensor, kernel: nn.Module) -> None:
+        """See to it that the rows of a lookup are marked when they change. Called by TorchRec after each."""
+        # They change in backward, which some pipelines run a step later than the lookup: marking now, or in
+        # `register_post_odist_tracker_fn`, could offer a row before its update and never again. Evaluation has
+        # no backward, and marks nothing.
+        group = self._by_kernel[kernel]
+        if output.requires_grad and any(shard.fused for shard, _ in group.shards):
+            output.register_hook(lambda _gradient: self._mark_lookup(group, features))  # type: ignore[no-untyped-call]
 
     def mark_all(self) -> None:
         """Stamp every row: after a load, or whenever a receiver may hold nothing."""
@@ -92,10 +93,10 @@ class Tracker:
             stamps.fill_(self._clock)
 
     def step(self) -> None:
-        """Note that an optimizer step is complete: what its lookups marked has changed."""
-        self.mark_looked_up()
-        for stamps in self._stamps[self._first_dense :]:
-            stamps.fill_(self._clock)
+        """Note that an optimizer step is complete. It may have changed any row that is not fused."""
+        for tracked, stamps in self._stamps_of.items():
+            if not tracked.fused:
+                stamps.fill_(self._clock)
         self.steps += 1
 
     def read(self, cursor: int) -> tuple[list[ChangedRows], int]:
@@ -118,7 +119,8 @@ class Tracker:
 
     def state_dict(self) -> dict[str, Any]:
         """Stamps, clock and step count, for a checkpoint of this rank."""
-        return {"steps": self.steps, "clock": self._clock, "stamps": [stamps.clone() for stamps in self._stamps]}
+        stamps = {_place(shard): stamps.clone() for shard, stamps in self._stamps_of.items()}
+        return {"steps": self.steps, "clock": self._clock, "stamps": stamps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint of the same rank, world size and plan.
@@ -126,21 +128,26 @@ class Tracker:
         Raises:
             Contradiction: it was made for other shards.
         """
-        ours, theirs = _shapes(self._stamps), _shapes(state["stamps"])
+        ours, theirs = {_place(shard) for shard in self.shards}, set(state["stamps"])
         if ours != theirs:
-            raise Contradiction(f"the checkpoint has stamps of {theirs} rows, this rank's shards have {ours}")
+            odd = ", ".join(sorted(ours ^ theirs))
+            raise Contradiction(f"the checkpoint has the stamps of other shards than this rank: {odd}")
         self.steps, self._clock = state["steps"], state["clock"]
-        for stamps, loaded in zip(self._stamps, state["stamps"], strict=True):
-            stamps.copy_(loaded)
+        for shard, stamps in self._stamps_of.items():
+            stamps.copy_(state["stamps"][_place(shard)])
 
     def _mark_lookup(self, lookup: TrackedLookup, features: KeyedJaggedTensor) -> None:
+        started = time.perf_counter()
         ids_by_feature = torch.split(features.values(), features.length_per_key())
         first = 0
         for shard, count in lookup.shards:
             for ids in ids_by_feature[first : first + count]:
-                self._stamps[self._index[shard]].index_fill_(0, ids.long(), self._clock)
+                self._stamps_of[shard].index_fill_(0, ids.long(), self._clock)
             first += count
+        self.cost.marking_seconds += time.perf_counter() - started
 
 
-def _shapes(stamps: Iterable[torch.Tensor]) -> list[int]:
-    return [len(each) for each in stamps]
+def _place(tracked: TrackedShard) -> str:
+    shard = tracked.shard
+    rows = f"{shard.row_offset}-{shard.row_offset + shard.rows}"
+    return f"{shard.table.name}[{rows}, {shard.col_offset}-{shard.col_offset + shard.cols}]"

@@ -12,8 +12,9 @@ from trainer.tracking.tracker import Tracker
 
 
 @pytest.mark.slow
-def test_exactly_the_changed_rows_are_reported() -> None:
-    run_ranks(str(Path(__file__).with_name("tracking_ranks.py")))
+@pytest.mark.parametrize("pipeline", ["Base", "SparseDist", "Lite", "SemiSync"])
+def test_exactly_the_changed_rows_are_reported(pipeline: str) -> None:
+    run_ranks(str(Path(__file__).with_name("tracking_ranks.py")), pipeline)
 
 
 class TestDenseOnly:
@@ -62,5 +63,5 @@ class TestDenseOnly:
         restored.load_state_dict(tracker.state_dict())
         assert restored.steps == 1
         assert len(restored.read(cursor)[0]) == 4
-        with pytest.raises(Contradiction, match="stamps of"):
+        with pytest.raises(Contradiction, match="stamps of other shards"):
             Tracker(nn.Linear(3, 2)).load_state_dict(tracker.state_dict())

@@ -49,7 +49,7 @@ def test_copies_that_differ_and_holes_are_errors(tmp_path: Path) -> None:
         trainer_tables(tmp_path, 1)
 
 
-def test_freshness_counts_every_version_by_the_release_that_brought_it() -> None:
-    cuts = [(1, 0, 0), (2, 5, 1_000_000_000), (3, 10, 2_000_000_000), (4, 15, 3_000_000_000)]
-    applied = [(1, 100), (3, 2_500_000_000)]
-    assert freshness(cuts, applied) == [1.5, 0.5]
+def test_freshness_counts_every_step_by_the_release_that_brought_it() -> None:
+    ends = [1_000_000_000, 2_000_000_000, 3_000_000_000]
+    applied = [(1, 0, 100), (3, 2, 2_500_000_000)]
+    assert freshness(ends, applied) == [1.5, 0.5]

@@ -1,0 +1,61 @@
+"""The ranks of test_agreement: no rank is left waiting for another."""
+
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sync_service.errors import DeltasyncError, InvalidInput
+from tests.support.ranks import leave
+from trainer.model import ClickModel, ModelOptions
+from trainer.publishing import DeltaSync, SyncOptions
+from trainer.sharding import OptimizerOptions, shard
+
+SIZES = ModelOptions(users=20, items=30, cross_buckets=10, dim=4, hidden=4)
+PATIENCE_SECONDS = 60.0
+
+
+def delta_sync(service: str) -> tuple[torch.nn.Module, DeltaSync]:
+    model, _ = shard(ClickModel(SIZES, torch.device("meta")), OptimizerOptions(), torch.device("cpu"))
+    return model, DeltaSync(model, SyncOptions(service=service, model="clicks"))
+
+
+def claims_that_differ_make_a_full_push(service: str) -> None:
+    _, sync = delta_sync(service)
+    sync.flush(PATIENCE_SECONDS)
+    early, full = sync.state_dict(), sync.stats.rows
+    sync.tracker.step()
+    sync.flush(PATIENCE_SECONDS)
+    late = sync.state_dict()
+    assert early["version"] < late["version"]
+    # As if the cut had been sealed, but this rank had not heard of it when the checkpoint was taken.
+    unheard = {**late, "version": early["version"], "cursor": early["cursor"]}
+    sync.abort()
+    _, resumed = delta_sync(service)
+    resumed.load_state_dict(late if dist.get_rank() == 0 else unheard)
+    resumed.flush(PATIENCE_SECONDS)
+    assert resumed.stats.rows == full, (dist.get_rank(), resumed.stats.rows, full)
+    resumed.abort()
+
+
+def a_part_refused_on_one_rank_fails_on_all(service: str) -> None:
+    _, sync = delta_sync(service)
+    sync.flush(PATIENCE_SECONDS)
+    if dist.get_rank() == 0:
+        user = next(tracked for tracked in sync.tracker.shards if tracked.shard.table.name.endswith("user"))
+        user.weight[3, 1] = float("nan")
+    sync.mark_all()
+    expected = (InvalidInput, "row 3 holds nan") if dist.get_rank() == 0 else (DeltasyncError, "another rank")
+    with pytest.raises(expected[0], match=expected[1]):
+        sync.flush()
+    sync.abort()
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    claims_that_differ_make_a_full_push(sys.argv[1])
+    a_part_refused_on_one_rank_fails_on_all(sys.argv[1])
+    dist.barrier()
+    dist.destroy_process_group()
+    leave()

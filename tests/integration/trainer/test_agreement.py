@@ -1,0 +1,13 @@
+"""Ranks that hold different things, or of which one fails, still come to an end together."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.process import ServiceProcess
+from tests.support.ranks import run_ranks
+
+
+@pytest.mark.slow
+def test_no_rank_waits_for_ever(service: ServiceProcess) -> None:
+    run_ranks(str(Path(__file__).with_name("agreement_ranks.py")), service.grpc)
