@@ -28,6 +28,7 @@ class Part:
     rows: int = 0
     bytes: int = 0
     step_end_unix_ns: int = 0
+    log_bytes: int = 0
     closed: bool = False
     last_ids: dict[int, int] = field(default_factory=dict)
     kept: list[ShardRows] = field(default_factory=list)
@@ -57,6 +58,7 @@ class Cut:
     version: int
     step: int
     run: Run
+    tables: dict[str, Table] = field(default_factory=dict)
     parts: dict[int, Part] = field(default_factory=dict)
     _only_in_log: bool = False
 
@@ -73,6 +75,10 @@ class Cut:
     def rows_in_memory(self) -> list[ShardRows] | None:
         """All rows of the cut; None if there are so many that they are only in the log."""
         return None if self._only_in_log else [rows for part in self.parts.values() for rows in part.kept]
+
+    def announce(self, tables: list[Table]) -> None:
+        """Note that a rank's run has these tables."""
+        self.tables |= {table.name: table for table in tables}
 
     def begin(self, rank: int, shards: list[Shard], *, must_be_full: bool) -> Part:
         """Begin a rank's part; one that was begun before is begun anew."""
@@ -105,15 +111,18 @@ class Cut:
         """Whether a rank has closed its part."""
         return rank in self.parts and self.parts[rank].closed
 
-    def check_coverage(self, tables: list[Table]) -> None:
-        """Check that the shards of a complete cut make up whole tables.
+    def check_coverage(self) -> None:
+        """Check that the shards of a complete cut make up all of the tables its ranks have announced.
 
         Raises:
             Contradiction: some values of a table belong to no rank's shard.
         """
-        shards = {shard for part in self.parts.values() for shard in part.shards}
-        for table in tables:
-            if gap := _gap(table, [shard for shard in shards if shard.table == table]):
+        shards: dict[str, list[Shard]] = {name: [] for name in self.tables}
+        for part in self.parts.values():
+            for shard in part.shards:
+                shards[shard.table.name].append(shard)
+        for name, table in self.tables.items():
+            if gap := _gap(table, shards[name]):
                 raise Contradiction(
                     f"table {table.name!r}: {gap} are in no rank's shard: publish all of it, or another model"
                 )
@@ -139,6 +148,16 @@ class Cut:
         return sum(part.bytes for part in self.parts.values())
 
     @property
+    def log_bytes(self) -> int:
+        """Bytes of all parts' records in the log."""
+        return sum(part.log_bytes for part in self.parts.values())
+
+    @property
+    def tables_with_rows(self) -> set[str]:
+        """Names of the tables of which some rows are in the cut."""
+        return {part.shards[slot].table.name for part in self.parts.values() for slot in part.last_ids}
+
+    @property
     def step_end_unix_ns(self) -> int:
         """When the step ended on the last of the ranks."""
         return max(part.step_end_unix_ns for part in self.parts.values())
@@ -147,13 +166,13 @@ class Cut:
 def _gap(table: Table, shards: Iterable[Shard]) -> str | None:
     """A block of the table that the shards, which may overlap, leave out."""
     blocks = [(s.row_offset, s.row_offset + s.rows, s.col_offset, s.col_offset + s.cols) for s in shards]
-    rows = np.unique([0, table.rows, *(row for block in blocks for row in block[:2])])
-    cols = np.unique([0, table.dim, *(col for block in blocks for col in block[2:])])
+    edges = np.array(blocks, np.int64).reshape(-1, 4)
+    rows = np.unique([0, table.rows, *edges[:, :2].flat])
+    cols = np.unique([0, table.dim, *edges[:, 2:].flat])
     covered = np.zeros((len(rows) - 1, len(cols) - 1), bool)
-    for first_row, end_row, first_col, end_col in blocks:
-        where_rows = slice(*np.searchsorted(rows, (first_row, end_row)))
-        where_cols = slice(*np.searchsorted(cols, (first_col, end_col)))
-        covered[where_rows, where_cols] = True
+    where_rows, where_cols = np.searchsorted(rows, edges[:, :2]), np.searchsorted(cols, edges[:, 2:])
+    for (first_row, end_row), (first_col, end_col) in zip(where_rows.tolist(), where_cols.tolist(), strict=True):
+        covered[first_row:end_row, first_col:end_col] = True
     if covered.all():
         return None
     row, col = np.argwhere(~covered)[0]

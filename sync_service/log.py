@@ -37,7 +37,10 @@ Write = Callable[[lmdb.Transaction], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Seal:
-    """What is known of a sealed cut. Times are nanoseconds since 1970."""
+    """What is known of a sealed cut. Times are nanoseconds since 1970.
+
+    `bytes` are those of ids and values, `log_bytes` those of the records the log holds of it.
+    """
 
     version: int
     step: int
@@ -46,6 +49,7 @@ class Seal:
     world_size: int
     rows: int
     bytes: int
+    log_bytes: int
     step_end_unix_ns: int
     sealed_unix_ns: int
 
@@ -77,11 +81,17 @@ def _version_of(model: str, key: bytes) -> int:
 
 
 class Log:
-    """An append-only log of cuts, with the small records that belong to them."""
+    """An append-only log of cuts, with the small records that belong to them.
+
+    Attributes:
+        refusing: a write was refused for want of room. Who has made room clears it.
+    """
 
     def __init__(self, options: LogOptions) -> None:
         options.directory.mkdir(parents=True, exist_ok=True)
         self._env = _open(options)
+        self._full_bytes = options.max_bytes - _reserve(options.max_bytes)
+        self.refusing = False
         self._parts = self._env.open_db(b"parts")
         self._seals = self._env.open_db(b"seals")
         self._meta = self._env.open_db(b"meta")
@@ -104,7 +114,7 @@ class Log:
             checksum.update(piece)
         record = b"".join((checksum.digest(), *payload))
         key = _key(model, version, rank, number)
-        return self._submit(lambda txn: _put(txn, key, record, self._parts))
+        return self._submit(lambda txn: self._append(txn, key, record))
 
     def drop_part(self, model: str, version: int, rank: int) -> Future[None]:
         """Forget what was appended of a rank's part of a cut that is not sealed yet."""
@@ -195,7 +205,10 @@ class Log:
     def used_bytes(self) -> int:
         """Bytes of the log's file that hold records."""
         with self._env.begin() as txn:
-            stats = [txn.stat(db) for db in (self._parts, self._seals, self._meta)]
+            return self._used(txn)
+
+    def _used(self, txn: lmdb.Transaction) -> int:
+        stats = [txn.stat(db) for db in (self._parts, self._seals, self._meta)]
         pages = sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
         return int(pages * stats[0]["psize"])
 
@@ -206,6 +219,11 @@ class Log:
         return None, None
 
     # The writer's thread.
+
+    def _append(self, txn: lmdb.Transaction, key: bytes, record: bytes) -> None:
+        if self._used(txn) + len(record) > self._full_bytes:
+            raise lmdb.MapFullError("full, but for what deleting needs")
+        _put(txn, key, record, self._parts)
 
     def _submit(self, write: Write) -> Future[None]:
         done: Future[None] = Future()
@@ -238,6 +256,7 @@ class Log:
                     write(txn)
         except lmdb.Error as error:
             if len(batch) == 1:
+                self.refusing |= isinstance(error, lmdb.MapFullError)
                 batch[0][1].set_exception(_storage_failed(error))
                 return
             for one in batch:  # What fails must not take the others with it.
@@ -262,8 +281,16 @@ def _open(options: LogOptions) -> lmdb.Environment:
 def _storage_failed(error: lmdb.Error) -> StorageFailed:
     logger.error("the log could not be written: %s", error)
     if isinstance(error, lmdb.MapFullError):
-        return StorageFailed("the log is full: raise --log-max-bytes and restart the service; nothing was lost")
+        return StorageFailed(
+            "the log is full until the tables are flushed; if it stays so, raise --log-max-bytes and restart the "
+            "service; nothing was lost"
+        )
     return StorageFailed(f"the log could not be written: {error}")
+
+
+def _reserve(max_bytes: int) -> int:
+    """Bytes that rows may not take: even deleting needs free pages, more of them the more there is to delete."""
+    return max(max_bytes // 16, 256 << 10)
 
 
 def _put(txn: lmdb.Transaction, key: bytes, value: bytes, db: Any) -> None:

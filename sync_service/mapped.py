@@ -23,9 +23,9 @@ class MappedTable(StampedTable):
     """
 
     def __init__(self, table: Table, directory: Path, *, new: bool) -> None:
-        stem = directory / _stem(table.name)
-        rows = _map(stem.with_name(f"{stem.name}.rows"), table.dtype, (table.rows, table.dim), new)
-        stamps = _map(stem.with_name(f"{stem.name}.stamps"), np.dtype(np.int64), (table.rows,), new)
+        rows_file, stamps_file = _files(table, directory)
+        rows = _map(rows_file, table.dtype, (table.rows, table.dim), new)
+        stamps = _map(stamps_file, np.dtype(np.int64), (table.rows,), new)
         super().__init__(table, rows, stamps)
         self._mapped = (rows, stamps)
 
@@ -33,6 +33,12 @@ class MappedTable(StampedTable):
         """Wait until everything written before the call is on disk."""
         for array in self._mapped:
             array.flush()
+
+
+def remove_files(table: Table, directory: Path) -> None:
+    """Remove what there is of a table's files."""
+    for file in _files(table, directory):
+        file.unlink(missing_ok=True)
 
 
 def reserve(file: BinaryIO, size: int, what: str) -> None:
@@ -47,9 +53,10 @@ def reserve(file: BinaryIO, size: int, what: str) -> None:
         raise StorageFailed(f"{what}: cannot reserve {size} bytes: {error.strerror}") from error
 
 
-def _stem(name: str) -> str:
-    """A file name that is the table's own, however long the table's name is."""
-    return f"{quote(name, safe='')[:100]}-{xxhash.xxh3_64_hexdigest(name.encode())}"
+def _files(table: Table, directory: Path) -> tuple[Path, Path]:
+    """The files of a table's rows and stamps, of names that are its own, however long the table's name is."""
+    stem = f"{quote(table.name, safe='')[:100]}-{xxhash.xxh3_64_hexdigest(table.name.encode())}"
+    return directory / f"{stem}.rows", directory / f"{stem}.stamps"
 
 
 def _map(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...], new: bool) -> Mapped:

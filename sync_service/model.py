@@ -5,11 +5,12 @@ import threading
 import uuid
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, TypeVar
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import numpy as np
 from deltasync.v1 import publish_pb2
@@ -18,12 +19,14 @@ from sync_service.codec import shards_from_open, table_from_message, unpack_rows
 from sync_service.cuts import ShardRows
 from sync_service.errors import Contradiction
 from sync_service.log import Log, Seal
-from sync_service.mapped import MappedTable
+from sync_service.mapped import MappedTable, remove_files
 from sync_service.release import Release, freeze
 from sync_service.tables import Position, Shard, Table
 
 # Seals are kept this long after their rows, so that lag in seconds is known for old offsets too.
 KEPT_SEALS = 100_000
+# Releases together; more are kept in unlinked files, so that slow replicas do not cost memory.
+RELEASES_IN_MEMORY_BYTES = 64 << 20
 
 T = TypeVar("T")
 
@@ -40,6 +43,7 @@ class Model:
         sealed: the last durable cut, or None.
         head: the last applied cut, or None: what replicas are given.
         seals: the kept seals in order; the last one is `sealed`.
+        published: names of the tables of which some row is in a sealed cut.
     """
 
     def __init__(self, name: str, log: Log, directory: Path) -> None:
@@ -49,14 +53,15 @@ class Model:
         self.tables: list[MappedTable] = []
         self.seals: deque[Seal] = deque(maxlen=KEPT_SEALS)
         self.head: Seal | None = None
+        self.published: set[str] = set()
         self._applied: Seal | None = None
         self._directory = directory
         self._flushed = 0
         self._flushing = threading.Lock()
         self._meta_lock = threading.Lock()
-        self._adding = asyncio.Lock()
         self._changed = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"model-{name}")
+        self._frozen: list[ref[Release]] = []  # Of the model's thread.
         self._releases: WeakValueDictionary[tuple[int, int], asyncio.Task[Release]] = WeakValueDictionary()
 
     @property
@@ -81,12 +86,14 @@ class Model:
             StorageFailed: a file is damaged or missing.
         """
         self.history, self._flushed = meta["history"], meta["flushed"]
-        self._map_tables([_table_from_meta(table) for table in meta["tables"]], new=False)
+        for table in meta["tables"]:
+            self.tables.append(MappedTable(_table_from_meta(table), self._folder(), new=False))
         self.seals.extend(self.log.seals(self.name))
         self.log.drop_unsealed(self.name, self.sealed_version).result()
         for seal in self._unflushed():
             self._apply(seal, None)
         self.head = self._applied = self.sealed
+        self.published = {mapped.table.name for mapped in self.tables if mapped.ever_changed()}
 
     def close(self) -> None:
         """Flush the tables and stop the thread. Blocks."""
@@ -102,18 +109,21 @@ class Model:
 
         Raises:
             Contradiction: a table exists with another shape or type; nothing was added.
+            StorageFailed: there is no room for them; nothing was added.
         """
-        async with self._adding:
-            if new := self._unknown(tables):
-                await self.run(lambda: self._map_tables(new, new=True))
-                await asyncio.wrap_future(self._put_meta(self._flushed))
-                self._wake()
+        if self._unknown(tables):
+            # All of it on the model's thread: a rank that disconnects now must not stop it half way.
+            await self.run(self._add, tables, asyncio.get_running_loop())
 
     async def advance(self, seal: Seal, rows: Iterable[ShardRows] | None) -> None:
         """Apply a cut that was just sealed, from `rows` or else from the log, and make it the head."""
         await self.run(self._apply, seal, rows)
         self.head = seal
         self._wake()
+
+    def unpublished(self, tables: list[Table]) -> list[str]:
+        """Names of those of `tables` of which no row was ever published."""
+        return [table.name for table in tables if table.name not in self.published]
 
     def release(self, after: int) -> asyncio.Task[Release]:
         """What a replica at version `after` lacks. Replicas that lack the same share one release, as long as
@@ -147,14 +157,14 @@ class Model:
                 return
             for table in list(self.tables):
                 table.flush()
-            self._put_meta(version).result()
+            self._record(version, [])
             self.log.truncate(self.name, version, KEPT_SEALS).result()
             self._flushed = version
 
     def should_flush(self, flush_bytes: int) -> bool:
         """Whether the log holds `flush_bytes`, or half of the seals that are kept, more than the tables' files."""
         unflushed = self._unflushed()
-        return sum(seal.bytes for seal in unflushed) >= flush_bytes or len(unflushed) >= KEPT_SEALS // 2
+        return sum(seal.log_bytes for seal in unflushed) >= flush_bytes or len(unflushed) >= KEPT_SEALS // 2
 
     def _unflushed(self) -> list[Seal]:
         """The seals after the last flush, oldest first."""
@@ -176,7 +186,11 @@ class Model:
         self._changed = asyncio.Event()
 
     def _freeze(self, after: int) -> Release:
-        return freeze(list(self.tables), after, self._applied, self._directory)
+        alive = [release for each in self._frozen if (release := each())]
+        room = RELEASES_IN_MEMORY_BYTES - sum(release.memory_bytes for release in alive)
+        release = freeze(list(self.tables), after, self._applied, self._directory, room)
+        self._frozen = [ref(each) for each in (*alive, release)]
+        return release
 
     def _apply(self, seal: Seal, rows: Iterable[ShardRows] | None) -> None:
         by_name = {mapped.table.name: mapped for mapped in self.tables}
@@ -194,17 +208,29 @@ class Model:
             else:
                 yield unpack_rows(record, shards)
 
-    def _map_tables(self, tables: list[Table], *, new: bool) -> None:
+    def _add(self, tables: list[Table], loop: asyncio.AbstractEventLoop) -> None:
+        folder, new = self._folder(), []
+        with ExitStack() as undo:
+            for table in self._unknown(tables):
+                undo.callback(remove_files, table, folder)
+                new.append(MappedTable(table, folder, new=True))
+            self._record(self._flushed, new)
+            undo.pop_all()
+        loop.call_soon_threadsafe(self._wake)
+
+    def _folder(self) -> Path:
         folder = self._directory / "tables"
         folder.mkdir(parents=True, exist_ok=True)
-        self.tables.extend([MappedTable(table, folder, new=new) for table in tables])
+        return folder
 
-    def _put_meta(self, flushed: int) -> Future[None]:
-        # Locked, so that the list of tables that was read last is also written last.
-        with self._meta_lock:
-            tables = [_table_to_meta(mapped.table) for mapped in self.tables]
-            meta = {"history": self.history, "flushed": flushed, "tables": tables}
-            return self.log.put_meta(f"model/{self.name}", meta)
+    def _record(self, flushed: int, new: list[MappedTable]) -> None:
+        """Write down which tables there are, `new` ones among them, and only then have them."""
+        with self._meta_lock:  # So that a flush and a new table do not write over each other.
+            tables = [*self.tables, *new]
+            described = [_table_to_meta(mapped.table) for mapped in tables]
+            meta = {"history": self.history, "flushed": flushed, "tables": described}
+            self.log.put_meta(f"model/{self.name}", meta).result()
+            self.tables = tables
 
 
 def _shape(table: Table) -> str:

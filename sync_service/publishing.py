@@ -132,7 +132,7 @@ class Publishing:
             await self._applying
 
     def _check(self, run: Run) -> Decision:
-        decision = may_publish(run, self.run)
+        decision = may_publish(run, self.run, time.time_ns())
         if not decision.yes:
             raise Contradiction(decision.reason)
         return decision
@@ -156,12 +156,13 @@ class Publishing:
 
     async def _sealed(self, cut: Cut) -> Position:
         if cut.must_be_full:
-            cut.check_coverage([mapped.table for mapped in self.model.tables])
+            cut.check_coverage()
         if self._applying:
             await self._applying
         seal = _seal_of(cut)
         await asyncio.wrap_future(self.model.log.seal(self.model.name, seal))
         self.model.seals.append(seal)
+        self.model.published |= cut.tables_with_rows
         self.rows += seal.rows
         self.bytes += seal.bytes
         self._applying = self._tasks.create_task(self.model.advance(seal, cut.rows_in_memory()))
@@ -186,7 +187,8 @@ class PublishSession:
     @property
     def decision(self) -> Decision:
         """Whether the run continues the published history as it is now."""
-        return continues(self.run, self._claim, self._model.history, self._model.sealed)
+        model = self._model
+        return continues(self.run, self._claim, model.history, model.sealed, model.unpublished(self.tables))
 
     @property
     def head(self) -> Position:
@@ -222,6 +224,10 @@ class PublishSession:
             Contradiction: the ranks' shards do not make up whole tables, or the step is an old one.
             Superseded: a newer stream, run or cut has taken over.
         """
+        self._claim = await self._closed(close)
+        return self._claim
+
+    async def _closed(self, close: publish_pb2.PartClose) -> Position:
         if sealed := self._sealed_before(close.step):
             return Position(self._model.history, sealed.version)
         if open_cut := self._closed_before(close.step):
@@ -253,6 +259,7 @@ class PublishSession:
     def _part_of(self, step: int) -> tuple[OpenCut, Part]:
         open_cut = self._publishing.cut_of(self, step)
         if self._part is None or self._part[0] is not open_cut:
+            open_cut.cut.announce(self.tables)
             part = open_cut.cut.begin(self.rank, self._shards, must_be_full=not self.decision.yes)
             self._part = (open_cut, part)
             dropped = self._model.log.drop_part(self._model.name, open_cut.cut.version, self.rank)
@@ -262,6 +269,7 @@ class PublishSession:
 
     def _append(self, cut: Cut, part: Part, *payload: Buffer) -> None:
         number, part.records = part.records, part.records + 1
+        part.log_bytes += sum(memoryview(piece).nbytes for piece in payload)
         appended = self._model.log.append(self._model.name, cut.version, self.rank, number, *payload)
         self._unwritten.append(appended)
 
@@ -289,6 +297,7 @@ def _seal_of(cut: Cut) -> Seal:
         world_size=cut.run.world_size,
         rows=cut.rows,
         bytes=cut.bytes,
+        log_bytes=cut.log_bytes,
         step_end_unix_ns=cut.step_end_unix_ns,
         sealed_unix_ns=time.time_ns(),
     )
@@ -312,7 +321,9 @@ def _checked_tables(message: publish_pb2.PublishOpen) -> list[Table]:
     tables = [table_from_message(table) for table in message.tables]
     if not tables:
         raise InvalidInput("the run announces no tables: describe at least one")
-    names = [table.name for table in tables]
-    if duplicate := next((name for name in names if names.count(name) > 1), None):
-        raise InvalidInput(f"table {duplicate!r} is announced twice: tables need distinct names")
+    known: set[str] = set()
+    for table in tables:
+        if table.name in known:
+            raise InvalidInput(f"table {table.name!r} is announced twice: tables need distinct names")
+        known.add(table.name)
     return tables

@@ -1,19 +1,20 @@
 """A release: what a replica lacks, frozen at one version."""
 
+import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sync_service.codec import chunked
 from sync_service.log import Seal
 from sync_service.mapped import reserve
 from sync_service.stamps import Ids, StampedTable, Values
-
-# A larger release is kept in an unlinked file, so that memory stays bounded however much a replica lacks.
-_IN_MEMORY_BYTES = 64 << 20
+from sync_service.tables import Table
 
 
 @dataclass
@@ -23,10 +24,12 @@ class Release:
     Attributes:
         seal: the cut; None when nothing is published yet.
         tables: slot, ids [n] and values [n, D] of each table with changed rows.
+        memory_bytes: how much memory these take; 0 when they are in unlinked files.
     """
 
     seal: Seal | None
     tables: list[tuple[int, Ids, Values]] = field(default_factory=list)
+    memory_bytes: int = 0
 
     @property
     def rows(self) -> int:
@@ -39,22 +42,37 @@ class Release:
             yield from ((slot, *piece) for piece in chunked(ids, values))
 
 
-def freeze(tables: list[StampedTable], after: int, seal: Seal | None, scratch: Path) -> Release:
-    """Copy every row changed after version `after`. Not while a cut is being applied."""
+def freeze(
+    tables: Sequence[StampedTable], after: int, seal: Seal | None, scratch: Path, memory_bytes: int
+) -> Release:
+    """Copy every row changed after version `after`. Not while a cut is being applied.
+
+    A release of more than `memory_bytes` is kept in unlinked files in the folder `scratch`.
+    """
     changed = [table.changed_since(after) for table in tables]
     total = sum(len(ids) * table.table.row_bytes for ids, table in zip(changed, tables, strict=True))
-    release = Release(seal)
+    spill = total > memory_bytes
+    release = Release(seal, memory_bytes=0 if spill else total)
     for slot, (ids, table) in enumerate(zip(changed, tables, strict=True)):
         if len(ids):
-            shape = (len(ids), table.table.dim)
-            spill = total > _IN_MEMORY_BYTES
-            values = _unlinked_array(shape, table, scratch) if spill else np.empty(shape, table.table.dtype)
+            values = _room_for(table.table, len(ids), scratch if spill else None)
             table.read(ids, values)
-            release.tables.append((slot, ids, values))
+            release.tables.append((slot, _spilled(ids, table.table, scratch) if spill else ids, values))
     return release
 
 
-def _unlinked_array(shape: tuple[int, int], table: StampedTable, scratch: Path) -> Values:
+def _room_for(table: Table, rows: int, scratch: Path | None) -> Values:
+    shape = (rows, table.dim)
+    return _unlinked_array(shape, table.dtype, table, scratch) if scratch else np.empty(shape, table.dtype)
+
+
+def _spilled(ids: Ids, table: Table, scratch: Path) -> Ids:
+    spilled = _unlinked_array(ids.shape, ids.dtype, table, scratch)
+    spilled[:] = ids
+    return spilled
+
+
+def _unlinked_array(shape: tuple[int, ...], dtype: np.dtype[Any], table: Table, scratch: Path) -> NDArray[Any]:
     with tempfile.TemporaryFile(dir=scratch) as file:
-        reserve(file, shape[0] * shape[1] * table.table.dtype.itemsize, f"a release of table {table.table.name!r}")
-        return np.memmap(file, table.table.dtype, mode="r+", shape=shape)
+        reserve(file, math.prod(shape) * dtype.itemsize, f"a release of table {table.name!r}")
+        return np.memmap(file, dtype, mode="r+", shape=shape)

@@ -1,9 +1,13 @@
 """Who may publish, and whether a run continues the published history. Pure decisions, each with its reason."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sync_service.log import Seal
 from sync_service.tables import Position
+
+# How far clocks of different machines may be apart.
+MAX_AHEAD_NS = 300 * 10**9
 
 
 @dataclass(frozen=True)
@@ -23,11 +27,9 @@ class Decision:
     reason: str
 
 
-def may_publish(run: Run, current: Run | None) -> Decision:
+def may_publish(run: Run, current: Run | None, now_unix_ns: int) -> Decision:
     """Whether a rank of `run` may open a stream while `current` is the run that publishes."""
-    if current is None:
-        return Decision(True, f"run {run.id} is the first to publish")
-    if run.id == current.id:
+    if current and run.id == current.id:
         if run.world_size != current.world_size:
             return Decision(
                 False,
@@ -35,17 +37,41 @@ def may_publish(run: Run, current: Run | None) -> Decision:
                 "give a run of another size an id of its own",
             )
         return Decision(True, f"run {run.id} is publishing")
-    if run.started_unix_ns <= current.started_unix_ns:
+    if _ahead(run, now_unix_ns):
+        seconds = (run.started_unix_ns - now_unix_ns) // 10**9
+        return Decision(
+            False, f"run {run.id} began {seconds} s ahead of the service's clock: set the clocks right"
+        )
+    if current is None:
+        return Decision(True, f"run {run.id} is the first to publish")
+    if run.started_unix_ns <= current.started_unix_ns and not _ahead(current, now_unix_ns):
         return Decision(False, f"run {run.id} began before run {current.id}, which has taken over: stop it")
     return Decision(True, f"run {run.id} takes over from run {current.id}")
 
 
-def continues(run: Run, claim: Position, history: str, head: Seal | None) -> Decision:
-    """Whether what `run` holds is known to build on `head`, given the position it claims to hold."""
+def _ahead(run: Run, now_unix_ns: int) -> bool:
+    """Whether a run says that it began in the future, from which no other run could take over."""
+    return run.started_unix_ns - now_unix_ns > MAX_AHEAD_NS
+
+
+def continues(run: Run, claim: Position, history: str, head: Seal | None, unpublished: Sequence[str]) -> Decision:
+    """Whether what `run` holds is known to build on `head`.
+
+    Args:
+        run: the run.
+        claim: the position it claims to hold.
+        history: the service's history.
+        head: the newest seal.
+        unpublished: tables of the run of which no row was ever published.
+    """
     if head is None:
         return Decision(False, "nothing is published yet")
     if claim.history and claim.history != history:
         return Decision(False, f"the run holds history {claim.history}, the service history {history}")
+    if claim.version > head.version:
+        return Decision(False, f"the run holds version {claim.version}, the newest one is only {head.version}")
+    if unpublished:
+        return Decision(False, f"no row of table {unpublished[0]!r} was ever published")
     if run.id == head.run:
         return Decision(True, f"run {run.id} published version {head.version} itself")
     if claim.version == head.version and claim.history == history:

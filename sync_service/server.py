@@ -57,7 +57,7 @@ class ServerOptions:
         grpc_port: port for trainers and replicas; 0 = any free one.
         http_port: port for operators; 0 = any free one.
         consumers: consumers to make at the start if missing: name and model.
-        admin_token: token for calls that change something; None refuses them all.
+        admin_token: token for calls that change something; None, or an empty one, refuses them all.
         drain_seconds: how long open cuts may take to finish on SIGTERM.
     """
 
@@ -86,6 +86,7 @@ async def serve(options: ServerOptions) -> None:
         ServiceUnavailable: a port is in use.
     """
     keep_freed_memory()
+    os.umask(0o077)  # The rows of a model are nobody else's to read.
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)

@@ -86,13 +86,16 @@ class Service:
         return await report(consumer, self.publishing_of(consumer.model).model)
 
     async def housekeeping(self) -> None:
-        """Flush tables whose log has grown, and forget replicas long gone. Runs until cancelled."""
+        """Flush tables whose log has grown or is full, and forget replicas long gone. Runs until cancelled."""
         while True:
             await asyncio.sleep(_HOUSEKEEPING_SECONDS)
             self.registry.forget_the_gone()
+            full = self.log.refusing
             for publishing in list(self.publishing.values()):
-                if publishing.model.should_flush(self._options.flush_bytes):
+                if full or publishing.model.should_flush(self._options.flush_bytes):
                     await self._flush(publishing.model)
+            if full:
+                self.log.refusing = False  # There is room now, or the next write is refused again.
 
     async def wait_idle(self, seconds: float) -> None:
         """Wait until no cut is under way, but no longer than `seconds`."""

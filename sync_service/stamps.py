@@ -60,6 +60,11 @@ class StampedTable:
         ]
         return np.concatenate(blocks)
 
+    def ever_changed(self) -> bool:
+        """Whether any row has a stamp."""
+        starts = range(0, len(self.stamps), _SCAN_ROWS)
+        return any(self.stamps[start : start + _SCAN_ROWS].any() for start in starts)
+
     def count_changed_since(self, version: int) -> int:
         """How many rows are stamped after `version`."""
         starts = range(0, len(self.stamps), _SCAN_ROWS)

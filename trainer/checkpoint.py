@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torchrec.optim.keyed import CombinedOptimizer
 
-from trainer.publishing import DeltaSync
+from trainer.sync import DeltaSync
 
 
 def save_checkpoint(folder: Path, model: nn.Module, optimizer: CombinedOptimizer, sync: DeltaSync) -> None:

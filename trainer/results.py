@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.publishing import DeltaSync
+from trainer.sync import DeltaSync
 
 Scored = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torchrec.distributed import TrainPipelineSparseDist
 
 from sync_service.cli.config import CONTEXT
-from sync_service.logs import log_to_stderr
+from sync_service.process_logging import log_to_stderr
 from trainer.checkpoint import load_checkpoint, save_checkpoint
 from trainer.data.batch import ClickBatch, click_batch
 from trainer.data.features import Featurizer
 from trainer.model import ClickModel
-from trainer.publishing import DeltaSync, SyncOptions
+from trainer.sync import DeltaSync, SyncOptions
 from trainer.ranks import join_ranks
 from trainer.results import Results
 from trainer.sharding import OptimizerOptions, shard

@@ -51,7 +51,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         return admin_pb2.ListConsumersResponse(consumers=[_message(consumers[name]) for name in sorted(consumers)])
 
     def _check_token(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        if self._token is None:
+        if not self._token:
             raise NotPermitted("the service has no admin token: start it with --admin-token")
         sent = dict(context.invocation_metadata() or ()).get("authorization", "")
         if not hmac.compare_digest(str(sent).encode(), f"Bearer {self._token}".encode()):

@@ -73,9 +73,11 @@ def create_app(service: Service) -> FastAPI:
 
     @app.get("/readyz", response_class=PlainTextResponse)
     async def readyz() -> str:
-        """The service takes streams: it has recovered and is not shutting down."""
+        """The service takes streams: it has recovered, its log has room, and it is not shutting down."""
         if service.draining.is_set():
             raise ServiceUnavailable("the service is shutting down")
+        if service.log.refusing:
+            raise ServiceUnavailable("the log is full: its tables are being flushed")
         return "ok\n"
 
     @app.get("/metrics")

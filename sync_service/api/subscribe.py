@@ -100,9 +100,7 @@ class ReplicaStream:
                 if self._model.position == self._given:
                     yield _progress(self._model.position)
                 continue
-            frozen = self._model.release(self._given.version)
-            release = await asyncio.shield(frozen)
-            async for response in self._send(release, acks):
+            async for response in self._send(self._model.release(self._given.version), acks):
                 yield response
 
     def _opened(self) -> subscribe_pb2.SubscribeResponse:
@@ -115,7 +113,9 @@ class ReplicaStream:
         )
         return subscribe_pb2.SubscribeResponse(opened=opened)
 
-    async def _send(self, release: Release, acks: asyncio.Task[None]) -> Responses:
+    async def _send(self, frozen: asyncio.Task[Release], acks: asyncio.Task[None]) -> Responses:
+        # Only here, so that what was sent is not kept while there is nothing to send.
+        release = await asyncio.shield(frozen)
         for slot, ids, values in release.chunks():
             size = ids.nbytes + values.nbytes
             while self._outstanding > 0 and self._outstanding + size > self._budget:

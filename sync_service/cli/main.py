@@ -9,7 +9,7 @@ from sync_service.cli.consumers import consumers
 from sync_service.cli.lag import lag
 from sync_service.cli.serve import serve
 from sync_service.errors import DeltasyncError
-from sync_service.logs import log_to_stderr
+from sync_service.process_logging import log_to_stderr
 
 
 class _Verbs(click.Group):

@@ -46,7 +46,8 @@ class Part:
     """This rank's share of a cut.
 
     Attributes:
-        step: the optimizer step after which the rows were read; later than that of the part before.
+        step: the optimizer step after which the rows were read; later than that of the last part that was
+            sealed.
         step_end_unix_ns: when the step ended on this rank, nanoseconds since 1970.
         rows: the rows; may be empty.
         full: whether these are all rows of all shards of this rank.
@@ -73,6 +74,7 @@ class Publisher:
         self._closing = threading.Event()
         self._stream: _Stream | None = None
         self._busy = False
+        self._sealed_step: int | None = None
         self._thread = threading.Thread(target=self._run, name="deltasync-publisher", daemon=True)
         self._thread.start()
 
@@ -85,18 +87,20 @@ class Publisher:
             `InvalidInput` or `Contradiction` when the service refuses the part for good.
 
         Raises:
-            InvalidInput: rows that do not fit their shard, or a part is still under way.
+            InvalidInput: rows that do not fit their shard, a step that is sealed already, or a part is still
+                under way.
             ServiceUnavailable: the publisher is closed.
         """
         if self._closing.is_set():
             raise ServiceUnavailable(f"part of step {part.step}: the publisher is closed")
         if self._busy:
             raise InvalidInput(f"part of step {part.step}: the part before it is still under way")
+        if self._sealed_step is not None and part.step <= self._sealed_step:
+            raise InvalidInput(f"part of step {part.step}: step {self._sealed_step} is sealed already")
         for rows in part.rows:
             self._check(rows)
         done: Future[Position] = Future()
         self._busy = True
-        done.add_done_callback(self._idle)
         self._parts.put((part, done))
         return done
 
@@ -113,9 +117,6 @@ class Publisher:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _idle(self, _done: "Future[Position]") -> None:
-        self._busy = False
 
     def _check(self, rows: ShardRows) -> None:
         if not 0 <= rows.shard < len(self._shards):
@@ -137,9 +138,11 @@ class Publisher:
                 position = self._deliver(part)
             except Exception as error:  # noqa: BLE001  # handed over to whoever waits for the part
                 self._drop_stream()
+                self._busy = False  # Before who waits is woken, and may publish again at once.
                 done.set_exception(error)
             else:
-                self._continues = position
+                self._continues, self._sealed_step = position, part.step
+                self._busy = False
                 done.set_result(position)
         self._drop_stream()
 

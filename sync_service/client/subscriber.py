@@ -66,7 +66,9 @@ class Subscriber:
             )
         self.check()
         if not _reached(self.held, wanted):
-            raise TimeoutError(f"replica {self._options.replica!r} holds version {self.held.version}, not {wanted}")
+            raise TimeoutError(
+                f"replica {self._options.replica!r} holds version {self.held.version}, not {wanted}"
+            )
         return self.held
 
     def check(self) -> None:

@@ -1,7 +1,10 @@
 """The consumers that exist, and the offset of each of their replicas, kept in the log."""
 
 import asyncio
+import logging
 import time
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from sync_service.consumers.consumer import Consumer, Replica
@@ -9,6 +12,8 @@ from sync_service.consumers.offsets import forgettable
 from sync_service.errors import Contradiction, NotFound
 from sync_service.log import Log
 from sync_service.tables import Position, check_name
+
+logger = logging.getLogger(__name__)
 
 
 class Registry:
@@ -91,14 +96,23 @@ class Registry:
         replica.applied, replica.acked_unix_ns = applied, time.time_ns()
         if self.consumers.get(consumer.name) is not consumer:
             return  # Deleted meanwhile: nothing of it is to be kept.
-        self._log.put_meta(f"offset/{consumer.name}/{replica.name}", _offset_meta(replica))
+        self._keep(f"offset/{consumer.name}/{replica.name}", _offset_meta(replica))
 
     def forget_the_gone(self) -> None:
         """Forget replicas that have been away for long, so that they no longer hold their consumer's offset."""
         for consumer in self.consumers.values():
             for name in forgettable(list(consumer.replicas.values()), time.time_ns(), self._retention_ns):
                 del consumer.replicas[name]
-                self._log.put_meta(f"offset/{consumer.name}/{name}", None)
+                self._keep(f"offset/{consumer.name}/{name}", None)
+
+    def _keep(self, name: str, meta: dict[str, Any] | None) -> None:
+        """Keep what nobody waits for."""
+        self._log.put_meta(name, meta).add_done_callback(partial(_report, name))
+
+
+def _report(name: str, written: Future[None]) -> None:
+    if error := written.exception():
+        logger.error("%s is not kept; a restart goes back to what was kept before: %s", name, error)
 
 
 def _end_stream(replica: Replica) -> None:

@@ -1,8 +1,10 @@
 """Managing consumers, by gRPC and by the command line, and what operators see."""
 
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -68,13 +70,9 @@ def refused(error: pytest.ExceptionInfo[grpc.RpcError]) -> tuple[grpc.StatusCode
     return error.value.code(), error.value.details() or ""
 
 
-@pytest.mark.parametrize(
-    "metadata", [(), (("authorization", "Bearer wrong"),), (("authorization", TOKEN),), (("authorization", ""),)]
-)
-def test_changes_need_the_token(
-    admin: admin_pb2_grpc.AdminServiceStub, metadata: tuple[tuple[str, str], ...]
-) -> None:
-    for request in (create("new"), delete("probes")):
+def test_changes_need_the_token(admin: admin_pb2_grpc.AdminServiceStub) -> None:
+    wrong = [(), (("authorization", "Bearer wrong"),), (("authorization", TOKEN),), (("authorization", ""),)]
+    for metadata, request in itertools.product(wrong, (create("new"), delete("probes"))):
         with pytest.raises(grpc.RpcError) as error:
             change(admin, request, metadata)
         assert refused(error) == (
@@ -109,37 +107,32 @@ def test_consumers_are_made_listed_and_deleted(
     assert names(admin) == ["predictors", "probes"]
 
 
-@pytest.mark.parametrize(
-    ("request_", "code", "said"),
-    [
-        (create("a/b"), grpc.StatusCode.INVALID_ARGUMENT, "consumer name 'a/b'"),
-        (create("a", "m/n"), grpc.StatusCode.INVALID_ARGUMENT, "model name 'm/n'"),
-        (admin_pb2.CreateConsumerRequest(), grpc.StatusCode.INVALID_ARGUMENT, "consumer name ''"),
-        (
-            create("probes", "other"),
-            grpc.StatusCode.FAILED_PRECONDITION,
-            "exists for model 'clicks': delete it first",
-        ),
-        (admin_pb2.DeleteConsumerRequest(name="no"), grpc.StatusCode.NOT_FOUND, "consumers: predictors, probes"),
-    ],
-)
-def test_bad_changes_change_nothing(
-    admin: admin_pb2_grpc.AdminServiceStub,
-    request_: Any,
-    code: grpc.StatusCode,
-    said: str,
-) -> None:
-    with pytest.raises(grpc.RpcError) as error:
-        change(admin, request_)
-    assert refused(error)[0] is code
-    assert said in refused(error)[1]
+BAD_CHANGES = [
+    (create("a/b"), grpc.StatusCode.INVALID_ARGUMENT, "consumer name 'a/b'"),
+    (create("a", "m/n"), grpc.StatusCode.INVALID_ARGUMENT, "model name 'm/n'"),
+    (admin_pb2.CreateConsumerRequest(), grpc.StatusCode.INVALID_ARGUMENT, "consumer name ''"),
+    (create("probes", "other"), grpc.StatusCode.FAILED_PRECONDITION, "exists for model 'clicks': delete it first"),
+    (delete("no"), grpc.StatusCode.NOT_FOUND, "consumers: predictors, probes"),
+]
+
+
+def test_bad_changes_change_nothing(admin: admin_pb2_grpc.AdminServiceStub) -> None:
+    for request, code, said in BAD_CHANGES:
+        with pytest.raises(grpc.RpcError) as error:
+            change(admin, request)
+        assert refused(error)[0] is code
+        assert said in refused(error)[1]
     assert names(admin) == ["predictors", "probes"]
 
 
 @pytest.mark.parametrize("published", [False, True])
 def test_deleting_a_consumer_disconnects_its_replicas_at_once(
-    running: RunningService, admin: admin_pb2_grpc.AdminServiceStub, published: bool
+    running: RunningService,
+    admin: admin_pb2_grpc.AdminServiceStub,
+    monkeypatch: pytest.MonkeyPatch,
+    published: bool,
 ) -> None:
+    monkeypatch.setattr("sync_service.api.subscribe._PROGRESS_SECONDS", 1000)
     with RankStream(running.grpc) as rank, ReplicaStream(running.grpc, consumer="probes") as replica:
         if published:
             rank.opened()
@@ -296,3 +289,12 @@ def test_http_answers_what_does_not_exist_and_changes_nothing(running: RunningSe
     assert running.get("/nowhere")[0] == 404
     schema = running.get_json("/openapi.json")
     assert {method for path in schema["paths"].values() for method in path} == {"get"}
+
+
+def test_an_empty_admin_token_is_none(tmp_path: Path) -> None:
+    service = RunningService(tmp_path / "data")
+    service.options = replace(service.options, admin_token="")
+    with service, grpc.insecure_channel(service.grpc) as channel:
+        for sent in ("Bearer ", "Bearer"):
+            with pytest.raises(grpc.RpcError, match="the service has no admin token"):
+                change(admin_pb2_grpc.AdminServiceStub(channel), create("c"), [("authorization", sent)])

@@ -4,7 +4,7 @@ import queue
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -28,7 +28,7 @@ from sync_service.client import (
     SubscriberOptions,
 )
 from sync_service.client import subscriber as subscribing
-from sync_service.errors import Contradiction, InvalidInput, NotFound, ResyncRequired, ServiceUnavailable
+from sync_service.errors import InvalidInput, NotFound, ResyncRequired, ServiceUnavailable
 from tests.support.server import RunningService
 from tests.support.state import lag_of
 from tests.support.wire import TABLES, USER, WHOLE, block, random_rows
@@ -112,22 +112,20 @@ def test_what_a_rank_of_two_waits_for_is_the_other(running: RunningService) -> N
     assert same(target, rows)
 
 
-@pytest.mark.parametrize(
-    ("rows", "said"),
-    [
-        (ShardRows(2, NOTHING, np.zeros((0, 4), "<f4")), "rows for shard 2, but there are 2"),
-        (ShardRows(-1, NOTHING, np.zeros((0, 4), "<f4")), "rows for shard -1"),
-        (ShardRows(0, np.arange(2), np.zeros((2, 3), "<f4")), r"values of shape \(2, 3\) and type float32"),
-        (ShardRows(0, np.arange(2), np.zeros((1, 4), "<f4")), r"expected \(2, 4\)"),
-        (ShardRows(0, np.arange(2), np.zeros((2, 4), "<f2")), "type float16, expected .* and float32"),
-    ],
-)
-def test_rows_that_do_not_fit_are_refused_before_they_are_sent(
-    running: RunningService, rows: ShardRows, said: str
-) -> None:
+MISFITS = [
+    (ShardRows(2, NOTHING, np.zeros((0, 4), "<f4")), "rows for shard 2, but there are 2"),
+    (ShardRows(-1, NOTHING, np.zeros((0, 4), "<f4")), "rows for shard -1"),
+    (ShardRows(0, np.arange(2), np.zeros((2, 3), "<f4")), r"values of shape \(2, 3\) and type float32"),
+    (ShardRows(0, np.arange(2), np.zeros((1, 4), "<f4")), r"expected \(2, 4\)"),
+    (ShardRows(0, np.arange(2), np.zeros((2, 4), "<f2")), "type float16, expected .* and float32"),
+]
+
+
+def test_rows_that_do_not_fit_are_refused_before_they_are_sent(running: RunningService) -> None:
     with publisher(running.grpc) as trainer:
-        with pytest.raises(InvalidInput, match=said):
-            trainer.publish(Part(step=1, step_end_unix_ns=1, rows=[rows]))
+        for rows, said in MISFITS:
+            with pytest.raises(InvalidInput, match=said):
+                trainer.publish(Part(step=1, step_end_unix_ns=1, rows=[rows]))
         assert trainer.publish(full(1, random_rows(0))).result(WAIT).version == 1
 
 
@@ -139,13 +137,41 @@ def test_a_part_the_service_refuses_fails_for_good_and_the_next_is_taken(running
         bad[0][7, 2] = np.nan
         with pytest.raises(InvalidInput, match="row 7 holds nan in column 2"):
             trainer.publish(part(6, bad, [7])).result(WAIT)
-        with pytest.raises(Contradiction, match="part of step 4, but step 5 of this run is published already"):
-            trainer.publish(part(4, rows, [7])).result(WAIT)
+        for step in (4, 5):
+            with pytest.raises(InvalidInput, match=f"part of step {step}: step 5 is sealed already"):
+                trainer.publish(part(step, rows, [7]))
         with pytest.raises(InvalidInput, match="row id 40 is outside"):
             trainer.publish(
                 Part(step=6, step_end_unix_ns=1, rows=[ShardRows(0, np.array([40]), rows[0][:1])])
             ).result(WAIT)
         assert trainer.publish(part(7, rows, [7])).result(WAIT).version == 2
+
+
+def test_who_waits_for_a_part_may_publish_the_next_at_once(
+    running: RunningService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing that happens after the waiter was woken may still count."""
+    rows, go = random_rows(0), threading.Event()
+    invoke = Future._invoke_callbacks  # type: ignore[attr-defined]
+
+    def later(future: "Future[Any]") -> None:
+        if threading.current_thread().name == "deltasync-publisher":
+            assert go.wait(WAIT)
+        invoke(future)
+
+    monkeypatch.setattr(Future, "_invoke_callbacks", later)
+    with publisher(running.grpc) as trainer:
+        with pytest.raises(ResyncRequired):
+            trainer.publish(part(1, rows, [7])).result(WAIT)
+        waiting = trainer.publish(full(1, rows))
+        go.set()
+        assert waiting.result(WAIT).version == 1
+        go.clear()
+        waiting = trainer.publish(part(2, rows, [7]))
+        assert waiting.result(WAIT).version == 2
+        waiting = trainer.publish(part(3, rows, [7]))
+        go.set()
+        assert waiting.result(WAIT).version == 3
 
 
 def test_one_part_is_under_way_at_a_time(running: RunningService) -> None:
@@ -249,6 +275,8 @@ def test_rows_that_outlived_the_process_are_not_sent_again(running: RunningServi
         trainer.publish(part(2, rows, [4, 5], [])).result(WAIT)
         with subscriber(running.grpc, CallbackTarget(deltas.append), held=held) as replica:
             replica.wait_for(2, WAIT)
+        replica.close()
+        assert lag_of(running)["offset"] == 2
     (delta,) = deltas
     assert not delta.resync
     assert [(rows.table, rows.ids.tolist()) for rows in delta.deltas] == [(USER, [4, 5])]

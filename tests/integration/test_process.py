@@ -1,10 +1,11 @@
 """What a service does with what it finds on a machine: ports, folders, signals."""
 
 import gc
-import socket
 import threading
 from pathlib import Path
 
+import grpc
+import numpy as np
 import pytest
 
 from sync_service.codec import position_from_message
@@ -13,7 +14,6 @@ from tests.support.process import ServiceProcess
 from tests.support.server import RunningService
 from tests.support.state import lag_of, rows_of
 from tests.support.wire import (
-    ITEM,
     TABLES,
     USER,
     WHOLE,
@@ -47,12 +47,10 @@ def test_two_services_do_not_share_a_folder(running: RunningService) -> None:
 
 
 @pytest.mark.parametrize("option", ["--grpc-port", "--http-port"])
-def test_a_port_in_use_is_an_error_that_says_which(tmp_path: Path, option: str) -> None:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = str(other.getsockname()[1])
-        said = refusal(tmp_path / "data", option, port)
+def test_a_port_in_use_is_an_error_that_says_which(running: RunningService, tmp_path: Path, option: str) -> None:
+    address = running.grpc if option == "--grpc-port" else running.http
+    port = address.rpartition(":")[2]
+    said = refusal(tmp_path / "other", option, port)
     assert said == f"Error: cannot listen on 127.0.0.1:{port}: choose another {option}, or 0 for any free one"
 
 
@@ -94,6 +92,11 @@ def test_a_damaged_log_is_an_error(tmp_path: Path) -> None:
     assert said.startswith("Error: log record 1 of rank 0 of version 1 of model 'clicks' is damaged")
 
 
+def log_bytes(service: ServiceProcess) -> float:
+    (line,) = (each for each in service.get("/metrics")[1].splitlines() if each.startswith("deltasync_log_bytes"))
+    return float(line.split()[1])
+
+
 def test_a_drain_lets_the_open_cut_finish(tmp_path: Path) -> None:
     """On SIGTERM: what was under way is sealed and acknowledged, and is there after the restart."""
     rows = random_rows(0)
@@ -106,8 +109,10 @@ def test_a_drain_lets_the_open_cut_finish(tmp_path: Path) -> None:
         ):
             first.opened()
             second.opened()
+            before = log_bytes(process)
             first.send(*full_part(1, rows, held[0]))
-            # Refused, but only after the service has begun the cut.
+            while log_bytes(process) < before + rows[0].nbytes:
+                pass  # Until the cut has begun; the test's timeout bounds the wait.
             with ReplicaStream(process.grpc, consumer="probes") as replica:
                 replica.until("opened")
                 ended = threading.Thread(target=process.terminate)
@@ -139,17 +144,17 @@ def test_a_full_log_refuses_parts_and_everything_else_goes_on(
             rank.opened()
             rank.send(*full_part(1, rows, WHOLE))
             position = rank.sealed()
-        wide = [USER, ITEM, Table("wide", 2**20, 1)]
-        with RankStream(service.grpc, tables=wide, shards=[Shard.whole(table) for table in wide]) as rank:
+        wide = Table("wide", 2**20, 1)
+        with RankStream(service.grpc, model="wide", tables=[wide], shards=[Shard.whole(wide)]) as rank:
             rank.opened()
-            values = random_rows(1, wide[2:])[0][: 1 << 16]
+            values = random_rows(1, [wide])[0][: 1 << 16]
             for first in range(0, 1 << 20, 1 << 16):
-                rank.send(chunk(2, 2, range(first, first + (1 << 16)), values))
+                rank.send(chunk(2, 0, range(first, first + (1 << 16)), values))
             rank.send(close(2, 1 << 20))
             code, details = rank.refusal()
             assert code.name == "RESOURCE_EXHAUSTED"
             assert "raise --log-max-bytes" in details
-        with RankStream(service.grpc, tables=wide) as rank, ReplicaStream(service.grpc, held=position) as replica:
+        with RankStream(service.grpc) as rank, ReplicaStream(service.grpc, held=position) as replica:
             rank.opened()
             rank.send(*part(2, [(0, [7], rows[0][:1])]))
             assert rank.sealed().version == 2
@@ -160,7 +165,33 @@ def test_a_full_log_refuses_parts_and_everything_else_goes_on(
         found_rows = rows_of(service)
         for table, expected in zip(TABLES, rows, strict=True):
             assert found_rows[table.name].tobytes() == expected.tobytes()
-        assert not found_rows["wide"].any()
         assert lag_of(service)["head"] == 2
     gc.collect()
     assert "never retrieved" not in caplog.text
+
+
+def test_what_the_service_keeps_is_its_own_to_read(tmp_path: Path) -> None:
+    with ServiceProcess(tmp_path / "data") as process, RankStream(process.grpc) as rank:
+        rank.opened()
+        rank.send(*full_part(1, random_rows(0), WHOLE))
+        rank.sealed()
+    kept = [process.data_dir, *process.data_dir.rglob("*")]
+    assert {"endpoints.json", "lock", "data.mdb", "tables"} < {path.name for path in kept}
+    modes = {path: path.stat().st_mode & 0o777 for path in kept}
+    assert modes == {path: 0o700 if path.is_dir() else 0o600 for path in kept}
+
+
+def test_a_service_whose_log_is_full_is_not_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sync_service.service._HOUSEKEEPING_SECONDS", 1000)
+    wide = Table("wide", 2**18, 1)
+    with RunningService(tmp_path / "data", log_max_bytes=2 << 20, flush_bytes=1 << 20) as service:
+        assert service.get("/readyz") == (200, "ok\n")
+        with RankStream(service.grpc, tables=[wide], shards=[Shard.whole(wide)]) as rank:
+            rank.opened()
+            for first in range(0, 1 << 18, 1 << 16):
+                rank.send(chunk(1, 0, range(first, first + (1 << 16)), np.ones((1 << 16, 1), "<f4")))
+            rank.send(close(1, 1 << 18))
+            assert rank.refusal()[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
+        status, body = service.get("/readyz")
+        assert status == 503
+        assert "the log is full" in body

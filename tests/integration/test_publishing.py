@@ -1,5 +1,6 @@
 """Cuts and runs, as the service takes them from raw streams."""
 
+import time
 from typing import Any
 
 import grpc
@@ -204,12 +205,31 @@ def test_a_newer_run_takes_over_and_the_older_one_stays_out(running: RunningServ
     expect(running, rows)
 
 
+def test_no_rank_of_an_older_run_gets_into_a_cut_of_the_newer(running: RunningService) -> None:
+    """Nor one whose place nobody has taken yet."""
+    shards = [[WHOLE[0]], [WHOLE[1]]]
+    rows = random_rows(1)
+    newer: dict[str, Any] = {"run": "run-2", "started": 2, "world_size": 2}
+    with RankStream(running.grpc, shards=shards[1], world_size=2, rank=1) as old:
+        old.opened()
+        with RankStream(running.grpc, shards=shards[0], **newer) as first:
+            first.opened()
+            first.send(*full_part(7, rows, shards[0]))
+            old.send(*full_part(7, random_rows(2), shards[1]))
+            assert old.refusal()[0] is grpc.StatusCode.ABORTED
+            with RankStream(running.grpc, shards=shards[1], rank=1, **newer) as second:
+                second.send(*full_part(7, rows, shards[1]))
+                second.opened()
+                assert second.sealed() == first.sealed()
+    expect(running, rows)
+
+
 @pytest.mark.parametrize(
     ("claim", "yes", "said"),
     [
         (lambda head: head, True, "holds version 2, the newest one"),
         (lambda head: Position(head.history, 1), False, "holds version 1, the newest one is 2"),
-        (lambda head: Position(head.history, 3), False, "holds version 3, the newest one is 2"),
+        (lambda head: Position(head.history, 3), False, "holds version 3, the newest one is only 2"),
         (lambda _: Position("0" * 32, 2), False, "holds history 000"),
         (lambda _: None, False, "holds no version"),
     ],
@@ -245,7 +265,54 @@ def test_a_run_may_bring_further_tables(running: RunningService) -> None:
         first.send(*full_part(1, rows, [WHOLE[0]]))
         position = first.sealed()
     with RankStream(running.grpc, run="run-2", started=2, continues=position) as second:
-        second.opened()
-        second.send(*part(2, [(1, np.arange(30), rows[1])]))
+        opened = second.opened()
+        assert not opened.continues
+        assert opened.reason == f"no row of table {ITEM.name!r} was ever published"
+        second.send(*full_part(2, rows, WHOLE))
         assert second.sealed().version == 2
+        second.send(*part(3, []))
+        assert second.sealed().version == 3
     expect(running, rows)
+
+
+def test_a_run_may_do_without_a_table(running: RunningService) -> None:
+    """Its rows stay as they are."""
+    rows = random_rows(1)
+    with RankStream(running.grpc) as first:
+        first.opened()
+        first.send(*full_part(1, rows, WHOLE))
+        first.sealed()
+    rows[0] += 1
+    with RankStream(running.grpc, run="run-2", started=2, tables=[USER], shards=[WHOLE[0]]) as second:
+        assert not second.opened().continues
+        second.send(*full_part(2, rows, [WHOLE[0]]))
+        assert second.sealed().version == 2
+        second.send(*part(3, []))
+        assert second.sealed().version == 3
+    expect(running, rows)
+
+
+def test_a_run_of_the_future_locks_nobody_out(running: RunningService) -> None:
+    with RankStream(running.grpc, run="run-2", started=time.time_ns() + 10**12) as stream:
+        code, details = stream.refusal()
+        assert code is grpc.StatusCode.FAILED_PRECONDITION
+        assert "ahead of the service's clock" in details
+    with RankStream(running.grpc) as stream:
+        stream.opened()
+        stream.send(*full_part(1, random_rows(0), WHOLE))
+        assert stream.sealed().version == 1
+
+
+def test_a_rank_of_a_restored_service_publishes_everything_once(running: RunningService) -> None:
+    """What it claims to hold is from the future until then, and no longer after."""
+    rows = random_rows(1)
+    with RankStream(running.grpc) as stream:
+        stream.opened()
+        stream.send(*full_part(1, rows, WHOLE))
+        head = stream.sealed()
+    with RankStream(running.grpc, continues=Position(head.history, 9)) as stream:
+        assert not stream.opened().continues
+        stream.send(*full_part(2, rows, WHOLE))
+        assert stream.sealed().version == 2
+        stream.send(*part(3, []))
+        assert stream.sealed().version == 3

@@ -12,6 +12,7 @@ def sealed(version: int, *, run: str = "r", world_size: int = 9, sealed_unix_ns:
         world_size=world_size,
         rows=1,
         bytes=1,
+        log_bytes=1,
         step_end_unix_ns=1,
         sealed_unix_ns=sealed_unix_ns,
     )

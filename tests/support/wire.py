@@ -35,6 +35,10 @@ class Stream:
         """The next message; a `grpc.RpcError` if the service has ended the stream."""
         return next(self._call)
 
+    def rest(self) -> list[Any]:
+        """All further messages, until the service ends the stream."""
+        return list(self._call)
+
     def refusal(self) -> tuple[grpc.StatusCode, str]:
         """The status the service ends the stream with, after whatever it sends before."""
         try:

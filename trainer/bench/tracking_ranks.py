@@ -21,7 +21,7 @@ from trainer.data.batch import ClickBatch, click_batch
 from trainer.data.features import FeatureOptions, Featurizer
 from trainer.data.stream import batches, open_stream
 from trainer.model import ClickModel, ModelOptions
-from trainer.publishing import DeltaSync, SyncOptions
+from trainer.sync import DeltaSync, SyncOptions
 from trainer.ranks import join_ranks
 from trainer.sharding import OptimizerOptions, shard
 from trainer.tracking.tracker import Tracker

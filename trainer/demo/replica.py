@@ -19,7 +19,7 @@ from sync_service.allocator import keep_freed_memory
 from sync_service.cli.config import CONTEXT
 from sync_service.client import Delta, Subscriber, SubscriberOptions
 from sync_service.client.torch_target import TorchTarget
-from sync_service.logs import log_to_stderr
+from sync_service.process_logging import log_to_stderr
 from trainer.data.events import Events
 from trainer.data.features import Featurizer
 from trainer.demo.scorer import Scorer

@@ -115,7 +115,8 @@ class PublishOpen(_message.Message):
     """run is an id shared by all ranks of one training run and different from that of any other."""
     run_started_unix_ns: _builtins.int
     """run_started_unix_ns is when the run began, nanoseconds since 1970, the same on all ranks. A run
-    that began later takes over from an earlier one, whose streams are then refused.
+    that began later takes over from an earlier one, whose streams are then refused. At most 5 minutes
+    ahead of the service's clock.
     """
     rank: _builtins.int
     """rank is this process's number, 0 to world_size - 1."""
@@ -123,7 +124,9 @@ class PublishOpen(_message.Message):
     """world_size is the number of ranks, 1 to 65,536; a cut is sealed when all of them have closed their parts."""
     @_builtins.property
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[_tables_pb2.Table]:
-        """tables describes every table of the model, the same on all ranks. At least one."""
+        """tables describes the tables of this run, the same on all ranks. At least one. Shards must cover these
+        tables; a table of the model that the run no longer has stays as it is.
+        """
 
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___Shard]:
@@ -155,7 +158,9 @@ Global___PublishOpen: _TypeAlias = PublishOpen  # noqa: Y015
 
 @_typing.final
 class PartChunk(_message.Message):
-    """PartChunk carries rows of a part: at most 1 MiB of ids and values."""
+    """PartChunk carries rows of a part: at most 1 MiB of ids and values. The ids of a shard ascend over the
+    whole part, not only inside a chunk.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -199,7 +204,8 @@ class PartClose(_message.Message):
     """step_end_unix_ns is when the step ended on this rank, nanoseconds since 1970."""
     full: _builtins.bool
     """full says that the part holds every row of every shard of the rank. The first cut of a run that
-    does not continue the published history must be full.
+    does not continue the published history must be full: all of every table it announces. A part that
+    is not, although it must be, is answered with DATA_LOSS.
     """
     def __init__(
         self,
@@ -260,7 +266,10 @@ class PublishOpened(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     TABLES_FIELD_NUMBER: _builtins.int
     continues: _builtins.bool
-    """continues says whether this run continues the published history. If not, its next cut must be full."""
+    """continues says whether this run continues the published history. If not, its next cut must be full. A
+    run that claims a position from the future, or that has a table of which no row was ever published,
+    does not continue.
+    """
     reason: _builtins.str
     """reason says why, in words."""
     tables: _builtins.int

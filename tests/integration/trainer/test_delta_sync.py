@@ -10,7 +10,7 @@ from torch import nn
 from sync_service.client import NumpyTarget, Subscriber, SubscriberOptions
 from sync_service.errors import InvalidInput, ServiceUnavailable
 from tests.support.process import ServiceProcess
-from trainer.publishing import DeltaSync, SyncOptions
+from trainer.sync import DeltaSync, SyncOptions
 
 
 def linear() -> nn.Linear:

@@ -97,24 +97,43 @@ def test_coverage_is_what_painting_the_shards_leaves_blank(shards: list[Shard]) 
     other = Shard.whole(Table("item", 12, 4))
     cut = cut_of(len(shards) + 1)
     painted = np.zeros((12, 4), bool)
+    cut.announce([TABLE, other.table])
     for rank, shard in enumerate([other, *shards]):
         cut.begin(rank, [shard], must_be_full=True)
     for shard in shards:
         for row, col in itertools.product(range(shard.rows), range(shard.cols)):
             painted[shard.row_offset + row, shard.col_offset + col] = True
     if painted.all():
-        cut.check_coverage([TABLE])
+        cut.check_coverage()
     else:
         with pytest.raises(Contradiction, match="table 'user': rows"):
-            cut.check_coverage([TABLE])
+            cut.check_coverage()
 
 
 def test_a_gap_is_named() -> None:
     cut = cut_of(2)
+    cut.announce([TABLE])
     for rank, shard in enumerate((Shard(TABLE, 0, 12, 0, 2), Shard(TABLE, 0, 9, 2, 2))):
         cut.begin(rank, [shard], must_be_full=True)
     with pytest.raises(Contradiction, match="'user': rows 9 to 11, columns 2 to 3 are in no rank's shard"):
-        cut.check_coverage([TABLE])
+        cut.check_coverage()
+
+
+def test_a_table_that_one_rank_announces_is_the_whole_cuts() -> None:
+    cut = cut_of(2)
+    for rank, tables in enumerate(([TABLE], [TABLE, Table("bias", 1, 1)])):
+        cut.announce(tables)
+        cut.begin(rank, [TOP, BOTTOM], must_be_full=True)
+    with pytest.raises(Contradiction, match="table 'bias': rows 0 to 0"):
+        cut.check_coverage()
+
+
+def test_the_tables_of_a_cut_are_those_it_has_rows_of() -> None:
+    cut = cut_of(1)
+    part = cut.begin(0, [TOP, Shard.whole(Table("item", 3, 1))], must_be_full=False)
+    assert cut.tables_with_rows == set()
+    part.add(1, np.array([2]))
+    assert cut.tables_with_rows == {"item"}
 
 
 def test_one_rank_that_cannot_continue_is_enough() -> None:

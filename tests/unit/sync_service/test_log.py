@@ -149,7 +149,6 @@ def test_a_full_log_is_an_error_and_can_be_truncated(log: Log) -> None:
 
 
 def test_a_log_full_to_its_last_page_is_whole_under_a_higher_cap(tmp_path: Path) -> None:
-    """Small records leave no page free, which even deleting would need."""
     log = Log(LogOptions(directory=tmp_path, max_bytes=1 << 20))
     writes = [log.append("m", 1, 0, number, bytes(3000)) for number in range(300)]
     kept = [number for number, write in enumerate(writes) if not write.exception(TIMEOUT)]
@@ -159,6 +158,22 @@ def test_a_log_full_to_its_last_page_is_whole_under_a_higher_cap(tmp_path: Path)
     assert [number for _, number, _ in log.records("m", 1)] == kept
     log.truncate("m", 1, 10).result(TIMEOUT)
     log.append("m", 2, 0, 0, bytes(3000)).result(TIMEOUT)
+    log.close()
+
+
+def test_rows_leave_room_to_delete_them(tmp_path: Path) -> None:
+    """Else a log filled with small records could never be cut again."""
+    log = Log(LogOptions(directory=tmp_path, max_bytes=1 << 20))
+    for version in range(1, 400):
+        written = log.append("m", version, 0, 0, bytes(3000))
+        if not written.exception(TIMEOUT):
+            log.seal("m", sealed(version, world_size=1)).result(TIMEOUT)
+    assert isinstance(written.exception(TIMEOUT), StorageFailed)
+    assert log.refusing
+    log.put_meta("model/m", {"flushed": 400}).result(TIMEOUT)
+    log.truncate("m", 400, 10).result(TIMEOUT)
+    log.put_meta("n", {}).result(TIMEOUT)
+    log.append("m", 401, 0, 0, bytes(3000)).result(TIMEOUT)
     log.close()
 
 

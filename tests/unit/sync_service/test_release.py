@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sync_service import release
 from sync_service.errors import StorageFailed
 from sync_service.release import Release, freeze
 from sync_service.stamps import StampedTable
@@ -32,13 +31,14 @@ def content(frozen: Release) -> list[tuple[int, list[int], bytes]]:
 @given(st.integers(0, 999), st.integers(0, 4))
 def test_a_spilled_release_is_the_same_as_one_in_memory(seed: int, after: int) -> None:
     tables = stamped(seed, 4)
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        in_memory = freeze(tables, after, None, Path(folder))
-        patch.setattr(release, "_IN_MEMORY_BYTES", 0)
-        spilled = freeze(tables, after, None, Path(folder))
+    with tempfile.TemporaryDirectory() as folder:
+        in_memory = freeze(tables, after, None, Path(folder), 1 << 20)
+        spilled = freeze(tables, after, None, Path(folder), 0)
         assert not list(Path(folder).iterdir())
-    assert all(isinstance(values, np.memmap) for _, _, values in spilled.tables)
-    assert not any(isinstance(values, np.memmap) for _, _, values in in_memory.tables)
+    assert all(isinstance(array, np.memmap) for _, *arrays in spilled.tables for array in arrays)
+    assert not any(isinstance(array, np.memmap) for _, *arrays in in_memory.tables for array in arrays)
+    assert spilled.memory_bytes == 0
+    assert in_memory.memory_bytes == sum(ids.nbytes + values.nbytes for _, ids, values in in_memory.tables)
     assert content(spilled) == content(in_memory)
     assert content(Release(None, list(spilled.chunks()))) == content(in_memory)
     expected = [np.flatnonzero(table.stamps > after) for table in tables]
@@ -48,7 +48,7 @@ def test_a_spilled_release_is_the_same_as_one_in_memory(seed: int, after: int) -
 
 def test_a_release_does_not_change_with_its_tables(tmp_path: Path) -> None:
     tables = stamped(0, 4)
-    frozen = freeze(tables, 0, None, tmp_path)
+    frozen = freeze(tables, 0, None, tmp_path, 1 << 20)
     before = content(frozen)
     for table in tables:
         table.apply(np.arange(table.table.rows), np.zeros_like(table.rows), 9)
@@ -59,7 +59,6 @@ def test_no_room_for_a_spilled_release_is_an_error(tmp_path: Path, monkeypatch: 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(release, "_IN_MEMORY_BYTES", 0)
     monkeypatch.setattr("os.posix_fallocate", full)
     with pytest.raises(StorageFailed, match=r"a release of table 'a': cannot reserve .*No space left"):
-        freeze(stamped(0, 4), 0, None, tmp_path)
+        freeze(stamped(0, 4), 0, None, tmp_path, 0)

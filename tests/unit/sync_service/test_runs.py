@@ -1,11 +1,13 @@
 import pytest
 
 from sync_service.log import Seal
-from sync_service.runs import Run, continues, may_publish, resume
+from sync_service.runs import MAX_AHEAD_NS, Run, continues, may_publish, resume
 from sync_service.tables import Position
 from tests.support.seals import sealed
 
 HEAD = sealed(5, run="b")
+NOW = 10**18
+LATER = NOW + MAX_AHEAD_NS + 7 * 10**9
 
 
 @pytest.mark.parametrize(
@@ -17,10 +19,16 @@ HEAD = sealed(5, run="b")
         (Run("b", 2, 2), Run("a", 1, 4), True, "run b takes over from run a"),
         (Run("b", 1, 2), Run("a", 1, 2), False, "run b began before run a"),
         (Run("b", 1, 2), Run("a", 2, 2), False, "which has taken over: stop it"),
+        (Run("b", NOW + MAX_AHEAD_NS, 2), Run("a", 2, 2), True, "run b takes over from run a"),
+        (Run("b", LATER, 2), None, False, "run b began 307 s ahead of the service's clock: set the clocks right"),
+        (Run("b", LATER, 2), Run("a", 2, 2), False, "run b began 307 s ahead"),
+        # The service's own clock has been set back.
+        (Run("a", LATER, 2), Run("a", LATER, 2), True, "run a is publishing"),
+        (Run("b", NOW, 2), Run("a", LATER, 2), True, "run b takes over from run a"),
     ],
 )
 def test_who_may_publish(run: Run, current: Run | None, yes: bool, said: str) -> None:
-    decision = may_publish(run, current)
+    decision = may_publish(run, current, NOW)
     assert decision.yes is yes
     assert said in decision.reason
 
@@ -30,19 +38,31 @@ def test_who_may_publish(run: Run, current: Run | None, yes: bool, said: str) ->
     [
         ("b", Position("h", 5), None, False, "nothing is published yet"),
         ("b", Position(), HEAD, True, "run b published version 5 itself"),
+        ("b", Position("h", 4), HEAD, True, "run b published version 5 itself"),
+        # A copy of the data directory was restored.
+        ("b", Position("h", 6), HEAD, False, "holds version 6, the newest one is only 5"),
+        ("b", Position("other", 6), HEAD, False, "holds history other, the service history h"),
+        ("b", Position("", 6), HEAD, False, "holds version 6, the newest one is only 5"),
         ("b", Position("other", 5), HEAD, False, "holds history other, the service history h"),
         ("c", Position("other", 5), HEAD, False, "holds history other, the service history h"),
         ("c", Position("h", 5), HEAD, True, "the run holds version 5"),
         ("c", Position("", 5), HEAD, False, "the run holds version 5, the newest one is 5"),
         ("c", Position("h", 4), HEAD, False, "holds version 4, the newest one is 5"),
-        ("c", Position("h", 6), HEAD, False, "holds version 6, the newest one is 5"),
+        ("c", Position("h", 6), HEAD, False, "holds version 6, the newest one is only 5"),
         ("c", Position(), HEAD, False, "holds no version, the newest one is 5"),
     ],
 )
 def test_whether_a_run_continues(run: str, claim: Position, head: Seal | None, yes: bool, said: str) -> None:
-    decision = continues(Run(run, 1, 2), claim, "h", head)
+    decision = continues(Run(run, 1, 2), claim, "h", head, [])
     assert decision.yes is yes
     assert said in decision.reason
+
+
+@pytest.mark.parametrize(("run", "claim"), [("b", Position()), ("b", Position("h", 5)), ("c", Position("h", 5))])
+def test_a_run_with_a_table_that_was_never_published_does_not_continue(run: str, claim: Position) -> None:
+    decision = continues(Run(run, 1, 2), claim, "h", HEAD, ["user", "item"])
+    assert not decision.yes
+    assert decision.reason == "no row of table 'user' was ever published"
 
 
 @pytest.mark.parametrize(

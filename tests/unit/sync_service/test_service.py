@@ -1,8 +1,11 @@
 """Races and failures inside the service, without sockets: what must hold whichever comes first."""
 
 import asyncio
+import gc
+import os
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,11 +19,11 @@ from sync_service.consumers.registry import Registry
 from sync_service.consumers.report import report
 from sync_service.errors import Contradiction, DeltasyncError, StorageFailed, Superseded
 from sync_service.log import Log, LogOptions
-from sync_service.mapped import MappedTable
 from sync_service.publishing import PublishSession, check_open
+from sync_service.release import Release
 from sync_service.service import Service, ServiceOptions
 from sync_service.tables import Position, Shard, Table
-from tests.support.wire import WHOLE, full_part, part, publish_open, random_rows
+from tests.support.wire import ITEM, USER, WHOLE, full_part, part, publish_open, random_rows
 
 Scenario = Callable[[Service], Coroutine[Any, Any, None]]
 
@@ -183,22 +186,25 @@ def test_an_ack_while_lag_is_counted_does_no_harm(tmp_path: Path, monkeypatch: p
     async def scenario(service: Service) -> None:
         session = await join(service)
         await send(session, full_part(1, random_rows(0), WHOLE))
+        await send(session, part(2, [(0, [3], np.ones((1, 4), "<f4"))]))
         publishing = service.publishing_of("clicks")
         await publishing.drain()
         consumer = await service.registry.create("c", "clicks")
         held = Position(session.head.history, 1)
         replica = service.registry.connect(consumer, "p", Position(), asyncio.Event())
+        service.registry.connect(consumer, "q", held, asyncio.Event())
         counting = publishing.model.count_changed_since
 
         async def meanwhile(version: int, tables: Any) -> list[int]:
             counts = await counting(version, tables)
-            service.registry.acknowledge(consumer, replica, held)
+            service.registry.acknowledge(consumer, replica, Position(session.head.history, 2))
             await join(service, tables=[Table("another", 3, 1)], shards=[])
             return counts
 
         monkeypatch.setattr(publishing.model, "count_changed_since", meanwhile)
         lag = await report(consumer, publishing.model)
-        assert (lag.offset, lag.replicas[0].offset, lag.lag.rows, len(lag.tables)) == (0, 0, 70, 2)
+        assert (lag.offset, lag.lag.rows, len(lag.tables)) == (0, 70, 2)
+        assert [(line.offset, line.lag.rows) for line in lag.replicas] == [(0, 70), (1, 1)]
 
     run(tmp_path, scenario)
 
@@ -345,29 +351,45 @@ def test_a_flush_that_fails_is_tried_again_and_nothing_else_stops(
 
 
 def test_a_flush_meanwhile_does_not_forget_a_new_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both write down which tables there are."""
+    """Both write down which tables there are: who has read last must write last."""
     extra = Table("extra", 2, 1)
-    flush = MappedTable.flush
+    put_meta = Log.put_meta
+    joining: list[Future[PublishSession]] = []
 
     async def first(service: Service) -> None:
         loop = asyncio.get_running_loop()
-        session = await join(service)
-        await send(session, full_part(1, random_rows(0), WHOLE))
+        await send(await join(service), full_part(1, random_rows(0), WHOLE))
         await service.publishing_of("clicks").drain()
 
-        def slow(table: MappedTable) -> None:
-            flush(table)
-            joined = asyncio.run_coroutine_threadsafe(
-                join(service, run="run-2", started=2, tables=[extra], shards=[]), loop
-            )
-            joined.result(20)
+        def slow(log: Log, *arguments: Any) -> Future[None]:
+            if not joining:
+                another = join(service, run="run-2", started=2, tables=[extra], shards=[])
+                joining.append(asyncio.run_coroutine_threadsafe(another, loop))
+                # It either overtakes what is written here, or has to wait for it.
+                wait(joining, 0.2)
+            return put_meta(log, *arguments)
 
-        monkeypatch.setattr(MappedTable, "flush", slow)
+        monkeypatch.setattr(Log, "put_meta", slow)
         await asyncio.to_thread(service.publishing_of("clicks").model.flush)
-        monkeypatch.setattr(MappedTable, "flush", flush)
+        await asyncio.wrap_future(joining[0])
 
     async def second(service: Service) -> None:
-        assert [each.table.name for each in service.publishing_of("clicks").model.tables][-1] == "extra"
+        tables = service.publishing_of("clicks").model.tables
+        assert [each.table for each in tables] == [WHOLE[0].table, WHOLE[1].table, extra]
+
+    run(tmp_path, first)
+    run(tmp_path, second)
+
+
+def test_what_was_not_sealed_is_dropped_at_the_start(tmp_path: Path) -> None:
+    async def first(service: Service) -> None:
+        session = await join(service)
+        await send(session, full_part(1, random_rows(0), WHOLE))
+        await send(session, part(2, [(0, [1], np.ones((1, 4), "<f4"))])[:-1])
+
+    async def second(service: Service) -> None:
+        assert list(service.log.records("clicks", 2)) == []
+        assert service.publishing_of("clicks").model.position.version == 1
 
     run(tmp_path, first)
     run(tmp_path, second)
@@ -423,3 +445,183 @@ def test_a_table_that_finds_no_room_leaves_the_model_as_it_was(
         assert await send(session, part(1, [(0, range(5), np.ones((5, 1), "<f4"))], full=True))
 
     run(tmp_path, scenario)
+
+
+def test_tables_that_are_not_written_down_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else cuts of theirs would be acknowledged, and be gone after a restart."""
+    rows = random_rows(0)
+
+    def fails(*_: Any) -> Future[None]:
+        failed: Future[None] = Future()
+        failed.set_exception(StorageFailed("the log is full"))
+        return failed
+
+    async def first(service: Service) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(Log, "put_meta", fails)
+            with pytest.raises(StorageFailed, match="the log is full"):
+                await join(service)
+        assert service.publishing_of("clicks").model.tables == []
+        assert not [path for path in (tmp_path / "models").rglob("*") if path.is_file()]
+        await send(await join(service), full_part(1, rows, WHOLE))
+
+    async def second(service: Service) -> None:
+        for table, expected in zip(service.publishing_of("clicks").model.tables, rows, strict=True):
+            np.testing.assert_array_equal(table.rows, expected)
+
+    run(tmp_path, first)
+    run(tmp_path, second)
+
+
+def test_tables_are_written_down_even_if_the_rank_has_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, making, go = random_rows(0), threading.Event(), threading.Event()
+    allocate = os.posix_fallocate
+
+    def slow(*arguments: int) -> None:
+        making.set()
+        assert go.wait(20)
+        allocate(*arguments)
+
+    async def first(service: Service) -> None:
+        monkeypatch.setattr(os, "posix_fallocate", slow)
+        gone = asyncio.create_task(join(service))
+        await asyncio.to_thread(making.wait)
+        gone.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+        go.set()
+        await send(await join(service), full_part(1, rows, WHOLE))
+
+    async def second(service: Service) -> None:
+        for table, expected in zip(service.publishing_of("clicks").model.tables, rows, strict=True):
+            np.testing.assert_array_equal(table.rows, expected)
+
+    run(tmp_path, first)
+    run(tmp_path, second)
+
+
+def test_a_new_table_is_published_whole_whichever_rank_brought_it(tmp_path: Path) -> None:
+    """Also by a rank that finds it made already, and after a restart in between."""
+    rows, heads = random_rows(0), list[Position]()
+    shards = [[Shard(USER, 0, 40, 0, 4), Shard(ITEM, 0, 15, 0, 6)], [Shard(ITEM, 15, 15, 0, 6)]]
+
+    async def joined(service: Service, rank: int) -> PublishSession:
+        claim = heads[0]
+        return await join(
+            service, run="run-2", started=2, world_size=2, rank=rank, shards=shards[rank], continues=claim
+        )
+
+    async def first(service: Service) -> None:
+        session = await join(service, tables=[USER], shards=WHOLE[:1])
+        heads.append(await send(session, full_part(1, rows, WHOLE[:1])) or Position())
+        for rank in (0, 1):
+            decision = (await joined(service, rank)).decision
+            assert (decision.yes, decision.reason) == (False, f"no row of table {ITEM.name!r} was ever published")
+
+    async def second(service: Service) -> None:
+        ranks = [await joined(service, rank) for rank in (0, 1)]
+        with pytest.raises(DeltasyncError, match="publish every row first"):
+            await send(ranks[1], part(2, []))
+        cut = [send(session, full_part(2, rows, held)) for session, held in zip(ranks, shards, strict=True)]
+        await asyncio.gather(*cut)
+        assert all(session.decision.yes for session in ranks)
+        delta = [send(session, part(3, [])) for session in ranks]
+        assert {position.version for position in await asyncio.gather(*delta) if position} == {3}
+
+    async def third(service: Service) -> None:
+        session = await join(service, run="run-3", started=3, continues=Position(heads[0].history, 3))
+        assert session.decision.yes
+
+    for scenario in (first, second, third):
+        run(tmp_path, scenario)
+
+
+def test_what_parts_open_with_counts_as_bytes_of_the_log(tmp_path: Path) -> None:
+    """With many tables it is more than the rows."""
+    tables = [Table(f"{'long' * 100}{number}", 1, 1) for number in range(50)]
+
+    async def scenario(service: Service) -> None:
+        session = await join(service, tables=tables, shards=[Shard.whole(table) for table in tables])
+        whole = part(1, [(slot, [0], np.ones((1, 1), "<f4")) for slot in range(50)], full=True)
+        await send(session, whole)
+        model = service.publishing_of("clicks").model
+        before = model.seals[-1].log_bytes
+        await send(session, part(2, [(0, [0], np.ones((1, 1), "<f4"))]))
+        assert model.seals[-1].bytes == 12
+        assert model.seals[-1].log_bytes > 50 * 400
+        logged = [record for version in (1, 2) for *_, record in service.log.records("clicks", version)]
+        assert before + model.seals[-1].log_bytes == sum(len(record) for record in logged)
+
+    run(tmp_path, scenario)
+
+
+def test_a_full_log_is_flushed_and_takes_parts_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(services, "_HOUSEKEEPING_SECONDS", 0.001)
+    monkeypatch.setattr(models.Model, "should_flush", lambda *_: False)
+    wide = Table("wide", 1 << 14, 4)
+    rows = np.ones((wide.rows, wide.dim), "<f4")
+
+    async def scenario(service: Service) -> None:
+        fields: dict[str, Any] = {"tables": [wide], "shards": [Shard.whole(wide)]}
+        session, step = await join(service, **fields), 0
+
+        async def publish_on() -> None:
+            nonlocal step
+            while True:
+                step += 1
+                await send(session, part(step, [(0, range(wide.rows), rows)], full=True))
+
+        with pytest.raises(StorageFailed, match="the log is full"):
+            await publish_on()
+        assert service.log.refusing
+        housekeeping = asyncio.create_task(service.housekeeping())
+        while service.log.refusing:
+            await asyncio.sleep(0.001)
+        position = await send(await join(service, **fields), part(step, [(0, range(wide.rows), rows)], full=True))
+        assert position
+        assert position.version == step
+        housekeeping.cancel()
+
+    run(tmp_path, scenario, log_max_bytes=2 << 20, flush_bytes=1)
+
+
+def test_releases_share_the_memory_there_is_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def spilled(release: Release) -> bool:
+        return any(isinstance(values, np.memmap) for *_, values in release.tables)
+
+    async def scenario(service: Service) -> None:
+        session = await join(service)
+        await send(session, full_part(1, random_rows(0), WHOLE))
+        await send(session, full_part(2, random_rows(1), WHOLE))
+        await service.publishing_of("clicks").drain()
+        model = service.publishing_of("clicks").model
+        first = await model.release(0)
+        monkeypatch.setattr(models, "RELEASES_IN_MEMORY_BYTES", 2 * first.memory_bytes - 1)
+        second = await model.release(1)
+        assert (spilled(first), spilled(second), second.memory_bytes) == (False, True, 0)
+        del first
+        gc.collect()
+        assert not spilled(await model.release(0))
+
+    run(tmp_path, scenario)
+
+
+def test_an_offset_that_could_not_be_kept_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any) -> Future[None]:
+        failed: Future[None] = Future()
+        failed.set_exception(StorageFailed("the disk is gone"))
+        return failed
+
+    async def scenario(service: Service) -> None:
+        consumer = await service.registry.create("c", "clicks")
+        with monkeypatch.context() as patch:
+            patch.setattr(Log, "put_meta", fails)
+            service.registry.connect(consumer, "p", Position("h", 3), asyncio.Event())
+
+    run(tmp_path, scenario)
+    assert "offset/c/p is not kept" in caplog.text
+    assert "the disk is gone" in caplog.text

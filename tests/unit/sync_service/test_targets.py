@@ -1,3 +1,5 @@
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -65,7 +67,7 @@ def test_a_callback_is_given_the_release() -> None:
 @pytest.mark.parametrize(
     ("module", "error", "said"),
     [
-        (nn.Linear(1, 1), NotFound, "embedding_bags.user': 0 parameters fit, expected one of: weight, bias"),
+        (nn.Linear(1, 1), NotFound, f"no parameter of the module (weight, bias) fits a table ({USER.name}, "),
         (Bags(half=torch.float32), Contradiction, "small' is 4 x 3 torch.float16, the module's parameter is"),
         (Bags(rows=6), Contradiction, "user' is 5 x 2"),
     ],
@@ -77,3 +79,21 @@ def test_a_module_that_does_not_fit_is_an_error(module: nn.Module, error: type[E
         target.apply(delta(1, (USER, [0], 1.0), resync=True))
     assert said in str(refused.value)
     assert all(torch.equal(*pair) for pair in zip(before, module.parameters(), strict=True))
+
+
+def test_tables_the_module_lacks_are_left_out_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    module = nn.ModuleDict({"user": nn.EmbeddingBag(5, 2)})
+    target = TorchTarget(module)
+    target.apply(delta(1, (USER, [1], 2.0), (HALF, [0], 3.0), resync=True))
+    assert list(target.tables()) == [USER.name]
+    assert target.tables()[USER.name][:, 0].tolist() == [0, 2, 0, 0, 0]
+    assert HALF.name in caplog.text
+
+
+def test_a_table_that_comes_later_is_written_too() -> None:
+    """A run may bring further tables."""
+    target = TorchTarget(Bags())
+    first = delta(1, (USER, [1], 2.0), resync=True)
+    target.apply(dataclasses.replace(first, tables=[USER]))
+    target.apply(delta(2, (HALF, [0], 3.0)))
+    assert target.tables()[HALF.name][:, 0].tolist()[0] == 3
