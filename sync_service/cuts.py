@@ -18,7 +18,7 @@ ShardRows: TypeAlias = tuple[Shard, Ids, Values]
 
 
 @dataclass
-class Part:
+class ArrivingPart:
     """One rank's share of a cut, as far as it has come."""
 
     rank: int
@@ -59,10 +59,10 @@ class Cut:
     step: int
     run: Run
     tables: dict[str, Table] = field(default_factory=dict)
-    parts: dict[int, Part] = field(default_factory=dict)
+    parts: dict[int, ArrivingPart] = field(default_factory=dict)
     _only_in_log: bool = False
 
-    def keep(self, part: Part, rows: ShardRows) -> None:
+    def keep(self, part: ArrivingPart, rows: ShardRows) -> None:
         """Keep some rows of a part in memory for when the cut is applied, as long as there are not many."""
         if self._only_in_log:
             return
@@ -80,12 +80,12 @@ class Cut:
         """Note that a rank's run has these tables."""
         self.tables |= {table.name: table for table in tables}
 
-    def begin(self, rank: int, shards: list[Shard], *, must_be_full: bool) -> Part:
+    def begin(self, rank: int, shards: list[Shard], *, must_be_full: bool) -> ArrivingPart:
         """Begin a rank's part; one that was begun before is begun anew."""
-        part = self.parts[rank] = Part(rank, shards, must_be_full)
+        part = self.parts[rank] = ArrivingPart(rank, shards, must_be_full)
         return part
 
-    def close(self, part: Part, *, rows: int, full: bool, step_end_unix_ns: int) -> None:
+    def close(self, part: ArrivingPart, *, rows: int, full: bool, step_end_unix_ns: int) -> None:
         """Close a rank's part.
 
         Raises:

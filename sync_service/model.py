@@ -20,7 +20,7 @@ from sync_service.cuts import ShardRows
 from sync_service.errors import Contradiction
 from sync_service.log import Log, Seal
 from sync_service.mapped import MappedTable, remove_files
-from sync_service.release import Release, freeze
+from sync_service.release import FrozenRelease, freeze
 from sync_service.tables import Position, Shard, Table
 
 # Seals are kept this long after their rows, so that lag in seconds is known for old offsets too.
@@ -61,8 +61,8 @@ class Model:
         self._meta_lock = threading.Lock()
         self._changed = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"model-{name}")
-        self._frozen: list[ref[Release]] = []  # Of the model's thread.
-        self._releases: WeakValueDictionary[tuple[int, int], asyncio.Task[Release]] = WeakValueDictionary()
+        self._frozen: list[ref[FrozenRelease]] = []  # Of the model's thread.
+        self._releases: WeakValueDictionary[tuple[int, int], asyncio.Task[FrozenRelease]] = WeakValueDictionary()
 
     @property
     def sealed(self) -> Seal | None:
@@ -125,7 +125,7 @@ class Model:
         """Names of those of `tables` of which no row was ever published."""
         return [table.name for table in tables if table.name not in self.published]
 
-    def release(self, after: int) -> asyncio.Task[Release]:
+    def release(self, after: int) -> asyncio.Task[FrozenRelease]:
         """What a replica at version `after` lacks. Replicas that lack the same share one release, as long as
         one of them holds on to the task.
         """
@@ -185,7 +185,7 @@ class Model:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _freeze(self, after: int) -> Release:
+    def _freeze(self, after: int) -> FrozenRelease:
         alive = [release for each in self._frozen if (release := each())]
         room = RELEASES_IN_MEMORY_BYTES - sum(release.memory_bytes for release in alive)
         release = freeze(list(self.tables), after, self._applied, self._directory, room)

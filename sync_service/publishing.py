@@ -18,7 +18,7 @@ from sync_service.codec import (
     shards_from_open,
     table_from_message,
 )
-from sync_service.cuts import Cut, Part
+from sync_service.cuts import ArrivingPart, Cut
 from sync_service.errors import Contradiction, DeltasyncError, InvalidInput, Superseded
 from sync_service.log import Buffer, Seal
 from sync_service.model import Model
@@ -181,7 +181,7 @@ class PublishSession:
         self._header = opening.message.SerializeToString()
         self._claim = position_from_message(opening.message.continues)
         self._shards = opening.shards
-        self._part: tuple[OpenCut, Part] | None = None
+        self._part: tuple[OpenCut, ArrivingPart] | None = None
         self._unwritten: deque[Future[None]] = deque()
 
     @property
@@ -256,7 +256,7 @@ class PublishSession:
         ours = current and current.cut.run == self.run and current.cut.step == step
         return current if current and ours and current.cut.closed_by(self.rank) else None
 
-    def _part_of(self, step: int) -> tuple[OpenCut, Part]:
+    def _part_of(self, step: int) -> tuple[OpenCut, ArrivingPart]:
         open_cut = self._publishing.cut_of(self, step)
         if self._part is None or self._part[0] is not open_cut:
             open_cut.cut.announce(self.tables)
@@ -267,7 +267,7 @@ class PublishSession:
             self._append(open_cut.cut, part, self._header)
         return self._part
 
-    def _append(self, cut: Cut, part: Part, *payload: Buffer) -> None:
+    def _append(self, cut: Cut, part: ArrivingPart, *payload: Buffer) -> None:
         number, part.records = part.records, part.records + 1
         part.log_bytes += sum(memoryview(piece).nbytes for piece in payload)
         appended = self._model.log.append(self._model.name, cut.version, self.rank, number, *payload)

@@ -18,7 +18,7 @@ from sync_service.tables import Table
 
 
 @dataclass
-class Release:
+class FrozenRelease:
     """Sorted ids and current values of every row changed after some version, as of the cut `seal`.
 
     Attributes:
@@ -44,7 +44,7 @@ class Release:
 
 def freeze(
     tables: Sequence[StampedTable], after: int, seal: Seal | None, scratch: Path, memory_bytes: int
-) -> Release:
+) -> FrozenRelease:
     """Copy every row changed after version `after`. Not while a cut is being applied.
 
     A release of more than `memory_bytes` is kept in unlinked files in the folder `scratch`.
@@ -52,7 +52,7 @@ def freeze(
     changed = [table.changed_since(after) for table in tables]
     total = sum(len(ids) * table.table.row_bytes for ids, table in zip(changed, tables, strict=True))
     spill = total > memory_bytes
-    release = Release(seal, memory_bytes=0 if spill else total)
+    release = FrozenRelease(seal, memory_bytes=0 if spill else total)
     for slot, (ids, table) in enumerate(zip(changed, tables, strict=True)):
         if len(ids):
             values = _room_for(table.table, len(ids), scratch if spill else None)

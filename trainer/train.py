@@ -18,11 +18,11 @@ from trainer.checkpoint import load_checkpoint, save_checkpoint
 from trainer.data.batch import ClickBatch, click_batch
 from trainer.data.features import Featurizer
 from trainer.model import ClickModel
-from trainer.sync import DeltaSync, SyncOptions
 from trainer.ranks import join_ranks
 from trainer.results import Results
 from trainer.sharding import OptimizerOptions, shard
 from trainer.stream_options import StreamOptions, stream_options, take_stream_options
+from trainer.sync import DeltaSync, SyncOptions
 
 
 @click.command(context_settings=CONTEXT)

@@ -13,7 +13,7 @@ from sync_service.codec import fill_rows, position_from_message, position_to_mes
 from sync_service.consumers.consumer import Consumer, Replica
 from sync_service.errors import DeltasyncError, InvalidInput, NotFound, ServiceUnavailable, Superseded
 from sync_service.model import Model
-from sync_service.release import Release
+from sync_service.release import FrozenRelease
 from sync_service.runs import resume
 from sync_service.service import Service
 from sync_service.tables import Position
@@ -113,7 +113,7 @@ class ReplicaStream:
         )
         return subscribe_pb2.SubscribeResponse(opened=opened)
 
-    async def _send(self, frozen: asyncio.Task[Release], acks: asyncio.Task[None]) -> Responses:
+    async def _send(self, frozen: asyncio.Task[FrozenRelease], acks: asyncio.Task[None]) -> Responses:
         # Only here, so that what was sent is not kept while there is nothing to send.
         release = await asyncio.shield(frozen)
         for slot, ids, values in release.chunks():

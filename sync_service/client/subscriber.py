@@ -10,7 +10,7 @@ from deltasync.v1 import subscribe_pb2, subscribe_pb2_grpc
 
 from sync_service.client.connection import backoff, open_channel
 from sync_service.client.options import SubscriberOptions
-from sync_service.client.targets import Delta, TableDelta, Target
+from sync_service.client.targets import Release, ReleasedRows, Target
 from sync_service.codec import (
     CHUNK_BYTES,
     decode_rows,
@@ -156,11 +156,11 @@ class Subscriber:
             elif kind == "chunk" and arriving.add(response.chunk):
                 requests.put(_ack(arriving.received_bytes))
             elif kind == "release_end":
-                delta = arriving.end(response.release_end)
-                self._target.apply(delta)
-                requests.put(_ack(arriving.received_bytes, delta.position))
+                release = arriving.end(response.release_end)
+                self._target.apply(release)
+                requests.put(_ack(arriving.received_bytes, release.position))
                 # Only now: who waits for the version may close the subscription, and its ack must be on its way.
-                self._hold(delta.position)
+                self._hold(release.position)
 
     def _hold(self, position: Position) -> None:
         with self._moved:
@@ -179,7 +179,7 @@ class _Arriving:
         self._resync = False
         self._tables: list[Table] = []
         self._shards: list[Shard] = []
-        self._deltas: list[TableDelta] = []
+        self._rows: list[ReleasedRows] = []
 
     def begin(self, opened: subscribe_pb2.SubscribeOpened) -> None:
         """Learn the tables."""
@@ -191,26 +191,26 @@ class _Arriving:
     def add(self, chunk: subscribe_pb2.ReleaseChunk) -> bool:
         """Take some rows; whether it is time to return credit."""
         shard, ids, values = decode_rows(chunk.rows, self._shards)
-        self._deltas.append(TableDelta(shard.table, ids, values))
+        self._rows.append(ReleasedRows(shard.table, ids, values))
         self.received_bytes += ids.nbytes + values.nbytes
         due = self.received_bytes - self._acked_bytes >= self._ack_bytes
         if due:
             self._acked_bytes = self.received_bytes
         return due
 
-    def end(self, end: subscribe_pb2.ReleaseEnd) -> Delta:
+    def end(self, end: subscribe_pb2.ReleaseEnd) -> Release:
         """The whole release.
 
         Raises:
             InvalidInput: rows are missing.
         """
-        rows = sum(len(delta.ids) for delta in self._deltas)
+        rows = sum(len(some.ids) for some in self._rows)
         if rows != end.rows:
             raise InvalidInput(f"release of version {end.position.version}: {rows} of {end.rows} rows arrived")
         position = position_from_message(end.position)
-        delta = Delta(position, end.step, end.step_end_unix_ns, self._resync, self._tables, self._deltas)
-        self._resync, self._deltas = False, []
-        return delta
+        release = Release(position, end.step, end.step_end_unix_ns, self._resync, self._tables, self._rows)
+        self._resync, self._rows = False, []
+        return release
 
 
 def _reached(held: Position, wanted: Position | int) -> bool:

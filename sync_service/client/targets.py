@@ -13,7 +13,7 @@ from sync_service.tables import Position, Table
 
 
 @dataclass(frozen=True)
-class TableDelta:
+class ReleasedRows:
     """Some changed rows of a table: global ids ([n] int64, strictly ascending) and current values ([n, D]).
 
     The arrays are read-only views of the received message.
@@ -25,16 +25,16 @@ class TableDelta:
 
 
 @dataclass(frozen=True)
-class Delta:
+class Release:
     """A whole release: what takes a replica to `position`.
 
     Attributes:
-        position: what the replica holds once the delta is applied.
+        position: what the replica holds once the release is applied.
         step: the trainer's step of that version.
         step_end_unix_ns: when that step ended, nanoseconds since 1970.
-        resync: the tables must be reset to zero first: the delta holds everything.
+        resync: the tables must be reset to zero first: the release holds everything.
         tables: every table of the model, changed or not.
-        deltas: the changed rows; a table may appear several times, with other rows each time.
+        rows: the changed rows; a table may appear several times, with other rows each time.
     """
 
     position: Position
@@ -42,20 +42,20 @@ class Delta:
     step_end_unix_ns: int
     resync: bool
     tables: list[Table]
-    deltas: list[TableDelta] = field(default_factory=list)
+    rows: list[ReleasedRows] = field(default_factory=list)
 
 
 class Target(Protocol):
     """What a subscriber needs of a target."""
 
-    def apply(self, delta: Delta) -> None:
+    def apply(self, release: Release) -> None:
         """Take over a release, whole. Called in the subscriber's thread; an exception stops the subscriber."""
 
 
 class CallbackTarget:
     """Hands every release to a function."""
 
-    def __init__(self, callback: Callable[[Delta], None]) -> None:
+    def __init__(self, callback: Callable[[Release], None]) -> None:
         self.apply = callback
 
 
@@ -76,11 +76,11 @@ class NumpyTarget:
         with self._lock:
             yield self.tables
 
-    def apply(self, delta: Delta) -> None:
+    def apply(self, release: Release) -> None:
         """Write the rows of a release into the arrays."""
         with self._lock:
-            for table in delta.tables:
-                if delta.resync or table.name not in self.tables:
+            for table in release.tables:
+                if release.resync or table.name not in self.tables:
                     self.tables[table.name] = np.zeros((table.rows, table.dim), table.dtype)
-            for rows in delta.deltas:
+            for rows in release.rows:
                 self.tables[rows.table.name][rows.ids] = rows.values

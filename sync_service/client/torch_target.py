@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from sync_service.client.targets import Delta
+from sync_service.client.targets import Release
 from sync_service.errors import Contradiction, NotFound
 from sync_service.stamps import Values
 from sync_service.tables import Table
@@ -41,20 +41,20 @@ class TorchTarget:
         """The rows of every table received so far, as live [rows, dim] views of the parameters."""
         return dict(self._tables)
 
-    def apply(self, delta: Delta) -> None:
+    def apply(self, release: Release) -> None:
         """Write the rows of a release into the parameters.
 
         Raises:
             NotFound: none of the tables has a parameter, or one has several.
             Contradiction: a parameter has another shape or type than its table, or several tables.
         """
-        if delta.tables != self._known:
-            self._tables, self._known = _bind(self._module, delta.tables), delta.tables
+        if release.tables != self._known:
+            self._tables, self._known = _bind(self._module, release.tables), release.tables
         with self._lock, torch.no_grad():
-            if delta.resync:
+            if release.resync:
                 for weight in self._tables.values():
                     weight.zero_()
-            for rows in delta.deltas:
+            for rows in release.rows:
                 if rows.table.name in self._tables:
                     weight = self._tables[rows.table.name]
                     ids = torch.from_numpy(rows.ids.copy()).to(weight.device)

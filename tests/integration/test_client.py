@@ -16,12 +16,12 @@ from deltasync.v1 import publish_pb2, publish_pb2_grpc
 
 from sync_service.client import (
     CallbackTarget,
-    Delta,
     NumpyTarget,
     Part,
     Position,
     Publisher,
     PublisherOptions,
+    Release,
     Shard,
     ShardRows,
     Subscriber,
@@ -206,9 +206,9 @@ def test_clients_wait_for_a_service_that_is_not_there_yet_and_go_on_with_the_nex
     port, rows, target = free_port(), random_rows(0), NumpyTarget()
     resyncs: list[bool] = []
 
-    def apply(delta: Delta) -> None:
-        resyncs.append(delta.resync)
-        target.apply(delta)
+    def apply(release: Release) -> None:
+        resyncs.append(release.resync)
+        target.apply(release)
 
     address = f"127.0.0.1:{port}"
     with publisher(address) as trainer, subscriber(address, CallbackTarget(apply)) as replica:
@@ -257,7 +257,7 @@ def test_a_version_that_does_not_come_is_a_timeout(running: RunningService) -> N
 
 
 def test_a_release_that_cannot_be_applied_is_not_acknowledged(running: RunningService) -> None:
-    def broken(_: Delta) -> None:
+    def broken(_: Release) -> None:
         raise MemoryError("no room")
 
     with publisher(running.grpc) as trainer, subscriber(running.grpc, CallbackTarget(broken)) as replica:
@@ -269,20 +269,20 @@ def test_a_release_that_cannot_be_applied_is_not_acknowledged(running: RunningSe
 
 
 def test_rows_that_outlived_the_process_are_not_sent_again(running: RunningService) -> None:
-    rows, deltas = random_rows(0), list[Delta]()
+    rows, taken = random_rows(0), list[Release]()
     with publisher(running.grpc) as trainer:
         held = trainer.publish(full(1, rows)).result(WAIT)
         trainer.publish(part(2, rows, [4, 5], [])).result(WAIT)
-        with subscriber(running.grpc, CallbackTarget(deltas.append), held=held) as replica:
+        with subscriber(running.grpc, CallbackTarget(taken.append), held=held) as replica:
             replica.wait_for(2, WAIT)
         replica.close()
         assert lag_of(running)["offset"] == 2
-    (delta,) = deltas
-    assert not delta.resync
-    assert [(rows.table, rows.ids.tolist()) for rows in delta.deltas] == [(USER, [4, 5])]
-    assert (delta.step, delta.step_end_unix_ns, delta.tables) == (2, 2, TABLES)
+    (release,) = taken
+    assert not release.resync
+    assert [(rows.table, rows.ids.tolist()) for rows in release.rows] == [(USER, [4, 5])]
+    assert (release.step, release.step_end_unix_ns, release.tables) == (2, 2, TABLES)
     with pytest.raises(ValueError, match="read-only"):
-        delta.deltas[0].values[0] = 1
+        release.rows[0].values[0] = 1
 
 
 def test_column_shards_are_published_by_what_they_hold(running: RunningService) -> None:

@@ -12,7 +12,7 @@ from deltasync.v1 import subscribe_pb2
 
 from sync_service import codec
 from sync_service.client import NumpyTarget, Subscriber, SubscriberOptions
-from sync_service.release import Release, freeze
+from sync_service.release import FrozenRelease, freeze
 from sync_service.tables import Position, Shard, Table
 from tests.support.server import RunningService
 from tests.support.state import lag_of, rows_of
@@ -325,9 +325,9 @@ def test_an_idle_replica_keeps_no_release_alive(
     running: RunningService, rank: RankStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sync_service.api.subscribe._PROGRESS_SECONDS", 0.01)
-    releases: list[weakref.ref[Release]] = []
+    releases: list[weakref.ref[FrozenRelease]] = []
 
-    def noted(*arguments: Any) -> Release:
+    def noted(*arguments: Any) -> FrozenRelease:
         frozen = freeze(*arguments)
         releases.append(weakref.ref(frozen))
         return frozen

@@ -21,9 +21,9 @@ from trainer.data.batch import ClickBatch, click_batch
 from trainer.data.features import FeatureOptions, Featurizer
 from trainer.data.stream import batches, open_stream
 from trainer.model import ClickModel, ModelOptions
-from trainer.sync import DeltaSync, SyncOptions
 from trainer.ranks import join_ranks
 from trainer.sharding import OptimizerOptions, shard
+from trainer.sync import DeltaSync, SyncOptions
 from trainer.tracking.tracker import Tracker
 
 BATCH, PUBLISH_EVERY = 128, 10

@@ -17,7 +17,7 @@ import numpy as np
 
 from sync_service.allocator import keep_freed_memory
 from sync_service.cli.config import CONTEXT
-from sync_service.client import Delta, Subscriber, SubscriberOptions
+from sync_service.client import Release, Subscriber, SubscriberOptions
 from sync_service.client.torch_target import TorchTarget
 from sync_service.process_logging import log_to_stderr
 from trainer.data.events import Events
@@ -48,16 +48,16 @@ class Replica:
         self._hold_releases = hold_releases
         self._scoring = threading.Condition()
 
-    def apply(self, delta: Delta) -> None:
+    def apply(self, release: Release) -> None:
         """Take a release; if releases are held, once every batch that it has learnt from is scored.
 
         A predictor knows an event before the trainer does, whatever the two processes' share of the processor.
         """
         with self._scoring:
-            while self._hold_releases and self.scorer.batches < delta.step and not self._stop.is_set():
+            while self._hold_releases and self.scorer.batches < release.step and not self._stop.is_set():
                 self._scoring.wait(_CHECK_SECONDS)
-            self.target.apply(delta)
-            self.applied.append((delta.position.version, delta.step, time.time_ns()))
+            self.target.apply(release)
+            self.applied.append((release.position.version, release.step, time.time_ns()))
 
     def score(self, events: Events) -> None:
         """Score a batch."""

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from sync_service.errors import DeltasyncError, InvalidInput
 from tests.support.ranks import leave
 from trainer.model import ClickModel, ModelOptions
-from trainer.sync import DeltaSync, SyncOptions
 from trainer.sharding import OptimizerOptions, shard
+from trainer.sync import DeltaSync, SyncOptions
 
 SIZES = ModelOptions(users=20, items=30, cross_buckets=10, dim=4, hidden=4)
 PATIENCE_SECONDS = 60.0

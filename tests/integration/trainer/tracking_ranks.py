@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -131,8 +132,11 @@ def batch(generator: torch.Generator) -> Batch:
 
 def pipelines() -> dict[str, type[TrainPipelineSparseDist]]:
     """Pipelines of TorchRec. SemiSync looks rows up a step before they change; on a CPU it needs a stand-in."""
-    KeyedJaggedTensor.record_stream = torch.Tensor.record_stream = lambda *_: None
-    torch.get_device_module = lambda *_: torch.cpu
+    for kind in (KeyedJaggedTensor, torch.Tensor):
+        patched: Any = kind
+        patched.record_stream = lambda *_: None
+    module: Any = torch
+    module.get_device_module = lambda *_: torch.cpu
     return {
         "Base": TrainPipelineBase,
         "SparseDist": TrainPipelineSparseDist,

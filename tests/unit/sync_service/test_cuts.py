@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sync_service import cuts
-from sync_service.cuts import Cut, Part
+from sync_service.cuts import ArrivingPart, Cut
 from sync_service.errors import Contradiction, InvalidInput, ResyncRequired
 from sync_service.runs import Run
 from sync_service.tables import Shard, Table
@@ -19,7 +19,7 @@ def cut_of(world_size: int) -> Cut:
     return Cut(3, 10, Run("r", 1, world_size))
 
 
-def fill(part: Part) -> None:
+def fill(part: ArrivingPart) -> None:
     for slot, shard in enumerate(part.shards):
         part.add(slot, np.arange(shard.row_offset, shard.row_offset + shard.rows))
 
@@ -151,7 +151,7 @@ def test_rows_are_kept_in_memory_unless_there_are_many(monkeypatch: pytest.Monke
     cut = cut_of(2)
     values = np.ones((1, 4), "<f4")
 
-    def send(part: Part, *ids: int) -> None:
+    def send(part: ArrivingPart, *ids: int) -> None:
         for row in ids:
             part.add(0, np.array([row]))
             cut.keep(part, (part.shards[0], np.array([row]), values))

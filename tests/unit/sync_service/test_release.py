@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sync_service.errors import StorageFailed
-from sync_service.release import Release, freeze
+from sync_service.release import FrozenRelease, freeze
 from sync_service.stamps import StampedTable
 from sync_service.tables import Table
 from tests.support.wire import random_rows
@@ -24,7 +24,7 @@ def stamped(seed: int, versions: int) -> list[StampedTable]:
     return made
 
 
-def content(frozen: Release) -> list[tuple[int, list[int], bytes]]:
+def content(frozen: FrozenRelease) -> list[tuple[int, list[int], bytes]]:
     return [(slot, ids.tolist(), values.tobytes()) for slot, ids, values in frozen.tables]
 
 
@@ -40,7 +40,7 @@ def test_a_spilled_release_is_the_same_as_one_in_memory(seed: int, after: int) -
     assert spilled.memory_bytes == 0
     assert in_memory.memory_bytes == sum(ids.nbytes + values.nbytes for _, ids, values in in_memory.tables)
     assert content(spilled) == content(in_memory)
-    assert content(Release(None, list(spilled.chunks()))) == content(in_memory)
+    assert content(FrozenRelease(None, list(spilled.chunks()))) == content(in_memory)
     expected = [np.flatnonzero(table.stamps > after) for table in tables]
     assert [ids for _, ids, _ in content(in_memory)] == [ids.tolist() for ids in expected if len(ids)]
     assert in_memory.rows == sum(len(ids) for ids in expected)

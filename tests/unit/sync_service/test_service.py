@@ -20,7 +20,7 @@ from sync_service.consumers.report import report
 from sync_service.errors import Contradiction, DeltasyncError, StorageFailed, Superseded
 from sync_service.log import Log, LogOptions
 from sync_service.publishing import PublishSession, check_open
-from sync_service.release import Release
+from sync_service.release import FrozenRelease
 from sync_service.service import Service, ServiceOptions
 from sync_service.tables import Position, Shard, Table
 from tests.support.wire import ITEM, USER, WHOLE, full_part, part, publish_open, random_rows
@@ -588,7 +588,7 @@ def test_a_full_log_is_flushed_and_takes_parts_again(tmp_path: Path, monkeypatch
 
 
 def test_releases_share_the_memory_there_is_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def spilled(release: Release) -> bool:
+    def spilled(release: FrozenRelease) -> bool:
         return any(isinstance(values, np.memmap) for *_, values in release.tables)
 
     async def scenario(service: Service) -> None:
