@@ -92,3 +92,7 @@ def test_help_of_every_command_names_its_options() -> None:
             if isinstance(option, click.Option):
                 assert option.opts[0] in output
                 assert option.help, f"{name} {option.opts[0]}"
+
+
+def test_nothing_is_left_to_be_filled_in() -> None:
+    assert not re.findall(r"\b[A-Z]+_(?:OUTPUT|SECONDS)\b|TODO|FIXME", README)
