@@ -9,6 +9,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc.aio
 import uvicorn
@@ -129,6 +130,7 @@ async def _listen(
     await server.stop(grace=1.0)
     http.should_exit = True
     await http_task
+    _endpoints(options).unlink(missing_ok=True)
 
 
 async def _start_grpc(
@@ -181,6 +183,10 @@ def _taken(option: str, host: str, port: int) -> str:
     return f"cannot listen on {host}:{port}: choose another {option}, or 0 for any free one"
 
 
+def _endpoints(options: ServerOptions) -> Path:
+    return options.service.data_dir / "endpoints.json"
+
+
 def _announce(options: ServerOptions, grpc_port: int, http_port: int) -> None:
     """Leave where the service listens in its data directory, whole or not at all."""
     endpoints = {
@@ -188,7 +194,7 @@ def _announce(options: ServerOptions, grpc_port: int, http_port: int) -> None:
         "grpc": f"{options.host}:{grpc_port}",
         "http": f"http://{options.host}:{http_port}",
     }
-    path = options.service.data_dir / "endpoints.json"
+    path = _endpoints(options)
     path.with_suffix(".new").write_text(json.dumps(endpoints))
     path.with_suffix(".new").replace(path)
     logger.info(

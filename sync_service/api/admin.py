@@ -55,7 +55,10 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             raise NotPermitted("the service has no admin token: start it with --admin-token")
         sent = dict(context.invocation_metadata() or ()).get("authorization", "")
         if not hmac.compare_digest(str(sent).encode(), f"Bearer {self._token}".encode()):
-            raise NotPermitted("the admin token is missing or wrong: send 'authorization: Bearer TOKEN'")
+            raise NotPermitted(
+                "the admin token is missing or wrong: give it with --admin-token, or send 'authorization: "
+                "Bearer TOKEN'"
+            )
 
 
 def _message(consumer: Consumer) -> admin_pb2.Consumer:

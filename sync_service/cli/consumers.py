@@ -26,9 +26,12 @@ def _service_option(function: Callable[..., None]) -> Any:
 
 
 def _token_option(function: Callable[..., None]) -> Any:
-    return click.option("--admin-token", default="", show_default=False, help="The service's admin token.")(
-        function
-    )
+    return click.option(
+        "--admin-token",
+        default="",
+        show_default=False,
+        help="The service's admin token; also DELTASYNC_ADMIN_TOKEN.",
+    )(function)
 
 
 @consumers.command("list", context_settings=CONTEXT)

@@ -50,7 +50,15 @@ def fetch_lag(service: str, consumer: str, timeout_seconds: float = 10.0) -> dic
     except urllib.error.HTTPError as error:
         raise _refused(error, url) from error
     except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
-        raise ServiceUnavailable(f"{url}: {error}: is the service running, and --http right?") from error
+        raise ServiceUnavailable(
+            f"{url}: {_printable(error)}: is the service running, and --http right?"
+        ) from error
+
+
+def _printable(error: Exception) -> str:
+    """An error's text; that of an answer which is no HTTP holds the answer's raw bytes."""
+    text = str(error).strip()
+    return text if text.isprintable() else f"{type(error).__name__}: no HTTP answer"
 
 
 def _refused(error: urllib.error.HTTPError, url: str) -> DeltasyncError:

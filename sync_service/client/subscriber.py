@@ -44,6 +44,7 @@ class Subscriber:
         self.held = options.held
         self._moved = threading.Condition()
         self._failure: Exception | None = None
+        self._trouble: Exception | None = None
         self._closing = threading.Event()
         self._call: _Responses | None = None
         self._requests: _Requests | None = None
@@ -66,9 +67,9 @@ class Subscriber:
             )
         self.check()
         if not _reached(self.held, wanted):
-            raise TimeoutError(
-                f"replica {self._options.replica!r} holds version {self.held.version}, not {wanted}"
-            )
+            trouble = f"; last trouble: {self._trouble}" if self._trouble else ""
+            held = f"replica {self._options.replica!r} holds version {self.held.version}"
+            raise TimeoutError(f"{held}, not {wanted}{trouble}")
         return self.held
 
     def check(self) -> None:
@@ -121,6 +122,7 @@ class Subscriber:
                 pauses = backoff()
             pause = next(pauses)
             if not self._closing.wait(pause):
+                self._trouble = error
                 logger.warning("replica %s reconnects: %s", self._options.replica, error)
 
     def _subscribe(self) -> None:
@@ -164,7 +166,7 @@ class Subscriber:
 
     def _hold(self, position: Position) -> None:
         with self._moved:
-            self.held = position
+            self.held, self._trouble = position, None
             self._moved.notify_all()
 
 

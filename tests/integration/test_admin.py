@@ -77,7 +77,8 @@ def test_changes_need_the_token(admin: admin_pb2_grpc.AdminServiceStub) -> None:
             change(admin, request, metadata)
         assert refused(error) == (
             grpc.StatusCode.PERMISSION_DENIED,
-            "the admin token is missing or wrong: send 'authorization: Bearer TOKEN'",
+            "the admin token is missing or wrong: give it with --admin-token, or send 'authorization: "
+            "Bearer TOKEN'",
         )
     assert names(admin) == ["predictors", "probes"]
 
