@@ -75,11 +75,6 @@ def _key(model: str, version: int, *rest: int) -> bytes:
     return model.encode() + b"\0" + struct.pack(f">Q{len(rest)}I", version, *rest)
 
 
-def _version_of(model: str, key: bytes) -> int:
-    version: int = struct.unpack_from(">Q", key, len(model.encode()) + 1)[0]
-    return version
-
-
 class Log:
     """An append-only log of cuts, with the small records that belong to them.
 

@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 from sync_service.cli.main import main
+from tests.support.metrics import METRICS
 from tests.support.process import ServiceProcess
 from tests.support.server import TOKEN, RunningService
 from tests.support.wire import WHOLE, RankStream, ReplicaStream, ack, full_part, part, random_rows, size_of
@@ -23,22 +24,6 @@ from tests.support.wire import WHOLE, RankStream, ReplicaStream, ack, full_part,
 Command: TypeAlias = Callable[..., tuple[int, str, str]]
 GOOD = (("authorization", f"Bearer {TOKEN}"),)
 SERVICES = {f"deltasync.v1.{name}Service" for name in ("Publish", "Subscribe", "Admin")}
-# What dashboards and alerts are built on.
-METRICS = {
-    "deltasync_head_version": {"model"},
-    "deltasync_consumer_lag_versions": {"consumer"},
-    "deltasync_consumer_lag_rows": {"consumer"},
-    "deltasync_consumer_lag_bytes": {"consumer"},
-    "deltasync_consumer_lag_seconds": {"consumer"},
-    "deltasync_consumer_replicas": {"consumer", "state"},
-    "deltasync_published_rows_total": {"model"},
-    "deltasync_published_bytes_total": {"model"},
-    "deltasync_released_rows_total": {"consumer"},
-    "deltasync_released_bytes_total": {"consumer"},
-    "deltasync_table_rows": {"model", "table"},
-    "deltasync_table_bytes": {"model", "table"},
-    "deltasync_log_bytes": set(),
-}
 
 
 @pytest.fixture

@@ -6,16 +6,16 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
+
+from tests.support.http import HttpStatus
 
 _DEADLINE_SECONDS = 30.0
 
 
-class ServiceProcess:
+class ServiceProcess(HttpStatus):
     """`deltasync serve` on free ports, which it keeps over restarts."""
 
     def __init__(self, data_dir: Path, *arguments: str) -> None:
@@ -66,19 +66,6 @@ class ServiceProcess:
         assert self.process
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(_DEADLINE_SECONDS)
-
-    def get(self, path: str) -> tuple[int, str]:
-        """HTTP status and body of a GET request."""
-        try:
-            with urllib.request.urlopen(self.http + path, timeout=10) as response:  # noqa: S310
-                return response.status, response.read().decode()
-        except urllib.error.HTTPError as error:
-            return error.code, error.read().decode()
-
-    def get_json(self, path: str) -> Any:
-        status, body = self.get(path)
-        assert status == 200, body
-        return json.loads(body)
 
     def __enter__(self) -> Self:
         self.start()

@@ -4,21 +4,20 @@ import asyncio
 import json
 import threading
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from sync_service.server import ServerOptions, run
 from sync_service.service import ServiceOptions
+from tests.support.http import HttpStatus
 
 _DEADLINE_SECONDS = 30.0
 CONSUMERS = (("predictors", "clicks"), ("probes", "clicks"))
 TOKEN = "secret"  # noqa: S105
 
 
-class RunningService:
+class RunningService(HttpStatus):
     """`server.run` in a thread, with consumers "predictors" and "probes" of model "clicks"."""
 
     def __init__(self, data_dir: Path, *, grpc_port: int = 0, http_port: int = 0, **settings: Any) -> None:
@@ -55,20 +54,6 @@ class RunningService:
         assert not self._thread.is_alive(), "the service did not drain in time"
         if self._failure:
             raise self._failure
-
-    def get(self, path: str) -> tuple[int, str]:
-        """HTTP status and body of a GET request."""
-        try:
-            with urllib.request.urlopen(self.http + path, timeout=10) as response:  # noqa: S310
-                return response.status, response.read().decode()
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, error.read().decode()
-
-    def get_json(self, path: str) -> Any:
-        status, body = self.get(path)
-        assert status == 200, body
-        return json.loads(body)
 
     def __enter__(self) -> Self:
         self.start()

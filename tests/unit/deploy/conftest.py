@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.support.metrics import METRICS
+
 
 @pytest.fixture(scope="session")
 def root() -> Path:
@@ -83,18 +85,4 @@ def unit(deploy: Path) -> list[tuple[str, str]]:
 @pytest.fixture(scope="session")
 def metrics() -> dict[str, set[str]]:
     """What /metrics exposes: each metric and its labels."""
-    return {
-        "deltasync_head_version": {"model"},
-        "deltasync_consumer_lag_versions": {"consumer"},
-        "deltasync_consumer_lag_rows": {"consumer"},
-        "deltasync_consumer_lag_bytes": {"consumer"},
-        "deltasync_consumer_lag_seconds": {"consumer"},
-        "deltasync_consumer_replicas": {"consumer", "state"},
-        "deltasync_published_rows_total": {"model"},
-        "deltasync_published_bytes_total": {"model"},
-        "deltasync_released_rows_total": {"consumer"},
-        "deltasync_released_bytes_total": {"consumer"},
-        "deltasync_table_rows": {"model", "table"},
-        "deltasync_table_bytes": {"model", "table"},
-        "deltasync_log_bytes": set(),
-    }
+    return METRICS
