@@ -1,14 +1,11 @@
 """What ranks agree on before a cut, so that their parts always meet."""
 
-import hashlib
 import time
 import uuid
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-
-from sync_service.tables import Position
 
 
 @dataclass(frozen=True)
@@ -47,15 +44,6 @@ class Agreement:
             dist.all_reduce(answers, dist.ReduceOp.MIN, group=self._group)
         all_ready, none_resync, none_unpublished, none_failed = (bool(answer) for answer in answers.tolist())
         return Agreed(all_ready, not none_resync, not none_unpublished, not none_failed)
-
-    def same(self, position: Position) -> bool:
-        """Whether all ranks hold the same position."""
-        digest = int.from_bytes(hashlib.sha256(f"{position}".encode()).digest()[:7], "big")
-        # The minimum of x and of -x: equal on all ranks if their sum is zero.
-        values = torch.tensor([digest, -digest])
-        if self._group:
-            dist.all_reduce(values, dist.ReduceOp.MIN, group=self._group)
-        return int(values.sum()) == 0
 
     def run(self) -> tuple[str, int]:
         """A new run id, and when the run began (nanoseconds since 1970): the first rank's, on all ranks."""

@@ -15,24 +15,29 @@ from trainer.sync import DeltaSync
 def save_checkpoint(folder: Path, model: nn.Module, optimizer: CombinedOptimizer, sync: DeltaSync) -> None:
     """Write a checkpoint into `folder`. Called by all ranks together, between steps."""
     save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=folder)
-    torch.save(sync.state_dict(), _sync_file(folder))
+    if dist.get_rank() == 0:
+        for stale in _sync_files(folder):
+            stale.unlink()
+    dist.barrier()
+    torch.save(sync.state_dict(), folder / f"sync-{dist.get_rank()}.pt")
 
 
 def load_checkpoint(folder: Path, model: nn.Module, optimizer: CombinedOptimizer, sync: DeltaSync) -> bool:
-    """Go on from a checkpoint of as many ranks, before the first step; whether there is one.
+    """Go on from a checkpoint, of however many ranks, before the first step; whether there is one.
 
     Raises:
-        Contradiction: it was made for another sharding.
+        InvalidInput: what was published is not known of all its ranks.
     """
-    if not _sync_file(folder).exists():
+    if not (folder / ".metadata").exists():
         return False
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     load(state, checkpoint_id=folder)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
-    sync.load_state_dict(torch.load(_sync_file(folder), weights_only=True))
+    # Mapped: of what other ranks have saved, only this rank's rows are read.
+    sync.load_state_dict([torch.load(file, weights_only=True, mmap=True) for file in _sync_files(folder)])
     return True
 
 
-def _sync_file(folder: Path) -> Path:
-    return folder / f"sync-{dist.get_rank()}.pt"
+def _sync_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("sync-*.pt"))

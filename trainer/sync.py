@@ -4,21 +4,27 @@ import logging
 import math
 import time
 from collections import deque
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from sync_service.client import Part, Position, Publisher, PublisherOptions, ShardRows
-from sync_service.errors import DeltasyncError, ResyncRequired, ServiceUnavailable
+from sync_service.errors import DeltasyncError, InvalidInput, ResyncRequired, ServiceUnavailable
 from trainer.agreement import Agreement
-from trainer.tracking.shards import TrackedShard, tables_of
-from trainer.tracking.tracker import ChangedRows, Tracker
+from trainer.tracking.delta import Delta, Token
+from trainer.tracking.modes import TrackingMode
+from trainer.tracking.options import TrackerOptions
+from trainer.tracking.shards import tables_of
+from trainer.tracking.tracker import Tracker
 
 logger = logging.getLogger(__name__)
 
+_CONSUMER = "publisher"
 _HEAR_SECONDS = 0.05
 _KEPT_CUTS = 100_000
 
@@ -67,7 +73,7 @@ class SyncStats:
 @dataclass(frozen=True)
 class _UnderWay:
     part: Part
-    cursor: int
+    token: Token
     sealed: "Future[Position]"
 
 
@@ -88,13 +94,21 @@ class DeltaSync:
         self._agreement = Agreement()
         # What all ranks hold alike is published by the first.
         first = self._agreement.rank == 0
-        self.tracker = Tracker(model, dense=options.dense and first, replicas=first)
+        self.tracker = Tracker(
+            model,
+            TrackerOptions(
+                consumers=[_CONSUMER],
+                mode=TrackingMode.EMBEDDING_LAST,
+                auto_compact=True,
+                dense=options.dense and first,
+                replicas=first,
+            ),
+        )
         self.stats = SyncStats()
         self._options = options
         self._tables = tables_of(model, dense=options.dense)
         self._publisher: Publisher | None = None
         self._under_way: _UnderWay | None = None
-        self._cursor = 0
         self._position = Position()
         self._resync = True
         self._published_step = -1
@@ -164,21 +178,30 @@ class DeltaSync:
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint of this rank must carry, to go on without publishing every row anew."""
         return {
+            "world_size": self._agreement.world_size,
             "tracker": self.tracker.state_dict(),
-            "cursor": self._cursor,
             "history": self._position.history,
             "version": self._position.version,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint of the same rank and plan. Before the first step.
+    def load_state_dict(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from a checkpoint, whose weights the model has by now. Before the first step.
+
+        Args:
+            saved: the states of all ranks that saved it, whatever their number and their sharding.
 
         Raises:
-            Contradiction: it was made for other shards.
+            InvalidInput: some are missing, or of another checkpoint.
         """
-        self.tracker.load_state_dict(state["tracker"])
-        self._cursor = state["cursor"]
-        self._position = Position(state["history"], state["version"])
+        counts = {state["world_size"] for state in saved}
+        if counts != {len(saved)}:
+            raise InvalidInput(
+                f"expected the states of all ranks of one checkpoint: {len(saved)} of {counts or 0}"
+            )
+        self.tracker.load_state_dict([state["tracker"] for state in saved])
+        positions = {Position(state["history"], state["version"]) for state in saved}
+        # They differ in a checkpoint taken while a cut was being sealed.
+        self._position = positions.pop() if len(positions) == 1 else Position()
         self._resync = self._position.version == 0
 
     def _wait(self, deadline: float) -> DeltasyncError | None:
@@ -193,8 +216,6 @@ class DeltaSync:
     def _cut(self, step_end_unix_ns: int, late: DeltasyncError | None = None) -> bool:
         """Begin a cut if the ranks agree that they can; whether all of them have published everything."""
         failure = late or self._settle()
-        if self._publisher is None and not self._agreement.same(self._position):
-            self._resync = True  # The checkpoint was taken while a cut was being sealed.
         unpublished = self._resync or self._published_step != self.tracker.steps
         ready, failed = self._under_way is None, failure is not None
         agreed = self._agreement.of(ready=ready, resync=self._resync, unpublished=unpublished, failed=failed)
@@ -222,7 +243,8 @@ class DeltaSync:
         return None
 
     def _sealed(self, ended: _UnderWay, position: Position) -> None:
-        self._cursor, self._position = ended.cursor, position
+        self.tracker.acknowledge(ended.token)
+        self._position = position
         part = ended.part
         self._published_step = part.step
         self.stats.cuts.append((position.version, part.step, part.step_end_unix_ns))
@@ -232,16 +254,28 @@ class DeltaSync:
 
     def _publish(self, step_end_unix_ns: int, *, full: bool) -> None:
         if full:
-            self.tracker.mark_all()
+            self.tracker.resync(_CONSUMER)
             self._resync = False
-        changed, cursor = self.tracker.read(self._cursor)
+        delta = self.tracker.get_delta(_CONSUMER)
         part = Part(
             step=self.tracker.steps,
             step_end_unix_ns=step_end_unix_ns,
-            rows=[_global(self.tracker.shards[rows.shard], rows) for rows in changed],
+            rows=self._shard_rows(delta),
             full=full,
         )
-        self._under_way = _UnderWay(part, cursor, self._connected().publish(part))
+        self._under_way = _UnderWay(part, delta.token, self._connected().publish(part))
+
+    def _shard_rows(self, delta: Delta) -> list[ShardRows]:
+        """Rows by shard, which the service knows by their numbers among `tracker.shards`."""
+        found, number = [], 0
+        for table in self.tracker.tables:
+            rows = delta.rows.get(table.name)
+            if rows is not None and rows.values is not None:
+                widths = [cols for _, cols in rows.columns]
+                for place, values in enumerate(torch.split(rows.values, widths, dim=1)):
+                    found.append(ShardRows(number + place, rows.ids.numpy(), values.contiguous().numpy()))
+            number += len(table.shards)
+        return found
 
     def _connected(self) -> Publisher:
         if self._publisher is None:
@@ -258,7 +292,3 @@ class DeltaSync:
             )
             self._publisher = Publisher(options, self._tables, shards)
         return self._publisher
-
-
-def _global(tracked: TrackedShard, rows: ChangedRows) -> ShardRows:
-    return ShardRows(rows.shard, (rows.ids + tracked.shard.row_offset).numpy(), rows.values.numpy())

@@ -24,6 +24,8 @@ from trainer.model import ClickModel, ModelOptions
 from trainer.ranks import join_ranks
 from trainer.sharding import OptimizerOptions, shard
 from trainer.sync import DeltaSync, SyncOptions
+from trainer.tracking.modes import TrackingMode
+from trainer.tracking.options import TrackerOptions
 from trainer.tracking.tracker import Tracker
 
 BATCH, PUBLISH_EVERY = 128, 10
@@ -77,13 +79,12 @@ def _pipeline(options: ModelOptions, device: torch.device) -> tuple[TrainPipelin
 
 def _tracked(options: ModelOptions, device: torch.device) -> tuple[_Contestant, Tracker]:
     pipeline, model = _pipeline(options, device)
-    tracker, cursor = Tracker(model), 0
+    tracker = Tracker(model, TrackerOptions(mode=TrackingMode.EMBEDDING_LAST, auto_compact=True, dense=True))
 
     def after_step() -> None:
-        nonlocal cursor
         tracker.step()
         if tracker.steps % PUBLISH_EVERY == 0:
-            _, cursor = tracker.read(cursor)
+            tracker.acknowledge(tracker.get_delta().token)
 
     return _Contestant(pipeline, after_step), tracker
 
@@ -106,9 +107,7 @@ def _figures(rounds: list[list[float]], tracker: Tracker) -> dict[str, float]:
     return {
         "tracking_step_ratio": statistics.median(b / a for a, b, _ in rounds),
         "publishing_step_ratio": statistics.median(c / a for a, _, c in rounds),
-        "tracker_share": (tracker.cost.marking_seconds + tracker.cost.reading_seconds)
-        / tracker.steps
-        / statistics.median(off),
+        "tracker_share": tracker.cost.seconds / tracker.steps / statistics.median(off),
         "off_ms": 1e3 * statistics.median(off),
         "tracking_ms": 1e3 * statistics.median(on),
         "publishing_ms": 1e3 * statistics.median(publishing),

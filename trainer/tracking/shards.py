@@ -1,72 +1,103 @@
-"""What a rank holds of a model: shards of tables, and dense parameters as small tables of their own."""
+"""What a rank holds of a model: ranges of rows of its tables, and the live tensors they are read from."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, ShardedEmbeddingModule
-from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
-from torchrec.distributed.model_parallel import get_unwrapped_module
-from torchrec.distributed.types import ShardedModule
 from torchrec.modules.embedding_configs import data_type_to_dtype
 
 from sync_service.errors import InvalidInput
 from sync_service.tables import Shard, Table
+from trainer.tracking.modules import outside_of_tables, sharded_modules, table_fqn
 
 _DTYPES: dict[torch.dtype, np.dtype[np.generic]] = {torch.float32: np.dtype("<f4"), torch.float16: np.dtype("<f2")}
 
-_TRACKED = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
-# Kernels whose weights can be read where they lie. Those with a cache would need it written back first.
-_KERNELS = (EmbeddingComputeKernel.FUSED, EmbeddingComputeKernel.DENSE, EmbeddingComputeKernel.FUSED_UVM)
+_CACHED = EmbeddingComputeKernel.FUSED_UVM_CACHING
+# Kernels whose weights are tensors that can be indexed.
+_KERNELS = (
+    EmbeddingComputeKernel.FUSED,
+    EmbeddingComputeKernel.DENSE,
+    EmbeddingComputeKernel.FUSED_UVM,
+    _CACHED,
+)
+
+_ROWWISE_ADAGRAD = (EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD)
 
 
 @dataclass(frozen=True, eq=False)
 class TrackedShard:
-    """A shard, and the live weights it is read from.
+    """A shard, and the live tensors it is read from; they stay valid as training changes them.
 
     Attributes:
         shard: which rows and columns of which table these are.
-        weight: [rows, cols] view of the weights; it stays valid as training changes them.
-        fused: only rows that were looked up change, in backward. The rows of other shards belong to a dense
-            optimizer, which may change any of them at every step (momentum, weight decay).
-        replicated: every rank holds the same.
+        weight: [rows, cols].
+        momentum: [rows, cols], or [rows, 1] where the optimizer keeps one value per row: the first state of the
+            fused optimizer. None where there is none.
+        rowwise_adagrad: the momentum is that of row-wise Adagrad.
+        cached_in: the kernel that holds the newest rows in a cache of its own, to be flushed before a read.
     """
 
     shard: Shard
     weight: torch.Tensor
-    fused: bool
-    replicated: bool
+    momentum: torch.Tensor | None = None
+    rowwise_adagrad: bool = False
+    cached_in: Any = None
 
 
 @dataclass(frozen=True, eq=False)
-class TrackedLookup:
-    """One group of shards that TorchRec looks up at once.
+class TrackedTable:
+    """What a rank holds of a table: one range of rows, in one shard or more of columns.
 
     Attributes:
-        kernel: the module that does it, as TorchRec's hook names it.
-        shards: the shards in its order, each with its number of features.
+        table: the table, named as in the model's `state_dict`.
+        shards: what is held of its columns, by column.
+        features: the features that are looked up in it.
+        fused: only rows that were looked up change, in backward. Others belong to a dense optimizer, which may
+            change any row at every step (momentum, weight decay).
+        replicated: every rank holds the same.
     """
 
-    kernel: nn.Module
-    shards: list[tuple[TrackedShard, int]]
+    table: Table
+    shards: list[TrackedShard]
+    features: list[str]
+    fused: bool
+    replicated: bool
 
+    @property
+    def name(self) -> str:
+        """The table's FQN."""
+        return self.table.name
 
-def sharded_modules(model: nn.Module) -> Iterator[tuple[str, ShardedEmbeddingModule]]:
-    """Every sharded embedding module of a model and its name, as in the unsharded model's state_dict.
+    @property
+    def row_offset(self) -> int:
+        """Global id of the first row held."""
+        return self.shards[0].shard.row_offset
 
-    Raises:
-        InvalidInput: the model has tables in a sharded module of a kind whose rows cannot be tracked.
-    """
-    for name, module in get_unwrapped_module(model).named_modules():
-        if isinstance(module, _TRACKED):
-            yield name, module
-        elif isinstance(module, ShardedModule) and not any(isinstance(m, _TRACKED) for m in module.modules()):
-            raise InvalidInput(f"module {name!r} is a {type(module).__name__}, whose rows cannot be tracked yet")
+    @property
+    def rows(self) -> int:
+        """Number of rows held."""
+        return self.shards[0].shard.rows
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are held."""
+        return self.shards[0].weight.device
+
+    @property
+    def columns(self) -> list[tuple[int, int]]:
+        """Offset and number of the columns held, by shard."""
+        return [(tracked.shard.col_offset, tracked.shard.cols) for tracked in self.shards]
+
+    @property
+    def place(self) -> str:
+        """Table and rows, for messages."""
+        return f"{self.name}[{self.row_offset}-{self.row_offset + self.rows}]"
 
 
 def tables_of(model: nn.Module, *, dense: bool) -> list[Table]:
@@ -74,58 +105,102 @@ def tables_of(model: nn.Module, *, dense: bool) -> list[Table]:
     tables = []
     for name, module in sharded_modules(model):
         for config in module._table_name_to_config.values():
-            table = _table_name(name, module, config.name)
-            dtype = _dtype(table, data_type_to_dtype(config.data_type))
-            tables.append(Table(table, config.num_embeddings, config.embedding_dim, dtype))
-    return tables + [tracked.shard.table for tracked in dense_shards(model) if dense]
+            fqn = table_fqn(name, module, config.name)
+            dtype = _dtype(fqn, data_type_to_dtype(config.data_type))
+            tables.append(Table(fqn, config.num_embeddings, config.embedding_dim, dtype))
+    return tables + [tracked.table for tracked in dense_tables(model) if dense]
 
 
-def lookups_of(name: str, module: ShardedEmbeddingModule) -> Iterator[tuple[nn.Module, list[TrackedLookup]]]:
-    """The lookups of a sharded module, and what each looks up on this rank."""
+def dense_tables(model: nn.Module) -> list[TrackedTable]:
+    """Every parameter outside of embedding tables, as a table: a matrix by its rows, a vector as one row."""
+    found = []
+    for name, parameter in outside_of_tables(model):
+        weight = parameter.detach()
+        weight = weight.view(weight.shape[0], -1) if weight.dim() > 1 else weight.view(1, -1)
+        table = Table(name, weight.shape[0], weight.shape[1], _dtype(name, weight.dtype))
+        shard = TrackedShard(Shard.whole(table), weight)
+        found.append(TrackedTable(table, [shard], [], fused=False, replicated=True))
+    return found
+
+
+def lookups_of(module: ShardedEmbeddingModule) -> Iterator[Any]:
+    """The lookups of a sharded module, one for each of its sharding types."""
     for wrapped in module._lookups:
         lookup = wrapped
         while isinstance(lookup, DistributedDataParallel):
             lookup = lookup.module
-        yield lookup, [_tracked_lookup(name, module, kernel) for kernel in lookup._emb_modules]
+        yield lookup
 
 
-def dense_shards(model: nn.Module) -> list[TrackedShard]:
-    """Every parameter outside of embedding tables, as a table: a matrix by its rows, a vector as one row."""
-    sharded = [name for name, m in get_unwrapped_module(model).named_modules() if isinstance(m, ShardedModule)]
-    tables = tuple(f"{name}." if name else "" for name in sharded)
-    found = []
-    for name, parameter in get_unwrapped_module(model).named_parameters():
-        if not name.startswith(tables):
-            weight = parameter.detach()
-            weight = weight.view(weight.shape[0], -1) if weight.dim() > 1 else weight.view(1, -1)
-            table = Table(name, weight.shape[0], weight.shape[1], _dtype(name, weight.dtype))
-            found.append(TrackedShard(Shard.whole(table), weight, fused=False, replicated=True))
-    return found
+def kernel_tables(name: str, module: ShardedEmbeddingModule, kernel: Any) -> list[TrackedTable]:
+    """What one kernel of a lookup holds, in the order in which it looks tables up.
 
-
-def _table_name(name: str, module: ShardedEmbeddingModule, table: str) -> str:
-    kind = "embedding_bags" if isinstance(module, ShardedEmbeddingBagCollection) else "embeddings"
-    return ".".join(part for part in (name, kind, table) if part)
-
-
-def _tracked_lookup(name: str, module: ShardedEmbeddingModule, kernel: Any) -> TrackedLookup:
-    weights = kernel.split_embedding_weights()
-    if kernel._config.compute_kernel not in _KERNELS:
+    Raises:
+        InvalidInput: its rows cannot be read.
+    """
+    kind = kernel._config.compute_kernel
+    if kind not in _KERNELS:
         raise InvalidInput(
-            f"module {name!r}: the rows of kernel {kernel._config.compute_kernel.value!r} cannot be read as they "
-            f"are; use one of: {', '.join(known.value for known in _KERNELS)}"
+            f"module {name!r}: the rows of kernel {kind.value!r} cannot be read as they are; "
+            f"use one of: {', '.join(known.value for known in _KERNELS)}"
         )
-    shards = []
-    for config, weight in zip(kernel._config.embedding_tables, weights, strict=True):
-        table_name = _table_name(name, module, config.name)
-        table = Table(table_name, config.num_embeddings, config.embedding_dim, _dtype(table_name, weight.dtype))
+    weights = kernel.split_embedding_weights()
+    momenta = _momenta(kernel, len(weights))
+    tables = []
+    for config, weight, momentum in zip(kernel._config.embedding_tables, weights, momenta, strict=True):
+        fqn = table_fqn(name, module, config.name)
+        table = Table(fqn, config.num_embeddings, config.embedding_dim, _dtype(fqn, weight.dtype))
         replicated = config.local_metadata is None
         row_offset, col_offset = (0, 0) if replicated else config.local_metadata.shard_offsets
         shard = Shard(table, row_offset, config.local_rows, col_offset, config.local_cols)
-        fused = kernel._config.compute_kernel is not EmbeddingComputeKernel.DENSE
-        tracked = TrackedShard(shard, weight.detach(), fused=fused, replicated=replicated)
-        shards.append((tracked, len(config.feature_names)))
-    return TrackedLookup(kernel, shards)
+        cached_in = kernel if kind is _CACHED else None
+        tracked = TrackedShard(shard, weight.detach(), momentum, _is_rowwise_adagrad(kernel), cached_in)
+        fused = kind is not EmbeddingComputeKernel.DENSE
+        tables.append(TrackedTable(table, [tracked], config.feature_names, fused, replicated))
+    return tables
+
+
+def _momenta(kernel: Any, tables: int) -> list[torch.Tensor | None]:
+    """The first state of the kernel's fused optimizer for each table, as a matrix; None where there is none."""
+    if not hasattr(kernel.emb_module, "split_optimizer_states"):
+        return [None] * tables
+    by_table = kernel.emb_module.split_optimizer_states() or [[]] * tables
+    return [_matrix(states[0].detach()) if len(states) else None for states in by_table]
+
+
+def _is_rowwise_adagrad(kernel: Any) -> bool:
+    return getattr(kernel.emb_module, "optimizer", None) in _ROWWISE_ADAGRAD
+
+
+def _matrix(state: torch.Tensor) -> torch.Tensor:
+    return state if state.dim() > 1 else state.unsqueeze(1)
+
+
+def merged(tables: list[TrackedTable]) -> list[TrackedTable]:
+    """Several shards of columns of one table, each found by itself, as one.
+
+    Raises:
+        InvalidInput: they do not hold the same rows.
+    """
+    by_name: dict[str, TrackedTable] = {}
+    for found in tables:
+        known = by_name.setdefault(found.name, found)
+        if known is found:
+            continue
+        if (known.row_offset, known.rows) != (found.row_offset, found.rows):
+            raise InvalidInput(f"this rank holds {known.place} and {found.place}: expected one range of rows")
+        shards = sorted(known.shards + found.shards, key=lambda tracked: tracked.shard.col_offset)
+        by_name[found.name] = replace(known, shards=shards)
+    return list(by_name.values())
+
+
+def flush_caches(tables: Sequence[TrackedTable]) -> None:
+    """Have the newest rows written back from the caches of kernels that have one."""
+    kernels = {tracked.cached_in for table in tables for tracked in table.shards if tracked.cached_in}
+    if kernels:
+        torch.cuda.synchronize()  # Prefetches fill the cache from streams of their own.
+    for kernel in kernels:
+        kernel.flush()
 
 
 def _dtype(name: str, dtype: torch.dtype) -> np.dtype[np.generic]:

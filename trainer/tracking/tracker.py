@@ -1,153 +1,399 @@
-"""The tracker: a stamp per row, marked in TorchRec's hooks.
+"""The tracker: which rows of this rank have changed, for each of its consumers.
 
-A stamp is the tracker's clock at the time of the mark. The clock ticks at every read, so that what is marked
-after a read, be it by a step or from outside between two steps, is later than the cursor the read returned.
+tracker = Tracker(model, TrackerOptions(consumers=["publisher"], mode=TrackingMode.EMBEDDING))
+for ...:
+    pipeline.progress(batches)
+    tracker.step()
+delta = tracker.get_delta("publisher")
+...  # send delta.rows
+tracker.acknowledge(delta.token)
 """
 
+import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
+from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from sync_service.errors import Contradiction
-from trainer.tracking.shards import TrackedLookup, TrackedShard, dense_shards, lookups_of, sharded_modules
-
-
-@dataclass
-class TrackerCost:
-    """What tracking has cost the trainer's thread so far, in seconds."""
-
-    marking_seconds: float = 0.0
-    reading_seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class ChangedRows:
-    """Changed rows of a shard: its index, local ids ([n] int64, ascending) and current values ([n, cols])."""
-
-    shard: int
-    ids: torch.Tensor
-    values: torch.Tensor
+from sync_service.errors import Contradiction, InvalidInput, NotFound
+from trainer.tracking import state
+from trainer.tracking.attachment import find, ids_by_table
+from trainer.tracking.consumers import Consumer
+from trainer.tracking.cost import TrackerCost
+from trainer.tracking.delta import Delta, Token, check_ranked, largest
+from trainer.tracking.gate import UpdateGate
+from trainer.tracking.hooks import (
+    Hooks,
+    listen_to_evictions,
+    listen_to_gradients,
+    listen_to_lookups,
+    listen_to_output_dists,
+)
+from trainer.tracking.modes import TrackingMode
+from trainer.tracking.modules import table_fqn
+from trainer.tracking.options import DEFAULT_CONSUMER, TrackerOptions
+from trainer.tracking.reading import delta_rows, gather_due, to_host
+from trainer.tracking.shards import TrackedShard, TrackedTable
+from trainer.tracking.stamps import CLOCK_END, NOTHING, STAMP_BYTES, RowStamps
 
 
 class Tracker:
-    """Knows when each row of this rank's shards last changed.
+    """Knows which rows of this rank have changed since each consumer last acknowledged a read.
 
     Attributes:
-        shards: what is tracked.
+        tables: what is tracked.
         steps: optimizer steps completed.
+        cost: what tracking has cost so far.
     """
 
-    def __init__(self, model: nn.Module, *, dense: bool = True, replicas: bool = True) -> None:
+    def __init__(self, model: nn.Module, options: TrackerOptions | None = None) -> None:
         """Attach to a model.
 
         Args:
-            model: a model under `DistributedModelParallel`, or any other.
-            dense: track the parameters outside of embedding tables too, each as a small table.
-            replicas: track what every rank holds alike; one rank is enough to publish it.
+            model: a model under `DistributedModelParallel`, or any other; with its weights loaded.
+            options: what to track, and for whom.
 
         Raises:
-            Contradiction: the model has another tracker.
-            InvalidInput: the model has tables whose rows cannot be tracked.
+            InvalidInput: the model has tables whose rows cannot be tracked, or not in the mode wanted.
         """
-        self._by_kernel: dict[nn.Module, TrackedLookup] = {}
-        found = [shard for name, module in sharded_modules(model) for shard in self._register(name, module)]
-        found += dense_shards(model) if dense else []
-        self.shards = [shard for shard in found if replicas or not shard.replicated]
-        self._stamps = [torch.zeros(s.shard.rows, dtype=torch.int64, device=s.weight.device) for s in self.shards]
-        self._stamps_of = dict(zip(self.shards, self._stamps, strict=True))
-        self._clock = 1  # 0 stands for "never".
+        self._options = options or TrackerOptions()
+        found = find(model, self._options)
+        self.tables, self._modules, self._by_kernel = found.tables, found.modules, found.by_kernel
+        self._numbers = {table.name: number for number, table in enumerate(self.tables)}
+        self._stamps = RowStamps(self.tables)
+        self._gate = UpdateGate(self.tables[0].device if self.tables else torch.device("cpu"))
+        self._consumers: dict[str, Consumer] = {}
+        self._marked: list[tuple[KeyedJaggedTensor, nn.Module]] = []
+        self._paused = threading.local()
+        self._steps_uncompacted = 0
         self.steps = 0
         self.cost = TrackerCost()
+        for name in self._options.consumers:
+            self.add_consumer(name)
+        self._listen(model)
 
-    def _register(self, name: str, module: Any) -> list[TrackedShard]:
-        # TorchRec's `register_post_lookup_tracker_fn` hands over the ids of all tables of a sharding type at
-        # once, without saying which shards they belong to: a feature of two tables, or two column shards on one
-        # rank, cannot be told apart. The hook of the single lookups has the same ids together with the shards.
-        tracked: list[TrackedShard] = []
-        for lookup, groups in lookups_of(name, module):
-            if lookup.optim_state_tracker_fn is not None:
-                raise Contradiction(
-                    f"module {name!r} has a tracker already: TorchRec has room for one, remove the other first"
-                )
-            lookup.register_optim_state_tracker_fn(self.record_lookup)
-            self._by_kernel |= {group.kernel: group for group in groups}
-            tracked += [shard for group in groups for shard, _ in group.shards]
-        return tracked
+    # -- what happens to rows
 
     def record_lookup(self, features: KeyedJaggedTensor, output: torch.Tensor, kernel: nn.Module) -> None:
         """See to it that the rows of a lookup are marked when they change. Called by TorchRec after each."""
         # They change in backward, which some pipelines run a step later than the lookup: marking now, or in
         # `register_post_odist_tracker_fn`, could offer a row before its update and never again. Evaluation has
         # no backward, and marks nothing.
-        group = self._by_kernel[kernel]
-        if output.requires_grad and any(shard.fused for shard, _ in group.shards):
-            output.register_hook(lambda _gradient: self._mark_lookup(group, features))  # type: ignore[no-untyped-call]
-
-    def mark_all(self) -> None:
-        """Stamp every row: after a load, or whenever a receiver may hold nothing."""
-        for stamps in self._stamps:
-            stamps.fill_(self._clock)
+        if output.requires_grad and kernel in self._by_kernel and not getattr(self._paused, "depth", 0):
+            self._gate.training_here()
+            output.register_hook(lambda _gradient: self._mark_lookup(features, kernel))  # type: ignore[no-untyped-call]
 
     def step(self) -> None:
-        """Note that an optimizer step is complete. It may have changed any row that is not fused."""
-        for tracked, stamps in self._stamps_of.items():
-            if not tracked.fused:
-                stamps.fill_(self._clock)
-        self.steps += 1
-
-    def read(self, cursor: int) -> tuple[list[ChangedRows], int]:
-        """The rows marked after `cursor` (0 = ever), and the cursor that says they were taken.
-
-        To be called between steps. The values are current, and copies in host memory. Reading moves nothing:
-        reading again from the same cursor gives these rows again, and those marked since.
-        """
-        started = time.perf_counter()
-        changed = []
-        with torch.no_grad():
-            for number, (tracked, stamps) in enumerate(zip(self.shards, self._stamps, strict=True)):
-                ids = torch.nonzero(stamps > cursor).squeeze(1)
-                if len(ids):
-                    values = tracked.weight.index_select(0, ids)
-                    changed.append(ChangedRows(number, ids.cpu(), values.cpu()))
-        taken, self._clock = self._clock, self._clock + 1
-        self.cost.reading_seconds += time.perf_counter() - started
-        return changed, taken
-
-    def state_dict(self) -> dict[str, Any]:
-        """Stamps, clock and step count, for a checkpoint of this rank."""
-        stamps = {_place(shard): stamps.clone() for shard, stamps in self._stamps_of.items()}
-        return {"steps": self.steps, "clock": self._clock, "stamps": stamps}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint of the same rank, world size and plan.
+        """Note that an optimizer step is complete. To be called after each, by the thread that trains.
 
         Raises:
-            Contradiction: it was made for other shards.
+            Contradiction: another function was put in the place of the tracker's hooks.
         """
-        ours, theirs = {_place(shard) for shard in self.shards}, set(state["stamps"])
-        if ours != theirs:
-            odd = ", ".join(sorted(ours ^ theirs))
-            raise Contradiction(f"the checkpoint has the stamps of other shards than this rank: {odd}")
-        self.steps, self._clock = state["steps"], state["clock"]
-        for shard, stamps in self._stamps_of.items():
-            stamps.copy_(state["stamps"][_place(shard)])
+        self._hooks.check()
+        self._gate.training_here()
+        if not self._options.auto_compact or self._steps_uncompacted:
+            self.trigger_compaction()
+        self._steps_uncompacted += 1
+        self._gate.end_updates()
+        self.steps += 1
 
-    def _mark_lookup(self, lookup: TrackedLookup, features: KeyedJaggedTensor) -> None:
+    def trigger_compaction(self) -> None:
+        """Stamp the rows that were marked. Reads do it, and with `auto_compact` TorchRec's output dists."""
+        with self._gate:
+            self._compact()
+
+    def mark(self, table: str, ids: torch.Tensor) -> None:
+        """Note that rows were changed from outside: by a reset, an import, a write of one's own.
+
+        Args:
+            table: its FQN.
+            ids: global row ids, [n] of any integer type; those held by other ranks are left to them.
+
+        Raises:
+            NotFound: there is no such table.
+            InvalidInput: an id is none of the table's.
+        """
+        number = self._number(table)
+        tracked = self.tables[number]
+        _check_ids(tracked, ids)
+        local = ids.to(tracked.device, torch.int64) - tracked.row_offset
+        with self._gate:
+            self._stamps.stamp(number, local[(local >= 0) & (local < tracked.rows)])
+
+    def mark_all(self, table: str | None = None) -> None:
+        """Note that every row of a table, or of all tables, was changed from outside, say by a load."""
+        numbers = range(len(self.tables)) if table is None else [self._number(table)]
+        with self._gate:
+            for number in numbers:
+                self._stamps.stamp_all(number)
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Lookups made meanwhile by this thread mark nothing. For passes whose updates are not to be offered."""
+        self._paused.depth = getattr(self._paused, "depth", 0) + 1
+        try:
+            yield
+        finally:
+            self._paused.depth -= 1
+
+    # -- consumers
+
+    @property
+    def consumers(self) -> list[str]:
+        """Their names."""
+        return list(self._consumers)
+
+    def add_consumer(
+        self, name: str, mode: TrackingMode | None = None, timeout_seconds: float | None = None
+    ) -> None:
+        """Begin to keep track for one more: what changes from now on is new to it.
+
+        Args:
+            name: its name.
+            mode: what it is given beside ids; None for that of the options.
+            timeout_seconds: how long another thread than the training one waits for the end of a step.
+
+        Raises:
+            Contradiction: there is one of that name.
+            InvalidInput: a table does not have what the mode reads.
+        """
+        mode = mode or self._options.mode
+        with self._gate.reading(timeout_seconds):
+            if name in self._consumers:
+                raise Contradiction(f"there is a consumer {name!r} already: remove it first, or take another name")
+            self._settle_marks()
+            self._consumers[name] = Consumer.starting(name, mode, self._tick(), self.tables)
+
+    def remove_consumer(self, name: str) -> None:
+        """Keep track for it no longer.
+
+        Raises:
+            NotFound: there is no such consumer.
+        """
+        self._consumer(name)
+        del self._consumers[name]
+
+    def resync(self, consumer: str | None = None) -> None:
+        """Offer every row to a consumer, as to one that has nothing. Tokens of earlier reads move nothing."""
+        known = self._consumer(consumer)
+        with known.lock, self._gate:
+            self._consumers[known.name] = replace(known, cursor=NOTHING, carried={}, lock=threading.RLock())
+
+    def clear(self, consumer: str | None = None) -> None:
+        """Forget what has changed so far: for one consumer, or for all."""
+        for name in self.consumers if consumer is None else [consumer]:
+            self.acknowledge(self._read(self._consumer(name), None, values=False).token)
+
+    # -- reading
+
+    def get_delta(self, consumer: str | None = None, timeout_seconds: float | None = None) -> Delta:
+        """The rows that have changed for a consumer, as its mode has them. Safe to call from any thread.
+
+        Reading moves nothing: reading again without `acknowledge` returns these rows again, and later ones.
+
+        Args:
+            consumer: its name; None for "default", or for the only one.
+            timeout_seconds: how long another thread than the training one waits for the end of a step.
+
+        Raises:
+            NotFound: there is no such consumer.
+            DeltasyncError: the step did not end in time.
+        """
+        return self._handed_out(self._read(self._consumer(consumer), timeout_seconds))
+
+    def get_delta_ids(self, consumer: str | None = None, timeout_seconds: float | None = None) -> Delta:
+        """As `get_delta`, without values."""
+        delta = self._read(self._consumer(consumer), timeout_seconds, values=False)
+        rows = {fqn: replace(rows, values=None, first=None) for fqn, rows in delta.rows.items()}
+        return self._handed_out(replace(delta, rows=rows))
+
+    def top_k(self, consumer: str | None = None, k: int = 1, timeout_seconds: float | None = None) -> Delta:
+        """The `k` rows of this rank, over all tables, that have changed most by L2 norm (`DeltaRows.norms`).
+
+        The others stay due: acknowledging carries them over, and they go on growing.
+
+        Raises:
+            InvalidInput: the consumer's mode does not tell by how much rows have changed, or k is below 1.
+        """
+        known = self._consumer(consumer)
+        check_ranked(known.mode, k)
+        delta = self._read(known, timeout_seconds)
+        chosen = largest(delta.rows, k)
+        rows = {fqn: delta.rows[fqn].select(mask) for fqn, mask in chosen.items() if mask.any()}
+        carried = {fqn: delta.rows[fqn].ids[~mask & delta.rows[fqn].differing()] for fqn, mask in chosen.items()}
+        return self._handed_out(Delta(rows, replace(delta.token, taken=rows, carried=carried)))
+
+    def acknowledge(self, token: Token) -> bool:
+        """Move a consumer's cursor: what was read with this token has arrived.
+
+        Returns:
+            Whether it moved. It stays where it is if it has been further already, and for the token of a consumer
+            that has since been removed, told to `resync` or loaded from a checkpoint.
+        """
+        known = self._consumers.get(token.consumer)
+        if known is None:
+            return False
+        with known.lock:
+            return token.registration is known and known.take(token, self._row_offsets())
+
+    # -- what TorchRec's tracker tells too
+
+    def get_tracked_modules(self) -> dict[str, ShardedEmbeddingModule]:
+        """The sharded modules by FQN."""
+        return dict(self._modules)
+
+    def fqn_to_feature_names(self) -> dict[str, list[str]]:
+        """The features that are looked up in each table of this rank."""
+        return {table.name: list(table.features) for table in self.tables if table.features}
+
+    @property
+    def shards(self) -> list[TrackedShard]:
+        """The shards of all tables, in order."""
+        return [tracked for table in self.tables for tracked in table.shards]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held: stamps, marks that wait, copies of what is compared, first values."""
+        marked: int = sum(features.values().nbytes for features, _ in list(self._marked))
+        return self._stamps.nbytes + marked + sum(known.nbytes for known in list(self._consumers.values()))
+
+    def close(self) -> None:
+        """Detach from the model."""
+        self._hooks.remove()
+
+    # -- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank knows, for a checkpoint: tensors and plain values."""
+        with self._gate.reading(None):
+            self._settle_marks()
+            return state.save(self.tables, self._stamps, list(self._consumers.values())) | {"steps": self.steps}
+
+    def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Go on from a checkpoint, whose weights the model has by now. Every rank calls it, before the first step.
+
+        Args:
+            saved: the states of all ranks that saved, whatever their number and their sharding; that of this rank
+                alone is enough if both are the same.
+
+        Rows that none of them knows, say of a table that has grown, count as changed. Consumers become those of
+        the checkpoint; those it does not know begin now.
+        """
+        states = [saved] if isinstance(saved, Mapping) else list(saved)
+        with self._gate.reading(None):
+            loaded = state.load(self.tables, self._stamps, states)
+            for name, consumer in self._consumers.items():
+                if name not in loaded:
+                    loaded[name] = Consumer.starting(name, consumer.mode, self._stamps.clock, self.tables)
+            self._consumers = loaded
+            self._marked.clear()
+            self._tick()
+            self.steps = max(int(one["steps"]) for one in states)
+
+    # -- inside
+
+    def _listen(self, model: nn.Module) -> None:
+        self._hooks = Hooks()
+        listen_to_lookups(self._hooks, model, self.record_lookup)
+        listen_to_evictions(self._hooks, model, self._mark_evicted)
+        if not self._by_kernel:
+            listen_to_gradients(self._hooks, model, self._gradient_complete)
+        if self._options.auto_compact:
+            listen_to_output_dists(self._hooks, model, self.trigger_compaction)
+
+    def _mark_lookup(self, features: KeyedJaggedTensor, kernel: nn.Module) -> None:
+        # The lookup's ids are what it marks; they are sorted out by table in `_compact`.
         started = time.perf_counter()
-        ids_by_feature = torch.split(features.values(), features.length_per_key())
-        first = 0
-        for shard, count in lookup.shards:
-            for ids in ids_by_feature[first : first + count]:
-                self._stamps_of[shard].index_fill_(0, ids.long(), self._clock)
-            first += count
+        with self._gate:
+            self._gate.begin_updates()
+            self._marked.append((features, kernel))
+        self.cost.marking_bytes += features.values().nbytes
         self.cost.marking_seconds += time.perf_counter() - started
 
+    def _gradient_complete(self, _parameter: torch.Tensor) -> None:
+        with self._gate:
+            self._gate.begin_updates()
 
-def _place(tracked: TrackedShard) -> str:
-    shard = tracked.shard
-    rows = f"{shard.row_offset}-{shard.row_offset + shard.rows}"
-    return f"{shard.table.name}[{rows}, {shard.col_offset}-{shard.col_offset + shard.cols}]"
+    def _mark_evicted(self, name: str, module: ShardedEmbeddingModule, evicted: Mapping[str, Any]) -> None:
+        with self._gate:
+            self._gate.begin_updates()
+            for table, ids in evicted.items():
+                number = self._numbers.get(table_fqn(name, module, table))
+                if ids is not None and number is not None:
+                    self._stamps.stamp(number, ids)
+
+    def _compact(self) -> None:
+        started = time.perf_counter()
+        for features, kernel in self._marked:
+            for number, ids in ids_by_table(self._by_kernel[kernel], features):
+                self._stamps.stamp(number, ids)
+                self.cost.compaction_bytes += len(ids) * STAMP_BYTES
+        self._marked.clear()
+        self._steps_uncompacted = 0
+        self.cost.compaction_seconds += time.perf_counter() - started
+
+    def _settle_marks(self) -> None:
+        """Stamp all that has changed by now, seen in a lookup or not. Within the gate's `reading`."""
+        self._compact()
+        self._stamps.compare()
+
+    def _read(self, consumer: Consumer, timeout_seconds: float | None, *, values: bool = True) -> Delta:
+        # Who keeps first values must be given the current ones: they are the first after an acknowledgement.
+        mode = consumer.mode if values or consumer.view else TrackingMode.ID_ONLY
+        with consumer.lock, self.cost.timed("reading"):
+            with self._gate.reading(timeout_seconds):
+                self._settle_marks()
+                gathered = gather_due(consumer, mode, self.tables, self._stamps)
+                cursor = self._tick()
+            with self._gate.side_stream():
+                gathered = to_host(gathered)
+            rows = delta_rows(consumer, gathered)
+        return Delta(rows, Token(consumer.name, cursor, rows if consumer.view else {}, {}, consumer))
+
+    def _handed_out(self, delta: Delta) -> Delta:
+        self.cost.reading_bytes += delta.nbytes
+        if self._options.delete_on_read:
+            self.acknowledge(delta.token)
+        return delta
+
+    def _tick(self) -> int:
+        if self._stamps.clock == CLOCK_END:
+            self._stamps.restart_clock()
+            self._consumers = {
+                name: replace(known, cursor=0, lock=threading.RLock()) for name, known in self._consumers.items()
+            }
+        return self._stamps.tick()
+
+    def _consumer(self, name: str | None) -> Consumer:
+        wanted = name or (DEFAULT_CONSUMER if DEFAULT_CONSUMER in self._consumers else None)
+        if wanted is None and len(self._consumers) == 1:
+            return next(iter(self._consumers.values()))
+        if wanted not in self._consumers:
+            raise NotFound(f"no consumer {wanted or DEFAULT_CONSUMER!r}; there are: {', '.join(self._consumers)}")
+        return self._consumers[wanted]
+
+    def _number(self, table: str) -> int:
+        if table not in self._numbers:
+            raise NotFound(f"no table {table!r} is tracked on this rank; there are: {', '.join(self._numbers)}")
+        return self._numbers[table]
+
+    def _row_offsets(self) -> dict[str, int]:
+        return {table.name: table.row_offset for table in self.tables}
+
+
+def _check_ids(table: TrackedTable, ids: torch.Tensor) -> None:
+    if ids.dim() != 1 or ids.is_floating_point() or ids.dtype is torch.bool:
+        raise InvalidInput(
+            f"table {table.name!r}: ids of shape {list(ids.shape)} and type {ids.dtype}, expected [n]"
+        )
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < table.table.rows:
+        raise InvalidInput(
+            f"table {table.name!r}: ids from {int(ids.min())} to {int(ids.max())}, it has rows 0 to "
+            f"{table.table.rows - 1}"
+        )

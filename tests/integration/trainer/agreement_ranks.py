@@ -1,6 +1,7 @@
 """The ranks of test_agreement: no rank is left waiting for another."""
 
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -29,11 +30,12 @@ def claims_that_differ_make_a_full_push(service: str) -> None:
     sync.flush(PATIENCE_SECONDS)
     late = sync.state_dict()
     assert early["version"] < late["version"]
-    # As if the cut had been sealed, but this rank had not heard of it when the checkpoint was taken.
-    unheard = {**late, "version": early["version"], "cursor": early["cursor"]}
     sync.abort()
+    # As if the cut had been sealed, but one rank had not heard of it when the checkpoint was taken.
+    states: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(states, late if dist.get_rank() == 0 else late | {"version": early["version"]})
     _, resumed = delta_sync(service)
-    resumed.load_state_dict(late if dist.get_rank() == 0 else unheard)
+    resumed.load_state_dict(states)
     resumed.flush(PATIENCE_SECONDS)
     assert resumed.stats.rows == full, (dist.get_rank(), resumed.stats.rows, full)
     resumed.abort()

@@ -107,7 +107,7 @@ def test_a_restored_run_publishes_only_what_changed(service: ServiceProcess) -> 
     state = sync.state_dict()
     rows = sync.stats.rows
     restored = delta_sync(service, model)
-    restored.load_state_dict(state)
+    restored.load_state_dict([state])
     with restored:
         restored.flush()
         assert restored.stats.rows == 0, "nothing has changed since the checkpoint"

@@ -31,6 +31,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 from tests.support.ranks import leave
+from trainer.tracking.delta import Delta
+from trainer.tracking.modes import TrackingMode
+from trainer.tracking.options import TrackerOptions
+from trainer.tracking.shards import TrackedTable
 from trainer.tracking.tracker import Tracker
 
 STEPS, BATCH = 12, 4
@@ -145,68 +149,88 @@ def pipelines() -> dict[str, type[TrainPipelineSparseDist]]:
     }
 
 
+class Copy:
+    """What a receiver holds that is given deltas only."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        self._tracker = tracker
+        self.rows = {table.name: torch.full_like(weights(table), float("nan")) for table in tracker.tables}
+        tracker.resync()
+
+    def update(self, *, again: bool = False) -> dict[str, set[int]]:
+        """Take what has changed; the ids by table. With `again`, only what is read a second time."""
+        delta = self._tracker.get_delta()
+        if again:
+            first, delta = delta, self._tracker.get_delta()
+            assert {n: ids.tolist() for n, ids in first.ids.items()} == {
+                n: ids.tolist() for n, ids in delta.ids.items()
+            }
+        for table in self._tracker.tables:
+            if rows := delta.rows.get(table.name):
+                assert rows.values is not None
+                self.rows[table.name][rows.ids - table.row_offset] = rows.values
+        assert self._tracker.acknowledge(delta.token)
+        return as_sets(delta)
+
+    def check(self) -> None:
+        for table in self._tracker.tables:
+            assert torch.equal(self.rows[table.name], weights(table)), f"rank {dist.get_rank()}: {table.place}"
+
+
+def as_sets(delta: Delta) -> dict[str, set[int]]:
+    return {name: set(ids.tolist()) for name, ids in delta.ids.items()}
+
+
+def weights(table: TrackedTable) -> torch.Tensor:
+    return torch.cat([tracked.weight for tracked in table.shards], dim=1)
+
+
 def main(name: str) -> None:
     dist.init_process_group("gloo")
     model, optimizer = build()
-    tracker = Tracker(model)
-    names = {tracked.shard.table.name for tracked in tracker.shards}
+    tracker = Tracker(model, TrackerOptions(mode=TrackingMode.EMBEDDING_LAST, dense=True))
+    names = {table.name for table in tracker.tables}
     assert {"bags.embedding_bags.rows", "sequences.embeddings.sequence", "dense.weight"} <= names, names
     assert names <= {key.removesuffix(".weight") for key in model.state_dict()} | {"dense.weight", "dense.bias"}
 
-    tracker.mark_all()
-    changed, cursor = tracker.read(0)
-    copies = [torch.full_like(tracked.weight, float("nan")) for tracked in tracker.shards]
-    for rows in changed:
-        copies[rows.shard][rows.ids] = rows.values
-
+    copy = Copy(tracker)
+    copy.update()
     generator = torch.Generator().manual_seed(7 + dist.get_rank())
     batches = iter([batch(generator) for _ in range(STEPS)])
     pipeline = pipelines()[name](model, optimizer, torch.device("cpu"))
     for step in range(STEPS):
-        before = [tracked.weight.clone() for tracked in tracker.shards]
+        before = {table.name: weights(table).clone() for table in tracker.tables}
         pipeline.progress(batches)
         tracker.step()
         if step % 2:
             continue  # The next read finds the rows of both steps.
-        changed, after = tracker.read(cursor)
-        again, _ = tracker.read(cursor)
-        assert [rows.ids.tolist() for rows in again] == [rows.ids.tolist() for rows in changed]
-        for rows in changed:
-            copies[rows.shard][rows.ids] = rows.values
+        reported = copy.update(again=True)
         if step == 0:
-            check_exact(tracker, before, {rows.shard: set(rows.ids.tolist()) for rows in changed})
-        cursor = after
-    changed, cursor = tracker.read(cursor)
-    for rows in changed:
-        copies[rows.shard][rows.ids] = rows.values
-    for copy, tracked in zip(copies, tracker.shards, strict=True):
-        assert torch.equal(copy, tracked.weight), f"rank {dist.get_rank()}: {tracked.shard.table.name}"
+            check_exact(tracker, before, reported)
+    copy.update()
+    copy.check()
     if name == "SparseDist":
         pipeline.detach()
-        check_evaluation_marks_nothing(model, tracker, cursor, generator)
+        check_evaluation_marks_nothing(model, tracker, generator)
     dist.barrier()
     dist.destroy_process_group()
     leave()
 
 
-def check_exact(tracker: Tracker, before: list[torch.Tensor], reported: dict[int, set[int]]) -> None:
-    """After one step, the rows reported of a fused shard are exactly those that changed."""
-    for number, (tracked, old) in enumerate(zip(tracker.shards, before, strict=True)):
-        name = tracked.shard.table.name
-        really = set(torch.nonzero((tracked.weight != old).any(dim=1)).squeeze(1).tolist())
-        if name.startswith(("bags", "sequences")) and "copies" not in name:
-            assert reported.get(number, set()) == really, f"rank {dist.get_rank()}: {name}"
+def check_exact(tracker: Tracker, before: dict[str, torch.Tensor], reported: dict[str, set[int]]) -> None:
+    """After one step, the rows reported are exactly those that changed."""
+    for table in tracker.tables:
+        changed = torch.nonzero((weights(table) != before[table.name]).any(dim=1)).squeeze(1) + table.row_offset
+        assert reported.get(table.name, set()) == set(changed.tolist()), f"rank {dist.get_rank()}: {table.place}"
 
 
-def check_evaluation_marks_nothing(
-    model: nn.Module, tracker: Tracker, cursor: int, generator: torch.Generator
-) -> None:
+def check_evaluation_marks_nothing(model: nn.Module, tracker: Tracker, generator: torch.Generator) -> None:
     with torch.no_grad():
         model(batch(generator))
     model(batch(generator))  # Without a backward nothing changes either.
-    assert tracker.read(cursor)[0] == []
+    assert not tracker.get_delta().rows
     model(batch(generator))[0].backward()
-    assert tracker.read(cursor)[0] != []
+    assert tracker.get_delta().rows
 
 
 if __name__ == "__main__":
