@@ -29,6 +29,8 @@ class UpdateGate:
             self._streams.after_reads()
 
     def __exit__(self, *_: object) -> None:
+        if self._streams:
+            self._streams.before_reads()
         self._settled.release()
 
     def training_here(self) -> None:
@@ -41,9 +43,7 @@ class UpdateGate:
 
     def end_updates(self) -> None:
         """The step is complete: rows stay as they are until the next begins."""
-        with self._settled:
-            if self._streams:
-                self._streams.note_update()
+        with self:
             self._updating = False
             self._settled.notify_all()
 
@@ -63,7 +63,9 @@ class UpdateGate:
             if not self._streams:
                 yield
                 return
-            with self._streams.reads_after_updates(training):
+            if training:  # Its step may not have been noted yet.
+                self._streams.before_reads()
+            with self._streams.reading():
                 yield
 
     @contextmanager
@@ -77,31 +79,33 @@ class UpdateGate:
 
 
 class _Streams:
-    """The order between the stream that trains and the one that reads."""
+    """The order between the streams that change rows or stamps and the one that reads them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._updated: torch.cuda.Event | None = None
+        self._changed: dict[torch.cuda.Stream, torch.cuda.Event] = {}
         self._read: torch.cuda.Event | None = None
 
-    def note_update(self) -> None:
-        self._updated = torch.cuda.current_stream(self._device).record_event()
+    def before_reads(self) -> None:
+        """Reads come after what this thread's stream has been given by now."""
+        stream = torch.cuda.current_stream(self._device)
+        self._changed[stream] = stream.record_event()
 
     def after_reads(self) -> None:
+        """What this thread's stream is given from now on comes after the last read."""
         if self._read:
             torch.cuda.current_stream(self._device).wait_event(self._read)
-            self._read = None
 
     @contextmanager
-    def reads_after_updates(self, training: bool) -> Iterator[None]:
-        if training:
-            self._side.wait_stream(torch.cuda.current_stream(self._device))
-        elif self._updated:
-            self._side.wait_event(self._updated)
+    def reading(self) -> Iterator[None]:
+        for event in self._changed.values():
+            self._side.wait_event(event)
         with torch.cuda.stream(self._side):
-            yield
-            self._read = self._side.record_event()
+            try:
+                yield
+            finally:
+                self._read = self._side.record_event()
 
     @contextmanager
     def copying(self) -> Iterator[None]:

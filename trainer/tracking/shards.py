@@ -99,6 +99,24 @@ class TrackedTable:
         """Table and rows, for messages."""
         return f"{self.name}[{self.row_offset}-{self.row_offset + self.rows}]"
 
+    def held(self, ids: torch.Tensor) -> torch.Tensor:
+        """Local ids of those of some global ids that are held here.
+
+        Raises:
+            InvalidInput: they are no list of ids, or one is none of the table's.
+        """
+        if ids.dim() != 1 or ids.is_floating_point() or ids.dtype is torch.bool:
+            raise InvalidInput(
+                f"table {self.name!r}: ids of shape {list(ids.shape)} and type {ids.dtype}, expected integers [n]"
+            )
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.table.rows:
+            raise InvalidInput(
+                f"table {self.name!r}: ids from {int(ids.min())} to {int(ids.max())}, "
+                f"it has rows 0 to {self.table.rows - 1}"
+            )
+        local = ids.to(self.device, torch.int64) - self.row_offset
+        return local[(local >= 0) & (local < self.rows)]
+
 
 def tables_of(model: nn.Module, *, dense: bool) -> list[Table]:
     """Every table of a model, the same on all ranks; with `dense`, the parameters outside of them too."""

@@ -21,7 +21,7 @@ from torch import nn
 from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from sync_service.errors import Contradiction, InvalidInput, NotFound
+from sync_service.errors import Contradiction, NotFound
 from trainer.tracking import state
 from trainer.tracking.attachment import find, ids_by_table
 from trainer.tracking.consumers import Consumer
@@ -39,8 +39,10 @@ from trainer.tracking.modes import TrackingMode
 from trainer.tracking.modules import table_fqn
 from trainer.tracking.options import DEFAULT_CONSUMER, TrackerOptions
 from trainer.tracking.reading import delta_rows, gather_due, to_host
-from trainer.tracking.shards import TrackedShard, TrackedTable
+from trainer.tracking.shards import TrackedShard
 from trainer.tracking.stamps import CLOCK_END, NOTHING, STAMP_BYTES, RowStamps
+
+_MOST_MARKED = 1024
 
 
 class Tracker:
@@ -120,11 +122,9 @@ class Tracker:
             InvalidInput: an id is none of the table's.
         """
         number = self._number(table)
-        tracked = self.tables[number]
-        _check_ids(tracked, ids)
-        local = ids.to(tracked.device, torch.int64) - tracked.row_offset
+        held = self.tables[number].held(ids)
         with self._gate:
-            self._stamps.stamp(number, local[(local >= 0) & (local < tracked.rows)])
+            self._stamps.stamp(number, held)
 
     def mark_all(self, table: str | None = None) -> None:
         """Note that every row of a table, or of all tables, was changed from outside, say by a load."""
@@ -313,6 +313,8 @@ class Tracker:
         with self._gate:
             self._gate.begin_updates()
             self._marked.append((features, kernel))
+            if len(self._marked) > _MOST_MARKED:  # Nobody calls step() or reads.
+                self._compact()
         self.cost.marking_bytes += features.values().nbytes
         self.cost.marking_seconds += time.perf_counter() - started
 
@@ -385,15 +387,3 @@ class Tracker:
 
     def _row_offsets(self) -> dict[str, int]:
         return {table.name: table.row_offset for table in self.tables}
-
-
-def _check_ids(table: TrackedTable, ids: torch.Tensor) -> None:
-    if ids.dim() != 1 or ids.is_floating_point() or ids.dtype is torch.bool:
-        raise InvalidInput(
-            f"table {table.name!r}: ids of shape {list(ids.shape)} and type {ids.dtype}, expected [n]"
-        )
-    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < table.table.rows:
-        raise InvalidInput(
-            f"table {table.name!r}: ids from {int(ids.min())} to {int(ids.max())}, it has rows 0 to "
-            f"{table.table.rows - 1}"
-        )
