@@ -64,6 +64,12 @@ class Children:
         self._peers.append(Peer(list(arguments)))
         return self._peers[-1]
 
+    def run_ranks(self, ranks: int, module: str, arguments: list[str]) -> None:
+        """Run a module on some ranks under torchrun, until it has ended."""
+        torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", module]
+        self.processes.start(module, [*torchrun, *arguments])
+        self.processes.wait(module)
+
     def __enter__(self) -> Self:
         self.processes.__enter__()
         return self

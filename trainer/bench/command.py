@@ -9,12 +9,13 @@ import click
 from rich.console import Console
 
 from sync_service.cli.config import CONTEXT
-from trainer.bench import memory, publish, tracking
+from trainer.bench import memory, publish, tracker, tracking
 
 BENCHES: dict[str, Callable[[Console], dict[str, Any]]] = {
     "publish": publish.run,
     "memory": memory.run,
     "tracking": tracking.run,
+    "tracker": tracker.run,
 }
 
 
@@ -36,7 +37,8 @@ def bench(name: str, json_file: Path | None) -> None:
     \b
     publish   throughput from a trainer's publish to a replica's rows, against a bare gRPC stream
     memory    what the service holds beside its tables and stamps
-    tracking  step time of the demo's model with publishing on, against off
+    tracking  step time of the demo's model with tracking and publishing on, against off
+    tracker   time and memory of the tracker beside TorchRec's, and step time with it against without
     """
     figures = BENCHES[name](Console(soft_wrap=True, highlight=False))
     if json_file:

@@ -40,7 +40,8 @@ def find(model: nn.Module, options: TrackerOptions) -> Found:
         InvalidInput: some have rows that cannot be tracked, or nothing is called as one of `fqns_to_skip`.
     """
     modules = dict(sharded_modules(model))
-    _check_skips(modules, options)
+    outside = dense_tables(model) if options.dense else []
+    _check_skips(modules, outside, options)
     kernels = {
         kernel: kernel_tables(name, module, kernel)
         for name, module in modules.items()
@@ -49,8 +50,7 @@ def find(model: nn.Module, options: TrackerOptions) -> Found:
         if not all(is_skipped(fqn, options.fqns_to_skip) for fqn in _kernel_fqns(name, module, kernel))
     }
     everything = [table for tables in kernels.values() for table in tables]
-    everything += dense_tables(model) if options.dense else []
-    tables = [table for table in merged(everything) if _is_wanted(table, options)]
+    tables = [table for table in merged(everything + outside) if _is_wanted(table, options)]
     numbers = {table.name: number for number, table in enumerate(tables) if table.fused}
     by_kernel = {kernel: _lookups(found, numbers) for kernel, found in kernels.items()}
     return Found(modules, tables, by_kernel)
@@ -69,6 +69,9 @@ def _lookups(tables: list[TrackedTable], numbers: dict[str, int]) -> list[_Looku
 
 def ids_by_table(lookups: list[_Lookup], features: KeyedJaggedTensor) -> Iterator[tuple[int, torch.Tensor]]:
     """Number of the table and local ids of each feature looked up. The lengths were on the host before."""
+    if len(lookups) == 1 and lookups[0][0] is not None:  # Nothing to sort out.
+        yield lookups[0][0], features.values()
+        return
     ids_by_feature = features.values().split(features.length_per_key())
     first = 0
     for number, count in lookups:
@@ -82,8 +85,11 @@ def _is_wanted(table: TrackedTable, options: TrackerOptions) -> bool:
     return (options.replicas or not table.replicated) and not is_skipped(table.name, options.fqns_to_skip)
 
 
-def _check_skips(modules: dict[str, ShardedEmbeddingModule], options: TrackerOptions) -> None:
+def _check_skips(
+    modules: dict[str, ShardedEmbeddingModule], outside: list[TrackedTable], options: TrackerOptions
+) -> None:
     fqns = [table_fqn(name, module, table) for name, module in modules.items() for table in _table_names(module)]
+    fqns += [table.name for table in outside]
     for skip in options.fqns_to_skip:
         if not any(is_skipped(fqn, [skip]) for fqn in fqns):
             raise InvalidInput(f"fqns_to_skip: {skip!r} is no table and no part of one; tables: {', '.join(fqns)}")

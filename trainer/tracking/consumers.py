@@ -2,13 +2,16 @@
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 
-from trainer.tracking.delta import DeltaRows, Token
+from trainer.tracking.delta import Delta, DeltaRows, Token, largest
+from trainer.tracking.host import ReadMemory, replace_rows
 from trainer.tracking.modes import TrackingMode, keeps_first, sources
 from trainer.tracking.shards import TrackedTable
+from trainer.tracking.stamps import NOTHING, forget
 
 
 @dataclass(eq=False)
@@ -19,16 +22,24 @@ class Consumer:
         name: of its own.
         mode: what it is given beside ids.
         cursor: what is stamped later is new to it.
-        view: for modes with first values, the rows as they were at its cursor, by FQN, in host memory.
+        row_offsets: global id of the first row, by FQN.
+        view: for modes with first values, the rows as they were at its cursor, by FQN, in host memory; NaN for
+            those it has not.
+        offered: for the same modes, the cursor of the last read that handed a row out and was not acknowledged,
+            by FQN and row; 0 = none. The receiver may have other values of these than the view.
         carried: global ids, ascending, of rows that are due although not stamped later, by FQN.
+        memory: for what it is given.
         lock: held while any of these is used.
     """
 
     name: str
     mode: TrackingMode
     cursor: int
+    row_offsets: dict[str, int]
     view: dict[str, torch.Tensor] = field(default_factory=dict)
+    offered: dict[str, torch.Tensor] = field(default_factory=dict)
     carried: dict[str, torch.Tensor] = field(default_factory=dict)
+    memory: ReadMemory = field(default_factory=ReadMemory)
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     @classmethod
@@ -40,12 +51,21 @@ class Consumer:
         """
         live = {table.name: sources(table, mode) for table in tables}
         view = {fqn: _copy(tensors) for fqn, tensors in live.items()} if keeps_first(mode) else {}
-        return cls(name, mode, cursor, view)
+        offered = {fqn: torch.zeros(len(rows), dtype=torch.int32) for fqn, rows in view.items()}
+        return cls(name, mode, cursor, {table.name: table.row_offset for table in tables}, view, offered)
+
+    def emptied(self) -> "Consumer":
+        """The same one having nothing: this one's values go to it, and this one is of no use any more."""
+        for fqn, rows in self.view.items():
+            forget(rows, slice(None))
+            self.offered[fqn].zero_()
+        return replace(self, cursor=NOTHING, carried={}, lock=threading.RLock())
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return sum(int(kept.nbytes) for by_table in (self.view, self.carried) for kept in by_table.values())
+        kept = [*self.view.values(), *self.offered.values(), *self.carried.values()]
+        return sum(int(tensor.nbytes) for tensor in kept) + self.memory.nbytes
 
     def due(self, table: TrackedTable, changed: torch.Tensor) -> torch.Tensor:
         """Local ids of rows stamped after the cursor, and of those carried over: ascending, each once."""
@@ -57,21 +77,46 @@ class Consumer:
 
     def first(self, table: TrackedTable, ids: torch.Tensor) -> torch.Tensor | None:
         """Values at the cursor of rows with these local ids."""
-        return self.view[table.name].index_select(0, ids) if self.view else None
+        return self.memory.select(self.view[table.name], ids) if self.view else None
 
-    def take(self, token: Token, row_offsets: dict[str, int]) -> bool:
+    def most_changed(self, delta: Delta, k: int) -> Delta:
+        """The rows of a delta with the `k` largest norms. The others are carried over, but for those it has."""
+        lacking = {fqn: self._may_lack(fqn, rows) for fqn, rows in delta.rows.items()}
+        norms = {fqn: rows.norms().masked_fill(~lacking[fqn], -1.0) for fqn, rows in delta.rows.items()}
+        chosen = largest(norms, k)
+        rows = {fqn: delta.rows[fqn].select(mask) for fqn, mask in chosen.items() if mask.any()}
+        carried = {fqn: delta.rows[fqn].ids[lacking[fqn] & ~mask] for fqn, mask in chosen.items()}
+        return Delta(rows, replace(delta.token, taken=rows, carried=carried))
+
+    def offer(self, token: Token) -> None:
+        """Note that the receiver may have the rows of a token from now on."""
+        for fqn, rows in token.taken.items() if self.view else ():
+            self.offered[fqn].numpy()[self._places(fqn, rows).numpy()] = token.cursor
+
+    def take(self, token: Token) -> bool:
         """Move the cursor to that of a token, unless it has been there already; whether it moved."""
         if token.cursor <= self.cursor:
             return False
         self.cursor, self.carried = token.cursor, dict(token.carried)
-        if self.view:
-            for fqn, rows in token.taken.items():
-                self._see(fqn, rows, row_offsets[fqn])
+        for fqn, rows in token.taken.items() if self.view else ():
+            self._see(fqn, rows)
         return True
 
-    def _see(self, fqn: str, rows: DeltaRows, row_offset: int) -> None:
+    def _see(self, fqn: str, rows: DeltaRows) -> None:
         if rows.values is not None:
-            self.view[fqn].index_copy_(0, rows.ids - row_offset, rows.values)
+            places, offered = self._places(fqn, rows), self.offered[fqn]
+            replace_rows(self.view[fqn], places, rows.values)
+            # What was handed out again since is not known to have arrived.
+            again = offered.numpy()[places.numpy()]
+            offered.numpy()[places.numpy()] = np.where(again <= self.cursor, 0, again)
+
+    def _may_lack(self, fqn: str, rows: DeltaRows) -> torch.Tensor:
+        if not self.view:
+            return rows.differing()
+        return rows.differing() | (self.offered[fqn][self._places(fqn, rows)] > 0)
+
+    def _places(self, fqn: str, rows: DeltaRows) -> torch.Tensor:
+        return rows.ids - self.row_offsets[fqn]
 
 
 def _copy(live: list[torch.Tensor]) -> torch.Tensor:

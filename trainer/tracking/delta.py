@@ -19,7 +19,8 @@ class DeltaRows:
         columns: offset and number of the columns held, by shard; most ranks hold all columns in one.
         values: current rows [n, columns held], or momentum: as many columns, or one for each shard where the
             optimizer keeps one value per row. None where the mode is ids only.
-        first: the same as they were at the consumer's cursor; None where the mode does not keep them.
+        first: the same as they were at the consumer's cursor; NaN where it has none, as after a `resync`. None
+            where the mode does not keep them.
         mode: how they were read.
     """
 
@@ -119,12 +120,11 @@ def check_ranked(mode: TrackingMode, k: int = 1) -> None:
         raise InvalidInput(f"k: {k}, expected at least 1")
 
 
-def largest(rows: Mapping[str, DeltaRows], k: int) -> dict[str, torch.Tensor]:
+def largest(norms: Mapping[str, torch.Tensor], k: int) -> dict[str, torch.Tensor]:
     """Which rows have the `k` largest norms of all tables, as a mask [n] by FQN.
 
-    Rows that do not differ are none of them. A NaN ranks above every number.
+    Rows of a negative norm are none of them. A NaN ranks above every number.
     """
-    norms = {fqn: table.norms().masked_fill(~table.differing(), -1.0) for fqn, table in rows.items()}
     together = torch.cat(list(norms.values())) if norms else torch.empty(0)
     chosen = torch.zeros(len(together), dtype=torch.bool)
     best = torch.topk(together, min(k, int((~(together < 0)).sum()))).indices

@@ -19,7 +19,7 @@ class UpdateGate:
     def __init__(self, device: torch.device) -> None:
         self._settled = threading.Condition(threading.RLock())
         self._updating = False
-        self._training_thread = 0
+        self._training_thread = threading.get_ident()  # Until a lookup or a step is seen in another.
         self._streams = _Streams(device) if device.type == "cuda" else None
 
     def __enter__(self) -> None:

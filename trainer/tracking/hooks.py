@@ -5,6 +5,7 @@ there before. Whoever puts another function in its place later takes it out; `Ho
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,9 +39,9 @@ class Listeners:
         for listener in self._listeners:
             listener(*arguments)
 
-    def add(self, listener: _Listener) -> None:
-        """Call this one too."""
-        self._listeners.append(listener)
+    def add(self, listener: _Listener, *, first: bool = False) -> None:
+        """Call this one too: after the others, or before them."""
+        self._listeners.insert(0 if first else len(self._listeners), listener)
 
     def remove(self, listener: _Listener) -> None:
         """No longer call this one."""
@@ -56,14 +57,14 @@ class Hooks:
     """Functions that listen at several places of a model, put there and taken away together."""
 
     def __init__(self) -> None:
-        self._placed: list[tuple[str, Listeners]] = []
+        self._placed: list[tuple[str, Any, str, Listeners]] = []
         self._undo: list[Callable[[], object]] = []
 
-    def listen(self, what: str, owner: Any, attribute: str, listener: _Listener) -> None:
-        """Call `listener` at a place; `what` says which that is, for a message."""
+    def listen(self, what: str, owner: Any, attribute: str, listener: _Listener, *, first: bool = False) -> None:
+        """Call `listener` at a place, before all others if it has to; `what` says which that is, for a message."""
         listeners = Listeners.at(owner, attribute)
-        listeners.add(listener)
-        self._placed.append((what, listeners))
+        listeners.add(listener, first=first)
+        self._placed.append((what, owner, attribute, listeners))
         self._undo.append(lambda: listeners.remove(listener))
 
     def undo_with(self, undo: Callable[[], object]) -> None:
@@ -76,8 +77,8 @@ class Hooks:
         Raises:
             Contradiction: another function was put in the place of one.
         """
-        for what, listeners in self._placed:
-            if not listeners.in_place:
+        for what, owner, attribute, listeners in self._placed:
+            if getattr(owner, attribute) is not listeners:
                 raise Contradiction(
                     f"{what}: another function has taken the place of the tracker's, which misses rows from then "
                     f"on; register that one first, the tracker calls it too"
@@ -112,11 +113,13 @@ def listen_to_output_dists(hooks: Hooks, model: nn.Module, listener: _Listener) 
 def listen_to_evictions(hooks: Hooks, model: nn.Module, listener: _Listener) -> None:
     """Call `listener(name of the embedding module, module, evicted)` before managed collision resets rows.
 
-    TorchRec has no hook for it: the method of the module that does it is wrapped.
+    TorchRec has no hook for it: the method of the module that does it is the place, and the last that is called.
     """
     for name, module in named_modules(model):
         if hasattr(module, "_evict") and hasattr(module, "_embedding_module"):
-            _wrap_evict(hooks, f"{name}._embedding_module".removeprefix("."), module, listener)
+            inside = f"{name}._embedding_module".removeprefix(".")
+            told = partial(listener, inside, module._embedding_module)
+            hooks.listen(f"evictions of module {name!r}", module, "_evict", told, first=True)
 
 
 def listen_to_gradients(hooks: Hooks, model: nn.Module, listener: Callable[[torch.Tensor], None]) -> None:
@@ -125,14 +128,3 @@ def listen_to_gradients(hooks: Hooks, model: nn.Module, listener: Callable[[torc
         if parameter.requires_grad:
             handle = parameter.register_post_accumulate_grad_hook(listener)  # type: ignore[no-untyped-call]
             hooks.undo_with(handle.remove)
-
-
-def _wrap_evict(hooks: Hooks, name: str, module: Any, listener: _Listener) -> None:
-    evict = module._evict
-
-    def tell_and_evict(evicted: Any) -> None:
-        listener(name, module._embedding_module, evicted)
-        evict(evicted)
-
-    module._evict = tell_and_evict
-    hooks.undo_with(lambda: delattr(module, "_evict"))

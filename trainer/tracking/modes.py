@@ -6,6 +6,7 @@ from enum import Enum
 import torch
 
 from sync_service.errors import InvalidInput
+from trainer.tracking.host import ReadMemory
 from trainer.tracking.shards import TrackedShard, TrackedTable
 
 
@@ -76,7 +77,7 @@ def _momentum(table: TrackedTable, tracked: TrackedShard, mode: TrackingMode) ->
     return tracked.momentum
 
 
-def gather(live: list[torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+def gather(live: list[torch.Tensor], ids: torch.Tensor, memory: ReadMemory) -> torch.Tensor:
     """Rows of the shards of a table, side by side: [n, sum of their columns]."""
-    rows = [tensor.index_select(0, ids) for tensor in live]
+    rows = [memory.select(tensor, ids) for tensor in live]
     return rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)

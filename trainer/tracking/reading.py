@@ -24,7 +24,7 @@ def gather_due(
         ids = consumer.due(table, stamps.later(number, consumer.cursor))
         live = sources(table, mode)
         if len(ids):
-            found[table] = ids, gather(live, ids) if live else None
+            found[table] = ids, gather(live, ids, consumer.memory) if live else None
     return found
 
 

@@ -6,6 +6,7 @@ returned. Stamps are 32-bit: they cost a GPU half the memory, and the clock can 
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from trainer.tracking.shards import TrackedTable
@@ -14,6 +15,8 @@ from trainer.tracking.shards import TrackedTable
 NOTHING = -1
 STAMP_BYTES = 4
 CLOCK_END = torch.iinfo(torch.int32).max
+
+_BITS = {2: torch.int16, 4: torch.int32}
 
 
 class RowStamps:
@@ -43,9 +46,13 @@ class RowStamps:
 
     def stamp(self, table: int, ids: torch.Tensor) -> None:
         """Stamp rows (local ids, any integer type, in any order and number)."""
-        if ids.is_cuda:  # Whoever let go of them did so on another stream.
-            ids.record_stream(torch.cuda.current_stream(ids.device))
-        self.stamps[table].index_fill_(0, ids.long(), self.clock)
+        stamps = self.stamps[table]
+        if not stamps.is_cuda:
+            stamps.numpy()[ids.numpy()] = self.clock
+            return
+        # Whoever let go of them did so on another stream.
+        ids.record_stream(torch.cuda.current_stream(ids.device))
+        stamps.index_fill_(0, ids.long(), self.clock)
 
     def stamp_all(self, table: int) -> None:
         """Stamp every row of a table."""
@@ -70,7 +77,10 @@ class RowStamps:
 
     def later(self, table: int, cursor: int) -> torch.Tensor:
         """Local ids, ascending, of the rows stamped after `cursor`: int64 [n]."""
-        return torch.nonzero(self.stamps[table] > cursor).squeeze(1)
+        stamps = self.stamps[table]
+        if stamps.is_cuda:
+            return torch.nonzero(stamps > cursor).squeeze(1)
+        return torch.from_numpy(np.flatnonzero(stamps.numpy() > cursor))
 
     def tick(self) -> int:
         """The cursor that lies after all that is stamped by now."""
@@ -86,5 +96,10 @@ class RowStamps:
 
 def differing_rows(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     """Which rows of two [n, d] tensors of a type differ in a bit: bool [n]. A NaN equals itself, 0.0 not -0.0."""
-    bits = {2: torch.int16, 4: torch.int32}[rows.element_size()]
+    bits = _BITS[rows.element_size()]
     return (rows.view(bits) != others.view(bits)).any(dim=1)
+
+
+def forget(rows: torch.Tensor, ids: torch.Tensor | slice) -> None:
+    """Make rows NaN, of bits that no computation leaves: nothing else is equal to them."""
+    rows.view(_BITS[rows.element_size()])[ids] = -1

@@ -14,7 +14,7 @@ from sync_service.errors import InvalidInput
 from trainer.tracking.consumers import Consumer
 from trainer.tracking.modes import TrackingMode
 from trainer.tracking.shards import TrackedTable
-from trainer.tracking.stamps import NOTHING, RowStamps
+from trainer.tracking.stamps import NOTHING, RowStamps, forget
 
 _Saved = Mapping[str, Any]
 _KEYS = {"clock", "tables", "consumers", "steps"}
@@ -36,38 +36,54 @@ def load(tables: Sequence[TrackedTable], stamps: RowStamps, states: Sequence[_Sa
     """Set the stamps of `tables` from the states of all ranks that saved; the consumers they had.
 
     Raises:
-        InvalidInput: something else was saved, or a table lacks what a consumer's mode reads.
+        InvalidInput: something else was saved, or a table lacks what a consumer's mode reads. Nothing has changed.
     """
     if not states or any(_KEYS - set(one) for one in states):
         raise InvalidInput(f"expected states of trackers, with {', '.join(sorted(_KEYS))}")
+    try:
+        return _load(tables, stamps, states)
+    except InvalidInput:
+        raise
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise InvalidInput(f"this is no state of a tracker, or one of another version: {error!r}") from error
+
+
+def _load(tables: Sequence[TrackedTable], stamps: RowStamps, states: Sequence[_Saved]) -> dict[str, Consumer]:
     clock = max(int(one["clock"]) for one in states)
-    stamps.restore(clock, [_stamps_of(table, states, clock) for table in tables])
+    found = [_stamps_of(table, states, clock) for table in tables]
     names = dict.fromkeys(name for one in states for name in one["consumers"])
-    return {name: _load_consumer(name, tables, states, clock) for name in names}
+    consumers = {name: _load_consumer(name, tables, states, clock) for name in names}
+    for consumer in consumers.values():
+        for table, its in zip(tables, found, strict=True) if consumer.view else ():
+            forget(consumer.view[table.name], its < 0)
+    # Rows that no state knows have changed just now.
+    stamps.restore(clock, [its.masked_fill(its < 0, clock) for its in found])
+    return consumers
 
 
 def _save_consumer(consumer: Consumer, tables: Sequence[TrackedTable], stamps: RowStamps) -> dict[str, Any]:
     first = {}
-    for number, table in enumerate(tables if consumer.view else ()):
-        ids = consumer.due(table, stamps.later(number, consumer.cursor)).cpu()
-        first[table.name] = {"ids": ids + table.row_offset, "values": consumer.first(table, ids)}
-    return {
-        "mode": consumer.mode.value,
-        "cursor": consumer.cursor,
-        "carried": dict(consumer.carried),
-        "first": first,
-    }
+    with consumer.lock:
+        for number, table in enumerate(tables if consumer.view else ()):
+            ids = consumer.due(table, stamps.later(number, consumer.cursor)).cpu()
+            first[table.name] = {"ids": ids + table.row_offset, "values": consumer.first(table, ids)}
+        return {
+            "mode": consumer.mode.value,
+            "cursor": consumer.cursor,
+            "carried": dict(consumer.carried),
+            "first": first,
+        }
 
 
 def _stamps_of(table: TrackedTable, states: Sequence[_Saved], clock: int) -> torch.Tensor:
-    """Rows that no state knows have changed just now."""
+    """-1 for rows that no state knows."""
     found = torch.full((table.rows,), -1, dtype=torch.int32)
     for one in states:
         if saved := one["tables"].get(table.name):
             ours, theirs = _overlap(table, saved["row_offset"], len(saved["stamps"]))
             aligned = _aligned(saved["stamps"][theirs], clock - int(one["clock"]))
             found[ours] = torch.maximum(found[ours], aligned)
-    return found.masked_fill_(found < 0, clock)
+    return found
 
 
 def _aligned(stamps: torch.Tensor, shift: int) -> torch.Tensor:
@@ -109,20 +125,25 @@ def _restore_first(
     rows, values = ids[held] - table.row_offset, values[held]
     row_wise = values.shape[1] == len(columns) and view.shape[1] == len(table.columns)
     for ours, theirs in _shared_columns(table.columns, columns, row_wise):
-        view[rows, ours] = values[:, theirs]
+        if theirs is None:
+            forget(view[:, ours], rows)
+        else:
+            view[rows, ours] = values[:, theirs]
 
 
 def _shared_columns(
     ours: list[tuple[int, int]], theirs: list[tuple[int, int]], row_wise: bool
-) -> Iterator[tuple[slice, slice]]:
+) -> Iterator[tuple[slice, slice | None]]:
     """Where the columns that both hold lie in the values of each. One value per shard fits the same shard only."""
     for number, (offset, width, at) in enumerate(_placed(ours)):
         for other, (their_offset, their_width, their_at) in enumerate(_placed(theirs)):
             low, high = max(offset, their_offset), min(offset + width, their_offset + their_width)
+            if low >= high:
+                continue
             if row_wise:
-                if (offset, width) == (their_offset, their_width):
-                    yield slice(number, number + 1), slice(other, other + 1)
-            elif low < high:
+                same = (offset, width) == (their_offset, their_width)
+                yield slice(number, number + 1), slice(other, other + 1) if same else None
+            else:
                 yield (
                     slice(at + low - offset, at + high - offset),
                     slice(their_at + low - their_offset, their_at + high - their_offset),

@@ -12,7 +12,7 @@ tracker.acknowledge(delta.token)
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from trainer.tracking import state
 from trainer.tracking.attachment import find, ids_by_table
 from trainer.tracking.consumers import Consumer
 from trainer.tracking.cost import TrackerCost
-from trainer.tracking.delta import Delta, Token, check_ranked, largest
+from trainer.tracking.delta import Delta, Token, check_ranked
 from trainer.tracking.gate import UpdateGate
 from trainer.tracking.hooks import (
     Hooks,
@@ -40,7 +40,7 @@ from trainer.tracking.modules import table_fqn
 from trainer.tracking.options import DEFAULT_CONSUMER, TrackerOptions
 from trainer.tracking.reading import delta_rows, gather_due, to_host
 from trainer.tracking.shards import TrackedShard
-from trainer.tracking.stamps import CLOCK_END, NOTHING, STAMP_BYTES, RowStamps
+from trainer.tracking.stamps import CLOCK_END, STAMP_BYTES, RowStamps
 
 _MOST_MARKED = 1024
 
@@ -87,7 +87,11 @@ class Tracker:
         # They change in backward, which some pipelines run a step later than the lookup: marking now, or in
         # `register_post_odist_tracker_fn`, could offer a row before its update and never again. Evaluation has
         # no backward, and marks nothing.
-        if output.requires_grad and kernel in self._by_kernel and not getattr(self._paused, "depth", 0):
+        if not output.requires_grad or kernel not in self._by_kernel:
+            return
+        if getattr(self._paused, "depth", 0):  # Not marked, but others must not read rows half changed.
+            output.register_hook(self._gradient_complete)  # type: ignore[no-untyped-call]
+        else:
             self._gate.training_here()
             output.register_hook(lambda _gradient: self._mark_lookup(features, kernel))  # type: ignore[no-untyped-call]
 
@@ -182,8 +186,8 @@ class Tracker:
     def resync(self, consumer: str | None = None) -> None:
         """Offer every row to a consumer, as to one that has nothing. Tokens of earlier reads move nothing."""
         known = self._consumer(consumer)
-        with known.lock, self._gate:
-            self._consumers[known.name] = replace(known, cursor=NOTHING, carried={}, lock=threading.RLock())
+        with self._gate, known.lock:
+            self._consumers[known.name] = known.emptied()
 
     def clear(self, consumer: str | None = None) -> None:
         """Forget what has changed so far: for one consumer, or for all."""
@@ -223,11 +227,7 @@ class Tracker:
         """
         known = self._consumer(consumer)
         check_ranked(known.mode, k)
-        delta = self._read(known, timeout_seconds)
-        chosen = largest(delta.rows, k)
-        rows = {fqn: delta.rows[fqn].select(mask) for fqn, mask in chosen.items() if mask.any()}
-        carried = {fqn: delta.rows[fqn].ids[~mask & delta.rows[fqn].differing()] for fqn, mask in chosen.items()}
-        return self._handed_out(Delta(rows, replace(delta.token, taken=rows, carried=carried)))
+        return self._handed_out(self._read(known, timeout_seconds, k=k))
 
     def acknowledge(self, token: Token) -> bool:
         """Move a consumer's cursor: what was read with this token has arrived.
@@ -240,7 +240,7 @@ class Tracker:
         if known is None:
             return False
         with known.lock:
-            return token.registration is known and known.take(token, self._row_offsets())
+            return token.registration is known and known.take(token)
 
     # -- what TorchRec's tracker tells too
 
@@ -323,21 +323,23 @@ class Tracker:
             self._gate.begin_updates()
 
     def _mark_evicted(self, name: str, module: ShardedEmbeddingModule, evicted: Mapping[str, Any]) -> None:
+        # It is told of every lookup, in evaluation too, and mostly of no eviction: then no row changes.
+        found = {table_fqn(name, module, table): ids for table, ids in evicted.items() if ids is not None}
         with self._gate:
-            self._gate.begin_updates()
-            for table, ids in evicted.items():
-                number = self._numbers.get(table_fqn(name, module, table))
-                if ids is not None and number is not None:
-                    self._stamps.stamp(number, ids)
+            for fqn in self._numbers.keys() & found.keys():
+                self._gate.begin_updates()
+                self._stamps.stamp(self._numbers[fqn], found[fqn])
 
     def _compact(self) -> None:
+        self._steps_uncompacted = 0
+        if not self._marked:
+            return
         started = time.perf_counter()
         for features, kernel in self._marked:
             for number, ids in ids_by_table(self._by_kernel[kernel], features):
                 self._stamps.stamp(number, ids)
                 self.cost.compaction_bytes += len(ids) * STAMP_BYTES
         self._marked.clear()
-        self._steps_uncompacted = 0
         self.cost.compaction_seconds += time.perf_counter() - started
 
     def _settle_marks(self) -> None:
@@ -345,18 +347,27 @@ class Tracker:
         self._compact()
         self._stamps.compare()
 
-    def _read(self, consumer: Consumer, timeout_seconds: float | None, *, values: bool = True) -> Delta:
+    def _read(
+        self, consumer: Consumer, timeout_seconds: float | None, *, values: bool = True, k: int | None = None
+    ) -> Delta:
         # Who keeps first values must be given the current ones: they are the first after an acknowledgement.
         mode = consumer.mode if values or consumer.view else TrackingMode.ID_ONLY
-        with consumer.lock, self.cost.timed("reading"):
+        with ExitStack() as held:
             with self._gate.reading(timeout_seconds):
+                # Not before: the thread that trains may need the consumer to end the step that is waited for.
+                held.enter_context(consumer.lock)
+                held.enter_context(self.cost.timed("reading"))
                 self._settle_marks()
                 gathered = gather_due(consumer, mode, self.tables, self._stamps)
                 cursor = self._tick()
             with self._gate.side_stream():
                 gathered = to_host(gathered)
             rows = delta_rows(consumer, gathered)
-        return Delta(rows, Token(consumer.name, cursor, rows if consumer.view else {}, {}, consumer))
+            delta = Delta(rows, Token(consumer.name, cursor, rows if consumer.view else {}, {}, consumer))
+            delta = delta if k is None else consumer.most_changed(delta, k)
+            consumer.offer(delta.token)
+            consumer.memory.trim()
+        return delta
 
     def _handed_out(self, delta: Delta) -> Delta:
         self.cost.reading_bytes += delta.nbytes
@@ -384,6 +395,3 @@ class Tracker:
         if table not in self._numbers:
             raise NotFound(f"no table {table!r} is tracked on this rank; there are: {', '.join(self._numbers)}")
         return self._numbers[table]
-
-    def _row_offsets(self) -> dict[str, int]:
-        return {table.name: table.row_offset for table in self.tables}

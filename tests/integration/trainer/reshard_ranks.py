@@ -1,0 +1,315 @@
+"""The ranks of test_reshard: a tracker's state is saved under one plan, and loaded under others by other ranks."""
+
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.sharding_plan import (
+    column_wise,
+    construct_module_sharding_plan,
+    data_parallel,
+    row_wise,
+    table_wise,
+)
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from sync_service.errors import InvalidInput
+from tests.support.ranks import leave
+from trainer.checkpoint import load_checkpoint, save_checkpoint
+from trainer.sync import DeltaSync, SyncOptions
+from trainer.tracking import Delta, Tracker, TrackingMode
+from trainer.tracking.shards import TrackedTable
+
+ROWS, DIM, BATCH = 61, 16, 3
+BAGS = ("first", "second", "copies")
+FEATURES = (*BAGS, "sequence")
+MODES = {
+    "done": TrackingMode.EMBEDDING,
+    "behind": TrackingMode.EMBEDDING,
+    "unacknowledged": TrackingMode.EMBEDDING_LAST,
+    "ranked": TrackingMode.EMBEDDING,
+    "nothing": TrackingMode.EMBEDDING,
+    "split": TrackingMode.EMBEDDING,
+}
+# How tables are cut up, given the last rank.
+PLANS: dict[str, Callable[[int], list[Any]]] = {
+    "rows": lambda _last: [_rows(), _rows()],
+    "columns": lambda last: [_columns([0, last]), _columns([last, last])],
+    "quarters": lambda last: [_columns([0, last, 0, last]), _columns([last, last, 0, 0])],
+    "whole": lambda last: [table_wise(rank=last, compute_kernel="fused"), _rows()],
+}
+# Here ranks disagree on how much time has passed since their cursors: one has read more often.
+UNEVEN = ("columns", "whole")
+
+
+def _rows() -> Any:
+    return row_wise(compute_kernel="fused")
+
+
+def _columns(ranks: list[int]) -> Any:
+    return column_wise(ranks=ranks, compute_kernel="fused")
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        meta = torch.device("meta")
+        shape = {"num_embeddings": ROWS, "embedding_dim": DIM}
+        bags = [EmbeddingBagConfig(name=name, feature_names=[name], **shape) for name in BAGS]
+        sequence = EmbeddingConfig(name="sequence", feature_names=["sequence"], **shape)
+        self.bags = EmbeddingBagCollection(tables=bags, device=meta)
+        self.sequences = EmbeddingCollection(tables=[sequence], device=meta)
+        self.dense = nn.Linear(DIM * len(BAGS), 3, device=meta)
+
+    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        pooled = self.bags(features).values()
+        sequence = self.sequences(features)["sequence"].values()
+        loss: torch.Tensor = pooled.sum() + self.dense(pooled).pow(2).mean() + sequence.sum()
+        return loss
+
+
+class Training:
+    """A model under a plan, and DeltaSync, which publishes nothing here."""
+
+    def __init__(self, plan: str) -> None:
+        model, ranks = Model(), dist.get_world_size()
+        # Rowwise Adagrad has one momentum for each shard of columns: it cannot be cut anew.
+        fused = {"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.1}
+        bags = EmbeddingBagCollectionSharder(fused_params=fused)
+        sequences = EmbeddingCollectionSharder(fused_params=fused)
+        first, second = PLANS[plan](ranks - 1)
+        shared: dict[str, Any] = {"local_size": ranks, "world_size": ranks, "device_type": "cpu"}
+        by_bag = {"first": first, "second": second, "copies": data_parallel()}
+        plans = {
+            "bags": construct_module_sharding_plan(model.bags, by_bag, bags, **shared),
+            "sequences": construct_module_sharding_plan(
+                model.sequences, {"sequence": second}, sequences, **shared
+            ),
+        }
+        self.model = DistributedModelParallel(
+            model,
+            env=ShardingEnv.from_process_group(dist.group.WORLD),
+            device=torch.device("cpu"),
+            plan=ShardingPlan(plan=plans),
+            sharders=[bags, sequences],
+        )
+        rest = dict(in_backward_optimizer_filter(self.model.named_parameters()))
+        dense = KeyedOptimizerWrapper(rest, lambda parameters: torch.optim.Adagrad(parameters, lr=0.1))
+        self.optimizer = CombinedOptimizer([self.model.fused_optimizer, dense])
+        self.sync = DeltaSync(self.model, SyncOptions(service="localhost:1", model="m", publish_every=10**6))
+        self.tracker: Tracker = self.sync.tracker
+
+    def step(self, generator: torch.Generator) -> None:
+        self.optimizer.zero_grad()
+        self.model(batch(generator)).backward()
+        self.optimizer.step()
+        self.sync.step()
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {table.name: _weights(table).clone() for table in self.tracker.tables}
+
+
+def batch(generator: torch.Generator) -> KeyedJaggedTensor:
+    lengths = torch.randint(0, 3, (len(FEATURES) * BATCH,), generator=generator)
+    values = torch.randint(0, ROWS, (int(lengths.sum()),), generator=generator)
+    return KeyedJaggedTensor(keys=list(FEATURES), values=values, lengths=lengths)
+
+
+@dataclass
+class Expected:
+    """What one consumer holds of this rank's rows, and which are due to it."""
+
+    held: dict[str, torch.Tensor]
+    due: dict[str, torch.Tensor]
+
+    def changed(self, before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> None:
+        for name, due in self.due.items():
+            due |= (before[name] != after[name]).any(dim=1)
+
+    def take(self, tables: list[TrackedTable], delta: Delta) -> None:
+        for table in tables:
+            if rows := delta.rows.get(table.name):
+                assert rows.values is not None
+                self.held[table.name][rows.ids - table.row_offset] = rows.values
+                self.due[table.name][rows.ids - table.row_offset] = False
+
+
+def save_all(folder: Path) -> None:
+    for plan in PLANS:
+        training, generator = Training(plan), torch.Generator().manual_seed(7 + dist.get_rank())
+        expected = train(training, generator, uneven=plan in UNEVEN)
+        save_checkpoint(folder / plan, training.model, training.optimizer, training.sync)
+        tables = {table.name: (table.row_offset, table.columns) for table in training.tracker.tables}
+        pieces = {name: (one.held, one.due) for name, one in expected.items()}
+        torch.save((tables, pieces), folder / plan / f"expected-{dist.get_rank()}.pt")
+        dist.barrier()
+
+
+def train(training: Training, generator: torch.Generator, *, uneven: bool) -> dict[str, Expected]:
+    tracker = training.tracker
+    for _ in range(3 * dist.get_rank()):
+        tracker.get_delta("publisher")  # The clocks of the ranks differ.
+    expected = {name: _added(tracker, name, mode) for name, mode in MODES.items()}
+    for step in range(6):
+        before = training.weights()
+        training.step(generator)
+        for one in expected.values():
+            one.changed(before, training.weights())
+        if step in (0, 2):
+            _acknowledge(tracker, "behind", expected)
+            _acknowledge(tracker, "unacknowledged", expected)
+        if step in (2, 4):
+            ranked = tracker.top_k("ranked", 5)
+            assert tracker.acknowledge(ranked.token)
+            expected["ranked"].take(tracker.tables, ranked)
+        if step == 3:
+            tracker.get_delta("unacknowledged")
+            for _ in range(10 if uneven and dist.get_rank() == 1 else 0):
+                tracker.get_delta("unacknowledged")
+    split = tracker.get_delta("split")
+    if dist.get_rank() == 1:
+        assert tracker.acknowledge(split.token)
+        expected["split"].take(tracker.tables, split)
+    _acknowledge(tracker, "done", expected)
+    tracker.resync("nothing")
+    for name, due in expected["nothing"].due.items():
+        due.fill_(True)
+        expected["nothing"].held[name].fill_(float("nan"))
+    return expected
+
+
+def _added(tracker: Tracker, name: str, mode: TrackingMode) -> Expected:
+    tracker.add_consumer(name, mode)
+    due = {table.name: torch.zeros(table.rows, dtype=torch.bool) for table in tracker.tables}
+    return Expected({table.name: _weights(table).clone() for table in tracker.tables}, due)
+
+
+def _acknowledge(tracker: Tracker, name: str, expected: dict[str, Expected]) -> None:
+    delta = tracker.get_delta(name)
+    assert tracker.acknowledge(delta.token)
+    expected[name].take(tracker.tables, delta)
+
+
+def load_all(folder: Path, plans: list[str]) -> None:
+    for source in PLANS:
+        for target in plans:
+            where = f"{source} -> {target}, rank {dist.get_rank()} of {dist.get_world_size()}"
+            check_loaded(folder / source, target, where, exact=source not in UNEVEN)
+
+
+def check_loaded(folder: Path, plan: str, where: str, *, exact: bool) -> None:
+    training = Training(plan)
+    assert load_checkpoint(folder, training.model, training.optimizer, training.sync)
+    tracker = training.tracker
+    assert set(tracker.consumers) == {"publisher", *MODES}
+    copies = {}
+    for name in MODES:
+        held, due = merged(folder, tracker.tables, name)
+        delta = tracker.get_delta(name)
+        for table in tracker.tables:
+            check_due(
+                table, delta, due[table.name], f"{name}, {table.name}: {where}", exact=exact and name != "split"
+            )
+            check_first(table, delta, held[table.name], f"{name}, {table.name}: {where}")
+        copies[name] = Expected(held, due)
+    generator = torch.Generator().manual_seed(99 + dist.get_rank())
+    for _ in range(2):
+        training.step(generator)
+    for name, copy in copies.items():
+        follow(tracker, name, copy)
+        for table in tracker.tables:
+            assert torch.equal(copy.held[table.name], _weights(table)), f"{name}, {table.name}: {where}"
+
+
+def check_due(table: TrackedTable, delta: Delta, due: torch.Tensor, where: str, *, exact: bool) -> None:
+    ids = delta.ids.get(table.name, torch.empty(0, dtype=torch.int64))
+    offered = torch.zeros(table.rows, dtype=torch.bool).index_fill_(0, ids - table.row_offset, value=True)
+    assert not (due & ~offered).any(), f"lost {where}"
+    if exact:
+        assert torch.equal(offered, due), f"more than is due {where}"
+    assert due.all() or not offered.all(), f"everything {where}"
+
+
+def check_first(table: TrackedTable, delta: Delta, held: torch.Tensor, where: str) -> None:
+    rows = delta.rows.get(table.name)
+    if rows and rows.first is not None:
+        expected = held[rows.ids - table.row_offset]
+        assert torch.equal(rows.first.nan_to_num(-7.0), expected.nan_to_num(-7.0)), where
+
+
+def follow(tracker: Tracker, name: str, copy: Expected) -> None:
+    """Read until nothing is due, some rows at a time where the mode has it."""
+    while True:
+        ranked = MODES[name] is TrackingMode.EMBEDDING
+        delta = tracker.top_k(name, 50) if ranked else tracker.get_delta(name)
+        copy.take(tracker.tables, delta)
+        assert tracker.acknowledge(delta.token)
+        if not delta.rows:
+            return
+
+
+def merged(
+    folder: Path, tables: list[TrackedTable], consumer: str
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """What all ranks that saved expect of a consumer, for the rows and columns held here."""
+    held = {table.name: torch.empty(table.table.rows, table.table.dim) for table in tables}
+    due = {table.name: torch.zeros(table.table.rows, dtype=torch.bool) for table in tables}
+    for file in sorted(folder.glob("expected-*.pt")):
+        places, pieces = torch.load(file, weights_only=True)
+        for name in places.keys() & held.keys():
+            (row_offset, columns), rows = places[name], pieces[consumer][0][name]
+            at = slice(row_offset, row_offset + len(rows))
+            due[name][at] |= pieces[consumer][1][name]
+            for values, (first, width) in zip(rows.split([its for _, its in columns], 1), columns, strict=True):
+                held[name][at, first : first + width] = values
+    for table in tables:
+        at = slice(table.row_offset, table.row_offset + table.rows)
+        mine = [held[table.name][at, first : first + width] for first, width in table.columns]
+        held[table.name], due[table.name] = torch.cat(mine, dim=1), due[table.name][at]
+    return held, due
+
+
+def check_missing_rank(folder: Path) -> None:
+    incomplete = folder / "incomplete"
+    shutil.copytree(folder / "rows", incomplete)
+    (incomplete / "sync-1.pt").unlink()
+    training = Training("rows")
+    with pytest.raises(InvalidInput, match="all ranks of one checkpoint: 1 of"):
+        load_checkpoint(incomplete, training.model, training.optimizer, training.sync)
+
+
+def _weights(table: TrackedTable) -> torch.Tensor:
+    return torch.cat([tracked.weight for tracked in table.shards], dim=1)
+
+
+def main(what: str, folder: Path, plans: list[str]) -> None:
+    dist.init_process_group("gloo")
+    torch.manual_seed(1)
+    if what == "save":
+        save_all(folder)
+    load_all(folder, plans)
+    if dist.get_world_size() == 1:
+        check_missing_rank(folder)
+    dist.barrier()
+    dist.destroy_process_group()
+    leave()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])

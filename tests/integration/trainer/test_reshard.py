@@ -1,0 +1,61 @@
+"""A run goes on with other ranks and another plan: nothing is lost, and not everything is published again."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from sync_service.client import NumpyTarget, Subscriber, SubscriberOptions
+from tests.support.process import ServiceProcess
+from tests.support.ranks import run_ranks
+from trainer.demo.compare import Tables, trainer_tables, unequal_rows
+
+BATCH = 32
+SIZES = ["--users", "500", "--items", "300", "--cross-buckets", "200", "--dim", "8", "--batch-size", str(BATCH)]
+
+
+@pytest.mark.slow
+def test_a_trackers_state_fits_other_ranks_and_plans(tmp_path: Path) -> None:
+    script = str(Path(__file__).with_name("reshard_ranks.py"))
+    run_ranks(script, "save", str(tmp_path), "rows", "columns", "quarters", "whole", ranks=2)
+    run_ranks(script, "load", str(tmp_path), "rows", "quarters", ranks=1)
+    run_ranks(script, "load", str(tmp_path), "rows", "quarters", ranks=3)
+
+
+def train(service: ServiceProcess, folder: Path, steps: int, ranks: int) -> Tables:
+    """Train up to a step; the trainer's tables after it."""
+    folder.mkdir()
+    stream = ["--events", str(steps * BATCH), "--events-per-second", "1e6", *SIZES]
+    kept = ["--checkpoint", str(folder.parent / "checkpoint"), "--results", str(folder)]
+    publish = ["--service", service.grpc, "--publish-every", "100"]
+    run_ranks("-m", "trainer.train", *publish, *stream, *kept, ranks=ranks)
+    return trainer_tables(folder, ranks)
+
+
+def published_rows(service: ServiceProcess) -> int:
+    found = re.search(r'deltasync_published_rows_total\{model="clicks"\} (\S+)', service.get("/metrics")[1])
+    assert found
+    return int(float(found[1]))
+
+
+def changed_rows(before: Tables, after: Tables) -> int:
+    """As they are published: a row of the table that is sharded by columns goes in two parts."""
+    changed = unequal_rows(before, after)
+    return sum(changed.values()) + changed["sparse.embedding_bags.history"]
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_with_other_ranks_publishes_what_it_changes(
+    service: ServiceProcess, tmp_path: Path
+) -> None:
+    target = NumpyTarget()
+    options = SubscriberOptions(service=service.grpc, consumer="predictors", replica="p0")
+    with Subscriber(options, target) as replica:
+        before = train(service, tmp_path / "first", 20, ranks=2)
+        for run, (steps, ranks) in enumerate([(21, 1), (22, 2)]):
+            published = published_rows(service)
+            after = train(service, tmp_path / f"run{run}", steps, ranks)
+            assert published_rows(service) - published == changed_rows(before, after) > 0
+            replica.wait_for(service.get_json("/consumers/predictors/lag")["head"], 30)
+            assert unequal_rows(after, target.tables) == {}
+            before = after

@@ -1,0 +1,160 @@
+"""Small sharded models, and batches for them."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
+from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+ROWS, DIM = 16, 4
+CPU, META = torch.device("cpu"), torch.device("meta")
+# What a table is called in the `state_dict` of a model with a collection "bags" or "sequences".
+BAGS, SEQUENCES = "bags.embedding_bags", "sequences.embeddings"
+
+_SHARDERS: dict[type[nn.Module], Any] = {
+    EmbeddingBagCollection: EmbeddingBagCollectionSharder,
+    EmbeddingCollection: EmbeddingCollectionSharder,
+}
+_COLLISION_SHARDERS: dict[type[nn.Module], Any] = {
+    ManagedCollisionEmbeddingBagCollection: ManagedCollisionEmbeddingBagCollectionSharder,
+    ManagedCollisionEmbeddingCollection: ManagedCollisionEmbeddingCollectionSharder,
+}
+
+
+def bag(name: str, *features: str, rows: int = ROWS, dim: int = DIM, **options: Any) -> EmbeddingBagConfig:
+    """A table whose rows are pooled; its feature has its name, if none are named."""
+    names = list(features) or [name]
+    return EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=dim, feature_names=names, **options)
+
+
+def bags(*tables: str | EmbeddingBagConfig) -> EmbeddingBagCollection:
+    configs = [bag(table) if isinstance(table, str) else table for table in tables]
+    return EmbeddingBagCollection(tables=configs, device=META)
+
+
+def sequence(name: str) -> EmbeddingConfig:
+    return EmbeddingConfig(name=name, num_embeddings=ROWS, embedding_dim=DIM, feature_names=[name])
+
+
+def sequences(*tables: str | EmbeddingConfig) -> EmbeddingCollection:
+    configs = [sequence(table) if isinstance(table, str) else table for table in tables]
+    return EmbeddingCollection(tables=configs, device=META)
+
+
+class Model(nn.Module):
+    """Adds up all that it looks up: every row looked up changes, by the same in all its columns."""
+
+    def __init__(self, collections: Mapping[str, nn.Module], *, dense: bool = False) -> None:
+        super().__init__()
+        for name, collection in collections.items():
+            self.add_module(name, collection)
+        self._features = {name: _features_of(collection) for name, collection in collections.items()}
+        self._collided = {name for name in collections if type(collections[name]) in _COLLISION_SHARDERS}
+        self.dense = nn.Linear(1, 1) if dense else None
+
+    def forward(self, features: KeyedJaggedTensor) -> tuple[torch.Tensor, torch.Tensor]:
+        parts = []
+        for name, sequence_features in self._features.items():
+            found = getattr(self, name)(features)
+            found = found[0] if name in self._collided else found
+            if sequence_features:
+                parts += [found[feature].values().sum() for feature in sequence_features]
+            else:
+                parts.append(found.values().sum())
+        loss = torch.stack(parts).sum()
+        if self.dense is not None:
+            loss = self.dense(loss.view(1, 1)).sum()
+        return loss, loss.detach()
+
+
+def _features_of(collection: Any) -> list[str]:
+    """Those of a collection whose rows are not pooled."""
+    inner = getattr(collection, "_embedding_module", collection)
+    if not isinstance(inner, EmbeddingCollection):
+        return []
+    return [feature for config in inner.embedding_configs() for feature in config.feature_names]
+
+
+def sharded(
+    collections: Mapping[str, nn.Module],
+    sharding: Mapping[str, Any] | None = None,
+    *,
+    optimizer: EmbOptimType = EmbOptimType.EXACT_SGD,
+    dense: bool = False,
+) -> DistributedModelParallel:
+    """A model of these collections, sharded as told for each table; those left out are whole, on rank 0."""
+    return distributed(Model(collections, dense=dense), sharding or {}, optimizer)
+
+
+def distributed(
+    model: nn.Module, sharding: Mapping[str, Any], optimizer: EmbOptimType
+) -> DistributedModelParallel:
+    fused = {"optimizer": optimizer, "learning_rate": 0.5}
+    plain = {kind: sharder(fused_params=fused) for kind, sharder in _SHARDERS.items()}
+    sharders = plain | {
+        kind: sharder(inner)
+        for (kind, sharder), inner in zip(_COLLISION_SHARDERS.items(), plain.values(), strict=True)
+    }
+    plan = {
+        name: _planned(module, sharders[type(module)], sharding)
+        for name, module in model.named_modules()
+        if type(module) in sharders
+    }
+    return DistributedModelParallel(
+        model,
+        env=ShardingEnv.from_process_group(dist.group.WORLD),
+        device=CPU,
+        plan=ShardingPlan(plan=plan),
+        sharders=list(sharders.values()),
+    )
+
+
+def _planned(module: nn.Module, sharder: Any, sharding: Mapping[str, Any]) -> Any:
+    whole = table_wise(rank=0, compute_kernel="fused")
+    tables = {name: sharding.get(name, whole) for name in sharder.shardable_parameters(module)}
+    ranks = dist.get_world_size()
+    return construct_module_sharding_plan(
+        module, tables, sharder, local_size=ranks, world_size=ranks, device_type="cpu"
+    )
+
+
+def lookups_of(model: nn.Module) -> Iterator[Any]:
+    """What TorchRec has look rows up, one for each sharding type of each collection."""
+    for module in model.modules():
+        yield from getattr(module, "_lookups", ())
+
+
+def kernels_of(model: nn.Module) -> Iterator[Any]:
+    """What FBGEMM has hold the rows, and change them."""
+    for lookup in lookups_of(model):
+        for kernel in lookup._emb_modules:
+            yield kernel.emb_module
+
+
+def lookups(**ids: list[int]) -> KeyedJaggedTensor:
+    """A batch of one sample: the ids of each feature."""
+    values = torch.tensor([one for some in ids.values() for one in some], dtype=torch.int64)
+    lengths = torch.tensor([len(some) for some in ids.values()], dtype=torch.int32)
+    return KeyedJaggedTensor(keys=list(ids), values=values, lengths=lengths)
+
+
+def train(model: nn.Module, **ids: list[int]) -> None:
+    """Forward and backward, which is where the rows of fused tables change."""
+    loss, _ = model(lookups(**ids))
+    loss.backward()

@@ -1,0 +1,203 @@
+"""Rows 5 to 8 and 10: reads, acknowledgements, and consumers who come, go or never read."""
+
+import gc
+
+import pytest
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+
+from sync_service.errors import NotFound
+from tests.integration.trainer.torchrec_defects.copies import ids_of, weights
+from tests.integration.trainer.torchrec_defects.models import BAGS, ROWS, bags, sharded, train
+from tests.integration.trainer.torchrec_defects.registry import scenario
+from trainer.tracking.modes import TrackingMode
+from trainer.tracking.options import TrackerOptions
+from trainer.tracking.tracker import Tracker
+
+T0, T1 = f"{BAGS}.t0", f"{BAGS}.t1"
+RANKED = [
+    TrackingMode.EMBEDDING,
+    TrackingMode.MOMENTUM_LAST,
+    TrackingMode.MOMENTUM_DIFF,
+    TrackingMode.ROWWISE_ADAGRAD,
+]
+
+
+@scenario(row=5)
+def a_read_of_nothing_is_empty() -> None:
+    model = sharded({"bags": bags("t0", "t1")}, optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD)
+    for mode in TrackingMode:
+        for delete_on_read in (False, True):
+            tracker = Tracker(model, TrackerOptions(mode=mode, delete_on_read=delete_on_read))
+            _read_nothing(tracker, mode)
+            train(model, t0=[3, 1], t1=[])
+            tracker.step()
+            delta = tracker.get_delta()
+            assert ids_of(delta) == {T0: [1, 3]}  # A table without lookups is left out.
+            tracker.acknowledge(delta.token)
+            _read_nothing(tracker, mode)
+            train(model, t0=[], t1=[])
+            tracker.step()
+            _read_nothing(tracker, mode)
+            tracker.close()
+
+
+def _read_nothing(tracker: Tracker, mode: TrackingMode) -> None:
+    for _ in range(2):
+        assert not tracker.get_delta().rows
+        assert not tracker.get_delta_ids().rows
+        if mode in RANKED:
+            assert not tracker.top_k(k=5).rows
+    assert tracker.get_delta().nbytes == 0
+
+
+@scenario(row=6)
+def without_a_name_the_only_consumer_is_meant() -> None:
+    model = sharded({"bags": bags("t0")})
+    tracker = Tracker(model, TrackerOptions(consumers=["publisher"]))
+    train(model, t0=[2])
+    tracker.step()
+    delta = tracker.get_delta()
+    assert delta.token.consumer == "publisher"
+    assert ids_of(delta) == ids_of(tracker.get_delta("publisher")) == {T0: [2]}
+
+
+@scenario(row=6)
+def an_unknown_consumer_is_an_error_that_names_the_others() -> None:
+    tracker = Tracker(sharded({"bags": bags("t0")}), TrackerOptions(consumers=["a", "b"]))
+    for read in (tracker.get_delta, tracker.get_delta_ids, tracker.resync, tracker.remove_consumer):
+        with pytest.raises(NotFound, match=r"no consumer 'c'; there are: a, b"):
+            read("c")
+    for read in (tracker.get_delta, tracker.get_delta_ids, tracker.resync):
+        with pytest.raises(NotFound, match=r"no consumer 'default'; there are: a, b"):
+            read()
+    with pytest.raises(NotFound, match=r"no consumer 'c'; there are: a, b"):
+        tracker.clear("c")
+
+
+@scenario(row=7)
+def clear_is_for_the_consumer_named() -> None:
+    model = sharded({"bags": bags("t0")})
+    tracker = Tracker(model, TrackerOptions(consumers=["a", "b", "c"], mode=TrackingMode.EMBEDDING))
+    train(model, t0=[1])
+    tracker.step()
+    cleared = weights(model)[T0]
+    tracker.clear("a")
+    assert [ids_of(tracker.get_delta(name)) for name in "abc"] == [{}, {T0: [1]}, {T0: [1]}]
+
+    train(model, t0=[1])
+    tracker.step()
+    first = tracker.get_delta("a").rows[T0].first
+    assert first is not None
+    assert torch.equal(first[0], cleared[1])  # First values too are those at the time of the clear.
+    tracker.clear()
+    assert not any(tracker.get_delta(name).rows for name in "abc")
+
+
+@scenario(row=8)
+def what_was_read_is_offered_until_it_is_acknowledged() -> None:
+    model = sharded({"bags": bags("t0")})
+    tracker = Tracker(model)
+    train(model, t0=[1, 2])
+    tracker.step()
+    lost = tracker.get_delta()  # Its publishing fails.
+    train(model, t0=[2, 3])
+    tracker.step()
+    delta = tracker.get_delta()
+    assert ids_of(delta) == {T0: [1, 2, 3]}
+    assert tracker.acknowledge(delta.token)
+    assert not tracker.acknowledge(lost.token)  # Too late: the position has been further.
+    assert not tracker.acknowledge(delta.token)
+    assert not tracker.get_delta().rows
+
+
+@scenario(row=8)
+def an_acknowledgement_covers_what_was_read_and_no_more() -> None:
+    model = sharded({"bags": bags("t0")})
+    tracker = Tracker(model)
+    train(model, t0=[1, 2])
+    tracker.step()
+    token = tracker.get_delta().token
+    train(model, t0=[2, 3])
+    tracker.step()
+    assert tracker.acknowledge(token)
+    assert ids_of(tracker.get_delta()) == {T0: [2, 3]}
+
+
+@scenario(row=8)
+def consumers_come_and_go_while_training_goes_on() -> None:
+    model = sharded({"bags": bags("t0")})
+    tracker = Tracker(model)
+    train(model, t0=[1])
+    tracker.step()
+    tracker.add_consumer("late")
+    train(model, t0=[2])
+    tracker.step()
+    assert ids_of(tracker.get_delta("late")) == {T0: [2]}
+    assert ids_of(tracker.get_delta("default")) == {T0: [1, 2]}
+
+    token = tracker.get_delta("late").token
+    tracker.remove_consumer("late")
+    assert tracker.consumers == ["default"]
+    assert not tracker.acknowledge(token)
+    tracker.add_consumer("late")
+    train(model, t0=[3])
+    tracker.step()
+    assert not tracker.acknowledge(token)  # It belongs to the one before.
+    assert ids_of(tracker.get_delta("late")) == {T0: [3]}
+
+
+@scenario(row=10)
+def a_consumer_who_never_reads_costs_nothing() -> None:
+    for auto_compact in (False, True):
+        for mode in (TrackingMode.ID_ONLY, TrackingMode.EMBEDDING):
+            _train_for_long(TrackerOptions(consumers=["fast", "never"], mode=mode, auto_compact=auto_compact))
+
+
+def _train_for_long(options: TrackerOptions) -> None:
+    model = sharded({"bags": bags("t0")})
+    tracker = Tracker(model, options)
+    ids = torch.randint(ROWS, (200, 200)).tolist()
+    held, alive = list[int](), list[int]()
+    for number, batch in enumerate(ids, 1):
+        train(model, t0=batch)
+        tracker.step()
+        if number % 10 == 0:
+            tracker.acknowledge(tracker.get_delta("fast").token)
+        held.append(tracker.nbytes)
+        if number in (20, 200):
+            alive.append(_bytes_of_tensors())
+    assert held[19] == held[199]
+    assert max(held) <= held[19] + 200 * torch.int64.itemsize  # With `auto_compact`, the ids of one batch wait.
+    assert alive[0] == alive[1]  # What the tracker says, checked by what the process holds.
+    assert ids_of(tracker.get_delta("never")) == {T0: sorted({one for batch in ids for one in batch})}
+
+
+def _bytes_of_tensors() -> int:
+    gc.collect()
+    tensors = [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]
+    return sum({one.data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
+
+
+@scenario(row=10)
+def marks_that_nobody_settles_are_bounded() -> None:
+    model = sharded({"bags": bags("t0")})
+    tracker = Tracker(model)
+    held = []
+    for _ in range(3000):  # Nobody calls step() or reads.
+        train(model, t0=[1, 2, 3])
+        held.append(tracker.nbytes)
+    assert max(held[1500:]) <= max(held[:1500])
+    assert ids_of(tracker.get_delta()) == {T0: [1, 2, 3]}
+
+
+@scenario(row=10)
+def rows_left_for_later_are_kept_once() -> None:
+    model = sharded({"bags": bags("t0")})
+    tracker = Tracker(model, TrackerOptions(mode=TrackingMode.EMBEDDING))
+    before = tracker.nbytes
+    for batch in torch.randint(ROWS, (100, 50)).tolist():
+        train(model, t0=batch)
+        tracker.step()
+        tracker.acknowledge(tracker.top_k(k=1).token)
+        assert tracker.nbytes <= before + ROWS * torch.int64.itemsize

@@ -1,0 +1,128 @@
+"""Row 28: the places in TorchRec where one function can listen are shared."""
+
+from typing import Any
+
+import pytest
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.model_tracker.types import DeltaTrackerConfig
+from torchrec.distributed.model_tracker.types import TrackingMode as TheirMode
+
+from sync_service.errors import Contradiction
+from tests.integration.trainer.torchrec_defects.copies import ids_of
+from tests.integration.trainer.torchrec_defects.models import (
+    SEQUENCES,
+    lookups,
+    lookups_of,
+    sequences,
+    sharded,
+    train,
+)
+from tests.integration.trainer.torchrec_defects.registry import scenario
+from trainer.tracking.modes import TrackingMode
+from trainer.tracking.options import TrackerOptions
+from trainer.tracking.tracker import Tracker
+
+S = f"{SEQUENCES}.s"
+# Its MOMENTUM_LAST does not run on a CPU.
+THEIR_MODES = (TheirMode.ID_ONLY, TheirMode.EMBEDDING, TheirMode.MOMENTUM_DIFF, TheirMode.ROWWISE_ADAGRAD)
+
+
+def _model() -> DistributedModelParallel:
+    """TorchRec's tracker wants a dense parameter."""
+    optimizer = EmbOptimType.EXACT_ROWWISE_ADAGRAD
+    return sharded({"sequences": sequences("s")}, optimizer=optimizer, dense=True)
+
+
+def _theirs(model: DistributedModelParallel, mode: TheirMode, *, auto_compact: bool) -> Any:
+    return model.init_torchrec_delta_tracker(DeltaTrackerConfig(tracking_mode=mode, auto_compact=auto_compact))
+
+
+@scenario(row=28)
+def torchrecs_own_tracker_works_beside_ours() -> None:
+    for mode in THEIR_MODES:
+        for auto_compact in (False, True):
+            model = _model()
+            theirs = _theirs(model, mode, auto_compact=auto_compact)
+            ours = Tracker(model, TrackerOptions(mode=TrackingMode.ROWWISE_ADAGRAD, auto_compact=auto_compact))
+            for ids in ([1, 2], [2, 7]):
+                train(model, s=ids)
+                ours.step()
+            model(lookups(s=[1]))  # It is told of a batch by the forward of the next one.
+            assert {fqn: sorted(ids.tolist()) for fqn, ids in theirs.get_unique_ids().items()} == {S: [1, 2, 7]}
+            assert ids_of(ours.get_delta()) == {S: [1, 2, 7]}
+
+
+@scenario(row=28)
+def a_function_registered_before_is_still_called() -> None:
+    model, calls = _model(), list[Any]()
+    (lookup,) = lookups_of(model)
+    lookup.register_optim_state_tracker_fn(lambda *arguments: calls.append(arguments))
+    tracker = Tracker(model)
+    train(model, s=[1, 2])
+    tracker.step()
+    assert [features.values().tolist() for features, _, _ in calls] == [[1, 2]]
+    assert ids_of(tracker.get_delta()) == {S: [1, 2]}
+    tracker.close()
+    train(model, s=[3])
+    assert len(calls) == 2
+
+
+@scenario(row=28)
+def a_function_registered_later_is_detected() -> None:
+    for mode in (TheirMode.MOMENTUM_DIFF, TheirMode.ROWWISE_ADAGRAD):
+        model = _model()
+        tracker = Tracker(model)
+        train(model, s=[1])
+        tracker.step()
+        _theirs(model, mode, auto_compact=False)
+        with pytest.raises(Contradiction, match=r"lookups of module 'sequences': another function"):
+            tracker.step()
+        tracker.close()  # And then in the order that the message asks for.
+        tracker = Tracker(model)
+        train(model, s=[2])
+        tracker.step()
+        assert ids_of(tracker.get_delta()) == {S: [2]}
+
+
+@scenario(row=28)
+def a_function_at_the_output_dist_is_detected_where_it_matters() -> None:
+    model = _model()
+    without, compacting = Tracker(model), Tracker(model, TrackerOptions(auto_compact=True))
+    _theirs(model, TheirMode.ID_ONLY, auto_compact=True)
+    without.step()
+    with pytest.raises(Contradiction, match=r"output dist of module 'sequences': another function"):
+        compacting.step()
+
+
+@scenario(row=28)
+def two_of_ours_share_a_model_and_leave_it_one_by_one() -> None:
+    model = _model()
+    one = Tracker(model, TrackerOptions(auto_compact=True))
+    other = Tracker(model, TrackerOptions(mode=TrackingMode.EMBEDDING))
+    train(model, s=[1])
+    for tracker in (one, other):
+        tracker.step()
+        assert ids_of(tracker.get_delta()) == {S: [1]}
+        tracker.clear()
+    one.close()
+    train(model, s=[2])
+    other.step()
+    assert ids_of(other.get_delta()) == {S: [2]}
+    assert not one.get_delta().rows
+    other.close()
+    train(model, s=[3])
+    assert ids_of(other.get_delta()) == {S: [2]}
+
+
+@scenario(row=28)
+def a_closed_tracker_lets_go_of_the_model() -> None:
+    model = _model()
+    tracker = Tracker(model, TrackerOptions(dense=True, auto_compact=True))
+    tracker.close()
+    tracker.close()
+    train(model, s=[3])
+    with torch.no_grad():
+        model(lookups(s=[1]))
+    assert S not in tracker.get_delta().rows

@@ -1,0 +1,141 @@
+"""Rows 2 to 4 and 24: when a lookup counts, whichever way it is made."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from tests.integration.trainer.torchrec_defects.copies import Copy, ids_of, weights
+from tests.integration.trainer.torchrec_defects.models import (
+    BAGS,
+    SEQUENCES,
+    bags,
+    lookups,
+    sequences,
+    sharded,
+    train,
+)
+from tests.integration.trainer.torchrec_defects.registry import scenario
+from trainer.tracking.modes import TrackingMode
+from trainer.tracking.options import TrackerOptions
+from trainer.tracking.tracker import Tracker
+
+T0 = f"{BAGS}.t0"
+LAST = TrackerOptions(mode=TrackingMode.EMBEDDING_LAST)
+
+
+@scenario(row=2)
+def a_lookup_before_the_step_is_not_lost() -> None:
+    """The order of pipelines that look up the next batch ahead: lookup, step, read, backward."""
+    model = sharded({"bags": bags("t0")})
+    tracker = Tracker(model, LAST)
+    copy = Copy(model, tracker)
+    copy.update()
+    early = model(lookups(t0=[0]))[0]
+    for row in range(1, 8):
+        ahead = model(lookups(t0=[row]))[0]
+        early.backward()
+        tracker.step()
+        assert copy.update() == {T0: [row - 1]}
+        early = ahead
+    copy.check(model)
+
+
+@scenario(row=3)
+def a_forward_through_the_wrapped_module_is_tracked() -> None:
+    model = sharded({"bags": bags("t0"), "sequences": sequences("s")})
+    tracker = Tracker(model, LAST)
+    copy = Copy(model, tracker)
+    copy.update()
+    train(model.module, t0=[4, 5, 6, 7], s=[1])
+    assert copy.update() == {T0: [4, 5, 6, 7], f"{SEQUENCES}.s": [1]}
+    copy.check(model)
+
+
+@scenario(row=4)
+def a_read_between_forward_and_backward_offers_nothing_too_early() -> None:
+    model = sharded({"bags": bags("t0")})
+    tracker = Tracker(model, LAST)
+    copy = Copy(model, tracker)
+    copy.update()
+    loss, _ = model(lookups(t0=[0, 1]))
+    assert copy.update() == {}
+    with ThreadPoolExecutor(1) as other:  # Nothing has changed yet that another thread would wait for.
+        assert other.submit(copy.update).result() == {}
+    loss.backward()
+    tracker.step()
+    assert copy.update() == {T0: [0, 1]}
+    copy.check(model)
+
+
+@scenario(row=24)
+def evaluation_marks_nothing() -> None:
+    model = sharded({"bags": bags("t0"), "sequences": sequences("s")})
+    tracker = Tracker(model)
+    batch = lookups(t0=[0, 1], s=[2])
+    with torch.no_grad():
+        model(batch)
+        model.eval()
+        model(batch)
+    model(batch)  # Gradients are wanted, but no backward follows.
+    model.train()
+    tracker.step()
+    assert not tracker.get_delta().rows
+    train(model, t0=[3], s=[])
+    assert ids_of(tracker.get_delta()) == {T0: [3]}
+
+
+@scenario(row=24)
+def pause_is_for_the_lookups_of_its_thread() -> None:
+    model = sharded({"bags": bags("t0")})
+    tracker = Tracker(model)
+    with tracker.pause():
+        with tracker.pause():
+            train(model, t0=[1])
+        train(model, t0=[2])
+    train(model, t0=[3])
+    tracker.step()
+    assert ids_of(tracker.get_delta()) == {T0: [3]}
+
+    tracker.clear()
+    loss, _ = model(lookups(t0=[4]))
+    with tracker.pause():
+        loss.backward()  # Its lookup came before.
+    tracker.step()
+    assert ids_of(tracker.get_delta()) == {T0: [4]}
+
+
+@scenario(row=24)
+def pause_in_one_thread_leaves_another_alone() -> None:
+    model = sharded({"bags": bags("t0")})
+    tracker = Tracker(model)
+    paused, trained = threading.Event(), threading.Event()
+
+    def evaluate() -> None:
+        with tracker.pause():
+            paused.set()
+            trained.wait()
+
+    with ThreadPoolExecutor(1) as other:
+        evaluation = other.submit(evaluate)
+        paused.wait()
+        train(model, t0=[5])
+        trained.set()
+        evaluation.result()
+    tracker.step()
+    assert ids_of(tracker.get_delta()) == {T0: [5]}
+
+
+@scenario(row=4)
+def rows_are_as_they_were_when_they_were_read() -> None:
+    model = sharded({"bags": bags("t0")})
+    tracker = Tracker(model, LAST)
+    train(model, t0=[1])
+    tracker.step()
+    values = tracker.get_delta().rows[T0].values
+    read = weights(model)[T0][[1]]
+    train(model, t0=[1])
+    tracker.step()
+    assert values is not None
+    assert torch.equal(values, read)
+    assert not torch.equal(values, weights(model)[T0][[1]])

@@ -1,0 +1,274 @@
+"""A tracker and the plain model of it, doing the same things; what one says is held against the other."""
+
+import io
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import nn
+
+from sync_service.errors import Contradiction, NotFound
+from tests.support.tracker_model import WITH_FIRST, ModelConsumer, ModelRead, Row, TrackerModel, Values
+from trainer.tracking import Delta, DeltaRows, Token, Tracker, TrackerOptions, TrackingMode
+from trainer.tracking.shards import TrackedTable
+
+RANKED = (TrackingMode.EMBEDDING, TrackingMode.MOMENTUM_DIFF, TrackingMode.MOMENTUM_LAST)
+_MOMENTUM = (TrackingMode.MOMENTUM_DIFF, TrackingMode.MOMENTUM_LAST, TrackingMode.ROWWISE_ADAGRAD)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One thing that is done to both: a method of `SideBySide`, and its arguments."""
+
+    name: str
+    arguments: tuple[Any, ...]
+
+    def __repr__(self) -> str:
+        return f"{self.name}{self.arguments}"
+
+
+def operations(name: str, *arguments: st.SearchStrategy[Any]) -> st.SearchStrategy[Operation]:
+    return st.builds(Operation, st.just(name), st.tuples(*arguments))
+
+
+@dataclass(frozen=True)
+class _Checkpoint:
+    weights: list[torch.Tensor]
+    state: bytes
+    consumers: dict[str, ModelConsumer]
+    silent: set[Row]
+    steps: int
+
+
+class SideBySide:
+    """Runs operations. Subclasses add those that train."""
+
+    def __init__(self, model: nn.Module, options: TrackerOptions) -> None:
+        self.model, self._options = model, options
+        self.tracker = Tracker(model, options)
+        self.plain = TrackerModel(self.values)
+        self.steps = 0
+        # Older ones go, and with them what they hold.
+        self._tokens: deque[tuple[Token, ModelRead]] = deque(maxlen=8)
+        self._checkpoint: _Checkpoint | None = None
+        for name in options.consumers:
+            self.plain.add(name, options.mode)
+
+    def run(self, program: Sequence[Operation]) -> None:
+        for one in program:
+            getattr(self, one.name)(*one.arguments)
+            assert self.tracker.nbytes <= self._most_bytes()
+        for name in self.plain.consumers:
+            self.read(name)
+        assert not self.plain.lost()
+
+    def values(self, mode: TrackingMode) -> Values:
+        """Every row as a consumer of a mode is given it."""
+        return {
+            (table.name, table.row_offset + row): values.tobytes()
+            for table in self.tracker.tables
+            for row, values in enumerate(_tensor(table, mode).numpy())
+        }
+
+    # -- operations
+
+    def end_step(self) -> None:
+        self.tracker.step()
+        self.steps += 1
+        assert self.tracker.steps == self.steps
+
+    def compact(self) -> None:
+        self.tracker.trigger_compaction()
+
+    def mark(self, table: int, rows: Sequence[int]) -> None:
+        tracked = self.tracker.tables[table % len(self.tracker.tables)]
+        ids = [row % tracked.table.rows for row in rows]
+        self.tracker.mark(tracked.name, torch.tensor(ids, dtype=torch.int32))
+        self.plain.mark({(tracked.name, row) for row in ids} & self.plain.rows)
+
+    def mark_all(self, table: int | None) -> None:
+        name = None if table is None else self.tracker.tables[table % len(self.tracker.tables)].name
+        self.tracker.mark_all(name)
+        self.plain.mark(row for row in self.plain.rows if name in (None, row[0]))
+
+    def add(self, name: str, mode: TrackingMode) -> None:
+        if name in self.plain.consumers:
+            with pytest.raises(Contradiction):
+                self.tracker.add_consumer(name, mode)
+            return
+        self.tracker.add_consumer(name, mode)
+        self.plain.add(name, mode)
+
+    def remove(self, name: str) -> None:
+        self._if_known(name, self.tracker.remove_consumer, self.plain.remove)
+
+    def resync(self, name: str) -> None:
+        self._if_known(name, self.tracker.resync, self.plain.resync)
+
+    def clear(self, name: str | None) -> None:
+        if name is not None:
+            self._if_known(name, self.tracker.clear, self.plain.clear)
+            return
+        self.tracker.clear()
+        for known in self.plain.consumers:
+            self.plain.clear(known)
+
+    def read(self, name: str) -> None:
+        if self._if_known(name, self.tracker.get_delta):
+            self._check_read(name, self.tracker.get_delta(name), self._model_read(name))
+
+    def read_ids(self, name: str) -> None:
+        if self._if_known(name, self.tracker.get_delta_ids):
+            delta, expected = self.tracker.get_delta_ids(name), self._model_read(name)
+            assert all(rows.values is None and rows.first is None for rows in delta.rows.values())
+            self._check_read(name, delta, expected, values=False)
+
+    def top_k(self, name: str, k: int) -> None:
+        if name not in self.plain.consumers or self.plain.consumers[name].mode not in RANKED:
+            return
+        delta = self.tracker.top_k(name, k)
+        first, candidates = dict(self.plain.consumers[name].holds), self.plain.candidates(name)
+        chosen = _rows(delta)
+        assert chosen <= candidates
+        assert len(chosen) == min(k, len(candidates))
+        self._check_largest(name, chosen, candidates - chosen)
+        self._check_read(name, delta, (first, self.plain.top_k(name, chosen)))
+
+    def acknowledge(self, number: int) -> None:
+        """With the newest token, an older one, one that was used, one of a consumer that is gone."""
+        if self._tokens:
+            token, read = self._tokens[-1 - number % len(self._tokens)]
+            assert self.tracker.acknowledge(token) == self.plain.acknowledge(read)
+
+    def save(self) -> None:
+        buffer = io.BytesIO()
+        torch.save(self.tracker.state_dict(), buffer)
+        weights = [tensor.clone() for tensor in self._live()]
+        consumers = self.plain.save()
+        self._checkpoint = _Checkpoint(
+            weights, buffer.getvalue(), consumers, set(self.plain.silent), self.tracker.steps
+        )
+
+    def restore(self) -> None:
+        """A new process takes up the last checkpoint."""
+        if self._checkpoint is None:
+            return
+        for live, saved in zip(self._live(), self._checkpoint.weights, strict=True):
+            live.copy_(saved)
+        self.tracker.close()
+        self.tracker = Tracker(self.model, self._options)
+        self.tracker.load_state_dict(torch.load(io.BytesIO(self._checkpoint.state), weights_only=True))
+        self.plain.load(self._checkpoint.consumers, self._checkpoint.silent)
+        for name in self._options.consumers:
+            if name not in self.plain.consumers:
+                self.plain.begin(name, self._options.mode)
+        self.steps = self._checkpoint.steps
+
+    def reload(self) -> None:
+        self.save()
+        self.restore()
+
+    # -- inside
+
+    def _live(self) -> list[torch.Tensor]:
+        shards = self.tracker.shards
+        return [one.weight for one in shards] + [one.momentum for one in shards if one.momentum is not None]
+
+    def _if_known(self, name: str, call: Callable[[str], Any], then: Callable[[str], Any] | None = None) -> bool:
+        """Call both, if there is such a consumer; if there is none, the tracker has to say so."""
+        if name not in self.plain.consumers:
+            with pytest.raises(NotFound, match=name):
+                call(name)
+            return False
+        if then:
+            call(name)
+            then(name)
+        return True
+
+    def _model_read(self, name: str) -> tuple[dict[Row, bytes | None], ModelRead]:
+        first = dict(self.plain.consumers[name].holds)
+        return first, self.plain.read(name)
+
+    def _check_read(
+        self,
+        name: str,
+        delta: Delta,
+        expected: tuple[dict[Row, bytes | None], ModelRead],
+        *,
+        values: bool = True,
+    ) -> None:
+        first, read = expected
+        assert not self.plain.lost()
+        assert _rows(delta) == set(read.taken), name
+        mode = self.plain.consumers[name].mode
+        for table, rows in delta.rows.items():
+            ids = rows.ids.tolist()
+            assert ids, "tables without changed rows are left out"
+            assert ids == sorted(set(ids))
+            if values and mode is not TrackingMode.ID_ONLY:
+                assert _bytes(rows.values) == [read.taken[table, row] for row in ids], "values are current"
+            if values and mode in WITH_FIRST:
+                _check_first(rows, [first[table, row] for row in ids])
+        if self._options.delete_on_read:
+            assert self.plain.acknowledge(read)
+        self._tokens.append((delta.token, read))
+
+    def _check_largest(self, name: str, chosen: set[Row], rest: set[Row]) -> None:
+        if chosen and rest:
+            smallest = min(self._norm(name, row) for row in chosen)
+            left = max(self._norm(name, row) for row in rest)
+            assert smallest >= left or math.isclose(smallest, left, rel_tol=1e-4, abs_tol=1e-5)
+
+    def _norm(self, name: str, row: Row) -> float:
+        """NaN, and what it is not known to have been, above everything."""
+        consumer = self.plain.consumers[name]
+        table = next(table for table in self.tracker.tables if table.name == row[0])
+        dtype = _tensor(table, consumer.mode).numpy().dtype
+        now = np.frombuffer(self.values(consumer.mode)[row], dtype).astype(np.float64)
+        held = consumer.holds[row]
+        if held is None and consumer.mode in WITH_FIRST:
+            return math.inf
+        before = np.frombuffer(held, dtype).astype(np.float64) if held and consumer.mode in WITH_FIRST else 0.0
+        with np.errstate(invalid="ignore"):
+            norm = float(np.linalg.norm(now - before))
+        return math.inf if math.isnan(norm) else norm
+
+    def _most_bytes(self) -> int:
+        """Stamps and copies, and for each consumer what it was given, and rows to be carried over."""
+        rows = sum(table.rows for table in self.tracker.tables)
+        live = sum(tensor.nbytes for tensor in self._live())
+        return 4 * rows + live + len(self.plain.consumers) * (live + 12 * rows) + self.bytes_under_way
+
+    @property
+    def bytes_under_way(self) -> int:
+        """Of what comes on top for a while."""
+        return 0
+
+
+def _tensor(table: TrackedTable, mode: TrackingMode) -> torch.Tensor:
+    kept = [shard.momentum if mode in _MOMENTUM else shard.weight for shard in table.shards]
+    return torch.cat([tensor for tensor in kept if tensor is not None], dim=1)
+
+
+def _rows(delta: Delta) -> set[Row]:
+    return {(table, row) for table, ids in delta.ids.items() for row in ids.tolist()}
+
+
+def _bytes(values: torch.Tensor | None) -> list[bytes]:
+    assert values is not None
+    return [row.tobytes() for row in values.numpy()]
+
+
+def _check_first(rows: DeltaRows, held: list[bytes | None]) -> None:
+    assert rows.first is not None
+    for given, expected in zip(rows.first, held, strict=True):
+        if expected is None:
+            assert given.isnan().all(), "it never had any"
+        else:
+            assert given.numpy().tobytes() == expected, "what the consumer holds"

@@ -1,0 +1,188 @@
+"""What the tracker is to say, worked out with plain sets: which rows are due to whom, and what everybody holds.
+
+Nothing here knows of stamps, cursors or tensors. A row is a table's FQN and a global row id; a value is its bytes.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from trainer.tracking import TrackingMode
+
+Row = tuple[str, int]
+Values = Mapping[Row, bytes]
+# What every row of the model holds now, as a consumer of a mode is given it.
+Reader = Callable[[TrackingMode], Values]
+
+WITH_FIRST = (TrackingMode.EMBEDDING, TrackingMode.MOMENTUM_DIFF, TrackingMode.ROWWISE_ADAGRAD)
+
+
+@dataclass(eq=False)
+class ModelConsumer:
+    """What one consumer is known to hold.
+
+    Attributes:
+        holds: what it has acknowledged; None for what it was never given.
+        due: rows it must be offered.
+        offered: what it was given since without acknowledging it, and may therefore hold: read and value.
+        acknowledged: the newest of its reads that was acknowledged.
+    """
+
+    mode: TrackingMode
+    holds: dict[Row, bytes | None]
+    due: set[Row] = field(default_factory=set)
+    offered: dict[Row, dict[int, bytes]] = field(default_factory=dict)
+    acknowledged: int = 0
+
+    def may_hold(self, row: Row) -> set[bytes | None]:
+        """Its receiver may have taken a delta although the acknowledgement got lost."""
+        return {self.holds[row], *self.offered.get(row, {}).values()}
+
+
+@dataclass(eq=False)
+class ModelRead:
+    """What one read has given to a consumer.
+
+    Attributes:
+        number: reads are numbered as they come.
+        carried: rows that were due, and left for later.
+        later: rows that have changed since.
+    """
+
+    consumer: ModelConsumer
+    number: int
+    taken: dict[Row, bytes]
+    carried: set[Row]
+    later: set[Row] = field(default_factory=set)
+
+
+class TrackerModel:
+    """Follows a tracker: every method is called when the tracker's of the same name is.
+
+    Attributes:
+        consumers: by name.
+        silent: rows that have changed in a way the tracker was told to overlook.
+    """
+
+    def __init__(self, read: Reader) -> None:
+        self.read_values = read
+        self.consumers: dict[str, ModelConsumer] = {}
+        self.silent: set[Row] = set()
+        self._reads: list[ModelRead] = []
+        self._count = 0
+        self._seen = dict(read(TrackingMode.EMBEDDING_LAST))
+
+    @cached_property
+    def rows(self) -> set[Row]:
+        return set(self._seen)
+
+    # -- what happens to rows
+
+    def settle(self) -> None:
+        """Rows with other bits than before have changed."""
+        now = self.read_values(TrackingMode.EMBEDDING_LAST)
+        self.mark(row for row in self.rows if now[row] != self._seen[row])
+        self._seen = dict(now)
+
+    def overlook(self) -> None:
+        """What has changed since the last `settle` is not to be noticed."""
+        now = self.read_values(TrackingMode.EMBEDDING_LAST)
+        self.silent |= {row for row in self.rows if now[row] != self._seen[row]}
+        self._seen = dict(now)
+
+    def mark(self, rows: Iterable[Row]) -> None:
+        changed = set(rows)
+        self.silent -= changed
+        for consumer in self.consumers.values():
+            consumer.due |= changed
+        for read in self._reads:
+            read.later |= changed
+
+    # -- consumers
+
+    def add(self, name: str, mode: TrackingMode) -> None:
+        self.settle()
+        self.begin(name, mode)
+
+    def begin(self, name: str, mode: TrackingMode) -> None:
+        """It holds everything as it is now."""
+        self.consumers[name] = ModelConsumer(mode, dict(self.read_values(mode)))
+
+    def remove(self, name: str) -> None:
+        del self.consumers[name]
+
+    def resync(self, name: str) -> None:
+        holds: dict[Row, bytes | None] = dict.fromkeys(self.rows)
+        self.consumers[name] = ModelConsumer(self.consumers[name].mode, holds, set(self.rows))
+
+    def clear(self, name: str) -> None:
+        self.acknowledge(self.read(name))
+
+    # -- reading
+
+    def read(self, name: str) -> ModelRead:
+        self.settle()
+        return self._read(self.consumers[name], self.consumers[name].due, set())
+
+    def candidates(self, name: str) -> set[Row]:
+        """Rows worth ranking: where first values are known, those the consumer may hold another value of."""
+        self.settle()
+        consumer = self.consumers[name]
+        if consumer.mode not in WITH_FIRST:
+            return set(consumer.due)
+        now = self.read_values(consumer.mode)
+        return {row for row in consumer.due if consumer.holds[row] != now[row] or row in consumer.offered}
+
+    def top_k(self, name: str, chosen: set[Row]) -> ModelRead:
+        """A read of these rows alone."""
+        return self._read(self.consumers[name], chosen, self.candidates(name) - chosen)
+
+    def _read(self, consumer: ModelConsumer, rows: set[Row], carried: set[Row]) -> ModelRead:
+        self._count += 1
+        now = self.read_values(consumer.mode)
+        read = ModelRead(consumer, self._count, {row: now[row] for row in rows}, carried)
+        for row, value in read.taken.items():
+            consumer.offered.setdefault(row, {})[read.number] = value
+        self._reads.append(read)
+        return read
+
+    def acknowledge(self, read: ModelRead) -> bool:
+        consumer = read.consumer
+        if consumer not in self.consumers.values() or read.number <= consumer.acknowledged:
+            return False
+        consumer.acknowledged = read.number
+        consumer.due = read.carried | read.later
+        for row, value in read.taken.items():
+            consumer.holds[row] = value
+            left = {number: given for number, given in consumer.offered.pop(row).items() if number > read.number}
+            consumer.offered |= {row: left} if left else {}
+        return True
+
+    def lost(self) -> set[tuple[str, Row]]:
+        """Rows of which a consumer may hold an old value without ever being offered the current one."""
+        return {
+            (name, row)
+            for name, consumer in self.consumers.items()
+            for row, value in self.read_values(consumer.mode).items()
+            if row not in consumer.due | self.silent and consumer.may_hold(row) != {value}
+        }
+
+    # -- checkpoints
+
+    def save(self) -> "dict[str, ModelConsumer]":
+        self.settle()
+        return deepcopy(self.consumers)
+
+    def load(self, saved: "Mapping[str, ModelConsumer]", silent: set[Row]) -> None:
+        """The rows are by now as they were.
+
+        What was read and not acknowledged is as if it never was; what was overlooked is taken as held.
+        """
+        self.consumers = deepcopy(dict(saved))
+        for consumer in self.consumers.values():
+            consumer.offered = {}
+            now = self.read_values(consumer.mode)
+            consumer.holds |= {row: now[row] for row in silent - consumer.due}
+        self.silent = set()
+        self._seen = dict(self.read_values(TrackingMode.EMBEDDING_LAST))

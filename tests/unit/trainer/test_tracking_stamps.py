@@ -1,0 +1,114 @@
+"""Rows that differ in a bit, and a clock that starts over."""
+
+import struct
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from trainer.tracking import Tracker, TrackerOptions, TrackingMode, tracker
+from trainer.tracking.stamps import CLOCK_END, differing_rows, forget
+
+# Bits, among them -0.0, two NaNs and the smallest number.
+BITS = {
+    torch.float32: st.sampled_from((0, 1 << 31, 0x7FC00000, 0x7FC00001, 0x3F800000, 1))
+    | st.integers(0, 2**32 - 1),
+    torch.float16: st.sampled_from((0, 1 << 15, 0x7E00, 0x7E01, 0x3C00, 1)) | st.integers(0, 2**16 - 1),
+}
+CODES = {torch.float32: "I", torch.float16: "H"}
+
+
+def matrix(rows: list[tuple[int, int]], dtype: torch.dtype) -> torch.Tensor:
+    packed = b"".join(struct.pack(f"2{CODES[dtype]}", *row) for row in rows)
+    return torch.frombuffer(bytearray(packed), dtype=dtype).view(-1, 2)
+
+
+@given(st.data(), st.sampled_from(list(BITS)))
+def test_rows_differ_in_their_bits(data: st.DataObject, dtype: torch.dtype) -> None:
+    row = st.tuples(BITS[dtype], BITS[dtype])
+    pairs = data.draw(st.lists(st.tuples(row, row) | row.map(lambda same: (same, same)), min_size=1, max_size=5))
+    ours, theirs = (matrix(list(side), dtype) for side in zip(*pairs, strict=True))
+    assert differing_rows(ours, theirs).tolist() == [one != other for one, other in pairs]
+
+
+@pytest.mark.parametrize("dtype", list(BITS))
+@pytest.mark.parametrize("value", [0.0, -0.0, 1.5, float("nan"), float("inf"), -float("inf")])
+def test_what_is_forgotten_equals_nothing(dtype: torch.dtype, value: float) -> None:
+    rows = torch.full((3, 2), value, dtype=dtype)
+    forgotten = rows.clone()
+    forget(forgotten, torch.tensor([0, 2]))
+    assert forgotten[[0, 2]].isnan().all()
+    assert differing_rows(rows, forgotten).tolist() == [True, False, True]
+
+
+class Rows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.t = nn.Parameter(torch.zeros(4, 1))
+
+
+class Receiver:
+    """Holds what it was given, and has first values checked by it."""
+
+    def __init__(self, name: str, weights: torch.Tensor) -> None:
+        self.name, self.acknowledged, self.rows = name, weights.clone(), weights.clone()
+
+    def read(self, tracking: Tracker, *, acknowledge: bool) -> None:
+        delta = tracking.get_delta(self.name)
+        if "t" in delta.rows:
+            rows = delta.rows["t"]
+            assert rows.values is not None
+            assert rows.first is not None
+            assert torch.equal(rows.first, self.acknowledged[rows.ids])
+            self.rows[rows.ids] = rows.values
+        if acknowledge and tracking.acknowledge(delta.token):
+            self.acknowledged = self.rows.clone()
+
+
+STEP = st.one_of(
+    st.tuples(st.just("write"), st.integers(0, 3)),
+    st.tuples(st.sampled_from(("read", "lose")), st.sampled_from("ab")),
+    st.tuples(st.just("reload"), st.none()),
+)
+
+
+@given(st.integers(0, 25).flatmap(lambda n: st.lists(STEP, min_size=n, max_size=n)), st.integers(1, 12))
+def test_nothing_is_lost_when_the_clock_starts_over(steps: list[tuple[str, int | str]], ticks: int) -> None:
+    options = TrackerOptions(consumers=["a", "b"], mode=TrackingMode.EMBEDDING, dense=True)
+    model, number = Rows(), 0.0
+    with mock.patch.object(tracker, "CLOCK_END", 3 + ticks):
+        tracking = Tracker(model, options)
+        receivers = {name: Receiver(name, model.t.data) for name in "ab"}
+        for what, which in steps:
+            if isinstance(which, int):
+                number += 1.0
+                model.t.data[which] = number
+            elif what == "reload":
+                state = tracking.state_dict()
+                tracking = Tracker(model, options)
+                tracking.load_state_dict(state)
+            elif isinstance(which, str):
+                receivers[which].read(tracking, acknowledge=what == "read")
+        for receiver in receivers.values():
+            receiver.read(tracking, acknowledge=True)
+            assert torch.equal(receiver.rows, model.t.data)
+
+
+def test_at_the_end_of_the_clock_everything_is_offered_once_more() -> None:
+    model = Rows()
+    tracking = Tracker(model, TrackerOptions(dense=True))
+    earlier = tracking.get_delta()
+    tracking._stamps.clock = CLOCK_END
+    model.t.data[1] = 1.0
+    late = tracking.get_delta()
+    assert late.ids["t"].tolist() == [1]
+    assert not tracking.acknowledge(late.token), "its cursor is of a time that is over"
+    assert not tracking.acknowledge(earlier.token)
+    again = tracking.get_delta()
+    assert again.ids["t"].tolist() == [0, 1, 2, 3]
+    assert tracking.acknowledge(again.token)
+    model.t.data[2] = 1.0
+    assert tracking.get_delta().ids["t"].tolist() == [2]

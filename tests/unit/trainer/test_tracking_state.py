@@ -1,0 +1,217 @@
+"""A tracker's state between ranks that hold a table in different pieces, and states that are none."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from sync_service.errors import InvalidInput
+from sync_service.tables import Shard, Table
+from trainer.sync import DeltaSync, SyncOptions
+from trainer.tracking import Tracker, TrackerOptions, TrackingMode
+from trainer.tracking.consumers import Consumer
+from trainer.tracking.shards import TrackedShard, TrackedTable
+from trainer.tracking.stamps import RowStamps
+from trainer.tracking.state import load, save
+
+ROWS, COLUMNS = 7, 6
+TABLE = Table("t", ROWS, COLUMNS, np.dtype("<f4"))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one rank holds: a range of rows, in one shard or more of columns."""
+
+    rows: tuple[int, int]
+    columns: list[tuple[int, int]]
+
+    def slice(self, whole: torch.Tensor) -> torch.Tensor:
+        (low, high), columns = self.rows, [whole[:, first:end] for first, end in self.columns]
+        return torch.cat(columns, dim=1)[low:high]
+
+    def local(self, rows: set[int]) -> torch.Tensor:
+        """Those of some rows that are held here, counted from the first."""
+        low, high = self.rows
+        return torch.tensor([row - low for row in sorted(rows) if low <= row < high], dtype=torch.int64)
+
+    def table(
+        self, whole: torch.Tensor, momentum: Callable[[tuple[int, int]], float] | None = None
+    ) -> TrackedTable:
+        (low, high), shards = self.rows, []
+        for first, end in self.columns:
+            shard = Shard(TABLE, low, high - low, first, end - first)
+            own = torch.full((high - low, 1), momentum((first, end))) if momentum else None
+            shards.append(TrackedShard(shard, whole[low:high, first:end].clone(), own))
+        return TrackedTable(TABLE, shards, [], fused=True, replicated=False)
+
+
+@st.composite
+def pieces(draw: st.DrawFn) -> list[Piece]:
+    """A whole table cut up; each range of rows may be shared by several ranks, by columns."""
+    found = []
+    for rows in draw(cuts(ROWS)):
+        shards = draw(cuts(COLUMNS))
+        owners = draw(st.lists(st.integers(0, 2), min_size=len(shards), max_size=len(shards)))
+        for owner in sorted(set(owners)):
+            found.append(Piece(rows, [one for one, its in zip(shards, owners, strict=True) if its == owner]))
+    return found
+
+
+def cuts(size: int) -> st.SearchStrategy[list[tuple[int, int]]]:
+    inner = st.sets(st.integers(1, size - 1), max_size=3)
+    return inner.map(lambda at: list(pairwise([0, *sorted(at), size])))
+
+
+HELD = torch.arange(ROWS * COLUMNS, dtype=torch.float32).view(ROWS, COLUMNS)
+
+
+def saved(piece: Piece, rows: dict[str, set[int]], ticks: int) -> dict[str, Any]:
+    """A rank's state: its consumer holds `HELD`."""
+    table = piece.table(HELD)
+    stamps = RowStamps([table])
+    for _ in range(ticks):
+        stamps.tick()
+    stamps.stamp(0, piece.local(rows["acknowledged"]))
+    consumer = Consumer.starting("c", TrackingMode.EMBEDDING, stamps.tick(), [table])
+    stamps.stamp(0, piece.local(rows["due"]))
+    consumer.carried["t"] = piece.local(rows["carried"]) + table.row_offset
+    return save([table], stamps, [consumer]) | {"steps": 1}
+
+
+SOME = st.sets(st.integers(0, ROWS - 1))
+
+
+@given(
+    pieces(), pieces(), st.fixed_dictionaries(dict.fromkeys(("acknowledged", "due", "carried"), SOME)), st.data()
+)
+def test_first_values_find_their_columns(
+    before: list[Piece], after: list[Piece], rows: dict[str, set[int]], data: st.DataObject
+) -> None:
+    """Clocks of the ranks differ; so do their pieces before and after."""
+    states = [saved(piece, rows, data.draw(st.integers(0, 5))) for piece in before]
+    expected = rows["due"] | rows["carried"]
+    now = HELD.clone()
+    now[sorted(expected)] += 0.5
+    for piece in after:
+        table = piece.table(now)
+        stamps = RowStamps([table])
+        consumer = load([table], stamps, states)["c"]
+        ids = consumer.due(table, stamps.later(0, consumer.cursor))
+        assert torch.equal(ids, piece.local(expected))
+        first = consumer.first(table, ids)
+        assert first is not None
+        assert torch.equal(first, piece.slice(HELD)[ids])
+
+
+def momentum_of(columns: tuple[int, int]) -> float:
+    return 10.0 * columns[0] + columns[1]
+
+
+@given(pieces(), pieces())
+def test_one_value_per_shard_fits_the_same_shard_only(before: list[Piece], after: list[Piece]) -> None:
+    states, known = [], set()
+    for piece in before:
+        table = piece.table(HELD, momentum_of)
+        stamps = RowStamps([table])
+        consumer = Consumer.starting("c", TrackingMode.MOMENTUM_DIFF, stamps.tick(), [table])
+        stamps.stamp_all(0)
+        states.append(save([table], stamps, [consumer]) | {"steps": 1})
+        known |= {(row, columns) for row in range(*piece.rows) for columns in piece.columns}
+    for piece in after:
+        table = piece.table(HELD, lambda _columns: -1.0)
+        first = load([table], RowStamps([table]), states)["c"].first(table, torch.arange(table.rows))
+        assert first is not None
+        for row, momenta in zip(range(*piece.rows), first.tolist(), strict=True):
+            for columns, value in zip(piece.columns, momenta, strict=True):
+                assert value == momentum_of(columns) if (row, columns) in known else math.isnan(value)
+
+
+class Rows(nn.Module):
+    def __init__(self, rows: int = 3) -> None:
+        super().__init__()
+        self.t = nn.Parameter(torch.zeros(rows, 2))
+
+
+def tracker(rows: int = 3) -> Tracker:
+    return Tracker(Rows(rows), TrackerOptions(mode=TrackingMode.EMBEDDING, dense=True))
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (["clock"], "noon"),
+        (["tables"], None),
+        (["tables", "t"], {}),
+        (["consumers", "default"], {}),
+        (["consumers", "default", "mode"], "psychic"),
+        (["consumers", "default", "carried"], 7),
+    ],
+)
+def test_a_spoilt_state_is_refused_and_changes_nothing(path: list[str], value: Any) -> None:
+    loading, state = tracker(), tracker().state_dict()
+    part = state
+    for name in path[:-1]:
+        part = part[name]
+    part[path[-1]] = value
+    loading.mark("t", torch.tensor([1]))
+    with pytest.raises(InvalidInput, match="no state of a tracker"):
+        loading.load_state_dict(state)
+    assert loading.get_delta().ids["t"].tolist() == [1]
+
+
+@pytest.mark.parametrize("state", [{}, [], [{}], {"tracker": {}, "world_size": 2}])
+def test_what_is_no_state_is_told_from_one(state: Any) -> None:
+    with pytest.raises(InvalidInput, match="with clock, consumers, steps, tables"):
+        tracker().load_state_dict(state)
+
+
+def test_rows_and_tables_come_and_go() -> None:
+    before = tracker(5)
+    before.mark("t", torch.tensor([1, 4]))
+    state = before.state_dict()
+    shrunk, grown = tracker(3), tracker(7)
+    shrunk.load_state_dict(state)
+    grown.load_state_dict(state)
+    assert shrunk.get_delta().ids["t"].tolist() == [1]
+    assert grown.get_delta().ids["t"].tolist() == [1, 4, 5, 6]
+    other = Tracker(nn.Sequential(Rows(2)), TrackerOptions(dense=True))
+    other.load_state_dict(state)
+    assert other.get_delta().ids["0.t"].tolist() == [0, 1], "a new table has changed"
+
+
+def test_consumers_are_those_of_the_checkpoint() -> None:
+    before = tracker()
+    before.add_consumer("old", TrackingMode.ID_ONLY)
+    before.remove_consumer("default")
+    before.mark("t", torch.tensor([1]))
+    after = tracker()
+    after.add_consumer("new")
+    after.mark_all()
+    after.load_state_dict(before.state_dict())
+    assert {name: after.get_delta(name).ids for name in ("default", "new")} == {"default": {}, "new": {}}
+    assert after.get_delta("old").ids["t"].tolist() == [1]
+    assert after.get_delta("old").rows["t"].values is None, "its mode is that of the checkpoint"
+
+
+class TestDeltaSync:
+    def sync(self) -> DeltaSync:
+        return DeltaSync(Rows(), SyncOptions(service="localhost:1", model="m"))
+
+    @pytest.mark.parametrize("present", [0, 1, 3])
+    def test_a_rank_whose_state_is_missing(self, present: int) -> None:
+        state = self.sync().state_dict() | {"world_size": 2}
+        with pytest.raises(InvalidInput, match=rf"all ranks of one checkpoint: {present} of"):
+            self.sync().load_state_dict([state] * present)
+
+    def test_states_of_two_checkpoints(self) -> None:
+        state = self.sync().state_dict()
+        with pytest.raises(InvalidInput, match="all ranks of one checkpoint"):
+            self.sync().load_state_dict([state | {"world_size": 2}, state | {"world_size": 3}])

@@ -1,0 +1,59 @@
+"""Rows in host memory: selected into memory that was used before, and replaced a row at a time."""
+
+import weakref
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+# malloc gives larger blocks back to the system as soon as they are freed.
+_LARGE_BYTES = 32 << 20
+
+
+class ReadMemory:
+    """Host memory for what reads return.
+
+    Touching new memory costs more than copying rows into it. What a read has returned is used again by a later
+    one, once nobody holds it any more; what that one does not need is given back to the system.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[int, NDArray[np.uint8]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes kept for the next read."""
+        return sum(block.nbytes for block in self._free.copy().values())
+
+    def select(self, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Copies of the rows [n, d] with these ids, on the same device."""
+        nbytes = len(ids) * rows.shape[1] * rows.element_size()
+        if rows.is_cuda or nbytes < _LARGE_BYTES:
+            return rows.index_select(0, ids)
+        copies = torch.from_numpy(self._take(nbytes)).view(rows.dtype).view(len(ids), rows.shape[1])
+        return torch.index_select(rows, 0, ids, out=copies)
+
+    def trim(self) -> None:
+        """Give back what the read that ends here has not used."""
+        self._free.clear()
+
+    def _take(self, nbytes: int) -> NDArray[np.uint8]:
+        blocks = self._free.copy().items()
+        fitting = [(block.nbytes, key) for key, block in blocks if nbytes <= block.nbytes <= 4 * nbytes]
+        # Pages that are never touched cost nothing.
+        block = self._free.pop(min(fitting)[1]) if fitting else np.empty(1 << (nbytes - 1).bit_length(), np.uint8)
+        taken = block[:nbytes]
+        weakref.finalize(taken, self._free.__setitem__, id(block), block).atexit = False
+        return taken
+
+
+def replace_rows(rows: torch.Tensor, ids: torch.Tensor, values: torch.Tensor) -> None:
+    """Set the rows [n, d] with these ids, in host memory."""
+    _items(rows)[ids.numpy()] = _items(values.contiguous())
+
+
+def _items(rows: torch.Tensor) -> NDArray[np.void]:
+    """Each row as one item, which NumPy copies at once."""
+    values = rows.numpy()
+    items: NDArray[np.void] = values.view(np.dtype((np.void, values.shape[1] * values.itemsize)))[:, 0]
+    return items
