@@ -178,6 +178,7 @@ class DeltaSync:
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint of this rank must carry, to go on without publishing every row anew."""
         return {
+            "rank": self._agreement.rank,
             "world_size": self._agreement.world_size,
             "tracker": self.tracker.state_dict(),
             "history": self._position.history,
@@ -193,11 +194,10 @@ class DeltaSync:
         Raises:
             InvalidInput: some are missing, or of another checkpoint.
         """
-        counts = {state["world_size"] for state in saved}
-        if counts != {len(saved)}:
-            raise InvalidInput(
-                f"expected the states of all ranks of one checkpoint: {len(saved)} of {counts or 0}"
-            )
+        ranks = sorted((state["rank"], state["world_size"]) for state in saved)
+        if not ranks or ranks != [(rank, len(saved)) for rank in range(len(saved))]:
+            found = ", ".join(f"{rank} of {world_size}" for rank, world_size in ranks)
+            raise InvalidInput(f"expected the states of all ranks of one checkpoint, got rank {found or 'none'}")
         self.tracker.load_state_dict([state["tracker"] for state in saved])
         positions = {Position(state["history"], state["version"]) for state in saved}
         # They differ in a checkpoint taken while a cut was being sealed.

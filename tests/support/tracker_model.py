@@ -126,13 +126,9 @@ class TrackerModel:
         return self._read(self.consumers[name], self.consumers[name].due, set())
 
     def candidates(self, name: str) -> set[Row]:
-        """Rows worth ranking: where first values are known, those the consumer may hold another value of."""
+        """Rows to rank: all that are due, even if they are as they were."""
         self.settle()
-        consumer = self.consumers[name]
-        if consumer.mode not in WITH_FIRST:
-            return set(consumer.due)
-        now = self.read_values(consumer.mode)
-        return {row for row in consumer.due if consumer.holds[row] != now[row] or row in consumer.offered}
+        return set(self.consumers[name].due)
 
     def top_k(self, name: str, chosen: set[Row]) -> ModelRead:
         """A read of these rows alone."""

@@ -4,7 +4,6 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
 
 from trainer.tracking.delta import Delta, DeltaRows, Token, largest
@@ -25,8 +24,6 @@ class Consumer:
         row_offsets: global id of the first row, by FQN.
         view: for modes with first values, the rows as they were at its cursor, by FQN, in host memory; NaN for
             those it has not.
-        offered: for the same modes, the cursor of the last read that handed a row out and was not acknowledged,
-            by FQN and row; 0 = none. The receiver may have other values of these than the view.
         carried: global ids, ascending, of rows that are due although not stamped later, by FQN.
         memory: for what it is given.
         lock: held while any of these is used.
@@ -37,7 +34,6 @@ class Consumer:
     cursor: int
     row_offsets: dict[str, int]
     view: dict[str, torch.Tensor] = field(default_factory=dict)
-    offered: dict[str, torch.Tensor] = field(default_factory=dict)
     carried: dict[str, torch.Tensor] = field(default_factory=dict)
     memory: ReadMemory = field(default_factory=ReadMemory)
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -51,20 +47,18 @@ class Consumer:
         """
         live = {table.name: sources(table, mode) for table in tables}
         view = {fqn: _copy(tensors) for fqn, tensors in live.items()} if keeps_first(mode) else {}
-        offered = {fqn: torch.zeros(len(rows), dtype=torch.int32) for fqn, rows in view.items()}
-        return cls(name, mode, cursor, {table.name: table.row_offset for table in tables}, view, offered)
+        return cls(name, mode, cursor, {table.name: table.row_offset for table in tables}, view)
 
     def emptied(self) -> "Consumer":
         """The same one having nothing: this one's values go to it, and this one is of no use any more."""
-        for fqn, rows in self.view.items():
+        for rows in self.view.values():
             forget(rows, slice(None))
-            self.offered[fqn].zero_()
         return replace(self, cursor=NOTHING, carried={}, lock=threading.RLock())
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        kept = [*self.view.values(), *self.offered.values(), *self.carried.values()]
+        kept = [*self.view.values(), *self.carried.values()]
         return sum(int(tensor.nbytes) for tensor in kept) + self.memory.nbytes
 
     def due(self, table: TrackedTable, changed: torch.Tensor) -> torch.Tensor:
@@ -80,18 +74,15 @@ class Consumer:
         return self.memory.select(self.view[table.name], ids) if self.view else None
 
     def most_changed(self, delta: Delta, k: int) -> Delta:
-        """The rows of a delta with the `k` largest norms. The others are carried over, but for those it has."""
-        lacking = {fqn: self._may_lack(fqn, rows) for fqn, rows in delta.rows.items()}
-        norms = {fqn: rows.norms().masked_fill(~lacking[fqn], -1.0) for fqn, rows in delta.rows.items()}
-        chosen = largest(norms, k)
-        rows = {fqn: delta.rows[fqn].select(mask) for fqn, mask in chosen.items() if mask.any()}
-        carried = {fqn: delta.rows[fqn].ids[lacking[fqn] & ~mask] for fqn, mask in chosen.items()}
-        return Delta(rows, replace(delta.token, taken=rows, carried=carried))
+        """The rows of a delta with the `k` largest norms. The others are carried over.
 
-    def offer(self, token: Token) -> None:
-        """Note that the receiver may have the rows of a token from now on."""
-        for fqn, rows in token.taken.items() if self.view else ():
-            self.offered[fqn].numpy()[self._places(fqn, rows).numpy()] = token.cursor
+        So are those that are as they were: the receiver may have had another value of them in between, in a delta
+        that was not acknowledged.
+        """
+        chosen = largest({fqn: rows.norms() for fqn, rows in delta.rows.items()}, k)
+        rows = {fqn: delta.rows[fqn].select(mask) for fqn, mask in chosen.items() if mask.any()}
+        carried = {fqn: delta.rows[fqn].ids[~mask] for fqn, mask in chosen.items() if not mask.all()}
+        return Delta(rows, replace(delta.token, taken=rows, carried=carried))
 
     def take(self, token: Token) -> bool:
         """Move the cursor to that of a token, unless it has been there already; whether it moved."""
@@ -104,19 +95,7 @@ class Consumer:
 
     def _see(self, fqn: str, rows: DeltaRows) -> None:
         if rows.values is not None:
-            places, offered = self._places(fqn, rows), self.offered[fqn]
-            replace_rows(self.view[fqn], places, rows.values)
-            # What was handed out again since is not known to have arrived.
-            again = offered.numpy()[places.numpy()]
-            offered.numpy()[places.numpy()] = np.where(again <= self.cursor, 0, again)
-
-    def _may_lack(self, fqn: str, rows: DeltaRows) -> torch.Tensor:
-        if not self.view:
-            return rows.differing()
-        return rows.differing() | (self.offered[fqn][self._places(fqn, rows)] > 0)
-
-    def _places(self, fqn: str, rows: DeltaRows) -> torch.Tensor:
-        return rows.ids - self.row_offsets[fqn]
+            replace_rows(self.view[fqn], rows.ids - self.row_offsets[fqn], rows.values)
 
 
 def _copy(live: list[torch.Tensor]) -> torch.Tensor:

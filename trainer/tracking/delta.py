@@ -7,7 +7,6 @@ import torch
 
 from sync_service.errors import InvalidInput
 from trainer.tracking.modes import TrackingMode
-from trainer.tracking.stamps import differing_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,12 +48,6 @@ class DeltaRows:
         changed = self.values.float() if self.first is None else self.values.float() - self.first.float()
         norms: torch.Tensor = torch.linalg.vector_norm(changed, dim=1)
         return norms
-
-    def differing(self) -> torch.Tensor:
-        """Which rows differ from the first in a bit; all, where the first are not known: bool [n]."""
-        if self.values is None or self.first is None:
-            return torch.ones(len(self.ids), dtype=torch.bool)
-        return differing_rows(self.values, self.first)
 
     def select(self, rows: torch.Tensor) -> "DeltaRows":
         """Some of the rows, by a bool mask [n]."""
@@ -121,13 +114,9 @@ def check_ranked(mode: TrackingMode, k: int = 1) -> None:
 
 
 def largest(norms: Mapping[str, torch.Tensor], k: int) -> dict[str, torch.Tensor]:
-    """Which rows have the `k` largest norms of all tables, as a mask [n] by FQN.
-
-    Rows of a negative norm are none of them. A NaN ranks above every number.
-    """
+    """Which rows have the `k` largest norms of all tables, as a mask [n] by FQN. A NaN is above all numbers."""
     together = torch.cat(list(norms.values())) if norms else torch.empty(0)
     chosen = torch.zeros(len(together), dtype=torch.bool)
-    best = torch.topk(together, min(k, int((~(together < 0)).sum()))).indices
-    chosen[best] = True
+    chosen[torch.topk(together, min(k, len(together))).indices] = True
     masks = torch.split(chosen, [len(part) for part in norms.values()])
     return dict(zip(norms, masks, strict=True))

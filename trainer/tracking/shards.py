@@ -134,6 +134,10 @@ def dense_tables(model: nn.Module) -> list[TrackedTable]:
     found = []
     for name, parameter in outside_of_tables(model):
         weight = parameter.detach()
+        if not weight.numel():
+            continue
+        if not weight.is_contiguous():
+            raise InvalidInput(f"parameter {name!r} does not lie in memory row by row: make it contiguous first")
         weight = weight.view(weight.shape[0], -1) if weight.dim() > 1 else weight.view(1, -1)
         table = Table(name, weight.shape[0], weight.shape[1], _dtype(name, weight.dtype))
         shard = TrackedShard(Shard.whole(table), weight)

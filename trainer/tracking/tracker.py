@@ -365,7 +365,6 @@ class Tracker:
             rows = delta_rows(consumer, gathered)
             delta = Delta(rows, Token(consumer.name, cursor, rows if consumer.view else {}, {}, consumer))
             delta = delta if k is None else consumer.most_changed(delta, k)
-            consumer.offer(delta.token)
             consumer.memory.trim()
         return delta
 

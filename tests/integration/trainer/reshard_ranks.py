@@ -290,7 +290,7 @@ def check_missing_rank(folder: Path) -> None:
     shutil.copytree(folder / "rows", incomplete)
     (incomplete / "sync-1.pt").unlink()
     training = Training("rows")
-    with pytest.raises(InvalidInput, match="all ranks of one checkpoint: 1 of"):
+    with pytest.raises(InvalidInput, match="all ranks of one checkpoint, got rank 0 of 2"):
         load_checkpoint(incomplete, training.model, training.optimizer, training.sync)
 
 

@@ -205,13 +205,18 @@ class TestDeltaSync:
     def sync(self) -> DeltaSync:
         return DeltaSync(Rows(), SyncOptions(service="localhost:1", model="m"))
 
-    @pytest.mark.parametrize("present", [0, 1, 3])
-    def test_a_rank_whose_state_is_missing(self, present: int) -> None:
-        state = self.sync().state_dict() | {"world_size": 2}
-        with pytest.raises(InvalidInput, match=rf"all ranks of one checkpoint: {present} of"):
-            self.sync().load_state_dict([state] * present)
-
-    def test_states_of_two_checkpoints(self) -> None:
+    @pytest.mark.parametrize(
+        ("saved", "got"),
+        [
+            ([], "none"),
+            ([(0, 2)], "0 of 2"),
+            ([(0, 2), (0, 2)], "0 of 2, 0 of 2"),
+            ([(0, 2), (1, 3)], "0 of 2, 1 of 3"),
+            ([(1, 1)], "1 of 1"),
+        ],
+    )
+    def test_states_that_are_not_those_of_all_ranks(self, saved: list[tuple[int, int]], got: str) -> None:
         state = self.sync().state_dict()
-        with pytest.raises(InvalidInput, match="all ranks of one checkpoint"):
-            self.sync().load_state_dict([state | {"world_size": 2}, state | {"world_size": 3}])
+        states = [state | {"rank": rank, "world_size": world_size} for rank, world_size in saved]
+        with pytest.raises(InvalidInput, match=f"all ranks of one checkpoint, got rank {got}$"):
+            self.sync().load_state_dict(states)
