@@ -1,5 +1,6 @@
 """What the tracker costs."""
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,9 @@ class TrackerCost:
     reading_seconds: float = 0.0
     reading_bytes: int = 0
 
+    def __post_init__(self) -> None:
+        self._reading = threading.Lock()  # Several may read at once; the rest happens one at a time.
+
     @property
     def seconds(self) -> float:
         """All of it."""
@@ -35,12 +39,17 @@ class TrackerCost:
         """By name."""
         return asdict(self)
 
+    def add_reading(self, seconds: float = 0.0, nbytes: int = 0) -> None:
+        """Add to what reading has cost."""
+        with self._reading:
+            self.reading_seconds += seconds
+            self.reading_bytes += nbytes
+
     @contextmanager
-    def timed(self, what: str) -> Iterator[None]:
-        """Add the time within to `what`_seconds."""
+    def timed_reading(self) -> Iterator[None]:
+        """Add the time within."""
         started = time.perf_counter()
         try:
             yield
         finally:
-            name = f"{what}_seconds"
-            setattr(self, name, getattr(self, name) + time.perf_counter() - started)
+            self.add_reading(seconds=time.perf_counter() - started)

@@ -356,8 +356,9 @@ class Tracker:
             with self._gate.reading(timeout_seconds):
                 # Not before: the thread that trains may need the consumer to end the step that is waited for.
                 held.enter_context(consumer.lock)
-                held.enter_context(self.cost.timed("reading"))
-                self._settle_marks()
+                self._compact()
+                held.enter_context(self.cost.timed_reading())
+                self._stamps.compare()
                 gathered = gather_due(consumer, mode, self.tables, self._stamps)
                 cursor = self._tick()
             with self._gate.side_stream():
@@ -369,7 +370,7 @@ class Tracker:
         return delta
 
     def _handed_out(self, delta: Delta) -> Delta:
-        self.cost.reading_bytes += delta.nbytes
+        self.cost.add_reading(nbytes=delta.nbytes)
         if self._options.delete_on_read:
             self.acknowledge(delta.token)
         return delta
