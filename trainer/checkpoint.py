@@ -14,11 +14,11 @@ from trainer.sync import DeltaSync
 
 def save_checkpoint(folder: Path, model: nn.Module, optimizer: CombinedOptimizer, sync: DeltaSync) -> None:
     """Write a checkpoint into `folder`. Called by all ranks together, between steps."""
-    save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=folder)
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 0:  # Weights that are newer than what is known of them would not be published.
         for stale in _sync_files(folder):
             stale.unlink()
     dist.barrier()
+    save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=folder)
     torch.save(sync.state_dict(), folder / f"sync-{dist.get_rank()}.pt")
 
 
@@ -26,7 +26,7 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: CombinedOptimizer
     """Go on from a checkpoint, of however many ranks, before the first step; whether there is one.
 
     Raises:
-        InvalidInput: what was published is not known of all its ranks.
+        InvalidInput: what was published is not known of all its ranks: it was being written when the run ended.
     """
     if not (folder / ".metadata").exists():
         return False

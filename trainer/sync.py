@@ -74,6 +74,7 @@ class SyncStats:
 class _UnderWay:
     part: Part
     token: Token
+    changes: int
     sealed: "Future[Position]"
 
 
@@ -111,7 +112,7 @@ class DeltaSync:
         self._under_way: _UnderWay | None = None
         self._position = Position()
         self._resync = True
-        self._published_step = -1
+        self._published_step = self._published_changes = -1
 
     def step(self) -> None:
         """Note that an optimizer step is complete; publish every `publish_every` of them.
@@ -146,12 +147,8 @@ class DeltaSync:
         return self._position
 
     def mark_all(self) -> None:
-        """Note that rows were changed from outside, say by a load: all are published. Counts as a step.
-
-        Called by all ranks together.
-        """
+        """Note that rows were changed from outside, say by a load: all are published with the next cut."""
         self.tracker.mark_all()
-        self.tracker.step()
 
     def close(self, timeout_seconds: float | None = None) -> Position:
         """Flush, and close the connection."""
@@ -216,7 +213,7 @@ class DeltaSync:
     def _cut(self, step_end_unix_ns: int, late: DeltasyncError | None = None) -> bool:
         """Begin a cut if the ranks agree that they can; whether all of them have published everything."""
         failure = late or self._settle()
-        unpublished = self._resync or self._published_step != self.tracker.steps
+        unpublished = self._resync or self._published_changes != self.tracker.changes
         ready, failed = self._under_way is None, failure is not None
         agreed = self._agreement.of(ready=ready, resync=self._resync, unpublished=unpublished, failed=failed)
         if failure:
@@ -224,6 +221,8 @@ class DeltaSync:
         if agreed.failed:
             raise DeltasyncError("another rank cannot publish: its log says why")
         if agreed.ready and agreed.unpublished:
+            if self._published_step == self.tracker.steps:  # Marks from outside: a cut has a step of its own.
+                self.tracker.step()
             self._publish(step_end_unix_ns, full=agreed.resync)
         return agreed.ready and not agreed.unpublished
 
@@ -246,7 +245,7 @@ class DeltaSync:
         self.tracker.acknowledge(ended.token)
         self._position = position
         part = ended.part
-        self._published_step = part.step
+        self._published_step, self._published_changes = part.step, ended.changes
         self.stats.cuts.append((position.version, part.step, part.step_end_unix_ns))
         for rows in part.rows:
             self.stats.rows += len(rows.ids)
@@ -263,7 +262,7 @@ class DeltaSync:
             rows=self._shard_rows(delta),
             full=full,
         )
-        self._under_way = _UnderWay(part, delta.token, self._connected().publish(part))
+        self._under_way = _UnderWay(part, delta.token, self.tracker.changes, self._connected().publish(part))
 
     def _shard_rows(self, delta: Delta) -> list[ShardRows]:
         """Rows by shard, which the service knows by their numbers among `tracker.shards`."""

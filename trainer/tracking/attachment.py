@@ -15,7 +15,9 @@ from trainer.tracking.options import TrackerOptions
 from trainer.tracking.shards import TrackedTable, dense_tables, kernel_tables, lookups_of, merged
 
 # Number of a table whose lookups are to be marked (None: they need not be), and of its features.
-_Lookup = tuple[int | None, int]
+Lookup = tuple[int | None, int]
+# What each kernel looks up, in its order.
+Lookups = dict[nn.Module, list[Lookup]]
 
 
 @dataclass(frozen=True)
@@ -25,12 +27,12 @@ class Found:
     Attributes:
         modules: sharded modules by FQN.
         tables: what this rank holds.
-        by_kernel: what a kernel looks up, in its order.
+        lookups: what each kernel looks up.
     """
 
     modules: dict[str, ShardedEmbeddingModule]
     tables: list[TrackedTable]
-    by_kernel: dict[nn.Module, list[_Lookup]]
+    lookups: Lookups
 
 
 def find(model: nn.Module, options: TrackerOptions) -> Found:
@@ -52,14 +54,13 @@ def find(model: nn.Module, options: TrackerOptions) -> Found:
     everything = [table for tables in kernels.values() for table in tables]
     tables = [table for table in merged(everything + outside) if _is_wanted(table, options)]
     numbers = {table.name: number for number, table in enumerate(tables) if table.fused}
-    by_kernel = {kernel: _lookups(found, numbers) for kernel, found in kernels.items()}
-    return Found(modules, tables, by_kernel)
+    return Found(modules, tables, {kernel: _lookups(found, numbers) for kernel, found in kernels.items()})
 
 
-def _lookups(tables: list[TrackedTable], numbers: dict[str, int]) -> list[_Lookup]:
+def _lookups(tables: list[TrackedTable], numbers: dict[str, int]) -> list[Lookup]:
     """Several shards of columns of one table are looked up with the same ids: marking those of one is enough."""
     seen = set[str]()
-    lookups: list[_Lookup] = []
+    lookups: list[Lookup] = []
     for table in tables:
         number = None if table.name in seen else numbers.get(table.name)
         lookups.append((number, len(table.features)))
@@ -67,7 +68,7 @@ def _lookups(tables: list[TrackedTable], numbers: dict[str, int]) -> list[_Looku
     return lookups
 
 
-def ids_by_table(lookups: list[_Lookup], features: KeyedJaggedTensor) -> Iterator[tuple[int, torch.Tensor]]:
+def ids_by_table(lookups: list[Lookup], features: KeyedJaggedTensor) -> Iterator[tuple[int, torch.Tensor]]:
     """Number of the table and local ids of each feature looked up. The lengths were on the host before."""
     if len(lookups) == 1 and lookups[0][0] is not None:  # Nothing to sort out.
         yield lookups[0][0], features.values()

@@ -53,7 +53,11 @@ class Consumer:
         """The same one having nothing: this one's values go to it, and this one is of no use any more."""
         for rows in self.view.values():
             forget(rows, slice(None))
-        return replace(self, cursor=NOTHING, carried={}, lock=threading.RLock())
+        return self.renewed(NOTHING)
+
+    def renewed(self, cursor: int) -> "Consumer":
+        """The same one at another cursor, for which tokens of this one move nothing."""
+        return replace(self, cursor=cursor, carried={}, memory=ReadMemory(), lock=threading.RLock())
 
     @property
     def nbytes(self) -> int:

@@ -14,11 +14,14 @@ class UpdateGate:
 
     The thread that trains never waits for itself: when it reads, its backward is over. On a GPU, reads run on a
     stream of their own; streams wait for each other there, and the host waits for neither.
+
+    Attributes:
+        updating: rows may be changing.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._settled = threading.Condition(threading.RLock())
-        self._updating = False
+        self.updating = False
         self._training_thread = threading.get_ident()  # Until a lookup or a step is seen in another.
         self._streams = _Streams(device) if device.type == "cuda" else None
 
@@ -39,12 +42,12 @@ class UpdateGate:
 
     def begin_updates(self) -> None:
         """Rows are about to change. Called while the gate is held, by whichever thread runs backward."""
-        self._updating = True
+        self.updating = True
 
     def end_updates(self) -> None:
         """The step is complete: rows stay as they are until the next begins."""
         with self:
-            self._updating = False
+            self.updating = False
             self._settled.notify_all()
 
     @contextmanager
@@ -56,7 +59,7 @@ class UpdateGate:
         """
         with self._settled:
             training = threading.get_ident() == self._training_thread
-            if not training and not self._settled.wait_for(lambda: not self._updating, timeout_seconds):
+            if not training and not self._settled.wait_for(lambda: not self.updating, timeout_seconds):
                 raise DeltasyncError(
                     f"the training step has not ended within {timeout_seconds} s: is step() called after each?"
                 )

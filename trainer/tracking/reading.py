@@ -7,7 +7,7 @@ import torch
 from trainer.tracking.consumers import Consumer
 from trainer.tracking.delta import DeltaRows
 from trainer.tracking.modes import TrackingMode, gather, sources
-from trainer.tracking.shards import TrackedTable, flush_caches
+from trainer.tracking.shards import TrackedTable
 from trainer.tracking.stamps import RowStamps
 
 # Local ids of rows, and their values where they are wanted.
@@ -18,7 +18,6 @@ def gather_due(
     consumer: Consumer, mode: TrackingMode, tables: Sequence[TrackedTable], stamps: RowStamps
 ) -> Gathered:
     """The rows that are due to a consumer, as they are now, in copies where the tables are."""
-    flush_caches(tables)
     found: Gathered = {}
     for number, table in enumerate(tables):
         ids = consumer.due(table, stamps.later(number, consumer.cursor))

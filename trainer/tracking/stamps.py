@@ -45,14 +45,18 @@ class RowStamps:
         return sum(stamps.nbytes for stamps in self.stamps) + copies
 
     def stamp(self, table: int, ids: torch.Tensor) -> None:
-        """Stamp rows (local ids, any integer type, in any order and number)."""
+        """Stamp rows (local ids, any integer type, in any order and number).
+
+        An id that is none of the table's stands for row 0, which FBGEMM takes instead and trains.
+        """
         stamps = self.stamps[table]
-        if not stamps.is_cuda:
-            stamps.numpy()[ids.numpy()] = self.clock
-            return
-        # Whoever let go of them did so on another stream.
-        ids.record_stream(torch.cuda.current_stream(ids.device))
-        stamps.index_fill_(0, ids.long(), self.clock)
+        if stamps.is_cuda:
+            # Whoever let go of them did so on another stream.
+            ids.record_stream(torch.cuda.current_stream(ids.device))
+            stamps.index_fill_(0, _bounded(ids, len(stamps)).long(), self.clock)
+        elif len(ids):
+            inside = 0 <= int(ids.min()) <= int(ids.max()) < len(stamps)
+            stamps.numpy()[(ids if inside else _bounded(ids, len(stamps))).numpy()] = self.clock
 
     def stamp_all(self, table: int) -> None:
         """Stamp every row of a table."""
@@ -92,6 +96,10 @@ class RowStamps:
         self.clock = 1
         for stamps in self.stamps:
             stamps.fill_(self.clock)
+
+
+def _bounded(ids: torch.Tensor, rows: int) -> torch.Tensor:
+    return torch.where((ids >= 0) & (ids < rows), ids, 0)
 
 
 def differing_rows(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:

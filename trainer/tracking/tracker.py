@@ -10,20 +10,20 @@ tracker.acknowledge(delta.token)
 """
 
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from sync_service.errors import Contradiction, NotFound
 from trainer.tracking import state
-from trainer.tracking.attachment import find, ids_by_table
+from trainer.tracking.attachment import find
 from trainer.tracking.consumers import Consumer
 from trainer.tracking.cost import TrackerCost
 from trainer.tracking.delta import Delta, Token, check_ranked
@@ -35,14 +35,13 @@ from trainer.tracking.hooks import (
     listen_to_lookups,
     listen_to_output_dists,
 )
+from trainer.tracking.marks import LookupMarks
 from trainer.tracking.modes import TrackingMode
 from trainer.tracking.modules import table_fqn
 from trainer.tracking.options import DEFAULT_CONSUMER, TrackerOptions
 from trainer.tracking.reading import delta_rows, gather_due, to_host
-from trainer.tracking.shards import TrackedShard
-from trainer.tracking.stamps import CLOCK_END, STAMP_BYTES, RowStamps
-
-_MOST_MARKED = 1024
+from trainer.tracking.shards import TrackedShard, flush_caches
+from trainer.tracking.stamps import CLOCK_END, RowStamps
 
 
 class Tracker:
@@ -51,6 +50,7 @@ class Tracker:
     Attributes:
         tables: what is tracked.
         steps: optimizer steps completed.
+        changes: those, and marks from outside.
         cost: what tracking has cost so far.
     """
 
@@ -66,16 +66,19 @@ class Tracker:
         """
         self._options = options or TrackerOptions()
         found = find(model, self._options)
-        self.tables, self._modules, self._by_kernel = found.tables, found.modules, found.by_kernel
+        self.tables, self._modules = found.tables, found.modules
         self._numbers = {table.name: number for number, table in enumerate(self.tables)}
         self._stamps = RowStamps(self.tables)
         self._gate = UpdateGate(self.tables[0].device if self.tables else torch.device("cpu"))
         self._consumers: dict[str, Consumer] = {}
-        self._marked: list[tuple[KeyedJaggedTensor, nn.Module]] = []
+        self.cost = TrackerCost()
+        self._marks = LookupMarks(found.lookups, self._stamps, self.cost)
+        # A lone rank's ids lie where its batch does, which may be filled anew before the next output dist.
+        self._overlaps = self._options.auto_compact and dist.is_initialized() and dist.get_world_size() > 1
         self._paused = threading.local()
         self._steps_uncompacted = 0
         self.steps = 0
-        self.cost = TrackerCost()
+        self.changes = 0
         for name in self._options.consumers:
             self.add_consumer(name)
         self._listen(model)
@@ -87,10 +90,10 @@ class Tracker:
         # They change in backward, which some pipelines run a step later than the lookup: marking now, or in
         # `register_post_odist_tracker_fn`, could offer a row before its update and never again. Evaluation has
         # no backward, and marks nothing.
-        if not output.requires_grad or kernel not in self._by_kernel:
+        if not output.requires_grad or not self._marks.knows(kernel):
             return
         if getattr(self._paused, "depth", 0):  # Not marked, but others must not read rows half changed.
-            output.register_hook(self._gradient_complete)  # type: ignore[no-untyped-call]
+            output.register_hook(self._begin_updates)  # type: ignore[no-untyped-call]
         else:
             self._gate.training_here()
             output.register_hook(lambda _gradient: self._mark_lookup(features, kernel))  # type: ignore[no-untyped-call]
@@ -103,11 +106,12 @@ class Tracker:
         """
         self._hooks.check()
         self._gate.training_here()
-        if not self._options.auto_compact or self._steps_uncompacted:
+        if not self._overlaps or self._steps_uncompacted:
             self.trigger_compaction()
         self._steps_uncompacted += 1
         self._gate.end_updates()
         self.steps += 1
+        self.changes += 1
 
     def trigger_compaction(self) -> None:
         """Stamp the rows that were marked. Reads do it, and with `auto_compact` TorchRec's output dists."""
@@ -129,6 +133,7 @@ class Tracker:
         held = self.tables[number].held(ids)
         with self._gate:
             self._stamps.stamp(number, held)
+            self.changes += 1
 
     def mark_all(self, table: str | None = None) -> None:
         """Note that every row of a table, or of all tables, was changed from outside, say by a load."""
@@ -136,10 +141,14 @@ class Tracker:
         with self._gate:
             for number in numbers:
                 self._stamps.stamp_all(number)
+            self.changes += 1
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Lookups made meanwhile by this thread mark nothing. For passes whose updates are not to be offered."""
+        """Lookups made meanwhile by this thread mark nothing: for passes whose updates are not to be offered.
+
+        If they have a backward, other threads' reads wait for the next `step()`, as after any.
+        """
         self._paused.depth = getattr(self._paused, "depth", 0) + 1
         try:
             yield
@@ -180,14 +189,15 @@ class Tracker:
         Raises:
             NotFound: there is no such consumer.
         """
-        self._consumer(name)
-        del self._consumers[name]
+        with self._gate:
+            del self._consumers[self._consumer(name).name]
 
     def resync(self, consumer: str | None = None) -> None:
         """Offer every row to a consumer, as to one that has nothing. Tokens of earlier reads move nothing."""
-        known = self._consumer(consumer)
-        with self._gate, known.lock:
-            self._consumers[known.name] = known.emptied()
+        with self._gate:
+            known = self._consumer(consumer)
+            with known.lock:
+                self._consumers[known.name] = known.emptied()
 
     def clear(self, consumer: str | None = None) -> None:
         """Forget what has changed so far: for one consumer, or for all."""
@@ -260,8 +270,8 @@ class Tracker:
     @property
     def nbytes(self) -> int:
         """Bytes held: stamps, marks that wait, copies of what is compared, first values."""
-        marked: int = sum(features.values().nbytes for features, _ in list(self._marked))
-        return self._stamps.nbytes + marked + sum(known.nbytes for known in list(self._consumers.values()))
+        consumers = sum(known.nbytes for known in list(self._consumers.values()))
+        return self._stamps.nbytes + self._marks.nbytes + consumers
 
     def close(self) -> None:
         """Detach from the model."""
@@ -287,12 +297,13 @@ class Tracker:
         """
         states = [saved] if isinstance(saved, Mapping) else list(saved)
         with self._gate.reading(None):
+            flush_caches(self.tables)
             loaded = state.load(self.tables, self._stamps, states)
             for name, consumer in self._consumers.items():
                 if name not in loaded:
                     loaded[name] = Consumer.starting(name, consumer.mode, self._stamps.clock, self.tables)
             self._consumers = loaded
-            self._marked.clear()
+            self._marks.clear()
             self._tick()
             self.steps = max(int(one["steps"]) for one in states)
 
@@ -302,25 +313,20 @@ class Tracker:
         self._hooks = Hooks()
         listen_to_lookups(self._hooks, model, self.record_lookup)
         listen_to_evictions(self._hooks, model, self._mark_evicted)
-        if not self._by_kernel:
-            listen_to_gradients(self._hooks, model, self._gradient_complete)
-        if self._options.auto_compact:
+        if self._options.dense:
+            listen_to_gradients(self._hooks, model, self._begin_updates)
+        if self._overlaps:
             listen_to_output_dists(self._hooks, model, self.trigger_compaction)
 
     def _mark_lookup(self, features: KeyedJaggedTensor, kernel: nn.Module) -> None:
-        # The lookup's ids are what it marks; they are sorted out by table in `_compact`.
-        started = time.perf_counter()
         with self._gate:
             self._gate.begin_updates()
-            self._marked.append((features, kernel))
-            if len(self._marked) > _MOST_MARKED:  # Nobody calls step() or reads.
-                self._compact()
-        self.cost.marking_bytes += features.values().nbytes
-        self.cost.marking_seconds += time.perf_counter() - started
+            self._marks.add(features, kernel)
 
-    def _gradient_complete(self, _parameter: torch.Tensor) -> None:
-        with self._gate:
-            self._gate.begin_updates()
+    def _begin_updates(self, _gradient: torch.Tensor) -> None:
+        if not self._gate.updating:
+            with self._gate:
+                self._gate.begin_updates()
 
     def _mark_evicted(self, name: str, module: ShardedEmbeddingModule, evicted: Mapping[str, Any]) -> None:
         # It is told of every lookup, in evaluation too, and mostly of no eviction: then no row changes.
@@ -332,19 +338,12 @@ class Tracker:
 
     def _compact(self) -> None:
         self._steps_uncompacted = 0
-        if not self._marked:
-            return
-        started = time.perf_counter()
-        for features, kernel in self._marked:
-            for number, ids in ids_by_table(self._by_kernel[kernel], features):
-                self._stamps.stamp(number, ids)
-                self.cost.compaction_bytes += len(ids) * STAMP_BYTES
-        self._marked.clear()
-        self.cost.compaction_seconds += time.perf_counter() - started
+        self._marks.compact()
 
     def _settle_marks(self) -> None:
         """Stamp all that has changed by now, seen in a lookup or not. Within the gate's `reading`."""
         self._compact()
+        flush_caches(self.tables)
         self._stamps.compare()
 
     def _read(
@@ -356,9 +355,9 @@ class Tracker:
             with self._gate.reading(timeout_seconds):
                 # Not before: the thread that trains may need the consumer to end the step that is waited for.
                 held.enter_context(consumer.lock)
-                self._compact()
+                self._compact()  # It has a count of its own.
                 held.enter_context(self.cost.timed_reading())
-                self._stamps.compare()
+                self._settle_marks()
                 gathered = gather_due(consumer, mode, self.tables, self._stamps)
                 cursor = self._tick()
             with self._gate.side_stream():
@@ -378,9 +377,7 @@ class Tracker:
     def _tick(self) -> int:
         if self._stamps.clock == CLOCK_END:
             self._stamps.restart_clock()
-            self._consumers = {
-                name: replace(known, cursor=0, lock=threading.RLock()) for name, known in self._consumers.items()
-            }
+            self._consumers = {name: known.renewed(0) for name, known in self._consumers.items()}
         return self._stamps.tick()
 
     def _consumer(self, name: str | None) -> Consumer:

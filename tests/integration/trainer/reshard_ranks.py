@@ -294,6 +294,22 @@ def check_missing_rank(folder: Path) -> None:
         load_checkpoint(incomplete, training.model, training.optimizer, training.sync)
 
 
+def _interrupted(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
+def check_interrupted_save(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that are newer than what is known of them would be taken for published."""
+    interrupted, training = folder / "interrupted", Training("rows")
+    save_checkpoint(interrupted, training.model, training.optimizer, training.sync)
+    with monkeypatch.context() as patched:
+        patched.setattr("trainer.checkpoint.save", _interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            save_checkpoint(interrupted, training.model, training.optimizer, training.sync)
+    with pytest.raises(InvalidInput, match="got rank none"):
+        load_checkpoint(interrupted, training.model, training.optimizer, training.sync)
+
+
 def _weights(table: TrackedTable) -> torch.Tensor:
     return torch.cat([tracked.weight for tracked in table.shards], dim=1)
 
@@ -306,6 +322,7 @@ def main(what: str, folder: Path, plans: list[str]) -> None:
     load_all(folder, plans)
     if dist.get_world_size() == 1:
         check_missing_rank(folder)
+        check_interrupted_save(folder, pytest.MonkeyPatch())
     dist.barrier()
     dist.destroy_process_group()
     leave()

@@ -86,6 +86,17 @@ def test_an_empty_service_in_its_place_is_given_everything(service: ServiceProce
         assert_equal(target, model)
 
 
+def test_rows_marked_between_two_flushes_are_published(service: ServiceProcess) -> None:
+    model, target = linear(), NumpyTarget()
+    with delta_sync(service, model) as sync, subscriber(service, target) as replica:
+        sync.flush()
+        with torch.no_grad():
+            model.weight[1] = 7.0
+        sync.tracker.mark("weight", torch.tensor([1]))
+        replica.wait_for(sync.flush().version, 30)
+        assert_equal(target, model)
+
+
 def test_nan_is_refused_and_said_where(service: ServiceProcess) -> None:
     model = linear()
     sync = delta_sync(service, model)

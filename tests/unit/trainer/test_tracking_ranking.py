@@ -103,6 +103,18 @@ class TestNothingIsLost:
         assert tracker.acknowledge(later.token)
         assert not self.ids(tracker)
 
+    def test_a_row_under_way_at_a_checkpoint(self) -> None:
+        """The receiver has 1.0, which the restarted tracker does not know."""
+        model = Rows(2)
+        tracker = self.tracker(model)
+        model.t.data[0] = 1.0
+        tracker.get_delta()
+        restarted = self.tracker(model)
+        restarted.load_state_dict(tracker.state_dict())
+        model.t.data[0] = 0.0
+        delta = restarted.top_k(k=2)
+        assert delta.ids["t"].tolist() == [0]
+
     def test_a_consumer_that_begins_anew_has_nothing(self) -> None:
         tracker = self.tracker(Rows(3))
         tracker.resync()

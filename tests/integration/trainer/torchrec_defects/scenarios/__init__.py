@@ -1,6 +1,7 @@
 """All scenarios: importing this registers them."""
 
 from tests.integration.trainer.torchrec_defects.scenarios import (
+    beyond,
     checkpoints,
     collision,
     consumers,
@@ -15,6 +16,7 @@ from tests.integration.trainer.torchrec_defects.scenarios import (
 )
 
 __all__ = [
+    "beyond",
     "checkpoints",
     "collision",
     "consumers",

@@ -86,7 +86,7 @@ def a_function_registered_later_is_detected() -> None:
         assert ids_of(tracker.get_delta()) == {S: [2]}
 
 
-@scenario(row=28)
+@scenario(row=28, ranks=2)
 def a_function_at_the_output_dist_is_detected_where_it_matters() -> None:
     model = _model()
     without, compacting = Tracker(model), Tracker(model, TrackerOptions(auto_compact=True))
