@@ -1,8 +1,9 @@
 """The ranks that measure step times, under torchrun.
 
-Copies of the demo's model train on the same batches: one alone, one with a tracker that is read like a publishing
-one and, given a service, one that publishes. They take turns, a few steps each, there and back again, so that a
-change of the machine's speed meets all of them alike.
+The demo's model trains a few steps without a tracker and a few with one that is read like a publishing one; given
+a service, a copy of it trains a few that are published. They take turns, there and back again, so that a change
+of the machine's speed meets all of them alike. It is one model with and without, since copies differ by chance in
+where their memory lies, which no number of turns would average out.
 """
 
 import json
@@ -11,17 +12,20 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 import click
 import torch
 import torch.distributed as dist
+from torch import nn
 from torchrec.distributed import TrainPipelineSparseDist
 
 from trainer.data.batch import ClickBatch, click_batch
-from trainer.data.features import FeatureOptions, Features, Featurizer
+from trainer.data.features import FeatureOptions, Featurizer
 from trainer.data.stream import batches, open_stream
 from trainer.model import ClickModel, ModelOptions
 from trainer.ranks import join_ranks
@@ -35,6 +39,9 @@ BATCH, PUBLISH_EVERY = 128, 10
 # A turn has one read in it. What a pipeline loads ahead is there before its turn.
 TURN, AHEAD, WARM_UP = PUBLISH_EVERY, 4, 4
 
+# Says for the length of a turn what is done after each step.
+_Mode = Callable[[], AbstractContextManager[Callable[[], None]]]
+
 
 class _Taken(NamedTuple):
     """What a turn took: seconds, and those in which a core was at work for this rank."""
@@ -43,27 +50,65 @@ class _Taken(NamedTuple):
     cpu_seconds: float
 
 
-class _Contestant:
-    """A pipeline, and what is done after each of its steps."""
+class _Training:
+    """A pipeline, and batches that wait for it.
 
-    def __init__(self, pipeline: TrainPipelineSparseDist, after_step: Callable[[], None]) -> None:
-        self._pipeline, self._after_step = pipeline, after_step
+    Attributes:
+        model: what it trains.
+    """
+
+    def __init__(self, options: ModelOptions, device: torch.device) -> None:
+        torch.manual_seed(0)
+        self.model, optimizer = shard(ClickModel(options, torch.device("meta")), OptimizerOptions(), device)
+        self._pipeline = TrainPipelineSparseDist(self.model, optimizer, device)
         self._waiting: deque[ClickBatch] = deque()
         self._stream = iter(self._waiting.popleft, None)
+        self._batches = _batches(options)
+        self._load(AHEAD)
 
-    def feed(self, features: Features) -> None:
-        """Have it train on these later, in a batch of its own: batches keep what is computed of them."""
-        self._waiting.append(click_batch(features, dist.get_rank(), dist.get_world_size()))
-
-    def turn(self) -> _Taken:
+    def turn(self, mode: _Mode) -> _Taken:
         """Some steps, until all ranks have done them."""
-        dist.barrier()
-        started = _Taken(time.perf_counter(), time.process_time())
-        for _ in range(TURN):
-            self._pipeline.progress(self._stream)
-            self._after_step()
-        dist.barrier()
-        return _Taken(time.perf_counter() - started.seconds, time.process_time() - started.cpu_seconds)
+        self._load(TURN)
+        with mode() as after_step:
+            dist.barrier()
+            started = _Taken(time.perf_counter(), time.process_time())
+            for _ in range(TURN):
+                self._pipeline.progress(self._stream)
+                after_step()
+            dist.barrier()
+            return _Taken(time.perf_counter() - started.seconds, time.process_time() - started.cpu_seconds)
+
+    def _load(self, batches: int) -> None:
+        self._waiting.extend(islice(self._batches, batches))
+
+
+class _Tracking:
+    """Turns with a tracker.
+
+    Attributes:
+        seconds: that the trackers say they took.
+        steps: that they saw.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.seconds, self.steps = 0.0, 0
+
+    @contextmanager
+    def turn(self) -> Iterator[Callable[[], None]]:
+        """Track for the length of a turn."""
+        options = TrackerOptions(mode=TrackingMode.EMBEDDING_LAST, auto_compact=True, dense=True)
+        tracker = Tracker(self._model, options)
+
+        def after_step() -> None:
+            tracker.step()
+            if tracker.steps % PUBLISH_EVERY == 0:
+                tracker.acknowledge(tracker.get_delta().token)
+
+        yield after_step
+        tracker.close()
+        self.seconds += tracker.cost.seconds
+        self.steps += tracker.steps
 
 
 @click.command()
@@ -73,82 +118,57 @@ class _Contestant:
 def main(service: str | None, rounds: int, json_file: Path) -> None:
     """Measure on this rank; rank 0 writes the figures."""
     device = join_ranks()
-    options = ModelOptions()
-    off = _Contestant(_pipeline(options, device)[0], lambda: None)
-    on, tracker = _tracked(options, device)
-    publishing, sync = _publishing(options, device, service) if service else (None, nullcontext())
-    contestants = [contestant for contestant in (off, on, publishing) if contestant]
-    with sync:
-        taken = _rounds(contestants, _features(options), WARM_UP + rounds)[WARM_UP:]
+    training = _Training(ModelOptions(), device)
+    tracking = _Tracking(training.model)
+    turns: list[Callable[[], _Taken]] = [
+        partial(training.turn, lambda: nullcontext(lambda: None)),
+        partial(training.turn, tracking.turn),
+    ]
+    with ExitStack() as stack:
+        if service:
+            turns.append(_publishing(stack, _Training(ModelOptions(), device), service))
+        taken = [_round(turns) for _ in range(WARM_UP + rounds)][WARM_UP:]
     if dist.get_rank() == 0:
-        json_file.write_text(json.dumps(_figures(taken, tracker)))
+        json_file.write_text(json.dumps(_figures(taken, tracking)))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _pipeline(options: ModelOptions, device: torch.device) -> tuple[TrainPipelineSparseDist, torch.nn.Module]:
-    torch.manual_seed(0)
-    model, optimizer = shard(ClickModel(options, torch.device("meta")), OptimizerOptions(), device)
-    return TrainPipelineSparseDist(model, optimizer, device), model
+def _publishing(stack: ExitStack, training: _Training, service: str) -> Callable[[], _Taken]:
+    sync = DeltaSync(training.model, SyncOptions(service=service, model="bench", publish_every=PUBLISH_EVERY))
+    stack.enter_context(sync).flush()
+    return partial(training.turn, lambda: nullcontext(sync.step))
 
 
-def _tracked(options: ModelOptions, device: torch.device) -> tuple[_Contestant, Tracker]:
-    pipeline, model = _pipeline(options, device)
-    tracker = Tracker(model, TrackerOptions(mode=TrackingMode.EMBEDDING_LAST, auto_compact=True, dense=True))
-
-    def after_step() -> None:
-        tracker.step()
-        if tracker.steps % PUBLISH_EVERY == 0:
-            tracker.acknowledge(tracker.get_delta().token)
-
-    return _Contestant(pipeline, after_step), tracker
+def _batches(options: ModelOptions) -> Iterator[ClickBatch]:
+    featurizer = Featurizer(
+        FeatureOptions(users=options.users, items=options.items, cross_buckets=options.cross_buckets)
+    )
+    for events in batches(open_stream("synthetic"), BATCH):
+        yield click_batch(featurizer.features(events), dist.get_rank(), dist.get_world_size())
 
 
-def _publishing(options: ModelOptions, device: torch.device, service: str) -> tuple[_Contestant, DeltaSync]:
-    pipeline, model = _pipeline(options, device)
-    sync = DeltaSync(model, SyncOptions(service=service, model="bench", publish_every=PUBLISH_EVERY))
-    sync.flush()
-    return _Contestant(pipeline, sync.step), sync
+def _round(turns: list[Callable[[], _Taken]]) -> list[list[_Taken]]:
+    """What each turn took on the way there, and on the way back."""
+    there = [turn() for turn in turns]
+    back = [turn() for turn in reversed(turns)]
+    return [there, back[::-1]]
 
 
-def _features(options: ModelOptions) -> Iterator[Features]:
-    sizes = FeatureOptions(users=options.users, items=options.items, cross_buckets=options.cross_buckets)
-    return map(Featurizer(sizes).features, batches(open_stream("synthetic"), BATCH))
-
-
-def _rounds(contestants: list[_Contestant], stream: Iterator[Features], rounds: int) -> list[list[_Taken]]:
-    """What each contestant's two turns took in each round."""
-    _feed(contestants, stream, AHEAD)
-    taken = []
-    for _ in range(rounds):
-        _feed(contestants, stream, 2 * TURN)
-        there = [contestant.turn() for contestant in contestants]
-        back = [contestant.turn() for contestant in reversed(contestants)]
-        both = zip(there, reversed(back), strict=True)
-        taken.append([_Taken(*map(sum, zip(first, second, strict=True))) for first, second in both])
-    return taken
-
-
-def _feed(contestants: list[_Contestant], stream: Iterator[Features], steps: int) -> None:
-    for _ in range(steps):
-        features = next(stream)
-        for contestant in contestants:
-            contestant.feed(features)
-
-
-def _figures(taken: list[list[_Taken]], tracker: Tracker) -> dict[str, float]:
-    step = statistics.median(turns[0].seconds for turns in taken) / (2 * TURN)
-    share = tracker.cost.seconds / tracker.steps / step
-    found = {"off_ms": 1e3 * step, "rounds": len(taken), "tracker_share": share}
-    for place, name in enumerate(("tracking", "publishing")[: len(taken[0]) - 1], 1):
-        ratios = sorted(turns[place].seconds / turns[0].seconds for turns in taken)
+def _figures(rounds: list[list[list[_Taken]]], tracking: _Tracking) -> dict[str, float]:
+    ways = [way for both in rounds for way in both]
+    step = statistics.median(way[0].seconds for way in ways) / TURN
+    share = tracking.seconds / tracking.steps / step
+    found = {"off_ms": 1e3 * step, "rounds": len(rounds), "tracker_share": share}
+    for place, name in enumerate(("tracking", "publishing")[: len(ways[0]) - 1], 1):
+        ratios = sorted(way[place].seconds / way[0].seconds for way in ways)
         low, high = _interval(ratios)
         found |= {
             f"{name}_step_ratio": statistics.median(ratios),
             f"{name}_step_ratio_low": low,
             f"{name}_step_ratio_high": high,
-            f"{name}_cpu_ratio": statistics.median(t[place].cpu_seconds / t[0].cpu_seconds for t in taken),
-            f"{name}_ms": 1e3 * statistics.median(turns[place].seconds for turns in taken) / (2 * TURN),
+            f"{name}_cpu_ratio": statistics.median(way[place].cpu_seconds / way[0].cpu_seconds for way in ways),
+            f"{name}_ms": 1e3 * statistics.median(way[place].seconds for way in ways) / TURN,
         }
     return found
 

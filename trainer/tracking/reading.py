@@ -39,7 +39,11 @@ def delta_rows(consumer: Consumer, gathered: Gathered) -> dict[str, DeltaRows]:
     """Rows in host memory as the consumer is given them, by FQN."""
     return {
         table.name: DeltaRows(
-            ids + table.row_offset, table.columns, values, consumer.first(table, ids), consumer.mode
+            ids + table.row_offset if table.row_offset else ids,
+            table.columns,
+            values,
+            consumer.first(table, ids),
+            consumer.mode,
         )
         for table, (ids, values) in gathered.items()
     }

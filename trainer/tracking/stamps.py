@@ -55,7 +55,8 @@ class RowStamps:
             ids.record_stream(torch.cuda.current_stream(ids.device))
             stamps.index_fill_(0, _bounded(ids, len(stamps)).long(), self.clock)
         elif len(ids):
-            inside = 0 <= int(ids.min()) <= int(ids.max()) < len(stamps)
+            # Taken for unsigned, a negative id is a large one.
+            inside = ids.numpy().view(f"u{ids.element_size()}").max() < len(stamps)
             stamps.numpy()[(ids if inside else _bounded(ids, len(stamps))).numpy()] = self.clock
 
     def stamp_all(self, table: int) -> None:
