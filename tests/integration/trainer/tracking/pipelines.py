@@ -22,6 +22,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.integration.trainer.tracking.batches import Batch
+from trainer.pipelines import OnlinePipeline, PipelineOptions
 
 
 class Pipeline(Protocol):
@@ -66,9 +67,17 @@ def _accumulating(model: DistributedModelParallel, optimizer: CombinedOptimizer,
     return accumulating
 
 
+def _online(**options: Any) -> Callable[[DistributedModelParallel, CombinedOptimizer, torch.device], Pipeline]:
+    return partial(OnlinePipeline, options=PipelineOptions(**options))
+
+
 TRAININGS = {
     "Base": Training(TrainPipelineBase, lets_go=True),
     "SparseDist": Training(TrainPipelineSparseDist, lets_go=True),
+    "Online": Training(_online(), lets_go=True),
+    "Online-accumulating": Training(_online(grad_accum=2), batches_per_step=2, lets_go=True),
+    "Online-tables-too": Training(_online(grad_accum=2, accumulate_tables=True), batches_per_step=2),
+    "Online-float16": Training(_online(enable_amp=True, amp_dtype=torch.float16)),
     "Lite": Training(TrainPipelineSparseDistLite),
     "SemiSync": Training(TrainPipelineSemiSync),
     "Fused": Training(TrainPipelineFusedSparseDist),

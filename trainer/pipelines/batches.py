@@ -1,0 +1,64 @@
+"""Batches on their way to the device: whatever a forward may be called with."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torchrec.distributed.train_pipeline.utils import _to_device
+from torchrec.sparse.jagged_tensor import JaggedTensor
+from torchrec.streamable import Multistreamable
+
+# Where a tensor is inside of a value.
+Path = tuple[Any, ...]
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Copy a batch to the device, on the current stream, without waiting."""
+    if not isinstance(batch, TensorDictBase):
+        return _to_device(batch, device, non_blocking=True)
+    copied = batch.to(device, non_blocking=True)
+    for key in batch.keys():  # noqa: SIM118  # A TensorDict iterates over its examples.
+        if isinstance(batch[key], JaggedTensor | TensorDictBase):  # A JaggedTensor is no tensor to it, and stays.
+            copied[key] = to_device(batch[key], device)
+    return copied
+
+
+def hand_over(value: Any, stream: torch.Stream | None) -> None:
+    """Have the current stream wait for what another one does to a value, and keep its memory until it is used."""
+    if stream is None:
+        return
+    current = torch.get_device_module(stream.device).current_stream()
+    current.wait_stream(stream)
+    record_stream(value, current)
+
+
+def record_stream(value: Any, stream: torch.Stream) -> None:
+    """Keep the memory of a value until a stream has done what it has been given by the time it is freed."""
+    if isinstance(value, Multistreamable):
+        value.record_stream(stream)
+        return
+    for _, tensor in tensors_in(value):
+        if tensor.device.type == stream.device.type:
+            tensor.record_stream(stream)
+
+
+def tensors_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
+    """The tensors within containers, dataclasses and what pipelines take as batches, and where they are."""
+    if isinstance(value, torch.Tensor) and not value.is_nested:
+        yield path, value
+    else:
+        for name, part in _parts(value):
+            yield from tensors_in(part, (*path, name))
+
+
+def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(value, torch.Tensor):  # Nested: its version does not tell when its values are written to.
+        yield from ((name, getattr(value, name, None)) for name in ("_values", "_offsets", "_lengths"))
+    elif isinstance(value, list | tuple):
+        yield from enumerate(value)
+    elif isinstance(value, Mapping):
+        yield from ((key, value[key]) for key in value.keys())  # noqa: SIM118  # A TensorDict iterates over examples.
+    elif isinstance(value, Multistreamable) or dataclasses.is_dataclass(value):
+        yield from vars(value).items()
