@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Generic
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,7 +33,7 @@ class _InFlight:
     exhausted: bool = False
 
 
-class OnlinePipeline(TrainPipelineSparseDist, Generic[In, Out]):  # type: ignore[misc]  # torchrec's types
+class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  # torchrec's types
     """TorchRec's pipeline of three stages, for training that goes on for as long as there is data.
 
     While one batch is trained on, the ids of the next are sent to the ranks that hold their rows, after what

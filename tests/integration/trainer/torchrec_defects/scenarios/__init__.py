@@ -1,5 +1,6 @@
 """All scenarios: importing this registers them."""
 
+from tests.integration.trainer.torchrec_defects.registry import SCENARIOS
 from tests.integration.trainer.torchrec_defects.scenarios import (
     beyond,
     checkpoints,
@@ -16,6 +17,7 @@ from tests.integration.trainer.torchrec_defects.scenarios import (
 )
 
 __all__ = [
+    "SCENARIOS",
     "beyond",
     "checkpoints",
     "collision",

@@ -1,0 +1,120 @@
+"""Scenarios that ranks play together, each a test of its own.
+
+Starting ranks takes longer than all they do, so one run plays all scenarios for a number of ranks.
+"""
+
+import faulthandler
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from textwrap import shorten
+from traceback import TracebackException
+from zlib import crc32
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.ranks import run_ranks
+
+# A rank whose scenario has failed leaves the other alone in a collective for so long.
+ALONE_SECONDS = 30
+# A rank that hangs for longer, not in a collective, ends and shows where it was.
+LONGEST_SECONDS = 60
+
+
+@dataclass(frozen=True)
+class Scenario:
+    topic: str
+    ranks: int
+    play: Callable[[], None]
+
+    @property
+    def id(self) -> str:
+        return f"{self.topic}-{self.play.__name__}"
+
+
+class Scenarios:
+    """Those of a package, which has them as `SCENARIOS` once it is imported."""
+
+    def __init__(self, package: str) -> None:
+        self._package = package
+        self._all: list[Scenario] = []
+
+    def __iter__(self) -> Iterator[Scenario]:
+        return iter(sorted(self._all, key=lambda one: one.topic))
+
+    def scenario(self, topic: str, *, ranks: int) -> Callable[[Callable[[], None]], Callable[[], None]]:
+        """What must hold; on so many ranks."""
+
+        def register(play: Callable[[], None]) -> Callable[[], None]:
+            self._all.append(Scenario(topic, ranks, play))
+            return play
+
+        return register
+
+    def of(self, ranks: int) -> list[Scenario]:
+        return [one for one in self if one.ranks == ranks]
+
+    def played(self, folder: Path, ranks: int) -> "Outcomes":
+        """Start ranks that play those for so many."""
+        run_ranks("-m", "tests.support.scenario_ranks", self._package, str(folder), ranks=ranks)
+        return Outcomes([json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)])
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """How each scenario has ended on each rank: "" if it did not fail, missing if it was not played."""
+
+    by_rank: list[dict[str, str]]
+
+    def check(self, scenario: Scenario) -> None:
+        ends = [one.get(scenario.id, "not played: an earlier scenario left a rank alone") for one in self.by_rank]
+        if any(ends):
+            pytest.fail(
+                "\n".join(f"rank {rank}: {end or 'passed'}" for rank, end in enumerate(ends)), pytrace=False
+            )
+
+
+def parametrized(scenarios: Scenarios, ranks: int) -> pytest.MarkDecorator:
+    """Has a test check each scenario for so many ranks."""
+    return pytest.mark.parametrize("scenario", [pytest.param(one, id=one.id) for one in scenarios.of(ranks)])
+
+
+def play_all(scenarios: list[Scenario]) -> Iterator[tuple[str, str]]:
+    """The id of each scenario, and how it failed on this rank: "" if it did not.
+
+    Those after one that left a rank alone in a collective are not played.
+    """
+    together = dist.new_group(timeout=timedelta(seconds=LONGEST_SECONDS))
+    for one in scenarios:
+        failure, alone = _play(one)
+        yield one.id, failure
+        anyone_alone = torch.tensor(int(alone))
+        dist.all_reduce(anyone_alone, group=together)
+        if anyone_alone:
+            return
+
+
+def _play(one: Scenario) -> tuple[str, bool]:
+    torch.manual_seed(crc32(one.topic.encode()))
+    faulthandler.dump_traceback_later(LONGEST_SECONDS, exit=True)
+    try:
+        one.play()
+    except (Exception, pytest.fail.Exception) as error:  # noqa: BLE001  # told, and the next one is played
+        return _told(error), one.ranks > 1 and type(error) is RuntimeError
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    return "", False
+
+
+def _told(error: BaseException) -> str:
+    """Its traceback, with what the last function called knew: assertions do not show their values here."""
+    told = "".join(TracebackException.from_exception(error).format())
+    last = error.__traceback__
+    while last and last.tb_next:
+        last = last.tb_next
+    known = last.tb_frame.f_locals.items() if last else ()
+    return told + "".join(f"{name} = {shorten(str(value), 300)}\n" for name, value in known)
