@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from tensordict import TensorDict
 from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -70,7 +71,7 @@ class ClickModel(nn.Module):
         first, second = torch.triu_indices(vectors, vectors, offset=1).tolist()
         self._first, self._second = first, second
 
-    def logits(self, dense: torch.Tensor, sparse: KeyedJaggedTensor) -> torch.Tensor:
+    def logits(self, dense: torch.Tensor, sparse: KeyedJaggedTensor | TensorDict) -> torch.Tensor:
         """Log odds of a click: float32 [B], from dense features [B, 4] and the sparse ones."""
         pooled = self.sparse(sparse).values().view(-1, len(SPARSE_FEATURES), self._dim)
         vectors = torch.cat([pooled, self.bottom(dense).unsqueeze(1)], dim=1)
@@ -80,9 +81,24 @@ class ClickModel(nn.Module):
 
     def forward(self, batch: ClickBatch) -> Output:
         """The loss of a batch, and the logits made before anything was learnt from it."""
-        logits = self.logits(batch.dense, batch.sparse)
-        loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.label)
-        return loss, (batch.index, logits.detach(), batch.label)
+        return _scored(self.logits(batch.dense, batch.sparse), batch.label, batch.index)
+
+
+class TensorDictClickModel(ClickModel):
+    """The same model, of batches that are TensorDicts."""
+
+    def forward(self, batch: TensorDict) -> Output:
+        """The loss of a batch, and the logits made before anything was learnt from it."""
+        return _scored(self.logits(batch["dense"], batch), batch["label"], batch["index"])
+
+
+MODELS = {"kjt": ClickModel, "tensordict": TensorDictClickModel}
+"""The model by what its batches are."""
+
+
+def _scored(logits: torch.Tensor, label: torch.Tensor, index: torch.Tensor) -> Output:
+    loss = nn.functional.binary_cross_entropy_with_logits(logits, label)
+    return loss, (index, logits.detach().float(), label)
 
 
 def _tables(options: ModelOptions) -> list[EmbeddingBagConfig]:

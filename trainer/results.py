@@ -20,10 +20,11 @@ class Results:
         self._scored: list[Scored] = []
         self._step_ends_unix_ns: list[int] = []
 
-    def add(self, scored: Scored) -> None:
-        """Keep the scores of a batch, made before it was learnt, and the time: its step has just ended."""
+    def add(self, scored: Scored, *, step_ended: bool) -> None:
+        """Keep the scores of a batch, made before it was learnt, and the time, if it has just ended a step."""
         self._scored.append(scored)
-        self._step_ends_unix_ns.append(time.time_ns())
+        if step_ended:
+            self._step_ends_unix_ns.append(time.time_ns())
 
     def write(self, folder: Path, rank: int, sync: DeltaSync) -> None:
         """Write this rank's scores, shards and numbers into `folder`."""

@@ -10,23 +10,31 @@ from typing import Any
 import click
 import torch
 import torch.distributed as dist
-from torchrec.distributed import TrainPipelineSparseDist
 
 from sync_service.cli.config import CONTEXT
 from sync_service.process_logging import log_to_stderr
 from trainer.checkpoint import load_checkpoint, save_checkpoint
-from trainer.data.batch import ClickBatch, click_batch
+from trainer.data.batch import as_tensordict, click_batch
 from trainer.data.features import Featurizer
-from trainer.model import ClickModel
+from trainer.data.stream import batches
+from trainer.model import MODELS
+from trainer.pipelines import OnlinePipeline
 from trainer.ranks import join_ranks
 from trainer.results import Results
 from trainer.sharding import OptimizerOptions, shard
 from trainer.stream_options import StreamOptions, stream_options, take_stream_options
 from trainer.sync import DeltaSync, SyncOptions
+from trainer.training_options import (
+    TrainingOptions,
+    take_training_options,
+    training_options,
+    why_not_shared,
+)
 
 
 @click.command(context_settings=CONTEXT)
 @stream_options
+@training_options
 @click.option("--service", required=True, help="Where the sync service answers gRPC, as HOST:PORT.")
 @click.option("--model", default="clicks", help="Name of the set of tables.")
 @click.option("--publish-every", type=click.IntRange(1), default=10, help="Steps between cuts.")
@@ -37,19 +45,20 @@ from trainer.sync import DeltaSync, SyncOptions
 def main(checkpoint: Path | None, results: Path | None, table_lr: float, dense_lr: float, **settings: Any) -> None:
     """Train the click model on a stream of events, and publish the rows that change."""
     log_to_stderr()
-    stream = take_stream_options(settings)
+    stream, training = take_stream_options(settings), take_training_options(settings)
     device = join_ranks()
+    if reason := why_not_shared(stream.batch_size, dist.get_world_size(), training):
+        raise click.UsageError(reason)
     torch.manual_seed(stream.seed)
     learning = OptimizerOptions(table_lr=table_lr, dense_lr=dense_lr)
-    model, optimizer = shard(ClickModel(stream.model, torch.device("meta")), learning, device)
-    if stream.batch_size % dist.get_world_size():
-        raise click.UsageError(f"--batch-size {stream.batch_size}: {dist.get_world_size()} ranks share it evenly")
+    model, optimizer = shard(MODELS[training.input](stream.model, torch.device("meta")), learning, device)
+    pipeline = OnlinePipeline(model, optimizer, device, training.pipeline)
     sync, scored = DeltaSync(model, SyncOptions(**settings)), Results()
     if checkpoint:
         load_checkpoint(checkpoint, model, optimizer, sync)
     with sync:
         sync.flush()  # So that replicas hold the model before its first step.
-        _train(TrainPipelineSparseDist(model, optimizer, device), stream, sync, scored if results else None)
+        _train(pipeline, _batches(stream, training, sync.tracker.steps), sync, scored if results else None)
     if checkpoint:
         save_checkpoint(checkpoint, model, optimizer, sync)
     if results:
@@ -57,27 +66,27 @@ def main(checkpoint: Path | None, results: Path | None, table_lr: float, dense_l
     dist.destroy_process_group()
 
 
-def _train(
-    pipeline: TrainPipelineSparseDist, stream: StreamOptions, sync: DeltaSync, scored: Results | None
-) -> None:
-    batches = _batches(stream, sync.tracker.steps)
+def _train(pipeline: OnlinePipeline, mine: Iterator[Any], sync: DeltaSync, scored: Results | None) -> None:
     while True:
         try:
-            output = pipeline.progress(batches)
+            output = pipeline.progress(mine)
         except StopIteration:
             return
         if scored:
-            scored.add(output)
-        sync.step()
+            scored.add(output, step_ended=pipeline.stepped)
+        if pipeline.stepped:
+            sync.step()
 
 
-def _batches(stream: StreamOptions, past: int) -> Iterator[ClickBatch]:
-    """This rank's batches after the first `past` ones, of which only the features need to know."""
+def _batches(stream: StreamOptions, training: TrainingOptions, past: int) -> Iterator[Any]:
+    """This rank's micro-batches after the first `past` steps, of which only the features need to know."""
     featurizer, rank, ranks = Featurizer(stream.features), dist.get_rank(), dist.get_world_size()
-    for number, events in enumerate(stream.batches(past=past)):
-        features = featurizer.features(events)
-        if number >= past and len(events) >= ranks:
-            yield click_batch(features, rank, ranks)
+    for step, events in enumerate(stream.batches(past=past)):
+        for part in batches(iter([events]), stream.batch_size // training.grad_accum):
+            features = featurizer.features(part)
+            if step >= past and len(part) >= ranks:
+                batch = click_batch(features, rank, ranks)
+                yield as_tensordict(batch) if training.input == "tensordict" else batch
 
 
 if __name__ == "__main__":

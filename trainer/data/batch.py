@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tensordict import TensorDict
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
@@ -57,6 +58,16 @@ def click_batch(features: Features, rank: int = 0, world_size: int = 1) -> Click
         label=torch.tensor(features.label[mine]),
         index=torch.tensor(features.index[mine]),
     )
+
+
+def as_tensordict(batch: ClickBatch) -> TensorDict:
+    """The same as a TensorDict of batch size [B]: sparse features under their own keys, as nested tensors."""
+    sparse = {
+        key: torch.nested.nested_tensor_from_jagged(jagged.values(), jagged.offsets())
+        for key, jagged in batch.sparse.to_dict().items()
+    }
+    rest = {"dense": batch.dense, "label": batch.label, "index": batch.index}
+    return TensorDict({**sparse, **rest}, batch_size=[batch.label.numel()])
 
 
 def _sparse(features: Features, mine: slice) -> KeyedJaggedTensor:

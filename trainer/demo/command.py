@@ -13,12 +13,14 @@ from sync_service.cli.config import CONTEXT
 from trainer.demo.report import print_report
 from trainer.demo.run import DemoOptions, run_demo
 from trainer.stream_options import stream_options, take_stream_options
+from trainer.training_options import take_training_options, training_options
 
 _SYNTHETIC_EVENTS = 75_000
 
 
 @click.command(context_settings=CONTEXT)
 @stream_options
+@training_options
 @click.option("--ranks", type=click.IntRange(1), default=DemoOptions.ranks, help="Trainer processes.")
 @click.option(
     "--publish-every", type=click.IntRange(1), default=DemoOptions.publish_every, help="Steps between cuts."
@@ -41,11 +43,11 @@ def demo(json_file: Path | None, **settings: Any) -> None:
     """
     if settings["data"] == "synthetic" and settings["events"] is None:
         settings["events"] = _SYNTHETIC_EVENTS
-    stream = take_stream_options(settings)
+    stream, training = take_stream_options(settings), take_training_options(settings)
     # As any other end: the processes are ended too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     console = Console()
-    report = run_demo(DemoOptions(stream=stream, **settings), console)
+    report = run_demo(DemoOptions(stream=stream, training=training, **settings), console)
     print_report(report, console)
     if json_file:
         json_file.write_text(json.dumps(report, indent=2) + "\n")

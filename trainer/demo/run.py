@@ -16,6 +16,7 @@ from trainer.demo.processes import DemoFailed, Processes, Service
 from trainer.demo.progress import DemoProgress
 from trainer.demo.report import build_report
 from trainer.stream_options import StreamOptions
+from trainer.training_options import TrainingOptions, why_not_shared
 
 CONSUMER, MODEL, REPLICAS = "predictors", "clicks", ["replica-0", "replica-1"]
 _POLL_SECONDS = 0.2
@@ -30,6 +31,7 @@ class DemoOptions:
 
     Attributes:
         stream: the events and the model.
+        training: how it is trained.
         ranks: trainer processes.
         publish_every: steps between cuts.
         kill_service_at: kill the service with SIGKILL at this share of the steps; None = never.
@@ -37,6 +39,7 @@ class DemoOptions:
     """
 
     stream: StreamOptions
+    training: TrainingOptions
     ranks: int = 2
     publish_every: int = 2
     kill_service_at: float | None = None
@@ -68,8 +71,8 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
 
 
 def _check(options: DemoOptions) -> None:
-    if options.stream.batch_size % options.ranks:
-        raise InvalidInput(f"--batch-size {options.stream.batch_size}: {options.ranks} ranks share it evenly")
+    if reason := why_not_shared(options.stream.batch_size, options.ranks, options.training):
+        raise InvalidInput(reason)
 
 
 def _count_events(options: DemoOptions) -> int:
@@ -116,9 +119,8 @@ class _Demo:
         torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(self._options.ranks)]
         publish = ["--service", service, "--model", MODEL, "--publish-every", str(self._options.publish_every)]
         results = ["--results", str(self._folder)]
-        processes.start(
-            "trainer", [*torchrun, "-m", "trainer.train", *publish, *results, *self._stream.arguments()]
-        )
+        how = [*self._stream.arguments(), *self._options.training.arguments()]
+        processes.start("trainer", [*torchrun, "-m", "trainer.train", *publish, *results, *how])
 
     def _start_replicas(self, processes: Processes, service: str) -> None:
         half = (self._stream.events or 0) // 2

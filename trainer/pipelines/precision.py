@@ -6,6 +6,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torchrec.optim.keyed import KeyedOptimizer
 
@@ -31,8 +32,10 @@ class Step:
     def param_groups(self) -> list[dict[str, Any]]:
         """Everything that has a gradient, in one group."""
         parameters = chain.from_iterable(group["params"] for group in self._optimizer.param_groups)
+        # Fused tables are among them as a whole, without gradients.
+        own = [parameter for parameter in parameters if not isinstance(parameter, ShardedTensor)]
         outputs = self._tables.outputs if self._tables else []
-        return [{"params": [p for p in (*parameters, *outputs) if p.is_leaf and p.grad is not None]}]
+        return [{"params": [p for p in (*own, *outputs) if p.is_leaf and p.grad is not None]}]
 
     @property
     def gradients(self) -> list[torch.Tensor]:

@@ -41,6 +41,36 @@ def test_rows_are_equal_although_the_service_is_killed(tmp_path: Path) -> None:
     assert report["events_evaluated"] == 3000
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("tables", [[], ["--accumulate-tables"]], ids=["in each micro-batch", "once per step"])
+def test_rows_are_equal_after_steps_of_micro_batches_of_tensordicts(tables: list[str], tmp_path: Path) -> None:
+    found = tmp_path / "demo.json"
+    ways = ["--grad-accum", "4", "--amp", "--input", "tensordict", *tables]
+    arguments = [
+        *SMALL,
+        "--events",
+        "3010",
+        *ways,
+        "--json",
+        str(found),
+    ]  # 48 steps, the last of two micro-batches.
+    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    report = json.loads(found.read_text())
+    assert report["rows_equal"] is True
+    assert report["steps"] == 48
+    assert report["events_evaluated"] == 3010 - 3010 // 2
+
+
+def test_batches_that_micro_batches_cannot_share_are_one_line() -> None:
+    arguments = ["--batch-size", "64", "--grad-accum", "3"]
+    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        "Error: --batch-size 64: 2 ranks share it evenly, 3 micro-batches each; choose a multiple of 6"
+    )
+
+
 def test_an_unknown_stream_is_one_line() -> None:
     done = subprocess.run([*COMMAND, "--data", "kafka"], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1

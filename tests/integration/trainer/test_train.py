@@ -14,9 +14,9 @@ from trainer.demo.compare import trainer_tables, unequal_rows
 SIZES = ["--users", "500", "--items", "300", "--cross-buckets", "200", "--dim", "8", "--batch-size", "32"]
 
 
-def train(service: ServiceProcess, folder: Path, events: int) -> None:
+def train(service: ServiceProcess, folder: Path, events: int, *ways: str) -> None:
     folder.mkdir()
-    stream = ["--events", str(events), "--events-per-second", "1e6", *SIZES]
+    stream = ["--events", str(events), "--events-per-second", "1e6", *SIZES, *ways]
     kept = ["--checkpoint", str(folder.parent / "checkpoint"), "--results", str(folder)]
     run_ranks("-m", "trainer.train", "--service", service.grpc, "--publish-every", "3", *stream, *kept)
 
@@ -28,13 +28,16 @@ def published_rows(service: ServiceProcess) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "ways", [(), ("--grad-accum", "2", "--accumulate-tables")], ids=["plain", "micro-batches"]
+)
 def test_a_replica_holds_the_trainers_rows_and_a_checkpoint_goes_on(
-    service: ServiceProcess, tmp_path: Path
+    ways: tuple[str, ...], service: ServiceProcess, tmp_path: Path
 ) -> None:
     target = NumpyTarget()
     options = SubscriberOptions(service=service.grpc, consumer="predictors", replica="p0")
     with Subscriber(options, target) as replica:
-        train(service, tmp_path / "first", 640)
+        train(service, tmp_path / "first", 640, *ways)
         head = service.get_json("/consumers/predictors/lag")["head"]
         assert head >= 20 // 3
         replica.wait_for(head, 30)
@@ -44,7 +47,7 @@ def test_a_replica_holds_the_trainers_rows_and_a_checkpoint_goes_on(
         first = published_rows(service)
         assert first > sum(len(rows) for rows in trainer.values())
 
-        train(service, tmp_path / "second", 640 + 96)
+        train(service, tmp_path / "second", 640 + 96, *ways)
         assert published_rows(service) - first < 1000 < first, (
             "a run that continues publishes only what it changes"
         )
