@@ -44,8 +44,12 @@ class AccumulationCycle:
     def close(self) -> float:
         """End the cycle; what its gradients have to be multiplied by to be the mean over its micro-batches."""
         correction = self._micro_batches / self._done
-        self._done = 0
+        self.restart()
         return correction
+
+    def restart(self) -> None:
+        """Begin a cycle anew."""
+        self._done = 0
 
     def _waiting(self) -> list[DistributedDataParallel]:
         """All of the model's DDP modules: the outermost, and those around data-parallel tables.

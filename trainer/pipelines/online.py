@@ -43,7 +43,7 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
     Every batch is trained on exactly once, in the order of the iterator, and one that was loaded while the model
     was in training mode is trained on, whatever is evaluated meanwhile. An iterator that ends, or yields None, may
     come back: `progress` raises StopIteration once all that it had is trained on, and asks it again when it is
-    called again. All ranks have to see the same number of batches.
+    called again. All ranks have to see equally many (see `Together`).
 
     Attributes:
         stepped: the last `progress` completed an optimizer step.
@@ -72,13 +72,13 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
             options: how to train.
 
         Raises:
-            InvalidInput: tables of the model can't be updated as the options ask for.
+            InvalidInput: the model can't be trained as the options ask for.
         """
         options = options or PipelineOptions()
         accept_tensordicts(model)
         super().__init__(model, optimizer, device, context_type=LookAheadContext, custom_model_fwd=self._forward)
         self._options = options
-        self._ahead = LookAhead(self._data_dist_stream)
+        self._ahead = LookAhead(model, device, self._data_dist_stream, options.not_ahead)
         self._pipelined_modules, self._pipelined_postprocs = self._ahead.modules, self._ahead.preprocessing
         self._in_flight = {model.training: _InFlight(self.batches, self.contexts), not model.training: _InFlight()}
         self._training = model.training
@@ -154,7 +154,8 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         if model is not None and model is not self._model:
             raise Contradiction("a pipeline stays with its model: make a new one for another")
         if self.batches:
-            self._ahead.attach(self._model, self.batches[0])
+            hand_over(self.batches[0], self._memcpy_stream)
+            self._ahead.attach(self.batches[0])
             self._model_attached = True
 
     def detach(self) -> nn.Module:
@@ -168,6 +169,15 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         self.detach()
         if self._tables:
             self._tables.close()
+
+    def reset(self) -> None:
+        """Forget the batches in flight, and the micro-batches of a step that is not complete."""
+        super().reset()
+        for waiting in self._in_flight.values():
+            waiting.batches.clear()
+            waiting.contexts.clear()
+        self._cycle.restart()
+        self._step.skip()
 
     def state_dict(self) -> dict[str, Any]:
         """What to save beside model and optimizer, between steps."""
@@ -201,9 +211,10 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         try:
             with autocast(self._options, self._device):
                 found: tuple[torch.Tensor, Out] = self._model(batch)
-                return found
         finally:
             self._ahead.in_forward = False
+        self._ahead.prove()
+        return found
 
     def _evaluate(self) -> Out:
         _, output = self._forward(self.batches[0])

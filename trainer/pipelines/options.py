@@ -1,5 +1,6 @@
 """What a pipeline is asked to do beside training on one batch after the other."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,8 @@ class PipelineOptions:
             With float16, tables are updated as with `accumulate_tables`, since the scale must not reach them.
         loss_scale: by how much the loss is multiplied at first, with float16. Halved whenever gradients are not
             finite, doubled after 2,000 steps without that.
+        not_ahead: FQNs of modules to leave to forward: preprocessing, or sharded modules that are given one part
+            of a batch at one time, and another at another.
     """
 
     grad_accum: int = 1
@@ -30,6 +33,7 @@ class PipelineOptions:
     enable_amp: bool = False
     amp_dtype: torch.dtype = torch.bfloat16
     loss_scale: float = 65_536.0
+    not_ahead: Collection[str] = ()
 
     def __post_init__(self) -> None:
         if self.grad_accum < 1:

@@ -1,7 +1,7 @@
 """Attaching a pipeline to a model, and taking it off again."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import nn
 from torchrec.distributed.model_parallel import ShardedModule, get_unwrapped_module
 from torchrec.distributed.train_pipeline.runtime_forwards import BaseForward, KJTAllToAllForward
 
-from sync_service.errors import Contradiction
+from sync_service.errors import Contradiction, InvalidInput
 from trainer.pipelines.lookahead.forwards import (
     LookAheadContext,
     LookupArguments,
@@ -18,6 +18,7 @@ from trainer.pipelines.lookahead.forwards import (
     PreprocessingForward,
 )
 from trainer.pipelines.lookahead.plan import Plan, compute, make_plan
+from trainer.pipelines.lookahead.ranks import on_any_rank
 from trainer.pipelines.lookahead.trial import why_not_early
 from trainer.pipelines.swaps import Swaps
 
@@ -34,37 +35,55 @@ class LookAhead:
         attached: the model's modules have other forwards than their own.
     """
 
-    def __init__(self, stream: torch.Stream | None) -> None:
-        self._stream = stream
+    def __init__(
+        self, model: nn.Module, device: torch.device, stream: torch.Stream | None, not_ahead: Collection[str]
+    ) -> None:
+        """Attach to nothing yet.
+
+        Args:
+            model: whose modules they are.
+            device: where the model is.
+            stream: what is done ahead is given to this one.
+            not_ahead: FQNs of modules that are not done ahead.
+
+        Raises:
+            InvalidInput: the model has no module of such a name.
+        """
+        self._model, self._device, self._stream = get_unwrapped_module(model), device, stream
+        for name in not_ahead:
+            if name not in dict(self._model.named_modules()):
+                raise InvalidInput(f"not_ahead: the model has no module {name!r}")
+        self._given_up = dict.fromkeys(not_ahead, "it is named in not_ahead")
         self.modules: list[ShardedModule] = []
         self.preprocessing: list[PreprocessingForward] = []
         self.in_forward = False
         self.attached = False
+        self._plan = Plan()
+        # By mode of the model, whose forward may be another in each.
         self._plans: dict[bool, Plan] = {}
-        self._given_up: dict[str, str] = {}
+        self._proven = set[bool]()
         self._swaps: dict[str, Swaps] = {}
-        self._inner: nn.Module | None = None
         self._sharing_splits = False
 
-    def attach(self, model: nn.Module, batch: Any) -> None:
+    def attach(self, batch: Any) -> None:
         """Put other forwards in the places of the modules' own. Whoever was attached to the model is taken off.
+
+        Args:
+            batch: a first one, to try on a copy what can be done ahead.
 
         Raises:
             Contradiction: another kind of pipeline is attached.
         """
-        inner = get_unwrapped_module(model)
-        if inner is not self._inner:
-            self._inner, self._plans = inner, {}
-            self._given_up = {}
-        plan = self._plans.get(model.training) or self._make_plan(inner, batch)
-        self._plans[model.training] = plan
-        for name in plan.lookups:
-            self._swap_lookup(name, inner.get_submodule(name), plan)
-        for name, module in plan.preprocessing.items():
+        mode = self._model.training
+        if mode not in self._plans:
+            self._plans[mode] = self._make_plan(batch)
+        self._plan = self._plans[mode]
+        for name in self._plan.lookups:
+            self._swap_lookup(name, self._model.get_submodule(name))
+        for name, module in self._plan.preprocessing.items():
             forward = PreprocessingForward(self, name, module, self._stream)
             self.preprocessing.append(forward)
             self._swap(name, module, "forward", forward)
-        self._plan = plan
         self.attached, self._sharing_splits = True, False
 
     def detach(self) -> None:
@@ -76,11 +95,42 @@ class LookAhead:
         self.preprocessing.clear()
         self.attached = False
 
-    def give_up(self, name: str, reason: str) -> None:
+    def goes_on(self, name: str, reason: str) -> bool:
+        """Whether to use what a sharded module has sent out ahead.
+
+        In the first forward under a plan, ranks find out together: a module whose features were others than
+        forward has, on any rank, is no longer done ahead on all of them.
+
+        Args:
+            name: FQN of the module.
+            reason: why its features are others; empty if they are not.
+
+        Raises:
+            Contradiction: it happens in a later forward, when other ranks go on.
+        """
+        if self._model.training in self._proven:
+            if reason:
+                raise Contradiction(
+                    f"module {name!r} is called with other features than in the forwards before: {reason}; it "
+                    f"cannot be pipelined: name it in PipelineOptions.not_ahead"
+                )
+            return True
+        if not on_any_rank([bool(reason)], self._device)[0]:
+            return True
+        self._give_up(name, reason or "its features are not those of the traced forward on another rank")
+        return False
+
+    def prove(self) -> None:
+        """Note that a forward has run as the plan says."""
+        if not self.outdated:
+            self._proven.add(self._model.training)
+
+    def _give_up(self, name: str, reason: str) -> None:
         """No longer do a sharded module's work ahead, from the call on that it is in."""
         _log_not_ahead(name, reason)
         self._given_up[name] = reason
         self._plans.clear()
+        self._proven.clear()
         self._swaps.pop(name).undo()
         self.modules[:] = [module for module in self.modules if isinstance(module.forward, LookupForward)]
 
@@ -104,10 +154,9 @@ class LookAhead:
 
     def compute(self, batch: Any, context: LookAheadContext) -> None:
         """Do what comes before the lookups: accesses to the batch and preprocessing."""
-        assert self._inner is not None  # noqa: S101  # Attached first.
         modules = {forward.name: partial(forward.ahead, context) for forward in self.preprocessing}
         for node in self._plan.nodes:
-            context.values[node] = compute(node, batch, self._inner, modules, context.values)
+            context.values[node] = compute(node, batch, self._model, modules, context.values)
 
     def share_splits(self) -> None:
         """Have modules say together how much they are going to send. Once they have been given a batch."""
@@ -120,22 +169,29 @@ class LookAhead:
                     together = KJTAllToAllForward(pg=dist._pg, splits=dist._splits, stagger=dist._stagger)
                     self._swap(module.forward.name, dist, "forward", together)
 
-    def _make_plan(self, inner: nn.Module, batch: Any) -> Plan:
-        plan = make_plan(inner, self._given_up)
-        while early := why_not_early(plan, inner, batch):
+    def _make_plan(self, batch: Any) -> Plan:
+        plan = make_plan(self._model, self._given_up)
+        while early := self._why_not_early(plan, batch):
             self._given_up |= early
-            plan = make_plan(inner, self._given_up)
+            plan = make_plan(self._model, self._given_up)
         for name, reason in plan.reasons.items():
             _log_not_ahead(name, reason)
         return plan
 
-    def _swap_lookup(self, name: str, module: Any, plan: Plan) -> None:
+    def _why_not_early(self, plan: Plan, batch: Any) -> dict[str, str]:
+        """Ranks have other batches, and may find other reasons."""
+        reasons, names = why_not_early(plan, self._model, batch), list(plan.preprocessing)
+        found = on_any_rank([name in reasons for name in names], self._device)
+        elsewhere = "another rank has found that it can't be called ahead"
+        return {name: reasons.get(name, elsewhere) for name, flag in zip(names, found, strict=True) if flag}
+
+    def _swap_lookup(self, name: str, module: Any) -> None:
         before = vars(module).get("forward")
         if isinstance(before, LookupForward):
             before.owner.detach()
         elif isinstance(before, BaseForward):
             raise Contradiction(f"module {name!r} is attached to another pipeline; detach() that one first")
-        arguments = LookupArguments(name, plan.lookups[name])
+        arguments = LookupArguments(name, self._plan.lookups[name])
         self._swap(name, module, "forward", LookupForward(self, arguments, module, self._stream))
         self._swap(name, module, "is_pipelined", True)
         self.modules.append(module)

@@ -40,8 +40,8 @@ class Owner(Protocol):
     def detach(self) -> None:
         """Put the modules' own forwards back."""
 
-    def give_up(self, name: str, reason: str) -> None:
-        """Put one module's own forward back for good."""
+    def goes_on(self, name: str, reason: str) -> bool:
+        """Whether to use what a module has sent out ahead, given why not; else its own forward is back."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,9 @@ class LookupForward(PipelinedForward):  # type: ignore[misc]
             self.owner.detach()
             return self._module.forward(*args, **kwargs)
         reason = self._context.lookups[self._name].why_different(args, kwargs)
-        if reason:
-            self.owner.give_up(self._name, reason)
-            return self._module.forward(*args, **kwargs)
-        return super().__call__(*args, **kwargs)
+        if self.owner.goes_on(self._name, reason):
+            return super().__call__(*args, **kwargs)
+        return self._module.forward(*args, **kwargs)
 
 
 class PreprocessingForward:
