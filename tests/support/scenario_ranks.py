@@ -1,4 +1,7 @@
-"""A rank that plays the scenarios of a package for its number of ranks, and writes down how each ended."""
+"""A rank that plays some scenarios of a package, and writes down how each ended.
+
+Arguments: the package, a folder, and which scenarios for this number of ranks; all, if none are named.
+"""
 
 import json
 import sys
@@ -12,10 +15,13 @@ from tests.support.ranks import leave
 from tests.support.scenarios import ALONE_SECONDS, play_all
 
 
-def main(package: str, folder: str) -> None:
+def main(package: str, folder: str, *names: str) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=ALONE_SECONDS))
     outcome = {}
-    for name, failure in play_all(import_module(package).SCENARIOS.of(dist.get_world_size())):
+    wanted = [
+        one for one in import_module(package).SCENARIOS.of(dist.get_world_size()) if not names or one.id in names
+    ]
+    for name, failure in play_all(wanted):
         outcome[name] = failure
         Path(folder, f"rank{dist.get_rank()}.json").write_text(json.dumps(outcome))
     leave()

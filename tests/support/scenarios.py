@@ -1,6 +1,6 @@
 """Scenarios that ranks play together, each a test of its own.
 
-Starting ranks takes longer than all they do, so one run plays all scenarios for a number of ranks.
+Starting ranks takes longer than what a few of them do, so that one run plays many.
 """
 
 import faulthandler
@@ -23,6 +23,8 @@ from tests.support.ranks import run_ranks
 ALONE_SECONDS = 30
 # A rank that hangs for longer, not in a collective, ends and shows where it was.
 LONGEST_SECONDS = 60
+# One run plays so many at most.
+MANY = 70
 
 
 @dataclass(frozen=True)
@@ -59,23 +61,35 @@ class Scenarios:
         return [one for one in self if one.ranks == ranks]
 
     def played(self, folder: Path, ranks: int) -> "Outcomes":
-        """Start ranks that play those for so many."""
-        run_ranks("-m", "tests.support.scenario_ranks", self._package, str(folder), ranks=ranks)
-        return Outcomes([json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)])
+        """Those for so many ranks, to be played in a folder."""
+        mine = self.of(ranks)
+        shares = [mine[first : first + MANY] for first in range(0, len(mine), MANY)]
+        return Outcomes(self._package, folder, shares)
 
 
-@dataclass(frozen=True)
 class Outcomes:
-    """How each scenario has ended on each rank: "" if it did not fail, missing if it was not played."""
+    """How scenarios have ended; ranks are started for a share of them when the first of it is asked for."""
 
-    by_rank: list[dict[str, str]]
+    def __init__(self, package: str, folder: Path, shares: list[list[Scenario]]) -> None:
+        self._package, self._folder, self._shares = package, folder, shares
+        # On each rank: "" if it did not fail, missing if it was not played.
+        self._ends: dict[int, list[dict[str, str]]] = {}
 
     def check(self, scenario: Scenario) -> None:
-        ends = [one.get(scenario.id, "not played: an earlier scenario left a rank alone") for one in self.by_rank]
+        share = next(number for number, share in enumerate(self._shares) if scenario in share)
+        if share not in self._ends:
+            self._ends[share] = self._play(self._folder / str(share), self._shares[share])
+        ends = [one.get(scenario.id, "not played: an earlier one left a rank alone") for one in self._ends[share]]
         if any(ends):
             pytest.fail(
                 "\n".join(f"rank {rank}: {end or 'passed'}" for rank, end in enumerate(ends)), pytrace=False
             )
+
+    def _play(self, folder: Path, share: list[Scenario]) -> list[dict[str, str]]:
+        folder.mkdir()
+        names, ranks = [one.id for one in share], share[0].ranks
+        run_ranks("-m", "tests.support.scenario_ranks", self._package, str(folder), *names, ranks=ranks)
+        return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
 
 def parametrized(scenarios: Scenarios, ranks: int) -> pytest.MarkDecorator:
