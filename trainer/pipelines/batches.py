@@ -5,10 +5,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, is_tensor_collection, is_tensorclass
 from torchrec.distributed.train_pipeline.utils import _to_device
-from torchrec.sparse.jagged_tensor import JaggedTensor
-from torchrec.streamable import Multistreamable
+from torchrec.streamable import Multistreamable, Pipelineable
 
 # Where a tensor is inside of a value.
 Path = tuple[Any, ...]
@@ -16,12 +15,15 @@ Path = tuple[Any, ...]
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """Copy a batch to the device, on the current stream, without waiting."""
+    if is_tensorclass(batch):
+        return type(batch).from_tensordict(to_device(batch.to_tensordict(), device))
     if not isinstance(batch, TensorDictBase):
         return _to_device(batch, device, non_blocking=True)
-    copied = batch.to(device, non_blocking=True)
-    for key in batch.keys():  # noqa: SIM118  # A TensorDict iterates over its examples.
-        if isinstance(batch[key], JaggedTensor | TensorDictBase):  # A JaggedTensor is no tensor to it, and stays.
-            copied[key] = to_device(batch[key], device)
+    copied = batch.to(device, non_blocking=True).copy()  # Which is not locked, and has the same tensors.
+    for key in list(copied.keys()):
+        value = copied[key]
+        if isinstance(value, Pipelineable) or is_tensor_collection(value):  # No tensors to it: they have stayed.
+            copied[key] = to_device(value, device)
     return copied
 
 

@@ -10,20 +10,26 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from sync_service.errors import InvalidInput
 
 
-def to_kjt(features: TensorDictBase, keys: Sequence[str], *, weighted: bool = False) -> KeyedJaggedTensor:
+def to_kjt(features: TensorDictBase, keys: Sequence[str], *, weighted: bool | None = None) -> KeyedJaggedTensor:
     """The ids of the named keys, in that order; other keys may hold anything.
 
     Args:
         features: under each key, ids of B examples: a JaggedTensor, or a nested tensor of layout torch.jagged.
         keys: which of them.
-        weighted: take the weights of the ids too, which only a JaggedTensor has.
+        weighted: take the weights of the ids too, which only a JaggedTensor has; refuse them if False; None leaves
+            out what there are.
 
     Raises:
         InvalidInput: a key is missing, has no ids, no weights, or another number of examples than the others.
     """
+    if not keys or len(set(keys)) < len(keys):
+        raise InvalidInput(f"keys {list(keys)}: expected at least one, and each of them once")
     found = {key: _jagged(features, key) for key in keys}
     lengths = {key: _lengths(jagged) for key, jagged in found.items()}
     examples = _examples(lengths)
+    weights = [_weights(key, jagged) for key, jagged in found.items()] if weighted else None
+    if weighted is False:
+        _refuse_weights(found)
     together = torch.cat(list(lengths.values()))
     length_per_key = together.view(len(keys), examples).sum(1).tolist()
     for (key, jagged), length in zip(found.items(), length_per_key, strict=True):
@@ -32,7 +38,7 @@ def to_kjt(features: TensorDictBase, keys: Sequence[str], *, weighted: bool = Fa
     return KeyedJaggedTensor(
         keys=list(keys),
         values=torch.cat([jagged.values() for jagged in found.values()]),
-        weights=torch.cat([_weights(key, jagged) for key, jagged in found.items()]) if weighted else None,
+        weights=torch.cat(weights) if weights else None,
         lengths=together,
         stride=examples,
         length_per_key=length_per_key,
@@ -78,7 +84,17 @@ def _weights(key: str, jagged: JaggedTensor) -> torch.Tensor:
     weights: torch.Tensor | None = jagged.weights_or_none()
     if weights is None:
         raise InvalidInput(f"key {key!r} has ids without weights, for tables that weight them")
+    if weights.shape != jagged.values().shape:
+        shape = tuple(weights.shape)
+        raise InvalidInput(f"key {key!r} has {jagged.values().numel()} ids, and weights of shape {shape}")
     return weights
+
+
+def _refuse_weights(found: dict[str, JaggedTensor]) -> None:
+    """TorchRec's sharded modules would multiply rows by them, its unsharded ones would not."""
+    for key, jagged in found.items():
+        if jagged.weights_or_none() is not None:
+            raise InvalidInput(f"key {key!r} has ids with weights, for tables that do not weight them")
 
 
 def _described(value: Any) -> str:

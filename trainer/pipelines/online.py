@@ -134,7 +134,6 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         """Do a batch's preprocessing and send its ids out, as soon as it is on the device."""
         if batch is None or context.started:
             return
-        context.started = True
         with (
             record_function(f"## start_sparse_data_dist {context.index} ##"),
             self._stream_context(self._data_dist_stream),
@@ -143,6 +142,7 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
             with autocast(self._options, self._device):
                 self._ahead.compute(batch, context)
             _start_data_dist(self._ahead.modules, context, context)
+        context.started = True
         self._ahead.share_splits()
 
     def attach(self, model: nn.Module | None = None, sparse_dist: bool = True) -> None:  # noqa: ARG002

@@ -1,0 +1,234 @@
+"""Batches on their way to a device, with `meta` for one, and streams that stand in for those of a GPU."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack, tensorclass
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from torchrec.streamable import Pipelineable
+
+from trainer.pipelines.batches import hand_over, record_stream, tensors_in, to_device
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+def jagged(*ids: int) -> JaggedTensor:
+    return JaggedTensor(torch.tensor(ids), lengths=torch.tensor([1] * len(ids)), weights=torch.ones(len(ids)))
+
+
+def nested(*rows: list[int]) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
+
+
+def keyed() -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(["f"], torch.tensor([1, 2]), lengths=torch.tensor([1, 1]))
+
+
+def batch() -> TensorDict:
+    return TensorDict(
+        {
+            "jagged": jagged(1, 2),
+            "nested": nested([1], [2, 3]),
+            "dense": torch.ones(2),
+            "text": "text",
+            "sparse": TensorDict({"jagged": jagged(3, 4), "deeper": TensorDict({"jagged": jagged(5, 6)})}),
+        }
+    )
+
+
+def devices(value: Any) -> set[str]:
+    return {tensor.device.type for _, tensor in tensors_in(value)}
+
+
+@dataclass
+class Batch(Pipelineable):  # type: ignore[misc]  # torchrec's types are not followed
+    sparse: TensorDict
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
+        return Batch(to_device(self.sparse, device))
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        record_stream(self.sparse, stream)
+
+
+# To a device.
+
+
+def test_all_of_a_tensordict_is_copied() -> None:
+    copied = to_device(batch(), META)
+    assert devices(copied) == {"meta"}
+    assert [path for path, _ in tensors_in(copied)] == [path for path, _ in tensors_in(batch())]
+    assert copied["text"] == "text"
+
+
+def test_what_was_copied_from_stays_as_it_is() -> None:
+    given = batch()
+    before = list(tensors_in(given))
+    to_device(given, META)
+    assert all(
+        path == path_before and now is tensor
+        for (path, now), (path_before, tensor) in zip(tensors_in(given), before, strict=True)
+    )
+    assert devices(given) == {"cpu"}
+
+
+def test_a_tensordict_that_is_on_its_device_keeps_its_values() -> None:
+    for device in (None, CPU):
+        given = batch().to(device) if device else batch()
+        copied = to_device(given, CPU)
+        assert copied["jagged"].values().tolist() == [1, 2]
+        assert copied["sparse"]["deeper"]["jagged"].weights().tolist() == [1, 1]
+        assert copied["nested"]._values.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("device", [CPU, META])
+def test_a_locked_tensordict_is_copied(device: torch.device) -> None:
+    locked = batch().lock_()
+    copied = to_device(locked, device)
+    assert devices(copied) == {device.type}
+    assert locked.is_locked
+
+
+def test_a_keyed_jagged_tensor_in_a_tensordict_is_copied() -> None:
+    copied = to_device(TensorDict({"sparse": keyed(), "more": TensorDict({"sparse": keyed()})}), META)
+    assert copied["sparse"].device() == META
+    assert copied["more"]["sparse"].device() == META
+
+
+def test_a_pipelineable_in_a_tensordict_is_copied() -> None:
+    assert devices(to_device(TensorDict({"inner": Batch(batch())}), META)["inner"].sparse) == {"meta"}
+
+
+@tensorclass
+class Examples:
+    jagged: JaggedTensor
+    dense: torch.Tensor
+
+
+def test_a_tensorclass_in_a_tensordict_is_copied() -> None:
+    examples = Examples(jagged=jagged(1, 2), dense=torch.ones(2))
+    copied = to_device(TensorDict({"examples": examples}), META)
+    assert devices(copied) == {"meta"}
+
+
+def test_a_lazy_stack_is_copied() -> None:
+    stack = lazy_stack([TensorDict({"f": torch.ones(2)}), TensorDict({"f": torch.zeros(2)})])
+    copied = to_device(stack, META)
+    assert (copied.device, copied["f"].device, copied["f"].shape) == (META, META, (2, 2))
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), jagged(1), keyed()], ids=["tensor", "jagged", "keyed"])
+def test_other_batches_are_copied(value: Any) -> None:
+    copied = to_device(value, META)
+    assert devices(copied) == {"meta"}
+    assert type(copied) is type(value)
+
+
+def test_a_pipelineable_copies_itself() -> None:
+    assert devices(to_device(Batch(batch()), META).sparse) == {"meta"}
+
+
+# Streams.
+
+
+@pytest.fixture
+def recorded() -> Iterator[list[tuple[int, Any]]]:
+    """Which tensors' memory has been kept, for which streams."""
+    found: list[tuple[int, Any]] = []
+
+    def record(tensor: torch.Tensor, stream: Any) -> None:
+        found.append((tensor.data_ptr(), stream))
+
+    with mock.patch.object(torch.Tensor, "record_stream", record):
+        yield found
+
+
+def stream(device: torch.device = CPU) -> Any:
+    return mock.Mock(device=device)
+
+
+def memory(*tensors: torch.Tensor) -> set[int]:
+    return {tensor.data_ptr() for tensor in tensors}
+
+
+def test_all_memory_of_a_tensordict_is_kept(recorded: list[tuple[int, Any]]) -> None:
+    given, on = batch(), stream()
+    record_stream(given, on)
+    tensors = [given["dense"], given["nested"]._values, given["nested"]._offsets]
+    for one in (given["jagged"], given["sparse"]["jagged"], given["sparse"]["deeper"]["jagged"]):
+        tensors += [one.values(), one.lengths(), one.weights()]
+    assert {pointer for pointer, _ in recorded} == memory(*tensors)
+    assert all(used is on for _, used in recorded)
+
+
+def test_memory_of_what_is_in_containers_is_kept(recorded: list[tuple[int, Any]]) -> None:
+    first, second, third = torch.ones(1), torch.ones(1), torch.ones(1)
+    record_stream([first, {"a": (second, "text", None)}, SimpleNamespace(), TensorDict({"b": third})], stream())
+    assert {pointer for pointer, _ in recorded} == memory(first, second, third)
+
+
+def test_a_keyed_jagged_tensor_in_a_tensordict_is_kept(recorded: list[tuple[int, Any]]) -> None:
+    kjt = keyed()
+    record_stream(TensorDict({"sparse": kjt}), stream())
+    assert {pointer for pointer, _ in recorded} == memory(kjt.values(), kjt.lengths())
+
+
+def test_what_is_on_another_kind_of_device_is_not_kept(recorded: list[tuple[int, Any]]) -> None:
+    dense = torch.ones(1)
+    record_stream(TensorDict({"here": dense, "there": torch.ones(1, device="meta")}), stream())
+    assert {pointer for pointer, _ in recorded} == memory(dense)
+    record_stream(batch(), stream(torch.device("cuda")))
+    assert {pointer for pointer, _ in recorded} == memory(dense)
+
+
+def test_a_batch_that_knows_how_keeps_itself() -> None:
+    given, on = mock.Mock(spec=Batch), stream()
+    record_stream(given, on)
+    given.record_stream.assert_called_once_with(on)
+
+
+def test_what_is_handed_over_is_waited_for_and_then_kept_for_the_current_stream() -> None:
+    current, before, steps = stream(), stream(), []
+    current.wait_stream.side_effect = lambda other: steps.append(("waits", other))
+    given = mock.Mock(spec=Batch)
+    given.record_stream.side_effect = lambda on: steps.append(("kept", on))
+    device_module = mock.Mock(**{"current_stream.return_value": current})
+    with mock.patch.object(torch, "get_device_module", return_value=device_module) as found:
+        hand_over(given, before)
+    found.assert_called_once_with(before.device)
+    assert steps == [("waits", before), ("kept", current)]
+
+
+def test_without_streams_nothing_is_handed_over() -> None:
+    given = mock.Mock(spec=Batch)
+    hand_over(given, None)
+    given.record_stream.assert_not_called()
+
+
+# What is in a batch.
+
+
+def test_tensors_are_found_with_where_they_are() -> None:
+    dense, ids = torch.ones(1), jagged(1)
+    found = dict(tensors_in(TensorDict({"dense": dense, "in": TensorDict({"ids": ids}), "text": "text"})))
+    assert found.keys() == {
+        ("dense",),
+        ("in", "ids", "_values"),
+        ("in", "ids", "_lengths"),
+        ("in", "ids", "_weights"),
+    }
+    assert found["dense",] is dense
+    assert found["in", "ids", "_values"] is ids.values()
+
+
+def test_tensors_are_found_again_as_the_same() -> None:
+    """Whoever looks whether a batch was changed compares them."""
+    given = batch()
+    once, twice = dict(tensors_in(given)), dict(tensors_in(given))
+    assert once.keys() == twice.keys()
+    assert all(twice[path] is tensor for path, tensor in once.items())
