@@ -58,6 +58,15 @@ class AccumulationCycle:
         the mean of what it exchanged there stays what it is when it is averaged again.
         """
         if self._reducers is None:
-            self._reducers = [m for m in self._model.modules() if isinstance(m, DistributedDataParallel)]
+            self._reducers = [
+                one for one in _with_lookups(self._model) if isinstance(one, DistributedDataParallel)
+            ]
             return [reducer for reducer in self._reducers if not reducer.static_graph]
         return self._reducers
+
+
+def _with_lookups(model: nn.Module) -> Iterator[nn.Module]:
+    """All modules of a model, and the lookups of sharded ones, which keep them in plain lists."""
+    for module in model.modules():
+        yield module
+        yield from getattr(module, "_lookups", ())

@@ -1,8 +1,8 @@
 """Features in the order in which a sharded module expects them.
 
-TorchRec takes features by position, in the order in which a module's first batch had them. Of a TensorDict it takes
-the keys by position too, and remembers from then on whether features have to be reordered. Here they are put in
-that order by name.
+TorchRec takes features by position, in the order in which a module's first batch had them. Of a TensorDict it
+takes the keys by position too, and remembers from then on whether features have to be reordered. Here they are put
+in that order by name.
 """
 
 from typing import Any

@@ -46,7 +46,7 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
     called again. All ranks have to see equally many (see `Together`).
 
     Attributes:
-        stepped: the last `progress` completed an optimizer step.
+        stepped: the last `progress` completed an optimizer step, or left it out for an overflow.
         trained: batches trained on so far.
     """
 
@@ -83,7 +83,7 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         self._in_flight = {model.training: _InFlight(self.batches, self.contexts), not model.training: _InFlight()}
         self._training = model.training
         self._cycle = AccumulationCycle(model, options.grad_accum)
-        self._tables = DeferredTables(model) if options.defers_tables else None
+        self._tables = DeferredTables(model, lambda: self._ahead.in_forward) if options.defers_tables else None
         self._step = Step(optimizer, self._tables)
         self._scale = LossScale(options.loss_scale, device) if options.scales_loss else None
         self.stepped, self.trained = False, 0
@@ -161,14 +161,10 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
     def detach(self) -> nn.Module:
         """Give the model back as it was. Batches in flight are kept for when `progress` attaches to it again."""
         self._ahead.detach()
+        if self._tables:
+            self._tables.detach()
         self._model_attached = False
         return self._model
-
-    def close(self) -> None:
-        """Detach, and let fused tables be updated in backward again."""
-        self.detach()
-        if self._tables:
-            self._tables.close()
 
     def reset(self) -> None:
         """Forget the batches in flight, and the micro-batches of a step that is not complete."""
@@ -205,6 +201,8 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         if not self._ahead.attached:
             self.attach()
         self._ahead.check()
+        if self._tables:
+            self._tables.attach()
 
     def _forward(self, batch: In) -> tuple[torch.Tensor, Out]:
         self._ahead.in_forward = True

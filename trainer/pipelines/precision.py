@@ -35,7 +35,7 @@ class Step:
         # Fused tables are among them as a whole, without gradients.
         own = [parameter for parameter in parameters if not isinstance(parameter, ShardedTensor)]
         outputs = self._tables.outputs if self._tables else []
-        return [{"params": [p for p in (*own, *outputs) if p.is_leaf and p.grad is not None]}]
+        return [{"params": [p for p in (*own, *outputs) if p.grad is not None]}]
 
     @property
     def gradients(self) -> list[torch.Tensor]:

@@ -15,6 +15,7 @@ import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import nn
 from torchrec.distributed.embedding_lookup import GroupedEmbeddingsLookup
+from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
 from torchrec.distributed.mc_modules import ShardedManagedCollisionCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -27,22 +28,38 @@ from trainer.tracking.shards import lookups_of
 class DeferredTables:
     """The fused tables of a model, whose gradients are kept until they are applied."""
 
-    def __init__(self, model: nn.Module) -> None:
-        """Cut the lookups off.
+    def __init__(self, model: nn.Module, in_forward: Callable[[], bool]) -> None:
+        """Attach to nothing yet.
+
+        Args:
+            model: whose tables they are.
+            in_forward: whether a forward runs whose gradients are to be kept; others update their tables.
 
         Raises:
             InvalidInput: a table's gradients cannot be kept.
         """
-        _refuse_managed_collision(model)
+        _refuse_what_cannot_wait(model)
         self._lookups = [
-            DeferredLookup(f"lookup of module {name!r}", lookup)
+            DeferredLookup(self, f"lookup of module {name!r}", lookup, in_forward)
             for name, module in sharded_modules(model)
             for lookup in lookups_of(module)
-            if any(isinstance(kernel, SplitTableBatchedEmbeddingBagsCodegen) for kernel in _kernels(lookup))
+            if any(map(_is_fused, _kernels(lookup)))
         ]
         self._swaps = Swaps()
+
+    def attach(self) -> None:
+        """Cut the lookups off, from now on. Whoever has done so before no longer does."""
         for deferred in self._lookups:
+            before = vars(deferred.lookup).get("forward")
+            if before is deferred:
+                continue
+            if isinstance(before, DeferredLookup):
+                before.tables.detach()
             self._swaps.put(deferred.lookup, "forward", deferred)
+
+    def detach(self) -> None:
+        """Have lookups update their tables in backward again. Gradients stay kept."""
+        self._swaps.undo()
 
     @property
     def outputs(self) -> list[torch.Tensor]:
@@ -59,11 +76,6 @@ class DeferredTables:
         for deferred in self._lookups:
             deferred.kept.clear()
 
-    def close(self) -> None:
-        """Have lookups update their tables in backward again."""
-        self.clear()
-        self._swaps.undo()
-
 
 @dataclass
 class _Kept:
@@ -74,9 +86,8 @@ class _Kept:
 class DeferredLookup:
     """Stands in for the forward of a lookup over all of its kernels."""
 
-    def __init__(self, name: str, lookup: Any) -> None:
-        self._name, self.lookup = name, lookup
-        self._look_up: Callable[[KeyedJaggedTensor], torch.Tensor] = lookup.forward
+    def __init__(self, tables: DeferredTables, name: str, lookup: Any, in_forward: Callable[[], bool]) -> None:
+        self.tables, self._name, self.lookup, self._in_forward = tables, name, lookup, in_forward
         self.kept: list[_Kept] = []
 
     def __call__(self, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
@@ -85,8 +96,11 @@ class DeferredLookup:
         Raises:
             InvalidInput: the gradients of these features cannot be kept.
         """
-        if not torch.is_grad_enabled():
+        if not self._in_forward():
             return self._look_up(sparse_features)
+        if not torch.is_grad_enabled():
+            with _unnoticed(_kernels(self.lookup)):
+                return self._look_up(sparse_features)
         reason = why_not_deferred(sparse_features)
         if reason:
             raise InvalidInput(f"{self._name}: {reason}, so that its tables can't be updated once per step only")
@@ -101,11 +115,18 @@ class DeferredLookup:
         self.kept.clear()
         if not kept:
             return
+        for kernel in self.lookup._emb_modules:
+            if _is_fused(kernel.emb_module):
+                kernel.fused_optimizer.step()  # Takes up the learning rate of now.
         features = [one.features for one in kept]
         gradients = [one.output.grad for one in kept if one.output.grad is not None]
         with torch.enable_grad():
             output = self._look_up(one_batch(features))
         output.backward(self._one_gradient(features, gradients))  # type: ignore[no-untyped-call]
+
+    def _look_up(self, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
+        found: torch.Tensor = type(self.lookup).forward(self.lookup, sparse_features)
+        return found
 
     def _one_gradient(self, features: list[KeyedJaggedTensor], gradients: list[torch.Tensor]) -> torch.Tensor:
         if not isinstance(self.lookup, GroupedEmbeddingsLookup):  # [B, sum of dims]
@@ -164,27 +185,34 @@ def _copy(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
 @contextmanager
 def _unnoticed(kernels: list[Any]) -> Iterator[None]:
     """A kernel's forward counts as one of its optimizer's iterations: these are to leave no trace."""
-    fused = [kernel for kernel in kernels if isinstance(kernel, SplitTableBatchedEmbeddingBagsCodegen)]
-    before = [(kernel.training, int(kernel.iter_cpu)) for kernel in fused]
+    fused = [kernel for kernel in kernels if _is_fused(kernel)]
+    before = [(kernel.training, int(kernel.iter_cpu), kernel.iter.clone()) for kernel in fused]
     for kernel in fused:
         kernel.training = False
-    yield
-    for kernel, (training, iteration) in zip(fused, before, strict=True):
-        kernel.training = training
-        counted = int(kernel.iter_cpu) - iteration
-        if counted:
-            kernel.iter_cpu.sub_(counted)
-            kernel.iter.sub_(counted)
+    try:
+        yield
+    finally:
+        for kernel, (training, on_host, on_device) in zip(fused, before, strict=True):
+            kernel.training = training
+            kernel.iter_cpu.fill_(on_host)
+            kernel.iter.copy_(on_device)
 
 
 def _kernels(lookup: Any) -> list[Any]:
     return [kernel.emb_module for kernel in lookup._emb_modules]
 
 
-def _refuse_managed_collision(model: nn.Module) -> None:
+def _is_fused(kernel: Any) -> bool:
+    return isinstance(kernel, SplitTableBatchedEmbeddingBagsCodegen)
+
+
+def _refuse_what_cannot_wait(model: nn.Module) -> None:
+    """Here, where every rank sees it, and not only those that have such a table."""
     for name, module in named_modules(model):
         if isinstance(module, ShardedManagedCollisionCollection):
-            raise InvalidInput(
-                f"module {name!r} gives rows to other ids between micro-batches (managed collision), so that its "
-                f"tables can't be updated once per step only"
-            )
+            reason = "gives rows to other ids between micro-batches (managed collision)"
+        elif isinstance(module, ShardedFeatureProcessedEmbeddingBagCollection):
+            reason = "learns the weights of its features in the lookups' backward (feature processors)"
+        else:
+            continue
+        raise InvalidInput(f"module {name!r} {reason}, so that its tables can't be updated once per step only")

@@ -1,6 +1,49 @@
 """All scenarios: importing this registers them."""
 
 from tests.integration.trainer.pipelines.registry import SCENARIOS
-from tests.integration.trainer.pipelines.scenarios import running
+from tests.integration.trainer.pipelines.scenarios import (
+    accumulated_tables,
+    accumulation,
+    changed,
+    deferring,
+    embedding_modules,
+    mixed_features,
+    other_modules,
+    precision,
+    preprocessing,
+    refused,
+    refused_tensordicts,
+    running,
+    switching,
+    tensordicts,
+    tensordicts_in_batches,
+    together,
+    tracing,
+    tracked,
+    unequal,
+    weighted_tensordicts,
+)
 
-__all__ = ["SCENARIOS", "running"]
+__all__ = [
+    "SCENARIOS",
+    "accumulated_tables",
+    "accumulation",
+    "changed",
+    "deferring",
+    "embedding_modules",
+    "mixed_features",
+    "other_modules",
+    "precision",
+    "preprocessing",
+    "refused",
+    "refused_tensordicts",
+    "running",
+    "switching",
+    "tensordicts",
+    "tensordicts_in_batches",
+    "together",
+    "tracing",
+    "tracked",
+    "unequal",
+    "weighted_tensordicts",
+]

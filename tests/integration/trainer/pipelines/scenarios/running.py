@@ -1,13 +1,208 @@
 """Running: which batches are trained on, and when."""
 
-from tests.integration.trainer.pipelines.batches import batches
+import gc
+import weakref
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.integration.trainer.pipelines.batches import Batch, batches
+from tests.integration.trainer.pipelines.comparing import check_like_plain, check_same, told
 from tests.integration.trainer.pipelines.models import BOTH_RANKS, Regression
+from tests.integration.trainer.pipelines.prepared import Prepared, Shift, rich
 from tests.integration.trainer.pipelines.registry import SCENARIOS
-from tests.integration.trainer.pipelines.training import Training, farthest
+from tests.integration.trainer.pipelines.sources import Failing, Lost, Paused, despite_losses
+from tests.integration.trainer.pipelines.training import Training, sgd, through
+from tests.integration.trainer.torchrec_defects.models import bags
+
+scenario = SCENARIOS.scenario("running", ranks=2)
+
+BATCHES = 7
 
 
-@SCENARIOS.scenario("running", ranks=2)
+def _pair(make: Any = Regression) -> tuple[Training, Training]:
+    return Training(make(), BOTH_RANKS), Training(make(), BOTH_RANKS)
+
+
+@scenario
 def every_batch_is_trained_on_once_and_in_order() -> None:
-    plain, pipelined = Training(Regression(), BOTH_RANKS), Training(Regression(), BOTH_RANKS)
-    assert pipelined.pipelined(batches(7)) == plain.plainly(batches(7))
-    assert farthest(pipelined.held(), plain.held()) == 0
+    plain, pipelined = _pair()
+    assert pipelined.pipelined(batches(BATCHES)) == plain.plainly(batches(BATCHES))
+    check_same(pipelined.held(), plain.held())
+
+
+@scenario
+def data_ends_after_few_batches() -> None:
+    for number in range(4):
+        plain, pipelined = _pair()
+        pipeline = pipelined.pipeline()
+        iterator = batches(number)
+        assert through(pipeline, iterator) == plain.plainly(batches(number))
+        assert pipeline.trained == number
+        with pytest.raises(StopIteration):
+            pipeline.progress(iterator)
+        pipeline.detach()
+        check_same(pipelined.held(), plain.held())
+
+
+@scenario
+def data_never_ends() -> None:
+    pipeline = Training(Regression(), BOTH_RANKS).pipeline()
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def endless() -> Iterator[Batch]:
+        while True:
+            for batch in batches(4):
+                alive.append(weakref.ref(batch.dense))
+                yield batch
+                del batch
+
+    iterator = endless()
+    for number in range(1, 20):
+        pipeline.progress(iterator)
+        assert len(alive) == number + 2
+    gc.collect()
+    assert [one() is None for one in alive] == [True] * 19 + [False] * 2
+
+
+@scenario
+def data_pauses_and_comes_back() -> None:
+    for arrived in range(4):
+        for ends in (True, False):
+            plain, pipelined = _pair()
+            expected, pipeline = plain.plainly(batches(BATCHES)), pipelined.pipeline()
+            iterator = Paused(batches(BATCHES), arrived, ends=ends)
+            assert through(pipeline, iterator) == expected[:arrived]
+            assert through(pipeline, iterator) == []
+            iterator.arrived = BATCHES
+            assert through(pipeline, iterator) == expected[arrived:]
+            check_same(pipelined.held(), plain.held())
+
+
+@scenario
+def data_pauses_while_batches_are_in_flight() -> None:
+    plain, pipelined = _pair()
+    expected, pipeline = plain.plainly(batches(BATCHES)), pipelined.pipeline()
+    iterator = Paused(batches(BATCHES), 3, ends=True)
+    outputs = [pipeline.progress(iterator) for _ in range(2)]
+    iterator.arrived = BATCHES
+    assert outputs + through(pipeline, iterator) == expected
+    check_same(pipelined.held(), plain.held())
+
+
+@scenario
+def nothing_is_lost_when_the_iterator_fails() -> None:
+    for place in range(5):
+        plain, pipelined = _pair()
+        iterator, pipeline = Failing(batches(BATCHES), [place]), pipelined.pipeline()
+        assert despite_losses(pipeline, iterator) == (plain.plainly(batches(BATCHES)), 1)
+        assert pipeline.trained == BATCHES
+        check_same(pipelined.held(), plain.held())
+
+
+@scenario
+def micro_batches_are_counted_on_when_the_iterator_fails() -> None:
+    for place in range(5):
+        whole, pipelined = _pair()
+        iterator, pipeline = Failing(batches(BATCHES), [place]), pipelined.pipeline(grad_accum=2)
+        assert despite_losses(pipeline, iterator) == (whole.pipelined(batches(BATCHES), grad_accum=2), 1)
+        check_same(pipelined.held(), whole.held())
+
+
+@scenario
+def another_iterator_goes_on_after_what_was_taken_from_the_first() -> None:
+    plain, pipelined = _pair()
+    pipeline, first = pipelined.pipeline(), batches(5)
+    outputs = [pipeline.progress(first) for _ in range(2)]
+    outputs += through(pipeline, batches(3, seed=1))
+    assert outputs == plain.plainly(chain(islice(batches(5), 4), batches(3, seed=1)))
+    assert len(list(first)) == 1
+    check_same(pipelined.held(), plain.held())
+
+
+@scenario
+def an_error_in_forward_is_told_at_its_batch() -> None:
+    def prepare(model: Any, batch: Any) -> Any:
+        return [model.shift(batch.sparse, batch.number)]
+
+    class Picky(Shift):
+        def forward(self, features: Any, number: Any) -> Any:
+            if number == 3:
+                raise Lost
+            return super().forward(features, number)
+
+    plain, pipelined = _pair(Prepared(prepare, {"shift": Picky}))
+    pipeline, iterator, outputs, losses = pipelined.pipeline(), iter(rich(5)), [], 0
+    for _ in range(7):
+        try:
+            outputs.append(pipeline.progress(iterator))
+        except Lost:
+            losses += 1
+    assert losses == 4
+    assert outputs == plain.plainly(rich(3))
+    check_same(pipelined.held(), plain.held())
+
+
+@scenario
+def batches_and_steps_are_counted() -> None:
+    pipeline, iterator = Training(Regression(), BOTH_RANKS).pipeline(grad_accum=3), batches(7)
+    assert (pipeline.trained, pipeline.stepped) == (0, False)
+    seen = []
+    for _ in range(7):
+        pipeline.progress(iterator)
+        seen.append((pipeline.trained, pipeline.stepped))
+    assert seen == [(n, n in (3, 6, 7)) for n in range(1, 8)]
+    with pytest.raises(StopIteration):
+        pipeline.progress(iterator)
+    assert (pipeline.trained, pipeline.stepped) == (7, False)
+
+
+class Around(nn.Module):
+    """A sharded module within plain ones, and parameters that all ranks have, if any."""
+
+    def __init__(self, *, dense: bool) -> None:
+        super().__init__()
+        self.within = nn.ModuleDict({"one": nn.ModuleList([bags("f", "g")])})
+        self.scale = nn.Linear(1, 1) if dense else None
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        found = self.get_submodule("within.one.0")(batch.sparse).values().sum(1)
+        loss = nn.functional.mse_loss(found, batch.label)
+        loss = loss if self.scale is None else self.scale(loss.view(1, 1)).sum()
+        return loss, loss.detach()
+
+
+@scenario
+def a_sharded_module_is_within_plain_ones() -> None:
+    for dense in (True, False):
+        plain, pipelined = (Training(Around(dense=dense), BOTH_RANKS, dense=_sgd_of_any) for _ in range(2))
+        assert any(isinstance(m, DistributedDataParallel) for m in plain.model.modules()) == dense
+        with told() as reasons:
+            assert pipelined.pipelined(batches(BATCHES)) == plain.plainly(batches(BATCHES))
+        assert reasons == {}
+        check_same(pipelined.held(), plain.held())
+
+
+def _sgd_of_any(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """Optimizers refuse to have no parameters."""
+    return sgd([*parameters, nn.Parameter(torch.zeros(1))])
+
+
+@scenario
+def a_model_without_anything_to_look_up() -> None:
+    check_like_plain(lambda: nn.Sequential(_Dense()), batches=batches)
+
+
+class _Dense(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.over = nn.Linear(3, 1)
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        loss = nn.functional.mse_loss(self.over(batch.dense).squeeze(1), batch.label)
+        return loss, loss.detach()

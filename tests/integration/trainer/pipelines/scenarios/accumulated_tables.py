@@ -1,0 +1,264 @@
+"""Tables that are updated once per optimizer step: as by the larger batch that its micro-batches make up."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import fx, nn
+from torchrec.distributed.sharding_plan import (
+    ParameterShardingGenerator,
+    column_wise,
+    data_parallel,
+    row_wise,
+    table_wise,
+)
+from torchrec.modules.embedding_configs import DataType, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from tests.integration.trainer.pipelines.batches import ROWS
+from tests.integration.trainer.pipelines.registry import SCENARIOS
+from tests.integration.trainer.pipelines.scenarios.micro_batches import (
+    ROUNDING,
+    Predicting,
+    check_as_larger,
+    iterations,
+    joined,
+    micro_batches,
+    where_used,
+)
+from tests.integration.trainer.pipelines.training import Training, farthest, through
+from tests.integration.trainer.torchrec_defects.models import META, bag, bags, kernels_of, sequences
+
+FUSED = {"compute_kernel": "fused"}
+SECOND, BY_ROWS = table_wise(rank=1, **FUSED), row_wise(**FUSED)
+BY_COLUMNS, TWO_ON_ONE = column_wise(ranks=[0, 1], **FUSED), column_wise(ranks=[1, 1], **FUSED)
+OPTIMIZERS = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD)
+EVERY_WAY = {"rows": BY_ROWS, "whole": SECOND, "columns": BY_COLUMNS, "halves": TWO_ON_ONE}
+# A width that halves can be kernels' widths of.
+WIDE = 8
+
+
+def _every_sharding(pooling: PoolingType, *, weighted: bool = False) -> nn.Module:
+    """Tables of each sharding, two with the same feature."""
+    features = {"rows": "f", "whole": "f", "columns": "g", "halves": "g"}
+    tables = [bag(name, key, dim=WIDE, pooling=pooling) for name, key in features.items()]
+    return Predicting(bags=EmbeddingBagCollection(tables=tables, device=META, is_weighted=weighted))
+
+
+@SCENARIOS.scenario("accumulated_tables", ranks=2)
+def sums_of_rows_under_every_optimizer() -> None:
+    for optimizer in OPTIMIZERS:
+        build = partial(_training_every_sharding, PoolingType.SUM, optimizer)
+        check_as_larger(build, micro_batches(7), steps_of=3)
+
+
+@SCENARIOS.scenario("accumulated_tables", ranks=2)
+def means_of_rows_under_every_optimizer() -> None:
+    for optimizer in OPTIMIZERS:
+        build = partial(_training_every_sharding, PoolingType.MEAN, optimizer)
+        check_as_larger(build, micro_batches(7), steps_of=3)
+
+
+def _training_every_sharding(pooling: PoolingType, optimizer: EmbOptimType, *, weighted: bool = False) -> Training:
+    return Training(_every_sharding(pooling, weighted=weighted), EVERY_WAY, tables=optimizer)
+
+
+@SCENARIOS.scenario("accumulated_tables", ranks=2)
+def weighted_features() -> None:
+    for pooling in PoolingType.SUM, PoolingType.MEAN:
+        build = partial(_training_every_sharding, pooling, EmbOptimType.EXACT_ADAGRAD, weighted=True)
+        check_as_larger(build, micro_batches(7, weighted=True), steps_of=3)
+
+
+@SCENARIOS.scenario("accumulated_tables", ranks=2)
+def sequences_of_rows_under_every_optimizer() -> None:
+    names = {"a": SECOND, "b": BY_ROWS, "c": BY_COLUMNS, "d": SECOND, "e": BY_ROWS}
+    for optimizer in OPTIMIZERS:
+        build = partial(_training, names, optimizer, lambda: Predicting(ids=sequences(*names)))
+        check_as_larger(build, micro_batches(7, *names), steps_of=3)
+
+
+def _training(
+    sharding: Mapping[str, ParameterShardingGenerator],
+    optimizer: EmbOptimType,
+    make: Callable[[], nn.Module],
+) -> Training:
+    return Training(make(), sharding, tables=optimizer)
+
+
+@SCENARIOS.scenario("accumulated_tables", ranks=2)
+def bags_beside_sequences_of_the_same_features() -> None:
+    def build() -> Training:
+        model = Predicting(bags=bags("f", "g"), ids=sequences("f", "g"))
+        return Training(model, {"f": BY_ROWS, "g": SECOND}, tables=EmbOptimType.EXACT_ROWWISE_ADAGRAD)
+
+    check_as_larger(build, micro_batches(8), steps_of=4)
+
+
+@SCENARIOS.scenario("accumulated_tables", ranks=2)
+def tables_of_different_widths_in_one_kernel() -> None:
+    def build() -> Training:
+        tables = [bag("a", "f", dim=4), bag("b", "g", dim=12), bag("c", "f", "g", dim=8)]
+        return Training(Predicting(bags=bags(*tables)), dict.fromkeys("abc", SECOND))
+
+    check_as_larger(build, micro_batches(8), steps_of=4)
+
+
+@SCENARIOS.scenario("accumulated_tables", ranks=2)
+def tables_in_several_kernels_of_one_lookup() -> None:
+    """Bags that are added up and such that are averaged, and one whose kernel is not fused."""
+
+    def build() -> Training:
+        tables = [bag("a", "f"), bag("b", "g", pooling=PoolingType.MEAN), bag("c", "f", "g")]
+        dense = table_wise(rank=1, compute_kernel="dense")
+        return Training(Predicting(bags=bags(*tables)), {"a": SECOND, "b": SECOND, "c": dense})
+
+    check_as_larger(build, micro_batches(7), steps_of=3)
+
+
+@SCENARIOS.scenario("accumulated_tables", ranks=2)
+def copies_on_every_rank_beside_fused_tables() -> None:
+    def build() -> Training:
+        return Training(Predicting(bags=bags("f", "g")), {"f": data_parallel(), "g": BY_ROWS})
+
+    check_as_larger(build, micro_batches(7), steps_of=3)
+
+
+@SCENARIOS.scenario("accumulated_tables", ranks=2)
+def rows_of_float16() -> None:
+    def build() -> Training:
+        tables = [bag(name, dim=WIDE, data_type=DataType.FP16) for name in "fg"]
+        return Training(Predicting(bags=bags(*tables)), {"f": BY_ROWS, "g": SECOND})
+
+    # One step, which rounds once: each rounds a sum in another order, maybe to the neighbouring number.
+    check_as_larger(build, micro_batches(4), steps_of=4, tolerance=2**-11)
+
+
+@SCENARIOS.scenario("accumulated_tables", ranks=2)
+def a_rank_that_none_of_the_ids_reach() -> None:
+    """Ids of the first half of the rows: the other rank, which holds the rest, looks nothing up."""
+    for model in _bags_by_rows, _sequences_by_rows:
+        check_as_larger(model, micro_batches(6, below=ROWS // 2), steps_of=3)
+
+
+@SCENARIOS.scenario("accumulated_tables", ranks=2)
+def micro_batches_without_an_id() -> None:
+    without, some = micro_batches(6, below=0), micro_batches(6)
+    for model in _bags_by_rows, _sequences_by_rows:
+        check_as_larger(model, [without[0], some[0], some[1], *without[1:4], *some[2:4], without[4]], steps_of=3)
+
+
+def _bags_by_rows() -> Training:
+    return Training(Predicting(bags=bags("f", "g")), {"f": BY_ROWS, "g": BY_ROWS})
+
+
+def _sequences_by_rows() -> Training:
+    return Training(Predicting(ids=sequences("f", "g")), {"f": BY_ROWS, "g": BY_ROWS})
+
+
+@SCENARIOS.scenario("accumulated_tables", ranks=2)
+def micro_batches_of_different_sizes_count_the_same() -> None:
+    """What they make up has them all weigh the same, however few examples one has."""
+    first, second = micro_batches(1, size=2)[0], micro_batches(1, size=6, seed=1)[0]
+    accumulated, plain = _bags_by_rows(), _bags_by_rows()
+    accumulated.pipelined([first, second], grad_accum=2, accumulate_tables=True)
+    plain.plainly([joined([first, first, first, second])])
+    assert farthest(accumulated.held(), plain.held()) < ROUNDING
+
+
+class SometimesUnused(Predicting):
+    """Uses what it looks up in the second collection only for examples whose first dense value says so."""
+
+    def __init__(self) -> None:
+        super().__init__(always=bags("f"), seldom=bags("g"))
+
+    def predicted(self, batch: Any) -> torch.Tensor:
+        always, seldom = self.found(batch)
+        found = [always, where_used(batch.dense[:, 0], seldom), batch.dense]
+        predicted: torch.Tensor = self.over(torch.cat(found, dim=1)).squeeze(1)
+        return predicted
+
+
+@SCENARIOS.scenario("accumulated_tables", ranks=2)
+def micro_batches_whose_loss_is_without_the_output_of_a_module() -> None:
+    def build() -> Training:
+        return Training(SometimesUnused(), {"f": BY_ROWS, "g": BY_ROWS}, tables=EmbOptimType.EXACT_ADAGRAD)
+
+    batches = micro_batches(9)
+    for batch, used in zip(batches, (1, 0, 1, 0, 0, 0, 0, 1, 0), strict=True):
+        batch.dense[:, 0] = used
+    check_as_larger(build, batches, steps_of=3)
+
+
+@fx.wrap
+def _other_ids(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(features.keys(), (features.values() + 5) % ROWS, lengths=features.lengths())
+
+
+class CalledTwice(Predicting):
+    """Looks up in one collection what a batch has, and other ids."""
+
+    twice: nn.Module
+
+    def __init__(self) -> None:
+        super().__init__(twice=bags("f", "g"))
+
+    def predicted(self, batch: Any) -> torch.Tensor:
+        found = self.twice(batch.sparse).values() - 2 * self.twice(_other_ids(batch.sparse)).values()
+        predicted: torch.Tensor = self.over(torch.cat([found, batch.dense], dim=1)).squeeze(1)
+        return predicted
+
+
+@SCENARIOS.scenario("accumulated_tables", ranks=2)
+def a_collection_that_is_called_twice_in_one_forward() -> None:
+    check_as_larger(lambda: Training(CalledTwice(), {"f": BY_ROWS, "g": SECOND}), micro_batches(7), steps_of=3)
+
+
+@SCENARIOS.scenario("accumulated_tables", ranks=2)
+def kernels_count_optimizer_steps_as_iterations() -> None:
+    training = _counting()
+    training.pipelined(micro_batches(8), grad_accum=3, accumulate_tables=True)
+    assert iterations(training) == [3] * len(iterations(training)) != []
+
+
+@SCENARIOS.scenario("accumulated_tables", ranks=2)
+def kernels_go_on_counting_where_a_checkpoint_was() -> None:
+    """FBGEMM takes up the saved count in the first lookup of a kernel."""
+    training = _counting()
+    for kernel in kernels_of(training.model):
+        kernel.iter.fill_(100)
+    training.pipelined(micro_batches(4), grad_accum=2, accumulate_tables=True)
+    assert iterations(training) == [102] * len(iterations(training))
+
+
+@SCENARIOS.scenario("accumulated_tables", ranks=2)
+def kernels_do_not_count_evaluation() -> None:
+    training = _counting()
+    pipeline = training.pipeline(grad_accum=2, accumulate_tables=True)
+    for batch in micro_batches(4):
+        through(pipeline, [batch, batch])
+        training.model.eval()
+        with torch.no_grad():
+            through(pipeline, [batch])
+        training.model.train()
+    assert iterations(training) == [4] * len(iterations(training))
+
+
+def _counting() -> Training:
+    model = Predicting(bags=bags("f", "g"), ids=sequences("f", "g"))
+    return Training(model, {"f": BY_ROWS, "g": BY_ROWS}, tables=EmbOptimType.EXACT_ROWWISE_ADAGRAD)
+
+
+@SCENARIOS.scenario("accumulated_tables", ranks=2)
+def a_lookup_that_fails_leaves_kernels_as_they_were() -> None:
+    training = _bags_by_rows()
+    pipeline = training.pipeline(grad_accum=2, accumulate_tables=True)
+    kernels = list(kernels_of(training.model))
+    with patch.object(kernels[0], "forward", side_effect=KeyError("no rows")), pytest.raises(KeyError):
+        through(pipeline, micro_batches(1))
+    assert all(kernel.training for kernel in kernels)

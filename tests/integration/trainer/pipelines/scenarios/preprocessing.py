@@ -1,0 +1,377 @@
+"""Preprocessing: done ahead of forward, each call with its own result."""
+
+from collections.abc import Callable
+from enum import Enum
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from tests.integration.trainer.pipelines.batches import ROWS
+from tests.integration.trainer.pipelines.comparing import check_like_plain, check_same, told
+from tests.integration.trainer.pipelines.models import BOTH_RANKS
+from tests.integration.trainer.pipelines.prepared import (
+    Does,
+    Prepared,
+    PreparedModel,
+    Several,
+    Shift,
+    Together,
+    amount,
+    rich,
+    shifted,
+    with_values,
+)
+from tests.integration.trainer.pipelines.registry import SCENARIOS
+from tests.integration.trainer.pipelines.training import Training
+
+scenario = SCENARIOS.scenario("preprocessing", ranks=2)
+
+
+class Kind(Enum):
+    ONE = 1
+    OTHER = 2
+
+
+CONSTANTS: tuple[Any, ...] = (
+    *(0, 1, True, 1.0, 2, -7, 0.5, float("inf"), 1j),
+    *("", "one", "two", None, False),
+    *((), (1, 2), (2, 1), [1, 2], [[1], [2, (3, None)]], {}, {"a": 1}, {"a": [1, {"b": None}]}),
+    *(Kind.ONE, Kind.OTHER),
+    *(slice(1, 2), slice(None), range(3), torch.int64, torch.float32, torch.device("cpu"), torch.strided),
+)
+
+
+def _shifts(*calls: Callable[[Any, Any], KeyedJaggedTensor]) -> Prepared:
+    """A model whose lookups need all of these calls of one module."""
+    return Prepared(
+        lambda model, batch: [model.together([call(model, batch) for call in calls])],
+        {"shift": Shift, "together": Together},
+    )
+
+
+def _check_calls(*calls: Callable[[Any, Any], KeyedJaggedTensor]) -> None:
+    check_like_plain(_shifts(*calls), ahead={"shift": len(calls), "together": 1})
+
+
+def _nested(name: str, make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """A model in a model, with a module that makes its features."""
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.list = nn.ModuleList([Prepared(_prepare, {"own": make})()])
+
+        def forward(self, batch: Any) -> Any:
+            return self.list[0](batch)
+
+    def _prepare(model: Any, batch: Any) -> Any:
+        return [model.get_submodule(name)(batch.sparse, 3)]
+
+    return Outer
+
+
+@scenario
+def a_module_of_a_module_that_has_collections_is_called_ahead() -> None:
+    check_like_plain(_nested("own", Shift), ahead={"list.0.own": 1})
+
+
+@scenario
+def a_module_of_a_module_without_collections_is_called_ahead() -> None:
+    class Middle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.deep = nn.ModuleDict({"a": nn.ModuleList([Shift(), Shift()])})
+
+    check_like_plain(_nested("own.deep.a.1", Middle), ahead={"list.0.own.deep.a.1": 1})
+
+
+@scenario
+def modules_within_a_module_are_called_ahead_with_it() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Shift(), Shift()
+
+        def forward(self, features: KeyedJaggedTensor) -> Any:
+            return self.second(self.first(features, 1), 2)
+
+    check_like_plain(
+        Prepared(lambda m, b: [m.both(b.sparse)], {"both": Both}), ahead={"both.first": 1, "both.second": 1}
+    )
+
+
+@scenario
+def calls_with_different_constants_have_their_own_results() -> None:
+    _check_calls(*(partial(lambda m, b, constant: m.shift(b.sparse, constant), constant=c) for c in CONSTANTS))
+
+
+@scenario
+def constants_that_are_equal_but_of_other_types_are_different() -> None:
+    equal = (1, True, 1.0)
+    assert len({amount(one) % ROWS for one in equal}) == len(equal)
+
+    def prepare(model: Any, batch: Any) -> Any:
+        """Forward makes the calls in another order than its trace."""
+        ahead = isinstance(batch, torch.fx.Proxy)
+        found = {type(one): model.shift(batch.sparse, one) for one in (equal if ahead else equal[::-1])}
+        return [found[type(one)] for one in equal]
+
+    make = Prepared(prepare, {"shift": Shift}, collections=("bags", "more", "most"))
+    check_like_plain(make, ahead={"shift": 3})
+
+
+@scenario
+def a_call_that_is_not_made_ahead_comes_before_one_that_is() -> None:
+    def prepare(model: Any, batch: Any) -> Any:
+        later = model.shift(batch.sparse, batch.amount + 1)
+        return [later, model.shift(batch.sparse, batch.amount)]
+
+    check_like_plain(
+        Prepared(prepare, {"shift": Shift}, collections=("bags", "more")),
+        ahead={"shift": 1},
+        refused={"bags": "changed on the way, by add"},
+    )
+
+
+@scenario
+def calls_with_different_parts_of_the_batch_have_their_own_results() -> None:
+    _check_calls(
+        lambda m, b: m.shift(b.sparse, b.amount),
+        lambda m, b: m.shift(b.sparse, b.inner.amount),
+        lambda m, b: m.shift(b.sparse, b.named["one"]),
+        lambda m, b: m.shift(b.sparse, b.named["other"]),
+        lambda m, b: m.shift(b.sparse, b.named.get("one"), b.named.get("none")),
+        lambda m, b: m.shift(b.sparse, b.named.get("none", 3)),
+        lambda m, b: m.shift(b.sparse, b.listed[0]),
+        lambda m, b: m.shift(b.sparse, b.listed[-1]),
+        lambda m, b: m.shift(b.sparse, b.listed),
+        lambda m, b: m.shift(b.sparse, b.number),
+        lambda m, b: m.shift(b.sparse, b.inner),
+        lambda m, b: m.shift(b.sparse, b.extra),
+        lambda m, b: m.shift(b.wrapped, 5),
+    )
+
+
+@scenario
+def items_of_a_keyed_jagged_tensor_are_inputs() -> None:
+    def jagged(features: Any, one: Any) -> KeyedJaggedTensor:
+        return shifted(features, one.values().sum() + one.lengths().sum())
+
+    check_like_plain(
+        Prepared(
+            lambda m, b: [m.together([m.does(b.sparse, b.sparse["f"]), m.does(b.sparse, b.sparse["g"])])],
+            {"does": lambda: Does(jagged), "together": Together},
+        ),
+        ahead={"does": 2, "together": 1},
+    )
+
+
+@scenario
+def none_lists_dicts_and_keywords_are_mixed() -> None:
+    _check_calls(
+        lambda m, b: m.shift(b.sparse, None, [b.amount, 1, None], {"a": b.inner.amount, "b": (2, b.listed[1])}),
+        lambda m, b: m.shift(b.sparse, None, [b.amount, 1, None], {"a": b.inner.amount, "b": (2, b.listed[0])}),
+        lambda m, b: m.shift(b.sparse, None, [b.amount, 2, None], {"a": b.inner.amount, "b": (2, b.listed[1])}),
+        lambda m, b: m.shift(b.sparse, one=b.amount, other=[None]),
+        lambda m, b: m.shift(b.sparse, other=b.amount, one=[None]),
+        lambda m, b: m.shift(features=b.sparse, other=b.amount),
+        lambda m, b: m.shift(b.sparse, slice(b.number, 2), (b.number, "x")),
+    )
+
+
+@scenario
+def tensors_of_the_model_are_inputs() -> None:
+    class Constant(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("kept", torch.tensor([3]))
+            self.register_buffer("temporary", torch.tensor([5]), persistent=False)
+            self.plain = torch.tensor([7])
+
+    check_like_plain(
+        Prepared(
+            lambda m, b: [
+                m.together(
+                    [
+                        m.shift(b.sparse, m.offset),
+                        m.shift(b.sparse, m.held.kept),
+                        m.shift(b.sparse, [m.held.temporary, b.amount]),
+                        m.shift(b.sparse, m.held.plain),
+                    ]
+                )
+            ],
+            {"shift": Shift, "together": Together, "held": Constant},
+            buffers={"offset": 2},
+        ),
+        ahead={"shift": 4, "together": 1},
+    )
+
+
+@scenario
+def outputs_of_other_modules_are_inputs() -> None:
+    def prepare(model: Any, batch: Any) -> Any:
+        first = model.one(batch.sparse, batch.amount)
+        second = model.other(first, model.one(batch.sparse, 4))
+        return [model.together([first, second, model.other(first, second)])]
+
+    modules = {"one": Shift, "other": Shift, "together": Together}
+    check_like_plain(Prepared(prepare, modules), ahead={"one": 2, "other": 2, "together": 1})
+
+
+@scenario
+def a_module_is_applied_to_its_own_output() -> None:
+    _check_calls(lambda m, b: m.shift(b.sparse, 1), lambda m, b: m.shift(b.sparse, 2))
+    check_like_plain(
+        Prepared(lambda m, b: [m.shift(m.shift(m.shift(b.sparse, 1), 2), b.amount)], {"shift": Shift}),
+        ahead={"shift": 3},
+    )
+
+
+@scenario
+def items_are_taken_from_what_a_module_returns() -> None:
+    def prepare(model: Any, batch: Any) -> Any:
+        listed, named = model.listed(batch.sparse), model.named(batch.sparse)
+        return [model.together([listed[1], model.shift(listed[0], 3), named["b"], named.get("a")])]
+
+    modules = {
+        "listed": Several,
+        "named": lambda: Several(lambda several: dict(zip("ab", several, strict=True))),
+        "shift": Shift,
+        "together": Together,
+    }
+    check_like_plain(Prepared(prepare, modules), ahead={"listed": 1, "named": 1, "shift": 1, "together": 1})
+
+
+@scenario
+def a_tuple_of_a_module_is_unpacked() -> None:
+    def prepare(model: Any, batch: Any) -> Any:
+        found = model.several(batch.sparse)
+        return [found[0], found[1]]
+
+    check_like_plain(Prepared(prepare, {"several": Several}, collections=("bags", "more")), ahead={"several": 1})
+
+
+@scenario
+def two_calls_with_the_same_arguments_are_two_calls() -> None:
+    _check_calls(lambda m, b: m.shift(b.sparse, 1), lambda m, b: m.shift(b.sparse, 1))
+
+
+@scenario
+def a_call_for_something_else_leaves_a_result_to_the_one_it_is_for() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.prepared = Prepared(lambda m, b: [m.shift(b.sparse, 1)], {"shift": Shift})()
+
+        def forward(self, batch: Any) -> Any:
+            other = self.prepared.shift(batch.sparse, 1).values().sum()
+            loss, _ = self.prepared(batch)
+            return loss + other, loss.detach()
+
+    check_like_plain(Twice)
+
+
+@scenario
+def one_output_is_shared_by_two_collections() -> None:
+    def prepare(model: Any, batch: Any) -> Any:
+        features = model.shift(batch.sparse, batch.amount)
+        return [features, features, model.shift(features, 2)]
+
+    check_like_plain(Prepared(prepare, {"shift": Shift}, collections=("bags", "more", "most")), ahead={"shift": 2})
+
+
+@scenario
+def one_call_is_made_ahead_and_another_on_what_was_looked_up_is_not() -> None:
+    class Second(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = Prepared(lambda m, b: [m.shift(b.sparse, 1)], {"shift": Shift})()
+            self.second = Prepared(lambda _, b: [b])()
+
+        def forward(self, batch: Any) -> Any:
+            loss, output = self.first(batch)
+            features = self.first.shift(batch.sparse, output.sign())
+            found = self.second.bags(features).values().sum()
+            return loss + found, output + found.detach()
+
+    check_like_plain(
+        Second,
+        ahead={"first.shift": 1},
+        refused={"second.bags": "changed on the way", "first.shift": "changed on the way"},
+    )
+
+
+@scenario
+def a_module_is_used_under_two_names() -> None:
+    def make() -> nn.Module:
+        model = _shifts(lambda m, b: m.shift(b.sparse, 1), lambda m, b: m.again(b.sparse, 2))()
+        model.again = model.shift
+        return model
+
+    check_like_plain(make, ahead={"shift": 2, "together": 1})
+
+
+@scenario
+def a_scripted_module_is_called_ahead() -> None:
+    class Scripted(nn.Module):
+        def forward(self, values: torch.Tensor, by: int) -> torch.Tensor:
+            return (values + by) % 16
+
+    def prepare(model: Any, batch: Any) -> Any:
+        values = model.values(batch.sparse)
+        return [model.wrap(batch.sparse, model.scripted(values, 1), model.scripted(values, 2))]
+
+    modules: dict[str, Callable[[], nn.Module]] = {
+        "scripted": lambda: torch.jit.script(Scripted()),
+        "values": lambda: Does(lambda features: features.values()),
+        "wrap": lambda: Does(lambda features, one, other: with_values(features, (one + 3 * other) % ROWS)),
+    }
+    check_like_plain(Prepared(prepare, modules), ahead={"values": 1, "wrap": 1})
+
+
+@scenario
+def preprocessing_without_gradients_is_done_ahead() -> None:
+    def made(features: Any, dense: Any) -> Any:
+        with torch.no_grad():
+            return shifted(features, dense.sum().long())
+
+    check_like_plain(
+        Prepared(lambda m, b: [m.does(b.sparse, b.dense)], {"does": lambda: Does(made)}), ahead={"does": 1}
+    )
+
+
+@scenario
+def preprocessing_runs_under_autocast() -> None:
+    def product(features: Any, dense: Any, weights: Any) -> Any:
+        return shifted(features, ((dense @ weights).sum() * 1000).long())
+
+    class Wide(PreparedModel):
+        def __init__(self) -> None:
+            super().__init__(
+                Prepared(lambda m, b: [m.does(b.sparse, b.dense, m.weights)], {"does": lambda: Does(product)})
+            )
+            self.register_buffer("weights", torch.linspace(0, 1, 12).view(3, 4))
+
+    training, exact = Training(Wide(), BOTH_RANKS), Training(Wide(), BOTH_RANKS)
+    pipelined = Training(Wide(), BOTH_RANKS)
+    with told() as reasons:
+        outputs = pipelined.pipelined(rich(6), enable_amp=True)
+    assert reasons == {}
+    with mock.patch.object(training, "model", _Autocast(training.model)):
+        assert outputs == training.plainly(rich(6))
+    assert outputs != exact.plainly(rich(6))
+    check_same(pipelined.held(), training.held())
+
+
+class _Autocast(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.model(batch)

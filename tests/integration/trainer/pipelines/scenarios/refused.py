@@ -1,0 +1,223 @@
+"""What cannot be done ahead of forward: it is done in forward, and the reason is logged."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from sync_service.errors import InvalidInput
+from tests.integration.trainer.pipelines.batches import ROWS
+from tests.integration.trainer.pipelines.comparing import check_like_plain, check_noticed_later
+from tests.integration.trainer.pipelines.models import BOTH_RANKS
+from tests.integration.trainer.pipelines.prepared import (
+    Prepared,
+    PreparedModel,
+    Shift,
+    does,
+    rich,
+    shifted,
+    with_values,
+)
+from tests.integration.trainer.pipelines.registry import SCENARIOS
+from tests.integration.trainer.pipelines.training import Training
+
+scenario = SCENARIOS.scenario("refused", ranks=2)
+
+TWO = ("bags", "more")
+
+
+@scenario
+def a_module_with_parameters_to_train() -> None:
+    class Learned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.Parameter(torch.ones(ROWS))
+
+        def forward(self, features: KeyedJaggedTensor) -> Any:
+            order = torch.argsort(self.weights, stable=True)
+            return with_values(features, order[features.values()])
+
+    check_like_plain(
+        Prepared(lambda m, b: [m.learned(m.shift(b.sparse, 1))], {"learned": Learned, "shift": Shift}),
+        refused={"learned": "'learned' has parameters to train", "bags": "'learned' has parameters to train"},
+    )
+
+
+@scenario
+def a_parameter_as_an_input() -> None:
+    check_like_plain(
+        Prepared(lambda m, b: [m.shift(b.sparse, m.over.bias)], {"shift": Shift}),
+        refused={"shift": "the parameter 'over.bias'", "bags": "the parameter 'over.bias'"},
+    )
+
+
+@scenario
+def an_input_that_a_function_has_changed() -> None:
+    check_like_plain(
+        Prepared(lambda m, b: [m.shift(b.sparse, b.amount + 1), b.sparse], {"shift": Shift}, TWO),
+        refused={"shift": "changed on the way, by add", "bags": "changed on the way, by add"},
+    )
+
+
+@scenario
+def an_input_that_a_method_has_changed() -> None:
+    check_like_plain(
+        Prepared(lambda m, b: [m.shift(b.sparse, b.amount.neg())], {"shift": Shift}),
+        refused={"shift": "changed on the way, by neg", "bags": "changed on the way, by neg"},
+    )
+
+
+@scenario
+def a_sharded_module_called_twice() -> None:
+    class Twice(PreparedModel):
+        def forward(self, batch: Any) -> Any:
+            again = self.bags(self.shift(batch.sparse, 1)).values().sum()
+            loss, _ = super().forward(batch)
+            return loss + again, loss.detach()
+
+    check_like_plain(
+        lambda: Twice(Prepared(lambda m, b: [b.sparse, m.shift(b.sparse, 2)], {"shift": Shift}, TWO)),
+        refused={"bags": "it is called 2 times in one forward"},
+    )
+
+
+@scenario
+def a_sharded_module_called_without_anything_of_the_batch() -> None:
+    ids = KeyedJaggedTensor(["f", "g"], torch.tensor([1, 2]), lengths=torch.tensor([1, 0, 0, 0, 0, 1, 0, 0]))
+    check_like_plain(
+        Prepared(lambda m, b: [m.does(), b.sparse], does(lambda: ids), TWO),
+        refused={"does": "is called without arguments", "bags": "is called without arguments"},
+    )
+
+
+@scenario
+def a_forward_that_branches_on_data() -> None:
+    def prepare(model: Any, batch: Any) -> Any:
+        return [model.shift(batch.sparse, 1 if batch.label.sum() > 0 else 2)]
+
+    check_like_plain(
+        Prepared(prepare, {"shift": Shift}), refused={"bags": "the model's forward can't be traced: TraceError"}
+    )
+
+
+@scenario
+def a_constant_that_a_trace_cannot_hold() -> None:
+    check_like_plain(
+        Prepared(lambda m, b: [m.shift(b.sparse, b"one")], {"shift": Shift}),
+        refused={"bags": "the model's forward can't be traced: NotImplementedError"},
+    )
+
+
+@scenario
+def a_forward_of_any_arguments() -> None:
+    class Anything(PreparedModel):
+        def forward(self, *args: Any) -> Any:
+            return super().forward(args[0])
+
+    check_like_plain(
+        lambda: Anything(Prepared(lambda _, b: [b.sparse])),
+        refused={"bags": "its features can't be made ahead: TypeError"},
+    )
+
+
+@scenario
+def an_argument_with_a_default() -> None:
+    class Defaults(PreparedModel):
+        def forward(self, batch: Any, by: int = 3, also: Any = None) -> Any:
+            loss, output = super().forward(batch)
+            return loss, output
+
+    check_like_plain(
+        lambda: Defaults(Prepared(lambda m, b: [m.shift(b.sparse, 1)], {"shift": Shift})), ahead={"shift": 1}
+    )
+
+
+@scenario
+def a_call_that_fails_where_forward_does_not_make_it() -> None:
+    def prepare(model: Any, batch: Any) -> Any:
+        if batch.extra is not None:
+            return [model.does(batch.sparse, batch.extra)]
+        return [model.shift(batch.sparse, batch.amount)]
+
+    check_like_plain(
+        Prepared(prepare, does(lambda features, extra: shifted(features, extra.sum()))),
+        refused={"does": "it can't be called ahead: AttributeError", "bags": "it can't be called ahead"},
+        batches=lambda count: rich(count, extras=False),
+    )
+
+
+@scenario
+def a_call_that_fails_beside_one_that_does_not() -> None:
+    def prepare(model: Any, batch: Any) -> Any:
+        other = model.shift(batch.sparse, batch.amount)
+        if batch.extra is not None:
+            return [model.does(batch.sparse, batch.extra), other]
+        return [batch.sparse, other]
+
+    failed = "it can't be called ahead: AttributeError"
+    check_like_plain(
+        Prepared(prepare, does(lambda features, extra: shifted(features, extra.sum())), TWO),
+        ahead={"shift": 1},
+        refused={"does": failed, "bags": failed},
+        batches=lambda count: rich(count, extras=False),
+    )
+
+
+@scenario
+def an_access_that_fails_where_forward_does_not_make_it() -> None:
+    def prepare(model: Any, batch: Any) -> Any:
+        return [batch.extra.sparse if batch.extra is not None else batch.sparse]
+
+    check_like_plain(
+        Prepared(prepare),
+        refused={"bags": "its features can't be made ahead: AttributeError"},
+        batches=lambda count: rich(count, extras=False),
+    )
+
+
+@scenario
+def features_that_are_others_from_a_later_batch_on() -> None:
+    def prepare(model: Any, batch: Any) -> Any:
+        return [model.shift(batch.sparse, 1 if batch.extra is not None else 2)]
+
+    check_noticed_later(Prepared(prepare, {"shift": Shift}), "shift", "bags")
+    check_noticed_later(Prepared(prepare, {"shift": Shift}), "bags")
+
+
+@scenario
+def names_that_no_module_has() -> None:
+    training = Training(Prepared(lambda _, b: [b.sparse])(), BOTH_RANKS)
+    with pytest.raises(InvalidInput, match="not_ahead: the model has no module 'sacks'"):
+        training.pipeline(not_ahead=["sacks"])
+
+
+@scenario
+def a_call_that_fails_for_a_later_batch() -> None:
+    def prepare(model: Any, batch: Any) -> Any:
+        if batch.extra is not None:
+            return [model.does(batch.sparse, batch.extra)]
+        return [model.shift(batch.sparse, batch.amount)]
+
+    make = Prepared(prepare, does(lambda features, extra: shifted(features, extra.sum())))
+    with pytest.raises(AttributeError) as failed:
+        Training(make(), BOTH_RANKS).pipelined(rich(3))
+    assert "module 'does'" in failed.value.__notes__[0]
+    assert "PipelineOptions.not_ahead" in failed.value.__notes__[0]
+    named = "it is named in not_ahead"
+    check_like_plain(make, refused={"does": named, "bags": named}, not_ahead=["does"])
+
+
+@scenario
+def a_batch_that_cannot_be_copied() -> None:
+    def batches(count: int) -> Any:
+        for batch in rich(count):
+            batch.dense = batch.dense.requires_grad_() * 2
+            yield batch
+
+    check_like_plain(
+        Prepared(lambda m, b: [m.shift(b.sparse, 1)], {"shift": Shift}),
+        refused={"shift": "it can't be tried on a copy", "bags": "it can't be tried on a copy"},
+        batches=batches,
+    )

@@ -1,0 +1,79 @@
+"""Tracing a model, to see what can be done ahead, leaves it as it is."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.integration.trainer.pipelines.comparing import check_like_plain
+from tests.integration.trainer.pipelines.prepared import Prepared, Shift, rich
+from tests.integration.trainer.pipelines.registry import SCENARIOS
+
+scenario = SCENARIOS.scenario("tracing", ranks=2)
+
+OFFSET = torch.tensor([11])
+
+
+def _around(change: Any) -> None:
+    """A model whose loss, and nothing that is done ahead, depends on what `change` returns."""
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Prepared(lambda m, b: [m.shift(b.sparse, 1)], {"shift": Shift})()
+            self.register_buffer("seen", torch.zeros(1))
+            self.rebound: Any = torch.zeros(1)
+            self.dropout = nn.Dropout(0.5)
+            torch.manual_seed(5)
+
+        def forward(self, batch: Any) -> Any:
+            loss, _ = self.inner(batch)
+            loss = self.dropout(loss * change(self)).sum()
+            return loss, loss.detach()
+
+    def seeded(count: int) -> Any:
+        torch.manual_seed(5)
+        yield from rich(count)
+
+    check_like_plain(Around, ahead={"inner.shift": 1}, batches=seeded)
+
+
+def _counted(model: Any) -> Any:
+    model.seen += 1
+    return model.seen.clone()
+
+
+def _rebound(model: Any) -> Any:
+    model.seen = model.seen + 1
+    return model.seen
+
+
+def _kept(model: Any) -> Any:
+    model.rebound = model.rebound + 1
+    return model.rebound
+
+
+@scenario
+def a_buffer_that_forward_writes_to() -> None:
+    _around(_counted)
+
+
+@scenario
+def a_buffer_that_forward_replaces() -> None:
+    _around(_rebound)
+
+
+@scenario
+def an_attribute_that_forward_replaces() -> None:
+    _around(_kept)
+
+
+@scenario
+def random_numbers_that_forward_draws() -> None:
+    _around(lambda _: torch.rand(1))
+
+
+@scenario
+def a_tensor_of_nobody_is_an_input() -> None:
+    make = Prepared(lambda m, b: [m.shift(b.sparse, OFFSET)], {"shift": Shift})
+    check_like_plain(make, ahead={"shift": 1})
