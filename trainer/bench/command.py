@@ -9,37 +9,56 @@ import click
 from rich.console import Console
 
 from sync_service.cli.config import CONTEXT
-from trainer.bench import memory, publish, tracker, tracking
-
-BENCHES: dict[str, Callable[[Console], dict[str, Any]]] = {
-    "publish": publish.run,
-    "memory": memory.run,
-    "tracking": tracking.run,
-    "tracker": tracker.run,
-}
+from trainer.bench import memory, pipelines, publish, tracker, tracking
+from trainer.bench.pipelines_options import pipelines_options
 
 
 def _list(ctx: click.Context, _param: click.Parameter, wanted: bool) -> None:
     if wanted:
-        click.echo("\n".join(BENCHES))
+        click.echo("\n".join(bench.commands))
         ctx.exit()
 
 
-@click.command(context_settings=CONTEXT)
-@click.argument("name", type=click.Choice(list(BENCHES)))
-@click.option(
-    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures here."
-)
+@click.group()
 @click.option("--list", is_flag=True, is_eager=True, expose_value=False, callback=_list, help="List the names.")
-def bench(name: str, json_file: Path | None) -> None:
-    """Measure on this machine, as ratios in one run.
+def bench() -> None:
+    """Measure on this machine, as ratios in one run."""
 
-    \b
-    publish   throughput from a trainer's publish to a replica's rows, against a bare gRPC stream
-    memory    what the service holds beside its tables and stamps
-    tracking  step time of the demo's model with tracking and publishing on, against off
-    tracker   time and memory of the tracker beside TorchRec's, and step time with it against without
-    """
-    figures = BENCHES[name](Console(soft_wrap=True, highlight=False))
-    if json_file:
-        json_file.write_text(json.dumps(figures, indent=2) + "\n")
+
+def _command(run: Callable[..., dict[str, Any]]) -> Callable[..., None]:
+    @click.option(
+        "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures here."
+    )
+    def measure(json_file: Path | None, **settings: Any) -> None:
+        figures = run(Console(soft_wrap=True, highlight=False), **settings)
+        if json_file:
+            json_file.write_text(json.dumps(figures, indent=2) + "\n")
+
+    return measure
+
+
+def _add(name: str, command: Callable[..., None], says: str) -> None:
+    bench.command(name, help=says, context_settings=CONTEXT)(command)
+
+
+_add(
+    "publish",
+    _command(publish.run),
+    "Throughput from a trainer's publish to a replica's rows, against a bare gRPC stream.",
+)
+_add("memory", _command(memory.run), "What the service holds beside its tables and stamps.")
+_add(
+    "tracking",
+    _command(tracking.run),
+    "Step time of the demo's model with tracking and publishing on, against off.",
+)
+_add(
+    "tracker",
+    _command(tracker.run),
+    "Time and memory of the tracker beside TorchRec's, and step time with it against without.",
+)
+_add(
+    "pipelines",
+    pipelines_options(_command(pipelines.run)),
+    "Step time and memory of the training pipelines: TorchRec's, and ours with each of its options.",
+)

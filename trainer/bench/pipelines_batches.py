@@ -67,9 +67,7 @@ class Examples:
 
     def pinned(self) -> "Examples":
         """In memory that is copied to a GPU without waiting."""
-        return Examples(
-            self.keys, *(getattr(self, f.name).pin_memory() for f in fields(self) if f.name != "keys")
-        )
+        return Examples(self.keys, *(getattr(self, f.name).pin_memory() for f in fields(self) if f.name != "keys"))
 
     def batch(self) -> Batch:
         """One that remembers nothing of having been used, as what a loader hands out."""

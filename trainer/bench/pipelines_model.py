@@ -1,5 +1,6 @@
 """What the pipeline benchmark trains: bags of rows, dense features, and layers over both."""
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -32,9 +33,7 @@ class BagModel(nn.Module):
     def __init__(self, sizes: Sizes, device: torch.device) -> None:
         super().__init__()
         tables = [
-            EmbeddingBagConfig(
-                name=name, num_embeddings=sizes.rows, embedding_dim=sizes.dim, feature_names=[name]
-            )
+            EmbeddingBagConfig(name=name, num_embeddings=sizes.rows, embedding_dim=sizes.dim, feature_names=[name])
             for name in table_names(sizes)
         ]
         self.sparse = EmbeddingBagCollection(tables=tables, device=device)
@@ -130,6 +129,6 @@ def _plan(
 
 def _layers(device: torch.device, *widths: int) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for inputs, outputs in zip(widths[:-1], widths[1:], strict=True):
+    for inputs, outputs in pairwise(widths):
         layers += [nn.Linear(inputs, outputs, device=device), nn.ReLU()]
     return nn.Sequential(*layers[:-1])

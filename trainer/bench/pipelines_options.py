@@ -1,6 +1,6 @@
-"""Sizes of the pipeline benchmark: the same for the command and for the ranks that it starts."""
+"""What the pipeline benchmark measures: options of the command and of the ranks that it starts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
@@ -8,6 +8,20 @@ import click
 
 F = TypeVar("F", bound=Callable[..., Any])
 GRAD_ACCUM = 4
+NAMES = {
+    "base": "TorchRec's base",
+    "sparse_dist": "TorchRec's sparse-dist",
+    "ours": "ours",
+    "tensordict": "ours, TensorDicts",
+    "accumulation": f"ours, {GRAD_ACCUM} micro-batches",
+    "accumulation_tables": f"ours, {GRAD_ACCUM}, tables too",
+    "amp": "ours, bfloat16",
+    "sparse_dist_preprocessing": "TorchRec's, preprocessing",
+    "preprocessing": "ours, preprocessing",
+    "tracking": "ours, tracking",
+    "publishing": "ours, publishing",
+}
+"""Of the variants, and how they are printed."""
 
 
 def _size(default: int, meaning: str) -> Any:
@@ -38,14 +52,28 @@ class Sizes:
         return [text for name, value in asdict(self).items() for text in (_flag(name), str(value))]
 
 
-def size_options(command: F) -> F:
-    """Add an option for each size to a click command."""
+def pipelines_options(command: F) -> F:
+    """Add an option for each size, and one for the variants, to a click command."""
+    command = click.option(
+        "--variant", "variants", type=click.Choice(list(NAMES)), multiple=True,
+        help="Measure this one and what it is compared with, instead of all; may be repeated.",
+    )(command)  # fmt: skip
     for one in reversed(fields(Sizes)):
         option = click.option(
             _flag(one.name), type=click.IntRange(1), default=one.default, help=one.metadata["help"]
         )
         command = option(command)
     return command
+
+
+def ratio_name(variant: str) -> str:
+    """What the ratio of a variant's step time to that of another is called."""
+    return "pipeline" if variant == "ours" else variant
+
+
+def variant_arguments(variants: Sequence[str]) -> list[str]:
+    """The command-line arguments that ask for these variants."""
+    return [text for name in variants for text in ("--variant", name)]
 
 
 def _flag(name: str) -> str:

@@ -7,7 +7,6 @@ where their memory lies, which no number of turns would average out.
 """
 
 import json
-import math
 import statistics
 import time
 from collections import deque
@@ -24,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.distributed import TrainPipelineSparseDist
 
+from trainer.bench.spread import interval
 from trainer.data.batch import ClickBatch, click_batch
 from trainer.data.features import FeatureOptions, Featurizer
 from trainer.data.stream import batches, open_stream
@@ -162,7 +162,7 @@ def _figures(rounds: list[list[list[_Taken]]], tracking: _Tracking) -> dict[str,
     found = {"off_ms": 1e3 * step, "rounds": len(rounds), "tracker_share": share}
     for place, name in enumerate(("tracking", "publishing")[: len(ways[0]) - 1], 1):
         ratios = sorted(way[place].seconds / way[0].seconds for way in ways)
-        low, high = _interval(ratios)
+        low, high = interval(ratios)
         found |= {
             f"{name}_step_ratio": statistics.median(ratios),
             f"{name}_step_ratio_low": low,
@@ -171,13 +171,6 @@ def _figures(rounds: list[list[list[_Taken]]], tracking: _Tracking) -> dict[str,
             f"{name}_ms": 1e3 * statistics.median(way[place].seconds for way in ways) / TURN,
         }
     return found
-
-
-def _interval(ordered: list[float]) -> tuple[float, float]:
-    """Where the median lies with a probability of 95 %, whatever the distribution."""
-    reach = math.ceil(0.98 * math.sqrt(len(ordered)))
-    below = max(0, len(ordered) // 2 - reach)
-    return ordered[below], ordered[-1 - below]
 
 
 if __name__ == "__main__":

@@ -1,16 +1,21 @@
 """Batches on their way to the device: whatever a forward may be called with."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase, is_tensor_collection, is_tensorclass
+from torch.nested._internal.nested_tensor import NestedTensor
 from torchrec.distributed.train_pipeline.utils import _to_device
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.streamable import Multistreamable, Pipelineable
 
 # Where a tensor is inside of a value.
 Path = tuple[Any, ...]
+_PLAIN = frozenset({int, float, bool, str})
+# What a jagged tensor is made of: all else that it holds is computed from these.
+_OF_JAGGED = ("_values", "_weights", "_lengths", "_offsets", "_stride_per_key_per_rank", "_inverse_indices")
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -46,21 +51,32 @@ def record_stream(value: Any, stream: torch.Stream) -> None:
             tensor.record_stream(stream)
 
 
-def tensors_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
+def tensors_in(value: Any) -> list[tuple[Path, torch.Tensor]]:
     """The tensors within containers, dataclasses and what pipelines take as batches, and where they are."""
-    if isinstance(value, torch.Tensor) and not value.is_nested:
-        yield path, value
-    else:
-        for name, part in _parts(value):
-            yield from tensors_in(part, (*path, name))
+    found: list[tuple[Path, torch.Tensor]] = []
+    _collect(value, (), found)
+    return found
 
 
-def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
-    if isinstance(value, torch.Tensor):  # Nested: its version does not tell when its values are written to.
-        yield from ((name, getattr(value, name, None)) for name in ("_values", "_offsets", "_lengths"))
-    elif isinstance(value, list | tuple):
-        yield from enumerate(value)
-    elif isinstance(value, Mapping):
-        yield from ((key, value[key]) for key in value.keys())  # noqa: SIM118  # A TensorDict iterates over examples.
-    elif isinstance(value, Multistreamable) or dataclasses.is_dataclass(value):
-        yield from vars(value).items()
+def _collect(value: Any, path: Path, found: list[tuple[Path, torch.Tensor]]) -> None:
+    # Asked anything else than for its attributes, a nested tensor answers by way of Python, slowly.
+    if isinstance(value, torch.Tensor) and not isinstance(value, NestedTensor):
+        found.append((path, value))
+        return
+    for name, part in _parts(value):
+        if part is not None and type(part) not in _PLAIN:
+            _collect(part, (*path, name), found)
+
+
+def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(value, NestedTensor):  # Its own version does not tell when its values are written to.
+        return [(name, getattr(value, name)) for name in ("_values", "_offsets", "_lengths")]
+    if isinstance(value, JaggedTensor | KeyedJaggedTensor):
+        return [(name, vars(value).get(name)) for name in _OF_JAGGED]
+    if isinstance(value, list | tuple):
+        return enumerate(value)
+    if isinstance(value, Mapping):
+        return [(key, value[key]) for key in value.keys()]  # noqa: SIM118  # A TensorDict iterates over examples.
+    if isinstance(value, Multistreamable) or dataclasses.is_dataclass(value):
+        return vars(value).items()
+    return ()

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
+from torch.nested._internal.nested_tensor import NestedTensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from sync_service.errors import InvalidInput
@@ -25,13 +26,11 @@ def to_kjt(features: TensorDictBase, keys: Sequence[str], *, weighted: bool | No
     if not keys or len(set(keys)) < len(keys):
         raise InvalidInput(f"keys {list(keys)}: expected at least one, and each of them once")
     found = {key: _jagged(features, key) for key in keys}
-    lengths = {key: _lengths(jagged) for key, jagged in found.items()}
-    examples = _examples(lengths)
     weights = [_weights(key, jagged) for key, jagged in found.items()] if weighted else None
     if weighted is False:
         _refuse_weights(found)
-    together = torch.cat(list(lengths.values()))
-    length_per_key = together.view(len(keys), examples).sum(1).tolist()
+    lengths = _lengths(found)
+    length_per_key = lengths.sum(1).tolist()
     for (key, jagged), length in zip(found.items(), length_per_key, strict=True):
         if jagged.values().numel() != length:
             raise InvalidInput(f"key {key!r}: {jagged.values().numel()} ids, and lengths that add up to {length}")
@@ -39,8 +38,8 @@ def to_kjt(features: TensorDictBase, keys: Sequence[str], *, weighted: bool | No
         keys=list(keys),
         values=torch.cat([jagged.values() for jagged in found.values()]),
         weights=torch.cat(weights) if weights else None,
-        lengths=together,
-        stride=examples,
+        lengths=lengths.view(-1),
+        stride=lengths.shape[1],
         length_per_key=length_per_key,
     )
 
@@ -50,8 +49,9 @@ def _jagged(features: TensorDictBase, key: str) -> JaggedTensor:
         there = ", ".join(map(str, features.keys()))
         raise InvalidInput(f"key {key!r} is not in the TensorDict, which has {there}")
     value = features[key]  # `get` hands out a JaggedTensor in a wrapper.
-    if isinstance(value, torch.Tensor) and value.layout == torch.jagged and value.dim() == 2:
-        whole: Any = value.contiguous()  # One that was narrowed has gaps between its values.
+    # Asked anything else than for its attributes, a nested tensor answers by way of Python, slowly.
+    if isinstance(value, NestedTensor) and value._values.dim() == 1:
+        whole: Any = value if value._lengths is None else value.contiguous()  # A narrowed one has gaps.
         value = JaggedTensor(values=whole._values, offsets=whole._offsets)
     if not isinstance(value, JaggedTensor):
         raise InvalidInput(
@@ -64,20 +64,27 @@ def _jagged(features: TensorDictBase, key: str) -> JaggedTensor:
     return value
 
 
-def _lengths(jagged: JaggedTensor) -> torch.Tensor:
-    lengths: torch.Tensor | None = jagged.lengths_or_none()
-    return torch.diff(jagged.offsets()) if lengths is None else lengths
+def _lengths(found: dict[str, JaggedTensor]) -> torch.Tensor:
+    """Of all keys [keys, B]."""
+    lengths = [jagged.lengths_or_none() for jagged in found.values()]
+    examples = [
+        jagged.offsets().numel() - 1 if length is None else length.numel()
+        for jagged, length in zip(found.values(), lengths, strict=True)
+    ]
+    _check_examples(dict(zip(found, examples, strict=True)))
+    if all(length is None for length in lengths):
+        return torch.diff(torch.stack([jagged.offsets() for jagged in found.values()]))
+    return torch.stack([jagged.lengths() for jagged in found.values()])
 
 
-def _examples(lengths: dict[str, torch.Tensor]) -> int:
-    first, examples = next((key, length.numel()) for key, length in lengths.items())
-    for key, length in lengths.items():
-        if length.numel() != examples:
+def _check_examples(examples: dict[str, int]) -> None:
+    first, expected = next(iter(examples.items()))
+    for key, count in examples.items():
+        if count != expected:
             raise InvalidInput(
-                f"key {key!r} has {length.numel()} examples, key {first!r} has {examples}: features of variable "
-                f"batch size need a KeyedJaggedTensor with inverse indices"
+                f"key {key!r} has {count} examples, key {first!r} has {expected}: features of variable batch size "
+                f"need a KeyedJaggedTensor with inverse indices"
             )
-    return examples
 
 
 def _weights(key: str, jagged: JaggedTensor) -> torch.Tensor:

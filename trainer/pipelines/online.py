@@ -102,7 +102,7 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
             raise StopIteration
         self._ensure_attached()
         self.start_sparse_data_dist(self.batches[0], self.contexts[0])
-        self.wait_sparse_data_dist(self.contexts[0])
+        self._receive(0)
         self._set_module_context(self.contexts[0])
         hand_over(self.batches[0], self._data_dist_stream)
         if len(self.batches) > 1:
@@ -114,11 +114,10 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
 
     def fill_pipeline(self, dataloader_iter: Iterator[In]) -> None:
         """Take up to two batches, unless there are some. An iterator that had no more is asked again."""
-        if self.batches:
-            return
-        self._dataloader_exhausted = False
-        if self.enqueue_batch(dataloader_iter):
-            self.enqueue_batch(dataloader_iter)
+        if not self.batches:
+            self._dataloader_exhausted = False
+        while len(self.batches) < 2 and self.enqueue_batch(dataloader_iter):
+            pass
 
     def copy_batch_to_gpu(self, dataloader_iter: Iterator[In]) -> tuple[In | None, LookAheadContext]:
         """Take a batch, if there is one, and copy it to the device."""
@@ -216,7 +215,7 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
 
     def _evaluate(self) -> Out:
         _, output = self._forward(self.batches[0])
-        self._receive_next()
+        self._receive(1)
         return output
 
     def _train(self) -> Out:
@@ -225,7 +224,7 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         closes = self._cycle.closes(last=len(self.batches) == 1)
         with self._cycle.micro_batch(closes=closes):
             losses, output = self._forward(self.batches[0])
-            self._receive_next()
+            self._receive(1)
             self._backward(losses)
         if closes:
             self._optimizer_step()
@@ -234,9 +233,10 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         self.trained += 1
         return output
 
-    def _receive_next(self) -> None:
-        if len(self.batches) > 1:
-            self.wait_sparse_data_dist(self.contexts[1])
+    def _receive(self, place: int) -> None:
+        """Have the ids of a batch in flight come in, if there is one and they do not already."""
+        if len(self.contexts) > place and self.contexts[place].fused_splits_awaitables:
+            self.wait_sparse_data_dist(self.contexts[place])
 
     def _backward(self, losses: torch.Tensor) -> None:
         loss = self._cycle.share(losses)

@@ -1,7 +1,7 @@
 """Mixed precision: autocast around forward, and a grad scaler where gradients are too small for their type."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -16,7 +16,7 @@ from trainer.pipelines.tables import DeferredTables
 
 def autocast(options: PipelineOptions, device: torch.device) -> AbstractContextManager[Any]:
     """What forward runs in."""
-    return torch.autocast(device.type, dtype=options.amp_dtype, enabled=options.enable_amp)
+    return torch.autocast(device.type, dtype=options.amp_dtype) if options.enable_amp else nullcontext()
 
 
 class Step:

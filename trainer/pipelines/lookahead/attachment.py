@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torchrec.distributed.model_parallel import ShardedModule, get_unwrapped_module
 from torchrec.distributed.train_pipeline.runtime_forwards import BaseForward, KJTAllToAllForward
 
@@ -74,6 +74,7 @@ class LookAhead:
         Raises:
             Contradiction: another kind of pipeline is attached.
         """
+        self._detach_others()
         mode = self._model.training
         if mode not in self._plans:
             self._plans[mode] = self._make_plan(batch)
@@ -87,7 +88,12 @@ class LookAhead:
         self.attached, self._sharing_splits = True, False
 
     def detach(self) -> None:
-        """Put the modules' own forwards back."""
+        """Put the modules' own forwards back.
+
+        Raises:
+            Contradiction: others have been put there.
+        """
+        self.check()
         for swaps in self._swaps.values():
             swaps.undo()
         self._swaps.clear()
@@ -156,7 +162,14 @@ class LookAhead:
         """Do what comes before the lookups: accesses to the batch and preprocessing."""
         modules = {forward.name: partial(forward.ahead, context) for forward in self.preprocessing}
         for node in self._plan.nodes:
-            context.values[node] = compute(node, batch, self._model, modules, context.values)
+            try:
+                context.values[node] = compute(node, batch, self._model, modules, context.values)
+            except Exception as error:
+                error.add_note(
+                    f"raised ahead of forward, by {_what(node)}: if forward does not do so for every batch, name "
+                    f"the module in PipelineOptions.not_ahead"
+                )
+                raise
 
     def share_splits(self) -> None:
         """Have modules say together how much they are going to send. Once they have been given a batch."""
@@ -169,6 +182,12 @@ class LookAhead:
                     together = KJTAllToAllForward(pg=dist._pg, splits=dist._splits, stagger=dist._stagger)
                     self._swap(module.forward.name, dist, "forward", together)
 
+    def _detach_others(self) -> None:
+        for module in self._model.modules():
+            before = vars(module).get("forward")
+            if isinstance(before, LookupForward):
+                before.owner.detach()
+
     def _make_plan(self, batch: Any) -> Plan:
         plan = make_plan(self._model, self._given_up)
         while early := self._why_not_early(plan, batch):
@@ -180,16 +199,13 @@ class LookAhead:
 
     def _why_not_early(self, plan: Plan, batch: Any) -> dict[str, str]:
         """Ranks have other batches, and may find other reasons."""
-        reasons, names = why_not_early(plan, self._model, batch), list(plan.preprocessing)
+        reasons, names = why_not_early(plan, self._model, batch), [*plan.preprocessing, *plan.lookups]
         found = on_any_rank([name in reasons for name in names], self._device)
         elsewhere = "another rank has found that it can't be called ahead"
         return {name: reasons.get(name, elsewhere) for name, flag in zip(names, found, strict=True) if flag}
 
     def _swap_lookup(self, name: str, module: Any) -> None:
-        before = vars(module).get("forward")
-        if isinstance(before, LookupForward):
-            before.owner.detach()
-        elif isinstance(before, BaseForward):
+        if isinstance(vars(module).get("forward"), BaseForward):
             raise Contradiction(f"module {name!r} is attached to another pipeline; detach() that one first")
         arguments = LookupArguments(name, self._plan.lookups[name])
         self._swap(name, module, "forward", LookupForward(self, arguments, module, self._stream))
@@ -205,6 +221,10 @@ def _all_to_alls(module: nn.Module) -> Iterator[Any]:
         for dist in getattr(child, "_input_dists", ()):
             if hasattr(dist, "_dist"):
                 yield dist._dist
+
+
+def _what(node: fx.Node) -> str:
+    return f"module {node.target!r}" if node.op == "call_module" else f"{node.name} of the batch"
 
 
 def _log_not_ahead(name: str, reason: str) -> None:

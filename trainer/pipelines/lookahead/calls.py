@@ -1,7 +1,7 @@
 """A call that was made ahead, and whether the one that forward makes is the same."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,12 +26,20 @@ class Call:
     arguments: dict[Any, Any]
     result: Any
     seen: dict[Path, tuple[torch.Tensor, int]]
+    buffers: list[tuple[torch.Tensor, int]]
 
     @classmethod
-    def made(cls, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any = None) -> "Call":
+    def made(
+        cls,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        result: Any = None,
+        buffers: Iterable[torch.Tensor] = (),
+    ) -> "Call":
         """Note a call that has just been made."""
         arguments = _named(args, kwargs)
-        return cls(arguments, result, {path: (t, _version(t)) for path, t in tensors_in(arguments)})
+        seen = {path: (t, _version(t)) for path, t in tensors_in(arguments)}
+        return cls(arguments, result, seen, [(t, _version(t)) for t in buffers])
 
     def why_different(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
         """Why this call does not stand for one with these arguments; empty if it does."""
@@ -44,6 +52,8 @@ class Call:
         return self._why_outdated()
 
     def _why_outdated(self) -> str:
+        if any(_version(tensor) != version for tensor, version in self.buffers):
+            return "its buffers have been written to since"
         now = dict(tensors_in(self.arguments))
         for path, (tensor, version) in self.seen.items():
             if now.get(path) is not tensor or _version(tensor) != version:

@@ -10,6 +10,7 @@ from torchrec.distributed.model_parallel import ShardedModule
 from torchrec.distributed.train_pipeline.pipeline_context import TrainPipelineContext
 from torchrec.distributed.train_pipeline.runtime_forwards import PipelinedForward
 
+from sync_service.errors import Contradiction
 from trainer.pipelines.batches import record_stream
 from trainer.pipelines.lookahead.calls import Call
 from trainer.pipelines.lookahead.plan import arguments
@@ -83,6 +84,7 @@ class PreprocessingForward:
 
     def __init__(self, owner: Owner, name: str, module: nn.Module, stream: torch.Stream | None) -> None:
         self._owner, self.name, self._stream = owner, name, stream
+        self._module = module
         self._compute: Callable[..., Any] = module.forward
         self._context = LookAheadContext(version=1)
 
@@ -92,9 +94,18 @@ class PreprocessingForward:
 
     def ahead(self, context: LookAheadContext, *args: Any, **kwargs: Any) -> Any:
         """Compute what forward is going to ask for."""
+        before = Call.made(args, kwargs)
         result = self._compute(*args, **kwargs)
-        context.calls.setdefault(self.name, []).append(Call.made(args, kwargs, result))
+        if reason := before.why_different(args, kwargs):
+            raise Contradiction(
+                f"module {self.name!r} has been called ahead of forward, and {reason}; it cannot be pipelined: "
+                f"name it in PipelineOptions.not_ahead"
+            )
+        context.calls.setdefault(self.name, []).append(Call.made(args, kwargs, result, self._buffers()))
         return result
+
+    def _buffers(self) -> list[torch.Tensor]:
+        return list(self._module.buffers())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The result that was computed for these arguments; computed now if there is none."""

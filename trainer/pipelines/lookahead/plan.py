@@ -1,16 +1,19 @@
 """Which calls of a model's forward can be made ahead of it, by what its trace says."""
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torchrec.distributed.model_parallel import ShardedModule
-from torchrec.distributed.train_pipeline.tracing import Tracer, _get_leaf_module_names
+from torchrec.distributed.train_pipeline.tracing import Tracer
 
-# Read something out of a batch, and leave it as it is.
+from trainer.pipelines.lookahead.randomness import random_states_kept
+
+# Read something out of a batch, and leave it as it is. Named tuples are made too.
 _ACCESSES = (getattr, operator.getitem)
 
 
@@ -30,6 +33,17 @@ class Plan:
     preprocessing: dict[str, nn.Module] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
 
+    def tensors_of(self, model: nn.Module) -> dict[fx.Node, Any]:
+        """The tensors of the model that are needed."""
+        return {node: _held(model, node) for node in self.nodes if node.op == "get_attr"}
+
+    def without(self, node: fx.Node, error: str) -> dict[str, str]:
+        """Why what needs a node is not done ahead, by FQN: the module that it calls, or lookups."""
+        if _is_call(node):
+            return {str(node.target): f"it can't be called ahead: {error}"}
+        needing = [name for name, lookup in self.lookups.items() if node in _inputs([lookup])]
+        return dict.fromkeys(needing, f"its features can't be made ahead: {error}")
+
 
 def make_plan(model: nn.Module, given_up: Mapping[str, str]) -> Plan:
     """Trace a model, in the mode it is in.
@@ -48,11 +62,50 @@ def make_plan(model: nn.Module, given_up: Mapping[str, str]) -> Plan:
 
 
 def _trace(model: nn.Module) -> fx.Graph:
-    tracer = Tracer(leaf_modules=_get_leaf_module_names(model))
     # Compiled modules are traced too, whatever they are set to say to that.
-    with torch._dynamo.config.patch(error_on_nested_fx_trace=False):
-        graph: fx.Graph = tracer.trace(model)
+    with torch._dynamo.config.patch(error_on_nested_fx_trace=False), random_states_kept(), _kept(model):
+        graph: fx.Graph = _Tracer().trace(model)
+        for node in graph.nodes:
+            if node.op == "get_attr":  # Tensors that forward makes are there only while it is traced.
+                node.meta["tensor"] = operator.attrgetter(node.target)(model)
         return graph
+
+
+@contextmanager
+def _kept(model: nn.Module) -> Iterator[None]:
+    """Leave modules as they are: what forward does with them, it also does when it is traced."""
+    around = list(_around_sharded(model))
+    attributes = [(where, dict(where)) for module in around for where in (vars(module), module._buffers)]
+    values = [(buffer, buffer._version, buffer.clone()) for module in around for buffer in module.buffers(False)]
+    try:
+        yield
+    finally:
+        for now, before in attributes:
+            now.clear()
+            now.update(before)
+        for buffer, version, value in values:
+            if buffer._version != version:
+                buffer.copy_(value)
+
+
+def _around_sharded(module: nn.Module) -> Iterator[nn.Module]:
+    """A module and those within, but for compiled ones, and for sharded ones: their buffers may be very large."""
+    if not isinstance(module, ShardedModule | torch.jit.ScriptModule):
+        yield module
+        for child in module.children():
+            yield from _around_sharded(child)
+
+
+class _Tracer(Tracer):  # type: ignore[misc]  # torchrec's types are not followed
+    """Goes into those modules only that have sharded ones within, or are marked as TorchRec's tracer wants it."""
+
+    def is_leaf_module(self, module: nn.Module, name: str) -> bool:
+        goes_in = _has_sharded(module) or getattr(module, "_is_pytorch_fx_traceable", False)
+        return not goes_in or bool(super().is_leaf_module(module, name))
+
+
+def _has_sharded(module: nn.Module) -> bool:
+    return any(isinstance(one, ShardedModule) for one in module.modules())
 
 
 class _Planner:
@@ -68,9 +121,11 @@ class _Planner:
         sharded = {name: nodes for name, nodes in self._calls.items() if self._is_sharded(name)}
         reasons = {name: self._why_not_looked_up(name, nodes) for name, nodes in sharded.items()}
         lookups = {name: sharded[name][0] for name, reason in reasons.items() if not reason}
-        needed = set[fx.Node]()
-        for node in lookups.values():
-            needed |= set(_inputs(node))
+        needed = _inputs(lookups.values())
+        targets = {node.target for node in needed if _is_call(node)}
+        # All calls of a module that can be made ahead: of equal ones, each has a result of its own.
+        same = [node for node in self._graph.nodes if node.target in targets and not self._why_not(node)]
+        needed |= {*same, *_inputs(same)}
         nodes = [node for node in self._graph.nodes if node in needed]
         called = {str(node.target): self._module(node) for node in nodes if node.op == "call_module"}
         preprocessing = {str(node.target): reason for node, reason in self._reasons.items() if _is_call(node)}
@@ -99,7 +154,7 @@ class _Planner:
             return f"its input is the parameter {node.target!r}" if self._is_parameter(node) else ""
         if node.op == "call_module":
             return self._why_not_module(node) or self._why_not_inputs(node)
-        if node.op == "call_function" and node.target in _ACCESSES:
+        if node.op == "call_function" and (node.target in _ACCESSES or hasattr(node.target, "_fields")):
             return self._why_not_inputs(node)
         if node.op == "call_method" and node.target == "get":
             return self._why_not_inputs(node)
@@ -124,7 +179,7 @@ class _Planner:
         return isinstance(self._model.get_submodule(name), ShardedModule)
 
     def _is_parameter(self, node: fx.Node) -> bool:
-        return isinstance(operator.attrgetter(str(node.target))(self._model), nn.Parameter)
+        return isinstance(_held(self._model, node), nn.Parameter)
 
     def _module(self, node: fx.Node) -> nn.Module:
         return self._model.get_submodule(str(node.target))
@@ -149,7 +204,7 @@ def compute(
     if node.op == "placeholder":  # Forward is called with the batch alone; the others have defaults.
         return node.args[0] if node.prev.op == "placeholder" else batch
     if node.op == "get_attr":
-        return operator.attrgetter(str(node.target))(model)
+        return _held(model, node)
     args, kwargs = arguments(node, values)
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
@@ -172,16 +227,26 @@ def _argument(argument: Any, values: Mapping[fx.Node, Any]) -> Any:
     if isinstance(argument, slice):
         return slice(*(_argument(end, values) for end in (argument.start, argument.stop, argument.step)))
     if isinstance(argument, tuple):
-        items = [_argument(item, values) for item in argument]
-        return type(argument)(*items) if hasattr(argument, "_fields") else tuple(items)
+        return tuple(_argument(item, values) for item in argument)
     return argument
 
 
-def _inputs(node: fx.Node) -> Iterator[fx.Node]:
-    """All that a call needs, directly or not."""
-    for source in node.all_input_nodes:
-        yield source
-        yield from _inputs(source)
+def _inputs(calls: Iterable[fx.Node]) -> set[fx.Node]:
+    """All that calls need, directly or not."""
+    found, waiting = set[fx.Node](), list(calls)
+    while waiting:
+        new = set(waiting.pop().all_input_nodes) - found
+        found |= new
+        waiting += new
+    return found
+
+
+def _held(model: nn.Module, node: fx.Node) -> Any:
+    """As it is now; one that was there only while it was traced, as it was."""
+    try:
+        return operator.attrgetter(str(node.target))(model)
+    except AttributeError:
+        return node.meta["tensor"]
 
 
 def _is_call(node: fx.Node) -> bool:

@@ -89,5 +89,6 @@ def _shards(value: Any) -> list[tuple[list[int], torch.Tensor]]:
 def farthest(some: Rows, others: Rows) -> float:
     """The largest difference between two, over all values that are held; 0.0 if they are equal bit by bit."""
     assert some.keys() == others.keys()
+    assert all(torch.equal(some[name].isnan(), others[name].isnan()) for name in some)
     differences = [(some[name] - others[name]).abs().nan_to_num(0.0).max() for name in some]
     return float(max(differences, default=0.0))

@@ -126,7 +126,7 @@ def another_iterator_goes_on_after_what_was_taken_from_the_first() -> None:
 
 
 @scenario
-def an_error_in_forward_is_told_at_its_batch() -> None:
+def an_error_ahead_of_forward_is_told_until_batches_in_flight_are_dropped() -> None:
     def prepare(model: Any, batch: Any) -> Any:
         return [model.shift(batch.sparse, batch.number)]
 
@@ -137,14 +137,16 @@ def an_error_in_forward_is_told_at_its_batch() -> None:
             return super().forward(features, number)
 
     plain, pipelined = _pair(Prepared(prepare, {"shift": Picky}))
-    pipeline, iterator, outputs, losses = pipelined.pipeline(), iter(rich(5)), [], 0
-    for _ in range(7):
-        try:
-            outputs.append(pipeline.progress(iterator))
-        except Lost:
-            losses += 1
-    assert losses == 4
-    assert outputs == plain.plainly(rich(3))
+    pipeline, iterator, outputs = pipelined.pipeline(), iter(rich(6)), []
+    outputs += [pipeline.progress(iterator), pipeline.progress(iterator)]
+    for _ in range(2):
+        with pytest.raises(Lost) as told:
+            pipeline.progress(iterator)
+        assert "not_ahead" in told.value.__notes__[0]
+    pipeline.reset()
+    outputs += through(pipeline, iterator)
+    batches = list(rich(6))
+    assert outputs == plain.plainly([*batches[:2], *batches[4:]])
     check_same(pipelined.held(), plain.held())
 
 

@@ -1,0 +1,96 @@
+"""`deltasync bench pipelines`, small: all variants do their work, and the figures are of that work."""
+
+import json
+import subprocess
+import sys
+from functools import cache
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from trainer.bench.command import bench
+from trainer.bench.pipelines_options import NAMES, Sizes
+from trainer.bench.pipelines_variants import VARIANTS, with_compared
+
+SMALL = {
+    "ranks": 2,
+    "batch_size": 8,
+    "tables": 5,
+    "rows": 40,
+    "dim": 8,
+    "ids": 2,
+    "dense": 3,
+    "over": 8,
+    "steps": 4,
+    "rounds": 2,
+}
+# Those that differ in how they do it train alike on the same batches.
+ALIKE = {
+    ("base", "sparse_dist", "ours", "tensordict", "tracking", "publishing"),
+    ("sparse_dist_preprocessing", "preprocessing"),
+}
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    found = tmp_path_factory.mktemp("bench") / "pipelines.json"
+    sizes = Sizes(**SMALL).arguments()
+    done = subprocess.run(
+        [sys.executable, "-m", "sync_service", "bench", "pipelines", *sizes, "--json", str(found)],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert all(said in done.stdout for said in NAMES.values())
+    result: dict[str, Any] = json.loads(found.read_text())
+    return result
+
+
+def test_every_variant_has_its_time_and_its_memory(figures: dict[str, Any]) -> None:
+    assert figures["sizes"] == SMALL
+    assert list(figures["variants"]) == list(NAMES)
+    for name, line in figures["variants"].items():
+        assert 0 < line["step_ms_min"] <= line["step_ms"] <= line["step_ms_max"], name
+        assert line["peak_bytes"] >= line["held_bytes"], name
+        assert line["against"] is None or line["against"] in NAMES
+
+
+def test_ratios_are_medians_with_their_range(figures: dict[str, Any]) -> None:
+    for name in ("pipeline", "tensordict", "preprocessing", "tracking", "publishing"):
+        low, ratio, high = (figures[f"{name}_step_ratio{end}"] for end in ("_low", "", "_high"))
+        assert 0 < low <= ratio <= high, name
+
+
+def test_variants_that_are_to_train_alike_do(figures: dict[str, Any]) -> None:
+    losses = {name: line["loss"] for name, line in figures["variants"].items()}
+    for names in ALIKE:
+        assert len({losses[name] for name in names}) == 1, losses
+    assert len({losses[name] for name in ("ours", "preprocessing", "accumulation", "accumulation_tables")}) == 4
+    assert losses["amp"] != losses["ours"]
+
+
+@cache
+def help_of(name: str) -> str:
+    return CliRunner().invoke(bench, [name, "--help"]).output
+
+
+def test_sizes_are_of_the_one_bench_that_has_them() -> None:
+    names = CliRunner().invoke(bench, ["--list"]).output.split()
+    assert {"publish", "memory", "tracking", "tracker", "pipelines"} <= set(names)
+    assert all("--json" in help_of(name) for name in names)
+    assert [name for name in names if "--batch-size" in help_of(name)] == ["pipelines"]
+
+
+def test_a_turn_is_whole_cycles_of_accumulation() -> None:
+    refused = CliRunner().invoke(bench, ["pipelines", *Sizes(**SMALL).arguments(), "--steps", "6"])
+    assert refused.exit_code == 2
+    assert "6 is no multiple of 4" in refused.output
+
+
+def test_a_variant_brings_along_what_it_is_compared_with() -> None:
+    assert list(with_compared(["tensordict"])) == ["sparse_dist", "ours", "tensordict"]
+    assert list(with_compared([])) == list(VARIANTS)

@@ -1,0 +1,63 @@
+"""The figures of the pipeline benchmark, from what its turns took."""
+
+import statistics
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from trainer.bench.pipelines_options import ratio_name
+from trainer.bench.pipelines_variants import VARIANTS
+from trainer.bench.spread import interval
+
+
+class Taken(Protocol):
+    """What a turn took, per step."""
+
+    @property
+    def seconds(self) -> float:
+        """By the clock."""
+
+    @property
+    def cpu_seconds(self) -> float:
+        """Of a core."""
+
+
+Rounds = Sequence[Mapping[str, Taken]]
+
+
+def figures(rounds: Rounds, memory: Mapping[str, tuple[int, int]], losses: Mapping[str, float]) -> dict[str, Any]:
+    """Medians over rounds, and where they lie with a probability of 95 %.
+
+    Args:
+        rounds: each with a turn of every variant.
+        memory: bytes that a variant holds, and that a turn takes for a while beside.
+        losses: of the last batch.
+    """
+    variants: dict[str, dict[str, Any]] = {
+        name: _step_times(rounds, name) | _peak(*memory[name]) | {"loss": loss, "against": VARIANTS[name].against}
+        for name, loss in losses.items()
+    }
+    ratios = [_ratios(rounds, name, other) for name in losses if (other := VARIANTS[name].against)]
+    return dict(ChainMap(*ratios)) | {"variants": variants}
+
+
+def _step_times(rounds: Rounds, name: str) -> dict[str, float]:
+    times = sorted(1e3 * one[name].seconds for one in rounds)
+    return _spread("step_ms", times) | {"step_ms_min": times[0], "step_ms_max": times[-1]}
+
+
+def _ratios(rounds: Rounds, name: str, other: str) -> dict[str, float]:
+    pairs = [(one[name], one[other]) for one in rounds]
+    steps = sorted(mine.seconds / its.seconds for mine, its in pairs)
+    cores = sorted(mine.cpu_seconds / its.cpu_seconds for mine, its in pairs)
+    ratio = ratio_name(name)
+    return _spread(f"{ratio}_step_ratio", steps) | _spread(f"{ratio}_cpu_ratio", cores)
+
+
+def _peak(held: int, rise: int) -> dict[str, int]:
+    return {"peak_bytes": held + rise, "held_bytes": held}
+
+
+def _spread(name: str, ordered: Sequence[float]) -> dict[str, float]:
+    low, high = interval(ordered)
+    return {name: statistics.median(ordered), f"{name}_low": low, f"{name}_high": high}
