@@ -24,6 +24,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
         return type(batch).from_tensordict(to_device(batch.to_tensordict(), device))
     if not isinstance(batch, TensorDictBase):
         return _to_device(batch, device, non_blocking=True)
+    if all(tensor.device == device for _, tensor in tensors_in(batch)):
+        return batch.copy()  # `to` would ask each nested tensor by way of Python.
     copied = batch.to(device, non_blocking=True).copy()  # Which is not locked, and has the same tensors.
     for key in list(copied.keys()):
         value = copied[key]
