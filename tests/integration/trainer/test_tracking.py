@@ -19,12 +19,18 @@ from trainer.tracking.tracker import Tracker
 WITH_ALL_CASES = ("SparseDist", "Fused", "SemiSync")
 
 
+def _can_wait(case: str) -> bool:
+    """Whether its tables can be updated once per optimizer step."""
+    return not (CASES[case].raw_ids or CASES[case].variable or case == "processed")
+
+
 def groups() -> Iterator[list[str]]:
     """What the same ranks run, one after the other: "pipeline/case"."""
     two, four = ([name for name, case in CASES.items() if case.ranks == ranks] for ranks in (2, 4))
     others = [f"{training}/every-sharding" for training in TRAININGS if training not in WITH_ALL_CASES]
     yield [f"SparseDist/{case}" for case in two] + others
     yield [f"{training}/{case}" for training in ("Fused", "SemiSync") for case in two]
+    yield [f"Online-tables-too/{case}" for case in two if _can_wait(case) and case != "every-sharding"]
     yield [f"{training}/{case}" for training in ("SparseDist", "SemiSync") for case in four]
 
 
