@@ -9,8 +9,9 @@ import click
 from rich.console import Console
 
 from sync_service.cli.config import CONTEXT
-from trainer.bench import memory, pipelines, publish, tracker, tracking
-from trainer.bench.pipelines_options import pipelines_options
+from trainer.bench import memory, publish, tracker, tracking
+from trainer.bench.pipelines import run as pipelines
+from trainer.bench.pipelines.options import pipelines_options
 
 
 def _list(ctx: click.Context, _param: click.Parameter, wanted: bool) -> None:

@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from trainer.bench.command import bench
-from trainer.bench.pipelines_options import NAMES, Sizes
-from trainer.bench.pipelines_variants import VARIANTS, with_compared
+from trainer.bench.pipelines.options import NAMES, Sizes
+from trainer.bench.pipelines.variants import VARIANTS, with_compared
 
 SMALL = {
     "ranks": 2,

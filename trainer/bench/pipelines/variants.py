@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torchrec.distributed import TrainPipelineBase, TrainPipelineSparseDist
 
-from trainer.bench.pipelines_model import BagModel, PreprocessedModel, TensorDictModel
-from trainer.bench.pipelines_options import GRAD_ACCUM
+from trainer.bench.pipelines.model import BagModel, PreprocessedModel, TensorDictModel
+from trainer.bench.pipelines.options import GRAD_ACCUM
 from trainer.pipelines import OnlinePipeline, PipelineOptions
 from trainer.sync import DeltaSync, SyncOptions
 from trainer.tracking.modes import TrackingMode

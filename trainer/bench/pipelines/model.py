@@ -17,7 +17,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from trainer.bench.pipelines_options import Sizes
+from trainer.bench.pipelines.options import Sizes
 
 Output = tuple[torch.Tensor, torch.Tensor]
 

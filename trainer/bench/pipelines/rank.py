@@ -21,12 +21,12 @@ import click
 import torch
 import torch.distributed as dist
 
-from trainer.bench.pipelines_batches import Examples, draw, without_end
-from trainer.bench.pipelines_figures import figures
-from trainer.bench.pipelines_memory import Memory, memory_of
-from trainer.bench.pipelines_model import sharded
-from trainer.bench.pipelines_options import Sizes, pipelines_options
-from trainer.bench.pipelines_variants import VARIANTS, Surroundings, Variant, with_compared
+from trainer.bench.pipelines.batches import Examples, draw, without_end
+from trainer.bench.pipelines.figures import figures
+from trainer.bench.pipelines.memory import Memory, memory_of
+from trainer.bench.pipelines.model import sharded
+from trainer.bench.pipelines.options import Sizes, pipelines_options
+from trainer.bench.pipelines.variants import VARIANTS, Surroundings, Variant, with_compared
 from trainer.ranks import join_ranks
 
 # What a pipeline loads ahead is there before its turn.

@@ -5,8 +5,8 @@ from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from trainer.bench.pipelines_options import ratio_name
-from trainer.bench.pipelines_variants import VARIANTS
+from trainer.bench.pipelines.options import ratio_name
+from trainer.bench.pipelines.variants import VARIANTS
 from trainer.bench.spread import interval
 
 

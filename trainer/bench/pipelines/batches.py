@@ -9,8 +9,8 @@ from tensordict import TensorDict
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-from trainer.bench.pipelines_model import table_names
-from trainer.bench.pipelines_options import Sizes
+from trainer.bench.pipelines.model import table_names
+from trainer.bench.pipelines.options import Sizes
 
 # More than a round uses of them: rows are not looked up again at once.
 _DIFFERENT = 32

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from trainer.bench.children import Children
-from trainer.bench.pipelines_options import NAMES, Sizes, ratio_name, variant_arguments
+from trainer.bench.pipelines.options import NAMES, Sizes, ratio_name, variant_arguments
 from trainer.bench.tracking import ratio_of
 
 
@@ -18,7 +18,7 @@ def run(console: Console, variants: Sequence[str] = (), **settings: Any) -> dict
     with Children() as children:
         found = children.processes.folder / "pipelines.json"
         arguments = [*sizes.arguments(), *variant_arguments(variants), "--service", children.service().grpc]
-        children.run_ranks(sizes.ranks, "trainer.bench.pipelines_rank", [*arguments, "--json", str(found)])
+        children.run_ranks(sizes.ranks, "trainer.bench.pipelines.rank", [*arguments, "--json", str(found)])
         figures: dict[str, Any] = json.loads(found.read_text()) | {"sizes": asdict(sizes)}
     _print_sizes(console, sizes, figures)
     _print_variants(console, figures)

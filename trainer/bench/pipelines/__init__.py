@@ -1,0 +1,1 @@
+"""`deltasync bench pipelines`: the training pipelines beside TorchRec's."""
