@@ -1,17 +1,14 @@
 """Which calls of a model's forward can be made ahead of it, by what its trace says."""
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import fx, nn
 from torchrec.distributed.model_parallel import ShardedModule
-from torchrec.distributed.train_pipeline.tracing import Tracer
 
-from trainer.pipelines.lookahead.randomness import random_states_kept
+from trainer.pipelines.lookahead.tracing import held, trace
 
 # Read something out of a batch, and leave it as it is. Named tuples are made too.
 _ACCESSES = (getattr, operator.getitem)
@@ -35,7 +32,7 @@ class Plan:
 
     def tensors_of(self, model: nn.Module) -> dict[fx.Node, Any]:
         """The tensors of the model that are needed."""
-        return {node: _held(model, node) for node in self.nodes if node.op == "get_attr"}
+        return {node: held(model, node) for node in self.nodes if node.op == "get_attr"}
 
     def without(self, node: fx.Node, error: str) -> dict[str, str]:
         """Why what needs a node is not done ahead, by FQN: the module that it calls, or lookups."""
@@ -53,59 +50,12 @@ def make_plan(model: nn.Module, given_up: Mapping[str, str]) -> Plan:
         given_up: FQNs of modules that are not to be done ahead, and why.
     """
     try:
-        graph = _trace(model)
+        graph = trace(model)
     except Exception as error:  # noqa: BLE001  # The model's own code runs here, with stand-ins for its inputs.
         sharded = [name for name, module in model.named_modules() if isinstance(module, ShardedModule)]
         reason = f"the model's forward can't be traced: {type(error).__name__}: {error}"
         return Plan(reasons=dict.fromkeys(sharded, reason))
     return _Planner(model, graph, given_up).plan()
-
-
-def _trace(model: nn.Module) -> fx.Graph:
-    # Compiled modules are traced too, whatever they are set to say to that.
-    with torch._dynamo.config.patch(error_on_nested_fx_trace=False), random_states_kept(), _kept(model):
-        graph: fx.Graph = _Tracer().trace(model)
-        for node in graph.nodes:
-            if node.op == "get_attr":  # Tensors that forward makes are there only while it is traced.
-                node.meta["tensor"] = operator.attrgetter(node.target)(model)
-        return graph
-
-
-@contextmanager
-def _kept(model: nn.Module) -> Iterator[None]:
-    """Leave modules as they are: what forward does with them, it also does when it is traced."""
-    around = list(_around_sharded(model))
-    attributes = [(where, dict(where)) for module in around for where in (vars(module), module._buffers)]
-    values = [(buffer, buffer._version, buffer.clone()) for module in around for buffer in module.buffers(False)]
-    try:
-        yield
-    finally:
-        for now, before in attributes:
-            now.clear()
-            now.update(before)
-        for buffer, version, value in values:
-            if buffer._version != version:
-                buffer.copy_(value)
-
-
-def _around_sharded(module: nn.Module) -> Iterator[nn.Module]:
-    """A module and those within, but for compiled ones, and for sharded ones: their buffers may be very large."""
-    if not isinstance(module, ShardedModule | torch.jit.ScriptModule):
-        yield module
-        for child in module.children():
-            yield from _around_sharded(child)
-
-
-class _Tracer(Tracer):  # type: ignore[misc]  # torchrec's types are not followed
-    """Goes into those modules only that have sharded ones within, or are marked as TorchRec's tracer wants it."""
-
-    def is_leaf_module(self, module: nn.Module, name: str) -> bool:
-        goes_in = _has_sharded(module) or getattr(module, "_is_pytorch_fx_traceable", False)
-        return not goes_in or bool(super().is_leaf_module(module, name))
-
-
-def _has_sharded(module: nn.Module) -> bool:
-    return any(isinstance(one, ShardedModule) for one in module.modules())
 
 
 class _Planner:
@@ -179,7 +129,7 @@ class _Planner:
         return isinstance(self._model.get_submodule(name), ShardedModule)
 
     def _is_parameter(self, node: fx.Node) -> bool:
-        return isinstance(_held(self._model, node), nn.Parameter)
+        return isinstance(held(self._model, node), nn.Parameter)
 
     def _module(self, node: fx.Node) -> nn.Module:
         return self._model.get_submodule(str(node.target))
@@ -204,7 +154,7 @@ def compute(
     if node.op == "placeholder":  # Forward is called with the batch alone; the others have defaults.
         return node.args[0] if node.prev.op == "placeholder" else batch
     if node.op == "get_attr":
-        return _held(model, node)
+        return held(model, node)
     args, kwargs = arguments(node, values)
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
@@ -239,14 +189,6 @@ def _inputs(calls: Iterable[fx.Node]) -> set[fx.Node]:
         found |= new
         waiting += new
     return found
-
-
-def _held(model: nn.Module, node: fx.Node) -> Any:
-    """As it is now; one that was there only while it was traced, as it was."""
-    try:
-        return operator.attrgetter(str(node.target))(model)
-    except AttributeError:
-        return node.meta["tensor"]
 
 
 def _is_call(node: fx.Node) -> bool:
