@@ -191,6 +191,8 @@ class DeltaSync:
         Raises:
             InvalidInput: some are missing, or of another checkpoint.
         """
+        if isinstance(saved, Mapping):
+            raise InvalidInput("expected a list with the states of all ranks, got one state")
         ranks = sorted((state["rank"], state["world_size"]) for state in saved)
         if not ranks or ranks != [(rank, len(saved)) for rank in range(len(saved))]:
             found = ", ".join(f"{rank} of {world_size}" for rank, world_size in ranks)
@@ -233,7 +235,7 @@ class DeltaSync:
         ended, self._under_way = self._under_way, None
         error = ended.sealed.exception()
         if isinstance(error, ResyncRequired):
-            logger.warning("publishing every row: %s", error)
+            logger.warning("%s", error)
             self._resync = True
             return None
         if isinstance(error, Exception):

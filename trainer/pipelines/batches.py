@@ -11,6 +11,8 @@ from torchrec.distributed.train_pipeline.utils import _to_device
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.streamable import Multistreamable, Pipelineable
 
+from sync_service.errors import InvalidInput
+
 # Where a tensor is inside of a value.
 Path = tuple[Any, ...]
 _PLAIN = frozenset({int, float, bool, str})
@@ -23,6 +25,11 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if is_tensorclass(batch):
         return type(batch).from_tensordict(to_device(batch.to_tensordict(), device))
     if not isinstance(batch, TensorDictBase):
+        if not isinstance(batch, torch.Tensor | Pipelineable):
+            raise InvalidInput(
+                f"a batch is a {type(batch).__name__}, expected a TensorDict, a tensor, or a class that inherits "
+                f"from torchrec.streamable.Pipelineable"
+            )
         return _to_device(batch, device, non_blocking=True)
     if all(tensor.device == device for _, tensor in tensors_in(batch)):
         return batch.copy()  # `to` would ask each nested tensor by way of Python.

@@ -1,7 +1,7 @@
 """The pipeline for online training."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from torchrec.distributed.train_pipeline.pipeline_context import In, Out
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSparseDist
 from torchrec.distributed.train_pipeline.utils import _start_data_dist
 
-from sync_service.errors import Contradiction
+from sync_service.errors import Contradiction, InvalidInput
 from trainer.pipelines.accumulation import AccumulationCycle
 from trainer.pipelines.batches import hand_over, to_device
 from trainer.pipelines.lookahead.attachment import LookAhead
@@ -42,8 +42,8 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
 
     Every batch is trained on exactly once, in the order of the iterator, and one that was loaded while the model
     was in training mode is trained on, whatever is evaluated meanwhile. An iterator that ends, or yields None, may
-    come back: `progress` raises StopIteration once all that it had is trained on, and asks it again when it is
-    called again. All ranks have to see equally many (see `Together`).
+    come back: all that it had is trained on, then it is asked again, and `progress` raises StopIteration if there
+    is still nothing. All ranks have to see equally many (see `Together`).
 
     Attributes:
         stepped: the last `progress` completed an optimizer step, or left it out for an overflow.
@@ -207,11 +207,13 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         self._ahead.in_forward = True
         try:
             with autocast(self._options, self._device):
-                found: tuple[torch.Tensor, Out] = self._model(batch)
+                found = self._model(batch)
         finally:
             self._ahead.in_forward = False
         self._ahead.prove()
-        return found
+        if not (isinstance(found, Sequence) and len(found) == 2):
+            raise InvalidInput(f"the model's forward returned a {type(found).__name__}, expected (loss, output)")
+        return found[0], found[1]
 
     def _evaluate(self) -> Out:
         _, output = self._forward(self.batches[0])

@@ -40,6 +40,8 @@ class PipelineOptions:
             raise InvalidInput(f"grad_accum: {self.grad_accum}, expected at least 1")
         if not 0 < self.loss_scale < float("inf"):
             raise InvalidInput(f"loss_scale: {self.loss_scale}, expected a positive number")
+        if isinstance(self.not_ahead, str):
+            raise InvalidInput(f"not_ahead: {self.not_ahead!r}, expected a collection of names")
         if self.amp_dtype not in _AMP_DTYPES:
             raise InvalidInput(f"amp_dtype: {self.amp_dtype}, expected torch.bfloat16 or torch.float16")
 

@@ -131,3 +131,10 @@ def test_a_restored_run_publishes_only_what_changed(service: ServiceProcess) -> 
 def test_a_wrong_interval_names_the_field(publish_every: int) -> None:
     with pytest.raises(ValueError, match=f"publish_every: {publish_every}"):
         SyncOptions(service="localhost:1", model="m", publish_every=publish_every)
+
+
+def test_one_state_is_not_taken_for_those_of_all_ranks(service: ServiceProcess) -> None:
+    sync = delta_sync(service, linear())
+    with pytest.raises(InvalidInput, match="expected a list with the states of all ranks, got one state"):
+        sync.load_state_dict(sync.state_dict())  # type: ignore[arg-type]
+    sync.abort()

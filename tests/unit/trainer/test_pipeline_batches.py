@@ -12,6 +12,7 @@ from tensordict import TensorDict, lazy_stack, tensorclass
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
+from sync_service.errors import InvalidInput
 from trainer.pipelines.batches import hand_over, record_stream, tensors_in, to_device
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -127,6 +128,12 @@ def test_other_batches_are_copied(value: Any) -> None:
     copied = to_device(value, META)
     assert devices(copied) == {"meta"}
     assert type(copied) is type(value)
+
+
+@pytest.mark.parametrize("batch", [(torch.ones(1),), {"f": torch.ones(1)}, None])
+def test_what_is_no_batch_is_refused(batch: Any) -> None:
+    with pytest.raises(InvalidInput, match=f"a batch is a {type(batch).__name__}, expected a TensorDict"):
+        to_device(batch, CPU)
 
 
 def test_a_pipelineable_copies_itself() -> None:

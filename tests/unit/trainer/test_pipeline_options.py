@@ -19,6 +19,7 @@ FLOAT16 = {"enable_amp": True, "amp_dtype": torch.float16}
         ({"loss_scale": float("inf")}, "loss_scale: inf, expected a positive number"),
         ({"loss_scale": float("nan")}, "loss_scale: nan, expected a positive number"),
         ({"amp_dtype": torch.float32}, "amp_dtype: torch.float32, expected torch.bfloat16 or torch.float16"),
+        ({"not_ahead": "hash"}, "not_ahead: 'hash', expected a collection of names"),
         ({"amp_dtype": torch.float64}, "amp_dtype: torch.float64, expected torch.bfloat16 or torch.float16"),
     ],
 )

@@ -50,8 +50,9 @@ class LookAhead:
             InvalidInput: the model has no module of such a name.
         """
         self._model, self._device, self._stream = get_unwrapped_module(model), device, stream
+        modules = dict(self._model.named_modules())
         for name in not_ahead:
-            if name not in dict(self._model.named_modules()):
+            if name not in modules:
                 raise InvalidInput(f"not_ahead: the model has no module {name!r}")
         self._given_up = dict.fromkeys(not_ahead, "it is named in not_ahead")
         self.modules: list[ShardedModule] = []
@@ -64,6 +65,7 @@ class LookAhead:
         self._proven = set[bool]()
         self._swaps: dict[str, Swaps] = {}
         self._sharing_splits = False
+        self._logged = set[tuple[str, str]]()
 
     def attach(self, batch: Any) -> None:
         """Put other forwards in the places of the modules' own. Whoever was attached to the model is taken off.
@@ -133,7 +135,7 @@ class LookAhead:
 
     def _give_up(self, name: str, reason: str) -> None:
         """No longer do a sharded module's work ahead, from the call on that it is in."""
-        _log_not_ahead(name, reason)
+        self._log_not_ahead(name, reason)
         self._given_up[name] = reason
         self._plans.clear()
         self._proven.clear()
@@ -193,8 +195,10 @@ class LookAhead:
         while early := self._why_not_early(plan, batch):
             self._given_up |= early
             plan = make_plan(self._model, self._given_up)
+        if plan.lookups:
+            logger.info("done ahead of forward: %s", ", ".join([*plan.preprocessing, *plan.lookups]))
         for name, reason in plan.reasons.items():
-            _log_not_ahead(name, reason)
+            self._log_not_ahead(name, reason)
         return plan
 
     def _why_not_early(self, plan: Plan, batch: Any) -> dict[str, str]:
@@ -203,6 +207,12 @@ class LookAhead:
         found = on_any_rank([name in reasons for name in names], self._device)
         elsewhere = "another rank has found that it can't be called ahead"
         return {name: reasons.get(name, elsewhere) for name, flag in zip(names, found, strict=True) if flag}
+
+    def _log_not_ahead(self, name: str, reason: str) -> None:
+        """Once, although plans are made for each mode, and again when a module is given up."""
+        if (name, reason) not in self._logged:
+            self._logged.add((name, reason))
+            logger.warning("module %r is not pipelined: %s", name, reason)
 
     def _swap_lookup(self, name: str, module: Any) -> None:
         if isinstance(vars(module).get("forward"), BaseForward):
@@ -225,7 +235,3 @@ def _all_to_alls(module: nn.Module) -> Iterator[Any]:
 
 def _what(node: fx.Node) -> str:
     return f"module {node.target!r}" if node.op == "call_module" else f"{node.name} of the batch"
-
-
-def _log_not_ahead(name: str, reason: str) -> None:
-    logger.warning("module %r is not pipelined: %s", name, reason)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx, nn
 from torchrec.distributed.model_parallel import ShardedModule
 
-from trainer.pipelines.lookahead.tracing import held, trace
+from trainer.pipelines.lookahead.tracing import held, place_of, trace
 
 # Read something out of a batch, and leave it as it is. Named tuples are made too.
 _ACCESSES = (getattr, operator.getitem)
@@ -53,7 +53,7 @@ def make_plan(model: nn.Module, given_up: Mapping[str, str]) -> Plan:
         graph = trace(model)
     except Exception as error:  # noqa: BLE001  # The model's own code runs here, with stand-ins for its inputs.
         sharded = [name for name, module in model.named_modules() if isinstance(module, ShardedModule)]
-        reason = f"the model's forward can't be traced: {type(error).__name__}: {error}"
+        reason = f"the model's forward can't be traced: {place_of(error)}: {type(error).__name__}: {error}"
         return Plan(reasons=dict.fromkeys(sharded, reason))
     return _Planner(model, graph, given_up).plan()
 
@@ -78,7 +78,8 @@ class _Planner:
         needed |= {*same, *_inputs(same)}
         nodes = [node for node in self._graph.nodes if node in needed]
         called = {str(node.target): self._module(node) for node in nodes if node.op == "call_module"}
-        preprocessing = {str(node.target): reason for node, reason in self._reasons.items() if _is_call(node)}
+        found = {str(node.target): reason for node, reason in self._reasons.items() if _is_call(node)}
+        preprocessing = {name: self._given_up.get(name, reason) for name, reason in found.items()}
         every = {**preprocessing, **reasons}
         return Plan(nodes, lookups, called, {name: reason for name, reason in every.items() if reason})
 
@@ -116,7 +117,7 @@ class _Planner:
     def _why_not_module(self, node: fx.Node) -> str:
         name = str(node.target)
         if name in self._given_up:
-            return self._given_up[name]
+            return f"its input comes from module {name!r}: {self._given_up[name]}"
         if self._is_sharded(name):
             return f"its input comes from the sharded module {name!r}"
         if any(True for _ in self._module(node).parameters()):

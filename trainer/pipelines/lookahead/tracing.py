@@ -1,8 +1,10 @@
 """Tracing a model's forward without leaving a trace."""
 
 import operator
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +13,9 @@ from torchrec.distributed.model_parallel import ShardedModule
 from torchrec.distributed.train_pipeline.tracing import Tracer
 
 from trainer.pipelines.lookahead.randomness import random_states_kept
+
+# Torch's and TorchRec's code, and ours.
+_TORCH, _HERE = str(Path(torch.__file__).parents[1] / "torch"), str(Path(__file__).parent)
 
 
 def trace(model: nn.Module) -> fx.Graph:
@@ -59,6 +64,13 @@ class _Tracer(Tracer):  # type: ignore[misc]  # torchrec's types are not followe
 
 def _has_sharded(module: nn.Module) -> bool:
     return any(isinstance(one, ShardedModule) for one in module.modules())
+
+
+def place_of(error: Exception) -> str:
+    """Where the model's own code raised an error, or called what did."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith((_TORCH, _HERE))]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else "in torch"
 
 
 def held(model: nn.Module, node: fx.Node) -> Any:

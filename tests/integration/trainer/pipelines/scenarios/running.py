@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from sync_service.errors import InvalidInput
 from tests.integration.trainer.pipelines.batches import Batch, batches
 from tests.integration.trainer.pipelines.comparing import check_like_plain, check_same, told
 from tests.integration.trainer.pipelines.models import BOTH_RANKS, Regression
@@ -148,6 +149,16 @@ def an_error_ahead_of_forward_is_told_until_batches_in_flight_are_dropped() -> N
     batches = list(rich(6))
     assert outputs == plain.plainly([*batches[:2], *batches[4:]])
     check_same(pipelined.held(), plain.held())
+
+
+@scenario
+def a_forward_that_returns_no_output_is_refused() -> None:
+    class LossAlone(Regression):
+        def forward(self, batch: Any) -> Any:
+            return super().forward(batch)[0]
+
+    with pytest.raises(InvalidInput, match=r"forward returned a Tensor, expected \(loss, output\)"):
+        Training(LossAlone(), BOTH_RANKS).pipeline().progress(batches(1))
 
 
 @scenario
