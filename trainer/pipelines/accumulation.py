@@ -2,10 +2,16 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from sync_service.errors import Contradiction
+
+# Whose gradients a model's parameters hold.
+_OPEN = WeakKeyDictionary[nn.Module, "ref[AccumulationCycle]"]()
 
 
 class AccumulationCycle:
@@ -23,6 +29,18 @@ class AccumulationCycle:
     def begins(self) -> bool:
         """Whether the next micro-batch is the first of its step."""
         return self._done == 0
+
+    def open(self) -> None:
+        """Begin a step.
+
+        Raises:
+            Contradiction: the model's gradients are those of another pipeline's step, which is not complete.
+        """
+        known = _OPEN.get(self._model)
+        other = known() if known else None
+        if other and other is not self and not other.begins:
+            raise Contradiction("a step of another pipeline on this model is not complete: reset() that one first")
+        _OPEN[self._model] = ref(self)
 
     def closes(self, *, last: bool) -> bool:
         """Whether a step is due after the next micro-batch; always, after the `last` that there is."""

@@ -15,7 +15,7 @@ from sync_service.errors import InvalidInput
 
 # Where a tensor is inside of a value.
 Path = tuple[Any, ...]
-_PLAIN = frozenset({int, float, bool, str})
+_PLAIN = frozenset({int, float, bool, str, type(None)})
 # What a jagged tensor is made of: all else that it holds is computed from these.
 _OF_JAGGED = ("_values", "_weights", "_lengths", "_offsets", "_stride_per_key_per_rank", "_inverse_indices")
 
@@ -62,26 +62,30 @@ def record_stream(value: Any, stream: torch.Stream) -> None:
 
 def tensors_in(value: Any) -> list[tuple[Path, torch.Tensor]]:
     """The tensors within containers, dataclasses and what pipelines take as batches, and where they are."""
-    found: list[tuple[Path, torch.Tensor]] = []
+    return [(path, leaf) for path, leaf in leaves_in(value) if isinstance(leaf, torch.Tensor)]
+
+
+def leaves_in(value: Any) -> list[tuple[Path, Any]]:
+    """Tensors as `tensors_in`, and numbers, strings and None beside them."""
+    found: list[tuple[Path, Any]] = []
     _collect(value, (), found)
     return found
 
 
-def _collect(value: Any, path: Path, found: list[tuple[Path, torch.Tensor]]) -> None:
+def _collect(value: Any, path: Path, found: list[tuple[Path, Any]]) -> None:
     # Asked anything else than for its attributes, a nested tensor answers by way of Python, slowly.
-    if isinstance(value, torch.Tensor) and not isinstance(value, NestedTensor):
+    if type(value) in _PLAIN or (isinstance(value, torch.Tensor) and not isinstance(value, NestedTensor)):
         found.append((path, value))
         return
     for name, part in _parts(value):
-        if part is not None and type(part) not in _PLAIN:
-            _collect(part, (*path, name), found)
+        _collect(part, (*path, name), found)
 
 
 def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(value, NestedTensor):  # Its own version does not tell when its values are written to.
         return [(name, getattr(value, name)) for name in ("_values", "_offsets", "_lengths")]
-    if isinstance(value, JaggedTensor | KeyedJaggedTensor):
-        return [(name, vars(value).get(name)) for name in _OF_JAGGED]
+    if isinstance(value, JaggedTensor | KeyedJaggedTensor):  # It fills in what it lacks, once it is asked for it.
+        return [(name, part) for name in _OF_JAGGED if (part := vars(value).get(name)) is not None]
     if isinstance(value, list | tuple):
         return enumerate(value)
     if isinstance(value, Mapping):

@@ -43,7 +43,8 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
     Every batch is trained on exactly once, in the order of the iterator, and one that was loaded while the model
     was in training mode is trained on, whatever is evaluated meanwhile. An iterator that ends, or yields None, may
     come back: all that it had is trained on, then it is asked again, and `progress` raises StopIteration if there
-    is still nothing. All ranks have to see equally many (see `Together`).
+    is still nothing. All ranks have to see equally many (see `Together`). A batch is not to be written to once it
+    is handed out.
 
     Attributes:
         stepped: the last `progress` completed an optimizer step, or left it out for an overflow.
@@ -83,9 +84,9 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         self._in_flight = {model.training: _InFlight(self.batches, self.contexts), not model.training: _InFlight()}
         self._training = model.training
         self._cycle = AccumulationCycle(model, options.grad_accum)
-        self._tables = DeferredTables(model, lambda: self._ahead.in_forward) if options.defers_tables else None
+        self._tables = DeferredTables(model, self._ahead) if options.defers_tables else None
         self._step = Step(optimizer, self._tables)
-        self._scale = LossScale(options.loss_scale, device) if options.scales_loss else None
+        self._scale = LossScale(options.loss_scale, model, device) if options.scales_loss else None
         self.stepped, self.trained = False, 0
 
     def progress(self, dataloader_iter: Iterator[In]) -> Out:
@@ -158,7 +159,10 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
             self._model_attached = True
 
     def detach(self) -> nn.Module:
-        """Give the model back as it was. Batches in flight are kept for when `progress` attaches to it again."""
+        """Give the model back as it was, but for its taking TensorDicts.
+
+        Batches in flight, and the gradients of an incomplete step, are kept for when `progress` attaches again.
+        """
         self._ahead.detach()
         if self._tables:
             self._tables.detach()
@@ -172,10 +176,10 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
             waiting.batches.clear()
             waiting.contexts.clear()
         self._cycle.restart()
-        self._step.skip()
+        self._step.forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """What to save beside model and optimizer, between steps."""
+        """What to save beside model and optimizer, after a `progress` that has stepped."""
         return {"trained": self.trained, "loss_scale": self._scale.state_dict() if self._scale else {}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -208,6 +212,9 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         try:
             with autocast(self._options, self._device):
                 found = self._model(batch)
+        except BaseException:
+            self.contexts[0] = self._create_context()  # What was sent out ahead may have been used.
+            raise
         finally:
             self._ahead.in_forward = False
         self._ahead.prove()
@@ -216,12 +223,14 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         return found[0], found[1]
 
     def _evaluate(self) -> Out:
-        _, output = self._forward(self.batches[0])
+        with torch.no_grad():  # Tables that wait for the step would keep what they look up.
+            _, output = self._forward(self.batches[0])
         self._receive(1)
         return output
 
     def _train(self) -> Out:
         if self._cycle.begins:
+            self._cycle.open()
             self._optimizer.zero_grad()
         closes = self._cycle.closes(last=len(self.batches) == 1)
         with self._cycle.micro_batch(closes=closes):

@@ -6,10 +6,12 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torchrec.optim.keyed import KeyedOptimizer
 
+from trainer.pipelines.lookahead.ranks import Ranks
 from trainer.pipelines.options import PipelineOptions
 from trainer.pipelines.tables import DeferredTables
 
@@ -48,7 +50,7 @@ class Step:
             self._tables.apply()
         self._optimizer.step()
 
-    def skip(self) -> None:
+    def forget(self) -> None:
         """Forget the tables' gradients; those of parameters go with the next `zero_grad`."""
         if self._tables:
             self._tables.clear()
@@ -61,8 +63,8 @@ class LossScale:
     After "Mixed Precision Training" (Micikevicius et al., 2018).
     """
 
-    def __init__(self, initial: float, device: torch.device) -> None:
-        self._scaler = ShardedGradScaler(device.type, init_scale=initial)
+    def __init__(self, initial: float, model: nn.Module, device: torch.device) -> None:
+        self._scaler = ShardedGradScaler(device.type, init_scale=initial, process_group=Ranks(model, device).group)
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss to run backward from."""
@@ -73,7 +75,7 @@ class LossScale:
         self._scaler.unscale_(step)  # type: ignore[arg-type]
         prepare()
         self._scaler.step(step)  # type: ignore[arg-type]
-        step.skip()
+        step.forget()
         self._scaler.update()
 
     @property

@@ -6,10 +6,10 @@ until the optimizer step. Then the ids of all micro-batches are looked up once m
 runs through that lookup's backward: the table's optimizer sees what it would see of one large batch.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
@@ -25,27 +25,34 @@ from trainer.tracking.modules import named_modules, sharded_modules
 from trainer.tracking.shards import lookups_of
 
 
+class InForward(Protocol):
+    """Knows whether its forward runs."""
+
+    in_forward: bool
+
+
 class DeferredTables:
     """The fused tables of a model, whose gradients are kept until they are applied."""
 
-    def __init__(self, model: nn.Module, in_forward: Callable[[], bool]) -> None:
+    def __init__(self, model: nn.Module, pipeline: "InForward") -> None:
         """Attach to nothing yet.
 
         Args:
             model: whose tables they are.
-            in_forward: whether a forward runs whose gradients are to be kept; others update their tables.
+            pipeline: knows whether a forward runs whose gradients are to be kept; others update their tables.
 
         Raises:
             InvalidInput: a table's gradients cannot be kept.
         """
         _refuse_what_cannot_wait(model)
         self._lookups = [
-            DeferredLookup(self, f"lookup of module {name!r}", lookup, in_forward)
+            DeferredLookup(self, f"lookup of module {name!r}", lookup)
             for name, module in sharded_modules(model)
             for lookup in lookups_of(module)
             if any(map(_is_fused, _kernels(lookup)))
         ]
         self._swaps = Swaps()
+        self.pipeline = pipeline
 
     def attach(self) -> None:
         """Cut the lookups off, from now on. Whoever has done so before no longer does."""
@@ -86,8 +93,8 @@ class _Kept:
 class DeferredLookup:
     """Stands in for the forward of a lookup over all of its kernels."""
 
-    def __init__(self, tables: DeferredTables, name: str, lookup: Any, in_forward: Callable[[], bool]) -> None:
-        self.tables, self._name, self.lookup, self._in_forward = tables, name, lookup, in_forward
+    def __init__(self, tables: DeferredTables, name: str, lookup: Any) -> None:
+        self.tables, self._name, self.lookup = tables, name, lookup
         self.kept: list[_Kept] = []
 
     def __call__(self, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
@@ -96,7 +103,7 @@ class DeferredLookup:
         Raises:
             InvalidInput: the gradients of these features cannot be kept.
         """
-        if not self._in_forward():
+        if not self.tables.pipeline.in_forward:
             return self._look_up(sparse_features)
         if not torch.is_grad_enabled():
             with _unnoticed(_kernels(self.lookup)):

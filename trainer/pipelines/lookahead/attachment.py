@@ -18,7 +18,8 @@ from trainer.pipelines.lookahead.forwards import (
     PreprocessingForward,
 )
 from trainer.pipelines.lookahead.plan import Plan, compute, make_plan
-from trainer.pipelines.lookahead.ranks import on_any_rank
+from trainer.pipelines.lookahead.ranks import Ranks
+from trainer.pipelines.lookahead.state import Eras
 from trainer.pipelines.lookahead.trial import why_not_early
 from trainer.pipelines.swaps import Swaps
 
@@ -50,6 +51,7 @@ class LookAhead:
             InvalidInput: the model has no module of such a name.
         """
         self._model, self._device, self._stream = get_unwrapped_module(model), device, stream
+        self._ranks = Ranks(model, device)
         modules = dict(self._model.named_modules())
         for name in not_ahead:
             if name not in modules:
@@ -66,6 +68,7 @@ class LookAhead:
         self._swaps: dict[str, Swaps] = {}
         self._sharing_splits = False
         self._logged = set[tuple[str, str]]()
+        self._eras: dict[str, Eras] = {}
 
     def attach(self, batch: Any) -> None:
         """Put other forwards in the places of the modules' own. Whoever was attached to the model is taken off.
@@ -77,6 +80,8 @@ class LookAhead:
             Contradiction: another kind of pipeline is attached.
         """
         self._detach_others()
+        if self._stream:  # What is done ahead may need tensors of the model.
+            self._stream.wait_stream(torch.get_device_module(self._device).current_stream())
         mode = self._model.training
         if mode not in self._plans:
             self._plans[mode] = self._make_plan(batch)
@@ -84,7 +89,8 @@ class LookAhead:
         for name in self._plan.lookups:
             self._swap_lookup(name, self._model.get_submodule(name))
         for name, module in self._plan.preprocessing.items():
-            forward = PreprocessingForward(self, name, module, self._stream)
+            eras = self._eras.setdefault(name, Eras(module))
+            forward = PreprocessingForward(self, name, module, eras, self._stream)
             self.preprocessing.append(forward)
             self._swap(name, module, "forward", forward)
         self.attached, self._sharing_splits = True, False
@@ -123,7 +129,7 @@ class LookAhead:
                     f"cannot be pipelined: name it in PipelineOptions.not_ahead"
                 )
             return True
-        if not on_any_rank([bool(reason)], self._device)[0]:
+        if not self._ranks.on_any([bool(reason)])[0]:
             return True
         self._give_up(name, reason or "its features are not those of the traced forward on another rank")
         return False
@@ -191,20 +197,32 @@ class LookAhead:
                 before.owner.detach()
 
     def _make_plan(self, batch: Any) -> Plan:
-        plan = make_plan(self._model, self._given_up)
+        plan = self._plan_alike()
         while early := self._why_not_early(plan, batch):
             self._given_up |= early
-            plan = make_plan(self._model, self._given_up)
+            plan = self._plan_alike()
         if plan.lookups:
             logger.info("done ahead of forward: %s", ", ".join([*plan.preprocessing, *plan.lookups]))
         for name, reason in plan.reasons.items():
             self._log_not_ahead(name, reason)
         return plan
 
+    def _plan_alike(self) -> Plan:
+        """Forward's code may depend on the rank: what not all ranks look up ahead, none does."""
+        plan = make_plan(self._model, self._given_up)
+        sharded = [name for name, module in self._model.named_modules() if isinstance(module, ShardedModule)]
+        missing = self._ranks.on_any([name not in plan.lookups for name in sharded])
+        lacking = {name for name, flag in zip(sharded, missing, strict=True) if flag} & plan.lookups.keys()
+        if not lacking:
+            return plan
+        self._given_up |= dict.fromkeys(lacking, "it is not called ahead on another rank")
+        return make_plan(self._model, self._given_up)
+
     def _why_not_early(self, plan: Plan, batch: Any) -> dict[str, str]:
         """Ranks have other batches, and may find other reasons."""
-        reasons, names = why_not_early(plan, self._model, batch), [*plan.preprocessing, *plan.lookups]
-        found = on_any_rank([name in reasons for name in names], self._device)
+        reasons = why_not_early(plan, self._model, batch)
+        names = [name for name, _ in self._model.named_modules()]
+        found = self._ranks.on_any([name in reasons for name in names])
         elsewhere = "another rank has found that it can't be called ahead"
         return {name: reasons.get(name, elsewhere) for name, flag in zip(names, found, strict=True) if flag}
 

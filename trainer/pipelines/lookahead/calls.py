@@ -8,25 +8,28 @@ from typing import Any
 import torch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from trainer.pipelines.batches import Path, tensors_in
+from trainer.pipelines.batches import Path, leaves_in, tensors_in
 
 _JAGGED = (JaggedTensor, KeyedJaggedTensor)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Call:
     """What a module was called with, and what came out.
 
     Attributes:
         arguments: positional ones by number, others by name.
         result: what the module returned.
-        seen: the tensors within the arguments, and how often each had been written to by then.
+        era: of the module, by then.
+        seen: what is within the arguments; of tensors, how often each had been written to by then.
+        untouched: the module's buffers and the tensors within the result, likewise.
     """
 
     arguments: dict[Any, Any]
     result: Any
-    seen: dict[Path, tuple[torch.Tensor, int]]
-    buffers: list[tuple[torch.Tensor, int]]
+    era: int
+    seen: dict[Path, tuple[Any, int]]
+    untouched: list[tuple[torch.Tensor, int]]
 
     @classmethod
     def made(
@@ -34,12 +37,14 @@ class Call:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         result: Any = None,
+        era: int = 0,
         buffers: Iterable[torch.Tensor] = (),
     ) -> "Call":
         """Note a call that has just been made."""
         arguments = _named(args, kwargs)
-        seen = {path: (t, _version(t)) for path, t in tensors_in(arguments)}
-        return cls(arguments, result, seen, [(t, _version(t)) for t in buffers])
+        seen = {path: (leaf, version(leaf)) for path, leaf in leaves_in(arguments)}
+        untouched = [*buffers, *(tensor for _, tensor in tensors_in(result))]
+        return cls(arguments, result, era, seen, [(tensor, version(tensor)) for tensor in untouched])
 
     def why_different(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
         """Why this call does not stand for one with these arguments; empty if it does."""
@@ -52,11 +57,11 @@ class Call:
         return self._why_outdated()
 
     def _why_outdated(self) -> str:
-        if any(_version(tensor) != version for tensor, version in self.buffers):
-            return "its buffers have been written to since"
-        now = dict(tensors_in(self.arguments))
-        for path, (tensor, version) in self.seen.items():
-            if now.get(path) is not tensor or _version(tensor) != version:
+        if any(version(tensor) != before for tensor, before in self.untouched):
+            return "its buffers, or its result, have been written to since"
+        now = dict(leaves_in(self.arguments))
+        for path, (leaf, before) in self.seen.items():
+            if not _is_untouched(leaf, now.get(path)) or version(leaf) != before:
                 return f"its argument {'.'.join(map(str, path))} is written to on the way"
         return ""
 
@@ -111,5 +116,10 @@ def _is_constant(value: Any) -> bool:
     return isinstance(value, (*plain, torch.dtype, torch.device, torch.layout, torch.memory_format))
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def _is_untouched(before: Any, now: Any) -> bool:
+    return now is before if isinstance(before, torch.Tensor) else is_same(before, now)
+
+
+def version(value: Any) -> int:
+    """How often a tensor has been written to, as far as it keeps count; 0 of anything else."""
+    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0

@@ -14,6 +14,7 @@ from sync_service.errors import Contradiction
 from trainer.pipelines.batches import record_stream
 from trainer.pipelines.lookahead.calls import Call
 from trainer.pipelines.lookahead.plan import arguments
+from trainer.pipelines.lookahead.state import Eras
 
 
 @dataclass
@@ -82,9 +83,11 @@ class LookupForward(PipelinedForward):  # type: ignore[misc]
 class PreprocessingForward:
     """Of a preprocessing module: hands out what was computed ahead, to the call that it was computed for."""
 
-    def __init__(self, owner: Owner, name: str, module: nn.Module, stream: torch.Stream | None) -> None:
+    def __init__(
+        self, owner: Owner, name: str, module: nn.Module, eras: Eras, stream: torch.Stream | None
+    ) -> None:
         self._owner, self.name, self._stream = owner, name, stream
-        self._module = module
+        self._module, self._eras = module, eras
         self._compute: Callable[..., Any] = module.forward
         self._context = LookAheadContext(version=1)
 
@@ -94,26 +97,28 @@ class PreprocessingForward:
 
     def ahead(self, context: LookAheadContext, *args: Any, **kwargs: Any) -> Any:
         """Compute what forward is going to ask for."""
-        before = Call.made(args, kwargs)
+        era, before = self._eras.now(), Call.made(args, kwargs)
         result = self._compute(*args, **kwargs)
+        self._eras.called()
         if reason := before.why_different(args, kwargs):
             raise Contradiction(
                 f"module {self.name!r} has been called ahead of forward, and {reason}; it cannot be pipelined: "
                 f"name it in PipelineOptions.not_ahead"
             )
-        context.calls.setdefault(self.name, []).append(Call.made(args, kwargs, result, self._buffers()))
+        call = Call.made(args, kwargs, result, era, self._module.buffers())
+        context.calls.setdefault(self.name, []).append(call)
         return result
-
-    def _buffers(self) -> list[torch.Tensor]:
-        return list(self._module.buffers())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The result that was computed for these arguments; computed now if there is none."""
         calls = self._context.calls.get(self.name, []) if self._owner.in_forward else []
+        era = self._eras.now()
         for call in calls:
-            if not call.why_different(args, kwargs):
+            if call.era == era and not call.why_different(args, kwargs):
                 calls.remove(call)
                 if self._stream:  # It was made on that one; the batch has been waited for.
                     record_stream(call.result, torch.get_device_module(self._stream.device).current_stream())
                 return call.result
-        return self._compute(*args, **kwargs)
+        result = self._compute(*args, **kwargs)
+        self._eras.called()
+        return result

@@ -6,6 +6,7 @@ from typing import Any
 from torch import fx, nn
 
 from trainer.pipelines.batches import tensors_in
+from trainer.pipelines.lookahead.calls import version
 from trainer.pipelines.lookahead.plan import Plan, compute
 from trainer.pipelines.lookahead.randomness import random_states, random_states_kept
 
@@ -50,7 +51,7 @@ class _Watched:
         return next((f"it writes to {what}" for what in now if now[what] != self._before[what]), "")
 
     def _versions(self) -> dict[str, list[int]]:
-        return {what: [tensor._version for tensor in tensors] for what, tensors in self._tensors.items()}
+        return {what: [version(tensor) for tensor in tensors] for what, tensors in self._tensors.items()}
 
 
 def _described(error: Exception) -> str:

@@ -5,6 +5,7 @@ from typing import Any
 from zlib import crc32
 
 import torch
+import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
@@ -29,9 +30,10 @@ class Training:
         *,
         tables: EmbOptimType = EmbOptimType.EXACT_SGD,
         dense: Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer] = sgd,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Tables left out of `sharding` are whole, on rank 0."""
-        self.model = distributed(module, sharding or {}, tables)
+        """Tables left out of `sharding` are whole, on rank 0. All ranks train together, or those of a group."""
+        self.model = distributed(module, sharding or {}, tables, group)
         fill(self.model)
         rest = dict(in_backward_optimizer_filter(self.model.named_parameters()))
         self.optimizer = CombinedOptimizer([self.model.fused_optimizer, KeyedOptimizerWrapper(rest, dense)])

@@ -103,7 +103,7 @@ def sharded(
 
 
 def distributed(
-    model: nn.Module, sharding: Mapping[str, Any], optimizer: EmbOptimType
+    model: nn.Module, sharding: Mapping[str, Any], optimizer: EmbOptimType, group: dist.ProcessGroup | None = None
 ) -> DistributedModelParallel:
     fused = {"optimizer": optimizer, "learning_rate": 0.5}
     plain = {kind: sharder(fused_params=fused) for kind, sharder in _SHARDERS.items()}
@@ -112,23 +112,22 @@ def distributed(
         for (kind, sharder), inner in zip(_COLLISION_SHARDERS.items(), plain.values(), strict=True)
     }
     plan = {
-        name: _planned(module, sharders[type(module)], sharding)
+        name: _planned(module, sharders[type(module)], sharding, dist.get_world_size(group))
         for name, module in model.named_modules()
         if type(module) in sharders
     }
     return DistributedModelParallel(
         model,
-        env=ShardingEnv.from_process_group(dist.group.WORLD),
+        env=ShardingEnv.from_process_group(group or dist.group.WORLD),
         device=CPU,
         plan=ShardingPlan(plan=plan),
         sharders=list(sharders.values()),
     )
 
 
-def _planned(module: nn.Module, sharder: Any, sharding: Mapping[str, Any]) -> Any:
+def _planned(module: nn.Module, sharder: Any, sharding: Mapping[str, Any], ranks: int) -> Any:
     whole = table_wise(rank=0, compute_kernel="fused")
     tables = {name: sharding.get(name, whole) for name in sharder.shardable_parameters(module)}
-    ranks = dist.get_world_size()
     return construct_module_sharding_plan(
         module, tables, sharder, local_size=ranks, world_size=ranks, device_type="cpu"
     )

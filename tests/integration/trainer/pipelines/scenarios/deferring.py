@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from torchrec.distributed.sharding_plan import data_parallel
 
-from sync_service.errors import InvalidInput
+from sync_service.errors import Contradiction, InvalidInput
 from tests.integration.trainer.pipelines.models import BOTH_RANKS
 from tests.integration.trainer.pipelines.registry import SCENARIOS
 from tests.integration.trainer.pipelines.scenarios.micro_batches import (
@@ -185,3 +185,26 @@ def two_pipelines_take_turns_on_one_model() -> None:
             of.plainly(micro_batches(2, seed=5))
             plain.plainly(micro_batches(2, seed=5))
             assert farthest(of.held(), plain.held()) < ROUNDING
+
+
+@SCENARIOS.scenario("deferring", ranks=2)
+def a_step_that_is_not_complete_is_not_mixed_with_another_pipelines() -> None:
+    of = training()
+    first, second = of.pipeline(grad_accum=4), of.pipeline()
+    first.progress(iter(micro_batches(4)))
+    with pytest.raises(Contradiction, match=r"step of another pipeline on this model is not complete: reset\(\)"):
+        second.progress(iter(micro_batches(1)))
+    first.reset()
+    through(second, micro_batches(1))
+
+
+@SCENARIOS.scenario("deferring", ranks=2)
+def evaluation_keeps_nothing() -> None:
+    of = training()
+    pipeline = of.pipeline(grad_accum=2, accumulate_tables=True)
+    through(pipeline, micro_batches(2))
+    of.model.eval()
+    through(pipeline, micro_batches(5))
+    assert pipeline._tables is not None
+    assert pipeline._tables.outputs == []
+    assert not any(deferred.kept for deferred in pipeline._tables._lookups)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -76,3 +77,30 @@ def an_iterator_that_fails_on_one_rank() -> None:
         outputs, losses = despite_losses(pipelined.pipeline(), Failing(batches(6), places))
         assert (outputs, losses) == (plain.plainly(batches(6)), len(places))
         check_same(pipelined.held(), plain.held())
+
+
+class LogsOnOneRank(Regression):
+    """A trace fails where forward looks at a value."""
+
+    def forward(self, batch: Any) -> Any:
+        loss, output = super().forward(batch)
+        if dist.get_rank() == 0:
+            float(loss)
+        return loss, output
+
+
+@scenario
+def a_forward_that_can_be_traced_on_one_rank_only() -> None:
+    plain, pipelined = Training(LogsOnOneRank(), BOTH_RANKS), Training(LogsOnOneRank(), BOTH_RANKS)
+    assert pipelined.pipelined(batches(5)) == plain.plainly(batches(5))
+    check_same(pipelined.held(), plain.held())
+
+
+@scenario
+def a_rank_that_trains_by_itself_waits_for_no_other() -> None:
+    alone = dist.new_group([0])
+    prepared = Prepared(lambda m, b: [m.shift(b.sparse, 1)], {"shift": Shift})
+    if dist.get_rank() == 0:
+        for options in {}, {"enable_amp": True, "amp_dtype": torch.float16}:
+            training = Training(prepared(), group=alone)
+            assert len(training.pipelined(batches(3), **options)) == 3

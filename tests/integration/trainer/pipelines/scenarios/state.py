@@ -1,0 +1,232 @@
+"""What a module's results depend on beside its arguments, changed by others while its work is done ahead."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from sync_service.errors import Contradiction
+from tests.integration.trainer.pipelines.batches import ROWS, Batch, batches
+from tests.integration.trainer.pipelines.comparing import check_same
+from tests.integration.trainer.pipelines.models import BOTH_RANKS, Regression
+from tests.integration.trainer.pipelines.prepared import rich, shifted, with_values
+from tests.integration.trainer.pipelines.registry import SCENARIOS
+from tests.integration.trainer.pipelines.training import Training, through
+from tests.integration.trainer.torchrec_defects.models import DIM
+
+scenario = SCENARIOS.scenario("state", ranks=2)
+
+
+class Prepares(Regression):
+    """Looks up what a module makes of the ids; `before` and `after` may do something to the model."""
+
+    def __init__(
+        self,
+        prepare: nn.Module,
+        before: Callable[[Any, Any], None] = lambda *_: None,
+        after: Callable[[Any], None] = lambda _: None,
+    ) -> None:
+        super().__init__()
+        self.prepare, self._before, self._after = prepare, before, after
+
+    def looked_up(self, batch: Any) -> torch.Tensor:
+        self._before(self, batch)
+        found = super().looked_up(Batch(self.prepare(batch.sparse), batch.dense, batch.label))
+        self._after(self)
+        return found
+
+
+class Offset(nn.Module):
+    """Adds a buffer, an attribute, and whether it trains."""
+
+    offset: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("offset", torch.ones(1, dtype=torch.int64))
+        self.salt = 1
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        return shifted(features, self.offset + self.salt + self.training)
+
+
+class Reused(nn.Module):
+    """Returns the same memory each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = torch.zeros(100, dtype=torch.int64)
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        out = self.out[: features.values().numel()]
+        out.copy_((features.values() + 1) % ROWS)
+        return with_values(features, out)
+
+
+def is_like_plain(make: Callable[[], nn.Module], stream: Callable[[], Iterable[Any]] = lambda: batches(6)) -> None:
+    plain, pipelined = Training(make(), BOTH_RANKS), Training(make(), BOTH_RANKS)
+    assert pipelined.pipelined(stream()) == plain.plainly(stream())
+    check_same(pipelined.held(), plain.held())
+
+
+def is_refused(make: Callable[[], nn.Module]) -> None:
+    with pytest.raises(Contradiction, match="not_ahead"):
+        Training(make(), BOTH_RANKS).pipelined(batches(6))
+
+
+@scenario
+def memory_that_is_used_for_every_result() -> None:
+    is_like_plain(lambda: Prepares(Reused()))
+
+
+@scenario
+def a_buffer_that_is_replaced_in_forward() -> None:
+    def replace(model: Any, _: Any) -> None:
+        model.prepare.offset = model.prepare.offset + 1
+
+    is_like_plain(lambda: Prepares(Offset(), before=replace))
+
+
+@scenario
+def a_buffer_that_is_replaced_after_its_use_is_refused_once_it_is_seen() -> None:
+    def replace(model: Any) -> None:
+        model.prepare.offset = model.prepare.offset + 1
+
+    is_refused(lambda: Prepares(Offset(), after=replace))
+
+
+@scenario
+def an_attribute_that_is_changed_after_its_use_is_refused_once_it_is_seen() -> None:
+    def salt(model: Any) -> None:
+        model.prepare.salt += 1
+
+    is_refused(lambda: Prepares(Offset(), after=salt))
+
+
+@scenario
+def the_mode_of_a_module_that_is_changed_between_steps_is_refused_once_it_is_seen() -> None:
+    training = Training(Prepares(Offset()), BOTH_RANKS)
+    pipeline, stream = training.pipeline(), batches(6)
+    pipeline.progress(stream)
+    training.model.module.prepare.eval()
+    with pytest.raises(Contradiction, match="not_ahead"):
+        pipeline.progress(stream)
+
+
+@scenario
+def modules_named_in_not_ahead_may_change_at_any_time() -> None:
+    def salt(model: Any) -> None:
+        model.prepare.salt += 1
+
+    plain, pipelined = (Training(Prepares(Offset(), after=salt), BOTH_RANKS) for _ in range(2))
+    assert pipelined.pipelined(batches(6), not_ahead=["prepare"]) == plain.plainly(batches(6))
+    check_same(pipelined.held(), plain.held())
+
+
+@scenario
+def numbers_of_a_batch_that_are_changed_in_forward() -> None:
+    is_like_plain(lambda: OfNumbers(number=3), lambda: rich(6))
+
+
+@scenario
+def attributes_of_a_batch_that_are_filled_in_forward() -> None:
+    is_like_plain(lambda: OfNumbers(extra=torch.ones(1)), lambda: rich(6, extras=False))
+
+
+class OfNumbers(Regression):
+    """Sets attributes of the batch, and then makes ids of it."""
+
+    def __init__(self, **changes: Any) -> None:
+        super().__init__()
+        self.change, self.prepare = Change(changes), ByNumbers()
+
+    def looked_up(self, batch: Any) -> torch.Tensor:
+        self.change(batch)
+        found: torch.Tensor = self.bags(self.prepare(batch)).values()
+        return found
+
+
+class Change(nn.Module):
+    def __init__(self, changes: dict[str, Any]) -> None:
+        super().__init__()
+        self._changes = changes
+
+    def forward(self, batch: Any) -> None:
+        vars(batch).update(self._changes)
+
+
+class ByNumbers(nn.Module):
+    def forward(self, batch: Any) -> KeyedJaggedTensor:
+        return shifted(batch.sparse, batch.number + (0 if batch.extra is None else 5))
+
+
+@scenario
+def a_call_that_is_not_claimed_before_others_of_its_module() -> None:
+    class Twice(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.prepare, self.writes = ByOther(), Writes()
+
+        def looked_up(self, batch: Any) -> torch.Tensor:
+            self.writes(batch.dense)
+            self.prepare(batch.sparse, batch.dense)
+            found: torch.Tensor = self.bags(self.prepare(batch.sparse, batch.label)).values()
+            return found
+
+    is_like_plain(Twice)
+
+
+class ByOther(nn.Module):
+    def forward(self, features: KeyedJaggedTensor, other: torch.Tensor) -> KeyedJaggedTensor:
+        return shifted(features, int(other.abs().sum() * 10))
+
+
+class Writes(nn.Module):
+    def forward(self, values: torch.Tensor) -> None:
+        values.add_(1)
+
+
+@scenario
+def a_result_that_is_used_for_dense_values_too() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = torch.zeros(4, 2 * DIM)
+
+        def forward(self, features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, torch.Tensor]:
+            return shifted(features, 1), self.out.fill_(float(features.lengths().sum()) / 100)
+
+    class Both(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.prepare = Counts()
+
+        def looked_up(self, batch: Any) -> torch.Tensor:
+            features, counts = self.prepare(batch.sparse)
+            found: torch.Tensor = self.bags(features).values() + counts
+            return found
+
+    is_like_plain(Both)
+
+
+@scenario
+def a_forward_that_failed_is_run_again() -> None:
+    class Fails(Regression):
+        fails = True
+
+        def forward(self, batch: Any) -> Any:
+            found = super().forward(batch)
+            if self.fails and not isinstance(found[0], torch.fx.Proxy):
+                raise RuntimeWarning("once")
+            return found
+
+    plain, pipelined = Training(Regression(), BOTH_RANKS), Training(Fails(), BOTH_RANKS)
+    pipeline, stream = pipelined.pipeline(), batches(4)
+    with pytest.raises(RuntimeWarning, match="once"):
+        pipeline.progress(stream)
+    pipelined.model.module.fails = False
+    assert through(pipeline, stream) == plain.plainly(batches(4))
+    check_same(pipelined.held(), plain.held())
