@@ -19,7 +19,6 @@ from trainer.pipelines.lookahead.forwards import (
 )
 from trainer.pipelines.lookahead.plan import Plan, compute, make_plan
 from trainer.pipelines.lookahead.ranks import Ranks
-from trainer.pipelines.lookahead.state import Eras
 from trainer.pipelines.lookahead.trial import why_not_early
 from trainer.pipelines.swaps import Swaps
 
@@ -68,7 +67,6 @@ class LookAhead:
         self._swaps: dict[str, Swaps] = {}
         self._sharing_splits = False
         self._logged = set[tuple[str, str]]()
-        self._eras: dict[str, Eras] = {}
 
     def attach(self, batch: Any) -> None:
         """Put other forwards in the places of the modules' own. Whoever was attached to the model is taken off.
@@ -89,8 +87,7 @@ class LookAhead:
         for name in self._plan.lookups:
             self._swap_lookup(name, self._model.get_submodule(name))
         for name, module in self._plan.preprocessing.items():
-            eras = self._eras.setdefault(name, Eras(module))
-            forward = PreprocessingForward(self, name, module, eras, self._stream)
+            forward = PreprocessingForward(self, name, module, self._stream)
             self.preprocessing.append(forward)
             self._swap(name, module, "forward", forward)
         self.attached, self._sharing_splits = True, False

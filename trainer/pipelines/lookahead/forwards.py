@@ -83,11 +83,9 @@ class LookupForward(PipelinedForward):  # type: ignore[misc]
 class PreprocessingForward:
     """Of a preprocessing module: hands out what was computed ahead, to the call that it was computed for."""
 
-    def __init__(
-        self, owner: Owner, name: str, module: nn.Module, eras: Eras, stream: torch.Stream | None
-    ) -> None:
+    def __init__(self, owner: Owner, name: str, module: nn.Module, stream: torch.Stream | None) -> None:
         self._owner, self.name, self._stream = owner, name, stream
-        self._module, self._eras = module, eras
+        self._module, self._eras = module, Eras(module)
         self._compute: Callable[..., Any] = module.forward
         self._context = LookAheadContext(version=1)
 

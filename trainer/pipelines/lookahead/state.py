@@ -10,7 +10,8 @@ from trainer.pipelines.lookahead.calls import is_same
 class Eras:
     """Counts what others do to a module's own attributes; what it does to them itself is part of its calls.
 
-    Something that changes within an attribute, say the items of a list, is not seen.
+    Not seen are changes within an attribute, say of the items of a list, and those made while the module is called
+    by way of its own forward, where they may be its own.
     """
 
     def __init__(self, module: nn.Module) -> None:
