@@ -21,7 +21,7 @@ from trainer.model import MODELS
 from trainer.pipelines import OnlinePipeline
 from trainer.ranks import join_ranks
 from trainer.results import Results
-from trainer.sharding import OptimizerOptions, shard
+from trainer.sharding import OptimizerOptions, click_tables, shard
 from trainer.stream_options import StreamOptions, stream_options, take_stream_options
 from trainer.sync import DeltaSync, SyncOptions
 from trainer.training_options import (
@@ -51,7 +51,8 @@ def main(checkpoint: Path | None, results: Path | None, table_lr: float, dense_l
         raise click.UsageError(reason)
     torch.manual_seed(stream.seed)
     learning = OptimizerOptions(table_lr=table_lr, dense_lr=dense_lr)
-    model, optimizer = shard(MODELS[training.input](stream.model, torch.device("meta")), learning, device)
+    click_model = MODELS[training.input](stream.model, torch.device("meta"))
+    model, optimizer = shard(click_model, click_tables(), learning, device)
     pipeline = OnlinePipeline(model, optimizer, device, training.pipeline)
     sync, scored = DeltaSync(model, SyncOptions(**settings)), Results()
     if checkpoint:

@@ -29,7 +29,7 @@ from trainer.data.features import FeatureOptions, Featurizer
 from trainer.data.stream import batches, open_stream
 from trainer.model import ClickModel, ModelOptions
 from trainer.ranks import join_ranks
-from trainer.sharding import OptimizerOptions, shard
+from trainer.sharding import OptimizerOptions, click_tables, shard
 from trainer.sync import DeltaSync, SyncOptions
 from trainer.tracking.modes import TrackingMode
 from trainer.tracking.options import TrackerOptions
@@ -59,7 +59,9 @@ class _Training:
 
     def __init__(self, options: ModelOptions, device: torch.device) -> None:
         torch.manual_seed(0)
-        self.model, optimizer = shard(ClickModel(options, torch.device("meta")), OptimizerOptions(), device)
+        self.model, optimizer = shard(
+            ClickModel(options, torch.device("meta")), click_tables(), OptimizerOptions(), device
+        )
         self._pipeline = TrainPipelineSparseDist(self.model, optimizer, device)
         self._waiting: deque[ClickBatch] = deque()
         self._stream = iter(self._waiting.popleft, None)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from sync_service.errors import DeltasyncError, InvalidInput
 from tests.support.ranks import leave
 from trainer.model import ClickModel, ModelOptions
-from trainer.sharding import OptimizerOptions, shard
+from trainer.sharding import OptimizerOptions, click_tables, shard
 from trainer.sync import DeltaSync, SyncOptions
 
 SIZES = ModelOptions(users=20, items=30, cross_buckets=10, dim=4, hidden=4)
@@ -18,7 +18,9 @@ PATIENCE_SECONDS = 60.0
 
 
 def delta_sync(service: str) -> tuple[torch.nn.Module, DeltaSync]:
-    model, _ = shard(ClickModel(SIZES, torch.device("meta")), OptimizerOptions(), torch.device("cpu"))
+    model, _ = shard(
+        ClickModel(SIZES, torch.device("meta")), click_tables(), OptimizerOptions(), torch.device("cpu")
+    )
     return model, DeltaSync(model, SyncOptions(service=service, model="clicks"))
 
 

@@ -5,19 +5,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
-from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingEnv, ShardingPlan
+from torchrec.distributed.sharding_plan import ParameterShardingGenerator, row_wise, table_wise
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
-from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from trainer.bench.pipelines.options import Sizes
+from trainer.sharding import KERNEL, OptimizerOptions, shard
 
 Output = tuple[torch.Tensor, torch.Tensor]
 
@@ -90,41 +87,18 @@ def sharded(
 ) -> tuple[DistributedModelParallel, CombinedOptimizer]:
     """A model over all ranks, and its optimizer. All kinds begin with the same values."""
     torch.manual_seed(0)
-    model = kind(sizes, torch.device("meta"))
-    sharder = EmbeddingBagCollectionSharder(
-        fused_params={"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.05}
-    )
-    distributed = DistributedModelParallel(
-        module=model,
-        env=ShardingEnv.from_process_group(dist.group.WORLD),
-        device=device,
-        plan=ShardingPlan(plan={"sparse": _plan(model, sharder, device)}),
-        sharders=[sharder],
-    )
-    rest = dict(in_backward_optimizer_filter(distributed.named_parameters()))
-    dense = KeyedOptimizerWrapper(rest, lambda parameters: torch.optim.Adagrad(parameters, lr=0.02))
-    return distributed, CombinedOptimizer([distributed.fused_optimizer, dense])
+    return shard(kind(sizes, torch.device("meta")), _tables(sizes), OptimizerOptions(), device)
 
 
-def _plan(
-    model: BagModel, sharder: EmbeddingBagCollectionSharder, device: torch.device
-) -> EmbeddingModuleShardingPlan:
+def _tables(sizes: Sizes) -> dict[str, ParameterShardingGenerator]:
     """Each fourth table by rows, the others whole, one rank after the other."""
     ranks = dist.get_world_size()
-    names = [table.name for table in model.sparse.embedding_bag_configs()]
-    return construct_module_sharding_plan(
-        model.sparse,
-        per_param_sharding={
-            name: row_wise(compute_kernel="fused")
-            if number % 4 == 3
-            else table_wise(rank=number % ranks, compute_kernel="fused")
-            for number, name in enumerate(names)
-        },
-        sharder=sharder,
-        local_size=ranks,
-        world_size=ranks,
-        device_type=device.type,
-    )
+    return {
+        name: row_wise(compute_kernel=KERNEL)
+        if number % 4 == 3
+        else table_wise(rank=number % ranks, compute_kernel=KERNEL)
+        for number, name in enumerate(table_names(sizes))
+    }
 
 
 def _layers(device: torch.device, *widths: int) -> nn.Sequential:
