@@ -14,22 +14,15 @@ import torch.distributed as dist
 from sync_service.cli.config import CONTEXT
 from sync_service.process_logging import log_to_stderr
 from trainer.checkpoint import load_checkpoint, save_checkpoint
-from trainer.data.batch import as_tensordict, click_batch
-from trainer.data.features import Featurizer
-from trainer.data.stream import batches
+from trainer.micro_batches import micro_batches
 from trainer.model import MODELS
 from trainer.pipelines import OnlinePipeline
 from trainer.ranks import join_ranks
 from trainer.results import Results
 from trainer.sharding import OptimizerOptions, click_tables, shard
-from trainer.stream_options import StreamOptions, stream_options, take_stream_options
+from trainer.stream_options import stream_options, take_stream_options
 from trainer.sync import DeltaSync, SyncOptions
-from trainer.training_options import (
-    TrainingOptions,
-    take_training_options,
-    training_options,
-    why_not_shared,
-)
+from trainer.training_options import take_training_options, training_options, why_not_shared
 
 
 @click.command(context_settings=CONTEXT)
@@ -59,7 +52,7 @@ def main(checkpoint: Path | None, results: Path | None, table_lr: float, dense_l
         load_checkpoint(checkpoint, model, optimizer, sync)
     with sync:
         sync.flush()  # So that replicas hold the model before its first step.
-        _train(pipeline, _batches(stream, training, sync.tracker.steps), sync, scored if results else None)
+        _train(pipeline, micro_batches(stream, training, sync.tracker.steps), sync, scored if results else None)
     if checkpoint:
         save_checkpoint(checkpoint, model, optimizer, sync)
     if results:
@@ -77,17 +70,6 @@ def _train(pipeline: OnlinePipeline, mine: Iterator[Any], sync: DeltaSync, score
             scored.add(output, step_ended=pipeline.stepped)
         if pipeline.stepped:
             sync.step()
-
-
-def _batches(stream: StreamOptions, training: TrainingOptions, past: int) -> Iterator[Any]:
-    """This rank's micro-batches after the first `past` steps, of which only the features need to know."""
-    featurizer, rank, ranks = Featurizer(stream.features), dist.get_rank(), dist.get_world_size()
-    for step, events in enumerate(stream.batches(past=past)):
-        for part in batches(iter([events]), stream.batch_size // training.grad_accum):
-            features = featurizer.features(part)
-            if step >= past and len(part) >= ranks:
-                batch = click_batch(features, rank, ranks)
-                yield as_tensordict(batch) if training.input == "tensordict" else batch
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from torchrec.distributed.sharding_plan import (
 )
 from torchrec.modules.embedding_configs import DataType, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.integration.trainer.pipelines.batches import ROWS
@@ -55,6 +56,17 @@ def sums_of_rows_under_every_optimizer() -> None:
     for optimizer in OPTIMIZERS:
         build = partial(_training_every_sharding, PoolingType.SUM, optimizer)
         check_as_larger(build, micro_batches(7), steps_of=3)
+
+
+@SCENARIOS.scenario("accumulated_tables", ranks=2)
+def gradients_that_are_clipped_are_those_of_the_step() -> None:
+    def build() -> Training:
+        training = _training_every_sharding(PoolingType.SUM, EmbOptimType.EXACT_SGD)
+        norm = {"clipping": GradientClipping.NORM, "max_gradient": 0.05}
+        training.optimizer = GradientClippingOptimizer(training.optimizer, **norm)
+        return training
+
+    check_as_larger(build, micro_batches(8), steps_of=2)
 
 
 @SCENARIOS.scenario("accumulated_tables", ranks=2)
