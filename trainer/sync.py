@@ -210,7 +210,10 @@ class DeltaSync:
         wait_for([self._under_way.sealed], max(0.0, min(_HEAR_SECONDS, deadline - time.monotonic())))
         if self._under_way.sealed.done() or time.monotonic() < deadline:
             return None
-        return ServiceUnavailable(f"the cut of step {self._under_way.part.step} was not sealed in time")
+        return ServiceUnavailable(
+            f"the cut of step {self._under_way.part.step} was not sealed in time by {self._options.service}; "
+            f"what that answered, if it did, is in the log"
+        )
 
     def _cut(self, step_end_unix_ns: int, late: DeltasyncError | None = None) -> bool:
         """Begin a cut if the ranks agree that they can; whether all of them have published everything."""
