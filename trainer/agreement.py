@@ -1,4 +1,4 @@
-"""What ranks agree on before a cut, so that their parts always meet."""
+"""What ranks agree on: before a cut, so that their parts always meet, and wherever their collectives have to."""
 
 import time
 import uuid
@@ -25,6 +25,23 @@ class Agreed:
     failed: bool
 
 
+def on_any_rank(
+    flags: list[bool], group: dist.ProcessGroup | None = None, device: torch.device | None = None
+) -> list[bool]:
+    """Which of the flags are set on at least one rank of a group. Called by all of its ranks together.
+
+    Args:
+        flags: of this rank, equally many on all.
+        group: None is the default group; without any there is one rank, which agrees with itself.
+        device: that the group's backend exchanges tensors of; None is the CPU.
+    """
+    if not flags or not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return flags
+    found = torch.tensor(flags, dtype=torch.int32, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    return [bool(flag) for flag in found.tolist()]
+
+
 class Agreement:
     """One small collective, over a gloo group of its own: it stays off the GPUs and out of training's way.
 
@@ -38,12 +55,8 @@ class Agreement:
 
     def of(self, *, ready: bool, resync: bool, unpublished: bool, failed: bool) -> Agreed:
         """What holds for all ranks, given what holds for this one."""
-        # One minimum does for all: "any rank" is the minimum of the negation.
-        answers = torch.tensor([ready, not resync, not unpublished, not failed], dtype=torch.int32)
-        if self._group:
-            dist.all_reduce(answers, dist.ReduceOp.MIN, group=self._group)
-        all_ready, none_resync, none_unpublished, none_failed = (bool(answer) for answer in answers.tolist())
-        return Agreed(all_ready, not none_resync, not none_unpublished, not none_failed)
+        busy, *others = on_any_rank([not ready, resync, unpublished, failed], self._group)
+        return Agreed(not busy, *others)
 
     def run(self) -> tuple[str, int]:
         """A new run id, and when the run began (nanoseconds since 1970): the first rank's, on all ranks."""

@@ -11,8 +11,8 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torchrec.optim.keyed import KeyedOptimizer
 
-from trainer.pipelines.lookahead.ranks import Ranks
 from trainer.pipelines.options import PipelineOptions
+from trainer.pipelines.ranks import group_of
 from trainer.pipelines.tables import DeferredTables
 
 
@@ -64,7 +64,7 @@ class LossScale:
     """
 
     def __init__(self, initial: float, model: nn.Module, device: torch.device) -> None:
-        self._scaler = ShardedGradScaler(device.type, init_scale=initial, process_group=Ranks(model, device).group)
+        self._scaler = ShardedGradScaler(device.type, init_scale=initial, process_group=group_of(model))
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss to run backward from."""

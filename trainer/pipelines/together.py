@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Iterator
 from typing import Generic, TypeVar
 
-import torch
 import torch.distributed as dist
+
+from trainer.agreement import on_any_rank
 
 Batch = TypeVar("Batch")
 
@@ -26,9 +27,8 @@ class Together(Iterator[Batch], Generic[Batch]):
     def __next__(self) -> Batch:
         if self._kept is None:
             self._kept = next(self._batches, None)
-        all_have = torch.tensor(int(self._kept is not None))
-        dist.all_reduce(all_have, dist.ReduceOp.MIN, group=self._group)
-        if self._kept is None or not all_have:
+        [missing] = on_any_rank([self._kept is None], self._group)
+        if self._kept is None or missing:
             raise StopIteration
         batch, self._kept = self._kept, None
         return batch

@@ -11,6 +11,7 @@ from torchrec.distributed.model_parallel import ShardedModule, get_unwrapped_mod
 from torchrec.distributed.train_pipeline.runtime_forwards import BaseForward, KJTAllToAllForward
 
 from sync_service.errors import Contradiction, InvalidInput
+from trainer.agreement import on_any_rank
 from trainer.pipelines.lookahead.forwards import (
     LookAheadContext,
     LookupArguments,
@@ -18,8 +19,8 @@ from trainer.pipelines.lookahead.forwards import (
     PreprocessingForward,
 )
 from trainer.pipelines.lookahead.plan import Plan, compute, make_plan
-from trainer.pipelines.lookahead.ranks import Ranks
 from trainer.pipelines.lookahead.trial import why_not_early
+from trainer.pipelines.ranks import group_of
 from trainer.pipelines.swaps import Swaps
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class LookAhead:
             InvalidInput: the model has no module of such a name.
         """
         self._model, self._device, self._stream = get_unwrapped_module(model), device, stream
-        self._ranks = Ranks(model, device)
+        self._on_any_rank = partial(on_any_rank, group=group_of(model), device=device)
         modules = dict(self._model.named_modules())
         for name in not_ahead:
             if name not in modules:
@@ -126,7 +127,7 @@ class LookAhead:
                     f"cannot be pipelined: name it in PipelineOptions.not_ahead"
                 )
             return True
-        if not self._ranks.on_any([bool(reason)])[0]:
+        if not self._on_any_rank([bool(reason)])[0]:
             return True
         self._give_up(name, reason or "its features are not those of the traced forward on another rank")
         return False
@@ -208,7 +209,7 @@ class LookAhead:
         """Forward's code may depend on the rank: what not all ranks look up ahead, none does."""
         plan = make_plan(self._model, self._given_up)
         sharded = [name for name, module in self._model.named_modules() if isinstance(module, ShardedModule)]
-        missing = self._ranks.on_any([name not in plan.lookups for name in sharded])
+        missing = self._on_any_rank([name not in plan.lookups for name in sharded])
         lacking = {name for name, flag in zip(sharded, missing, strict=True) if flag} & plan.lookups.keys()
         if not lacking:
             return plan
@@ -219,7 +220,7 @@ class LookAhead:
         """Ranks have other batches, and may find other reasons."""
         reasons = why_not_early(plan, self._model, batch)
         names = [name for name, _ in self._model.named_modules()]
-        found = self._ranks.on_any([name in reasons for name in names])
+        found = self._on_any_rank([name in reasons for name in names])
         elsewhere = "another rank has found that it can't be called ahead"
         return {name: reasons.get(name, elsewhere) for name, flag in zip(names, found, strict=True) if flag}
 
