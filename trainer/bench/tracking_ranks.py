@@ -8,14 +8,12 @@ where their memory lies, which no number of turns would average out.
 
 import json
 import statistics
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
 
 import click
 import torch
@@ -24,6 +22,7 @@ from torch import nn
 from torchrec.distributed import TrainPipelineSparseDist
 
 from trainer.bench.spread import interval
+from trainer.bench.turns import Taken, tracked
 from trainer.data.batch import ClickBatch, click_batch
 from trainer.data.features import FeatureOptions, Featurizer
 from trainer.data.stream import batches, open_stream
@@ -31,9 +30,6 @@ from trainer.model import ClickModel, ModelOptions
 from trainer.ranks import join_ranks
 from trainer.sharding import OptimizerOptions, click_tables, shard
 from trainer.sync import DeltaSync, SyncOptions
-from trainer.tracking.modes import TrackingMode
-from trainer.tracking.options import TrackerOptions
-from trainer.tracking.tracker import Tracker
 
 BATCH, PUBLISH_EVERY = 128, 10
 # A turn has one read in it. What a pipeline loads ahead is there before its turn.
@@ -41,13 +37,6 @@ TURN, AHEAD, WARM_UP = PUBLISH_EVERY, 4, 4
 
 # Says for the length of a turn what is done after each step.
 _Mode = Callable[[], AbstractContextManager[Callable[[], None]]]
-
-
-class _Taken(NamedTuple):
-    """What a turn took: seconds, and those in which a core was at work for this rank."""
-
-    seconds: float
-    cpu_seconds: float
 
 
 class _Training:
@@ -68,17 +57,17 @@ class _Training:
         self._batches = _batches(options)
         self._load(AHEAD)
 
-    def turn(self, mode: _Mode) -> _Taken:
+    def turn(self, mode: _Mode) -> Taken:
         """Some steps, until all ranks have done them."""
         self._load(TURN)
         with mode() as after_step:
             dist.barrier()
-            started = _Taken(time.perf_counter(), time.process_time())
+            started = Taken.now()
             for _ in range(TURN):
                 self._pipeline.progress(self._stream)
                 after_step()
             dist.barrier()
-            return _Taken(time.perf_counter() - started.seconds, time.process_time() - started.cpu_seconds)
+            return Taken.since(started)
 
     def _load(self, batches: int) -> None:
         self._waiting.extend(islice(self._batches, batches))
@@ -99,16 +88,8 @@ class _Tracking:
     @contextmanager
     def turn(self) -> Iterator[Callable[[], None]]:
         """Track for the length of a turn."""
-        options = TrackerOptions(mode=TrackingMode.EMBEDDING_LAST, auto_compact=True, dense=True)
-        tracker = Tracker(self._model, options)
-
-        def after_step() -> None:
-            tracker.step()
-            if tracker.steps % PUBLISH_EVERY == 0:
-                tracker.acknowledge(tracker.get_delta().token)
-
-        yield after_step
-        tracker.close()
+        with tracked(self._model, PUBLISH_EVERY) as (tracker, after_step):
+            yield after_step
         self.seconds += tracker.cost.seconds
         self.steps += tracker.steps
 
@@ -122,7 +103,7 @@ def main(service: str | None, rounds: int, json_file: Path) -> None:
     device = join_ranks()
     training = _Training(ModelOptions(), device)
     tracking = _Tracking(training.model)
-    turns: list[Callable[[], _Taken]] = [
+    turns: list[Callable[[], Taken]] = [
         partial(training.turn, lambda: nullcontext(lambda: None)),
         partial(training.turn, tracking.turn),
     ]
@@ -136,7 +117,7 @@ def main(service: str | None, rounds: int, json_file: Path) -> None:
     dist.destroy_process_group()
 
 
-def _publishing(stack: ExitStack, training: _Training, service: str) -> Callable[[], _Taken]:
+def _publishing(stack: ExitStack, training: _Training, service: str) -> Callable[[], Taken]:
     sync = DeltaSync(training.model, SyncOptions(service=service, model="bench", publish_every=PUBLISH_EVERY))
     stack.enter_context(sync).flush()
     return partial(training.turn, lambda: nullcontext(sync.step))
@@ -150,14 +131,14 @@ def _batches(options: ModelOptions) -> Iterator[ClickBatch]:
         yield click_batch(featurizer.features(events), dist.get_rank(), dist.get_world_size())
 
 
-def _round(turns: list[Callable[[], _Taken]]) -> list[list[_Taken]]:
+def _round(turns: list[Callable[[], Taken]]) -> list[list[Taken]]:
     """What each turn took on the way there, and on the way back."""
     there = [turn() for turn in turns]
     back = [turn() for turn in reversed(turns)]
     return [there, back[::-1]]
 
 
-def _figures(rounds: list[list[list[_Taken]]], tracking: _Tracking) -> dict[str, float]:
+def _figures(rounds: list[list[list[Taken]]], tracking: _Tracking) -> dict[str, float]:
     ways = [way for both in rounds for way in both]
     step = statistics.median(way[0].seconds for way in ways) / TURN
     share = tracking.seconds / tracking.steps / step

@@ -1,6 +1,8 @@
 """Batches as TorchRec's pipelines take them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -16,7 +18,28 @@ SPARSE_FEATURES = ("user", "item", "cross", "hour", "history")
 
 
 @dataclass
-class ClickBatch(Pipelineable):  # type: ignore[misc]  # torchrec's types are not followed
+class FieldsBatch(Pipelineable):  # type: ignore[misc]  # torchrec's types are not followed
+    """A batch that is a dataclass of tensors, of whatever kind."""
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Self:
+        """Return the batch on `device`."""
+        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the memory of all tensors until `stream` has done its work on them."""
+        for f in fields(self):
+            getattr(self, f.name).record_stream(stream)
+
+    def pin_memory(self) -> Self:
+        """Return the batch in page-locked memory, from which copies to an accelerator need not wait."""
+        return self._each(lambda tensor: tensor.pin_memory())
+
+    def _each(self, function: Callable[[Any], Any]) -> Self:
+        return type(self)(**{f.name: function(getattr(self, f.name)) for f in fields(self)})
+
+
+@dataclass
+class ClickBatch(FieldsBatch):
     """One rank's B events of a batch."""
 
     dense: torch.Tensor
@@ -27,20 +50,6 @@ class ClickBatch(Pipelineable):  # type: ignore[misc]  # torchrec's types are no
     """float32 [B], 0 or 1"""
     index: torch.Tensor
     """int64 [B], position of the events in the stream"""
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> "ClickBatch":
-        """Return the batch on `device`."""
-        moved = {f.name: getattr(self, f.name).to(device, non_blocking=non_blocking) for f in fields(self)}
-        return ClickBatch(**moved)
-
-    def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the memory of all tensors until `stream` has done its work on them."""
-        for f in fields(self):
-            getattr(self, f.name).record_stream(stream)
-
-    def pin_memory(self) -> "ClickBatch":
-        """Return the batch in page-locked memory, from which copies to an accelerator need not wait."""
-        return ClickBatch(**{f.name: getattr(self, f.name).pin_memory() for f in fields(self)})
 
 
 def click_batch(features: Features, rank: int = 0, world_size: int = 1) -> ClickBatch:

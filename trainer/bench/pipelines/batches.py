@@ -7,31 +7,22 @@ from itertools import cycle
 import torch
 from tensordict import TensorDict
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-from torchrec.streamable import Pipelineable
 
 from trainer.bench.pipelines.model import table_names
 from trainer.bench.pipelines.options import Sizes
+from trainer.data.batch import FieldsBatch
 
 # More than a round uses of them: rows are not looked up again at once.
 _DIFFERENT = 32
 
 
 @dataclass
-class Batch(Pipelineable):  # type: ignore[misc]  # torchrec's types are not followed
+class Batch(FieldsBatch):
     """A rank's B examples."""
 
     sparse: KeyedJaggedTensor
     dense: torch.Tensor
     label: torch.Tensor
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
-        """The batch on a device."""
-        return Batch(*(getattr(self, f.name).to(device, non_blocking=non_blocking) for f in fields(self)))
-
-    def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the memory of all tensors until a stream has done its work on them."""
-        for f in fields(self):
-            getattr(self, f.name).record_stream(stream)
 
 
 @dataclass(frozen=True)

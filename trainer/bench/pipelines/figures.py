@@ -3,25 +3,14 @@
 import statistics
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from trainer.bench.pipelines.options import ratio_name
 from trainer.bench.pipelines.variants import VARIANTS
 from trainer.bench.spread import interval
+from trainer.bench.turns import Taken
 
-
-class Taken(Protocol):
-    """What a turn took, per step."""
-
-    @property
-    def seconds(self) -> float:
-        """By the clock."""
-
-    @property
-    def cpu_seconds(self) -> float:
-        """Of a core."""
-
-
+# What a step took in each turn, by variant.
 Rounds = Sequence[Mapping[str, Taken]]
 
 

@@ -9,13 +9,12 @@ import gc
 import json
 import os
 import random
-import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 import torch
@@ -27,17 +26,11 @@ from trainer.bench.pipelines.memory import Memory, memory_of
 from trainer.bench.pipelines.model import sharded
 from trainer.bench.pipelines.options import Sizes, pipelines_options
 from trainer.bench.pipelines.variants import VARIANTS, Surroundings, Variant, with_compared
+from trainer.bench.turns import Taken
 from trainer.ranks import join_ranks
 
 # What a pipeline loads ahead is there before its turn.
 _AHEAD, _WARM_UP_ROUNDS = 4, 1
-
-
-class Turn(NamedTuple):
-    """What a turn took, per step: seconds, and those in which a core was at work for this rank."""
-
-    seconds: float
-    cpu_seconds: float
 
 
 class Training:
@@ -66,17 +59,16 @@ class Training:
         self.loss = torch.tensor(0.0)
         self._load(_AHEAD)
 
-    def turn(self, steps: int) -> Turn:
-        """Some steps, until all ranks have done them."""
+    def turn(self, steps: int) -> Taken:
+        """What each of some steps took, until all ranks have done them."""
         self._load(steps)
         self._meet()
-        seconds, cpu_seconds = time.perf_counter(), time.process_time()
+        started = Taken.now()
         for _ in range(steps):
             self.loss = self._pipeline.progress(self._stream)
             self._after_step()
         self._meet()
-        taken = Turn(time.perf_counter() - seconds, time.process_time() - cpu_seconds)
-        return Turn(*(value / steps for value in taken))
+        return Taken(*(value / steps for value in Taken.since(started)))
 
     def finish(self) -> None:
         """Train on what was loaded ahead. A rank that left before would leave the ids on their way to it."""
@@ -126,7 +118,7 @@ class Bench:
         for name, variant in variants.items():
             self._trainings[name], self.bytes[name] = self._measured(variant, memory)
 
-    def rounds(self) -> list[dict[str, Turn]]:
+    def rounds(self) -> list[dict[str, Taken]]:
         """The turns of all rounds, by variant."""
         rounds = [self._round(number) for number in range(_WARM_UP_ROUNDS + self._sizes.rounds)]
         return rounds[_WARM_UP_ROUNDS:]
@@ -155,7 +147,7 @@ class Bench:
         training.turn(self._sizes.steps + self._sizes.steps // 2)
         return training
 
-    def _round(self, number: int) -> dict[str, Turn]:
+    def _round(self, number: int) -> dict[str, Taken]:
         order = random.Random(number).sample(list(self._trainings), len(self._trainings))  # noqa: S311  # On all ranks.
         gc.collect()
         return {name: self._trainings[name].turn(self._sizes.steps) for name in order}

@@ -12,11 +12,9 @@ from torchrec.distributed import TrainPipelineBase, TrainPipelineSparseDist
 
 from trainer.bench.pipelines.model import BagModel, PreprocessedModel, TensorDictModel
 from trainer.bench.pipelines.options import GRAD_ACCUM
+from trainer.bench.turns import tracked
 from trainer.pipelines import OnlinePipeline, PipelineOptions
 from trainer.sync import DeltaSync, SyncOptions
-from trainer.tracking.modes import TrackingMode
-from trainer.tracking.options import TrackerOptions
-from trainer.tracking.tracker import Tracker
 
 
 class Pipeline(Protocol):
@@ -53,15 +51,8 @@ def _alone(_model: nn.Module, _around: Surroundings) -> Iterator[_Step]:
 
 @contextmanager
 def _tracked(model: nn.Module, around: Surroundings) -> Iterator[_Step]:
-    tracker = Tracker(model, TrackerOptions(mode=TrackingMode.EMBEDDING_LAST, auto_compact=True, dense=True))
-
-    def after_step() -> None:
-        tracker.step()
-        if tracker.steps % around.cut_every == 0:
-            tracker.acknowledge(tracker.get_delta().token)
-
-    yield after_step
-    tracker.close()
+    with tracked(model, around.cut_every) as (_, after_step):
+        yield after_step
 
 
 @contextmanager

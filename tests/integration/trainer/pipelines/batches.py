@@ -1,28 +1,22 @@
 """Batches of features "f" and "g", dense values and labels."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-from torchrec.streamable import Pipelineable
+
+from trainer.data.batch import FieldsBatch
 
 ROWS, WIDTH = 16, 3
 
 
 @dataclass
-class Batch(Pipelineable):  # type: ignore[misc]  # torchrec's types are not followed
+class Batch(FieldsBatch):
     sparse: KeyedJaggedTensor
     dense: torch.Tensor
     label: torch.Tensor
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
-        return Batch(*(getattr(self, f.name).to(device, non_blocking=non_blocking) for f in fields(self)))
-
-    def record_stream(self, stream: torch.Stream) -> None:
-        for f in fields(self):
-            getattr(self, f.name).record_stream(stream)
 
 
 def batches(count: int, size: int = 4, seed: int = 0) -> Iterator[Batch]:

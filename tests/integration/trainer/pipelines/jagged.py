@@ -8,6 +8,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import nn
 from torchrec.distributed.embedding_types import ShardedEmbeddingModule
+from torchrec.distributed.sharding_plan import column_wise, data_parallel, row_wise, table_wise
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.modules.mc_embedding_modules import (
     ManagedCollisionEmbeddingBagCollection,
@@ -20,6 +21,13 @@ from tests.integration.trainer.torchrec_defects.models import DIM
 from trainer.pipelines import accept_tensordicts
 
 ROWS = 16
+# How tables of these names are sharded.
+EVERY_SHARDING = {
+    "t": table_wise(rank=1, compute_kernel="fused"),
+    "r": row_wise(compute_kernel="fused"),
+    "c": column_wise(ranks=[0, 1], compute_kernel="fused"),
+    "d": data_parallel(),
+}
 _COLLIDED = ManagedCollisionEmbeddingBagCollection, ManagedCollisionEmbeddingCollection
 # The ids of each example, by key.
 Ids = dict[str, list[list[int]]]

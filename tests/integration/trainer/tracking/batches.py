@@ -7,7 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-from torchrec.streamable import Pipelineable
+
+from trainer.data.batch import FieldsBatch
 
 SIZE, LONGEST = 4, 3
 # Batches in which rank 1, or every rank, has no id at all.
@@ -15,17 +16,8 @@ IDLE_RANK, IDLE = 3, 5
 
 
 @dataclass
-class Batch(Pipelineable):  # type: ignore[misc]
+class Batch(FieldsBatch):
     sparse: KeyedJaggedTensor
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
-        return Batch(self.sparse.to(device, non_blocking))
-
-    def record_stream(self, stream: torch.Stream) -> None:
-        self.sparse.record_stream(stream)
-
-    def pin_memory(self) -> "Batch":
-        return Batch(self.sparse.pin_memory())
 
 
 @dataclass(frozen=True)

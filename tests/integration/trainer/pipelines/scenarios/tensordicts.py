@@ -7,12 +7,21 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch import nn
-from torchrec.distributed.sharding_plan import column_wise, data_parallel, row_wise, table_wise
+from torchrec.distributed.sharding_plan import column_wise, row_wise, table_wise
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from tests.integration.trainer.pipelines import jagged
-from tests.integration.trainer.pipelines.jagged import Ids, Lookups, as_kjt, as_tensordict, ids, nested, train_same
+from tests.integration.trainer.pipelines.jagged import (
+    EVERY_SHARDING,
+    Ids,
+    Lookups,
+    as_kjt,
+    as_tensordict,
+    ids,
+    nested,
+    train_same,
+)
 from tests.integration.trainer.pipelines.models import BOTH_RANKS
 from tests.integration.trainer.pipelines.registry import SCENARIOS
 from tests.integration.trainer.torchrec_defects.models import META, bag, bags, sequence, sequences
@@ -44,19 +53,13 @@ def _unsharded() -> nn.Module:
 
 @SCENARIOS.scenario("tensordicts", ranks=2)
 def bags_of_every_sharding_type() -> None:
-    tables = {
-        "t": table_wise(rank=1, compute_kernel="fused"),
-        "r": row_wise(compute_kernel="fused"),
-        "c": column_wise(ranks=[0, 1], compute_kernel="fused"),
-        "d": data_parallel(),
-    }
-    batches = list(ids(5, *tables))
+    batches = list(ids(5, *EVERY_SHARDING))
     for pooling in (PoolingType.SUM, MEAN):
 
         def make(pooling: PoolingType = pooling) -> nn.Module:
-            return Lookups(bags=bags(*(bag(name, dim=8, pooling=pooling) for name in tables)))
+            return Lookups(bags=bags(*(bag(name, dim=8, pooling=pooling) for name in EVERY_SHARDING)))
 
-        train_same(make, tables, map(as_kjt, batches), map(as_tensordict, batches))
+        train_same(make, EVERY_SHARDING, map(as_kjt, batches), map(as_tensordict, batches))
 
 
 @SCENARIOS.scenario("tensordicts", ranks=2)

@@ -6,12 +6,12 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torch import nn
-from torchrec.distributed.sharding_plan import column_wise, data_parallel, row_wise, table_wise
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from sync_service.errors import InvalidInput
 from tests.integration.trainer.pipelines.jagged import (
+    EVERY_SHARDING,
     Lookups,
     as_kjt,
     as_tensordict,
@@ -50,17 +50,11 @@ def _refused(make: Any, batch: Any, *told: str) -> None:
 
 @SCENARIOS.scenario("tensordicts with weights", ranks=2)
 def bags_of_every_sharding_type() -> None:
-    tables = {
-        "t": table_wise(rank=1, compute_kernel="fused"),
-        "r": row_wise(compute_kernel="fused"),
-        "c": column_wise(ranks=[0, 1], compute_kernel="fused"),
-        "d": data_parallel(),
-    }
-    batches = list(ids(5, *tables))
+    batches = list(ids(5, *EVERY_SHARDING))
     expected = [as_kjt(batch, weights=True) for batch in batches]
     orders = ("trcd", "dcrt", "rtdc", "trcd", "ctdr")
     given = [as_tensordict(batch, keys, weighted) for batch, keys in zip(batches, orders, strict=True)]
-    train_same(lambda: Lookups(bags=weighted_bags(*tables)), tables, expected, given)
+    train_same(lambda: Lookups(bags=weighted_bags(*EVERY_SHARDING)), EVERY_SHARDING, expected, given)
 
 
 @SCENARIOS.scenario("tensordicts with weights", ranks=2)
