@@ -156,7 +156,6 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         if self.batches:
             hand_over(self.batches[0], self._memcpy_stream)
             self._ahead.attach(self.batches[0])
-            self._model_attached = True
 
     def detach(self) -> nn.Module:
         """Give the model back as it was, but for its taking TensorDicts.
@@ -166,7 +165,6 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         self._ahead.detach()
         if self._tables:
             self._tables.detach()
-        self._model_attached = False
         return self._model
 
     def reset(self) -> None:
