@@ -8,8 +8,7 @@ import numpy as np
 from deltasync.v1 import publish_pb2, tables_pb2
 
 from sync_service.errors import InvalidInput
-from sync_service.stamps import Ids, Values
-from sync_service.tables import ID_TYPE, VALUE_TYPES, Position, Shard, Table
+from sync_service.tables import ID_TYPE, VALUE_TYPES, Ids, Position, Shard, Table, Values
 
 # Just under 1,000,000 bytes: faster than 64 KiB or 4 MiB, and below the default limits of gRPC and brokers.
 CHUNK_BYTES = 990_000

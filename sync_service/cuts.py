@@ -8,8 +8,7 @@ import numpy as np
 
 from sync_service.errors import Contradiction, InvalidInput, ResyncRequired
 from sync_service.runs import Run
-from sync_service.stamps import Ids, Values
-from sync_service.tables import Shard, Table
+from sync_service.tables import Ids, Shard, Table, Values
 
 # A larger cut is read back from the log when it is applied, so that memory stays bounded.
 KEPT_BYTES = 32 << 20

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from sync_service.codec import chunked
 from sync_service.log import Seal
 from sync_service.mapped import reserve
-from sync_service.stamps import Ids, StampedTable, Values
-from sync_service.tables import Table
+from sync_service.stamps import StampedTable
+from sync_service.tables import Ids, Table, Values
 
 
 @dataclass

@@ -4,15 +4,11 @@
 and their current values.
 """
 
-from typing import TypeAlias
-
 import numpy as np
 from numpy.typing import NDArray
 
-from sync_service.tables import Table
-
-Ids: TypeAlias = NDArray[np.int64]
-Values: TypeAlias = NDArray[np.generic]
+from sync_service.digests import BLOCK_ROWS, Digest, digest
+from sync_service.tables import Ids, Table, Values
 
 # Stamps are scanned in blocks so that a scan's scratch memory stays in the processor's cache.
 _SCAN_ROWS = 1 << 20
@@ -32,12 +28,14 @@ class StampedTable:
         table: what the table is.
         rows: [N, D] values, in the table's dtype.
         stamps: [N] int64, 0 = never changed.
+        digest: of all rows, as who is given them holds them.
     """
 
     def __init__(self, table: Table, rows: Values, stamps: NDArray[np.int64]) -> None:
         self.table = table
         self.rows = rows
         self.stamps = stamps
+        self.digest = Digest()
 
     @classmethod
     def zeros(cls, table: Table) -> "StampedTable":
@@ -48,9 +46,30 @@ class StampedTable:
         """Overwrite the rows `ids` ([n], strictly ascending) from column `col_offset` on with `values`
         ([n, cols]) and stamp them with `version`.
         """
+        for start in range(0, len(ids), BLOCK_ROWS):
+            block = slice(start, start + BLOCK_ROWS)
+            self._apply_block(ids[block], values[block], version, col_offset)
+
+    def _apply_block(self, ids: Ids, values: Values, version: int, col_offset: int) -> None:
         where: slice | Ids = _contiguous(ids) or ids
-        self.rows[where, col_offset : col_offset + values.shape[1]] = values
+        columns = slice(col_offset, col_offset + values.shape[1])
+        before = digest(ids, self.held(self.rows[where, columns]), col_offset)
+        # The stamp first: a row whose stamp is lost with the process would be believed to be the old one.
         self.stamps[where] = version
+        self.rows[where, columns] = values
+        self.digest += digest(ids, self.held(values), col_offset) - before
+
+    def held(self, rows: Values) -> Values:
+        """What who is given `rows` ([n, cols], as stored) then holds."""
+        return rows
+
+    def count_digest(self) -> None:
+        """Find the digest anew, of all rows that ever changed: after a restart."""
+        ids = self.changed_since(0)
+        self.digest = Digest()
+        for start in range(0, len(ids), BLOCK_ROWS):
+            block = ids[start : start + BLOCK_ROWS]
+            self.digest += digest(block, self.held(self.rows[_contiguous(block) or block]))
 
     def changed_since(self, version: int) -> Ids:
         """Sorted unique ids ([n] int64) of the rows stamped after `version`."""

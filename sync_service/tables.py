@@ -2,15 +2,22 @@
 
 import re
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sync_service.errors import InvalidInput
+
+Ids: TypeAlias = NDArray[np.int64]
+Values: TypeAlias = NDArray[np.generic]
 
 VALUE_TYPES = (np.dtype("<f4"), np.dtype("<f2"))
 ID_TYPE = np.dtype("<i8")
 MAX_ROWS = 2**40
 MAX_DIM = 2**16
+# What values may be stored as: as they are, as the bits of a bf16, as the bytes of an int8 row.
+_STORED_TYPES = (*VALUE_TYPES, np.dtype("<u2"), np.dtype("u1"))
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 
 
@@ -37,7 +44,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Table:
-    """One embedding table, whole: `rows` x `dim` values of `dtype` (fp32 or fp16)."""
+    """One embedding table, whole: `rows` x `dim` values of `dtype` (fp32, fp16; encoded: see `value_types`)."""
 
     name: str
     rows: int
@@ -51,7 +58,7 @@ class Table:
             raise InvalidInput(f"table {self.name!r}: {self.rows} rows, expected 1 to {MAX_ROWS}")
         if not 1 <= self.dim <= MAX_DIM:
             raise InvalidInput(f"table {self.name!r}: dim {self.dim}, expected 1 to {MAX_DIM}")
-        if self.dtype not in VALUE_TYPES:
+        if self.dtype not in _STORED_TYPES:
             raise InvalidInput(f"table {self.name!r}: values of type {self.dtype}, expected float32 or float16")
 
     @property

@@ -23,8 +23,7 @@ from sync_service.codec import (
 )
 from sync_service.error_codes import from_rpc_error, is_final
 from sync_service.errors import DeltasyncError, InvalidInput, ResyncRequired, ServiceUnavailable
-from sync_service.stamps import Ids, Values
-from sync_service.tables import Position, Shard, Table
+from sync_service.tables import Ids, Position, Shard, Table, Values
 
 logger = logging.getLogger(__name__)
 

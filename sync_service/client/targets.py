@@ -8,8 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from sync_service.stamps import Ids, Values
-from sync_service.tables import Position, Table
+from sync_service.tables import Ids, Position, Table, Values
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from torch import nn
 
 from sync_service.client.targets import Release
 from sync_service.errors import Contradiction, NotFound
-from sync_service.stamps import Values
-from sync_service.tables import Table
+from sync_service.tables import Table, Values
 
 logger = logging.getLogger(__name__)
 

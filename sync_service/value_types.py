@@ -1,0 +1,138 @@
+"""The types in which values travel: rows [n, D] to what is sent of them, and back. NumPy only.
+
+    fp32, fp16, bf16    one number per value; what is out of range becomes the largest number there is
+    int8                row-wise: D codes (uint8), then scale and bias of the row (fp32, little-endian)
+
+The codes of int8 are those of fbgemm's fused 8-bit row-wise operator:
+`scale = (max - min) / 255`, `bias = min`, `code = rint((value - bias) * (255 / (max - min + 1e-8)))`, in fp32.
+"""
+
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sync_service.tables import VALUE_TYPES, Table, Values
+
+_SCALE_AND_BIAS_BYTES = 8
+_LARGEST_FP16 = np.float32(np.finfo(np.float16).max)
+_LARGEST_BF16_BITS = np.uint32(0x7F7F0000)
+_EPSILON = np.float32(1e-8)
+_LARGEST_FP32 = float(np.finfo(np.float32).max)
+
+Encoded = Values
+
+
+class ValueType(Enum):
+    """What one value is sent as."""
+
+    FP32 = "fp32"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    INT8 = "int8"
+
+
+_STORED: dict[ValueType, np.dtype[np.generic]] = {
+    ValueType.FP32: VALUE_TYPES[0],
+    ValueType.FP16: VALUE_TYPES[1],
+    ValueType.BF16: np.dtype("<u2"),
+    ValueType.INT8: np.dtype("u1"),
+}
+
+
+def own_type(table: Table) -> ValueType:
+    """The type a table's values have anyway."""
+    return ValueType.FP32 if table.dtype == VALUE_TYPES[0] else ValueType.FP16
+
+
+def sent_as(table: Table, wanted: ValueType) -> ValueType:
+    """The type to send a table's rows in: the wanted one, unless rows as they are take no more bytes."""
+    return wanted if row_bytes(table, wanted) < row_bytes(table, own_type(table)) else own_type(table)
+
+
+def encoded_table(table: Table, value_type: ValueType) -> Table:
+    """How a table's rows are stored in a type: [rows, width] numbers."""
+    extra = _SCALE_AND_BIAS_BYTES if value_type is ValueType.INT8 else 0
+    return Table(table.name, table.rows, table.dim + extra, _STORED[value_type])
+
+
+def row_bytes(table: Table, value_type: ValueType) -> int:
+    """Bytes of one row's values in a type, without its id."""
+    extra = _SCALE_AND_BIAS_BYTES if value_type is ValueType.INT8 else 0
+    return table.dim * _STORED[value_type].itemsize + extra
+
+
+def encode(values: Values, value_type: ValueType) -> Encoded:
+    """Rows ([n, D] fp32 or fp16, finite) in a type: [n, width], see `encoded_table`."""
+    if value_type is ValueType.INT8:
+        return _to_int8(values.astype(np.float32, copy=False))
+    if value_type is ValueType.BF16:
+        return _to_bf16(values.astype(np.float32, copy=False))
+    if value_type is ValueType.FP16 and values.dtype != VALUE_TYPES[1]:
+        return np.clip(values, -_LARGEST_FP16, _LARGEST_FP16).astype(VALUE_TYPES[1])
+    return values.astype(_STORED[value_type], copy=False)
+
+
+def decode(encoded: Encoded, value_type: ValueType, dtype: np.dtype[np.generic]) -> Values:
+    """The rows ([n, D] of `dtype`, the table's own) that encoded ones ([n, width]) stand for: the same bits
+    wherever it is done.
+    """
+    if value_type is ValueType.INT8:
+        return _from_int8(encoded).astype(dtype, copy=False)
+    if value_type is ValueType.BF16:
+        return (encoded.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(dtype, copy=False)
+    return encoded.astype(dtype, copy=False)
+
+
+def _to_bf16(values: NDArray[np.float32]) -> Encoded:
+    """Rounded to nearest, ties to even."""
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    magnitude, sign = bits & np.uint32(0x7FFFFFFF), bits & np.uint32(0x80000000)
+    magnitude += np.uint32(0x7FFF) + ((magnitude >> np.uint32(16)) & np.uint32(1))
+    np.minimum(magnitude, _LARGEST_BF16_BITS, out=magnitude)
+    return ((sign | magnitude) >> np.uint32(16)).astype(np.uint16)
+
+
+def _to_int8(values: NDArray[np.float32]) -> Encoded:
+    columns = np.ascontiguousarray(values.T)  # NumPy reduces over the first axis five times as fast.
+    low, high = columns.min(axis=0)[:, None], columns.max(axis=0)[:, None]
+    with np.errstate(over="ignore"):
+        reach = high - low
+    scale = reach / np.float32(255)
+    codes = values - low if np.isfinite(reach).all() else None
+    encoded = np.empty((len(values), values.shape[1] + _SCALE_AND_BIAS_BYTES), np.uint8)
+    if codes is None:
+        return _to_int8_wide(values, encoded)
+    codes *= np.float32(255) / (reach + _EPSILON)
+    np.rint(codes, out=codes)
+    encoded[:, : values.shape[1]] = codes
+    _append(encoded, scale, low)
+    return encoded
+
+
+def _to_int8_wide(values: NDArray[np.float32], encoded: Encoded) -> Encoded:
+    """The same where a row's range does not fit fp32, which fbgemm makes an infinite scale of."""
+    exact = values.astype(np.float64)
+    low = exact.min(axis=1, keepdims=True)
+    scale = ((exact.max(axis=1, keepdims=True) - low) / 255).astype(np.float32)
+    steps = np.divide(exact - low, scale, out=np.zeros_like(exact), where=scale > 0)
+    encoded[:, : values.shape[1]] = np.clip(np.rint(steps), 0, 255)
+    _append(encoded, scale, low.astype(np.float32))
+    return encoded
+
+
+def _append(encoded: Encoded, scale: NDArray[np.float32], bias: NDArray[np.float32]) -> None:
+    encoded[:, -8:-4] = np.ascontiguousarray(scale).view(np.uint8)
+    # Zero has no sign here: which of several zeros is the smallest depends on the processor.
+    encoded[:, -4:] = np.ascontiguousarray(bias + np.float32(0)).view(np.uint8)
+
+
+def _from_int8(encoded: Encoded) -> NDArray[np.float32]:
+    """`code * scale + bias`, rounded once: what fbgemm's fused multiply-add gives."""
+    scale_and_bias = np.ascontiguousarray(encoded[:, -8:]).view("<f4").astype(np.float64)
+    exact = encoded[:, :-8].astype(np.float64)
+    exact *= scale_and_bias[:, :1]
+    exact += scale_and_bias[:, 1:]
+    if np.any(scale_and_bias[:, 0] * 255 + np.abs(scale_and_bias[:, 1]) >= _LARGEST_FP32):
+        np.clip(exact, -_LARGEST_FP32, _LARGEST_FP32, out=exact)
+    return exact.astype(np.float32)
