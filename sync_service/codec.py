@@ -1,14 +1,16 @@
 """Between the wire's messages and NumPy arrays. What comes from outside is checked here."""
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 from deltasync.v1 import publish_pb2, tables_pb2
 
 from sync_service.errors import InvalidInput
+from sync_service.given import Given, Mode
 from sync_service.tables import ID_TYPE, VALUE_TYPES, Ids, Position, Shard, Table, Values
+from sync_service.value_types import ValueType, own_type
 
 # Just under 1,000,000 bytes: faster than 64 KiB or 4 MiB, and below the default limits of gRPC and brokers.
 CHUNK_BYTES = 990_000
@@ -19,6 +21,17 @@ _RECORD = struct.Struct("<QQ")
 _VALUE_TYPES: dict[Any, np.dtype[np.generic]] = {  # The stubs and the generated code type enums differently.
     tables_pb2.VALUE_TYPE_FP32: VALUE_TYPES[0],
     tables_pb2.VALUE_TYPE_FP16: VALUE_TYPES[1],
+}
+_SENT_AS: dict[Any, ValueType] = {
+    tables_pb2.VALUE_TYPE_FP32: ValueType.FP32,
+    tables_pb2.VALUE_TYPE_FP16: ValueType.FP16,
+    tables_pb2.VALUE_TYPE_BF16: ValueType.BF16,
+    tables_pb2.VALUE_TYPE_INT8: ValueType.INT8,
+}
+_MODES: dict[Any, Mode] = {
+    tables_pb2.MODE_UNSPECIFIED: Mode.EMBEDDINGS,
+    tables_pb2.MODE_EMBEDDINGS: Mode.EMBEDDINGS,
+    tables_pb2.MODE_IDS: Mode.IDS,
 }
 
 
@@ -37,6 +50,62 @@ def table_to_message(table: Table) -> tables_pb2.Table:
     """The message that describes a table."""
     value_type = next(number for number, dtype in _VALUE_TYPES.items() if dtype == table.dtype)
     return tables_pb2.Table(name=table.name, rows=table.rows, dim=table.dim, value_type=value_type)
+
+
+def value_type_from_message(number: int) -> ValueType | None:
+    """The value type that a number of the wire stands for; None if it says nothing.
+
+    Raises:
+        InvalidInput: it stands for none.
+    """
+    if number == tables_pb2.VALUE_TYPE_UNSPECIFIED:
+        return None
+    if number not in _SENT_AS:
+        raise InvalidInput(f"value type {number}: expected one of {', '.join(t.value for t in ValueType)}")
+    return _SENT_AS[number]
+
+
+def value_type_to_message(value_type: ValueType) -> Any:
+    """The number that a value type has on the wire."""
+    return next(number for number, known in _SENT_AS.items() if known is value_type)
+
+
+def mode_from_message(number: int) -> Mode:
+    """The mode that a number of the wire stands for.
+
+    Raises:
+        InvalidInput: it stands for none.
+    """
+    if number not in _MODES:
+        raise InvalidInput(f"mode {number}: expected one of {', '.join(mode.value for mode in Mode)}")
+    return _MODES[number]
+
+
+def mode_to_message(mode: Mode) -> Any:
+    """The number that a mode has on the wire."""
+    return tables_pb2.MODE_IDS if mode is Mode.IDS else tables_pb2.MODE_EMBEDDINGS
+
+
+def given_from_message(message: tables_pb2.Table, mode: Mode) -> Given:
+    """What a subscriber is given of the table a message describes.
+
+    Raises:
+        InvalidInput: a field is out of bounds, or a value type is unknown.
+    """
+    table = table_from_message(message)
+    return Given(table, value_type_from_message(message.sent_as) or own_type(table), mode)
+
+
+def given_to_message(given: Given) -> tables_pb2.Table:
+    """The message that describes what a subscriber is given of a table."""
+    message = table_to_message(given.table)
+    message.sent_as = value_type_to_message(given.value_type)
+    return message
+
+
+def checksums_to_message(checksums: Mapping[int, int]) -> list[tables_pb2.Checksum]:
+    """The messages that carry the checksums of tables, by slot."""
+    return [tables_pb2.Checksum(slot=slot, sum=checksum) for slot, checksum in checksums.items()]
 
 
 def shards_from_open(message: publish_pb2.PublishOpen, tables: list[Table]) -> list[Shard]:

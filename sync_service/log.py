@@ -2,9 +2,10 @@
 
 Records (keys are big-endian, so that LMDB's order is the log's order):
 
-    parts   model, version, rank, number  ->  checksum + payload     rows of a cut, before and after its seal
+    parts   model, version, rank, number  ->  checksum + payload     rows of a cut, before and after its seal;
+            view, release, slot, number   ->  checksum + payload     rows of a consumer's release
     seals   model, version                ->  JSON                   what makes a cut visible
-    meta    text                          ->  JSON                   models, consumers, offsets
+    meta    text                          ->  JSON                   models, consumers, views, offsets
 
 Parts whose version has no seal belong to a cut that was never finished; recovery drops them.
 One thread writes; it commits whatever has gathered since its last commit at once (group commit).
@@ -177,24 +178,38 @@ class Log:
     def records(self, model: str, version: int) -> Iterator[tuple[int, int, memoryview]]:
         """Rank, number and payload of every record of a cut, in order.
 
-        Each record is read in a transaction of its own: one held open would make the file grow.
+        Raises:
+            StorageFailed: a record does not match its checksum.
+        """
+        last = _key(model, version, 2**32 - 1, 2**32 - 1)
+        for _, rank, number, payload in self._records(model, _key(model, version), last):
+            yield rank, number, payload
+
+    def records_after(self, view: str, release: int) -> Iterator[tuple[int, int, memoryview]]:
+        """Release, slot and payload of every record of the releases after `release`, in order.
 
         Raises:
             StorageFailed: a record does not match its checksum.
         """
-        key: bytes | None = _key(model, version)
+        last = _key(view, 2**64 - 1, 2**32 - 1, 2**32 - 1)
+        for number, slot, _, payload in self._records(view, _key(view, release + 1), last):
+            yield number, slot, payload
+
+    def _records(self, name: str, first: bytes, last: bytes) -> Iterator[tuple[int, int, int, memoryview]]:
+        """Each record is read in a transaction of its own: one held open would make the file grow."""
+        key: bytes | None = first
         while key is not None:
-            key, record = self._next_record(key, _key(model, version, 2**32 - 1, 2**32 - 1))
+            key, record = self._next_record(key, last)
             if key is None or record is None:
                 return
-            rank, number = struct.unpack_from(">II", key, len(key) - 8)
+            version, rank, number = struct.unpack_from(">QII", key, len(key) - 16)
             payload = memoryview(record)[_CHECKSUM_BYTES:]
             if xxhash.xxh3_64_digest(payload) != record[:_CHECKSUM_BYTES]:
                 raise StorageFailed(
-                    f"log record {number} of rank {rank} of version {version} of model {model!r} is damaged: "
+                    f"log record {number} of rank {rank} of version {version} of model {name!r} is damaged: "
                     "restore the data directory from a copy, or start an empty one for a full resync"
                 )
-            yield rank, number, payload
+            yield version, rank, number, payload
             key += b"\0"
 
     def used_bytes(self) -> int:

@@ -24,8 +24,8 @@ class MappedTable(StampedTable):
 
     def __init__(self, table: Table, directory: Path, *, new: bool) -> None:
         rows_file, stamps_file = _files(table, directory)
-        rows = _map(rows_file, table.dtype, (table.rows, table.dim), new)
-        stamps = _map(stamps_file, np.dtype(np.int64), (table.rows,), new)
+        rows = map_array(rows_file, table.dtype, (table.rows, table.dim), new=new)
+        stamps = map_array(stamps_file, np.dtype(np.int64), (table.rows,), new=new)
         super().__init__(table, rows, stamps)
         self._mapped = (rows, stamps)
 
@@ -53,13 +53,22 @@ def reserve(file: BinaryIO, size: int, what: str) -> None:
         raise StorageFailed(f"{what}: cannot reserve {size} bytes: {error.strerror}") from error
 
 
-def _files(table: Table, directory: Path) -> tuple[Path, Path]:
-    """The files of a table's rows and stamps, of names that are its own, however long the table's name is."""
+def file_of(table: Table, directory: Path, kind: str) -> Path:
+    """The file of one of a table's arrays, of a name that is its own, however long the table's name is."""
     stem = f"{quote(table.name, safe='')[:100]}-{xxhash.xxh3_64_hexdigest(table.name.encode())}"
-    return directory / f"{stem}.rows", directory / f"{stem}.stamps"
+    return directory / f"{stem}.{kind}"
 
 
-def _map(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...], new: bool) -> Mapped:
+def _files(table: Table, directory: Path) -> tuple[Path, Path]:
+    return file_of(table, directory, "rows"), file_of(table, directory, "stamps")
+
+
+def map_array(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...], *, new: bool) -> Mapped:
+    """An array mapped from a file; a `new` one is made, all zero.
+
+    Raises:
+        StorageFailed: there is no room, or the file is missing or of another size.
+    """
     size = math.prod(shape) * dtype.itemsize
     if new:
         _allocate(path, size)

@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, TypeVar
-from weakref import WeakValueDictionary, ref
 
 import numpy as np
 from deltasync.v1 import publish_pb2
@@ -18,15 +17,16 @@ from deltasync.v1 import publish_pb2
 from sync_service.codec import shards_from_open, table_from_message, unpack_rows
 from sync_service.cuts import ShardRows
 from sync_service.errors import Contradiction
+from sync_service.given import Given
 from sync_service.log import Log, Seal
 from sync_service.mapped import MappedTable, remove_files
-from sync_service.release import FrozenRelease, freeze
+from sync_service.release import NO_TABLES, FrozenRelease, Head, Releases
+from sync_service.runs import Decision, resume
+from sync_service.signals import Signal
 from sync_service.tables import Position, Shard, Table
 
 # Seals are kept this long after their rows, so that lag in seconds is known for old offsets too.
 KEPT_SEALS = 100_000
-# Releases together; more are kept in unlinked files, so that slow replicas do not cost memory.
-RELEASES_IN_MEMORY_BYTES = 64 << 20
 
 T = TypeVar("T")
 
@@ -44,6 +44,7 @@ class Model:
         head: the last applied cut, or None: what replicas are given.
         seals: the kept seals in order; the last one is `sealed`.
         published: names of the tables of which some row is in a sealed cut.
+        applied: the cut the tables are at; of the model's thread.
     """
 
     def __init__(self, name: str, log: Log, directory: Path) -> None:
@@ -54,15 +55,14 @@ class Model:
         self.seals: deque[Seal] = deque(maxlen=KEPT_SEALS)
         self.head: Seal | None = None
         self.published: set[str] = set()
-        self._applied: Seal | None = None
+        self.applied: Seal | None = None
         self._directory = directory
         self._flushed = 0
         self._flushing = threading.Lock()
         self._meta_lock = threading.Lock()
-        self._changed = asyncio.Event()
+        self._signal = Signal()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"model-{name}")
-        self._frozen: list[ref[FrozenRelease]] = []  # Of the model's thread.
-        self._releases: WeakValueDictionary[tuple[int, int], asyncio.Task[FrozenRelease]] = WeakValueDictionary()
+        self._releases = Releases(self.run, lambda: (list(self.tables), _head(self.applied)), directory)
 
     @property
     def sealed(self) -> Seal | None:
@@ -73,6 +73,11 @@ class Model:
     def sealed_version(self) -> int:
         """The last durable version; 0 = none."""
         return self.seals[-1].version if self.seals else 0
+
+    @property
+    def given(self) -> list[Given]:
+        """What the tables are to replicas of a consumer without a policy."""
+        return [Given.as_it_is(mapped.table) for mapped in self.tables]
 
     @property
     def position(self) -> Position:
@@ -92,7 +97,9 @@ class Model:
         self.log.drop_unsealed(self.name, self.sealed_version).result()
         for seal in self._unflushed():
             self._apply(seal, None)
-        self.head = self._applied = self.sealed
+        self.head = self.applied = self.sealed
+        for mapped in self.tables:
+            mapped.count_digest()
         self.published = {mapped.table.name for mapped in self.tables if mapped.ever_changed()}
 
     def close(self) -> None:
@@ -119,25 +126,30 @@ class Model:
         """Apply a cut that was just sealed, from `rows` or else from the log, and make it the head."""
         await self.run(self._apply, seal, rows)
         self.head = seal
-        self._wake()
+        self._signal.wake()
+
+    def sealed_unix_ns(self, version: int) -> int:
+        """When a version was sealed; of one whose seal is no longer kept, when the oldest kept one was."""
+        if not self.seals:
+            return 0
+        return self.seals[min(max(0, version - self.seals[0].version), len(self.seals) - 1)].sealed_unix_ns
 
     def unpublished(self, tables: list[Table]) -> list[str]:
         """Names of those of `tables` of which no row was ever published."""
         return [table.name for table in tables if table.name not in self.published]
 
-    def release(self, after: int) -> asyncio.Task[FrozenRelease]:
-        """What a replica at version `after` lacks. Replicas that lack the same share one release, as long as
-        one of them holds on to the task.
-        """
-        key = (after, self.position.version)
-        task = self._releases.get(key)
-        if task is None:
-            task = self._releases[key] = asyncio.create_task(self.run(self._freeze, after))
-        return task
+    def release(self, after: int, whole: frozenset[int] = NO_TABLES) -> asyncio.Task[FrozenRelease]:
+        """What a replica at version `after` lacks, and all of the tables in the slots `whole`."""
+        return self._releases.get(after, whole, self.position.version)
+
+    def resume(self, held: Position) -> tuple[Decision, Position]:
+        """Whether a replica that holds `held` can go on from there, and what that is in this history."""
+        decision = resume(held, self.history, self.position.version)
+        return decision, held if decision.yes else Position(self.history)
 
     def changed(self) -> Coroutine[None, None, Literal[True]]:
         """To be awaited: the head moving, or a table being added, from this call on."""
-        return self._changed.wait()
+        return self._signal.changed()
 
     async def count_changed_since(self, version: int, tables: Sequence[MappedTable]) -> list[int]:
         """How many rows of each of these tables changed after `version`."""
@@ -181,22 +193,11 @@ class Model:
                 )
         return [table for table in tables if table.name not in known]
 
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    def _freeze(self, after: int) -> FrozenRelease:
-        alive = [release for each in self._frozen if (release := each())]
-        room = RELEASES_IN_MEMORY_BYTES - sum(release.memory_bytes for release in alive)
-        release = freeze(list(self.tables), after, self._applied, self._directory, room)
-        self._frozen = [ref(each) for each in (*alive, release)]
-        return release
-
     def _apply(self, seal: Seal, rows: Iterable[ShardRows] | None) -> None:
         by_name = {mapped.table.name: mapped for mapped in self.tables}
         for shard, ids, values in self._logged(seal.version) if rows is None else rows:
             by_name[shard.table.name].apply(ids, values, seal.version, shard.col_offset)
-        self._applied = seal
+        self.applied = seal
 
     def _logged(self, version: int) -> Iterator[ShardRows]:
         """The rows of a cut as the log has them: for each rank what it opened with, then its rows."""
@@ -216,7 +217,7 @@ class Model:
                 new.append(MappedTable(table, folder, new=True))
             self._record(self._flushed, new)
             undo.pop_all()
-        loop.call_soon_threadsafe(self._wake)
+        loop.call_soon_threadsafe(self._signal.wake)
 
     def _folder(self) -> Path:
         folder = self._directory / "tables"
@@ -243,3 +244,7 @@ def _table_to_meta(table: Table) -> dict[str, Any]:
 
 def _table_from_meta(meta: dict[str, Any]) -> Table:
     return Table(meta["name"], meta["rows"], meta["dim"], np.dtype(meta["dtype"]))
+
+
+def _head(seal: Seal | None) -> Head | None:
+    return Head(seal.version, seal.version, seal.step, seal.step_end_unix_ns) if seal else None

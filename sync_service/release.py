@@ -1,34 +1,63 @@
-"""A release: what a replica lacks, frozen at one version."""
+"""A release: what a replica lacks, frozen at one point of a history."""
 
+import asyncio
 import math
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary, ref
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sync_service.codec import chunked
-from sync_service.log import Seal
 from sync_service.mapped import reserve
 from sync_service.stamps import StampedTable
 from sync_service.tables import Ids, Table, Values
 
+# Releases together; more are kept in unlinked files, so that slow replicas do not cost memory.
+RELEASES_IN_MEMORY_BYTES = 64 << 20
+
+NO_TABLES: frozenset[int] = frozenset()
+
+_Lack = tuple[int, frozenset[int], int]
+
+
+@dataclass(frozen=True)
+class Head:
+    """The newest point of a history.
+
+    Attributes:
+        number: what replicas that have everything hold: a version, or the number of a release.
+        version: the version whose rows it is made of.
+        step: the trainer's step of that version.
+        step_end_unix_ns: when that step ended, nanoseconds since 1970.
+    """
+
+    number: int
+    version: int
+    step: int
+    step_end_unix_ns: int
+
 
 @dataclass
 class FrozenRelease:
-    """Sorted ids and current values of every row changed after some version, as of the cut `seal`.
+    """Sorted ids and current values of every row that some replica lacks.
 
     Attributes:
-        seal: the cut; None when nothing is published yet.
-        tables: slot, ids [n] and values [n, D] of each table with changed rows.
+        head: what a replica holds once it has applied this; None when nothing is published yet.
+        tables: slot, ids [n] and values [n, D] of each table with such rows.
+        whole: slots of the tables of which this holds every row.
+        checksums: of every table, by slot, as a replica at `head` holds it.
         memory_bytes: how much memory these take; 0 when they are in unlinked files.
     """
 
-    seal: Seal | None
+    head: Head | None
     tables: list[tuple[int, Ids, Values]] = field(default_factory=list)
+    whole: frozenset[int] = NO_TABLES
+    checksums: tuple[int, ...] = ()
     memory_bytes: int = 0
 
     @property
@@ -42,17 +71,59 @@ class FrozenRelease:
             yield from ((slot, *piece) for piece in chunked(ids, values))
 
 
+class Releases:
+    """The releases of one set of tables. Replicas that lack the same share one, as long as one holds on to it."""
+
+    def __init__(
+        self,
+        run: Callable[..., Awaitable[FrozenRelease]],
+        state: Callable[[], tuple[Sequence[StampedTable], Head | None]],
+        scratch: Path,
+    ) -> None:
+        """`run` runs a function on the thread that changes the tables; there, `state` says what there is."""
+        self._run = run
+        self._state = state
+        self._scratch = scratch
+        self._frozen: list[ref[FrozenRelease]] = []  # Of the thread.
+        self._tasks: WeakValueDictionary[_Lack, asyncio.Task[FrozenRelease]] = WeakValueDictionary()
+
+    def get(self, after: int, whole: frozenset[int], head: int) -> asyncio.Task[FrozenRelease]:
+        """The rows stamped after `after`, and all of the tables in the slots `whole`, while the head is `head`."""
+        lack = (after, whole, head)
+        task = self._tasks.get(lack)
+        if task is None:
+            task = self._tasks[lack] = asyncio.create_task(self._get(after, whole))
+        return task
+
+    async def _get(self, after: int, whole: frozenset[int]) -> FrozenRelease:
+        return await self._run(self._freeze, after, whole)
+
+    def _freeze(self, after: int, whole: frozenset[int]) -> FrozenRelease:
+        alive = [release for each in self._frozen if (release := each())]
+        room = RELEASES_IN_MEMORY_BYTES - sum(release.memory_bytes for release in alive)
+        tables, head = self._state()
+        release = freeze(tables, after, head, self._scratch, room, whole)
+        self._frozen = [ref(each) for each in (*alive, release)]
+        return release
+
+
 def freeze(
-    tables: Sequence[StampedTable], after: int, seal: Seal | None, scratch: Path, memory_bytes: int
+    tables: Sequence[StampedTable],
+    after: int,
+    head: Head | None,
+    scratch: Path,
+    memory_bytes: int,
+    whole: frozenset[int] = NO_TABLES,
 ) -> FrozenRelease:
-    """Copy every row changed after version `after`. Not while a cut is being applied.
+    """Copy every row stamped after `after`, and all of the tables in the slots `whole`. Not while any row changes.
 
     A release of more than `memory_bytes` is kept in unlinked files in the folder `scratch`.
     """
-    changed = [table.changed_since(after) for table in tables]
+    changed = [table.changed_since(0 if slot in whole else after) for slot, table in enumerate(tables)]
     total = sum(len(ids) * table.table.row_bytes for ids, table in zip(changed, tables, strict=True))
     spill = total > memory_bytes
-    release = FrozenRelease(seal, memory_bytes=0 if spill else total)
+    checksums = tuple(table.digest.checksum for table in tables)
+    release = FrozenRelease(head, whole=whole, checksums=checksums, memory_bytes=0 if spill else total)
     for slot, (ids, table) in enumerate(zip(changed, tables, strict=True)):
         if len(ids):
             values = _room_for(table.table, len(ids), scratch if spill else None)

@@ -30,6 +30,7 @@ from sync_service.api.decoding import Decoding
 from sync_service.api.http import create_app
 from sync_service.api.publish import PublishServicer
 from sync_service.api.subscribe import SubscribeServicer
+from sync_service.consumers.consumer import ConsumerOptions
 from sync_service.errors import ServiceUnavailable
 from sync_service.service import Service, ServiceOptions
 
@@ -57,7 +58,7 @@ class ServerOptions:
         host: address to listen on.
         grpc_port: port for trainers and replicas; 0 = any free one.
         http_port: port for operators; 0 = any free one.
-        consumers: consumers to make at the start if missing: name and model.
+        consumers: consumers to make at the start if missing; those that exist are given these policies.
         admin_token: token for calls that change something; None, or an empty one, refuses them all.
         drain_seconds: how long open cuts may take to finish on SIGTERM.
     """
@@ -66,7 +67,7 @@ class ServerOptions:
     host: str = "127.0.0.1"
     grpc_port: int = 50051
     http_port: int = 8080
-    consumers: tuple[tuple[str, str], ...] = ()
+    consumers: tuple[ConsumerOptions, ...] = ()
     admin_token: str | None = None
     drain_seconds: float = 5.0
 
@@ -104,8 +105,8 @@ async def run(options: ServerOptions, stopping: asyncio.Event) -> None:
     async with asyncio.TaskGroup() as tasks:
         service = Service(options.service, tasks)
         await service.recover()
-        for name, model in options.consumers:
-            await service.registry.create(name, model)
+        for consumer in options.consumers:
+            await service.ensure_consumer(consumer)
         housekeeping = tasks.create_task(service.housekeeping())
         await _listen(service, options, tasks, stopping)
         housekeeping.cancel()

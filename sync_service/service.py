@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from sync_service.consumers.consumer import Consumer
+from sync_service.consumers.consumer import Consumer, ConsumerOptions
 from sync_service.consumers.lag import ConsumerLag
+from sync_service.consumers.policy import Policy
 from sync_service.consumers.registry import Registry
 from sync_service.consumers.report import report
+from sync_service.consumers.view import View
+from sync_service.consumers.views import Views
 from sync_service.errors import StorageFailed
 from sync_service.log import Log, LogOptions
 from sync_service.model import Model
@@ -58,6 +61,7 @@ class Service:
         self._lock = _lock(options.data_dir)
         self.log = Log(LogOptions(directory=options.data_dir / "log", max_bytes=options.log_max_bytes))
         self.registry = Registry(self.log, options.replica_retention_seconds)
+        self.views = Views(self.log, tasks)
         self.publishing: dict[str, Publishing] = {}
         self.draining = asyncio.Event()
 
@@ -74,6 +78,8 @@ class Service:
             self.publishing[name] = Publishing(model, self._tasks)
             seconds = time.monotonic() - started
             logger.info("model recovered: model=%s version=%d seconds=%.2f", name, model.sealed_version, seconds)
+        for consumer in self.registry.consumers.values():
+            await self._follow(consumer)
 
     def publishing_of(self, model: str) -> Publishing:
         """Where the ranks of a model publish; the model is made if there is none of that (checked) name."""
@@ -81,9 +87,60 @@ class Service:
             self.publishing[model] = Publishing(self._new_model(model), self._tasks)
         return self.publishing[model]
 
+    def feed(self, consumer: Consumer) -> "Model | View":
+        """What a consumer's replicas are given: its view, or all of the model."""
+        return self.views.get(consumer) or self.publishing_of(consumer.model).model
+
+    async def create_consumer(self, name: str, model: str, policy: Policy) -> Consumer:
+        """Make a consumer; making an equal one again changes nothing.
+
+        Raises:
+            InvalidInput: a name that cannot be one, or a policy that the model's tables cannot meet.
+            Contradiction: it exists for another model, or with another policy.
+        """
+        self._check(policy, model)
+        consumer = await self.registry.create(name, model, policy)
+        await self._follow(consumer)
+        return consumer
+
+    async def ensure_consumer(self, wanted: ConsumerOptions) -> None:
+        """Make a consumer if it is missing; give one that exists the policy, if there is one.
+
+        Raises:
+            InvalidInput: a name that cannot be one, or a policy that the model's tables cannot meet.
+            Contradiction: it exists for another model.
+        """
+        existing = self.registry.consumers.get(wanted.name)
+        policy = wanted.policy or (existing.policy if existing else Policy())
+        if existing and existing.model == wanted.model:
+            await self.update_consumer(wanted.name, policy)
+        else:
+            await self.create_consumer(wanted.name, wanted.model, policy)
+
+    async def update_consumer(self, name: str, policy: Policy) -> Consumer:
+        """Give a consumer another policy; its replicas keep their place.
+
+        Raises:
+            NotFound: there is none of that name.
+            InvalidInput: a policy that the model's tables cannot meet.
+        """
+        self._check(policy, self.registry.get(name).model)
+        consumer = await self.registry.update(name, policy)
+        await self._follow(consumer)
+        return consumer
+
+    async def delete_consumer(self, name: str) -> None:
+        """Forget a consumer, its offsets and its view.
+
+        Raises:
+            NotFound: there is none of that name.
+        """
+        await self.registry.delete(name)
+        await self.views.forget(name)
+
     async def lag(self, consumer: Consumer) -> ConsumerLag:
         """How far a consumer is behind, per replica and per table."""
-        return await report(consumer, self.publishing_of(consumer.model).model)
+        return await report(consumer, self.publishing_of(consumer.model).model, self.views.get(consumer))
 
     async def housekeeping(self) -> None:
         """Flush tables whose log has grown or is full, and forget replicas long gone. Runs until cancelled."""
@@ -94,6 +151,7 @@ class Service:
             for publishing in list(self.publishing.values()):
                 if full or publishing.model.should_flush(self._options.flush_bytes):
                     await self._flush(publishing.model)
+            await self.views.flush(0 if full else self._options.flush_bytes)
             if full:
                 self.log.refusing = False  # There is room now, or the next write is refused again.
 
@@ -105,6 +163,7 @@ class Service:
 
     async def drain(self) -> None:
         """Finish what is under way and put everything on disk."""
+        await self.views.drain()
         for publishing in self.publishing.values():
             await publishing.drain()
             await asyncio.to_thread(publishing.model.close)
@@ -117,8 +176,19 @@ class Service:
         except StorageFailed as error:
             logger.error("model %s is flushed again later: %s", model.name, error)
 
+    def _check(self, policy: Policy, model: str) -> None:
+        if model in self.publishing:
+            policy.check([mapped.table for mapped in self.publishing[model].model.tables])
+
+    async def _follow(self, consumer: Consumer) -> None:
+        model = self.publishing_of(consumer.model).model
+        await self.views.follow(consumer, model, self._directory(consumer.model) / "views" / consumer.name)
+
+    def _directory(self, model: str) -> Path:
+        return self._options.data_dir / "models" / model
+
     def _new_model(self, name: str) -> Model:
-        return Model(name, self.log, self._options.data_dir / "models" / name)
+        return Model(name, self.log, self._directory(name))
 
 
 def _make(data_dir: Path) -> None:

@@ -4,6 +4,8 @@
 and their current values.
 """
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -63,13 +65,23 @@ class StampedTable:
         """What who is given `rows` ([n, cols], as stored) then holds."""
         return rows
 
+    @property
+    def norm(self) -> float:
+        """The L2 norm of all rows together."""
+        return math.sqrt(max(0.0, self.digest.square_sum))
+
     def count_digest(self) -> None:
         """Find the digest anew, of all rows that ever changed: after a restart."""
         ids = self.changed_since(0)
         self.digest = Digest()
         for start in range(0, len(ids), BLOCK_ROWS):
             block = ids[start : start + BLOCK_ROWS]
-            self.digest += digest(block, self.held(self.rows[_contiguous(block) or block]))
+            self.digest += digest(block, self.held(self.rows_of(block)))
+
+    def rows_of(self, ids: Ids) -> Values:
+        """The current rows `ids` ([n], strictly ascending): a view where they leave no gap, otherwise a copy."""
+        run = _contiguous(ids)
+        return self.rows[run] if run is not None else np.take(self.rows, ids, axis=0)
 
     def changed_since(self, version: int) -> Ids:
         """Sorted unique ids ([n] int64) of the rows stamped after `version`."""

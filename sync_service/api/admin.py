@@ -9,6 +9,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from sync_service.api.abort import abort
 from sync_service.consumers.consumer import Consumer
+from sync_service.consumers.policy_message import policy_from_message, policy_to_message
 from sync_service.errors import DeltasyncError, NotPermitted
 from sync_service.service import Service
 
@@ -27,10 +28,22 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         try:
             self._check_token(context)
             wanted = request.consumer
-            consumer = await self._service.registry.create(wanted.name, wanted.model)
+            policy = policy_from_message(wanted.policy)
+            consumer = await self._service.create_consumer(wanted.name, wanted.model, policy)
         except DeltasyncError as error:
             await abort(context, error)
         return admin_pb2.CreateConsumerResponse(consumer=_message(consumer))
+
+    async def UpdateConsumer(
+        self, request: admin_pb2.UpdateConsumerRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.UpdateConsumerResponse:
+        """Give a consumer another policy."""
+        try:
+            self._check_token(context)
+            consumer = await self._service.update_consumer(request.name, policy_from_message(request.policy))
+        except DeltasyncError as error:
+            await abort(context, error)
+        return admin_pb2.UpdateConsumerResponse(consumer=_message(consumer))
 
     async def DeleteConsumer(
         self, request: admin_pb2.DeleteConsumerRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -38,7 +51,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         """Forget a consumer."""
         try:
             self._check_token(context)
-            await self._service.registry.delete(request.name)
+            await self._service.delete_consumer(request.name)
         except DeltasyncError as error:
             await abort(context, error)
         return admin_pb2.DeleteConsumerResponse()
@@ -64,4 +77,5 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
 def _message(consumer: Consumer) -> admin_pb2.Consumer:
     created = Timestamp()
     created.FromNanoseconds(consumer.created_unix_ns)
-    return admin_pb2.Consumer(name=consumer.name, model=consumer.model, created=created)
+    policy = policy_to_message(consumer.policy)
+    return admin_pb2.Consumer(name=consumer.name, model=consumer.model, created=created, policy=policy)

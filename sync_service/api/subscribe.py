@@ -9,12 +9,21 @@ import grpc.aio
 from deltasync.v1 import subscribe_pb2, subscribe_pb2_grpc
 
 from sync_service.api.abort import abort
-from sync_service.codec import fill_rows, position_from_message, position_to_message, table_to_message
+from sync_service.api.proof import Proof
+from sync_service.codec import (
+    checksums_to_message,
+    fill_rows,
+    given_to_message,
+    mode_to_message,
+    position_from_message,
+    position_to_message,
+)
 from sync_service.consumers.consumer import Consumer, Replica
+from sync_service.consumers.view import View
 from sync_service.errors import DeltasyncError, InvalidInput, NotFound, ServiceUnavailable, Superseded
+from sync_service.given import Given
 from sync_service.model import Model
-from sync_service.release import FrozenRelease
-from sync_service.runs import resume
+from sync_service.release import FrozenRelease, Head
 from sync_service.service import Service
 from sync_service.tables import Position
 
@@ -60,17 +69,17 @@ class ReplicaStream:
         self._service = service
         self._registry = service.registry
         self._consumer: Consumer = service.registry.get(message.consumer)
-        self._model: Model = service.publishing_of(self._consumer.model).model
-        held = position_from_message(message.held)
-        self._decision = resume(held, self._model.history, self._model.position.version)
-        # What the replica is known to hold; what it merely claims must not become its offset.
-        self._given = held if self._decision.yes else Position(self._model.history)
+        self._feed: Model | View = service.feed(self._consumer)
+        self._claim = position_from_message(message.held)
+        self._given = Position()
         self._ended = asyncio.Event()
-        self._replica: Replica = self._registry.connect(self._consumer, message.replica, self._given, self._ended)
+        self._replica: Replica = self._registry.connect(self._consumer, message.replica, self._ended)
+        self._proof = Proof()
         self._budget = message.max_outstanding_bytes or _DEFAULT_OUTSTANDING_BYTES
         self._sent_bytes = 0
         self._received_bytes = 0
         self._credited = asyncio.Event()
+        self._damaged = asyncio.Event()
 
     async def run(self, requests: AsyncIterator[subscribe_pb2.SubscribeRequest]) -> Responses:
         """Everything there is to send, until either side ends the stream."""
@@ -85,31 +94,37 @@ class ReplicaStream:
             self._registry.disconnect(self._replica, self._ended)
 
     async def _responses(self, acks: asyncio.Task[None]) -> Responses:
-        logger.info("replica joined: %s/%s %s", self._consumer.name, self._replica.name, self._decision.reason)
-        while not self._model.tables:
+        while not self._feed.tables:
             yield _progress(Position())
-            await self._wait(self._model.changed(), acks)
-        tables = len(self._model.tables)
-        yield self._opened()
+            await self._wait(acks, self._feed.changed())
+        given = self._feed.given
+        yield self._opened(given)
         while True:
             self._check_current()
-            if len(self._model.tables) != tables:
-                raise Superseded(f"model {self._model.name!r} has a new table; reconnect")
-            if self._model.position == self._given:
-                await self._wait(self._model.changed(), acks)
-                if self._model.position == self._given:
-                    yield _progress(self._model.position)
+            if self._feed.given != given:
+                raise Superseded(f"consumer {self._consumer.name!r} is given other tables now; reconnect")
+            self._damaged.clear()
+            repaired = self._proof.begin_repair()
+            if self._feed.position == self._given and not repaired:
+                await self._wait(acks, self._feed.changed(), self._damaged.wait())
+                if self._feed.position == self._given and not self._proof.damaged:
+                    yield _progress(self._feed.position)
                 continue
-            async for response in self._send(self._model.release(self._given.version), acks):
+            async for response in self._send(self._feed.release(self._given.version, repaired), acks):
                 yield response
 
-    def _opened(self) -> subscribe_pb2.SubscribeResponse:
+    def _opened(self, given: list[Given]) -> subscribe_pb2.SubscribeResponse:
+        # What the replica is known to hold; what it merely claims must not become its offset.
+        decision, self._given = self._feed.resume(self._claim)
+        self._registry.acknowledge(self._consumer, self._replica, self._given)
+        logger.info("replica joined: %s/%s %s", self._consumer.name, self._replica.name, decision.reason)
         opened = subscribe_pb2.SubscribeOpened(
-            model=self._model.name,
-            head=position_to_message(self._model.position),
-            tables=[table_to_message(mapped.table) for mapped in self._model.tables],
-            resync=not self._decision.yes,
-            reason=self._decision.reason,
+            model=self._consumer.model,
+            head=position_to_message(self._feed.position),
+            tables=[given_to_message(each) for each in given],
+            resync=not decision.yes,
+            reason=decision.reason,
+            mode=mode_to_message(given[0].mode),
         )
         return subscribe_pb2.SubscribeResponse(opened=opened)
 
@@ -120,22 +135,28 @@ class ReplicaStream:
             size = ids.nbytes + values.nbytes
             while self._outstanding > 0 and self._outstanding + size > self._budget:
                 self._credited.clear()
-                await self._wait(self._credited.wait(), acks)
+                await self._wait(acks, self._credited.wait())
             self._sent_bytes += size
             response = subscribe_pb2.SubscribeResponse()
             fill_rows(response.chunk.rows, slot, ids, values)
             yield response
             self._consumer.released_bytes += size
         self._consumer.released_rows += release.rows
-        if release.seal:
-            self._given = Position(self._model.history, release.seal.version)
-            end = subscribe_pb2.ReleaseEnd(
-                position=position_to_message(self._given),
-                step=release.seal.step,
-                step_end_unix_ns=release.seal.step_end_unix_ns,
-                rows=release.rows,
-            )
-            yield subscribe_pb2.SubscribeResponse(release_end=end)
+        if release.head:
+            self._given = Position(self._feed.history, release.head.number)
+            self._proof.expect(release)
+            yield subscribe_pb2.SubscribeResponse(release_end=self._end(release, release.head))
+
+    def _end(self, release: FrozenRelease, head: Head) -> subscribe_pb2.ReleaseEnd:
+        return subscribe_pb2.ReleaseEnd(
+            position=position_to_message(self._given),
+            step=head.step,
+            step_end_unix_ns=head.step_end_unix_ns,
+            rows=release.rows,
+            version=head.version,
+            whole=sorted(release.whole),
+            checksums=checksums_to_message(dict(enumerate(release.checksums))),
+        )
 
     @property
     def _outstanding(self) -> int:
@@ -151,22 +172,38 @@ class ReplicaStream:
             self._received_bytes = max(self._received_bytes, ack.received_bytes)
             self._credited.set()
             if ack.HasField("applied"):
-                self._acknowledge(position_from_message(ack.applied))
+                checksums = {each.slot: each.sum for each in ack.checksums}
+                self._acknowledge(position_from_message(ack.applied), checksums)
 
-    def _acknowledge(self, applied: Position) -> None:
+    def _acknowledge(self, applied: Position, checksums: dict[int, int]) -> None:
         if applied.history != self._given.history or applied.version > self._given.version:
             raise InvalidInput(
                 f"acked version {applied.version} of history {applied.history!r}, only version "
                 f"{self._given.version} of {self._given.history!r} was sent"
             )
         # An earlier ack that is repeated changes nothing.
-        if self._replica.stream is self._ended and applied.version >= self._replica.applied.version:
-            self._registry.acknowledge(self._consumer, self._replica, applied)
+        if self._replica.stream is not self._ended or applied.version < self._replica.applied.version:
+            return
+        damaged = self._proof.check(applied.version, checksums)
+        if damaged:
+            self._report(damaged)
+            return
+        self._replica.checked, self._replica.damaged = bool(checksums), ()
+        self._registry.acknowledge(self._consumer, self._replica, applied)
 
-    async def _wait(self, event: Awaitable[object], acks: asyncio.Task[None]) -> None:
-        """Wait for the event, for a while; an ended or broken ack stream ends this stream too."""
-        events = (event, self._ended.wait(), self._service.draining.wait())
-        waiting = [asyncio.ensure_future(each) for each in events]
+    def _report(self, damaged: frozenset[int]) -> None:
+        """Tell of a replica that holds other bits than it was given, and have it given the tables whole."""
+        tables = tuple(self._feed.given[slot].table.name for slot in sorted(damaged))
+        self._consumer.damages += len(set(tables) - set(self._replica.damaged))
+        self._replica.damaged = tables
+        where = f"{self._consumer.name}/{self._replica.name}"
+        logger.error("replica %s holds other rows than it was given in %s", where, ", ".join(tables))
+        self._damaged.set()
+
+    async def _wait(self, acks: asyncio.Task[None], *events: Awaitable[object]) -> None:
+        """Wait for one of the events, for a while; an ended or broken ack stream ends this stream too."""
+        endings = (self._ended.wait(), self._service.draining.wait())
+        waiting = [asyncio.ensure_future(each) for each in (*events, *endings)]
         try:
             await asyncio.wait((acks, *waiting), timeout=_PROGRESS_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -182,6 +219,8 @@ class ReplicaStream:
     def _check_current(self) -> None:
         if self._registry.consumers.get(self._consumer.name) is not self._consumer:
             raise NotFound(f"consumer {self._consumer.name!r} was deleted")
+        if self._service.feed(self._consumer) is not self._feed:
+            raise Superseded(f"consumer {self._consumer.name!r} has a policy now; reconnect")
         if self._replica.stream is not self._ended:
             raise Superseded(f"a newer stream of replica {self._replica.name!r} has taken over")
 

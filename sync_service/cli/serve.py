@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from sync_service.cli.config import CONTEXT, config_option
+from sync_service.consumers.consumer import ConsumerOptions
 from sync_service.server import ServerOptions
 from sync_service.server import serve as run_server
 from sync_service.service import ServiceOptions
@@ -14,11 +15,11 @@ from sync_service.service import ServiceOptions
 
 def _consumers(
     _ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]
-) -> tuple[tuple[str, str], ...]:
+) -> tuple[ConsumerOptions, ...]:
     pairs = [tuple(value.split("=", 1)) for value in values]
     if wrong := [value for value, pair in zip(values, pairs, strict=True) if len(pair) != 2]:
         raise click.BadParameter(f"{wrong[0]!r}: expected NAME=MODEL")
-    return tuple((pair[0], pair[1]) for pair in pairs)
+    return tuple(ConsumerOptions(pair[0], pair[1]) for pair in pairs)
 
 
 @click.command(context_settings=CONTEXT)
@@ -77,7 +78,7 @@ def _consumers(
     default=5.0,
     help="How long open cuts may take to finish on SIGTERM.",
 )
-def serve(consumer: tuple[tuple[str, str], ...], **settings: Any) -> None:
+def serve(consumer: tuple[ConsumerOptions, ...], **settings: Any) -> None:
     """Run the sync service until SIGTERM.
 
     Every option is also an environment variable, DELTASYNC_ and its name in capitals, and a key of the

@@ -3,24 +3,21 @@
 import logging
 import queue
 import threading
+from collections.abc import Mapping
 from typing import TypeAlias
 
 import grpc
 from deltasync.v1 import subscribe_pb2, subscribe_pb2_grpc
 
+from sync_service.client.arriving import Arriving
 from sync_service.client.connection import backoff, open_channel
+from sync_service.client.held import HeldChecksums
 from sync_service.client.options import SubscriberOptions
-from sync_service.client.targets import Release, ReleasedRows, Target
-from sync_service.codec import (
-    CHUNK_BYTES,
-    decode_rows,
-    position_from_message,
-    position_to_message,
-    table_from_message,
-)
+from sync_service.client.targets import ReadableTarget, Target
+from sync_service.codec import checksums_to_message, position_to_message
 from sync_service.error_codes import from_rpc_error, is_final
-from sync_service.errors import InvalidInput, ServiceUnavailable
-from sync_service.tables import Position, Shard, Table
+from sync_service.errors import ServiceUnavailable
+from sync_service.tables import Position
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +39,8 @@ class Subscriber:
         self._options = options
         self._target = target
         self.held = options.held
+        self._checksums = HeldChecksums(target) if isinstance(target, ReadableTarget) else None
+        self._tables: set[str] = set()
         self._moved = threading.Condition()
         self._failure: Exception | None = None
         self._trouble: Exception | None = None
@@ -150,7 +149,7 @@ class Subscriber:
         return subscribe_pb2.SubscribeRequest(open=message)
 
     def _take(self, responses: _Responses, requests: _Requests) -> None:
-        arriving = _Arriving(self._options.max_outstanding_bytes)
+        arriving = Arriving(self._options.max_outstanding_bytes, self._tables)
         for response in responses:
             kind = response.WhichOneof("message")
             if kind == "opened":
@@ -158,61 +157,26 @@ class Subscriber:
             elif kind == "chunk" and arriving.add(response.chunk):
                 requests.put(_ack(arriving.received_bytes))
             elif kind == "release_end":
-                release = arriving.end(response.release_end)
-                self._target.apply(release)
-                requests.put(_ack(arriving.received_bytes, release.position))
-                # Only now: who waits for the version may close the subscription, and its ack must be on its way.
-                self._hold(release.position)
+                self._apply(arriving, response.release_end, requests)
+
+    def _apply(self, arriving: Arriving, end: subscribe_pb2.ReleaseEnd, requests: _Requests) -> None:
+        release = arriving.end(end)
+        if self._checksums:
+            self._checksums.before(release, holds_nothing=self.held.version == 0)
+        self._target.apply(release)
+        checksums = self._checksums.after(release) if self._checksums else {}
+        requests.put(_ack(arriving.received_bytes, release.position, arriving.by_slot(checksums)))
+        if wrong := arriving.wrong(end, checksums):
+            text = "replica %s holds other rows than it was given in %s; it will be given all of them"
+            logger.error(text, self._options.replica, ", ".join(wrong))
+            return
+        # Only now: who waits for the version may close the subscription, and its ack must be on its way.
+        self._hold(release.position)
 
     def _hold(self, position: Position) -> None:
         with self._moved:
             self.held, self._trouble = position, None
             self._moved.notify_all()
-
-
-class _Arriving:
-    """The release that is arriving on one stream."""
-
-    def __init__(self, max_outstanding_bytes: int) -> None:
-        self.received_bytes = 0
-        self._acked_bytes = 0
-        # What is not acked yet must leave room for a chunk, or the service and this replica wait for each other.
-        self._ack_bytes = min(max_outstanding_bytes // 4, max_outstanding_bytes - CHUNK_BYTES)
-        self._resync = False
-        self._tables: list[Table] = []
-        self._shards: list[Shard] = []
-        self._rows: list[ReleasedRows] = []
-
-    def begin(self, opened: subscribe_pb2.SubscribeOpened) -> None:
-        """Learn the tables."""
-        logger.info("subscribed to model %s: %s", opened.model, opened.reason)
-        self._tables = [table_from_message(table) for table in opened.tables]
-        self._shards = [Shard.whole(table) for table in self._tables]
-        self._resync = opened.resync
-
-    def add(self, chunk: subscribe_pb2.ReleaseChunk) -> bool:
-        """Take some rows; whether it is time to return credit."""
-        shard, ids, values = decode_rows(chunk.rows, self._shards)
-        self._rows.append(ReleasedRows(shard.table, ids, values))
-        self.received_bytes += ids.nbytes + values.nbytes
-        due = self.received_bytes - self._acked_bytes >= self._ack_bytes
-        if due:
-            self._acked_bytes = self.received_bytes
-        return due
-
-    def end(self, end: subscribe_pb2.ReleaseEnd) -> Release:
-        """The whole release.
-
-        Raises:
-            InvalidInput: rows are missing.
-        """
-        rows = sum(len(some.ids) for some in self._rows)
-        if rows != end.rows:
-            raise InvalidInput(f"release of version {end.position.version}: {rows} of {end.rows} rows arrived")
-        position = position_from_message(end.position)
-        release = Release(position, end.step, end.step_end_unix_ns, self._resync, self._tables, self._rows)
-        self._resync, self._rows = False, []
-        return release
 
 
 def _reached(held: Position, wanted: Position | int) -> bool:
@@ -221,6 +185,10 @@ def _reached(held: Position, wanted: Position | int) -> bool:
     return held.history == wanted.history and held.version >= wanted.version
 
 
-def _ack(received_bytes: int, applied: Position | None = None) -> subscribe_pb2.SubscribeRequest:
+def _ack(
+    received_bytes: int, applied: Position | None = None, checksums: Mapping[int, int] | None = None
+) -> subscribe_pb2.SubscribeRequest:
     message = position_to_message(applied) if applied else None
-    return subscribe_pb2.SubscribeRequest(ack=subscribe_pb2.Ack(received_bytes=received_bytes, applied=message))
+    sums = checksums_to_message(checksums or {})
+    ack = subscribe_pb2.Ack(received_bytes=received_bytes, applied=message, checksums=sums)
+    return subscribe_pb2.SubscribeRequest(ack=ack)

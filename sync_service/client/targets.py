@@ -4,23 +4,32 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
+from numpy.typing import NDArray
 
+from sync_service.errors import Contradiction
 from sync_service.tables import Ids, Position, Table, Values
 
 
 @dataclass(frozen=True)
 class ReleasedRows:
-    """Some changed rows of a table: global ids ([n] int64, strictly ascending) and current values ([n, D]).
+    """Some changed rows of a table.
 
-    The arrays are read-only views of the received message.
+    Attributes:
+        table: the table.
+        ids: [n] int64 global row ids, strictly ascending.
+        values: [n, D] in the table's dtype; [n, 0] where the consumer's mode is `ids`.
+        norms: [n] fp32 L2 norms of what has changed in the rows, where the mode is `ids`; otherwise None.
+
+    The arrays may be read-only views of the received message.
     """
 
     table: Table
     ids: Ids
     values: Values
+    norms: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True)
@@ -31,9 +40,12 @@ class Release:
         position: what the replica holds once the release is applied.
         step: the trainer's step of that version.
         step_end_unix_ns: when that step ended, nanoseconds since 1970.
-        resync: the tables must be reset to zero first: the release holds everything.
-        tables: every table of the model, changed or not.
+        resync: all tables must be reset to zero first: the release holds everything.
+        tables: every table the consumer follows, changed or not.
         rows: the changed rows; a table may appear several times, with other rows each time.
+        whole: names of the tables that must be reset to zero first: the release holds all of their rows. All of
+            them in a resync.
+        version: the model's version that the release was made of.
     """
 
     position: Position
@@ -42,6 +54,21 @@ class Release:
     resync: bool
     tables: list[Table]
     rows: list[ReleasedRows] = field(default_factory=list)
+    whole: frozenset[str] = frozenset()
+    version: int = 0
+
+    def resets(self, table: Table) -> bool:
+        """Whether a table must be reset to zero first."""
+        return self.resync or table.name in self.whole
+
+    def check_values(self) -> None:
+        """Check that the rows have values.
+
+        Raises:
+            Contradiction: the consumer's mode is `ids`.
+        """
+        if any(rows.norms is not None for rows in self.rows):
+            raise Contradiction("the consumer streams ids and norms, no values: take them with a CallbackTarget")
 
 
 class Target(Protocol):
@@ -49,6 +76,17 @@ class Target(Protocol):
 
     def apply(self, release: Release) -> None:
         """Take over a release, whole. Called in the subscriber's thread; an exception stops the subscriber."""
+
+
+@runtime_checkable
+class ReadableTarget(Target, Protocol):
+    """A target whose rows can be read back, so that checksums can show that it holds the right ones."""
+
+    def read(self, table: Table, ids: Ids) -> Values | None:
+        """The rows `ids` ([n], strictly ascending) as [n, D], or None if the target does not keep the table.
+
+        Called in the subscriber's thread.
+        """
 
 
 class CallbackTarget:
@@ -76,10 +114,22 @@ class NumpyTarget:
             yield self.tables
 
     def apply(self, release: Release) -> None:
-        """Write the rows of a release into the arrays."""
+        """Write the rows of a release into the arrays; those of tables no longer followed are dropped.
+
+        Raises:
+            Contradiction: the consumer streams ids only.
+        """
+        release.check_values()
         with self._lock:
+            for name in self.tables.keys() - {table.name for table in release.tables}:
+                del self.tables[name]
             for table in release.tables:
-                if release.resync or table.name not in self.tables:
+                if release.resets(table) or table.name not in self.tables:
                     self.tables[table.name] = np.zeros((table.rows, table.dim), table.dtype)
             for rows in release.rows:
                 self.tables[rows.table.name][rows.ids] = rows.values
+
+    def read(self, table: Table, ids: Ids) -> Values | None:
+        """Some rows of a table."""
+        rows = self.tables.get(table.name)
+        return rows[ids] if rows is not None else None

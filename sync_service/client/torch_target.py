@@ -11,7 +11,7 @@ from torch import nn
 
 from sync_service.client.targets import Release
 from sync_service.errors import Contradiction, NotFound
-from sync_service.tables import Table, Values
+from sync_service.tables import Ids, Table, Values
 
 logger = logging.getLogger(__name__)
 
@@ -45,19 +45,30 @@ class TorchTarget:
 
         Raises:
             NotFound: none of the tables has a parameter, or one has several.
-            Contradiction: a parameter has another shape or type than its table, or several tables.
+            Contradiction: a parameter has another shape or type than its table, or several tables; or the
+                consumer streams ids only.
         """
+        release.check_values()
         if release.tables != self._known:
             self._tables, self._known = _bind(self._module, release.tables), release.tables
         with self._lock, torch.no_grad():
-            if release.resync:
-                for weight in self._tables.values():
-                    weight.zero_()
+            for table in release.tables:
+                if release.resets(table) and table.name in self._tables:
+                    self._tables[table.name].zero_()
             for rows in release.rows:
                 if rows.table.name in self._tables:
                     weight = self._tables[rows.table.name]
                     ids = torch.from_numpy(rows.ids.copy()).to(weight.device)
                     weight.index_copy_(0, ids, _tensor(rows.values).to(weight.device))
+
+    def read(self, table: Table, ids: Ids) -> Values | None:
+        """Some rows of a table, in host memory."""
+        if table not in self._known:
+            return None
+        weight = self._tables.get(table.name)
+        if weight is None:
+            return None
+        return weight.index_select(0, torch.from_numpy(ids.copy()).to(weight.device)).cpu().numpy()
 
 
 def _tensor(values: Values) -> torch.Tensor:

@@ -27,6 +27,7 @@ class Situation:
         head: the newest version.
         seen: the version the last release was made at.
         left: dirty rows that release has left.
+        left_unix_ns: when the version was sealed since which the oldest of these is dirty.
         released_unix_ns: when it was made; 0 = never.
         sealed_unix_ns: when the last few versions were sealed, oldest first.
         ready: whether a connected replica holds the last release.
@@ -35,6 +36,7 @@ class Situation:
     head: int
     seen: int
     left: int
+    left_unix_ns: int
     released_unix_ns: int
     sealed_unix_ns: Sequence[int]
     ready: bool
@@ -44,20 +46,27 @@ def due(policy: Policy, now: Situation, now_unix_ns: int) -> Due:
     """When the next release is due.
 
     One release is made for each new version, no sooner than the policy's minimum interval after the last one.
-    While there is no new version, rows that were left go out at the pace at which versions came. No release is
-    made before a connected replica holds the last one: more of them would only be merged again.
+    While there is no new version, rows that were left go out at the pace at which versions came, or once the
+    oldest reaches the policy's maximum age. No release is made before a connected replica holds the last one: more
+    of them would only be merged again.
     """
     if not now.ready:
         return Due(None, "no connected replica holds the last release yet")
     if now.head == now.seen and not now.left:
         return Due(None, "nothing has changed since the last release")
-    pause = policy.min_interval_seconds
-    reason = f"version {now.head} is new"
-    if now.head == now.seen:
-        pause = max(pause, _pace(now.sealed_unix_ns))
-        reason = f"{now.left} rows are left of the last release"
-    waited = (now_unix_ns - now.released_unix_ns) / 1e9
-    return Due(max(0.0, pause - waited) if waited >= 0 else pause, reason)
+    at_once = _wait(policy.min_interval_seconds, now.released_unix_ns, now_unix_ns)
+    if now.head != now.seen:
+        return Due(at_once, f"version {now.head} is new")
+    paced = _wait(_pace(now.sealed_unix_ns), now.released_unix_ns, now_unix_ns)
+    if policy.max_age_seconds is not None:
+        paced = min(paced, _wait(policy.max_age_seconds, now.left_unix_ns, now_unix_ns))
+    return Due(max(at_once, paced), f"{now.left} rows are left of the last release")
+
+
+def _wait(seconds: float, since_unix_ns: int, now_unix_ns: int) -> float:
+    """What is left of a pause; all of it where the clock was set back."""
+    waited = (now_unix_ns - since_unix_ns) / 1e9
+    return max(0.0, seconds - waited) if waited >= 0 else seconds
 
 
 def _pace(sealed_unix_ns: Sequence[int]) -> float:

@@ -8,18 +8,12 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from sync_service.errors import InvalidInput
+from sync_service.given import Given, Mode
 from sync_service.tables import ID_TYPE, Table
-from sync_service.value_types import ValueType, row_bytes, sent_as
+from sync_service.value_types import ValueType, sent_as
 
-_NORM_BYTES = 4
-_SMALLEST_ROW_BYTES = ID_TYPE.itemsize + _NORM_BYTES
-
-
-class Mode(Enum):
-    """What is sent of a row: its values, or only that it has changed, and by how much."""
-
-    EMBEDDINGS = "embeddings"
-    IDS = "ids"
+# A row id, and a norm or one fp16 value.
+_SMALLEST_ROW_BYTES = ID_TYPE.itemsize + 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,14 +67,13 @@ class Policy:
         """Whether the consumer follows a table."""
         return any(fnmatchcase(table.name, pattern) for pattern in self.tables)
 
-    def sent_as(self, table: Table) -> ValueType:
-        """The type that a table's values are sent as."""
-        return sent_as(table, self.value_type)
+    def gives(self, table: Table) -> Given:
+        """What replicas are given of a table."""
+        return Given(table, sent_as(table, self.value_type), self.mode)
 
     def row_bytes(self, table: Table) -> int:
         """Bytes that one of a table's rows takes in a release: id and values, or id and norm."""
-        values = _NORM_BYTES if self.mode is Mode.IDS else row_bytes(table, self.sent_as(table))
-        return ID_TYPE.itemsize + values
+        return self.gives(table).sent.row_bytes
 
     def check(self, tables: Sequence[Table]) -> None:
         """Check the policy against the tables there are.

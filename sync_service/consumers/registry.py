@@ -9,6 +9,7 @@ from typing import Any
 
 from sync_service.consumers.consumer import Consumer, Replica
 from sync_service.consumers.offsets import forgettable
+from sync_service.consumers.policy import Policy
 from sync_service.errors import Contradiction, NotFound
 from sync_service.log import Log
 from sync_service.tables import Position, check_name
@@ -26,7 +27,8 @@ class Registry:
         self.consumers: dict[str, Consumer] = {}
         for name, meta in log.meta("consumer/").items():
             replicas = {each: _replica(each, offset) for each, offset in log.meta(f"offset/{name}/").items()}
-            self.consumers[name] = Consumer(name, meta["model"], meta["created_unix_ns"], replicas)
+            policy = Policy.from_dict(meta.get("policy", {}))
+            self.consumers[name] = Consumer(name, meta["model"], meta["created_unix_ns"], policy, replicas)
 
     def get(self, name: str) -> Consumer:
         """The consumer of that name.
@@ -39,12 +41,12 @@ class Registry:
             raise NotFound(f"no consumer {name!r}; consumers: {existing}")
         return self.consumers[name]
 
-    async def create(self, name: str, model: str) -> Consumer:
+    async def create(self, name: str, model: str, policy: Policy) -> Consumer:
         """Make a consumer; making an equal one again changes nothing.
 
         Raises:
             InvalidInput: a name that cannot be one.
-            Contradiction: it exists for another model.
+            Contradiction: it exists for another model, or with another policy.
         """
         check_name("consumer", name)
         check_name("model", model)
@@ -52,12 +54,27 @@ class Registry:
             existing = self.consumers.get(name)
             if existing and existing.model != model:
                 raise Contradiction(f"consumer {name!r} exists for model {existing.model!r}: delete it first")
+            if existing and existing.policy != policy:
+                raise Contradiction(f"consumer {name!r} exists with another policy: update it instead")
             if existing:
                 return existing
-            consumer = Consumer(name, model, time.time_ns())
-            meta = {"model": model, "created_unix_ns": consumer.created_unix_ns}
-            await asyncio.wrap_future(self._log.put_meta(f"consumer/{name}", meta))
+            consumer = Consumer(name, model, time.time_ns(), policy)
+            await self._write(consumer, policy)
             self.consumers[name] = consumer
+            return consumer
+
+    async def update(self, name: str, policy: Policy) -> Consumer:
+        """Give a consumer another policy.
+
+        Raises:
+            NotFound: there is none of that name.
+        """
+        async with self._creating:
+            consumer = self.get(name)
+            if consumer.policy != policy:
+                await self._write(consumer, policy)
+                consumer.policy = policy
+                consumer.signal.wake()
             return consumer
 
     async def delete(self, name: str) -> None:
@@ -74,8 +91,8 @@ class Registry:
         forgotten.append(self._log.put_meta(f"consumer/{name}", None))
         await asyncio.gather(*map(asyncio.wrap_future, forgotten))
 
-    def connect(self, consumer: Consumer, name: str, held: Position, stream: asyncio.Event) -> Replica:
-        """Note that a replica that holds `held` has opened a stream, which replaces an older one of its name.
+    def connect(self, consumer: Consumer, name: str, stream: asyncio.Event) -> Replica:
+        """Note that a replica has opened a stream, which replaces an older one of its name.
 
         Raises:
             InvalidInput: a name that cannot be one.
@@ -83,7 +100,7 @@ class Registry:
         replica = consumer.replicas.setdefault(check_name("replica", name), Replica(name))
         _end_stream(replica)
         replica.stream = stream
-        self.acknowledge(consumer, replica, held)
+        consumer.signal.wake()
         return replica
 
     def disconnect(self, replica: Replica, stream: asyncio.Event) -> None:
@@ -94,6 +111,7 @@ class Registry:
     def acknowledge(self, consumer: Consumer, replica: Replica, applied: Position) -> None:
         """Move a replica's offset. It is kept before long, not at once: delivery is at least once anyway."""
         replica.applied, replica.acked_unix_ns = applied, time.time_ns()
+        consumer.signal.wake()
         if self.consumers.get(consumer.name) is not consumer:
             return  # Deleted meanwhile: nothing of it is to be kept.
         self._keep(f"offset/{consumer.name}/{replica.name}", _offset_meta(replica))
@@ -104,6 +122,11 @@ class Registry:
             for name in forgettable(list(consumer.replicas.values()), time.time_ns(), self._retention_ns):
                 del consumer.replicas[name]
                 self._keep(f"offset/{consumer.name}/{name}", None)
+
+    async def _write(self, consumer: Consumer, policy: Policy) -> None:
+        created = consumer.created_unix_ns
+        meta = {"model": consumer.model, "created_unix_ns": created, "policy": policy.as_dict()}
+        await asyncio.wrap_future(self._log.put_meta(f"consumer/{consumer.name}", meta))
 
     def _keep(self, name: str, meta: dict[str, Any] | None) -> None:
         """Keep what nobody waits for."""

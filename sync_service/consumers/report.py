@@ -1,43 +1,138 @@
-"""The lag of a consumer, put together from what the model and the registry hold."""
+"""The lag of a consumer, put together from what the model, the registry and the view hold."""
 
 import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 
+from sync_service.consumers.account import Account, TableLeft
 from sync_service.consumers.consumer import Consumer, Replica
-from sync_service.consumers.lag import ConsumerLag, Lag, ReplicaLag, TableLag, measure, state
+from sync_service.consumers.lag import (
+    ConsumerLag,
+    Lag,
+    ReleaseLine,
+    ReplicaLag,
+    TableLag,
+    age,
+    measure,
+    state,
+    unsent,
+)
 from sync_service.consumers.offsets import consumer_offset, offset_in
+from sync_service.consumers.view import View
+from sync_service.log import Seal
 from sync_service.model import Model
 
 
-async def report(consumer: Consumer, model: Model) -> ConsumerLag:
+@dataclass(frozen=True)
+class _Table:
+    """A table that a consumer follows."""
+
+    name: str
+    row_bytes: int
+    left: TableLeft | None
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What a lag is measured by, taken at one moment: acks, cuts and releases go on while rows are counted."""
+
+    history: str
+    newest: int | None
+    tables: list[_Table]
+    count: Callable[[int], Awaitable[list[int]]]
+    version_of: Callable[[int], int]
+    oldest: int
+    account: Account | None
+
+
+async def report(consumer: Consumer, model: Model, view: View | None) -> ConsumerLag:
     """How far a consumer is behind, per replica and per table."""
+    facts = _facts_of_view(view) if view else _facts_of_model(model)
     replicas = sorted(consumer.replicas.values(), key=lambda replica: replica.name)
-    offset = consumer_offset(replicas, model.history)
-    # Taken now: acks, cuts and new tables arrive while the rows are counted.
-    offsets = [offset_in(model.history, replica.applied) for replica in replicas]
-    mapped, seals = tuple(model.tables), tuple(model.seals)
-    tables = [table.table for table in mapped]
-    changed = {version: await model.count_changed_since(version, mapped) for version in {offset, *offsets}}
+    offset = consumer_offset(replicas, facts.history)
+    offsets = [offset_in(facts.history, replica.applied) for replica in replicas]
+    seals = tuple(model.seals)
+    counts = {each: await facts.count(each) for each in {offset, *offsets}}
     now = time.time_ns()
-    lags = {version: measure(version, seals, tables, counts, now) for version, counts in changed.items()}
-    consumer_state, reason = state(replicas, lags[offset])
+    lags = {each: _lag(each, rows, facts, seals, now) for each, rows in counts.items()}
+    found, reason = state(replicas, lags[offset], newest_release=view is not None and offset == facts.newest)
+    tables = [_table_line(each, rows, seals, now) for each, rows in zip(facts.tables, counts[offset], strict=True)]
     return ConsumerLag(
         consumer=consumer.name,
         model=consumer.model,
-        history=model.history,
-        state=consumer_state,
+        history=facts.history,
+        state=found,
         reason=reason,
         head=seals[-1].version if seals else 0,
         head_step=seals[-1].step if seals else 0,
         offset=offset,
         lag=lags[offset],
         replicas=[_line(replica, held, lags[held], now) for replica, held in zip(replicas, offsets, strict=True)],
-        tables=[
-            TableLag(table.name, rows, rows * table.row_bytes)
-            for table, rows in zip(tables, changed[offset], strict=True)
-        ],
+        tables=tables,
+        oldest_row_seconds=max((table.oldest_row_seconds for table in tables), default=0.0),
+        release=_release_line(facts.account, now) if facts.account else None,
+        policy=consumer.policy.as_dict(),
     )
 
 
+def _facts_of_model(model: Model) -> _Facts:
+    mapped = tuple(model.tables)
+    return _Facts(
+        history=model.history,
+        newest=None,
+        tables=[_Table(each.table.name, each.table.row_bytes, None) for each in mapped],
+        count=lambda offset: model.count_changed_since(offset, mapped),
+        version_of=lambda offset: offset,
+        oldest=0,
+        account=None,
+    )
+
+
+def _facts_of_view(view: View) -> _Facts:
+    return _Facts(
+        history=view.history,
+        newest=view.position.version,
+        tables=[
+            _Table(given.table.name, given.sent.row_bytes, view.left.get(given.table.name)) for given in view.given
+        ],
+        count=view.counting(),
+        version_of=view.version_of,
+        oldest=view.oldest,
+        account=view.account,
+    )
+
+
+def _lag(offset: int, rows: list[int], facts: _Facts, seals: Sequence[Seal], now: int) -> Lag:
+    version = facts.version_of(offset)
+    since = min(version + 1, facts.oldest) if facts.oldest else None
+    lag = measure(version, seals, [table.row_bytes for table in facts.tables], rows, now, since)
+    if offset != facts.newest:
+        return lag
+    norm, share = unsent([table.left for table in facts.tables if table.left])
+    return replace(lag, unsent_norm=norm, unsent_share=share)
+
+
+def _table_line(table: _Table, rows: int, seals: Sequence[Seal], now: int) -> TableLag:
+    line = TableLag(table.name, rows, rows * table.row_bytes)
+    if table.left is None:
+        return line
+    norm, share = unsent([table.left])
+    oldest = age(table.left.since, seals, now) if table.left.rows else 0.0
+    return replace(line, oldest_row_seconds=oldest, unsent_norm=norm, unsent_share=share)
+
+
 def _line(replica: Replica, offset: int, lag: Lag, now: int) -> ReplicaLag:
-    since_ack = round((now - replica.acked_unix_ns) / 1e9, 3)
-    return ReplicaLag(replica.name, replica.stream is not None, offset, lag, since_ack)
+    return ReplicaLag(
+        replica=replica.name,
+        connected=replica.stream is not None,
+        offset=offset,
+        lag=lag,
+        seconds_since_ack=round((now - replica.acked_unix_ns) / 1e9, 3),
+        checked=replica.checked,
+        damaged=list(replica.damaged),
+    )
+
+
+def _release_line(account: Account, now: int) -> ReleaseLine:
+    facts = {name: value for name, value in vars(account).items() if name != "made_unix_ns"}
+    return ReleaseLine(**facts, seconds_ago=round(max(0, now - account.made_unix_ns) / 1e9, 3))

@@ -27,7 +27,7 @@ from sync_service.client import (
     Subscriber,
     SubscriberOptions,
 )
-from sync_service.client import subscriber as subscribing
+from sync_service.client.arriving import Arriving
 from sync_service.errors import InvalidInput, NotFound, ResyncRequired, ServiceUnavailable
 from tests.support.server import RunningService
 from tests.support.state import lag_of
@@ -388,7 +388,7 @@ def test_a_part_is_sent_again_until_it_is_sealed() -> None:
 def test_a_release_that_lacks_rows_stops_the_subscriber(
     running: RunningService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(subscribing._Arriving, "add", lambda *_: False)
+    monkeypatch.setattr(Arriving, "add", lambda *_: False)
     with publisher(running.grpc) as trainer, subscriber(running.grpc, NumpyTarget()) as replica:
         trainer.publish(full(1, random_rows(0))).result(WAIT)
         with pytest.raises(InvalidInput, match="release of version 1: 0 of 70 rows arrived"):

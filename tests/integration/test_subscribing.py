@@ -153,7 +153,7 @@ def test_a_new_table_sends_replicas_to_reconnect(running: RunningService, rank: 
             newer.opened()
             code, details = replica.refusal()
             assert code is grpc.StatusCode.ABORTED
-            assert "has a new table" in details
+            assert "is given other tables now" in details
             newer.send(*part(2, [(0, [0, 1], np.ones((2, 1), "<f4"))], full=True))
             newer.sealed()
             own.wait_for(2, 20)
@@ -332,7 +332,7 @@ def test_an_idle_replica_keeps_no_release_alive(
         releases.append(weakref.ref(frozen))
         return frozen
 
-    monkeypatch.setattr("sync_service.model.freeze", noted)
+    monkeypatch.setattr("sync_service.release.freeze", noted)
     with ReplicaStream(running.grpc) as replica:
         replica.release()
         replica.until("progress")

@@ -8,12 +8,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from sync_service.consumers.consumer import ConsumerOptions
 from sync_service.server import ServerOptions, run
 from sync_service.service import ServiceOptions
 from tests.support.http import HttpStatus
 
 _DEADLINE_SECONDS = 30.0
-CONSUMERS = (("predictors", "clicks"), ("probes", "clicks"))
+CONSUMERS = (ConsumerOptions("predictors", "clicks"), ConsumerOptions("probes", "clicks"))
 TOKEN = "secret"  # noqa: S105
 
 

@@ -22,30 +22,37 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from deltasync.v1 import tables_pb2 as deltasync_dot_v1_dot_tables__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x64\x65ltasync/v1/admin.proto\x12\x0c\x64\x65ltasync.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"T\n\x08\x43onsumer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12+\n\x07\x63reated\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"A\n\x15\x43reateConsumerRequest\x12(\n\x08\x63onsumer\x18\x01 \x01(\x0b\x32\x16.deltasync.v1.Consumer\"B\n\x16\x43reateConsumerResponse\x12(\n\x08\x63onsumer\x18\x01 \x01(\x0b\x32\x16.deltasync.v1.Consumer\"%\n\x15\x44\x65leteConsumerRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x18\n\x16\x44\x65leteConsumerResponse\"\x16\n\x14ListConsumersRequest\"B\n\x15ListConsumersResponse\x12)\n\tconsumers\x18\x01 \x03(\x0b\x32\x16.deltasync.v1.Consumer2\xa2\x02\n\x0c\x41\x64minService\x12[\n\x0e\x43reateConsumer\x12#.deltasync.v1.CreateConsumerRequest\x1a$.deltasync.v1.CreateConsumerResponse\x12[\n\x0e\x44\x65leteConsumer\x12#.deltasync.v1.DeleteConsumerRequest\x1a$.deltasync.v1.DeleteConsumerResponse\x12X\n\rListConsumers\x12\".deltasync.v1.ListConsumersRequest\x1a#.deltasync.v1.ListConsumersResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x64\x65ltasync/v1/admin.proto\x12\x0c\x64\x65ltasync.v1\x1a\x19\x64\x65ltasync/v1/tables.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"z\n\x08\x43onsumer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12+\n\x07\x63reated\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12$\n\x06policy\x18\x04 \x01(\x0b\x32\x14.deltasync.v1.Policy\"\xd9\x01\n\x06Policy\x12\x0e\n\x06tables\x18\x01 \x03(\t\x12 \n\x04mode\x18\x02 \x01(\x0e\x32\x12.deltasync.v1.Mode\x12\r\n\x05top_k\x18\x03 \x01(\x01\x12\x17\n\x0ftop_k_per_table\x18\x04 \x01(\x08\x12\x17\n\x0fmax_age_seconds\x18\x05 \x01(\x01\x12\x1c\n\x14min_interval_seconds\x18\x06 \x01(\x01\x12\x11\n\tmax_bytes\x18\x07 \x01(\x04\x12+\n\nvalue_type\x18\x08 \x01(\x0e\x32\x17.deltasync.v1.ValueType\"A\n\x15\x43reateConsumerRequest\x12(\n\x08\x63onsumer\x18\x01 \x01(\x0b\x32\x16.deltasync.v1.Consumer\"B\n\x16\x43reateConsumerResponse\x12(\n\x08\x63onsumer\x18\x01 \x01(\x0b\x32\x16.deltasync.v1.Consumer\"K\n\x15UpdateConsumerRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12$\n\x06policy\x18\x02 \x01(\x0b\x32\x14.deltasync.v1.Policy\"B\n\x16UpdateConsumerResponse\x12(\n\x08\x63onsumer\x18\x01 \x01(\x0b\x32\x16.deltasync.v1.Consumer\"%\n\x15\x44\x65leteConsumerRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x18\n\x16\x44\x65leteConsumerResponse\"\x16\n\x14ListConsumersRequest\"B\n\x15ListConsumersResponse\x12)\n\tconsumers\x18\x01 \x03(\x0b\x32\x16.deltasync.v1.Consumer2\xff\x02\n\x0c\x41\x64minService\x12[\n\x0e\x43reateConsumer\x12#.deltasync.v1.CreateConsumerRequest\x1a$.deltasync.v1.CreateConsumerResponse\x12[\n\x0eUpdateConsumer\x12#.deltasync.v1.UpdateConsumerRequest\x1a$.deltasync.v1.UpdateConsumerResponse\x12[\n\x0e\x44\x65leteConsumer\x12#.deltasync.v1.DeleteConsumerRequest\x1a$.deltasync.v1.DeleteConsumerResponse\x12X\n\rListConsumers\x12\".deltasync.v1.ListConsumersRequest\x1a#.deltasync.v1.ListConsumersResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'deltasync.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CONSUMER']._serialized_start=75
-  _globals['_CONSUMER']._serialized_end=159
-  _globals['_CREATECONSUMERREQUEST']._serialized_start=161
-  _globals['_CREATECONSUMERREQUEST']._serialized_end=226
-  _globals['_CREATECONSUMERRESPONSE']._serialized_start=228
-  _globals['_CREATECONSUMERRESPONSE']._serialized_end=294
-  _globals['_DELETECONSUMERREQUEST']._serialized_start=296
-  _globals['_DELETECONSUMERREQUEST']._serialized_end=333
-  _globals['_DELETECONSUMERRESPONSE']._serialized_start=335
-  _globals['_DELETECONSUMERRESPONSE']._serialized_end=359
-  _globals['_LISTCONSUMERSREQUEST']._serialized_start=361
-  _globals['_LISTCONSUMERSREQUEST']._serialized_end=383
-  _globals['_LISTCONSUMERSRESPONSE']._serialized_start=385
-  _globals['_LISTCONSUMERSRESPONSE']._serialized_end=451
-  _globals['_ADMINSERVICE']._serialized_start=454
-  _globals['_ADMINSERVICE']._serialized_end=744
+  _globals['_CONSUMER']._serialized_start=102
+  _globals['_CONSUMER']._serialized_end=224
+  _globals['_POLICY']._serialized_start=227
+  _globals['_POLICY']._serialized_end=444
+  _globals['_CREATECONSUMERREQUEST']._serialized_start=446
+  _globals['_CREATECONSUMERREQUEST']._serialized_end=511
+  _globals['_CREATECONSUMERRESPONSE']._serialized_start=513
+  _globals['_CREATECONSUMERRESPONSE']._serialized_end=579
+  _globals['_UPDATECONSUMERREQUEST']._serialized_start=581
+  _globals['_UPDATECONSUMERREQUEST']._serialized_end=656
+  _globals['_UPDATECONSUMERRESPONSE']._serialized_start=658
+  _globals['_UPDATECONSUMERRESPONSE']._serialized_end=724
+  _globals['_DELETECONSUMERREQUEST']._serialized_start=726
+  _globals['_DELETECONSUMERREQUEST']._serialized_end=763
+  _globals['_DELETECONSUMERRESPONSE']._serialized_start=765
+  _globals['_DELETECONSUMERRESPONSE']._serialized_end=789
+  _globals['_LISTCONSUMERSREQUEST']._serialized_start=791
+  _globals['_LISTCONSUMERSREQUEST']._serialized_end=813
+  _globals['_LISTCONSUMERSRESPONSE']._serialized_start=815
+  _globals['_LISTCONSUMERSRESPONSE']._serialized_end=881
+  _globals['_ADMINSERVICE']._serialized_start=884
+  _globals['_ADMINSERVICE']._serialized_end=1267
 # @@protoc_insertion_point(module_scope)

@@ -4,6 +4,7 @@ isort:skip_file
 """
 
 from collections import abc as _abc
+from deltasync.v1 import tables_pb2 as _tables_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
@@ -28,6 +29,7 @@ class Consumer(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     CREATED_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """name is the consumer's name: 1 to 128 of letters, digits, '.', '_' and '-', not starting with '.'."""
     model: _builtins.str
@@ -36,20 +38,81 @@ class Consumer(_message.Message):
     def created(self) -> _timestamp_pb2.Timestamp:
         """created is when it was made. Set by the service."""
 
+    @_builtins.property
+    def policy(self) -> Global___Policy:
+        """policy is what its replicas are given; unset means everything, as it is, at once."""
+
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         model: _builtins.str = ...,
         created: _timestamp_pb2.Timestamp | None = ...,
+        policy: Global___Policy | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["created", b"created"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "model", b"model", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "model", b"model", "name", b"name", "policy", b"policy"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Consumer: _TypeAlias = Consumer  # noqa: Y015
+
+@_typing.final
+class Policy(_message.Message):
+    """Policy is which rows the replicas of a consumer are given, how many, when, and in which type."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TABLES_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    TOP_K_FIELD_NUMBER: _builtins.int
+    TOP_K_PER_TABLE_FIELD_NUMBER: _builtins.int
+    MAX_AGE_SECONDS_FIELD_NUMBER: _builtins.int
+    MIN_INTERVAL_SECONDS_FIELD_NUMBER: _builtins.int
+    MAX_BYTES_FIELD_NUMBER: _builtins.int
+    VALUE_TYPE_FIELD_NUMBER: _builtins.int
+    mode: _tables_pb2.Mode.ValueType
+    """mode is what is sent of a row; unspecified means embeddings."""
+    top_k: _builtins.float
+    """top_k is how many of the rows that have changed go out at once, those that have changed most: a number of rows,
+    or below 1 a share of them, rounded up. 0 means all.
+    """
+    top_k_per_table: _builtins.bool
+    """top_k_per_table says that top_k counts in every table by itself."""
+    max_age_seconds: _builtins.float
+    """max_age_seconds lets a row that is unsent for longer out whatever its norm. 0 means never."""
+    min_interval_seconds: _builtins.float
+    """min_interval_seconds is the least time between two releases."""
+    max_bytes: _builtins.int
+    """max_bytes bounds ids and values of a release. 0 means no bound."""
+    value_type: _tables_pb2.ValueType.ValueType
+    """value_type is what values are sent as; rows that take no more bytes as they are, are sent so. Unspecified
+    means fp32.
+    """
+    @_builtins.property
+    def tables(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """tables are patterns (*, ?, [...]) of the names of the tables it follows; none means all."""
+
+    def __init__(
+        self,
+        *,
+        tables: _abc.Iterable[_builtins.str] | None = ...,
+        mode: _tables_pb2.Mode.ValueType = ...,
+        top_k: _builtins.float = ...,
+        top_k_per_table: _builtins.bool = ...,
+        max_age_seconds: _builtins.float = ...,
+        min_interval_seconds: _builtins.float = ...,
+        max_bytes: _builtins.int = ...,
+        value_type: _tables_pb2.ValueType.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_age_seconds", b"max_age_seconds", "max_bytes", b"max_bytes", "min_interval_seconds", b"min_interval_seconds", "mode", b"mode", "tables", b"tables", "top_k", b"top_k", "top_k_per_table", b"top_k_per_table", "value_type", b"value_type"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Policy: _TypeAlias = Policy  # noqa: Y015
 
 @_typing.final
 class CreateConsumerRequest(_message.Message):
@@ -98,6 +161,58 @@ class CreateConsumerResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CreateConsumerResponse: _TypeAlias = CreateConsumerResponse  # noqa: Y015
+
+@_typing.final
+class UpdateConsumerRequest(_message.Message):
+    """UpdateConsumerRequest names a consumer and its new policy."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """name is the consumer's name. Required."""
+    @_builtins.property
+    def policy(self) -> Global___Policy:
+        """policy replaces the one it has, whole; unset means everything, as it is, at once."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        policy: Global___Policy | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "policy", b"policy"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateConsumerRequest: _TypeAlias = UpdateConsumerRequest  # noqa: Y015
+
+@_typing.final
+class UpdateConsumerResponse(_message.Message):
+    """UpdateConsumerResponse answers UpdateConsumer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONSUMER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def consumer(self) -> Global___Consumer:
+        """consumer is what exists now."""
+
+    def __init__(
+        self,
+        *,
+        consumer: Global___Consumer | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateConsumerResponse: _TypeAlias = UpdateConsumerResponse  # noqa: Y015
 
 @_typing.final
 class DeleteConsumerRequest(_message.Message):

@@ -41,6 +41,11 @@ class AdminServiceStub:
                 request_serializer=deltasync_dot_v1_dot_admin__pb2.CreateConsumerRequest.SerializeToString,
                 response_deserializer=deltasync_dot_v1_dot_admin__pb2.CreateConsumerResponse.FromString,
                 _registered_method=True)
+        self.UpdateConsumer = channel.unary_unary(
+                '/deltasync.v1.AdminService/UpdateConsumer',
+                request_serializer=deltasync_dot_v1_dot_admin__pb2.UpdateConsumerRequest.SerializeToString,
+                response_deserializer=deltasync_dot_v1_dot_admin__pb2.UpdateConsumerResponse.FromString,
+                _registered_method=True)
         self.DeleteConsumer = channel.unary_unary(
                 '/deltasync.v1.AdminService/DeleteConsumer',
                 request_serializer=deltasync_dot_v1_dot_admin__pb2.DeleteConsumerRequest.SerializeToString,
@@ -60,6 +65,14 @@ class AdminServiceServicer:
 
     def CreateConsumer(self, request, context):
         """CreateConsumer makes a consumer. Creating an equal one again changes nothing. Needs the token.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateConsumer(self, request, context):
+        """UpdateConsumer gives a consumer another policy. Its replicas keep their place, unless they cannot.
+        Needs the token.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -86,6 +99,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.CreateConsumer,
                     request_deserializer=deltasync_dot_v1_dot_admin__pb2.CreateConsumerRequest.FromString,
                     response_serializer=deltasync_dot_v1_dot_admin__pb2.CreateConsumerResponse.SerializeToString,
+            ),
+            'UpdateConsumer': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateConsumer,
+                    request_deserializer=deltasync_dot_v1_dot_admin__pb2.UpdateConsumerRequest.FromString,
+                    response_serializer=deltasync_dot_v1_dot_admin__pb2.UpdateConsumerResponse.SerializeToString,
             ),
             'DeleteConsumer': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteConsumer,
@@ -127,6 +145,33 @@ class AdminService:
             '/deltasync.v1.AdminService/CreateConsumer',
             deltasync_dot_v1_dot_admin__pb2.CreateConsumerRequest.SerializeToString,
             deltasync_dot_v1_dot_admin__pb2.CreateConsumerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateConsumer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/deltasync.v1.AdminService/UpdateConsumer',
+            deltasync_dot_v1_dot_admin__pb2.UpdateConsumerRequest.SerializeToString,
+            deltasync_dot_v1_dot_admin__pb2.UpdateConsumerResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,10 @@ class AdminServiceStub:
     def __new__(cls, channel: _aio.Channel) -> AdminServiceAsyncStub: ...
     CreateConsumer: _grpc.UnaryUnaryMultiCallable[_admin_pb2.CreateConsumerRequest, _admin_pb2.CreateConsumerResponse]
     """CreateConsumer makes a consumer. Creating an equal one again changes nothing. Needs the token."""
+    UpdateConsumer: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UpdateConsumerRequest, _admin_pb2.UpdateConsumerResponse]
+    """UpdateConsumer gives a consumer another policy. Its replicas keep their place, unless they cannot.
+    Needs the token.
+    """
     DeleteConsumer: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DeleteConsumerRequest, _admin_pb2.DeleteConsumerResponse]
     """DeleteConsumer forgets a consumer and its offsets; its replicas are disconnected. Needs the token."""
     ListConsumers: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListConsumersRequest, _admin_pb2.ListConsumersResponse]
@@ -51,6 +55,10 @@ class AdminServiceAsyncStub(AdminServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     CreateConsumer: _aio.UnaryUnaryMultiCallable[_admin_pb2.CreateConsumerRequest, _admin_pb2.CreateConsumerResponse]  # type: ignore[assignment]
     """CreateConsumer makes a consumer. Creating an equal one again changes nothing. Needs the token."""
+    UpdateConsumer: _aio.UnaryUnaryMultiCallable[_admin_pb2.UpdateConsumerRequest, _admin_pb2.UpdateConsumerResponse]  # type: ignore[assignment]
+    """UpdateConsumer gives a consumer another policy. Its replicas keep their place, unless they cannot.
+    Needs the token.
+    """
     DeleteConsumer: _aio.UnaryUnaryMultiCallable[_admin_pb2.DeleteConsumerRequest, _admin_pb2.DeleteConsumerResponse]  # type: ignore[assignment]
     """DeleteConsumer forgets a consumer and its offsets; its replicas are disconnected. Needs the token."""
     ListConsumers: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListConsumersRequest, _admin_pb2.ListConsumersResponse]  # type: ignore[assignment]
@@ -68,6 +76,16 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.CreateConsumerResponse, _abc.Awaitable[_admin_pb2.CreateConsumerResponse]]:
         """CreateConsumer makes a consumer. Creating an equal one again changes nothing. Needs the token."""
+
+    @_abc_1.abstractmethod
+    def UpdateConsumer(
+        self,
+        request: _admin_pb2.UpdateConsumerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.UpdateConsumerResponse, _abc.Awaitable[_admin_pb2.UpdateConsumerResponse]]:
+        """UpdateConsumer gives a consumer another policy. Its replicas keep their place, unless they cannot.
+        Needs the token.
+        """
 
     @_abc_1.abstractmethod
     def DeleteConsumer(

@@ -99,21 +99,29 @@ class Ack(_message.Message):
 
     RECEIVED_BYTES_FIELD_NUMBER: _builtins.int
     APPLIED_FIELD_NUMBER: _builtins.int
+    CHECKSUMS_FIELD_NUMBER: _builtins.int
     received_bytes: _builtins.int
     """received_bytes is the total of ids and values bytes taken from this stream so far."""
     @_builtins.property
     def applied(self) -> _tables_pb2.Position:
         """applied is the position the replica's tables are at; unset while nothing new was applied."""
 
+    @_builtins.property
+    def checksums(self) -> _containers.RepeatedCompositeFieldContainer[_tables_pb2.Checksum]:
+        """checksums are those of the replica's tables at `applied`, of as many as it can tell. Where one differs from
+        what the service expects, the position does not count as applied, and a release with the whole table follows.
+        """
+
     def __init__(
         self,
         *,
         received_bytes: _builtins.int = ...,
         applied: _tables_pb2.Position | None = ...,
+        checksums: _abc.Iterable[_tables_pb2.Checksum] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "received_bytes", b"received_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "checksums", b"checksums", "received_bytes", b"received_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -174,6 +182,7 @@ class SubscribeOpened(_message.Message):
     TABLES_FIELD_NUMBER: _builtins.int
     RESYNC_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """model is the consumer's model."""
     resync: _builtins.bool
@@ -182,6 +191,8 @@ class SubscribeOpened(_message.Message):
     """
     reason: _builtins.str
     """reason says why, in words."""
+    mode: _tables_pb2.Mode.ValueType
+    """mode says what the rows hold."""
     @_builtins.property
     def head(self) -> _tables_pb2.Position:
         """head is the newest position."""
@@ -198,10 +209,11 @@ class SubscribeOpened(_message.Message):
         tables: _abc.Iterable[_tables_pb2.Table] | None = ...,
         resync: _builtins.bool = ...,
         reason: _builtins.str = ...,
+        mode: _tables_pb2.Mode.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["head", b"head"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "model", b"model", "reason", b"reason", "resync", b"resync", "tables", b"tables"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "mode", b"mode", "model", b"model", "reason", b"reason", "resync", b"resync", "tables", b"tables"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -216,7 +228,7 @@ class ReleaseChunk(_message.Message):
     ROWS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def rows(self) -> _tables_pb2.Rows:
-        """rows are rows of one table, current as of the release's version."""
+        """rows are rows of one table, current as of the release."""
 
     def __init__(
         self,
@@ -241,15 +253,30 @@ class ReleaseEnd(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     STEP_END_UNIX_NS_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    WHOLE_FIELD_NUMBER: _builtins.int
+    CHECKSUMS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """step is the trainer's optimizer step of that version."""
     step_end_unix_ns: _builtins.int
     """step_end_unix_ns is when that step ended on the last of the ranks, nanoseconds since 1970."""
     rows: _builtins.int
     """rows is the number of rows in this release's chunks, as a check."""
+    version: _builtins.int
+    """version is the model's version that the release was made of."""
     @_builtins.property
     def position(self) -> _tables_pb2.Position:
         """position is what the replica holds once it has applied the release."""
+
+    @_builtins.property
+    def whole(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """whole are the slots of the tables that this release holds all rows of: the replica resets them to zero before
+        it applies it.
+        """
+
+    @_builtins.property
+    def checksums(self) -> _containers.RepeatedCompositeFieldContainer[_tables_pb2.Checksum]:
+        """checksums are those of all tables once the release is applied."""
 
     def __init__(
         self,
@@ -258,10 +285,13 @@ class ReleaseEnd(_message.Message):
         step: _builtins.int = ...,
         step_end_unix_ns: _builtins.int = ...,
         rows: _builtins.int = ...,
+        version: _builtins.int = ...,
+        whole: _abc.Iterable[_builtins.int] | None = ...,
+        checksums: _abc.Iterable[_tables_pb2.Checksum] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["position", b"position", "rows", b"rows", "step", b"step", "step_end_unix_ns", b"step_end_unix_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "position", b"position", "rows", b"rows", "step", b"step", "step_end_unix_ns", b"step_end_unix_ns", "version", b"version", "whole", b"whole"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -29,6 +29,12 @@ class _ValueTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ValueType.V
     """VALUE_TYPE_FP32 is IEEE 754 binary32, little-endian."""
     VALUE_TYPE_FP16: _ValueType.ValueType  # 2
     """VALUE_TYPE_FP16 is IEEE 754 binary16, little-endian."""
+    VALUE_TYPE_BF16: _ValueType.ValueType  # 3
+    """VALUE_TYPE_BF16 is the upper half of an IEEE 754 binary32, little-endian. Only in releases."""
+    VALUE_TYPE_INT8: _ValueType.ValueType  # 4
+    """VALUE_TYPE_INT8 is row-wise: one code (uint8) per value, then the row's scale and bias (binary32,
+    little-endian). A value is code * scale + bias, computed exactly and rounded once. Only in releases.
+    """
 
 class ValueType(_ValueType, metaclass=_ValueTypeEnumTypeWrapper):
     """ValueType is the type of one number of a row."""
@@ -39,7 +45,37 @@ VALUE_TYPE_FP32: ValueType.ValueType  # 1
 """VALUE_TYPE_FP32 is IEEE 754 binary32, little-endian."""
 VALUE_TYPE_FP16: ValueType.ValueType  # 2
 """VALUE_TYPE_FP16 is IEEE 754 binary16, little-endian."""
+VALUE_TYPE_BF16: ValueType.ValueType  # 3
+"""VALUE_TYPE_BF16 is the upper half of an IEEE 754 binary32, little-endian. Only in releases."""
+VALUE_TYPE_INT8: ValueType.ValueType  # 4
+"""VALUE_TYPE_INT8 is row-wise: one code (uint8) per value, then the row's scale and bias (binary32,
+little-endian). A value is code * scale + bias, computed exactly and rounded once. Only in releases.
+"""
 Global___ValueType: _TypeAlias = ValueType  # noqa: Y015
+
+class _Mode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Mode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    MODE_UNSPECIFIED: _Mode.ValueType  # 0
+    """MODE_UNSPECIFIED means embeddings."""
+    MODE_EMBEDDINGS: _Mode.ValueType  # 1
+    """MODE_EMBEDDINGS is its values."""
+    MODE_IDS: _Mode.ValueType  # 2
+    """MODE_IDS is that it has changed, and the norm of what has."""
+
+class Mode(_Mode, metaclass=_ModeEnumTypeWrapper):
+    """Mode is what is sent of a row."""
+
+MODE_UNSPECIFIED: Mode.ValueType  # 0
+"""MODE_UNSPECIFIED means embeddings."""
+MODE_EMBEDDINGS: Mode.ValueType  # 1
+"""MODE_EMBEDDINGS is its values."""
+MODE_IDS: Mode.ValueType  # 2
+"""MODE_IDS is that it has changed, and the norm of what has."""
+Global___Mode: _TypeAlias = Mode  # noqa: Y015
 
 @_typing.final
 class Table(_message.Message):
@@ -51,6 +87,7 @@ class Table(_message.Message):
     ROWS_FIELD_NUMBER: _builtins.int
     DIM_FIELD_NUMBER: _builtins.int
     VALUE_TYPE_FIELD_NUMBER: _builtins.int
+    SENT_AS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """name is the table's fully qualified name, with its owner module, as in the trainer's state_dict
     but without ".weight": for example "sparse.embedding_bags.user". 1 to 512 characters.
@@ -60,7 +97,11 @@ class Table(_message.Message):
     dim: _builtins.int
     """dim is the number of values in a row. At least 1."""
     value_type: Global___ValueType.ValueType
-    """value_type is the type of the values. Required."""
+    """value_type is the type of the values: FP32 or FP16. Required."""
+    sent_as: Global___ValueType.ValueType
+    """sent_as is the type that values have in the rows of a release. Set by the service; unspecified means
+    value_type.
+    """
     def __init__(
         self,
         *,
@@ -68,10 +109,11 @@ class Table(_message.Message):
         rows: _builtins.int = ...,
         dim: _builtins.int = ...,
         value_type: Global___ValueType.ValueType = ...,
+        sent_as: Global___ValueType.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dim", b"dim", "name", b"name", "rows", b"rows", "value_type", b"value_type"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dim", b"dim", "name", b"name", "rows", b"rows", "sent_as", b"sent_as", "value_type", b"value_type"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -93,7 +135,8 @@ class Rows(_message.Message):
     values: _builtins.bytes
     """values holds the current (absolute) values of these rows: row-major, in the table's value type,
     little-endian; len(ids) / 8 rows of the table's dim (of the shard's cols when publishing).
-    NaN and infinity are refused.
+    NaN and infinity are refused. In a release they are in Table.sent_as, or, in mode ids, one binary32
+    per row: the L2 norm of what has changed in it.
     """
     def __init__(
         self,
@@ -111,6 +154,36 @@ class Rows(_message.Message):
 Global___Rows: _TypeAlias = Rows  # noqa: Y015
 
 @_typing.final
+class Checksum(_message.Message):
+    """Checksum shows which bits a table holds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOT_FIELD_NUMBER: _builtins.int
+    SUM_FIELD_NUMBER: _builtins.int
+    slot: _builtins.int
+    """slot is the index of the table in SubscribeOpened.tables."""
+    sum: _builtins.int
+    """sum is the sum over all rows i and columns j of w(i) * c(j) * bits(i, j), modulo 2^64, where bits are those of
+    the value in the table's value_type (in mode ids: of the norm), taken as an unsigned number. With mix the
+    finalizer of SplitMix64 (z *= 0x9E3779B97F4A7C15; z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9; z = (z ^ z >> 27) *
+    0x94D049BB133111EB; z ^= z >> 31), c(j) is mix(j + 2^60) | 1 and w(i) is mix(i + 2^61) | 1.
+    """
+    def __init__(
+        self,
+        *,
+        slot: _builtins.int = ...,
+        sum: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["slot", b"slot", "sum", b"sum"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Checksum: _TypeAlias = Checksum  # noqa: Y015
+
+@_typing.final
 class Position(_message.Message):
     """Position names a point of one history."""
 
@@ -123,7 +196,9 @@ class Position(_message.Message):
     "holds nothing".
     """
     version: _builtins.int
-    """version is the last version held: 0 means none."""
+    """version is the last version held, or the number of the last release of a consumer with a policy: 0 means
+    none.
+    """
     def __init__(
         self,
         *,

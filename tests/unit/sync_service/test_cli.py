@@ -7,6 +7,7 @@ from click.testing import CliRunner
 
 from sync_service.cli import serve as serving
 from sync_service.cli.main import cli
+from sync_service.consumers.consumer import ConsumerOptions
 from sync_service.server import ServerOptions
 
 FLAG, FILE = "--grpc-port", "grpc_port"
@@ -71,7 +72,11 @@ def test_every_setting_may_be_in_the_file(served: list[ServerOptions], tmp_path:
     assert done.exit_code == 0, done.output
     (options,) = served
     assert (options.host, options.grpc_port, options.http_port) == ("0.0.0.0", 1, 2)  # noqa: S104
-    assert (options.consumers, options.admin_token, options.drain_seconds) == ((("a", "m"), ("b", "m2")), "t", 6)
+    assert (options.consumers, options.admin_token, options.drain_seconds) == (
+        (ConsumerOptions("a", "m"), ConsumerOptions("b", "m2")),
+        "t",
+        6,
+    )
     kept = options.service
     assert (kept.data_dir, kept.log_max_bytes, kept.flush_bytes) == (Path("/data"), 8_000_000, 3)
     assert kept.replica_retention_seconds == 4.5
@@ -85,7 +90,9 @@ def test_every_setting_may_be_in_the_file(served: list[ServerOptions], tmp_path:
 def test_several_consumers_come_from_flags_or_the_environment(served: list[ServerOptions]) -> None:
     serve("--consumer", "a=m", "--consumer", "b=m")
     serve(env={"DELTASYNC_CONSUMER": "a=m b=m"})
-    assert [options.consumers for options in served] == [(("a", "m"), ("b", "m"))] * 2
+    assert [options.consumers for options in served] == [
+        (ConsumerOptions("a", "m"), ConsumerOptions("b", "m"))
+    ] * 2
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 from sync_service import model as models
+from sync_service import release as releases
 from sync_service import service as services
+from sync_service.consumers.policy import Policy
 from sync_service.consumers.registry import Registry
 from sync_service.consumers.report import report
 from sync_service.errors import Contradiction, DeltasyncError, StorageFailed, Superseded
@@ -189,10 +191,11 @@ def test_an_ack_while_lag_is_counted_does_no_harm(tmp_path: Path, monkeypatch: p
         await send(session, part(2, [(0, [3], np.ones((1, 4), "<f4"))]))
         publishing = service.publishing_of("clicks")
         await publishing.drain()
-        consumer = await service.registry.create("c", "clicks")
+        consumer = await service.registry.create("c", "clicks", Policy())
         held = Position(session.head.history, 1)
-        replica = service.registry.connect(consumer, "p", Position(), asyncio.Event())
-        service.registry.connect(consumer, "q", held, asyncio.Event())
+        replica = service.registry.connect(consumer, "p", asyncio.Event())
+        other = service.registry.connect(consumer, "q", asyncio.Event())
+        service.registry.acknowledge(consumer, other, held)
         counting = publishing.model.count_changed_since
 
         async def meanwhile(version: int, tables: Any) -> list[int]:
@@ -202,7 +205,7 @@ def test_an_ack_while_lag_is_counted_does_no_harm(tmp_path: Path, monkeypatch: p
             return counts
 
         monkeypatch.setattr(publishing.model, "count_changed_since", meanwhile)
-        lag = await report(consumer, publishing.model)
+        lag = await report(consumer, publishing.model, None)
         assert (lag.offset, lag.lag.rows, len(lag.tables)) == (0, 70, 2)
         assert [(line.offset, line.lag.rows) for line in lag.replicas] == [(0, 70), (1, 1)]
 
@@ -212,7 +215,9 @@ def test_an_ack_while_lag_is_counted_does_no_harm(tmp_path: Path, monkeypatch: p
 def test_consumers_made_at_the_same_time_are_one(tmp_path: Path) -> None:
     async def scenario(service: Service) -> None:
         made = await asyncio.gather(
-            service.registry.create("c", "one"), service.registry.create("c", "two"), return_exceptions=True
+            service.registry.create("c", "one", Policy()),
+            service.registry.create("c", "two", Policy()),
+            return_exceptions=True,
         )
         assert isinstance(made[1], Contradiction)
         assert service.registry.get("c") is made[0]
@@ -249,9 +254,9 @@ def test_offsets_come_back_and_replicas_have_time_to(tmp_path: Path) -> None:
     """After a restart nobody is connected: that alone is no reason to forget anybody."""
 
     async def first(service: Service) -> None:
-        consumer = await service.registry.create("c", "clicks")
+        consumer = await service.registry.create("c", "clicks", Policy())
         for name, version in (("p", 3), ("q", 5)):
-            replica = service.registry.connect(consumer, name, Position("h", version), asyncio.Event())
+            replica = service.registry.connect(consumer, name, asyncio.Event())
             replica.acked_unix_ns = 1
             service.registry.acknowledge(consumer, replica, Position("h", version + 1))
 
@@ -598,7 +603,7 @@ def test_releases_share_the_memory_there_is_for_them(tmp_path: Path, monkeypatch
         await service.publishing_of("clicks").drain()
         model = service.publishing_of("clicks").model
         first = await model.release(0)
-        monkeypatch.setattr(models, "RELEASES_IN_MEMORY_BYTES", 2 * first.memory_bytes - 1)
+        monkeypatch.setattr(releases, "RELEASES_IN_MEMORY_BYTES", 2 * first.memory_bytes - 1)
         second = await model.release(1)
         assert (spilled(first), spilled(second), second.memory_bytes) == (False, True, 0)
         del first
@@ -617,10 +622,11 @@ def test_an_offset_that_could_not_be_kept_is_reported(
         return failed
 
     async def scenario(service: Service) -> None:
-        consumer = await service.registry.create("c", "clicks")
+        consumer = await service.registry.create("c", "clicks", Policy())
         with monkeypatch.context() as patch:
             patch.setattr(Log, "put_meta", fails)
-            service.registry.connect(consumer, "p", Position("h", 3), asyncio.Event())
+            replica = service.registry.connect(consumer, "p", asyncio.Event())
+            service.registry.acknowledge(consumer, replica, Position("h", 3))
 
     run(tmp_path, scenario)
     assert "offset/c/p is not kept" in caplog.text

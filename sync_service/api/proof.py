@@ -1,0 +1,61 @@
+"""Whether a replica holds what it was given: its checksums beside the service's."""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sync_service.release import NO_TABLES, FrozenRelease
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A release that was sent, and not acknowledged yet."""
+
+    number: int
+    checksums: tuple[int, ...]
+    whole: frozenset[int]
+
+
+class Proof:
+    """The releases sent on one stream, and what the replica says that it holds after each.
+
+    Attributes:
+        damaged: slots of the tables that are to be given whole.
+    """
+
+    def __init__(self) -> None:
+        self.damaged = NO_TABLES
+        self._sent: deque[_Sent] = deque()
+
+    def expect(self, release: FrozenRelease) -> None:
+        """Note that a release was sent."""
+        if release.head:
+            self._sent.append(_Sent(release.head.number, release.checksums, release.whole))
+
+    def begin_repair(self) -> frozenset[int]:
+        """The tables to give whole with the next release; they count as being repaired from now on."""
+        repaired, self.damaged = self.damaged, NO_TABLES
+        return repaired
+
+    def check(self, applied: int, checksums: Mapping[int, int]) -> frozenset[int]:
+        """The tables of which a replica that has applied release `applied` holds other bits than it should.
+
+        A table that is being repaired is not repaired once more for what was sent before.
+        """
+        sent = self._take(applied)
+        repairing = frozenset[int]().union(*(each.whole for each in self._sent))
+        if sent is None:  # Acknowledged before: it is as it was then.
+            return self.damaged | repairing
+        wrong = frozenset(slot for slot, checksum in checksums.items() if checksum != _at(sent.checksums, slot))
+        self.damaged |= wrong - repairing
+        return wrong
+
+    def _take(self, applied: int) -> _Sent | None:
+        """The oldest of the releases of that number; those before it are not acknowledged any more."""
+        while self._sent and self._sent[0].number < applied:
+            self._sent.popleft()
+        return self._sent.popleft() if self._sent and self._sent[0].number == applied else None
+
+
+def _at(checksums: tuple[int, ...], slot: int) -> int | None:
+    return checksums[slot] if slot < len(checksums) else None

@@ -1,0 +1,109 @@
+"""The release that is arriving on one stream."""
+
+import logging
+from collections.abc import Mapping
+
+import numpy as np
+from deltasync.v1 import subscribe_pb2
+
+from sync_service.client.targets import Release, ReleasedRows
+from sync_service.codec import (
+    CHUNK_BYTES,
+    decode_rows,
+    given_from_message,
+    mode_from_message,
+    position_from_message,
+)
+from sync_service.errors import InvalidInput
+from sync_service.given import Given, Mode
+from sync_service.tables import Ids, Shard, Values
+from sync_service.value_types import decode
+
+logger = logging.getLogger(__name__)
+
+
+class Arriving:
+    """Puts releases together from their chunks.
+
+    Attributes:
+        received_bytes: bytes of ids and values that have arrived.
+    """
+
+    def __init__(self, max_outstanding_bytes: int, known: set[str]) -> None:
+        """`known` are the tables of the releases of earlier streams; those of this one are added."""
+        self.received_bytes = 0
+        self._known = known
+        self._acked_bytes = 0
+        # What is not acked yet must leave room for a chunk, or the service and this replica wait for each other.
+        self._ack_bytes = min(max_outstanding_bytes // 4, max_outstanding_bytes - CHUNK_BYTES)
+        self._resync = False
+        self._given: list[Given] = []
+        self._shards: list[Shard] = []
+        self._rows: list[ReleasedRows] = []
+
+    def begin(self, opened: subscribe_pb2.SubscribeOpened) -> None:
+        """Learn the tables."""
+        logger.info("subscribed to model %s: %s", opened.model, opened.reason)
+        mode = mode_from_message(opened.mode)
+        self._given = [given_from_message(table, mode) for table in opened.tables]
+        self._shards = [Shard.whole(given.sent) for given in self._given]
+        self._resync = opened.resync
+
+    def add(self, chunk: subscribe_pb2.ReleaseChunk) -> bool:
+        """Take some rows; whether it is time to return credit.
+
+        Raises:
+            InvalidInput: rows of no known table, or of another size.
+        """
+        _, ids, values = decode_rows(chunk.rows, self._shards)
+        self._rows.append(_released(self._given[chunk.rows.slot], ids, values))
+        self.received_bytes += ids.nbytes + values.nbytes
+        due = self.received_bytes - self._acked_bytes >= self._ack_bytes
+        if due:
+            self._acked_bytes = self.received_bytes
+        return due
+
+    def end(self, end: subscribe_pb2.ReleaseEnd) -> Release:
+        """The whole release.
+
+        Raises:
+            InvalidInput: rows are missing.
+        """
+        rows = sum(len(some.ids) for some in self._rows)
+        if rows != end.rows:
+            raise InvalidInput(f"release of version {end.position.version}: {rows} of {end.rows} rows arrived")
+        release = Release(
+            position=position_from_message(end.position),
+            step=end.step,
+            step_end_unix_ns=end.step_end_unix_ns,
+            resync=self._resync,
+            tables=[given.table for given in self._given],
+            rows=self._rows,
+            whole=self._whole(end),
+            version=end.version,
+        )
+        self._resync, self._rows = False, []
+        self._known.update(given.table.name for given in self._given)
+        return release
+
+    def _whole(self, end: subscribe_pb2.ReleaseEnd) -> frozenset[str]:
+        """The tables to be reset: those the service names, and those that have come with a new stream."""
+        new = {given.table.name for given in self._given} - self._known if self._known else set()
+        return frozenset(new.union(self._given[slot].table.name for slot in end.whole))
+
+    def by_slot(self, checksums: Mapping[str, int]) -> dict[int, int]:
+        """Checksums of tables by slot instead of by name."""
+        slots = {given.table.name: slot for slot, given in enumerate(self._given)}
+        return {slots[name]: checksum for name, checksum in checksums.items()}
+
+    def wrong(self, end: subscribe_pb2.ReleaseEnd, checksums: Mapping[str, int]) -> list[str]:
+        """Names of the tables of which the service has another checksum."""
+        expected = {self._given[each.slot].table.name: each.sum for each in end.checksums}
+        return [name for name, checksum in checksums.items() if expected.get(name, checksum) != checksum]
+
+
+def _released(given: Given, ids: Ids, values: Values) -> ReleasedRows:
+    if given.mode is Mode.IDS:
+        no_values = np.empty((len(ids), 0), given.table.dtype)
+        return ReleasedRows(given.table, ids, no_values, values[:, 0].astype(np.float32, copy=False))
+    return ReleasedRows(given.table, ids, decode(values, given.value_type, given.table.dtype))

@@ -1,0 +1,83 @@
+"""Keeping a consumer's view moving: making its releases as they become due."""
+
+import asyncio
+import logging
+import time
+
+from sync_service.consumers.consumer import Consumer
+from sync_service.consumers.pacing import PACE_VERSIONS, Situation, due
+from sync_service.consumers.view import View
+from sync_service.errors import StorageFailed
+
+logger = logging.getLogger(__name__)
+
+_RETRY_SECONDS = 1.0
+
+
+class Feeding:
+    """Makes the releases of one consumer, until it is stopped."""
+
+    def __init__(self, consumer: Consumer, view: View) -> None:
+        self._consumer = consumer
+        self._view = view
+        self._stopping = asyncio.Event()
+
+    def stop(self) -> None:
+        """End `run` once what is under way is done."""
+        self._stopping.set()
+
+    async def run(self) -> None:
+        """Make releases."""
+        while not self._stopping.is_set():
+            try:
+                seconds = await self._advance()
+            except StorageFailed as error:
+                logger.error("consumer %s: rows of a release are given later: %s", self._consumer.name, error)
+                seconds = _RETRY_SECONDS
+            if seconds != 0:
+                await self._wait(seconds)
+
+    async def _advance(self) -> float | None:
+        """Do what is due; in how many seconds to look again, None = once something changes."""
+        if not self._connected():
+            return None
+        await self._view.prepare(self._consumer.policy)
+        decision = due(self._consumer.policy, self._situation(), time.time_ns())
+        if decision.seconds == 0:
+            logger.debug("consumer %s: a release is due: %s", self._consumer.name, decision.reason)
+            await self._view.make_release(self._consumer.policy, self._overdue())
+        return decision.seconds
+
+    def _connected(self) -> bool:
+        return any(replica.stream for replica in self._consumer.replicas.values())
+
+    def _situation(self) -> Situation:
+        view, account, seals = self._view, self._view.account, self._view.model.seals
+        position = view.position
+        replicas = self._consumer.replicas.values()
+        return Situation(
+            head=view.model.position.version,
+            seen=view.seen,
+            left=account.left_rows if account else 0,
+            left_unix_ns=view.model.sealed_unix_ns(view.oldest) if view.oldest else 0,
+            released_unix_ns=account.made_unix_ns if account else 0,
+            sealed_unix_ns=[seal.sealed_unix_ns for seal in list(seals)[-PACE_VERSIONS:]],
+            ready=view.head is not None and any(r.stream and r.applied == position for r in replicas),
+        )
+
+    def _overdue(self) -> int:
+        """The newest version that is older than the policy's maximum age."""
+        age = self._consumer.policy.max_age_seconds
+        if age is None:
+            return 0
+        limit = time.time_ns() - int(age * 1e9)
+        return next((s.version for s in reversed(self._view.model.seals) if s.sealed_unix_ns <= limit), 0)
+
+    async def _wait(self, seconds: float | None) -> None:
+        events = (self._consumer.signal.changed(), self._view.model.changed(), self._stopping.wait())
+        waiting = [asyncio.ensure_future(each) for each in events]
+        try:
+            await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in waiting:
+                each.cancel()

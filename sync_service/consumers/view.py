@@ -1,0 +1,288 @@
+"""A consumer's view: what its replicas hold, and the releases that bring them nearer to the model.
+
+A release is in the log before anybody is given it, and only then written into the view's files: after a crash the
+view claims nothing that the log could not give its replicas again.
+"""
+
+import asyncio
+import math
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from sync_service.consumers.account import Account, TableLeft, account_of, account_of_made, table_left
+from sync_service.consumers.giving import Giving, look
+from sync_service.consumers.policy import Policy
+from sync_service.consumers.ranking import DirtyRows, Pick, pick
+from sync_service.consumers.view_store import Kept, Record, ViewStore
+from sync_service.given import Given
+from sync_service.log import Log, Seal
+from sync_service.mapped import MappedTable
+from sync_service.model import Model
+from sync_service.release import NO_TABLES, FrozenRelease, Head, Releases
+from sync_service.runs import Decision, resume
+from sync_service.signals import Signal
+from sync_service.stamps import StampedTable
+from sync_service.tables import Position
+
+# Rows copied at once when a table of a view is made; between two copies cuts may be applied.
+_COPIED_ROWS = 1 << 16
+# Of releases older than these, which version they were made of is no longer known.
+_KEPT_HEADS = 100_000
+
+
+class View:
+    """What the replicas of one consumer hold of a model, and what they are given next.
+
+    Its tables are read and written on the model's thread, where no cut is applied meanwhile. Its releases are
+    numbered from the version on at which it began.
+
+    Attributes:
+        model: the model it is a view of.
+        history: the id of the view.
+        head: the newest release, or None.
+        seen: the version up to which rows that changed are known to be dirty.
+        account: what the newest release took and left, or None.
+        left: what it left of each table, by name.
+    """
+
+    def __init__(self, consumer: str, model: Model, log: Log, directory: Path) -> None:
+        self.model = model
+        self.history = uuid.uuid4().hex
+        self.head: Head | None = None
+        self.seen = 0
+        self.account: Account | None = None
+        self.left: dict[str, TableLeft] = {}
+        self._store = ViewStore(log, consumer, directory)
+        self._giving = Giving(log, self._store.name)
+        self._kept: tuple[Kept, ...] = ()
+        self._heads: deque[Head] = deque(maxlen=_KEPT_HEADS)
+        self._forked = 0
+        self._flushed = 0
+        self._flushing = threading.Lock()
+        self._signal = Signal()
+        self._releases = Releases(model.run, lambda: (self.tables, self.head), directory)
+
+    # What a replica's stream asks for, of a model as well.
+
+    @property
+    def tables(self) -> list[StampedTable]:
+        """What replicas are sent; a table's index is its slot. Empty until something is published."""
+        return [kept.table.sent for kept in self._kept]
+
+    @property
+    def given(self) -> list[Given]:
+        """What these tables are to the replicas."""
+        return [kept.table.given for kept in self._kept]
+
+    @property
+    def position(self) -> Position:
+        """What a replica that has every release holds."""
+        return Position(self.history, self.head.number if self.head else 0)
+
+    @property
+    def oldest(self) -> int:
+        """The version since which the oldest row that the last release has left is dirty; 0 = it has left none."""
+        return min((left.since for left in self.left.values() if left.rows), default=0)
+
+    def release(self, after: int, whole: frozenset[int] = NO_TABLES) -> "asyncio.Task[FrozenRelease]":
+        """What a replica at release `after` lacks, and all of the tables in the slots `whole`."""
+        return self._releases.get(after, whole, self.position.version)
+
+    def changed(self) -> Coroutine[None, None, Literal[True]]:
+        """To be awaited: the head moving, or other tables, from this call on."""
+        return self._signal.changed()
+
+    def resume(self, held: Position) -> tuple[Decision, Position]:
+        """Whether a replica that holds `held` can go on from there, and what that is in this history.
+
+        One that held all of the model when the view began holds what the view began with.
+        """
+        if held.history == self.model.history and 0 < held.version <= self._forked:
+            decision = Decision(True, f"the replica holds version {held.version}, from before the policy")
+            return decision, Position(self.history, held.version)
+        decision = resume(held, self.history, self.position.version)
+        return decision, held if decision.yes else Position(self.history)
+
+    # Moving on: one call at a time.
+
+    async def prepare(self, policy: Policy) -> None:
+        """Have the tables that the policy follows, as it wants them given. Those it lacks are made, whole.
+
+        Raises:
+            StorageFailed: there is no room; the view is as it was.
+        """
+        sources = [table for table in self.model.tables if policy.follows(table.table)]
+        wanted = [policy.gives(table.table) for table in sources]
+        if self.model.head and wanted != self.given:
+            await self._make(sources, wanted)
+            self._signal.wake()
+
+    async def make_release(self, policy: Policy, overdue: int) -> None:
+        """Give the next rows, by the policy; those dirty since version `overdue` or before are overdue.
+
+        Raises:
+            StorageFailed: not all of them could be written; these are still dirty.
+        """
+        try:
+            await self.model.run(self._look_and_give, policy, overdue)
+        finally:
+            self._signal.wake()
+
+    def version_of(self, release: int) -> int:
+        """The version that what a replica at `release` holds was made of; of releases made before a restart only
+        that it is not an earlier one than the view began with.
+        """
+        if self.head and release == self.head.number:
+            return self.seen
+        known = next((head.version for head in reversed(self._heads) if head.number <= release), self._forked)
+        return min(release, known) if release <= self._forked else known
+
+    def counting(self) -> Callable[[int], Awaitable[list[int]]]:
+        """What counts, for each of the tables there are now, the rows that who holds some release lacks."""
+        tables = [kept.table for kept in self._kept]
+        return lambda release: self.model.run(
+            lambda: [table.count_lacking(release, self.seen) for table in tables]
+        )
+
+    # Coming back.
+
+    def recover(self, meta: dict[str, Any]) -> None:
+        """Come back as of the last flush, and the log after it. Blocks.
+
+        Raises:
+            StorageFailed: a file is damaged or missing.
+        """
+        record = Record(**{name: value for name, value in meta.items() if name != "tables"})
+        if record.model_history != self.model.history:
+            self._store.discard()  # What replicas hold is of another model: they need everything anyway.
+            return
+        self.history, self.seen = record.history, record.seen
+        self._forked, self._flushed = record.forked, record.flushed
+        self._kept = self._store.open(meta["tables"], {table.table.name: table for table in self.model.tables})
+        newest = record.flushed
+        for newest, slot, payload in self._store.records(record.flushed):
+            self._kept[slot].table.replay(payload, newest)
+        for kept in self._kept:
+            kept.table.count_digests()
+        self._recover_head(newest)
+
+    def flush(self) -> None:
+        """Put the view on disk and drop its records from the log. Blocks; any thread.
+
+        Raises:
+            StorageFailed: the log could not be written; nothing was lost.
+        """
+        with self._flushing:
+            head, seen, kept = self.head, self.seen, self._kept
+            if head and head.number != self._flushed:
+                written = self._giving.log_bytes
+                for each in kept:
+                    each.table.flush()
+                self._write(kept, head.number, seen)
+                self._giving.log_bytes -= written
+
+    def should_flush(self, flush_bytes: int) -> bool:
+        """Whether the log holds so many bytes of its releases."""
+        return self._giving.log_bytes >= flush_bytes
+
+    def discard(self) -> None:
+        """Remove everything there is of it. Blocks."""
+        with self._flushing:
+            self._store.discard()
+
+    def _write(self, kept: tuple[Kept, ...], number: int, seen: int) -> None:
+        histories = {"history": self.history, "model_history": self.model.history}
+        record = Record(**histories, forked=self._forked, flushed=number, seen=seen)
+        self._store.write(record, kept)
+        self._flushed = number
+
+    def _recover_head(self, newest: int) -> None:
+        last = self._store.last_release()
+        if last is None:
+            return
+        head, self.account = last
+        # Of a release that was never finished the log may have some rows: no replica has them, all are given them.
+        self.head = head if head.number >= newest else Head(newest, head.version, head.step, head.step_end_unix_ns)
+
+    # On the model's thread.
+
+    def _look_and_give(self, policy: Policy, overdue: int) -> None:
+        seal = self.model.applied
+        if seal is None or self.head is None:
+            return
+        tables = [kept.table for kept in self._kept]
+        dirty = look(tables, self.seen, policy, overdue)
+        picked = pick(dirty, policy)
+        since = [table.since[rows.ids] for table, rows in zip(tables, dirty, strict=True)]
+        self.seen = seal.version
+        self.left = {
+            table.source.table.name: table_left(rows, taken, dirty_since, table.source.norm)
+            for table, rows, taken, dirty_since in zip(tables, dirty, picked.taken, since, strict=True)
+        }
+        if any(mask.any() for mask in picked.taken):
+            self._give(dirty, picked, _head(self.head.number + 1, seal))
+
+    def _give(self, dirty: list[DirtyRows], picked: Pick, head: Head) -> None:
+        failure = self._giving.give([kept.table for kept in self._kept], dirty, picked.taken, head.number)
+        account = account_of(dirty, picked, head, time.time_ns())
+        self._advance(head, account)
+        if failure:
+            raise failure
+
+    def _advance(self, head: Head, account: Account) -> None:
+        """Only now may replicas be given the release."""
+        self._store.write_release(head, account)
+        self.head, self.account = head, account
+        self._heads.append(head)
+
+    # Making tables.
+
+    async def _make(self, sources: Sequence[MappedTable], wanted: Sequence[Given]) -> None:
+        have = {kept.table.given: kept for kept in self._kept}
+        seen = self.seen if self.head else self.model.position.version
+        number = self.head.number + 1 if self.head else seen
+        kept = tuple(
+            [
+                have.get(given) or await self._made(source, given, number)
+                for source, given in zip(sources, wanted, strict=True)
+            ]
+        )
+        for each in kept:
+            await asyncio.to_thread(each.table.flush)
+        await self.model.run(self._install, kept, number, seen)
+        await asyncio.to_thread(self._store.remove_unused, kept)
+
+    async def _made(self, source: MappedTable, given: Given, number: int) -> Kept:
+        kept = await asyncio.to_thread(self._store.make, source, given)
+        # What replicas held of the model before there was a policy need not be sent to them again.
+        as_it_was = self.head is None and given == Given.as_it_is(source.table)
+        ids = await self.model.run(source.changed_since, 0)
+        for start in range(0, len(ids), _COPIED_ROWS):
+            rows = ids[start : start + _COPIED_ROWS]
+            await self.model.run(kept.table.copy, rows, None if as_it_was else number)
+        return kept
+
+    def _install(self, kept: tuple[Kept, ...], number: int, seen: int) -> None:
+        seal = self.model.applied
+        if seal is None:
+            raise RuntimeError("a view is made of a model of which nothing is published")
+        if self.head is None:
+            self._forked, number = seen, seal.version
+        new = [each.table for each in kept if each not in self._kept]
+        head = _head(number, seal)
+        sizes = [(table.sent.count_changed_since(0), table.sent.table.row_bytes) for table in new]
+        norm = math.sqrt(sum(table.held.digest.square_sum for table in new))
+        account = account_of_made(sizes, head, time.time_ns(), norm)
+        with self._flushing:
+            self._advance(head, account)
+            self._write(kept, number, seen)
+            self._kept, self.seen = kept, seen
+
+
+def _head(number: int, seal: Seal) -> Head:
+    return Head(number, seal.version, seal.step, seal.step_end_unix_ns)

@@ -1,0 +1,162 @@
+"""What the replicas of a consumer hold of one table, and which of its rows are dirty: they should hold another."""
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sync_service.consumers.ranking import Floats, Mask
+from sync_service.digests import BLOCK_ROWS
+from sync_service.given import Given, Mode
+from sync_service.mapped import MappedTable, file_of, map_array
+from sync_service.stamps import StampedTable
+from sync_service.tables import ID_TYPE, Ids, Values
+from sync_service.value_types import decode, encode, encoded_table
+
+_COUNT = struct.Struct("<Q")
+# Blocks in which whole columns of stamps are scanned.
+_SCAN_ROWS = 1 << 20
+
+
+class EncodedTable(MappedTable):
+    """Rows in a value type, stamped with the release that gave them; its digest is of what they stand for."""
+
+    def __init__(self, given: Given, directory: Path, *, new: bool) -> None:
+        super().__init__(encoded_table(given.table, given.value_type), directory, new=new)
+        self._given = given
+
+    def held(self, rows: Values) -> Values:
+        """The values that encoded rows stand for."""
+        return decode(rows, self._given.value_type, self._given.table.dtype)
+
+
+class ViewTable:
+    """One table of a view: used on the model's thread only, but for `flush`.
+
+    Attributes:
+        source: the model's table.
+        given: what replicas are given of it.
+        held: what replicas at the newest release hold, in the value type.
+        sent: what replicas are sent: `held`, or the norms.
+        since: [N] int64, the version since which a row is dirty, 0 = it is not.
+    """
+
+    def __init__(self, source: StampedTable, given: Given, directory: Path, *, new: bool) -> None:
+        self.source = source
+        self.given = given
+        self.held = EncodedTable(given, directory, new=new)
+        self.sent: MappedTable = self.held
+        if given.mode is Mode.IDS:
+            self.sent = MappedTable(given.sent, _norms_folder(directory, new), new=new)
+        since = file_of(given.table, directory, "since")
+        self._mapped_since = map_array(since, np.dtype(np.int64), (given.table.rows,), new=new)
+        self.since: NDArray[np.int64] = self._mapped_since
+
+    def copy(self, ids: Ids, release: int | None) -> None:
+        """Take over rows of the source as they are. They are stamped with `release`, or else as in the source."""
+        rows = self.source.rows_of(ids)
+        self.give(ids, encode(rows, self.given.value_type), norms_of(rows), release or 1)
+        if release is None:
+            self.held.stamps[ids] = self.source.stamps[ids]
+
+    def look(self, seen: int) -> tuple[Ids, Floats]:
+        """The dirty rows: sorted ids [n], and the norms [n] of what the source holds less what replicas hold.
+
+        Args:
+            seen: the version at the last look; rows that have not changed since are still as dirty as they were.
+        """
+        changed = self.source.changed_since(seen)
+        self.since[changed[self.since[changed] == 0]] = seen + 1
+        dirty = np.flatnonzero(self.since)
+        norms, differ = np.empty(len(dirty)), np.ones(len(dirty), np.bool_)
+        for block in _blocks(len(dirty), BLOCK_ROWS):
+            norms[block], differ[block] = self._compare(dirty[block], seen)
+        self.since[dirty[~differ]] = 0
+        return dirty[differ], norms[differ]
+
+    def never_sent(self, ids: Ids) -> Mask:
+        """Which of these rows no replica was ever given."""
+        never: Mask = self.sent.stamps[ids] == 0
+        return never
+
+    def give(self, ids: Ids, encoded: Values, norms: Floats, release: int) -> None:
+        """Note that replicas at `release` hold these rows ([n, width], encoded): they are no longer dirty."""
+        self.held.apply(ids, encoded, release)
+        if self.sent is not self.held:
+            self.sent.apply(ids, norms.astype(np.float32)[:, None], release)
+        self.since[ids] = 0
+
+    def record(self, ids: Ids, encoded: Values, norms: Floats) -> tuple[bytes | memoryview, ...]:
+        """The log's record of rows about to be given, in pieces; `replay` takes it back."""
+        pieces = (_COUNT.pack(len(ids)), ids.data, np.ascontiguousarray(encoded).data)
+        return pieces if self.sent is self.held else (*pieces, norms.astype(np.float32).data)
+
+    def replay(self, record: memoryview, release: int) -> None:
+        """Give the rows of a record once more."""
+        (count,) = _COUNT.unpack_from(record)
+        width, dtype = self.held.table.dim, self.held.table.dtype
+        ids = np.frombuffer(record, ID_TYPE, count, _COUNT.size)
+        encoded = np.frombuffer(record, dtype, count * width, _COUNT.size + ids.nbytes)
+        norms = np.frombuffer(record, np.float32, -1, _COUNT.size + ids.nbytes + encoded.nbytes)
+        self.give(ids, encoded.reshape(count, width), norms.astype(np.float64), release)
+
+    def count_lacking(self, release: int, seen: int) -> int:
+        """How many rows a replica at `release` does not hold as the source has them."""
+        return sum(
+            int(
+                np.count_nonzero(
+                    (self.sent.stamps[block] > release)
+                    | (self.since[block] > 0)
+                    | (self.source.stamps[block] > seen)
+                )
+            )
+            for block in _blocks(self.source.table.rows, _SCAN_ROWS)
+        )
+
+    def flush(self) -> None:
+        """Wait until everything written before the call is on disk. Blocks; any thread."""
+        for mapped in {self.held, self.sent}:
+            mapped.flush()
+        self._mapped_since.flush()
+
+    def _compare(self, ids: Ids, seen: int) -> tuple[Floats, Mask]:
+        rows, held = self.source.rows_of(ids), self.held.rows_of(ids)
+        # In fp64, in which no difference of two fp32 numbers overflows, nor its square.
+        delta = np.subtract(rows, self.held.held(held), dtype=np.float64)
+        differ = np.ones(len(ids), np.bool_)
+        fresh = np.flatnonzero(self.source.stamps[ids] > seen)
+        differ[fresh] = _bits_differ(encode(rows[fresh], self.given.value_type), held[fresh])
+        return np.sqrt(np.einsum("ij,ij->i", delta, delta)), differ
+
+    def count_digests(self) -> None:
+        """Find the digests anew, after a restart."""
+        for mapped in {self.held, self.sent}:
+            mapped.count_digest()
+
+
+def norms_of(rows: Values) -> Floats:
+    """The L2 norms [n] of rows [n, D]."""
+    exact = rows.astype(np.float64)
+    norms: Floats = np.sqrt(np.einsum("ij,ij->i", exact, exact))
+    return norms
+
+
+def _norms_folder(directory: Path, new: bool) -> Path:
+    folder = directory / "norms"
+    if new:
+        folder.mkdir()
+    return folder
+
+
+def _bits_differ(some: Values, others: Values) -> Mask:
+    """Whether two rows ([n, width]) differ in any bit."""
+    bits = f"u{some.itemsize}"
+    differ = np.ascontiguousarray(some).view(bits) != np.ascontiguousarray(others).view(bits)
+    anywhere: Mask = differ @ np.ones(some.shape[1], np.bool_)  # Faster than any() along the second axis.
+    return anywhere
+
+
+def _blocks(rows: int, size: int) -> Iterator[slice]:
+    return (slice(start, start + size) for start in range(0, rows, size))

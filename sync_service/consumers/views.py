@@ -1,0 +1,90 @@
+"""The views there are: one for every consumer that ever had a policy."""
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from sync_service.consumers.consumer import Consumer
+from sync_service.consumers.feeding import Feeding
+from sync_service.consumers.view import View
+from sync_service.errors import StorageFailed
+from sync_service.log import Log
+from sync_service.model import Model
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Fed:
+    """A view, and what keeps it moving."""
+
+    view: View
+    feeding: Feeding
+    task: asyncio.Task[None]
+
+
+class Views:
+    """Makes, feeds, flushes and removes views."""
+
+    def __init__(self, log: Log, tasks: asyncio.TaskGroup) -> None:
+        self._log = log
+        self._tasks = tasks
+        self._fed: dict[str, _Fed] = {}
+        self._changing = asyncio.Lock()
+
+    def get(self, consumer: Consumer) -> View | None:
+        """The view of a consumer; None if it never had a policy, so that its replicas read the model's tables."""
+        fed = self._fed.get(consumer.name)
+        return fed.view if fed else None
+
+    async def follow(self, consumer: Consumer, model: Model, directory: Path) -> None:
+        """Have a view of a consumer, if it needs one; the one there was before a restart, if there was one.
+
+        Raises:
+            StorageFailed: a file is damaged or missing.
+        """
+        async with self._changing:
+            await self._follow(consumer, model, directory)
+
+    async def _follow(self, consumer: Consumer, model: Model, directory: Path) -> None:
+        meta = self._log.meta(f"view/{consumer.name}").get("")
+        if consumer.name in self._fed or (consumer.policy.sends_everything and meta is None):
+            return
+        view = View(consumer.name, model, self._log, directory)
+        if meta is None:
+            await asyncio.to_thread(view.discard)  # What a crash may have left of another one.
+        else:
+            await asyncio.to_thread(view.recover, meta)
+        feeding = Feeding(consumer, view)
+        self._fed[consumer.name] = _Fed(view, feeding, self._tasks.create_task(feeding.run()))
+
+    async def forget(self, name: str) -> None:
+        """Remove the view of a consumer, if it has one."""
+        async with self._changing:
+            if fed := self._fed.pop(name, None):
+                await _stopped(fed)
+                await asyncio.to_thread(fed.view.discard)
+
+    async def flush(self, flush_bytes: int) -> None:
+        """Flush the views of which the log holds so many bytes."""
+        for name, fed in list(self._fed.items()):
+            if fed.view.should_flush(flush_bytes):
+                await self._flush(name, fed.view)
+
+    async def drain(self) -> None:
+        """Finish what is under way and put everything on disk."""
+        for name, fed in self._fed.items():
+            await _stopped(fed)
+            await self._flush(name, fed.view)
+
+    async def _flush(self, name: str, view: View) -> None:
+        try:
+            await asyncio.to_thread(view.flush)
+        except StorageFailed as error:
+            logger.error("the view of consumer %s is flushed again later: %s", name, error)
+
+
+async def _stopped(fed: _Fed) -> None:
+    fed.feeding.stop()
+    await fed.task
