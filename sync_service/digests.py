@@ -56,7 +56,7 @@ def _of_block(ids: Ids, values: Values, weights: NDArray[np.uint64]) -> Digest:
     exact = values.astype(np.float32, copy=False)
     with np.errstate(over="ignore"):
         # By the row, in fp32: the same number whichever rows it is added or subtracted with.
-        squares = np.minimum(np.einsum("ij,ij->i", exact, exact), _LARGEST)
+        squares = np.minimum(np.vecdot(exact, exact), _LARGEST)
     checksum = int((rows * _odd(ids.astype(np.uint64), 2)).sum())
     return Digest(checksum, float(squares.sum(dtype=np.float64)))
 

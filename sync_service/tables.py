@@ -17,7 +17,10 @@ ID_TYPE = np.dtype("<i8")
 MAX_ROWS = 2**40
 MAX_DIM = 2**16
 # What values may be stored as: as they are, as the bits of a bf16, as the bytes of an int8 row.
-_STORED_TYPES = (*VALUE_TYPES, np.dtype("<u2"), np.dtype("u1"))
+_INT8 = np.dtype("u1")
+_STORED_TYPES = (*VALUE_TYPES, np.dtype("<u2"), _INT8)
+# Bytes of an int8 row beside its values: scale and bias.
+_INT8_EXTRA = 8
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 
 
@@ -56,7 +59,7 @@ class Table:
             raise InvalidInput(f"table name {self.name!r}: use 1 to 512 characters")
         if not 1 <= self.rows <= MAX_ROWS:
             raise InvalidInput(f"table {self.name!r}: {self.rows} rows, expected 1 to {MAX_ROWS}")
-        if not 1 <= self.dim <= MAX_DIM:
+        if not 1 <= self.dim <= MAX_DIM + (_INT8_EXTRA if self.dtype == _INT8 else 0):
             raise InvalidInput(f"table {self.name!r}: dim {self.dim}, expected 1 to {MAX_DIM}")
         if self.dtype not in _STORED_TYPES:
             raise InvalidInput(f"table {self.name!r}: values of type {self.dtype}, expected float32 or float16")

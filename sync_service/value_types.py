@@ -98,25 +98,26 @@ def _to_int8(values: NDArray[np.float32]) -> Encoded:
     low, high = columns.min(axis=0)[:, None], columns.max(axis=0)[:, None]
     with np.errstate(over="ignore"):
         reach = high - low
-    scale = reach / np.float32(255)
-    codes = values - low if np.isfinite(reach).all() else None
     encoded = np.empty((len(values), values.shape[1] + _SCALE_AND_BIAS_BYTES), np.uint8)
-    if codes is None:
-        return _to_int8_wide(values, encoded)
+    wide = np.isinf(reach[:, 0])
+    if wide.any():
+        encoded[wide], encoded[~wide] = _to_int8_wide(values[wide]), _to_int8(values[~wide])
+        return encoded
+    codes = values - low
     codes *= np.float32(255) / (reach + _EPSILON)
     np.rint(codes, out=codes)
     encoded[:, : values.shape[1]] = codes
-    _append(encoded, scale, low)
+    _append(encoded, reach / np.float32(255), low)
     return encoded
 
 
-def _to_int8_wide(values: NDArray[np.float32], encoded: Encoded) -> Encoded:
-    """The same where a row's range does not fit fp32, which fbgemm makes an infinite scale of."""
+def _to_int8_wide(values: NDArray[np.float32]) -> Encoded:
+    """The same for rows whose range does not fit fp32, which fbgemm makes an infinite scale of."""
+    encoded = np.empty((len(values), values.shape[1] + _SCALE_AND_BIAS_BYTES), np.uint8)
     exact = values.astype(np.float64)
     low = exact.min(axis=1, keepdims=True)
     scale = ((exact.max(axis=1, keepdims=True) - low) / 255).astype(np.float32)
-    steps = np.divide(exact - low, scale, out=np.zeros_like(exact), where=scale > 0)
-    encoded[:, : values.shape[1]] = np.clip(np.rint(steps), 0, 255)
+    encoded[:, : values.shape[1]] = np.clip(np.rint((exact - low) / scale), 0, 255)
     _append(encoded, scale, low.astype(np.float32))
     return encoded
 
@@ -128,7 +129,9 @@ def _append(encoded: Encoded, scale: NDArray[np.float32], bias: NDArray[np.float
 
 
 def _from_int8(encoded: Encoded) -> NDArray[np.float32]:
-    """`code * scale + bias`, rounded once: what fbgemm's fused multiply-add gives."""
+    """`code * scale + bias` in fp64, then rounded: what fbgemm's fused multiply-add gives, but for the last bit of
+    rows whose bias is some million times smaller than their scale.
+    """
     scale_and_bias = np.ascontiguousarray(encoded[:, -8:]).view("<f4").astype(np.float64)
     exact = encoded[:, :-8].astype(np.float64)
     exact *= scale_and_bias[:, :1]

@@ -53,10 +53,10 @@ class Policy:
         _check_seconds("min_interval_seconds", self.min_interval_seconds, above=False)
         if self.max_age_seconds is not None and self.max_age_seconds < self.min_interval_seconds:
             raise InvalidInput(
-                f"max_age_seconds {self.max_age_seconds:g} is shorter than min_interval_seconds "
-                f"{self.min_interval_seconds:g}: no row can go out sooner than the next release"
+                f"max_age_seconds {self.max_age_seconds:.15g} is shorter than min_interval_seconds "
+                f"{self.min_interval_seconds:.15g}: no row can go out sooner than the next release"
             )
-        self._check_bytes(_SMALLEST_ROW_BYTES, "rows of the smallest size there is")
+        self._check_bytes(self._rows * _SMALLEST_ROW_BYTES, f"{self._rows} rows of the smallest size there is")
 
     @property
     def sends_everything(self) -> bool:
@@ -82,9 +82,14 @@ class Policy:
             InvalidInput: the byte budget is too small for a row, or for `top_k` rows.
         """
         followed = [table for table in tables if self.follows(table)]
-        if followed:
-            largest = max(followed, key=self.row_bytes)
-            self._check_bytes(self.row_bytes(largest), f"rows of table {largest.name!r}")
+        if not followed:
+            return
+        if self.top_k_per_table:
+            needed = sum(min(self._rows, table.rows) * self.row_bytes(table) for table in followed)
+            self._check_bytes(needed, f"{self._rows} rows of each of {len(followed)} tables")
+        largest = max(followed, key=self.row_bytes)
+        rows = min(self._rows, sum(table.rows for table in followed))
+        self._check_bytes(rows * self.row_bytes(largest), f"{rows} rows of table {largest.name!r}")
 
     def as_dict(self) -> dict[str, Any]:
         """The policy as JSON knows it; `from_dict` takes it back."""
@@ -108,31 +113,35 @@ class Policy:
             raise InvalidInput(f"policy: unknown key {unknown[0]!r}; keys: {', '.join(sorted(known))}")
         return cls(**{name: _READ[name](name, value) for name, value in described.items()})
 
-    def _check_bytes(self, size: int, what: str) -> None:
-        if self.max_bytes is None:
-            return
-        rows = int(self.top_k) if self.top_k is not None and self.top_k >= 1 else 1
-        if rows * size > self.max_bytes:
+    @property
+    def _rows(self) -> int:
+        """Rows that a release must have room for."""
+        return int(self.top_k) if self.top_k is not None and self.top_k >= 1 else 1
+
+    def _check_bytes(self, needed: int, what: str) -> None:
+        if self.max_bytes is not None and needed > self.max_bytes:
             raise InvalidInput(
-                f"max_bytes {self.max_bytes} is less than the {rows * size} bytes of {rows} {what}: raise it, or "
-                "lower top_k"
+                f"max_bytes {self.max_bytes} is less than the {needed} bytes of {what}: raise it, or lower top_k"
             )
 
 
 def _check_top_k(top_k: float) -> None:
     if not math.isfinite(top_k) or top_k <= 0 or (top_k >= 1 and top_k != int(top_k)):
-        raise InvalidInput(f"top_k {top_k:g}: expected a share below 1, or a whole number of rows")
+        raise InvalidInput(f"top_k {top_k:.15g}: expected a share below 1, or a whole number of rows")
 
 
 def _check_seconds(name: str, seconds: float | None, *, above: bool) -> None:
     if seconds is not None and not (math.isfinite(seconds) and (seconds > 0 if above else seconds >= 0)):
-        raise InvalidInput(f"{name} {seconds:g}: expected {'more than 0' if above else '0 or more'}")
+        raise InvalidInput(f"{name} {seconds:.15g}: expected {'more than 0' if above else '0 or more'}")
 
 
 def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidInput(f"{name} {value!r}: expected a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise InvalidInput(f"{name}: the number is too large") from error
 
 
 def _optional_number(name: str, value: Any) -> float | None:
@@ -160,7 +169,7 @@ def _patterns(name: str, value: Any) -> tuple[str, ...]:
 def _member(kind: type[Enum]) -> Any:
     def read(name: str, value: Any) -> Enum:
         members = {member.value: member for member in kind}
-        if value not in members:
+        if not isinstance(value, str) or value not in members:
             raise InvalidInput(f"{name} {value!r}: expected one of {', '.join(members)}")
         return members[value]
 

@@ -276,7 +276,7 @@ class View:
         new = [each.table for each in kept if each not in self._kept]
         head = _head(number, seal)
         sizes = [(table.sent.count_changed_since(0), table.sent.table.row_bytes) for table in new]
-        norm = math.sqrt(sum(table.held.digest.square_sum for table in new))
+        norm = math.hypot(*(table.held.norm for table in new))
         account = account_of_made(sizes, head, time.time_ns(), norm)
         with self._flushing:
             self._advance(head, account)

@@ -85,13 +85,13 @@ class ViewTable:
         """Note that replicas at `release` hold these rows ([n, width], encoded): they are no longer dirty."""
         self.held.apply(ids, encoded, release)
         if self.sent is not self.held:
-            self.sent.apply(ids, norms.astype(np.float32)[:, None], release)
+            self.sent.apply(ids, _as_fp32(norms)[:, None], release)
         self.since[ids] = 0
 
     def record(self, ids: Ids, encoded: Values, norms: Floats) -> tuple[bytes | memoryview, ...]:
         """The log's record of rows about to be given, in pieces; `replay` takes it back."""
         pieces = (_COUNT.pack(len(ids)), ids.data, np.ascontiguousarray(encoded).data)
-        return pieces if self.sent is self.held else (*pieces, norms.astype(np.float32).data)
+        return pieces if self.sent is self.held else (*pieces, _as_fp32(norms).data)
 
     def replay(self, record: memoryview, release: int) -> None:
         """Give the rows of a record once more."""
@@ -148,6 +148,10 @@ def _norms_folder(directory: Path, new: bool) -> Path:
     if new:
         folder.mkdir()
     return folder
+
+
+def _as_fp32(norms: Floats) -> Values:
+    return np.minimum(norms, np.finfo(np.float32).max).astype(np.float32)
 
 
 def _bits_differ(some: Values, others: Values) -> Mask:

@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sync_service import stamps
+from sync_service.digests import Digest, digest
 from sync_service.stamps import StampedTable
-from sync_service.tables import VALUE_TYPES, Table
+from sync_service.tables import VALUE_TYPES, Table, Values
 
 
 @st.composite
@@ -59,3 +60,57 @@ def test_applying_twice_changes_nothing(table: Table, data: st.DataObject) -> No
             stamped.apply(ids, values, 3)
     np.testing.assert_array_equal(once.rows, twice.rows)
     np.testing.assert_array_equal(once.stamps, twice.stamps)
+
+
+class Halved(StampedTable):
+    """Whoever is given its rows holds half of every value, without its fraction."""
+
+    def held(self, rows: Values) -> Values:
+        halves: Values = np.trunc(rows.astype(np.float64) / 2).astype(rows.dtype)
+        return halves
+
+
+def digest_of_what_is_held(stamped: StampedTable) -> Digest:
+    return digest(np.arange(stamped.table.rows), stamped.held(stamped.rows))
+
+
+@given(st.data(), tables(), st.integers(1, 4), st.sampled_from([StampedTable, Halved]))
+def test_the_digest_kept_is_that_of_all_rows_as_they_are_held(
+    data: st.DataObject, table: Table, block_rows: int, kind: type[StampedTable]
+) -> None:
+    stamped = kind.zeros(table)
+    with mock.patch.object(stamps, "BLOCK_ROWS", block_rows):
+        for version in range(1, data.draw(st.integers(1, 6))):
+            ids = data.draw(some_ids(table))
+            first = data.draw(st.integers(0, table.dim - 1))
+            cols = data.draw(st.integers(1, table.dim - first))
+            new = data.draw(st.lists(st.integers(-99, 99), min_size=len(ids) * cols, max_size=len(ids) * cols))
+            values = np.array(new, table.dtype).reshape(len(ids), cols)
+            stamped.apply(np.array(ids, np.int64), values, version, first)
+            assert stamped.digest == digest_of_what_is_held(stamped)
+        kept = stamped.digest
+        stamped.count_digest()
+    assert stamped.digest == kept
+
+
+@given(tables(), st.data())
+def test_the_digest_counted_after_a_restart_is_the_one_that_was_kept(table: Table, data: st.DataObject) -> None:
+    before = StampedTable.zeros(table)
+    ids = np.array(data.draw(some_ids(table)), np.int64)
+    before.apply(ids, np.full((len(ids), table.dim), 3, table.dtype), 7)
+    after = StampedTable(table, before.rows, before.stamps)
+    assert after.digest == Digest()
+    after.count_digest()
+    assert after.digest == before.digest
+
+
+def test_the_norm_is_that_of_all_rows_together_and_never_nan() -> None:
+    stamped = StampedTable.zeros(Table("t", 3, 2))
+    assert stamped.norm == 0
+    stamped.apply(np.array([0, 2]), np.array([[3.0, 0.0], [0.0, -4.0]], np.float32), 1)
+    assert stamped.norm == 5
+    for value in (2.0**50, 1.0):
+        stamped.apply(np.array([1]), np.array([[value, value]], np.float32), 2)
+    stamped.apply(np.array([0, 1, 2]), np.zeros((3, 2), np.float32), 3)
+    assert stamped.digest.square_sum < 0  # what a far larger row has made the sum lose
+    assert stamped.norm == 0

@@ -1,0 +1,214 @@
+"""When a consumer's next release is due."""
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from sync_service.consumers.pacing import PACE_VERSIONS, Situation, due
+from sync_service.consumers.policy import Policy
+
+SECOND = 10**9
+NOW = 1_700_000_000 * SECOND
+
+
+def situation(
+    head: int = 5,
+    seen: int = 5,
+    left: int = 0,
+    *,
+    left_since: float = 0.0,
+    released: float = 0.0,
+    sealed: Sequence[float] = (),
+    ready: bool = True,
+) -> Situation:
+    """Times are seconds before now; `released` 0 is never."""
+    return Situation(
+        head=head,
+        seen=seen,
+        left=left,
+        left_unix_ns=NOW - round(left_since * SECOND),
+        released_unix_ns=NOW - round(released * SECOND) if released else 0,
+        sealed_unix_ns=[NOW - round(ago * SECOND) for ago in sealed],
+        ready=ready,
+    )
+
+
+def seconds(now: Situation, interval: float = 0.0, age: float | None = None) -> float | None:
+    return due(Policy(min_interval_seconds=interval, max_age_seconds=age), now, NOW).seconds
+
+
+def test_a_release_is_due_at_once_when_there_is_a_version_that_none_was_made_at() -> None:
+    found = due(Policy(), situation(head=5, seen=4, released=0.001), NOW)
+    assert (found.seconds, found.reason) == (0.0, "version 5 is new")
+
+
+def test_nothing_is_due_while_nothing_has_changed() -> None:
+    found = due(Policy(), situation(head=5, seen=5, released=1000), NOW)
+    assert (found.seconds, found.reason) == (None, "nothing has changed since the last release")
+
+
+@pytest.mark.parametrize(("head", "left"), [(5, 0), (5, 9), (6, 0), (6, 9)])
+def test_nothing_is_due_before_a_connected_replica_holds_the_last_release(head: int, left: int) -> None:
+    found = due(Policy(), situation(head=head, left=left, released=1000, ready=False), NOW)
+    assert (found.seconds, found.reason) == (None, "no connected replica holds the last release yet")
+
+
+@pytest.mark.parametrize(("released", "wait"), [(0, 0.0), (4, 6.0), (10, 0.0), (11, 0.0), (9.75, 0.25)])
+def test_a_new_version_waits_for_the_interval_since_the_last_release(released: float, wait: float) -> None:
+    assert seconds(situation(head=6, released=released), interval=10) == pytest.approx(wait)
+
+
+def test_a_new_version_is_the_reason_also_while_rows_are_left() -> None:
+    found = due(Policy(), situation(head=6, seen=5, left=3, released=0.001, sealed=[9, 6, 3]), NOW)
+    assert (found.seconds, found.reason) == (0.0, "version 6 is new")
+
+
+@pytest.mark.parametrize(
+    ("sealed", "pause"),
+    [
+        ([9, 6, 3], 6.0),  # twice the time between versions
+        ([9, 8, 3], 6.0),  # the mean of the times between them
+        ([], 0.1),
+        ([7], 0.1),
+        ([0.003, 0.002, 0.001], 0.1),  # a burst
+        ([5, 5, 5], 0.1),
+        ([9000, 5000, 1], 10.0),  # hours apart
+        ([3, 6, 9], 0.1),  # the clock went back
+    ],
+)
+def test_rows_that_were_left_go_out_at_the_pace_at_which_versions_came(sealed: list[float], pause: float) -> None:
+    found = due(Policy(), situation(left=7, released=0.001, sealed=sealed), NOW)
+    assert found.seconds == pytest.approx(pause - 0.001)
+    assert found.reason == "7 rows are left of the last release"
+
+
+def test_rows_that_were_left_wait_for_the_longer_of_interval_and_pace() -> None:
+    left = situation(left=7, released=1, sealed=[9, 6, 3])
+    assert seconds(left, interval=2) == pytest.approx(5.0)
+    assert seconds(left, interval=20) == pytest.approx(19.0)
+
+
+@pytest.mark.parametrize(
+    ("left_since", "interval", "wait"),
+    [
+        (0, 0, 3.0),  # the pace is 6 s: the age is reached first
+        (1, 0, 2.0),
+        (3, 0, 0.0),
+        (300, 0, 0.0),
+        (300, 2, 1.0),  # but not within the interval
+        (0, 2, 3.0),
+        (-3600, 0, 3.0),  # the clock went back
+    ],
+)
+def test_rows_that_were_left_go_out_once_the_oldest_reaches_the_greatest_age(
+    left_since: float, interval: float, wait: float
+) -> None:
+    left = situation(left=7, left_since=left_since, released=1, sealed=[9, 6, 3])
+    assert seconds(left, interval, age=3) == pytest.approx(wait)
+
+
+def test_a_greatest_age_later_than_the_pace_changes_nothing() -> None:
+    assert seconds(situation(left=7, released=1, sealed=[9, 6, 3]), age=100) == pytest.approx(5.0)
+    assert seconds(situation(head=6, left=7, left_since=900, released=1), interval=4, age=5) == pytest.approx(3.0)
+    assert seconds(situation(left=0, left_since=900, released=1), age=5) is None
+
+
+def test_the_pace_is_that_of_the_last_versions_only() -> None:
+    recent = [float(PACE_VERSIONS - number) for number in range(PACE_VERSIONS)]
+    assert seconds(situation(left=1, released=0.5, sealed=[9000.0, *recent])) == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(("head", "left", "pause"), [(6, 0, 10.0), (5, 4, 10.0)])
+def test_a_clock_that_went_back_lets_a_release_wait_for_no_more_than_one_interval(
+    head: int, left: int, pause: float
+) -> None:
+    assert seconds(situation(head=head, left=left, released=-3600), interval=10) == pause
+
+
+@given(
+    head=st.integers(0, 3),
+    seen=st.integers(0, 3),
+    left=st.integers(0, 2),
+    left_since=st.floats(-1e5, 1e5),
+    released=st.floats(-1e5, 1e5),
+    sealed=st.lists(st.floats(-1e5, 1e5), max_size=12),
+    ready=st.booleans(),
+    interval=st.floats(0, 1e4),
+    age=st.none() | st.floats(1e4, 1e5),
+)
+def test_whatever_the_clocks_say_a_release_that_is_due_waits_for_no_longer_than_its_pause(
+    head: int,
+    seen: int,
+    left: int,
+    left_since: float,
+    released: float,
+    sealed: list[float],
+    ready: bool,
+    interval: float,
+    age: float | None,
+) -> None:
+    assume(seen <= head)
+    now = situation(head, seen, left, left_since=left_since, released=released, sealed=sealed, ready=ready)
+    wait = seconds(now, interval, age)
+    assert (wait is not None) == (ready and (head > seen or left > 0))
+    if wait is not None:
+        longest = interval if head > seen else max(interval, 10.0)
+        assert 0 <= wait <= longest
+
+
+class Feed:
+    """A consumer whose clock jumps to what comes next: each version adds two rows, a release takes `takes`."""
+
+    def __init__(self, policy: Policy, sealed: list[int], takes: int) -> None:
+        self._policy, self._sealed, self._takes = policy, sealed, takes
+        self._clock, self.seen, self.left = NOW, 0, 0
+        self.releases: list[tuple[int, int]] = []
+
+    def run(self) -> None:
+        """Until nothing is due any more."""
+        while (at := self._next()) is not None:
+            self._clock = at
+
+    def _next(self) -> int | None:
+        head = sum(at <= self._clock for at in self._sealed)
+        wait = due(self._policy, self._situation(head), self._clock).seconds
+        if wait == 0:
+            self.left = max(0, self.left + 2 * (head - self.seen) - self._takes)
+            self.seen = head
+            self.releases.append((self._clock, head))
+            return self._clock
+        ahead = self._sealed[head : head + 1]
+        if wait is not None:
+            ahead.append(self._clock + max(1, round(wait * SECOND)))
+        return min(ahead, default=None)
+
+    def _situation(self, head: int) -> Situation:
+        return Situation(
+            head=head,
+            seen=self.seen,
+            left=self.left,
+            left_unix_ns=self._clock,
+            released_unix_ns=self.releases[-1][0] if self.releases else 0,
+            sealed_unix_ns=self._sealed[:head],
+            ready=True,
+        )
+
+
+@given(st.lists(st.integers(1, 5 * SECOND), min_size=1, max_size=12), st.integers(0, 4), st.integers(1, 24))
+def test_one_release_is_made_of_each_version_or_of_several_within_an_interval(
+    gaps: list[int], interval: int, takes: int
+) -> None:
+    sealed = [NOW + after for after in accumulate(gaps)]
+    feed = Feed(Policy(min_interval_seconds=interval), sealed, takes)
+    feed.run()
+    assert (feed.seen, feed.left) == (len(sealed), 0)
+    assert all(later[0] - earlier[0] >= interval * SECOND for earlier, later in pairwise(feed.releases))
+    first_at = {head: at for at, head in reversed(feed.releases)}
+    if not interval:
+        assert first_at == dict(enumerate(sealed, start=1))
+    if takes >= 2 * len(sealed):
+        assert len(feed.releases) == len(first_at)
+    assert len(feed.releases) <= 2 * len(sealed)

@@ -1,0 +1,303 @@
+"""What is sent of values, and what they are when they come back: against torch and fbgemm."""
+
+from collections.abc import Sequence
+from itertools import product
+
+import fbgemm_gpu  # noqa: F401  It registers the operators that int8 is compared with.
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from numpy.typing import NDArray
+
+from sync_service.tables import MAX_DIM, VALUE_TYPES, Table
+from sync_service.value_types import ValueType, decode, encode, encoded_table, own_type, row_bytes, sent_as
+
+Floats = NDArray[np.float32]
+Halves = NDArray[np.float16]
+Bytes = NDArray[np.uint8]
+
+FP32, FP16 = VALUE_TYPES
+LARGEST, LARGEST_FP16 = float(np.finfo(np.float32).max), float(np.finfo(np.float16).max)
+TINIEST, TINIEST_NORMAL = 2.0**-149, 2.0**-126
+DIMS = [1, 2, 3, 7, 8, 9, 16, 17, 31, 32, 33, 64, 100]
+EPSILON = 1e-8
+
+# Each is repeated, cut and turned until it fills a row.
+EDGES: dict[str, Sequence[float]] = {
+    "constant": [3.25],
+    "constant and negative": [-0.1],
+    "zero": [0.0],
+    "negative zero": [-0.0],
+    "both zeros": [0.0, -0.0],
+    "both zeros, and more": [-0.0, 0.0, 1.5],
+    "huge": [1e37, -1e37, 3e36],
+    "huge, of one sign": [LARGEST, 3e38, 1e38],
+    "as wide as fp32 allows": [LARGEST / 2, -LARGEST / 2, 1.0],
+    "tiny": [1e-30, -2e-30, 3e-31],
+    "about epsilon": [1e-8, -2e-8, 3e-9, 5e-8],
+    "denormal": [TINIEST, 5 * TINIEST, -3 * TINIEST, TINIEST_NORMAL / 3],
+    "denormal range": [TINIEST_NORMAL, TINIEST_NORMAL + 200 * TINIEST, TINIEST_NORMAL + 77 * TINIEST],
+    "one step wide": [1.0, 1.0 + 2.0**-23],
+    "far from zero": [1e6, 1e6 + 1, 1e6 + 0.25],
+    "ties": [0.0, 255.0, 0.5, 1.5, 2.5, 126.5, 253.5, 254.5],
+    "a small lowest": [1.4450862e-39, 0.5071345, 0.02, 0.3],
+    "ordinary": [0.013, -0.2, 0.07, 0.11, -0.09, 0.05, -0.01],
+}
+
+
+def edge_row(name: str, dim: int) -> Floats:
+    return np.resize(np.array(EDGES[name], np.float32), dim)[None]
+
+
+def floats(dtype: np.dtype[np.generic], largest: float | None = None) -> st.SearchStrategy[float]:
+    lowest = None if largest is None else -largest
+    return st.floats(lowest, largest, width=32 if dtype == FP32 else 16, allow_nan=False, allow_infinity=False)
+
+
+def rows(largest: float | None = None) -> st.SearchStrategy[Floats]:
+    """Rows in which every value is one of few, or any: of all magnitudes, or close together."""
+    shape = st.tuples(st.integers(1, 4), st.sampled_from(DIMS))
+    anything = hnp.arrays(np.float32, shape, elements=floats(FP32, largest))
+    close = hnp.arrays(np.float32, shape, elements=st.integers(-999, 999))
+    factors = st.sampled_from([1.0, 1e-3, 1e-8, 1e-9, 1e-38, 1e-43, 1e34])
+    return anything | st.tuples(close, factors).map(lambda pair: (pair[0] * pair[1]).astype(np.float32))
+
+
+def tables() -> st.SearchStrategy[Table]:
+    return st.builds(Table, st.just("t"), st.integers(1, 9), st.integers(1, 200), st.sampled_from(VALUE_TYPES))
+
+
+def bits(values: NDArray[np.generic]) -> list[list[int]]:
+    listed: list[list[int]] = values.view(f"<u{values.itemsize}").tolist()
+    return listed
+
+
+def fbgemm_codes(values: Floats) -> Bytes:
+    """fbgemm's rows, but that a bias of zero has no sign."""
+    fused: Bytes = torch.ops.fbgemm.FloatToFused8BitRowwiseQuantized(torch.from_numpy(values.copy())).numpy()
+    bias = fused[:, -4:].copy().view(np.float32) + np.float32(0)
+    return np.concatenate([fused[:, :-4], bias.view(np.uint8)], axis=1)
+
+
+def fbgemm_values(encoded: Bytes) -> Floats:
+    values: Floats = torch.ops.fbgemm.Fused8BitRowwiseQuantizedToFloat(torch.from_numpy(encoded.copy())).numpy()
+    return values
+
+
+def check_comes_back_as_with_fbgemm(encoded: NDArray[np.generic]) -> None:
+    """Bit by bit; but the last bit is free where a bias is so small beside the scale that only the order of
+    roundings tells: fbgemm itself then differs between the columns of one row.
+    """
+    ours, theirs = decode(encoded, ValueType.INT8, FP32), fbgemm_values(encoded.view(np.uint8))
+    scale, bias = np.abs(np.ascontiguousarray(encoded[:, -8:]).view("<f4").astype(np.float64)).T
+    plain = (bias == 0) | (bias >= scale * 2.0**-21)
+    assert bits(ours[plain]) == bits(theirs[plain])
+    assert np.all(np.abs(ours.view(np.int32).astype(np.int64) - theirs.view(np.int32)) <= 1)
+
+
+def there_and_back(values: NDArray[np.generic], value_type: ValueType) -> NDArray[np.generic]:
+    return decode(encode(values, value_type), value_type, values.dtype)
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_int8_codes_scale_and_bias_of_edge_rows_are_those_of_fbgemm(name: str) -> None:
+    for dim in DIMS:
+        row = edge_row(name, dim)
+        assert bits(encode(row, ValueType.INT8)) == bits(fbgemm_codes(row))
+
+
+@given(rows(largest=LARGEST / 2))
+def test_int8_codes_scale_and_bias_are_those_of_fbgemm(values: Floats) -> None:
+    assert bits(encode(values, ValueType.INT8)) == bits(fbgemm_codes(values))
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_int8_edge_rows_come_back_as_fbgemm_gives_them(name: str) -> None:
+    for dim in DIMS:
+        check_comes_back_as_with_fbgemm(encode(edge_row(name, dim), ValueType.INT8))
+
+
+@given(rows(largest=LARGEST / 4))
+def test_int8_rows_come_back_as_fbgemm_gives_them(values: Floats) -> None:
+    check_comes_back_as_with_fbgemm(encode(values, ValueType.INT8))
+
+
+def test_columns_of_one_code_agree_also_where_a_tiny_bias_makes_those_of_fbgemm_differ() -> None:
+    scale_and_bias = np.array([[1.1473726e-10, 1.8209743e-26]], "<f4")
+    encoded = np.concatenate([np.full((1, 33), 6, np.uint8), scale_and_bias.view(np.uint8)], axis=1)
+    assert len(set(decode(encoded, ValueType.INT8, FP32)[0].tolist())) == 1
+    check_comes_back_as_with_fbgemm(encoded)
+
+
+def test_an_int8_row_as_wide_as_fp32_allows_comes_back_finite_also_where_fbgemm_overflows() -> None:
+    scale_and_bias = np.array([[LARGEST / 254, 0.0]], "<f4")
+    encoded = np.concatenate([np.array([[255]], np.uint8), scale_and_bias.view(np.uint8)], axis=1)
+    assert np.isposinf(fbgemm_values(encoded)).all()
+    assert decode(encoded, ValueType.INT8, FP32).tolist() == [[LARGEST]]
+
+
+@pytest.mark.parametrize("dim", DIMS[1:])
+def test_a_range_beyond_fp32_stays_finite_where_fbgemm_gives_nan(dim: int) -> None:
+    row = np.resize(np.array([LARGEST, -LARGEST, 0.0, 2.01e38], np.float32), dim)[None]
+    assert np.isnan(fbgemm_values(fbgemm_codes(row))).any()
+    back = there_and_back(row, ValueType.INT8)
+    assert np.isfinite(back).all()
+    assert back[0, :2].tolist() == [LARGEST, -LARGEST]
+    assert np.abs(back.astype(np.float64) - row).max() <= LARGEST / 255 * 1.01
+
+
+@given(rows())
+@example(np.array([[LARGEST, -LARGEST], [1.0, 1.0]], np.float32))
+@example(np.array([[LARGEST, -LARGEST, 0.0], [3e-9, -2e-9, 1e-9], [TINIEST, 0.0, 3 * TINIEST]], np.float32))
+def test_how_a_row_is_encoded_does_not_depend_on_the_rows_beside_it(values: Floats) -> None:
+    for value_type in ValueType:
+        alone = [bits(encode(values[row : row + 1], value_type))[0] for row in range(len(values))]
+        assert bits(encode(values, value_type)) == alone
+
+
+@given(rows())
+def test_an_int8_value_comes_back_within_half_a_step(values: Floats) -> None:
+    exact = values.astype(np.float64)
+    reach = np.ptp(exact, axis=1, keepdims=True)
+    # Beside half a step: what epsilon takes off the highest codes, and the rounding of scale, bias and sum.
+    rounding = 2.0**-22 * np.abs(exact).max(axis=1, keepdims=True) + 256 * TINIEST
+    bound = 0.5005 * reach / 255 + reach * EPSILON / (reach + EPSILON) + rounding
+    back = there_and_back(values, ValueType.INT8).astype(np.float64)
+    assert (np.abs(back - exact) <= bound).all()
+
+
+@given(hnp.arrays(np.float32, (3, 40), elements=floats(FP32)))
+def test_bf16_is_what_torch_makes_of_it_and_the_largest_number_where_that_is_infinite(values: Floats) -> None:
+    theirs = torch.from_numpy(values).to(torch.bfloat16)
+    largest = torch.tensor(torch.finfo(torch.bfloat16).max, dtype=torch.bfloat16)
+    theirs = torch.where(theirs.isinf(), largest.copysign(theirs), theirs)
+    encoded = encode(values, ValueType.BF16)
+    assert encoded.dtype == np.uint16
+    assert bits(encoded) == bits(theirs.view(torch.int16).numpy())
+    assert bits(decode(encoded, ValueType.BF16, FP32)) == bits(theirs.float().numpy())
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        (0x3F808000, 0x3F80),  # a tie goes to the even one, downwards
+        (0x3F818000, 0x3F82),  # and upwards
+        (0x3F808001, 0x3F81),
+        (0x7F7FFFFF, 0x7F7F),  # the largest number stays finite
+        (0xFF7FFFFF, 0xFF7F),
+        (0x7F7F8000, 0x7F7F),
+        (0x80000000, 0x8000),  # negative zero
+        (0x00000001, 0x0000),  # the smallest denormal
+        (0x80000001, 0x8000),
+        (0x00018000, 0x0002),
+    ],
+)
+def test_bf16_rounds_to_nearest_and_ties_to_even(pattern: int, expected: int) -> None:
+    value = np.array([[pattern]], np.uint32).view(np.float32)
+    assert encode(value, ValueType.BF16).tolist() == [[expected]]
+
+
+@given(hnp.arrays(np.float32, (3, 9), elements=floats(FP32)))
+def test_a_bf16_value_comes_back_within_half_a_step(values: Floats) -> None:
+    exact = values.astype(np.float64)
+    back = there_and_back(values, ValueType.BF16).astype(np.float64)
+    assert (np.abs(back - exact) <= np.maximum(np.abs(exact) * 2.0**-8, 2.0**-134)).all()
+
+
+@given(hnp.arrays(np.float32, (3, 9), elements=floats(FP32) | floats(FP32, 70000.0)))
+def test_an_fp16_value_comes_back_within_half_a_step_and_what_is_too_large_as_the_largest(values: Floats) -> None:
+    nearest = np.clip(values.astype(np.float64), -LARGEST_FP16, LARGEST_FP16)
+    back = there_and_back(values, ValueType.FP16).astype(np.float64)
+    assert (np.abs(back - nearest) <= np.maximum(np.abs(nearest) * 2.0**-11, 2.0**-25)).all()
+    too_large = np.abs(values) >= LARGEST_FP16
+    assert np.array_equal(back[too_large], np.copysign(LARGEST_FP16, values[too_large]))
+    inside = torch.from_numpy(values[~too_large]).half().numpy()
+    assert np.array_equal(encode(values, ValueType.FP16)[~too_large].view(np.uint16), inside.view(np.uint16))
+
+
+@given(rows(), hnp.arrays(np.float16, (2, 5), elements=floats(FP16)))
+def test_what_is_sent_as_it_is_comes_back_bit_by_bit(whole: Floats, half: Halves) -> None:
+    assert bits(there_and_back(whole, ValueType.FP32)) == bits(whole)
+    assert bits(there_and_back(half, ValueType.FP16)) == bits(half)
+    assert bits(there_and_back(half, ValueType.FP32)) == bits(half)
+
+
+@given(rows(), st.sampled_from(ValueType))
+def test_no_finite_row_comes_back_as_nan_or_infinity(values: Floats, value_type: ValueType) -> None:
+    assert np.isfinite(there_and_back(values, value_type)).all()
+
+
+@given(hnp.arrays(np.float16, st.tuples(st.integers(1, 3), st.sampled_from(DIMS)), elements=floats(FP16)))
+@example(np.array([[LARGEST_FP16, -LARGEST_FP16, 1.0]], np.float16))
+@example(np.array([[LARGEST_FP16, 65472.0]], np.float16))
+def test_rows_of_an_fp16_table_come_back_as_fp16_and_finite(values: Halves) -> None:
+    for value_type in (ValueType.FP16, ValueType.INT8):
+        back = there_and_back(values, value_type)
+        assert back.dtype == FP16
+        assert np.isfinite(back).all()
+    wide = encode(values.astype(np.float32), ValueType.INT8)
+    assert bits(encode(values, ValueType.INT8)) == bits(wide)
+
+
+@given(rows(), st.sampled_from(ValueType))
+def test_rows_that_do_not_lie_side_by_side_in_memory_are_encoded_alike_and_left_as_they_are(
+    values: Floats, value_type: ValueType
+) -> None:
+    spread = np.full((2 * len(values), 2 * values.shape[1]), 7, np.float32)
+    spread[::2, ::2] = values
+    before = bits(values)
+    expected = bits(encode(values, value_type))
+    assert bits(encode(spread[::2, ::2], value_type)) == expected
+    assert bits(encode(np.asfortranarray(values), value_type)) == expected
+    assert bits(values) == before
+
+
+@pytest.mark.parametrize(("value_type", "dtype"), list(product(ValueType, VALUE_TYPES)))
+def test_no_rows_are_encoded_as_no_rows(value_type: ValueType, dtype: np.dtype[np.generic]) -> None:
+    encoded = encode(np.zeros((0, 4), dtype), value_type)
+    assert encoded.shape == (0, encoded_table(Table("t", 1, 4, dtype), value_type).dim)
+    back = decode(encoded, value_type, dtype)
+    assert (back.shape, back.dtype) == ((0, 4), dtype)
+
+
+@given(tables(), st.sampled_from(ValueType))
+def test_encoded_rows_are_what_their_table_and_their_size_say(table: Table, value_type: ValueType) -> None:
+    encoded = encode(np.ones((table.rows, table.dim), table.dtype), value_type)
+    stored = encoded_table(table, value_type)
+    assert (stored.name, stored.rows) == (table.name, table.rows)
+    assert (encoded.shape, encoded.dtype) == ((stored.rows, stored.dim), stored.dtype)
+    assert encoded.nbytes == stored.nbytes == table.rows * row_bytes(table, value_type)
+
+
+def test_the_widest_rows_there_are_can_be_sent_as_int8() -> None:
+    assert encoded_table(Table("wide", 1, MAX_DIM), ValueType.INT8).dtype == np.uint8
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "wanted", "sent"),
+    [
+        (FP32, 2, ValueType.INT8, ValueType.FP32),  # 10 bytes against 8
+        (FP32, 3, ValueType.INT8, ValueType.INT8),  # 11 against 12
+        (FP32, 1, ValueType.BF16, ValueType.BF16),
+        (FP32, 1, ValueType.FP16, ValueType.FP16),
+        (FP16, 8, ValueType.INT8, ValueType.FP16),  # 16 against 16
+        (FP16, 9, ValueType.INT8, ValueType.INT8),  # 17 against 18
+        (FP16, 64, ValueType.BF16, ValueType.FP16),
+        (FP16, 64, ValueType.FP32, ValueType.FP16),
+    ],
+)
+def test_rows_too_narrow_to_gain_are_sent_as_they_are(
+    dtype: np.dtype[np.generic], dim: int, wanted: ValueType, sent: ValueType
+) -> None:
+    assert sent_as(Table("t", 1, dim, dtype), wanted) is sent
+
+
+@given(tables(), st.sampled_from(ValueType))
+def test_no_type_is_chosen_that_takes_more_bytes(table: Table, wanted: ValueType) -> None:
+    sent = sent_as(table, wanted)
+    assert sent in (wanted, own_type(table))
+    assert row_bytes(table, sent) == min(row_bytes(table, wanted), row_bytes(table, own_type(table)))
+    assert row_bytes(table, own_type(table)) == table.dim * table.dtype.itemsize
