@@ -120,7 +120,8 @@ async def _listen(
     # Before gRPC: a server of it that has started cannot simply be left behind.
     listener = _bind(options.host, options.http_port)
     server, healthy, grpc_port = await _start_grpc(service, options)
-    http = _Http(uvicorn.Config(create_app(service), log_config=None, access_log=False, lifespan="off"))
+    app = create_app(service, options.admin_token)
+    http = _Http(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))
     http_task = tasks.create_task(http.serve(sockets=[listener]))
     _announce(options, grpc_port, listener.getsockname()[1])
     await stopping.wait()

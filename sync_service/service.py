@@ -103,7 +103,7 @@ class Service:
         await self._follow(consumer)
         return consumer
 
-    async def ensure_consumer(self, wanted: ConsumerOptions) -> None:
+    async def ensure_consumer(self, wanted: ConsumerOptions) -> Consumer:
         """Make a consumer if it is missing; give one that exists the policy, if there is one.
 
         Raises:
@@ -113,9 +113,8 @@ class Service:
         existing = self.registry.consumers.get(wanted.name)
         policy = wanted.policy or (existing.policy if existing else Policy())
         if existing and existing.model == wanted.model:
-            await self.update_consumer(wanted.name, policy)
-        else:
-            await self.create_consumer(wanted.name, wanted.model, policy)
+            return await self.update_consumer(wanted.name, policy)
+        return await self.create_consumer(wanted.name, wanted.model, policy)
 
     async def update_consumer(self, name: str, policy: Policy) -> Consumer:
         """Give a consumer another policy; its replicas keep their place.

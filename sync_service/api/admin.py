@@ -1,6 +1,5 @@
 """The gRPC side of managing consumers."""
 
-import hmac
 from typing import Any
 
 import grpc.aio
@@ -8,9 +7,10 @@ from deltasync.v1 import admin_pb2, admin_pb2_grpc
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from sync_service.api.abort import abort
+from sync_service.api.token import check_token
 from sync_service.consumers.consumer import Consumer
 from sync_service.consumers.policy_message import policy_from_message, policy_to_message
-from sync_service.errors import DeltasyncError, NotPermitted
+from sync_service.errors import DeltasyncError
 from sync_service.service import Service
 
 
@@ -64,14 +64,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         return admin_pb2.ListConsumersResponse(consumers=[_message(consumers[name]) for name in sorted(consumers)])
 
     def _check_token(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        if not self._token:
-            raise NotPermitted("the service has no admin token: start it with --admin-token")
         sent = dict(context.invocation_metadata() or ()).get("authorization", "")
-        if not hmac.compare_digest(str(sent).encode(), f"Bearer {self._token}".encode()):
-            raise NotPermitted(
-                "the admin token is missing or wrong: give it with --admin-token, or send 'authorization: "
-                "Bearer TOKEN'"
-            )
+        check_token(self._token, str(sent))
 
 
 def _message(consumer: Consumer) -> admin_pb2.Consumer:

@@ -1,4 +1,4 @@
-"""The HTTP side: read-only, for operators and their tools."""
+"""The HTTP side, for operators and their tools. What changes something needs the admin token."""
 
 from dataclasses import dataclass
 
@@ -6,21 +6,11 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from sync_service.api.consumer_routes import consumer_routes
 from sync_service.api.metrics import exposition
-from sync_service.consumers.lag import ConsumerLag
 from sync_service.error_codes import http_status
 from sync_service.errors import DeltasyncError, ServiceUnavailable
 from sync_service.service import Service
-
-
-@dataclass(frozen=True)
-class ConsumerLine:
-    """A consumer, in a list."""
-
-    consumer: str
-    model: str
-    replicas: int
-    connected: int
 
 
 @dataclass(frozen=True)
@@ -36,26 +26,15 @@ class TableLine:
     head: int
 
 
-def create_app(service: Service) -> FastAPI:
-    """The application; it shares the service's event loop."""
+def create_app(service: Service, token: str | None) -> FastAPI:
+    """The application; it shares the service's event loop. `token` is the admin token."""
     app = FastAPI(title="deltasync", description="How far every consumer is behind.", docs_url="/docs")
 
     @app.exception_handler(DeltasyncError)
     async def on_error(_request: Request, error: DeltasyncError) -> JSONResponse:
         return JSONResponse({"error": type(error).__name__, "message": str(error)}, http_status(error))
 
-    @app.get("/consumers/{name}/lag")
-    async def lag(name: str) -> ConsumerLag:
-        """How far a consumer is behind its model: in versions, rows, bytes and seconds."""
-        return await service.lag(service.registry.get(name))
-
-    @app.get("/consumers")
-    async def consumers() -> list[ConsumerLine]:
-        """All consumers."""
-        return [
-            ConsumerLine(c.name, c.model, len(c.replicas), sum(r.stream is not None for r in c.replicas.values()))
-            for _, c in sorted(service.registry.consumers.items())
-        ]
+    app.include_router(consumer_routes(service, token))
 
     @app.get("/tables")
     async def tables() -> list[TableLine]:

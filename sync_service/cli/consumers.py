@@ -1,22 +1,19 @@
 """`deltasync consumers`."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import click
-import grpc
-from deltasync.v1 import admin_pb2, admin_pb2_grpc
 
 from sync_service.cli.config import CONTEXT
-from sync_service.client.connection import open_channel
-from sync_service.error_codes import from_rpc_error
-
-T = TypeVar("T")
+from sync_service.cli.policy_options import policy_of, policy_options, policy_words
+from sync_service.client.admin import Admin
+from sync_service.consumers.policy_message import policy_from_message
 
 
 @click.group()
 def consumers() -> None:
-    """List, create and delete consumers."""
+    """List, create, update and delete consumers."""
 
 
 def _service_option(function: Callable[..., None]) -> Any:
@@ -37,22 +34,43 @@ def _token_option(function: Callable[..., None]) -> Any:
 @consumers.command("list", context_settings=CONTEXT)
 @_service_option
 def list_consumers(service: str) -> None:
-    """List all consumers."""
-    answer = _call(service, lambda stub: stub.ListConsumers(admin_pb2.ListConsumersRequest(), timeout=10))
-    for consumer in answer.consumers:
-        click.echo(f"{consumer.name}\t{consumer.model}")
+    """List all consumers: name, model, and what of the policy differs from the default."""
+    for consumer in Admin(service, token="").consumers():
+        policy = policy_words(policy_from_message(consumer.policy))
+        click.echo("\t".join([consumer.name, consumer.model, *([policy] if policy else [])]))
 
 
 @consumers.command("create", context_settings=CONTEXT)
 @click.argument("name")
 @click.option("--model", required=True, help="The model it subscribes to.")
+@policy_options
 @_service_option
 @_token_option
-def create_consumer(name: str, model: str, service: str, admin_token: str) -> None:
-    """Make consumer NAME; making an equal one again changes nothing."""
-    request = admin_pb2.CreateConsumerRequest(consumer=admin_pb2.Consumer(name=name, model=model))
-    _call(service, lambda stub: stub.CreateConsumer(request, timeout=10, metadata=_metadata(admin_token)))
-    click.echo(f"consumer {name} follows model {model}")
+def create_consumer(name: str, model: str, service: str, admin_token: str, **options: Any) -> None:
+    """Make consumer NAME; making an equal one again changes nothing.
+
+    Without options of a policy its replicas are given everything, as it is, as soon as it is there.
+    """
+    policy = policy_of(options)
+    Admin(service, admin_token).create_consumer(name, model, policy)
+    words = policy_words(policy)
+    click.echo(f"consumer {name} follows model {model}{f': {words}' if words else ''}")
+
+
+@consumers.command("update", context_settings=CONTEXT)
+@click.argument("name")
+@policy_options
+@_service_option
+@_token_option
+def update_consumer(name: str, service: str, admin_token: str, **options: Any) -> None:
+    """Give consumer NAME another policy, which replaces the one it has as a whole.
+
+    What is not given here is as in the default, whatever it was before: without options of a policy its replicas
+    are given everything, as it is, as soon as it is there. They keep their place.
+    """
+    policy = policy_of(options)
+    Admin(service, admin_token).update_consumer(name, policy)
+    click.echo(f"consumer {name} is given {policy_words(policy) or 'everything, as it is'}")
 
 
 @consumers.command("delete", context_settings=CONTEXT)
@@ -61,18 +79,5 @@ def create_consumer(name: str, model: str, service: str, admin_token: str) -> No
 @_token_option
 def delete_consumer(name: str, service: str, admin_token: str) -> None:
     """Forget consumer NAME and its offsets."""
-    request = admin_pb2.DeleteConsumerRequest(name=name)
-    _call(service, lambda stub: stub.DeleteConsumer(request, timeout=10, metadata=_metadata(admin_token)))
+    Admin(service, admin_token).delete_consumer(name)
     click.echo(f"consumer {name} deleted")
-
-
-def _metadata(token: str) -> tuple[tuple[str, str], ...]:
-    return (("authorization", f"Bearer {token}"),)
-
-
-def _call(service: str, call: Callable[[admin_pb2_grpc.AdminServiceStub], T]) -> T:
-    with open_channel(service) as channel:
-        try:
-            return call(admin_pb2_grpc.AdminServiceStub(channel))
-        except grpc.RpcError as error:
-            raise from_rpc_error(error, service) from error

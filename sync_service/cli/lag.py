@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from sync_service.cli.config import CONTEXT
+from sync_service.cli.lag_text import lag_text
 from sync_service.errors import DeltasyncError, NotFound, ServiceUnavailable
 
 # Inside the trusted network there is no proxy; one meant for the package index must not be asked.
@@ -24,13 +25,15 @@ def lag(consumer: str, http: str, as_json: bool) -> None:
     """Show how far CONSUMER is behind its model.
 
     \b
-    versions  sealed versions not applied yet
-    rows      rows that changed in them
-    bytes     bytes of these rows' ids and values
-    seconds   age of the oldest of these versions
+    versions      sealed versions not applied yet
+    rows          rows that are not held as the model has them
+    bytes         bytes of these rows' ids and values
+    seconds       for how long the oldest of these rows, or versions, is lacking
+    unsent norm   of a consumer with a policy: L2 norm of what the model has less what is held
+    unsent share  the same as a share of the norm of the tables
     """
     answer = fetch_lag(http, consumer)
-    click.echo(json.dumps(answer, indent=2) if as_json else _table(answer))
+    click.echo(json.dumps(answer, indent=2) if as_json else lag_text(answer))
 
 
 def fetch_lag(service: str, consumer: str, timeout_seconds: float = 10.0) -> dict[str, Any]:
@@ -66,21 +69,3 @@ def _refused(error: urllib.error.HTTPError, url: str) -> DeltasyncError:
     if error.code == 404 and body.startswith("{"):
         return NotFound(json.loads(body).get("message", body))
     return ServiceUnavailable(f"{url}: HTTP {error.code}: {body}")
-
-
-def _table(answer: dict[str, Any]) -> str:
-    head = f"consumer {answer['consumer']}  model {answer['model']}  head {answer['head']}  {answer['state']}"
-    titles = ("", "offset", "versions", "rows", "bytes", "seconds")
-    lines = [("all replicas", answer["offset"], *_numbers(answer["lag"]))]
-    for replica in answer["replicas"]:
-        name = replica["replica"] if replica["connected"] else f"{replica['replica']} (away)"
-        lines.append((name, replica["offset"], *_numbers(replica["lag"])))
-    for table in answer["tables"]:
-        lines.append((table["table"], "", "", table["rows"], table["bytes"], ""))
-    width = max(len(str(line[0])) for line in lines)
-    rows = [f"{line[0]!s:<{width}}" + "".join(f"{cell!s:>14}" for cell in line[1:]) for line in (titles, *lines)]
-    return "\n".join([head, answer["reason"], "", *rows])
-
-
-def _numbers(lag: dict[str, Any]) -> tuple[Any, ...]:
-    return lag["versions"], lag["rows"], lag["bytes"], lag["seconds"]

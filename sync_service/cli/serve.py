@@ -6,7 +6,8 @@ from typing import Any
 
 import click
 
-from sync_service.cli.config import CONTEXT, config_option
+from sync_service.cli.config import CONTEXT, config_option, from_config
+from sync_service.cli.configured_consumers import read_consumers
 from sync_service.consumers.consumer import ConsumerOptions
 from sync_service.server import ServerOptions
 from sync_service.server import serve as run_server
@@ -23,7 +24,7 @@ def _consumers(
 
 
 @click.command(context_settings=CONTEXT)
-@config_option()
+@config_option(consumers=read_consumers)
 @click.option(
     "--data-dir",
     type=click.Path(file_okay=False, path_type=Path),
@@ -83,10 +84,27 @@ def serve(consumer: tuple[ConsumerOptions, ...], **settings: Any) -> None:
 
     Every option is also an environment variable, DELTASYNC_ and its name in capitals, and a key of the
     --config file. A flag wins over the environment, the environment over the file.
+
+    A table [consumers.NAME] of the file, with a model and the keys of a policy, makes a consumer, or gives one
+    that exists this policy at every start.
     """
     kept = ("data_dir", "log_max_bytes", "flush_bytes", "replica_retention_seconds")
     try:
         service = ServiceOptions(**{name: settings.pop(name) for name in kept})
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    asyncio.run(run_server(ServerOptions(service=service, consumers=consumer, **settings)))
+    wanted = _merged(consumer, from_config("consumers", ()))
+    asyncio.run(run_server(ServerOptions(service=service, consumers=wanted, **settings)))
+
+
+def _merged(
+    given: tuple[ConsumerOptions, ...], configured: tuple[ConsumerOptions, ...]
+) -> tuple[ConsumerOptions, ...]:
+    models = {each.name: each.model for each in configured}
+    for each in given:
+        if models.get(each.name, each.model) != each.model:
+            raise click.UsageError(
+                f"consumer {each.name!r} follows model {each.model!r} by --consumer, but {models[each.name]!r} by "
+                f"[consumers.{each.name}] of the --config file"
+            )
+    return (*(each for each in given if each.name not in models), *configured)

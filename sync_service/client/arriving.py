@@ -33,7 +33,7 @@ class Arriving:
         """`known` are the tables of the releases of earlier streams; those of this one are added."""
         self.received_bytes = 0
         self._known = known
-        self._acked_bytes = 0
+        self._acked_bytes = self._ended_bytes = 0
         # What is not acked yet must leave room for a chunk, or the service and this replica wait for each other.
         self._ack_bytes = min(max_outstanding_bytes // 4, max_outstanding_bytes - CHUNK_BYTES)
         self._resync = False
@@ -81,8 +81,9 @@ class Arriving:
             rows=self._rows,
             whole=self._whole(end),
             version=end.version,
+            bytes=self.received_bytes - self._ended_bytes,
         )
-        self._resync, self._rows = False, []
+        self._resync, self._rows, self._ended_bytes = False, [], self.received_bytes
         self._known.update(given.table.name for given in self._given)
         return release
 

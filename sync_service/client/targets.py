@@ -46,6 +46,7 @@ class Release:
         whole: names of the tables that must be reset to zero first: the release holds all of their rows. All of
             them in a resync.
         version: the model's version that the release was made of.
+        bytes: what ids and values took on the wire.
     """
 
     position: Position
@@ -56,6 +57,7 @@ class Release:
     rows: list[ReleasedRows] = field(default_factory=list)
     whole: frozenset[str] = frozenset()
     version: int = 0
+    bytes: int = 0
 
     def resets(self, table: Table) -> bool:
         """Whether a table must be reset to zero first."""

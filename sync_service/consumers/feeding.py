@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from bisect import bisect_right
 
 from sync_service.consumers.consumer import Consumer
 from sync_service.consumers.pacing import PACE_VERSIONS, Situation, due
@@ -58,7 +59,7 @@ class Feeding:
         return Situation(
             head=view.model.position.version,
             seen=view.seen,
-            left=account.left_rows if account else 0,
+            left=view.left_rows,
             left_unix_ns=view.model.sealed_unix_ns(view.oldest) if view.oldest else 0,
             released_unix_ns=account.made_unix_ns if account else 0,
             sealed_unix_ns=[seal.sealed_unix_ns for seal in list(seals)[-PACE_VERSIONS:]],
@@ -71,7 +72,9 @@ class Feeding:
         if age is None:
             return 0
         limit = time.time_ns() - int(age * 1e9)
-        return next((s.version for s in reversed(self._view.model.seals) if s.sealed_unix_ns <= limit), 0)
+        seals = self._view.model.seals
+        older = bisect_right(seals, limit, key=lambda seal: seal.sealed_unix_ns)
+        return seals[older - 1].version if older else 0
 
     async def _wait(self, seconds: float | None) -> None:
         events = (self._consumer.signal.changed(), self._view.model.changed(), self._stopping.wait())

@@ -14,6 +14,9 @@ from sync_service.value_types import ValueType, sent_as
 
 # A row id, and a norm or one fp16 value.
 _SMALLEST_ROW_BYTES = ID_TYPE.itemsize + 2
+# What the wire can carry, and what fits the clock.
+_MOST_BYTES = 2**63 - 1
+_MOST_SECONDS = 1e9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +59,8 @@ class Policy:
                 f"max_age_seconds {self.max_age_seconds:.15g} is shorter than min_interval_seconds "
                 f"{self.min_interval_seconds:.15g}: no row can go out sooner than the next release"
             )
+        if self.max_bytes is not None and self.max_bytes > _MOST_BYTES:
+            raise InvalidInput(f"max_bytes {self.max_bytes}: expected at most {_MOST_BYTES}")
         self._check_bytes(self._rows * _SMALLEST_ROW_BYTES, f"{self._rows} rows of the smallest size there is")
 
     @property
@@ -131,8 +136,9 @@ def _check_top_k(top_k: float) -> None:
 
 
 def _check_seconds(name: str, seconds: float | None, *, above: bool) -> None:
-    if seconds is not None and not (math.isfinite(seconds) and (seconds > 0 if above else seconds >= 0)):
-        raise InvalidInput(f"{name} {seconds:.15g}: expected {'more than 0' if above else '0 or more'}")
+    if seconds is not None and not (seconds <= _MOST_SECONDS and (seconds > 0 if above else seconds >= 0)):
+        expected = "more than 0" if above else "0 or more"
+        raise InvalidInput(f"{name} {seconds:.15g}: expected {expected}, at most {_MOST_SECONDS:.15g}")
 
 
 def _number(name: str, value: Any) -> float:
@@ -161,9 +167,14 @@ def _flag(name: str, value: Any) -> bool:
 
 
 def _patterns(name: str, value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
+    if not isinstance(value, list | tuple) or not all(isinstance(each, str) and _is_text(each) for each in value):
         raise InvalidInput(f"{name} {value!r}: expected a list of patterns")
     return tuple(value)
+
+
+def _is_text(value: str) -> bool:
+    """Whether it can be sent: JSON also knows halves of characters."""
+    return not any(0xD800 <= ord(each) <= 0xDFFF for each in value)
 
 
 def _member(kind: type[Enum]) -> Any:

@@ -106,9 +106,10 @@ def _lag(offset: int, rows: list[int], facts: _Facts, seals: Sequence[Seal], now
     version = facts.version_of(offset)
     since = min(version + 1, facts.oldest) if facts.oldest else None
     lag = measure(version, seals, [table.row_bytes for table in facts.tables], rows, now, since)
-    if offset != facts.newest:
+    left = [table.left for table in facts.tables if table.left]
+    if offset != facts.newest or len(left) < len(facts.tables):
         return lag
-    norm, share = unsent([table.left for table in facts.tables if table.left])
+    norm, share = unsent(left)
     return replace(lag, unsent_norm=norm, unsent_share=share)
 
 

@@ -47,7 +47,7 @@ class View:
         head: the newest release, or None.
         seen: the version up to which rows that changed are known to be dirty.
         account: what the newest release took and left, or None.
-        left: what it left of each table, by name.
+        left: the dirty rows that the last look has left of each table, by name.
     """
 
     def __init__(self, consumer: str, model: Model, log: Log, directory: Path) -> None:
@@ -85,8 +85,15 @@ class View:
         return Position(self.history, self.head.number if self.head else 0)
 
     @property
+    def left_rows(self) -> int:
+        """Dirty rows as of the last look; after a restart, those that the last release has left."""
+        if self.left:
+            return sum(left.rows for left in self.left.values())
+        return self.account.left_rows if self.account else 0
+
+    @property
     def oldest(self) -> int:
-        """The version since which the oldest row that the last release has left is dirty; 0 = it has left none."""
+        """The version since which the oldest of these rows is dirty; 0 = there is none."""
         return min((left.since for left in self.left.values() if left.rows), default=0)
 
     def release(self, after: int, whole: frozenset[int] = NO_TABLES) -> "asyncio.Task[FrozenRelease]":

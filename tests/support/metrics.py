@@ -1,18 +1,58 @@
 """What /metrics exposes."""
 
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.http import HttpStatus
+
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+_CONSUMER, _TABLE, _REPLICA = {"consumer"}, {"consumer", "table"}, {"consumer", "replica"}
+
+# What only consumers with a policy have.
+POLICY_METRICS: dict[str, set[str]] = {
+    "deltasync_consumer_unsent_norm": _CONSUMER,
+    "deltasync_consumer_unsent_share": _CONSUMER,
+    "deltasync_consumer_oldest_row_seconds": _CONSUMER,
+    "deltasync_consumer_release": _CONSUMER,
+    "deltasync_consumer_release_rows": _CONSUMER,
+    "deltasync_consumer_release_bytes": _CONSUMER,
+    "deltasync_consumer_left_rows": _CONSUMER,
+    "deltasync_consumer_left_bytes": _CONSUMER,
+    "deltasync_consumer_table_unsent_norm": _TABLE,
+    "deltasync_consumer_table_oldest_row_seconds": _TABLE,
+}
+
 # Each metric and its labels: what dashboards and alerts are built on.
 METRICS: dict[str, set[str]] = {
     "deltasync_head_version": {"model"},
-    "deltasync_consumer_lag_versions": {"consumer"},
-    "deltasync_consumer_lag_rows": {"consumer"},
-    "deltasync_consumer_lag_bytes": {"consumer"},
-    "deltasync_consumer_lag_seconds": {"consumer"},
+    "deltasync_consumer_lag_versions": _CONSUMER,
+    "deltasync_consumer_lag_rows": _CONSUMER,
+    "deltasync_consumer_lag_bytes": _CONSUMER,
+    "deltasync_consumer_lag_seconds": _CONSUMER,
     "deltasync_consumer_replicas": {"consumer", "state"},
+    "deltasync_consumer_damaged_tables": _CONSUMER,
+    "deltasync_consumer_damages_total": _CONSUMER,
+    "deltasync_consumer_table_lag_rows": _TABLE,
+    "deltasync_replica_lag_versions": _REPLICA,
+    "deltasync_replica_lag_rows": _REPLICA,
+    "deltasync_replica_lag_bytes": _REPLICA,
+    "deltasync_replica_lag_seconds": _REPLICA,
     "deltasync_published_rows_total": {"model"},
     "deltasync_published_bytes_total": {"model"},
-    "deltasync_released_rows_total": {"consumer"},
-    "deltasync_released_bytes_total": {"consumer"},
+    "deltasync_released_rows_total": _CONSUMER,
+    "deltasync_released_bytes_total": _CONSUMER,
     "deltasync_table_rows": {"model", "table"},
     "deltasync_table_bytes": {"model", "table"},
     "deltasync_log_bytes": set(),
+    **POLICY_METRICS,
 }
+
+
+def samples_of(service: HttpStatus) -> Samples:
+    """All samples by name and labels; each has to be one of those above, and to be explained."""
+    _, text = service.get("/metrics")
+    families = list(text_string_to_metric_families(text))
+    assert all(family.documentation for family in families)
+    samples = [sample for family in families for sample in family.samples]
+    assert {sample.name: set(sample.labels) for sample in samples}.items() <= METRICS.items()
+    return {(sample.name, tuple(sorted(sample.labels.items()))): sample.value for sample in samples}

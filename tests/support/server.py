@@ -4,11 +4,13 @@ import asyncio
 import json
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from sync_service.consumers.consumer import ConsumerOptions
+from sync_service.consumers.policy import Policy
 from sync_service.server import ServerOptions, run
 from sync_service.service import ServiceOptions
 from tests.support.http import HttpStatus
@@ -19,14 +21,25 @@ TOKEN = "secret"  # noqa: S105
 
 
 class RunningService(HttpStatus):
-    """`server.run` in a thread, with consumers "predictors" and "probes" of model "clicks"."""
+    """`server.run` in a thread, with consumers "predictors" and "probes" of model "clicks", and those with a policy
+    that the test names.
+    """
 
-    def __init__(self, data_dir: Path, *, grpc_port: int = 0, http_port: int = 0, **settings: Any) -> None:
+    def __init__(
+        self,
+        data_dir: Path,
+        *,
+        grpc_port: int = 0,
+        http_port: int = 0,
+        policies: Mapping[str, Policy] | None = None,
+        **settings: Any,
+    ) -> None:
+        named = [ConsumerOptions(name, "clicks", policy) for name, policy in (policies or {}).items()]
         self.options = ServerOptions(
             service=ServiceOptions(data_dir=data_dir, **settings),
             grpc_port=grpc_port,
             http_port=http_port,
-            consumers=CONSUMERS,
+            consumers=(*CONSUMERS, *named),
             admin_token=TOKEN,
             drain_seconds=0.1,
         )

@@ -9,9 +9,12 @@ import click
 from rich.console import Console
 
 from sync_service.cli.config import CONTEXT
-from trainer.bench import memory, publish, tracker, tracking
+from trainer.bench import consumers, memory, publish, quality, release, tracker, tracking
+from trainer.bench.consumers import consumers_options
 from trainer.bench.pipelines import run as pipelines
 from trainer.bench.pipelines.options import pipelines_options
+from trainer.bench.quality import quality_options
+from trainer.bench.release import release_options
 
 
 def _list(ctx: click.Context, _param: click.Parameter, wanted: bool) -> None:
@@ -48,6 +51,21 @@ _add(
     "Throughput from a trainer's publish to a replica's rows, against a bare gRPC stream.",
 )
 _add("memory", _command(memory.run), "What the service holds beside its tables and stamps.")
+_add(
+    "release",
+    release_options(_command(release.run)),
+    "Time of a release by a consumer's policy, against NumPy's gathers and norms of the same rows.",
+)
+_add(
+    "quality",
+    quality_options(_command(quality.run)),
+    "AUC of replicas with different policies, and the bytes each is sent.",
+)
+_add(
+    "consumers",
+    consumers_options(_command(consumers.run)),
+    "CPU time and memory of the service for eight consumers with different policies, against one.",
+)
 _add(
     "tracking",
     _command(tracking.run),

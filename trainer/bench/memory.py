@@ -1,8 +1,6 @@
 """What the service holds beside its tables and stamps, for tables of several sizes and after many cuts."""
 
-import os
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +8,7 @@ from rich.console import Console
 
 from sync_service.client import Part, Publisher, PublisherOptions, Shard, ShardRows, Table
 from trainer.bench.children import Children
+from trainer.bench.process import resident_bytes
 
 SIZES, DIM, CUTS = (250_000, 500_000, 1_000_000), 64, 40
 
@@ -40,7 +39,7 @@ def _measure(rows: int) -> dict[str, int]:
             for step in range(CUTS + 1):
                 version = publisher.publish(_part(table, step)).result().version
             replica.ask(str(version))
-        resident = _resident_bytes(children.processes.pid(service.NAME))
+        resident = sum(resident_bytes(children.processes.pid(service.NAME)).values())
     held = table.nbytes + 8 * rows
     return {
         "rows": rows,
@@ -54,17 +53,3 @@ def _part(table: Table, step: int) -> Part:
     ids = np.arange(table.rows) if step == 0 else np.arange(step % 10, table.rows, 10)
     rows = ShardRows(0, ids, np.full((len(ids), table.dim), step, np.float32))
     return Part(step=step, step_end_unix_ns=time.time_ns(), rows=[rows], full=step == 0)
-
-
-def _resident_bytes(pid: int) -> int:
-    """Anonymous memory and the mapped tables. The log's pages, which are the kernel's cache of a file that LMDB
-    maps, are left out: the kernel takes them back whenever it likes.
-    """
-    total, path = 0, ""
-    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
-        field, _, rest = line.partition(":")
-        if "-" in field.split(" ")[0]:
-            path = line.split(" ", 5)[-1].strip() if line.count(" ") >= 5 else ""
-        elif field == "Rss" and not path.endswith(f"log{os.sep}data.mdb"):
-            total += int(rest.split()[0]) * 1024
-    return total

@@ -1,6 +1,7 @@
 """The processes at the other end of a benchmark's sockets.
 
     python -m trainer.bench.peers replica SERVICE        a replica with NumPy tables
+    python -m trainer.bench.peers fleet SERVICE NAME...  a replica of each of these consumers, with NumPy tables
     python -m trainer.bench.peers sink                   a bare gRPC server that takes a stream and counts it
     python -m trainer.bench.peers source SINK ROWS DIM   a bare gRPC client that sends rows to a sink
 
@@ -9,10 +10,12 @@ the service and the replica do.
 """
 
 import asyncio
+import json
 import queue
 import sys
+import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import grpc.aio
@@ -20,8 +23,9 @@ import numpy as np
 from deltasync.v1 import publish_pb2, publish_pb2_grpc, tables_pb2
 
 from sync_service.allocator import keep_freed_memory
-from sync_service.client import NumpyTarget, Subscriber, SubscriberOptions
+from sync_service.client import NumpyTarget, Release, Subscriber, SubscriberOptions, Table
 from sync_service.codec import chunked
+from sync_service.tables import Ids, Values
 
 
 class Sink(publish_pb2_grpc.PublishServiceServicer):
@@ -78,6 +82,63 @@ def replica(service: str) -> None:
             _answer(str(subscriber.wait_for(int(line), 120).version))
 
 
+class Member:
+    """A replica that knows which version its rows were made of, and what it was given.
+
+    Attributes:
+        releases: it has applied.
+        rows: of these.
+    """
+
+    def __init__(self, service: str, consumer: str) -> None:
+        self.releases = self.rows = 0
+        self._version = 0
+        self._tables = NumpyTarget()
+        self._moved = threading.Condition()
+        options = SubscriberOptions(service=service, consumer=consumer, replica="bench")
+        self._subscriber = Subscriber(options, self)
+
+    def apply(self, release: Release) -> None:
+        """Take over values; ids and norms are only counted."""
+        if all(rows.norms is None for rows in release.rows):
+            self._tables.apply(release)
+        with self._moved:
+            self.releases += 1
+            self.rows += sum(len(rows.ids) for rows in release.rows)
+            self._version = release.version
+            self._moved.notify_all()
+
+    def read(self, table: Table, ids: Ids) -> Values | None:
+        """Some rows of a table."""
+        return self._tables.read(table, ids)
+
+    def wait_for(self, version: int) -> None:
+        """Wait until it was given a release that was made of a version."""
+        with self._moved:
+            reached = self._moved.wait_for(lambda: self._version >= version, 120)
+        self._subscriber.check()
+        if not reached:
+            raise TimeoutError(f"the last release was made of version {self._version}, not {version}")
+
+    def close(self) -> None:
+        """Unsubscribe."""
+        self._subscriber.close()
+
+
+def fleet(service: str, consumers: Sequence[str]) -> None:
+    """Follow consumers; at every line, wait until the replica of each has rows of the version it names, and answer
+    with the releases and rows that each was given by then.
+    """
+    members = [Member(service, consumer) for consumer in consumers]
+    _answer("ready")
+    for line in sys.stdin:
+        for member in members:
+            member.wait_for(int(line))
+        _answer(json.dumps([[member.releases, member.rows] for member in members]))
+    for member in members:
+        member.close()
+
+
 def _answer(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
@@ -85,10 +146,12 @@ def _answer(text: str) -> None:
 
 def main(role: str, *arguments: str) -> None:
     """Play one of the roles."""
-    if role == "replica" or role.startswith("tuned-"):
+    if role in ("replica", "fleet") or role.startswith("tuned-"):
         keep_freed_memory()
     if role == "replica":
         replica(arguments[0])
+    elif role == "fleet":
+        fleet(arguments[0], arguments[1:])
     elif role.endswith("sink"):
         asyncio.run(sink())
     else:

@@ -1,7 +1,8 @@
 """How sure a median is."""
 
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterable, Sequence
 
 
 def interval(ordered: Sequence[float]) -> tuple[float, float]:
@@ -9,3 +10,10 @@ def interval(ordered: Sequence[float]) -> tuple[float, float]:
     reach = math.ceil(0.98 * math.sqrt(len(ordered)))
     below = max(0, len(ordered) // 2 - reach)
     return ordered[below], ordered[-1 - below]
+
+
+def spread_of(name: str, values: Iterable[float]) -> dict[str, float]:
+    """The median as figure `name`, and that interval as NAME_low and NAME_high."""
+    ordered = sorted(values)
+    low, high = interval(ordered)
+    return {name: statistics.median(ordered), f"{name}_low": low, f"{name}_high": high}

@@ -10,6 +10,7 @@ import click
 from rich.console import Console
 
 from sync_service.cli.config import CONTEXT
+from sync_service.cli.policy_options import release_options, take_policy
 from trainer.demo.report import print_report
 from trainer.demo.run import DemoOptions, run_demo
 from trainer.stream_options import stream_options, take_stream_options
@@ -21,6 +22,7 @@ _SYNTHETIC_EVENTS = 75_000
 @click.command(context_settings=CONTEXT)
 @stream_options
 @training_options
+@release_options
 @click.option("--ranks", type=click.IntRange(1), default=DemoOptions.ranks, help="Trainer processes.")
 @click.option(
     "--publish-every", type=click.IntRange(1), default=DemoOptions.publish_every, help="Steps between cuts."
@@ -39,15 +41,17 @@ def demo(json_file: Path | None, **settings: Any) -> None:
     """Run the whole path on loopback: a service, a trainer of two ranks and two replicas of one consumer.
 
     Every event is scored before the trainer learns from it: by the trainer, by a synced replica, and by one
-    frozen at half time. At the end every row of both replicas is compared with the trainer's.
+    frozen at half time. At the end every row of both replicas is compared with the trainer's. --top-k and its
+    like are the consumer's policy: what its replicas are given.
     """
     if settings["data"] == "synthetic" and settings["events"] is None:
         settings["events"] = _SYNTHETIC_EVENTS
     stream, training = take_stream_options(settings), take_training_options(settings)
+    policy = take_policy(settings)
     # As any other end: the processes are ended too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     console = Console()
-    report = run_demo(DemoOptions(stream=stream, training=training, **settings), console)
+    report = run_demo(DemoOptions(stream=stream, training=training, policy=policy, **settings), console)
     print_report(report, console)
     if json_file:
         json_file.write_text(json.dumps(report, indent=2) + "\n")

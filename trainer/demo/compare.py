@@ -8,6 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sync_service.consumers.policy import Policy
+from sync_service.tables import Table
+from sync_service.value_types import decode, encode
 from trainer.demo.metrics import auc, log_loss
 from trainer.demo.processes import DemoFailed
 
@@ -50,6 +53,17 @@ def _place(
 
 def _bits(values: NDArray[Any]) -> NDArray[Any]:
     return np.ascontiguousarray(values).view(f"u{values.dtype.itemsize}")
+
+
+def as_given(tables: Tables, policy: Policy) -> Tables:
+    """What replicas of a consumer with a policy are to hold of these tables."""
+    return {name: _as_given(name, rows, policy) for name, rows in tables.items()}
+
+
+def _as_given(name: str, rows: NDArray[Any], policy: Policy) -> NDArray[Any]:
+    table = Table(name, len(rows), rows.shape[1], rows.dtype)
+    value_type = policy.gives(table).value_type
+    return decode(encode(rows, value_type), value_type, table.dtype)
 
 
 def unequal_rows(trainer: Tables, replica: Tables) -> dict[str, int]:

@@ -30,7 +30,9 @@ class DemoProgress:
         """Show the service's answer for the consumer."""
         step, behind = lag["head_step"], lag["lag"]
         distance = f"{behind['versions']} versions, {behind['rows']} rows, {behind['seconds']:.1f} s"
-        text = f"version {lag['head']}  lag {distance}"
+        share = behind["unsent_share"]
+        unsent = f", {100 * share:.1f} % of the norm unsent" if share else ""
+        text = f"version {lag['head']}  lag {distance}{unsent}"
         self._bar.update(self._task, completed=step, description=text)
         part = step * _LINES // self._steps
         if not self._console.is_terminal and part > self._printed:

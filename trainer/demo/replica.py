@@ -20,6 +20,7 @@ from sync_service.cli.config import CONTEXT
 from sync_service.client import Release, Subscriber, SubscriberOptions
 from sync_service.client.torch_target import TorchTarget
 from sync_service.process_logging import log_to_stderr
+from sync_service.tables import Ids, Table, Values
 from trainer.data.events import Events
 from trainer.data.features import Featurizer
 from trainer.demo.scorer import Scorer
@@ -37,13 +38,15 @@ class Replica:
     """Scores a stream, and takes releases in between.
 
     Attributes:
-        applied: version, step and time (nanoseconds since 1970) of the last 1,000,000 releases applied.
+        applied: position, step and time (nanoseconds since 1970) of the last 1,000,000 releases applied.
+        received_bytes: bytes of ids and values of each of these.
     """
 
     def __init__(self, model: ClickModel, scorer: Scorer, stop: threading.Event, hold_releases: bool) -> None:
         self.target = TorchTarget(model)
         self.scorer = scorer
         self.applied: deque[tuple[int, int, int]] = deque(maxlen=1_000_000)
+        self.received_bytes: deque[int] = deque(maxlen=1_000_000)
         self._stop = stop
         self._hold_releases = hold_releases
         self._scoring = threading.Condition()
@@ -58,6 +61,11 @@ class Replica:
                 self._scoring.wait(_CHECK_SECONDS)
             self.target.apply(release)
             self.applied.append((release.position.version, release.step, time.time_ns()))
+            self.received_bytes.append(release.bytes)
+
+    def read(self, table: Table, ids: Ids) -> Values | None:
+        """Some rows of a table, for its checksum."""
+        return self.target.read(table, ids)
 
     def score(self, events: Events) -> None:
         """Score a batch."""
@@ -71,7 +79,8 @@ class Replica:
             tables = {table: weight.numpy() for table, weight in self.target.tables().items()}
             np.savez(folder / f"tables-{name}.npz", allow_pickle=False, **tables)
             np.savez(folder / f"scores-{name}.npz", allow_pickle=False, **self.scorer.columns())
-            (folder / f"{name}.json").write_text(json.dumps({"applied": list(self.applied)}))
+            facts = {"applied": list(self.applied), "received_bytes": list(self.received_bytes)}
+            (folder / f"{name}.json").write_text(json.dumps(facts))
 
 
 @click.command(context_settings=CONTEXT)

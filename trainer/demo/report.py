@@ -1,6 +1,7 @@
 """What the demo found out, as a dictionary and as a table."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from trainer.demo.compare import freshness, quality, trainer_tables, unequal_rows
+from sync_service.consumers.policy import Policy
+from trainer.demo.compare import as_given, freshness, quality, trainer_tables, unequal_rows
 
 
-def build_report(folder: Path, *, ranks: int, replicas: list[str], events: int, restarts: int) -> dict[str, Any]:
+def build_report(
+    folder: Path, *, ranks: int, replicas: Sequence[str], events: int, restarts: int, policy: Policy
+) -> dict[str, Any]:
     """Compare what the processes have left in `folder`. Bytes are those of ids and values.
 
     Raises:
@@ -19,13 +23,15 @@ def build_report(folder: Path, *, ranks: int, replicas: list[str], events: int, 
     """
     facts = [json.loads((folder / f"trainer-{rank}.json").read_text()) for rank in range(ranks)]
     trainer = trainer_tables(folder, ranks)
-    unequal = {name: _unequal(folder, trainer, name) for name in replicas}
+    expected = as_given(trainer, policy)
+    unequal = {name: _unequal(folder, expected, name) for name in replicas}
+    received = [sum(_facts(folder, name)["received_bytes"]) for name in replicas]
     found = quality(folder, ranks, replicas[0], replicas[-1], events // 2)
     fresh = np.array(
         [
             second
             for name in replicas
-            for second in freshness(facts[0]["step_ends_unix_ns"], _applied(folder, name))
+            for second in freshness(facts[0]["step_ends_unix_ns"], _facts(folder, name)["applied"])
         ]
     )
     return {
@@ -46,6 +52,8 @@ def build_report(folder: Path, *, ranks: int, replicas: list[str], events: int, 
         "cuts_absorbed": facts[0]["absorbed"],
         "rows_published": sum(fact["rows"] for fact in facts),
         "bytes_published": sum(fact["bytes"] for fact in facts),
+        "bytes_received": max(received),
+        "policy": policy.as_dict(),
         "bytes_full_push": facts[0]["versions"] * sum(rows.nbytes for rows in trainer.values()),
         "service_restarts": restarts,
     }
@@ -56,9 +64,9 @@ def _unequal(folder: Path, trainer: dict[str, Any], name: str) -> dict[str, int]
         return unequal_rows(trainer, dict(arrays))
 
 
-def _applied(folder: Path, name: str) -> list[tuple[int, int, int]]:
-    applied: list[tuple[int, int, int]] = json.loads((folder / f"{name}.json").read_text())["applied"]
-    return applied
+def _facts(folder: Path, name: str) -> dict[str, Any]:
+    facts: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
+    return facts
 
 
 def print_report(report: dict[str, Any], console: Console) -> None:
@@ -80,7 +88,12 @@ def print_report(report: dict[str, Any], console: Console) -> None:
 
 def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
     fresh = report["freshness_seconds"]
-    full, sent = report["bytes_full_push"], report["bytes_published"]
+    full, sent, received = report["bytes_full_push"], report["bytes_published"], report["bytes_received"]
+    of_what = (
+        "trainer's"
+        if report["policy"]["value_type"] == "fp32"
+        else f"trainer's in {report['policy']['value_type']}"
+    )
     equal = "yes" if report["rows_equal"] else f"NO: {report['rows_unequal']}"
     return [
         ("freshness", f"p50 {fresh['p50']:.3f} s   p99 {fresh['p99']:.3f} s   max {fresh['max']:.3f} s"),
@@ -89,7 +102,8 @@ def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
             "bytes",
             f"{sent / 1e6:.1f} MB published; full pushes: {full / 1e6:.1f} MB, {full / sent:.1f} times as many",
         ),
+        ("received", f"{received / 1e6:.1f} MB by a replica: {full / received:.1f} times less than full pushes"),
         ("restarts", f"{report['service_restarts']} of the service"),
-        ("compared", f"{report['rows_compared']:,} rows of the replicas with the trainer's, bit by bit"),
+        ("compared", f"{report['rows_compared']:,} rows of the replicas with the {of_what}, bit by bit"),
         ("rows equal:", equal),
     ]

@@ -14,6 +14,9 @@ from typing import Any
 import click
 import pytest
 
+from sync_service.cli.configured_consumers import read_consumers
+from sync_service.consumers.policy import Policy
+
 Stages = dict[str, list[tuple[str, str]]]
 Unit = list[tuple[str, str]]
 
@@ -97,11 +100,30 @@ def test_check_refuses_what_is_wrong(cli: click.Group, line: str) -> None:
 
 def test_configuration_has_only_settings_of_serve(deploy: Path, serve: dict[str, click.Parameter]) -> None:
     settings = tomllib.loads((deploy / "kubernetes/deltasync.toml").read_text())
+    read_consumers(settings.pop("consumers", {}))
     for key, value in settings.items():
         assert key in serve, f"deltasync.toml: {key} is no option of serve"
         assert isinstance(value, list) == serve[key].multiple
         for one in value if isinstance(value, list) else [value]:
             serve[key].type(one)
+
+
+def test_examples_of_policies_are_policies(deploy: Path) -> None:
+    text = (deploy / "kubernetes/deltasync.toml").read_text()
+    commented = text[text.index("# [consumers.") :]
+    examples = [re.sub(r"(?m)^# ", "", commented)]
+    examples += re.findall(r"(?s)```toml\n(.*?)```", (deploy / "README.md").read_text())
+    policies = [
+        each.policy.as_dict()
+        for example in examples
+        for each in read_consumers(tomllib.loads(example)["consumers"])
+        if each.policy
+    ]
+    assert len(policies) == len(examples) == 2
+    for key in Policy().as_dict():
+        assert f"# {key} = " in commented
+        assert f"`{key}`" in (deploy / "README.md").read_text()
+    assert [(policy["top_k"], policy["value_type"]) for policy in policies] == [(0.1, "int8")] * 2
 
 
 def test_variables_are_settings_of_serve(root: Path, deploy: Path, serve: dict[str, click.Parameter]) -> None:

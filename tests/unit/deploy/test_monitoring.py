@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.support.metrics import POLICY_METRICS
+
 # What Prometheus itself adds.
 BUILT_IN = {"up": {"job", "instance"}}
-FUNCTIONS = {"min_over_time", "deriv", "changes", "rate", "sum", "by", "and"}
+FUNCTIONS = {"min_over_time", "deriv", "changes", "increase", "rate", "sum", "by", "and", "or"}
 
 Expression = tuple[str, set[str]]
 
@@ -61,9 +63,13 @@ def test_expressions_use_metrics_and_labels_that_exist(
             assert shown | set(_used_labels(expression)) <= known[name], expression
 
 
-def test_dashboard_and_alerts_show_every_lag(expressions: list[Expression], metrics: dict[str, set[str]]) -> None:
+def test_dashboard_and_alerts_show_every_lag_and_all_of_releases(
+    expressions: list[Expression], metrics: dict[str, set[str]]
+) -> None:
     used = set().union(*(_names(expression) for expression, _ in expressions))
     assert {name for name in metrics if "_lag_" in name} <= used
+    assert POLICY_METRICS.keys() <= used
+    assert {"deltasync_consumer_damages_total", "deltasync_consumer_damaged_tables"} <= used
 
 
 def test_prometheus_reads_the_alerts_and_scrapes_the_job_they_name(

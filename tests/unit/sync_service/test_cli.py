@@ -98,7 +98,7 @@ def test_several_consumers_come_from_flags_or_the_environment(served: list[Serve
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("grcp_port = 1", "unknown setting 'grcp_port'; settings: admin_token, consumer, data_dir"),
+        ("grcp_port = 1", "unknown setting 'grcp_port'; settings: admin_token, consumer, consumers, data_dir"),
         ("grpc-port = 1", "unknown setting 'grpc-port'"),
         ("grpc_port = ", "c.toml: Invalid value"),
         ('grpc_port = "many"', "Invalid value for '--grpc-port'"),
@@ -172,6 +172,5 @@ def test_every_verb_explains_itself(path: tuple[str, ...]) -> None:
 
 
 def test_the_verbs_are_those_of_the_service() -> None:
-    assert {"serve", "lag", "consumers", "consumers list", "consumers create", "consumers delete"} <= {
-        " ".join(path) for path in verbs(cli)
-    }
+    consumers = {f"consumers {verb}" for verb in ("list", "create", "update", "delete")}
+    assert {"serve", "lag", "consumers", *consumers} <= {" ".join(path) for path in verbs(cli)}

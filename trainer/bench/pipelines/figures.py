@@ -1,13 +1,12 @@
 """The figures of the pipeline benchmark, from what its turns took."""
 
-import statistics
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer.bench.pipelines.options import ratio_name
 from trainer.bench.pipelines.variants import VARIANTS
-from trainer.bench.spread import interval
+from trainer.bench.spread import spread_of
 from trainer.bench.turns import Taken
 
 # What a step took in each turn, by variant.
@@ -32,7 +31,7 @@ def figures(rounds: Rounds, memory: Mapping[str, tuple[int, int]], losses: Mappi
 
 def _step_times(rounds: Rounds, name: str) -> dict[str, float]:
     times = sorted(1e3 * one[name].seconds for one in rounds)
-    return _spread("step_ms", times) | {"step_ms_min": times[0], "step_ms_max": times[-1]}
+    return spread_of("step_ms", times) | {"step_ms_min": times[0], "step_ms_max": times[-1]}
 
 
 def _ratios(rounds: Rounds, name: str, other: str) -> dict[str, float]:
@@ -40,13 +39,8 @@ def _ratios(rounds: Rounds, name: str, other: str) -> dict[str, float]:
     steps = sorted(mine.seconds / its.seconds for mine, its in pairs)
     cores = sorted(mine.cpu_seconds / its.cpu_seconds for mine, its in pairs)
     ratio = ratio_name(name)
-    return _spread(f"{ratio}_step_ratio", steps) | _spread(f"{ratio}_cpu_ratio", cores)
+    return spread_of(f"{ratio}_step_ratio", steps) | spread_of(f"{ratio}_cpu_ratio", cores)
 
 
 def _peak(held: int, rise: int) -> dict[str, int]:
     return {"peak_bytes": held + rise, "held_bytes": held}
-
-
-def _spread(name: str, ordered: Sequence[float]) -> dict[str, float]:
-    low, high = interval(ordered)
-    return {name: statistics.median(ordered), f"{name}_low": low, f"{name}_high": high}

@@ -1,0 +1,25 @@
+"""The `deltasync` command, in the test's own process."""
+
+import contextlib
+import io
+import os
+from unittest import mock
+
+import pytest
+
+from sync_service.cli.main import main
+
+
+def deltasync(*arguments: str, **environment: str) -> tuple[int, str, str]:
+    """Exit status, output and what it says of errors; `environment` is that of DELTASYNC_ variables."""
+    settings = {f"DELTASYNC_{name.upper()}": value for name, value in environment.items()}
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        mock.patch("sys.argv", ["deltasync", *arguments]),
+        mock.patch.dict(os.environ, settings),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        pytest.raises(SystemExit) as ended,
+    ):
+        main()
+    return int(ended.value.code or 0), out.getvalue(), err.getvalue()

@@ -1,0 +1,32 @@
+"""What another process takes, by Linux's account."""
+
+import os
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+TICK_SECONDS = 1 / os.sysconf("SC_CLK_TCK")
+
+
+def cpu_seconds(pid: int) -> float:
+    """Seconds in which a core was at work for a process, in steps of `TICK_SECONDS`."""
+    after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    user, system = after_name[11:13]
+    return (int(user) + int(system)) * TICK_SECONDS
+
+
+def resident_bytes(pid: int) -> Mapping[str, int]:
+    """Resident bytes by what they are mapped from: the path of a file, or "" for memory that is of none.
+
+    The log's pages, which are the kernel's cache of a file that LMDB maps, are left out: the kernel takes them
+    back whenever it likes.
+    """
+    found: Counter[str] = Counter()
+    path = ""
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        field, _, rest = line.partition(":")
+        if "-" in field.split(" ")[0]:
+            path = line.split(" ", 5)[-1].strip() if line.count(" ") >= 5 else ""
+        elif field == "Rss" and not path.endswith(f"log{os.sep}data.mdb"):
+            found[path] += int(rest.split()[0]) * 1024
+    return found
