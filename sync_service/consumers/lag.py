@@ -125,11 +125,11 @@ def measure(
         row_bytes: what a row of each table takes on the wire.
         lacking: how many rows of each table are not held as the model has them.
         now_unix_ns: the time, nanoseconds since 1970.
-        since: the version since which the oldest row is lacking, if that is before the one after `version`.
+        since: the version since which the oldest row is lacking; None = the one after `version`.
     """
     head = seals[-1].version if seals else 0
     oldest = version + 1 if since is None else since
-    if head < oldest:
+    if head <= version and not sum(lacking):
         return Lag(0, 0, 0, 0.0)
     size = sum(rows * each for rows, each in zip(lacking, row_bytes, strict=True))
     return Lag(head - version, sum(lacking), size, age(oldest, seals, now_unix_ns))

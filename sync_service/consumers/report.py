@@ -104,13 +104,21 @@ def _facts_of_view(view: View) -> _Facts:
 
 def _lag(offset: int, rows: list[int], facts: _Facts, seals: Sequence[Seal], now: int) -> Lag:
     version = facts.version_of(offset)
-    since = min(version + 1, facts.oldest) if facts.oldest else None
-    lag = measure(version, seals, [table.row_bytes for table in facts.tables], rows, now, since)
+    lag = measure(version, seals, [table.row_bytes for table in facts.tables], rows, now, _since(offset, facts))
     left = [table.left for table in facts.tables if table.left]
     if offset != facts.newest or len(left) < len(facts.tables):
         return lag
     norm, share = unsent(left)
     return replace(lag, unsent_norm=norm, unsent_share=share)
+
+
+def _since(offset: int, facts: _Facts) -> int | None:
+    """The version since which the oldest row is lacking that who holds `offset` lacks; None = the next one."""
+    if facts.newest is None or (offset == facts.newest and not facts.oldest):
+        return None
+    version = facts.version_of(offset)
+    # Who lacks a release lacks rows that were dirty when the one it holds was made.
+    return min(version + (offset == facts.newest), facts.oldest or version + 1)
 
 
 def _table_line(table: _Table, rows: int, seals: Sequence[Seal], now: int) -> TableLag:

@@ -14,11 +14,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from sync_service.consumers.account import Account, TableLeft, account_of, account_of_made, table_left
+from sync_service.consumers.account import Account, TableLeft, Taken, account_of, table_left, taken_of, with_left
 from sync_service.consumers.giving import Giving, look
 from sync_service.consumers.policy import Policy
-from sync_service.consumers.ranking import DirtyRows, Pick, pick
+from sync_service.consumers.ranking import pick
 from sync_service.consumers.view_store import Kept, Record, ViewStore
+from sync_service.consumers.view_table import ViewTable
 from sync_service.given import Given
 from sync_service.log import Log, Seal
 from sync_service.mapped import MappedTable
@@ -59,6 +60,7 @@ class View:
         self.left: dict[str, TableLeft] = {}
         self._store = ViewStore(log, consumer, directory)
         self._giving = Giving(log, self._store.name)
+        self._unwritten: tuple[Head, Account] | None = None
         self._kept: tuple[Kept, ...] = ()
         self._heads: deque[Head] = deque(maxlen=_KEPT_HEADS)
         self._forked = 0
@@ -86,9 +88,7 @@ class View:
 
     @property
     def left_rows(self) -> int:
-        """Dirty rows as of the last look; after a restart, those that the last release has left."""
-        if self.left:
-            return sum(left.rows for left in self.left.values())
+        """Dirty rows that the last look has left."""
         return self.account.left_rows if self.account else 0
 
     @property
@@ -174,9 +174,11 @@ class View:
         newest = record.flushed
         for newest, slot, payload in self._store.records(record.flushed):
             self._kept[slot].table.replay(payload, newest)
+            self._giving.log_bytes += len(payload)
         for kept in self._kept:
             kept.table.count_digests()
         self._recover_head(newest)
+        self._store.remove_unused(self._kept)
 
     def flush(self) -> None:
         """Put the view on disk and drop its records from the log. Blocks; any thread.
@@ -188,8 +190,7 @@ class View:
             head, seen, kept = self.head, self.seen, self._kept
             if head and head.number != self._flushed:
                 written = self._giving.log_bytes
-                for each in kept:
-                    each.table.flush()
+                _flush(kept)
                 self._write(kept, head.number, seen)
                 self._giving.log_bytes -= written
 
@@ -200,6 +201,7 @@ class View:
     def discard(self) -> None:
         """Remove everything there is of it. Blocks."""
         with self._flushing:
+            self.head = None
             self._store.discard()
 
     def _write(self, kept: tuple[Kept, ...], number: int, seen: int) -> None:
@@ -219,32 +221,37 @@ class View:
     # On the model's thread.
 
     def _look_and_give(self, policy: Policy, overdue: int) -> None:
+        if self._unwritten:
+            self._advance(*self._unwritten)
         seal = self.model.applied
-        if seal is None or self.head is None:
+        if seal is None or self.head is None or self.account is None:
             return
         tables = [kept.table for kept in self._kept]
         dirty = look(tables, self.seen, policy, overdue)
         picked = pick(dirty, policy)
         since = [table.since[rows.ids] for table, rows in zip(tables, dirty, strict=True)]
-        self.seen = seal.version
+        head = _head(self.head.number + 1, seal.version, seal)
+        failure = self._giving.give(tables, dirty, picked.taken, head.number)
+        # What could not be written is still dirty.
+        left = [table.since[rows.ids] != 0 for table, rows in zip(tables, dirty, strict=True)]
         self.left = {
-            table.source.table.name: table_left(rows, taken, dirty_since, table.source.norm)
-            for table, rows, taken, dirty_since in zip(tables, dirty, picked.taken, since, strict=True)
+            table.source.table.name: table_left(rows, mask, dirty_since, table.source.norm)
+            for table, rows, mask, dirty_since in zip(tables, dirty, left, since, strict=True)
         }
-        if any(mask.any() for mask in picked.taken):
-            self._give(dirty, picked, _head(self.head.number + 1, seal))
-
-    def _give(self, dirty: list[DirtyRows], picked: Pick, head: Head) -> None:
-        failure = self._giving.give([kept.table for kept in self._kept], dirty, picked.taken, head.number)
-        account = account_of(dirty, picked, head, time.time_ns())
-        self._advance(head, account)
+        taken = taken_of(dirty, [~mask for mask in left], picked.reason)
+        if taken.rows:
+            self._advance(head, account_of(head, time.time_ns(), taken, self.left.values()))
+        else:
+            self.account = with_left(self.account, self.left.values())
+        self.seen = seal.version
         if failure:
             raise failure
 
     def _advance(self, head: Head, account: Account) -> None:
-        """Only now may replicas be given the release."""
+        """Let replicas be given the release, once it is written down."""
+        self._unwritten = (head, account)
         self._store.write_release(head, account)
-        self.head, self.account = head, account
+        self.head, self.account, self._unwritten = head, account, None
         self._heads.append(head)
 
     # Making tables.
@@ -252,26 +259,26 @@ class View:
     async def _make(self, sources: Sequence[MappedTable], wanted: Sequence[Given]) -> None:
         have = {kept.table.given: kept for kept in self._kept}
         seen = self.seen if self.head else self.model.position.version
-        number = self.head.number + 1 if self.head else seen
-        kept = tuple(
-            [
-                have.get(given) or await self._made(source, given, number)
-                for source, given in zip(sources, wanted, strict=True)
-            ]
-        )
-        for each in kept:
-            await asyncio.to_thread(each.table.flush)
-        await self.model.run(self._install, kept, number, seen)
-        await asyncio.to_thread(self._store.remove_unused, kept)
-
-    async def _made(self, source: MappedTable, given: Given, number: int) -> Kept:
-        kept = await asyncio.to_thread(self._store.make, source, given)
         # What replicas held of the model before there was a policy need not be sent to them again.
-        as_it_was = self.head is None and given == Given.as_it_is(source.table)
+        as_it_was = self.head is None and all(given == Given.as_it_is(given.table) for given in wanted)
+        number = seen if as_it_was else self.head.number + 1 if self.head else seen + 1
+        try:
+            kept = tuple(
+                [
+                    have.get(given) or await self._made(source, given, None if as_it_was else number)
+                    for source, given in zip(sources, wanted, strict=True)
+                ]
+            )
+            await asyncio.to_thread(_flush, kept)
+            await self.model.run(self._install, kept, number, seen)
+        finally:
+            await asyncio.to_thread(self._store.remove_unused, self._kept)
+
+    async def _made(self, source: MappedTable, given: Given, release: int | None) -> Kept:
+        kept = await asyncio.to_thread(self._store.make, source, given)
         ids = await self.model.run(source.changed_since, 0)
         for start in range(0, len(ids), _COPIED_ROWS):
-            rows = ids[start : start + _COPIED_ROWS]
-            await self.model.run(kept.table.copy, rows, None if as_it_was else number)
+            await self.model.run(kept.table.copy, ids[start : start + _COPIED_ROWS], release)
         return kept
 
     def _install(self, kept: tuple[Kept, ...], number: int, seen: int) -> None:
@@ -279,17 +286,35 @@ class View:
         if seal is None:
             raise RuntimeError("a view is made of a model of which nothing is published")
         if self.head is None:
-            self._forked, number = seen, seal.version
+            self._forked, number = seen, max(number, seal.version)
         new = [each.table for each in kept if each not in self._kept]
-        head = _head(number, seal)
-        sizes = [(table.sent.count_changed_since(0), table.sent.table.row_bytes) for table in new]
-        norm = math.hypot(*(table.held.norm for table in new))
-        account = account_of_made(sizes, head, time.time_ns(), norm)
+        left = {each.table.source.table.name: self._left_of(each) for each in kept}
+        head = _head(number, seen, seal)
+        account = account_of(head, time.time_ns(), _whole(new), left.values())
         with self._flushing:
             self._advance(head, account)
             self._write(kept, number, seen)
-            self._kept, self.seen = kept, seen
+            self._kept, self.seen, self.left = kept, seen, left
+
+    def _left_of(self, kept: Kept) -> TableLeft:
+        """What is left of a table; nothing of one that is new."""
+        table = kept.table.source
+        before = self.left.get(table.table.name) if kept in self._kept else None
+        return before or TableLeft(table_norm=table.norm)
 
 
-def _head(number: int, seal: Seal) -> Head:
-    return Head(number, seal.version, seal.step, seal.step_end_unix_ns)
+def _whole(tables: Sequence[ViewTable]) -> Taken:
+    """What a release takes that gives whole tables."""
+    rows = [table.sent.count_changed_since(0) for table in tables]
+    size = sum(count * table.sent.table.row_bytes for count, table in zip(rows, tables, strict=True))
+    reason = f"took all {sum(rows)} rows of {len(tables)} tables that the replicas did not have in this form"
+    return Taken(sum(rows), size, math.hypot(*(table.held.norm for table in tables)), reason)
+
+
+def _flush(kept: Sequence[Kept]) -> None:
+    for each in kept:
+        each.table.flush()
+
+
+def _head(number: int, version: int, seal: Seal) -> Head:
+    return Head(number, version, seal.step, seal.step_end_unix_ns)

@@ -95,7 +95,8 @@ def play(
     """Run a service, a trainer and some fleets to the end of the stream, and on until all fleets are in one of the
     states `until`; returns the stream, and how often the service was started again.
 
-    What the processes have found is in `folder`. The last replica of the last fleet also scores with a copy that is frozen at half time.
+    What the processes have found is in `folder`. The last replica of the last fleet also scores with a copy that
+    is frozen at half time.
 
     Raises:
         DemoFailed: a process failed.
