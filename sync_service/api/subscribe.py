@@ -72,6 +72,7 @@ class ReplicaStream:
         self._feed: Model | View = service.feed(self._consumer)
         self._claim = position_from_message(message.held)
         self._given = Position()
+        self._tables: list[Given] = []
         self._ended = asyncio.Event()
         self._replica: Replica = self._registry.connect(self._consumer, message.replica, self._ended)
         self._proof = Proof()
@@ -97,12 +98,10 @@ class ReplicaStream:
         while not self._feed.tables:
             yield _progress(Position())
             await self._wait(acks, self._feed.changed())
-        given = self._feed.given
-        yield self._opened(given)
+        yield self._opened()
         while True:
             self._check_current()
-            if self._feed.given != given:
-                raise Superseded(f"consumer {self._consumer.name!r} is given other tables now; reconnect")
+            self._check_given()
             self._damaged.clear()
             repaired = self._proof.begin_repair()
             if self._feed.position == self._given and not repaired:
@@ -113,7 +112,8 @@ class ReplicaStream:
             async for response in self._send(self._feed.release(self._given.version, repaired), acks):
                 yield response
 
-    def _opened(self, given: list[Given]) -> subscribe_pb2.SubscribeResponse:
+    def _opened(self) -> subscribe_pb2.SubscribeResponse:
+        given = self._tables = self._feed.given
         # What the replica is known to hold; what it merely claims must not become its offset.
         decision, self._given = self._feed.resume(self._claim)
         self._registry.acknowledge(self._consumer, self._replica, self._given)
@@ -131,6 +131,7 @@ class ReplicaStream:
     async def _send(self, frozen: asyncio.Task[FrozenRelease], acks: asyncio.Task[None]) -> Responses:
         # Only here, so that what was sent is not kept while there is nothing to send.
         release = await asyncio.shield(frozen)
+        self._check_given()
         for slot, ids, values in release.chunks():
             size = ids.nbytes + values.nbytes
             while self._outstanding > 0 and self._outstanding + size > self._budget:
@@ -193,7 +194,7 @@ class ReplicaStream:
 
     def _report(self, damaged: frozenset[int]) -> None:
         """Tell of a replica that holds other bits than it was given, and have it given the tables whole."""
-        tables = tuple(self._feed.given[slot].table.name for slot in sorted(damaged))
+        tables = tuple(self._tables[slot].table.name for slot in sorted(damaged))
         self._consumer.damages += len(set(tables) - set(self._replica.damaged))
         self._replica.damaged = tables
         where = f"{self._consumer.name}/{self._replica.name}"
@@ -215,6 +216,11 @@ class ReplicaStream:
         if self._service.draining.is_set():
             raise ServiceUnavailable("the service is shutting down; reconnect")
         self._check_current()
+
+    def _check_given(self) -> None:
+        """Check that slots still mean the tables the replica was told of."""
+        if self._feed.given != self._tables:
+            raise Superseded(f"consumer {self._consumer.name!r} is given other tables now; reconnect")
 
     def _check_current(self) -> None:
         if self._registry.consumers.get(self._consumer.name) is not self._consumer:

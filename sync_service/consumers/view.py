@@ -222,7 +222,7 @@ class View:
 
     def _look_and_give(self, policy: Policy, overdue: int) -> None:
         if self._unwritten:
-            self._advance(*self._unwritten)
+            self._write_release(*self._unwritten)
         seal = self.model.applied
         if seal is None or self.head is None or self.account is None:
             return
@@ -240,17 +240,20 @@ class View:
         }
         taken = taken_of(dirty, [~mask for mask in left], picked.reason)
         if taken.rows:
-            self._advance(head, account_of(head, time.time_ns(), taken, self.left.values()))
+            self._unwritten = (head, account_of(head, time.time_ns(), taken, self.left.values()))
+            self._write_release(*self._unwritten)
         else:
             self.account = with_left(self.account, self.left.values())
         self.seen = seal.version
         if failure:
             raise failure
 
-    def _advance(self, head: Head, account: Account) -> None:
-        """Let replicas be given the release, once it is written down."""
-        self._unwritten = (head, account)
+    def _write_release(self, head: Head, account: Account) -> None:
         self._store.write_release(head, account)
+        self._advance(head, account)
+
+    def _advance(self, head: Head, account: Account) -> None:
+        """From here on replicas are given the release, which is written down."""
         self.head, self.account, self._unwritten = head, account, None
         self._heads.append(head)
 
@@ -292,9 +295,10 @@ class View:
         head = _head(number, seen, seal)
         account = account_of(head, time.time_ns(), _whole(new), left.values())
         with self._flushing:
-            self._advance(head, account)
+            self._store.write_release(head, account)
             self._write(kept, number, seen)
             self._kept, self.seen, self.left = kept, seen, left
+            self._advance(head, account)
 
     def _left_of(self, kept: Kept) -> TableLeft:
         """What is left of a table; nothing of one that is new."""
