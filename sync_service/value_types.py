@@ -7,6 +7,7 @@ The codes of int8 are those of fbgemm's fused 8-bit row-wise operator:
 `scale = (max - min) / 255`, `bias = min`, `code = rint((value - bias) * (255 / (max - min + 1e-8)))`, in fp32.
 """
 
+import math
 from enum import Enum
 
 import numpy as np
@@ -18,6 +19,8 @@ _SCALE_AND_BIAS_BYTES = 8
 _LARGEST_FP16 = np.float32(np.finfo(np.float16).max)
 _LARGEST_BF16_BITS = np.uint32(0x7F7F0000)
 _EPSILON = np.float32(1e-8)
+# By how much of it a number is rounded, of the types of tables.
+_EPS = {VALUE_TYPES[0]: 2.0**-23, VALUE_TYPES[1]: 2.0**-10}
 _LARGEST_FP32 = float(np.finfo(np.float32).max)
 
 Encoded = Values
@@ -81,7 +84,30 @@ def decode(encoded: Encoded, value_type: ValueType, dtype: np.dtype[np.generic])
         return _from_int8(encoded).astype(dtype, copy=False)
     if value_type is ValueType.BF16:
         return (encoded.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(dtype, copy=False)
+    if value_type is ValueType.FP16 and dtype == VALUE_TYPES[0]:
+        return _from_fp16(encoded)
     return encoded.astype(dtype, copy=False)
+
+
+def largest_distances(encoded: Encoded, decoded: Values, value_type: ValueType) -> NDArray[np.float64]:
+    """How far (L2) a row can lie from what it is encoded as, at most: [n], by the encoded rows and what they stand
+    for. Never too little; infinite where there is no bound.
+    """
+    root = math.sqrt(decoded.shape[1])
+    if value_type is ValueType.INT8:
+        scale, bias = np.ascontiguousarray(encoded[:, -8:]).view("<f4").astype(np.float64).T
+        # Half a step; what is added to the range of a row; and rounding to the table's type.
+        each: NDArray[np.float64] = 0.501 * scale + 1e-7 + 2 * _EPS[decoded.dtype] * (np.abs(bias) + 255 * scale)
+        return root * each
+    if encoded.dtype == decoded.dtype:
+        return np.zeros(len(encoded))
+    exact = decoded.astype(np.float32, copy=False)
+    with np.errstate(over="ignore"):
+        norms: NDArray[np.float64] = np.sqrt(np.einsum("ij,ij->i", exact, exact)).astype(np.float64)
+    if value_type is ValueType.BF16:
+        return norms * (1.01 * 2.0**-8) + 1e-18
+    # Among numbers below 65504 none was out of range.
+    return np.where(norms < _LARGEST_FP16, norms * (1.01 * 2.0**-11) + root * 2.0**-24, np.inf)
 
 
 def _to_bf16(values: NDArray[np.float32]) -> Encoded:
@@ -120,6 +146,18 @@ def _to_int8_wide(values: NDArray[np.float32]) -> Encoded:
     encoded[:, : values.shape[1]] = np.clip(np.rint((exact - low) / scale), 0, 255)
     _append(encoded, scale, low.astype(np.float32))
     return encoded
+
+
+def _from_fp16(encoded: Encoded) -> NDArray[np.float32]:
+    """Of finite numbers; six times as fast as NumPy's conversion. The bits are moved to where fp32 has them, and
+    the biases of the exponents differ by 112.
+    """
+    bits = np.ascontiguousarray(encoded).view(np.int16).astype(np.int32)
+    bits <<= np.int32(13)
+    bits &= np.int32(~0x70000000)
+    values = bits.view(np.float32)
+    values *= np.float32(2.0**112)
+    return values
 
 
 def _append(encoded: Encoded, scale: NDArray[np.float32], bias: NDArray[np.float32]) -> None:

@@ -13,7 +13,7 @@ from sync_service.given import Given, Mode
 from sync_service.mapped import MappedTable, file_of, map_array
 from sync_service.stamps import StampedTable
 from sync_service.tables import ID_TYPE, Ids, Values
-from sync_service.value_types import decode, encode, encoded_table
+from sync_service.value_types import decode, encode, encoded_table, largest_distances
 
 _COUNT = struct.Struct("<Q")
 # Blocks in which whole columns of stamps are scanned.
@@ -53,6 +53,8 @@ class ViewTable:
         since = file_of(given.table, directory, "since")
         self._mapped_since = map_array(since, np.dtype(np.int64), (given.table.rows,), new=new)
         self.since: NDArray[np.int64] = self._mapped_since
+        # Of dirty rows, as of the last look: what has not changed since is as far off as it was. None = not known.
+        self._norms: Floats | None = None
 
     def copy(self, ids: Ids, release: int | None) -> None:
         """Take over rows of the source as they are. They are stamped with `release`, or else as in the source."""
@@ -69,12 +71,15 @@ class ViewTable:
         """
         changed = self.source.changed_since(seen)
         self.since[changed[self.since[changed] == 0]] = seen + 1
+        if self._norms is None:
+            self._norms = np.zeros(len(self.since))
+            changed = np.flatnonzero(self.since)
+        for block in _blocks(len(changed), BLOCK_ROWS):
+            ids = changed[block]
+            self._norms[ids], differ = self._compare(ids, seen)
+            self.since[ids[~differ]] = 0
         dirty = np.flatnonzero(self.since)
-        norms, differ = np.empty(len(dirty)), np.ones(len(dirty), np.bool_)
-        for block in _blocks(len(dirty), BLOCK_ROWS):
-            norms[block], differ[block] = self._compare(dirty[block], seen)
-        self.since[dirty[~differ]] = 0
-        return dirty[differ], norms[differ]
+        return dirty, self._norms[dirty]
 
     def never_sent(self, ids: Ids) -> Mask:
         """Which of these rows no replica was ever given."""
@@ -123,12 +128,16 @@ class ViewTable:
 
     def _compare(self, ids: Ids, seen: int) -> tuple[Floats, Mask]:
         rows, held = self.source.rows_of(ids), self.held.rows_of(ids)
+        decoded, value_type = self.held.held(held), self.given.value_type
         # In fp64, in which no difference of two fp32 numbers overflows, nor its square.
-        delta = np.subtract(rows, self.held.held(held), dtype=np.float64)
+        delta = np.subtract(rows, decoded, dtype=np.float64)
+        norms: Floats = np.sqrt(np.einsum("ij,ij->i", delta, delta))
+        # Rows further away than encoding can explain need not be encoded to see that they differ.
+        near = ~(norms > largest_distances(held, decoded, value_type))
+        unsure = np.flatnonzero(near & (self.source.stamps[ids] > seen))
         differ = np.ones(len(ids), np.bool_)
-        fresh = np.flatnonzero(self.source.stamps[ids] > seen)
-        differ[fresh] = _bits_differ(encode(rows[fresh], self.given.value_type), held[fresh])
-        return np.sqrt(np.einsum("ij,ij->i", delta, delta)), differ
+        differ[unsure] = _bits_differ(encode(rows[unsure], value_type), held[unsure])
+        return norms, differ
 
     def count_digests(self) -> None:
         """Find the digests anew, after a restart."""

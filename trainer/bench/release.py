@@ -111,9 +111,9 @@ async def _measure(folder: Path, rows: int, dim: int, rounds: int) -> dict[str, 
         for name, view in views.items():
             await view.prepare(POLICIES[name])
         taken = [await _round(changing, views) for _ in range(WARM_UP + rounds)]
+        accounts = {name: view.account for name, view in views.items() if view.account}
         await changing.change()
         parts = {name: await _parts(view, POLICIES[name]) for name, view in views.items()}
-        accounts = {name: view.account for name, view in views.items() if view.account}
     sizes = {"rows": rows, "table_rows": changing.table.rows, "dim": dim, "rounds": rounds}
     return _figures(taken[WARM_UP:], parts, accounts) | sizes
 

@@ -1,0 +1,57 @@
+"""Looking at what is dirty in one table of a view."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sync_service.consumers.view_table import ViewTable
+from sync_service.given import Given, Mode
+from sync_service.stamps import StampedTable
+from sync_service.tables import Table
+from sync_service.value_types import ValueType
+
+TABLE = Table("t", 40, 16)
+LOSSY = [ValueType.FP16, ValueType.BF16, ValueType.INT8]
+
+
+@pytest.fixture
+def source() -> StampedTable:
+    table = StampedTable.zeros(TABLE)
+    table.apply(np.arange(40), np.random.default_rng(0).normal(size=(40, 16)).astype(np.float32), 1)
+    return table
+
+
+def viewed(source: StampedTable, kind: ValueType, folder: Path) -> ViewTable:
+    table = ViewTable(source, Given(TABLE, kind, Mode.EMBEDDINGS), folder, new=True)
+    table.copy(np.arange(40), 1)
+    return table
+
+
+@pytest.mark.parametrize("kind", ValueType)
+def test_a_row_that_was_left_is_as_far_off_as_before_also_after_a_restart(
+    source: StampedTable, kind: ValueType, tmp_path: Path
+) -> None:
+    table = viewed(source, kind, tmp_path)
+    source.apply(np.array([3, 9]), np.full((2, 16), 5, np.float32), 2)
+    ids, norms = table.look(1)
+    source.apply(np.array([20]), np.full((1, 16), 7, np.float32), 3)
+    again, more = table.look(2)
+    assert (ids.tolist(), again.tolist()) == ([3, 9], [3, 9, 20])
+    assert more[:2].tolist() == norms.tolist()
+    table.flush()
+    restarted = ViewTable(source, table.given, tmp_path, new=False)
+    assert restarted.look(3)[1].tolist() == more.tolist()
+
+
+@pytest.mark.parametrize("kind", LOSSY)
+def test_a_row_that_is_encoded_as_what_replicas_hold_is_not_dirty(
+    source: StampedTable, kind: ValueType, tmp_path: Path
+) -> None:
+    table = viewed(source, kind, tmp_path)
+    # The largest and smallest number stay, so that int8 keeps its scale; the others move by less than is sent.
+    moved = source.rows_of(np.array([5, 6])).astype(np.float32)
+    order = np.argsort(moved, axis=1)[:, 1:-1]
+    np.put_along_axis(moved, order, np.take_along_axis(moved, order, 1) * np.float32(1 + 1e-7), 1)
+    source.apply(np.array([5, 6]), moved, 2)
+    assert table.look(1)[0].tolist() == []
