@@ -45,6 +45,7 @@ class Model:
         seals: the kept seals in order; the last one is `sealed`.
         published: names of the tables of which some row is in a sealed cut.
         applied: the cut the tables are at; of the model's thread.
+        signal: wakes who waits for the head to move, or for a table.
     """
 
     def __init__(self, name: str, log: Log, directory: Path) -> None:
@@ -60,7 +61,7 @@ class Model:
         self._flushed = 0
         self._flushing = threading.Lock()
         self._meta_lock = threading.Lock()
-        self._signal = Signal()
+        self.signal = Signal()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"model-{name}")
         self._releases = Releases(self.run, lambda: (list(self.tables), _head(self.applied)), directory)
 
@@ -126,7 +127,7 @@ class Model:
         """Apply a cut that was just sealed, from `rows` or else from the log, and make it the head."""
         await self.run(self._apply, seal, rows)
         self.head = seal
-        self._signal.wake()
+        self.signal.wake()
 
     def sealed_unix_ns(self, version: int) -> int:
         """When a version was sealed; of one whose seal is no longer kept, when the oldest kept one was."""
@@ -149,7 +150,7 @@ class Model:
 
     def changed(self) -> Coroutine[None, None, Literal[True]]:
         """To be awaited: the head moving, or a table being added, from this call on."""
-        return self._signal.changed()
+        return self.signal.changed()
 
     async def count_changed_since(self, version: int, tables: Sequence[MappedTable]) -> list[int]:
         """How many rows of each of these tables changed after `version`."""
@@ -217,7 +218,7 @@ class Model:
                 new.append(MappedTable(table, folder, new=True))
             self._record(self._flushed, new)
             undo.pop_all()
-        loop.call_soon_threadsafe(self._signal.wake)
+        loop.call_soon_threadsafe(self.signal.wake)
 
     def _folder(self) -> Path:
         folder = self._directory / "tables"

@@ -64,6 +64,7 @@ class Service:
         self.views = Views(self.log, tasks)
         self.publishing: dict[str, Publishing] = {}
         self.draining = asyncio.Event()
+        self._changing = asyncio.Lock()  # Of consumers and their views, which are made and removed together.
 
     async def recover(self) -> None:
         """Come back as of the last sealed cut of every model.
@@ -99,8 +100,9 @@ class Service:
             Contradiction: it exists for another model, or with another policy.
         """
         self._check(policy, model)
-        consumer = await self.registry.create(name, model, policy)
-        await self._follow(consumer)
+        async with self._changing:
+            consumer = await self.registry.create(name, model, policy)
+            await self._follow(consumer)
         return consumer
 
     async def ensure_consumer(self, wanted: ConsumerOptions) -> Consumer:
@@ -123,9 +125,10 @@ class Service:
             NotFound: there is none of that name.
             InvalidInput: a policy that the model's tables cannot meet.
         """
-        self._check(policy, self.registry.get(name).model)
-        consumer = await self.registry.update(name, policy)
-        await self._follow(consumer)
+        async with self._changing:
+            self._check(policy, self.registry.get(name).model)
+            consumer = await self.registry.update(name, policy)
+            await self._follow(consumer)
         return consumer
 
     async def delete_consumer(self, name: str) -> None:
@@ -134,8 +137,9 @@ class Service:
         Raises:
             NotFound: there is none of that name.
         """
-        await self.registry.delete(name)
-        await self.views.forget(name)
+        async with self._changing:
+            await self.registry.delete(name)
+            await self.views.forget(name)
 
     async def lag(self, consumer: Consumer) -> ConsumerLag:
         """How far a consumer is behind, per replica and per table."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any, TypeAlias
 
@@ -103,7 +104,7 @@ class ReplicaStream:
             self._check_current()
             self._check_given()
             self._damaged.clear()
-            repaired = self._proof.begin_repair()
+            repaired = self._proof.begin_repair(time.monotonic())
             if self._feed.position == self._given and not repaired:
                 await self._wait(acks, self._feed.changed(), self._damaged.wait())
                 if self._feed.position == self._given and not self._proof.damaged:
@@ -172,6 +173,8 @@ class ReplicaStream:
                 raise InvalidInput(f"acked {ack.received_bytes} bytes, only {self._sent_bytes} were sent")
             self._received_bytes = max(self._received_bytes, ack.received_bytes)
             self._credited.set()
+            if unknown := [each.slot for each in ack.checksums if each.slot >= len(self._tables)]:
+                raise InvalidInput(f"a checksum of table {unknown[0]}, but there are only {len(self._tables)}")
             if ack.HasField("applied"):
                 checksums = {each.slot: each.sum for each in ack.checksums}
                 self._acknowledge(position_from_message(ack.applied), checksums)

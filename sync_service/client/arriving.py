@@ -30,7 +30,7 @@ class Arriving:
     """
 
     def __init__(self, max_outstanding_bytes: int, known: set[str]) -> None:
-        """`known` are the tables of the releases of earlier streams; those of this one are added."""
+        """`known` are the tables of the last release of an earlier stream; then they are those of this one."""
         self.received_bytes = 0
         self._known = known
         self._acked_bytes = self._ended_bytes = 0
@@ -84,6 +84,7 @@ class Arriving:
             bytes=self.received_bytes - self._ended_bytes,
         )
         self._resync, self._rows, self._ended_bytes = False, [], self.received_bytes
+        self._known.clear()
         self._known.update(given.table.name for given in self._given)
         return release
 

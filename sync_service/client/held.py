@@ -14,15 +14,15 @@ class HeldChecksums:
         self._target = target
         self._digests: dict[str, Digest] = {}
 
-    def before(self, release: Release, *, holds_nothing: bool) -> None:
+    def before(self, release: Release) -> None:
         """Take out what a release is about to overwrite."""
         for table in release.tables:
-            if release.resets(table) or holds_nothing:
+            if release.resets(table):
                 self._digests[table.name] = Digest()
             elif table.name not in self._digests:
                 self._digests[table.name] = self._digest(table, np.arange(table.rows))
         for rows in release.rows:
-            if not (release.resets(rows.table) or holds_nothing):
+            if not release.resets(rows.table):
                 self._digests[rows.table.name] -= self._digest(rows.table, rows.ids)
 
     def after(self, release: Release) -> dict[str, int]:

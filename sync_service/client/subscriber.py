@@ -162,7 +162,7 @@ class Subscriber:
     def _apply(self, arriving: Arriving, end: subscribe_pb2.ReleaseEnd, requests: _Requests) -> None:
         release = arriving.end(end)
         if self._checksums:
-            self._checksums.before(release, holds_nothing=self.held.version == 0)
+            self._checksums.before(release)
         self._target.apply(release)
         checksums = self._checksums.after(release) if self._checksums else {}
         requests.put(_ack(arriving.received_bytes, release.position, arriving.by_slot(checksums)))

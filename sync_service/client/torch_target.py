@@ -63,12 +63,16 @@ class TorchTarget:
 
     def read(self, table: Table, ids: Ids) -> Values | None:
         """Some rows of a table, in host memory."""
-        if table not in self._known:
-            return None
-        weight = self._tables.get(table.name)
+        weight = self._tables.get(table.name) if self._known else self._weight(table)
         if weight is None:
             return None
         return weight.index_select(0, torch.from_numpy(ids.copy()).to(weight.device)).cpu().numpy()
+
+    def _weight(self, table: Table) -> torch.Tensor | None:
+        """The rows of a table before any release: a module may have outlived another process."""
+        parameters = dict(self._module.named_parameters())
+        name = _name_of(parameters, table)
+        return _rows_of(parameters[name], table) if name else None
 
 
 def _tensor(values: Values) -> torch.Tensor:

@@ -132,7 +132,7 @@ def measure(
     if head <= version and not sum(lacking):
         return Lag(0, 0, 0, 0.0)
     size = sum(rows * each for rows, each in zip(lacking, row_bytes, strict=True))
-    return Lag(head - version, sum(lacking), size, age(oldest, seals, now_unix_ns))
+    return Lag(max(0, head - version), sum(lacking), size, age(oldest, seals, now_unix_ns))
 
 
 def age(version: int, seals: Sequence[Seal], now_unix_ns: int) -> float:

@@ -89,13 +89,15 @@ def _facts_of_model(model: Model) -> _Facts:
 
 
 def _facts_of_view(view: View) -> _Facts:
+    tables = view.view_tables
     return _Facts(
         history=view.history,
         newest=view.position.version,
         tables=[
-            _Table(given.table.name, given.sent.row_bytes, view.left.get(given.table.name)) for given in view.given
+            _Table(each.given.table.name, each.sent.table.row_bytes, view.left.get(each.given.table.name))
+            for each in tables
         ],
-        count=view.counting(),
+        count=lambda release: view.count_lacking(release, tables),
         version_of=view.version_of,
         oldest=view.oldest,
         account=view.account,

@@ -10,9 +10,11 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Literal
+
+import numpy as np
 
 from sync_service.consumers.account import Account, TableLeft, Taken, account_of, table_left, taken_of, with_left
 from sync_service.consumers.giving import Giving, look
@@ -75,6 +77,11 @@ class View:
     def tables(self) -> list[StampedTable]:
         """What replicas are sent; a table's index is its slot. Empty until something is published."""
         return [kept.table.sent for kept in self._kept]
+
+    @property
+    def view_tables(self) -> list[ViewTable]:
+        """The same tables, with what is dirty in them."""
+        return [kept.table for kept in self._kept]
 
     @property
     def given(self) -> list[Given]:
@@ -149,12 +156,9 @@ class View:
         known = next((head.version for head in reversed(self._heads) if head.number <= release), self._forked)
         return min(release, known) if release <= self._forked else known
 
-    def counting(self) -> Callable[[int], Awaitable[list[int]]]:
-        """What counts, for each of the tables there are now, the rows that who holds some release lacks."""
-        tables = [kept.table for kept in self._kept]
-        return lambda release: self.model.run(
-            lambda: [table.count_lacking(release, self.seen) for table in tables]
-        )
+    async def count_lacking(self, release: int, tables: Sequence[ViewTable]) -> list[int]:
+        """How many rows of each of these tables who holds `release` lacks."""
+        return await self.model.run(lambda: [table.count_lacking(release, self.seen) for table in tables])
 
     # Coming back.
 
@@ -226,7 +230,7 @@ class View:
         seal = self.model.applied
         if seal is None or self.head is None or self.account is None:
             return
-        tables = [kept.table for kept in self._kept]
+        tables = self.view_tables
         dirty = look(tables, self.seen, policy, overdue)
         picked = pick(dirty, policy)
         since = [table.since[rows.ids] for table, rows in zip(tables, dirty, strict=True)]
@@ -304,7 +308,8 @@ class View:
         """What is left of a table; nothing of one that is new."""
         table = kept.table.source
         before = self.left.get(table.table.name) if kept in self._kept else None
-        return before or TableLeft(table_norm=table.norm)
+        dirty = int(np.count_nonzero(kept.table.since))  # All that is known of them after a restart.
+        return before or TableLeft(dirty, dirty * kept.table.sent.table.row_bytes, table_norm=table.norm)
 
 
 def _whole(tables: Sequence[ViewTable]) -> Taken:

@@ -25,13 +25,12 @@ class _Fed:
 
 
 class Views:
-    """Makes, feeds, flushes and removes views."""
+    """Makes, feeds, flushes and removes views. Views are made and removed by one call at a time."""
 
     def __init__(self, log: Log, tasks: asyncio.TaskGroup) -> None:
         self._log = log
         self._tasks = tasks
         self._fed: dict[str, _Fed] = {}
-        self._changing = asyncio.Lock()
 
     def get(self, consumer: Consumer) -> View | None:
         """The view of a consumer; None if it never had a policy, so that its replicas read the model's tables."""
@@ -44,10 +43,6 @@ class Views:
         Raises:
             StorageFailed: a file is damaged or missing.
         """
-        async with self._changing:
-            await self._follow(consumer, model, directory)
-
-    async def _follow(self, consumer: Consumer, model: Model, directory: Path) -> None:
         meta = self._log.meta(f"view/{consumer.name}").get("")
         if consumer.name in self._fed or (consumer.policy.sends_everything and meta is None):
             return
@@ -58,13 +53,13 @@ class Views:
             await asyncio.to_thread(view.recover, meta)
         feeding = Feeding(consumer, view)
         self._fed[consumer.name] = _Fed(view, feeding, self._tasks.create_task(feeding.run()))
+        model.signal.wake()  # Streams that read the model's own tables are to end.
 
     async def forget(self, name: str) -> None:
         """Remove the view of a consumer, if it has one."""
-        async with self._changing:
-            if fed := self._fed.pop(name, None):
-                await _stopped(fed)
-                await asyncio.to_thread(fed.view.discard)
+        if fed := self._fed.pop(name, None):
+            await _stopped(fed)
+            await asyncio.to_thread(fed.view.discard)
 
     async def flush(self, flush_bytes: int) -> None:
         """Flush the views of which the log holds so many bytes."""

@@ -21,9 +21,7 @@ TOKEN = "secret"  # noqa: S105
 
 
 class RunningService(HttpStatus):
-    """`server.run` in a thread, with consumers "predictors" and "probes" of model "clicks", and those with a policy
-    that the test names.
-    """
+    """`server.run` in a thread, with consumers "predictors" and "probes" of model "clicks", and others."""
 
     def __init__(
         self,

@@ -6,7 +6,10 @@ import torch
 from torch import nn
 
 from sync_service.client import CallbackTarget, NumpyTarget, Position, Release, ReleasedRows, Table
+from sync_service.client.held import HeldChecksums
+from sync_service.client.targets import ReadableTarget
 from sync_service.client.torch_target import TorchTarget
+from sync_service.digests import digest
 from sync_service.errors import Contradiction, NotFound
 
 USER = Table("sparse.embedding_bags.user", 5, 2)
@@ -97,3 +100,106 @@ def test_a_table_that_comes_later_is_written_too() -> None:
     target.apply(dataclasses.replace(first, tables=[USER]))
     target.apply(release_of(2, (HALF, [0], 3.0)))
     assert target.tables()[HALF.name][:, 0].tolist()[0] == 3
+
+
+@pytest.mark.parametrize(
+    "target", [NumpyTarget(), TorchTarget(Bags()), TorchTarget(Nested())], ids=["numpy", "bag", "model"]
+)
+def test_one_table_is_reset_when_all_of_it_comes(target: NumpyTarget | TorchTarget) -> None:
+    target.apply(release_of(1, (USER, [1, 3], 2.0), (HALF, [0], 3.0), resync=True))
+    whole = release_of(2, (USER, [4], 5.0), (HALF, [1], 1.0))
+    target.apply(dataclasses.replace(whole, whole=frozenset({USER.name})))
+    assert rows_of(target) == [[0, 0, 0, 0, 5], [3, 1, 0, 0]]
+
+
+@pytest.mark.parametrize("target", [NumpyTarget(), TorchTarget(Bags())], ids=["numpy", "torch"])
+def test_ids_without_values_are_refused(target: NumpyTarget | TorchTarget) -> None:
+    norms = ReleasedRows(USER, np.array([1]), np.empty((1, 0), "<f4"), np.ones(1, np.float32))
+    release = dataclasses.replace(release_of(1, resync=True), rows=[norms])
+    with pytest.raises(Contradiction, match="take them with a CallbackTarget"):
+        target.apply(release)
+
+
+def test_arrays_of_tables_no_longer_followed_are_dropped() -> None:
+    target = NumpyTarget()
+    target.apply(release_of(1, (USER, [1], 2.0), (HALF, [0], 3.0), resync=True))
+    target.apply(dataclasses.replace(release_of(2), tables=[HALF]))
+    assert list(target.tables) == [HALF.name]
+    assert target.read(USER, np.array([1])) is None
+
+
+@pytest.mark.parametrize("target", [NumpyTarget(), TorchTarget(Nested())], ids=["numpy", "torch"])
+def test_rows_are_read_back_as_they_are(target: NumpyTarget | TorchTarget) -> None:
+    target.apply(release_of(1, (USER, [1, 3], 2.0), (HALF, [0], 3.0), resync=True))
+    user, half = target.read(USER, np.array([0, 3])), target.read(HALF, np.array([0]))
+    assert user is not None
+    assert half is not None
+    assert (user.tolist(), user.dtype) == ([[0, 0], [2, 2]], np.dtype("<f4"))
+    assert (half.tolist(), half.dtype) == ([[3, 3, 3]], np.dtype("<f2"))
+    no_rows = target.read(USER, np.empty(0, np.int64))
+    assert no_rows is not None
+    assert no_rows.shape == (0, 2)
+    assert target.read(Table("other", 5, 2), np.array([0])) is None
+
+
+def test_a_module_that_outlived_its_process_is_read_before_any_release() -> None:
+    module = Bags()
+    TorchTarget(module).apply(release_of(1, (USER, [1], 2.0), resync=True))
+    rows = TorchTarget(module).read(USER, np.array([0, 1]))
+    assert rows is not None
+    assert rows.tolist() == [[0, 0], [2, 2]]
+
+
+def test_what_is_read_of_no_target_is_no_checksum() -> None:
+    assert isinstance(NumpyTarget(), ReadableTarget)
+    assert isinstance(TorchTarget(Bags()), ReadableTarget)
+    assert not isinstance(CallbackTarget(print), ReadableTarget)
+
+
+def checksums_of(target: NumpyTarget | TorchTarget) -> dict[str, int]:
+    found = {table.name: target.read(table, np.arange(table.rows)) for table in (USER, HALF)}
+    return {name: digest(np.arange(len(rows)), rows).checksum for name, rows in found.items() if rows is not None}
+
+
+@pytest.mark.parametrize("target", [NumpyTarget(), TorchTarget(Bags())], ids=["numpy", "torch"])
+def test_checksums_are_of_what_is_held(target: NumpyTarget | TorchTarget) -> None:
+    releases = [
+        release_of(1, (USER, [1, 3], 2.0), (HALF, [0], 3.0), resync=True),
+        release_of(2, (USER, [3], 4.0), (USER, [4], 5.0)),
+        dataclasses.replace(release_of(3, (USER, [0], 1.5)), whole=frozenset({USER.name})),
+        release_of(4, (HALF, [0, 1], 0.0)),
+        release_of(5),
+        release_of(6, (USER, [0, 1], -0.0), (HALF, [3], 1.0), resync=True),
+    ]
+    held = HeldChecksums(target)
+    for release in releases:
+        held.before(release)
+        target.apply(release)
+        assert held.after(release) == checksums_of(target)
+
+
+def test_of_a_table_that_was_dropped_nothing_is_remembered() -> None:
+    """It comes back whole."""
+    target = NumpyTarget()
+    held = HeldChecksums(target)
+    back = dataclasses.replace(release_of(3, (USER, [2], 7.0), (HALF, [1], 1.0)), whole=frozenset({HALF.name}))
+    for release in (
+        release_of(1, (USER, [1], 2.0), (HALF, [0], 3.0), resync=True),
+        dataclasses.replace(release_of(2, (USER, [1], 5.0)), tables=[USER]),
+        back,
+    ):
+        held.before(release)
+        target.apply(release)
+        assert held.after(release) == checksums_of(target)
+
+
+def test_a_row_changed_behind_its_back_shows_once_it_is_written_again() -> None:
+    target = NumpyTarget()
+    held = HeldChecksums(target)
+    for version, rows, same in ((1, [1, 3], True), (2, [1], True), (3, [3], False)):
+        release = release_of(version, (USER, rows, float(version)), resync=version == 1)
+        if version == 3:
+            target.tables[USER.name][3] += 1
+        held.before(release)
+        target.apply(release)
+        assert (held.after(release) == checksums_of(target)) is same

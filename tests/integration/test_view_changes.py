@@ -1,0 +1,247 @@
+"""Policies that change while replicas follow: nobody loses its place, and what is held stays right."""
+
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sync_service.client import CallbackTarget, Position, Release
+from sync_service.consumers.policy import Policy
+from sync_service.consumers.view_store import ViewStore
+from sync_service.given import Mode
+from sync_service.value_types import ValueType
+from tests.support.fleet import (
+    ITEM,
+    USER,
+    WAIT,
+    Administrator,
+    Keeping,
+    Trainer,
+    administering,
+    follow,
+    wait_for_lag,
+    wait_until_in_sync,
+)
+from tests.support.server import RunningService
+
+POLICIES = {"top": Policy(top_k=5)}
+FULL_BYTES = USER.rows * USER.row_bytes + ITEM.rows * ITEM.row_bytes
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left goes out at once, and streams look for a change often."""
+    monkeypatch.setattr("sync_service.consumers.pacing._SHORTEST_SECONDS", 0.001)
+    monkeypatch.setattr("sync_service.consumers.pacing._LONGEST_SECONDS", 0.002)
+    monkeypatch.setattr("sync_service.api.subscribe._PROGRESS_SECONDS", 0.02)
+
+
+@pytest.fixture
+def service(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[RunningService]:
+    """In which no replica is ever taken for damaged."""
+    with RunningService(tmp_path / "data", policies=POLICIES) as running:
+        yield running
+    said = [record.getMessage() for record in caplog.get_records("call")]
+    assert not [each for each in said if "holds other rows" in each]
+    assert not [each for each in said if "has stopped" in each]
+
+
+@pytest.fixture
+def admin(service: RunningService) -> Iterator[Administrator]:
+    with administering(service) as administrator:
+        yield administrator
+
+
+def given_as(service: RunningService, consumer: str, policy: Policy, head: Position) -> dict[str, Any]:
+    """The lag once replicas hold everything by a policy."""
+    return wait_for_lag(
+        service,
+        consumer,
+        lambda lag: (
+            lag["policy"] == policy.as_dict()
+            and lag["head"] >= head.version
+            and lag["state"] == "in sync"
+            and (lag["release"] is not None or policy.sends_everything)
+        ),
+    )
+
+
+def test_more_or_fewer_rows_at_once(service: RunningService, admin: Administrator) -> None:
+    target = Keeping()
+    with Trainer(service.grpc) as trainer, follow(service, "top", "a", target):
+        wait_until_in_sync(service, "top", trainer.publish_all())
+        history = service.get_json("/consumers/top/lag")["history"]
+        for top_k, largest in ((20, 20), (2, 2), (0.5, 20), (None, 40)):
+            policy = Policy(top_k=top_k)
+            admin.update("top", policy)
+            begun = len(target.releases)
+            lag = given_as(service, "top", policy, trainer.change(20))
+            assert lag["history"] == history
+            sizes = [sum(len(rows.ids) for rows in release.rows) for release in target.releases[begun:]]
+            assert max(sizes) == largest
+            assert sum(sizes) == 40
+            assert target.bytes() == trainer.expected()
+    assert [release.resync for release in target.releases].count(True) == 1
+    assert not any(release.whole for release in target.releases)
+
+
+def test_from_no_policy_to_one_and_back_replicas_go_on(service: RunningService, admin: Administrator) -> None:
+    target, late = Keeping(), Keeping()
+    with Trainer(service.grpc) as trainer, follow(service, "predictors", "a", target):
+        trainer.publish_all()
+        head = trainer.change(5)
+        assert given_as(service, "predictors", Policy(), head)["history"] == head.history
+        begun = len(target.releases)
+        policy = Policy(top_k=3)
+        admin.update("predictors", policy)
+        lag = given_as(service, "predictors", policy, head)
+        view = lag["history"]
+        assert view != head.history
+        lag = given_as(service, "predictors", policy, trainer.change(4))
+        assert sum(release.bytes for release in target.releases[begun:]) == 4 * (USER.row_bytes + ITEM.row_bytes)
+        assert target.bytes() == trainer.expected()
+        # Its view stays; it lets everything out at once.
+        admin.update("predictors", Policy())
+        lag = given_as(service, "predictors", Policy(), trainer.change(30))
+        assert lag["history"] == view
+        assert lag["release"]["rows"] == 60
+        assert target.bytes() == trainer.expected()
+        with follow(service, "predictors", "late", late):
+            wait_for_lag(
+                service, "predictors", lambda lag: len(lag["replicas"]) == 2 and lag["state"] == "in sync"
+            )
+    assert late.bytes() == target.bytes()
+    assert [release.resync for release in target.releases].count(True) == 1
+
+
+@pytest.mark.parametrize("consumer", ["top", "predictors"])
+def test_values_in_another_type_are_all_sent_anew(
+    service: RunningService, admin: Administrator, consumer: str
+) -> None:
+    """In the same history, also to replicas from before there was a policy."""
+    target = Keeping()
+    with Trainer(service.grpc) as trainer, follow(service, consumer, "a", target):
+        wait_until_in_sync(service, consumer, trainer.publish_all())
+        for value_type in (ValueType.INT8, ValueType.BF16, ValueType.FP32, ValueType.FP16):
+            begun, policy = len(target.releases), Policy(top_k=7, value_type=value_type)
+            admin.update(consumer, policy)
+            head = trainer.change(0)
+            given_as(service, consumer, policy, head)
+            holds(service, consumer, target, trainer.expected(value_type))
+            sent = {rows.table.name for release in target.releases[begun:] for rows in release.rows}
+            assert "user" in sent or (consumer, value_type) == ("predictors", ValueType.FP32)
+            given_as(service, consumer, policy, trainer.change(6))
+            assert target.bytes() == trainer.expected(value_type)
+    resyncs = [release.resync for release in target.releases]
+    assert resyncs.count(True) == 1
+
+
+def test_tables_that_are_not_followed_any_more_and_followed_again(
+    service: RunningService, admin: Administrator
+) -> None:
+    target = Keeping()
+    with Trainer(service.grpc) as trainer, follow(service, "top", "a", target):
+        wait_until_in_sync(service, "top", trainer.publish_all())
+        for _ in range(2):
+            narrow, wide = Policy(tables=("us*",)), Policy(tables=("us*", "item"), top_k=9)
+            admin.update("top", narrow)
+            head = trainer.change(6)
+            wait_for_lag(service, "top", lambda lag: [each["table"] for each in lag["tables"]] == ["user"])
+            given_as(service, "top", narrow, head)
+            assert target.bytes() == {"user": trainer.expected()["user"]}
+            head = trainer.change(6)
+            given_as(service, "top", narrow, head)
+            begun = len(target.releases)
+            admin.update("top", wide)
+            wait_for_lag(service, "top", lambda lag: len(lag["tables"]) == 2)
+            given_as(service, "top", wide, head)
+            assert target.bytes() == trainer.expected()
+            anew = [rows for release in target.releases[begun:] for rows in release.rows]
+            assert {(rows.table.name, len(rows.ids)) for rows in anew} == {("item", ITEM.rows)}
+            given_as(service, "top", wide, trainer.change(6))
+            assert target.bytes() == trainer.expected()
+    assert [release.resync for release in target.releases].count(True) == 1
+
+
+def test_from_ids_to_values_and_back(service: RunningService, admin: Administrator) -> None:
+    taken: list[Release] = []
+    with Trainer(service.grpc) as trainer, follow(service, "top", "a", CallbackTarget(taken.append)):
+        wait_until_in_sync(service, "top", trainer.publish_all())
+        for mode in (Mode.IDS, Mode.EMBEDDINGS, Mode.IDS):
+            begun, policy = len(taken), Policy(mode=mode)
+            admin.update("top", policy)
+            given_as(service, "top", policy, trainer.change(5))
+            new = [rows for release in taken[begun:] for rows in release.rows]
+            assert all((rows.norms is not None) == (mode is Mode.IDS) for rows in new)
+            assert all(rows.values.shape[1] == (0 if mode is Mode.IDS else rows.table.dim) for rows in new)
+            assert {rows.table.name for rows in new} == {"user", "item"}
+    assert [release.resync for release in taken].count(True) == 1
+
+
+def test_a_consumer_made_anew_under_the_same_name_begins_anew(
+    service: RunningService, admin: Administrator
+) -> None:
+    target = Keeping()
+    with Trainer(service.grpc) as trainer:
+        with follow(service, "top", "a", target) as replica:
+            head = trainer.publish_all()
+            wait_until_in_sync(service, "top", trainer.change(10))
+            history = replica.held.history
+        for policy in (Policy(top_k=4, value_type=ValueType.INT8), Policy()):
+            admin.delete("top")
+            assert service.get("/consumers/top/lag")[0] == 404
+            admin.create("top", policy)
+            assert service.get_json("/consumers/top/lag")["replicas"] == []
+            with follow(service, "top", "a", target, held=replica.held) as replica:
+                lag = given_as(service, "top", policy, head)
+                assert target.bytes() == trainer.expected(policy.value_type)
+            assert target.releases[-1].resync
+            assert (lag["history"] == head.history) == policy.sends_everything
+            assert lag["history"] != history
+
+
+def test_a_replica_that_joins_while_tables_change_is_given_them_as_they_were_announced(
+    service: RunningService,
+    admin: Administrator,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What is frozen for it after the change is not what its stream was opened with."""
+    target, joining = Keeping(), Keeping()
+    caplog.set_level(logging.INFO)
+    changing, go = threading.Event(), threading.Event()
+    write = ViewStore.write
+
+    def held_back(store: ViewStore, *arguments: Any) -> None:
+        changing.set()
+        assert go.wait(WAIT)
+        write(store, *arguments)
+
+    with Trainer(service.grpc) as trainer, follow(service, "top", "a", target):
+        head = trainer.publish_all()
+        wait_until_in_sync(service, "top", head)
+        monkeypatch.setattr(ViewStore, "write", held_back)
+        policy = Policy(value_type=ValueType.INT8)
+        admin.update("top", policy)
+        assert changing.wait(WAIT)
+        with follow(service, "top", "b", joining) as replica:
+            # Its stream is open, and its first release waits for the model's thread.
+            while not joined("top/b", caplog):
+                replica.check()
+            go.set()
+            replica.wait_for(1, WAIT)
+            given_as(service, "top", policy, head)
+            wait_for_lag(service, "top", lambda lag: len(lag["replicas"]) == 2 and lag["state"] == "in sync")
+            given_as(service, "top", policy, trainer.change(3))
+    assert joining.bytes() == target.bytes() == trainer.expected(ValueType.INT8)
+
+
+def holds(service: RunningService, consumer: str, target: Keeping, expected: dict[str, bytes]) -> None:
+    wait_for_lag(service, consumer, lambda _: target.bytes() == expected)
+
+
+def joined(replica: str, caplog: pytest.LogCaptureFixture) -> bool:
+    return any(f"replica joined: {replica} " in record.getMessage() for record in list(caplog.records))

@@ -1,0 +1,167 @@
+"""kill -9 of the service while replicas of several policies follow: no view claims more than replicas hold."""
+
+import random
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import pytest
+
+from sync_service.client import Position, Subscriber, Table
+from sync_service.consumers.policy import Policy
+from sync_service.log import Log, LogOptions
+from sync_service.value_types import ValueType
+from tests.support.fleet import WAIT, Keeping, Trainer, administering, follow, wait_until_in_sync
+from tests.support.process import ServiceProcess
+from tests.support.server import TOKEN
+
+TABLES = [Table("user", 1500, 8), Table("item", 800, 16, np.dtype("<f2"))]
+POLICIES = {
+    "half": Policy(top_k=0.5, value_type=ValueType.INT8),
+    "each": Policy(top_k=300, top_k_per_table=True),
+    "small": Policy(max_bytes=20_000, value_type=ValueType.BF16),
+    "all": Policy(),
+}
+FLEETS = {"half": ["a", "b"], "each": ["a"], "small": ["a"], "all": ["a"]}
+
+
+class Training(threading.Thread):
+    """Changes and publishes rows, until told to stop.
+
+    Attributes:
+        head: the last position that was acknowledged.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__(name="training")
+        self._trainer = trainer
+        self._stopping = threading.Event()
+        self._moved = threading.Condition()
+        self.head = trainer.publish_all()
+        self.failure: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                head = self._trainer.change(60)
+                with self._moved:
+                    self.head = head
+                    self._moved.notify_all()
+        except BaseException as error:  # noqa: BLE001  # handed over to the test's thread
+            self.failure = error
+
+    def wait_for(self, version: int) -> None:
+        with self._moved:
+            assert self._moved.wait_for(lambda: self.head.version >= version, WAIT), self.failure
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self._stopping.set()
+        self.join(WAIT)
+
+
+class Fleet:
+    """The replicas of one consumer."""
+
+    def __init__(self, service: ServiceProcess, consumer: str, names: list[str], stack: ExitStack) -> None:
+        self.consumer, self._service = consumer, service
+        self.targets = {name: Keeping() for name in names}
+        self.replicas: dict[str, Subscriber] = {
+            name: stack.enter_context(follow(service, consumer, name, target))
+            for name, target in self.targets.items()
+        }
+
+    def offsets_are_what_was_applied(self) -> None:
+        """The offset is read first: what a replica holds only grows."""
+        lag = self.lag()
+        for line in lag["replicas"]:
+            held = self.replicas[line["replica"]].held
+            assert held.history in ("", lag["history"]) or not line["offset"]
+            assert line["offset"] <= held.version
+
+    def nothing_was_damaged(self) -> None:
+        assert not any(line["damaged"] for line in self.lag()["replicas"])
+        for target in self.targets.values():
+            assert not any(release.whole for release in target.releases)
+            assert [release.resync for release in target.releases].count(True) == 1
+
+    def those_at_the_same_release_held_the_same(self) -> None:
+        first, *others = self.targets.values()
+        for other in others:
+            common = first.held.keys() & other.held.keys()
+            assert common
+            assert all(first.held[position] == other.held[position] for position in common)
+
+    def lag(self) -> dict[str, Any]:
+        lag: dict[str, Any] = self._service.get_json(f"/consumers/{self.consumer}/lag")
+        return lag
+
+
+def kill_and_follow(folder: Path, kills: int, seed: int, flush_bytes: int) -> None:
+    moments = random.Random(seed)
+    arguments = ("--admin-token", TOKEN, "--flush-bytes", str(flush_bytes))
+    with ServiceProcess(folder / "data", *arguments) as service, ExitStack() as stack:
+        with administering(service) as admin:
+            for name, policy in POLICIES.items():
+                admin.create(name, policy)
+        fleets = [Fleet(service, name, names, stack) for name, names in FLEETS.items()]
+        trainer = stack.enter_context(Trainer(service.grpc, TABLES))
+        with Training(trainer) as training:
+            for _ in range(kills):
+                training.wait_for(training.head.version + 2)
+                # Not to wait for something: the kill is to come at any moment of a release.
+                time.sleep(moments.uniform(0, 0.3))
+                service.kill()
+                service.start()
+                for fleet in fleets:
+                    fleet.offsets_are_what_was_applied()
+            training.wait_for(training.head.version + 2)
+        assert training.failure is None
+        for fleet in fleets:
+            everybody_holds(service, fleet, trainer, training.head)
+            fleet.nothing_was_damaged()
+            fleet.those_at_the_same_release_held_the_same()
+        _, metrics = service.get("/metrics")
+        damages = [line for line in metrics.splitlines() if line.startswith("deltasync_consumer_damages_total{")]
+        assert len(damages) == len(POLICIES)
+        assert all(line.endswith(" 0.0") for line in damages)
+        assert service.terminate() == 0
+    the_log_was_cut(folder)
+
+
+def everybody_holds(service: ServiceProcess, fleet: Fleet, trainer: Trainer, head: Position) -> None:
+    wait_until_in_sync(service, fleet.consumer, head)
+    expected = trainer.expected(POLICIES[fleet.consumer].value_type)
+    late = Keeping()
+    with follow(service, fleet.consumer, "late", late) as replica:
+        replica.wait_for(1, WAIT)
+    assert late.bytes() == expected
+    for target in fleet.targets.values():
+        assert target.bytes() == expected
+
+
+def the_log_was_cut(folder: Path) -> None:
+    log = Log(LogOptions(directory=folder / "data" / "log"))
+    for name in POLICIES:
+        assert not list(log.records_after(f"view/{name}", 0))
+    log.close()
+
+
+def test_nothing_is_lost_by_kills_in_the_middle_of_releases(tmp_path: Path) -> None:
+    kill_and_follow(tmp_path, kills=3, seed=1, flush_bytes=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [2, 3])
+def test_nothing_is_lost_by_many_kills(tmp_path: Path, seed: int) -> None:
+    """Flushed at every occasion, or hardly ever."""
+    kill_and_follow(tmp_path, kills=15, seed=seed, flush_bytes=1 if seed == 2 else 1_000_000)

@@ -1,0 +1,336 @@
+"""Consumers with a policy: all replicas of one are given the same releases."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sync_service.client import CallbackTarget, NumpyTarget, Position, Release, Table
+from sync_service.consumers.policy import Policy
+from sync_service.consumers.view import View
+from sync_service.given import Mode
+from sync_service.value_types import ValueType
+from tests.support.fleet import (
+    ITEM,
+    TABLES,
+    USER,
+    WAIT,
+    Keeping,
+    Trainer,
+    administering,
+    follow,
+    wait_for_lag,
+    wait_until_in_sync,
+)
+from tests.support.server import RunningService
+from tests.support.wire import ReplicaStream, ack, size_of
+
+POLICIES = {
+    "top": Policy(top_k=0.1, value_type=ValueType.INT8),
+    "few": Policy(top_k=3, top_k_per_table=True, value_type=ValueType.BF16),
+    "small": Policy(max_bytes=400),
+    "old": Policy(top_k=1, max_age_seconds=0.05),
+    "half": Policy(value_type=ValueType.FP16),
+    "ids": Policy(mode=Mode.IDS, top_k=5),
+}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left goes out at once."""
+    monkeypatch.setattr("sync_service.consumers.pacing._SHORTEST_SECONDS", 0.001)
+    monkeypatch.setattr("sync_service.consumers.pacing._LONGEST_SECONDS", 0.002)
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[RunningService]:
+    with RunningService(tmp_path / "data", policies=POLICIES) as running:
+        yield running
+
+
+def undamaged(caplog: pytest.LogCaptureFixture) -> bool:
+    return not any("holds other rows" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("consumer", ["top", "few", "small", "old", "half"])
+def test_two_replicas_at_the_same_release_hold_the_same_bits(
+    service: RunningService, consumer: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that joins late is given the union in one release, and then the same."""
+    value_type = POLICIES[consumer].value_type
+    first, second, late = Keeping(), Keeping(), Keeping()
+    with (
+        Trainer(service.grpc) as trainer,
+        follow(service, consumer, "first", first),
+        follow(service, consumer, "second", second),
+    ):
+        trainer.publish_all()
+        for _ in range(3):
+            head = trainer.change(20)
+        wait_until_in_sync(service, consumer, head)
+        with follow(service, consumer, "late", late):
+            wait_for_lag(service, consumer, lambda lag: len(lag["replicas"]) == 3 and lag["state"] == "in sync")
+            assert [release.resync for release in late.releases] == [True]
+            head = trainer.change(15)
+            wait_until_in_sync(service, consumer, head)
+        assert first.bytes() == second.bytes() == late.bytes() == trainer.expected(value_type)
+        for other in (second, late):
+            common = first.held.keys() & other.held.keys()
+            assert common
+            assert all(first.held[position] == other.held[position] for position in common)
+    assert len(first.releases) >= 2
+    assert undamaged(caplog)
+    lag = service.get_json(f"/consumers/{consumer}/lag")
+    assert all(replica["checked"] for replica in lag["replicas"])
+
+
+def test_one_that_was_away_is_given_the_union_in_one_release(service: RunningService) -> None:
+    stays, goes = Keeping(), Keeping()
+    with Trainer(service.grpc) as trainer, follow(service, "top", "stays", stays):
+        head = trainer.publish_all()
+        with follow(service, "top", "goes", goes) as leaving:
+            leaving.wait_for(1, WAIT)
+            wait_until_in_sync(service, "top", head)
+        for _ in range(3):
+            head = trainer.change(10, [USER])
+            lag = all_released(service, head)
+        before = len(goes.releases)
+        with follow(service, "top", "goes", goes, held=leaving.held) as back:
+            back.wait_for(Position(lag["history"], lag["release"]["number"]), WAIT)
+        assert len(goes.releases) == before + 1
+        union = goes.releases[-1]
+        assert not union.resync
+        assert 10 < sum(len(rows.ids) for rows in union.rows) <= 30
+        assert {rows.table.name for rows in union.rows} == {"user"}
+        assert goes.bytes() == stays.bytes() == trainer.expected(ValueType.INT8)
+
+
+def test_a_slow_replica_does_not_hold_up_the_others(service: RunningService) -> None:
+    quick = Keeping()
+    with Trainer(service.grpc) as trainer, follow(service, "top", "quick", quick):
+        trainer.publish_all()
+        with ReplicaStream(service.grpc, consumer="top", replica="slow", budget=1) as slow:
+            slow.until("chunk")
+            for _ in range(3):
+                head = trainer.change(30)
+            # Credit is not given back: the slow one is still in its first release.
+            lag = all_released(service, head)
+            number = lag["release"]["number"]
+            lag = wait_for_lag(service, "top", lambda lag: {"quick": number}.items() <= offsets_of(lag).items())
+            assert offsets_of(lag)["slow"] == 0
+            assert lag["state"] == "behind"
+            assert quick.bytes() == trainer.expected(ValueType.INT8)
+
+
+def all_released(service: RunningService, head: Position) -> dict[str, Any]:
+    """The lag once every row of a version is released, whoever has applied it."""
+    return wait_for_lag(
+        service,
+        "top",
+        lambda lag: lag["release"]["version"] == head.version and lag["release"]["left_rows"] == 0,
+    )
+
+
+def offsets_of(lag: dict[str, Any]) -> dict[str, int]:
+    return {line["replica"]: line["offset"] for line in lag["replicas"]}
+
+
+def test_no_release_is_made_while_nobody_is_there_or_holds_the_last(service: RunningService) -> None:
+    with Trainer(service.grpc) as trainer:
+        trainer.publish_all()
+        assert service.get_json("/consumers/top/lag")["release"] is None
+        with ReplicaStream(service.grpc, consumer="top", replica="raw") as replica:
+            rows, end = replica.release()
+            first = Position(end.position.history, end.position.version)
+            # Not acknowledged: nothing more is released, whatever is published.
+            other = Keeping()
+            with follow(service, "half", "other", other):
+                head = trainer.change(20)
+                head = trainer.change(20)
+                wait_until_in_sync(service, "half", head)
+            assert service.get_json("/consumers/top/lag")["release"]["number"] == first.version
+            replica.send(ack(size_of(rows), first))
+            more, end = replica.release()
+            assert (end.position.version, end.version) == (first.version + 1, head.version)
+        head = trainer.change(20)
+        lag = service.get_json("/consumers/top/lag")
+        assert lag["state"] == "away"
+        assert lag["release"]["number"] == first.version + 1
+        assert size_of(more) == lag["release"]["bytes"]
+
+
+def test_a_target_that_outlived_its_process_goes_on(
+    service: RunningService, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = NumpyTarget()
+    with Trainer(service.grpc) as trainer:
+        head = trainer.publish_all()
+        with follow(service, "top", "a", target) as replica:
+            replica.wait_for(1, WAIT)
+            wait_until_in_sync(service, "top", head)
+        held = replica.held
+        again = Keeping()
+        again.tables = target.tables
+        with follow(service, "top", "a", again, held=held):
+            wait_until_in_sync(service, "top", head)
+            head = trainer.change(12, [ITEM])
+            lag = wait_until_in_sync(service, "top", head)
+            assert not any(release.resync or release.whole for release in again.releases)
+            assert again.received_rows <= 12
+            assert lag["replicas"][0]["checked"]
+        assert again.bytes() == trainer.expected(ValueType.INT8)
+    assert undamaged(caplog)
+
+
+def test_ids_and_norms_alone_are_streamed(service: RunningService) -> None:
+    taken: list[Release] = []
+    with Trainer(service.grpc) as trainer:
+        before = {name: rows.astype(np.float64) for name, rows in trainer.rows.items()}
+        with follow(service, "ids", "cache", CallbackTarget(taken.append)):
+            head = trainer.publish_all()
+            wait_until_in_sync(service, "ids", head)
+            size = service.get_json("/consumers/ids/lag")["release"]["bytes"]
+            assert size == sum(table.rows for table in TABLES) * 12
+            begun = len(taken)
+            head = trainer.change(7)
+            lag = wait_until_in_sync(service, "ids", head)
+            assert lag["release"]["bytes"] == lag["release"]["rows"] * 12
+    found: dict[tuple[str, int], float] = {}
+    for release in taken[begun:]:
+        assert sum(len(rows.ids) for rows in release.rows) <= 5
+        for rows in release.rows:
+            assert rows.norms is not None
+            assert rows.values.shape == (len(rows.ids), 0)
+            found |= zip([(rows.table.name, row) for row in rows.ids.tolist()], rows.norms.tolist(), strict=True)
+    for (table, row), norm in found.items():
+        delta = trainer.rows[table][row].astype(np.float64) - before[table][row]
+        assert norm == pytest.approx(float(np.linalg.norm(delta)), rel=1e-6)
+    assert len(found) == 14
+
+
+def test_what_changes_most_goes_first_and_what_is_old_goes_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row that changes more every time would hold back the one that changed once, for ever."""
+    # Nothing that is left goes out by itself.
+    monkeypatch.setattr("sync_service.consumers.pacing._SHORTEST_SECONDS", 100.0)
+    monkeypatch.setattr("sync_service.consumers.pacing._LONGEST_SECONDS", 100.0)
+    with RunningService(tmp_path / "data", policies={"young": Policy(top_k=1)}) as service:
+        target = Keeping()
+        with Trainer(service.grpc) as trainer, follow(service, "young", "a", target):
+            trainer.publish_all()
+            wait_for_lag(service, "young", lambda lag: lag["offset"] > 0)
+            first = trainer.change(2, [USER])
+            lag = released(service, "young", first)
+            assert (lag["release"]["rows"], lag["release"]["left_rows"], lag["state"]) == (1, 1, "current")
+            for value in range(1, 6):
+                head = trainer.set(ITEM, 3, 100.0 * value)
+                lag = released(service, "young", head)
+                assert lag["release"]["left_rows"] == 1
+            table = next(each for each in lag["tables"] if each["table"] == "user")
+            assert table["rows"] == 1
+            assert lag["lag"]["unsent_norm"] == pytest.approx(table["unsent_norm"])
+            assert lag["lag"]["rows"] == 1
+            left = unsent(trainer, target)
+            assert lag["lag"]["unsent_norm"] == pytest.approx(left, rel=1e-6)
+            with administering(service) as admin:
+                admin.update("young", Policy(top_k=1, max_age_seconds=0.001))
+            lag = wait_until_in_sync(service, "young", head)
+            assert lag["lag"]["unsent_norm"] == 0
+        assert target.bytes() == trainer.expected()
+
+
+def test_rows_that_went_back_leave_nothing_to_look_for(
+    service: RunningService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else releases that give nothing would be made without a pause."""
+    looks = 0
+    make_release = View.make_release
+
+    async def counted(view: View, *arguments: Any) -> None:
+        nonlocal looks
+        looks += 1
+        await make_release(view, *arguments)
+
+    target = Keeping()
+    with Trainer(service.grpc) as trainer, follow(service, "few", "a", target):
+        wait_until_in_sync(service, "few", trainer.publish_all())
+        with monkeypatch.context() as slowly:
+            slowly.setattr("sync_service.consumers.pacing._SHORTEST_SECONDS", 100.0)
+            slowly.setattr("sync_service.consumers.pacing._LONGEST_SECONDS", 100.0)
+            released(service, "few", trainer.change(20, [USER]))
+        for name, rows in target.tables.items():
+            trainer.rows[name][:] = rows
+        head = trainer.publish_all()
+        wait_until_in_sync(service, "few", head)
+        monkeypatch.setattr(View, "make_release", counted)
+        # Who joins has the service consider whether a release is due.
+        with follow(service, "few", "b", Keeping()) as late:
+            late.wait_for(1, WAIT)
+            lag = wait_for_lag(service, "few", lambda lag: all(line["offset"] for line in lag["replicas"]))
+        assert lag["release"]["left_rows"] == 0
+        assert looks == 0
+
+
+def released(service: RunningService, consumer: str, head: Position) -> dict[str, Any]:
+    """The lag once the release of a version is applied by all."""
+    return wait_for_lag(
+        service,
+        consumer,
+        lambda lag: lag["release"]["version"] == head.version and lag["offset"] == lag["release"]["number"],
+    )
+
+
+def unsent(trainer: Trainer, target: NumpyTarget) -> float:
+    pairs = [(trainer.rows[name].astype(float), rows.astype(float)) for name, rows in target.tables.items()]
+    return float(np.sqrt(sum(np.square(wanted - held).sum() for wanted, held in pairs)))
+
+
+def test_a_table_that_comes_later_is_followed(service: RunningService, caplog: pytest.LogCaptureFixture) -> None:
+    """With another run, of which all rows differ."""
+    target, more = Keeping(), Table("more", 30, 12)
+    with follow(service, "top", "a", target):
+        with Trainer(service.grpc) as trainer:
+            wait_until_in_sync(service, "top", trainer.publish_all())
+        with Trainer(service.grpc, [*TABLES, more], run="s", started=2, seed=5) as trainer:
+            wait_until_in_sync(service, "top", trainer.publish_all())
+            assert target.bytes() == trainer.expected(ValueType.INT8)
+            wait_until_in_sync(service, "top", trainer.change(5))
+            assert target.bytes() == trainer.expected(ValueType.INT8)
+    assert [release.resync for release in target.releases].count(True) == 1
+    assert undamaged(caplog)
+
+
+def test_a_service_that_has_lost_its_folder_gives_everything_anew(tmp_path: Path) -> None:
+    target = Keeping()
+    with RunningService(tmp_path / "one", policies=POLICIES) as first, Trainer(first.grpc) as trainer:
+        port = int(first.grpc.rpartition(":")[2])
+        subscriber = follow(first, "top", "a", target)
+        wait_until_in_sync(first, "top", trainer.publish_all())
+    with (
+        subscriber,
+        RunningService(tmp_path / "two", grpc_port=port, policies=POLICIES) as second,
+        Trainer(second.grpc, run="s", started=2, seed=7) as trainer,
+    ):
+        wait_until_in_sync(second, "top", trainer.publish_all())
+        assert [release.resync for release in target.releases].count(True) == 2
+        assert target.bytes() == trainer.expected(ValueType.INT8)
+
+
+def test_consumers_without_a_policy_are_checked_too(
+    service: RunningService, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = Keeping()
+    with Trainer(service.grpc) as trainer, follow(service, "predictors", "a", target) as replica:
+        trainer.publish_all()
+        head = trainer.change(10)
+        replica.wait_for(head, WAIT)
+        lag = wait_until_in_sync(service, "predictors", head)
+        assert lag["replicas"][0]["checked"]
+        assert target.bytes() == trainer.expected()
+        with ReplicaStream(service.grpc, replica="raw") as raw:
+            _, end = raw.release()
+            assert {each.slot for each in end.checksums} == {0, 1}
+    assert undamaged(caplog)

@@ -1,0 +1,173 @@
+"""A trainer of one rank, replicas that keep what they were given, and waiting for what a service says of them."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import numpy as np
+from deltasync.v1 import admin_pb2, admin_pb2_grpc, subscribe_pb2
+
+from sync_service.client import (
+    NumpyTarget,
+    Part,
+    Position,
+    Publisher,
+    PublisherOptions,
+    Release,
+    Shard,
+    ShardRows,
+    Subscriber,
+    SubscriberOptions,
+    Table,
+)
+from sync_service.codec import checksums_to_message
+from sync_service.consumers.policy import Policy
+from sync_service.consumers.policy_message import policy_to_message
+from sync_service.tables import Values
+from sync_service.value_types import ValueType, decode, encode, sent_as
+from tests.support.server import TOKEN
+from tests.support.state import Reachable
+from tests.support.wire import ack, random_rows
+
+WAIT = 20.0
+# Of both, int8 is shorter.
+USER = Table("user", 60, 8)
+ITEM = Table("item", 40, 16, np.dtype("<f2"))
+TABLES = [USER, ITEM]
+
+
+class Trainer:
+    """Publishes rows of tables that it holds whole, all of them at first.
+
+    Attributes:
+        rows: what it holds, by table.
+    """
+
+    def __init__(
+        self, address: str, tables: Sequence[Table] = TABLES, *, run: str = "r", started: int = 1, seed: int = 0
+    ) -> None:
+        self.tables = list(tables)
+        self.rows = {table.name: rows for table, rows in zip(tables, random_rows(seed, tables), strict=True)}
+        self._random = np.random.default_rng(seed)
+        options = PublisherOptions(service=address, model="clicks", run=run, run_started_unix_ns=started)
+        self._publisher = Publisher(options, self.tables, [Shard.whole(table) for table in tables])
+        self._step = 0
+
+    def __enter__(self) -> "Trainer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._publisher.close()
+
+    def publish_all(self) -> Position:
+        return self._publish([np.arange(table.rows) for table in self.tables], full=True)
+
+    def change(self, count: int, tables: Sequence[Table] | None = None) -> Position:
+        """Change so many rows of each table, and publish them."""
+        changed = []
+        for table in self.tables:
+            some = count if tables is None or table in tables else 0
+            ids = np.sort(self._random.choice(table.rows, min(some, table.rows), replace=False))
+            self.rows[table.name][ids] = self._random.normal(size=(len(ids), table.dim))
+            changed.append(ids)
+        return self._publish(changed)
+
+    def set(self, table: Table, row: int, value: float) -> Position:
+        self.rows[table.name][row] = value
+        ids = [np.array([row] if each is table else [], np.int64) for each in self.tables]
+        return self._publish(ids)
+
+    def expected(self, value_type: ValueType = ValueType.FP32) -> dict[str, bytes]:
+        """What a replica holds that has everything in a value type."""
+        return {table.name: as_sent(table, self.rows[table.name], value_type).tobytes() for table in self.tables}
+
+    def _publish(self, ids: list[Any], *, full: bool = False) -> Position:
+        self._step += 1
+        rows = [ShardRows(slot, each, self.rows[self.tables[slot].name][each]) for slot, each in enumerate(ids)]
+        part = Part(step=self._step, step_end_unix_ns=time.time_ns(), rows=rows, full=full)
+        return self._publisher.publish(part).result(WAIT)
+
+
+def as_sent(table: Table, rows: Values, value_type: ValueType) -> Values:
+    found = sent_as(table, value_type)
+    return decode(encode(rows, found), found, table.dtype)
+
+
+class Keeping(NumpyTarget):
+    """Remembers every release, and what it then held."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.releases: list[Release] = []
+        self.held: dict[Position, dict[str, bytes]] = {}
+
+    def apply(self, release: Release) -> None:
+        super().apply(release)
+        self.releases.append(release)
+        self.held[release.position] = self.bytes()
+
+    def bytes(self) -> dict[str, bytes]:
+        return {name: rows.tobytes() for name, rows in self.tables.items()}
+
+    @property
+    def received_rows(self) -> int:
+        return sum(len(rows.ids) for release in self.releases for rows in release.rows)
+
+
+def checked_ack(
+    received_bytes: int, applied: Position, checksums: Mapping[int, int]
+) -> subscribe_pb2.SubscribeRequest:
+    """An ack that says what is held, by slot."""
+    message = ack(received_bytes, applied)
+    message.ack.checksums.extend(checksums_to_message(checksums))
+    return message
+
+
+def follow(service: Reachable, consumer: str, replica: str, target: Any, **fields: Any) -> Subscriber:
+    return Subscriber(
+        SubscriberOptions(service=service.grpc, consumer=consumer, replica=replica, **fields), target
+    )
+
+
+def wait_for_lag(service: Reachable, consumer: str, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """The lag of a consumer once it is as wanted."""
+    deadline = time.monotonic() + WAIT
+    while True:
+        lag: dict[str, Any] = service.get_json(f"/consumers/{consumer}/lag")
+        if wanted(lag):
+            return lag
+        assert time.monotonic() < deadline, lag
+        time.sleep(0.002)
+
+
+def wait_until_in_sync(service: Reachable, consumer: str, head: Position) -> dict[str, Any]:
+    return wait_for_lag(service, consumer, lambda lag: lag["head"] >= head.version and lag["state"] == "in sync")
+
+
+@contextmanager
+def administering(service: Reachable) -> Iterator["Administrator"]:
+    with grpc.insecure_channel(service.grpc) as channel:
+        yield Administrator(admin_pb2_grpc.AdminServiceStub(channel))
+
+
+class Administrator:
+    """Changes consumers."""
+
+    _TOKEN = (("authorization", f"Bearer {TOKEN}"),)
+
+    def __init__(self, stub: admin_pb2_grpc.AdminServiceStub) -> None:
+        self._stub = stub
+
+    def update(self, name: str, policy: Policy) -> None:
+        request = admin_pb2.UpdateConsumerRequest(name=name, policy=policy_to_message(policy))
+        self._stub.UpdateConsumer(request, timeout=WAIT, metadata=self._TOKEN)
+
+    def create(self, name: str, policy: Policy) -> None:
+        consumer = admin_pb2.Consumer(name=name, model="clicks", policy=policy_to_message(policy))
+        request = admin_pb2.CreateConsumerRequest(consumer=consumer)
+        self._stub.CreateConsumer(request, timeout=WAIT, metadata=self._TOKEN)
+
+    def delete(self, name: str) -> None:
+        self._stub.DeleteConsumer(admin_pb2.DeleteConsumerRequest(name=name), timeout=WAIT, metadata=self._TOKEN)

@@ -1,0 +1,71 @@
+"""A model in this process: cuts go straight into it, without a rank or a service."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from sync_service.consumers.policy import Policy
+from sync_service.consumers.view import View
+from sync_service.log import Log, LogOptions
+from sync_service.model import Model
+from sync_service.tables import Shard, Table, Values
+from tests.support.seals import sealed
+
+Rows = Mapping[int, Values]
+
+
+class LocalModel:
+    """A model and its log in a folder, and a view of it: another one of the same folder is a restart."""
+
+    def __init__(self, directory: Path, log_max_bytes: int = 1 << 28) -> None:
+        self._directory = directory
+        self.log = Log(LogOptions(directory=directory / "log", max_bytes=log_max_bytes))
+        self.model = Model("clicks", self.log, directory / "model")
+        if meta := self.log.meta("model/").get("clicks"):
+            self.model.recover(meta)
+
+    @property
+    def view_directory(self) -> Path:
+        return self._directory / "view"
+
+    def view(self) -> View:
+        """A view, or the one there was."""
+        view = View("top", self.model, self.log, self.view_directory)
+        if meta := self.log.meta("view/").get("top"):
+            view.recover(meta)
+        return view
+
+    async def prepared_view(self, policy: Policy) -> View:
+        """A view that has the tables that the policy follows."""
+        view = self.view()
+        await view.prepare(policy)
+        return view
+
+    async def cut(self, changes: Mapping[str, Rows]) -> None:
+        """Publish some rows, by table and id, as the next version."""
+        tables = {mapped.table.name: mapped.table for mapped in self.model.tables}
+        rows = [
+            (Shard.whole(tables[name]), np.array(sorted(some)), np.stack([some[row] for row in sorted(some)]))
+            for name, some in changes.items()
+            if some
+        ]
+        seal = replace(sealed(self.model.sealed_version + 1), sealed_unix_ns=self.model.sealed_version + 1)
+        self.log.seal("clicks", seal).result()
+        self.model.seals.append(seal)
+        await self.model.advance(seal, rows)
+        self.model.flush()  # So that it needs no records of its cuts to come back.
+
+    async def cut_all(self, rows: Sequence[Values]) -> None:
+        """Publish every row."""
+        names = [mapped.table.name for mapped in self.model.tables]
+        await self.cut({name: dict(enumerate(some)) for name, some in zip(names, rows, strict=True)})
+
+    async def add(self, *tables: Table) -> None:
+        await self.model.add_tables(list(tables))
+
+    def close(self) -> None:
+        """End, with nothing of the view flushed."""
+        self.model.close()
+        self.log.close()

@@ -1,0 +1,163 @@
+"""What a view is to do, worked out with plain dictionaries and sorted tuples, row by row."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import NamedTuple
+
+import numpy as np
+
+from sync_service.consumers.policy import Policy
+from sync_service.given import Given
+from sync_service.tables import Table, Values
+from sync_service.value_types import decode, encode
+
+Rows = Mapping[int, Values]
+
+
+@dataclass
+class PlainTable:
+    """A model's table: rows that ever changed, and the version at which each last did."""
+
+    table: Table
+    rows: dict[int, Values] = field(default_factory=dict)
+    versions: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass
+class PlainHeld:
+    """What replicas hold of a table: `given` rows, as stored; and since which version others are dirty."""
+
+    source: PlainTable
+    given: Given
+    rows: dict[int, Values] = field(default_factory=dict)
+    since: dict[int, int] = field(default_factory=dict)
+
+    def row(self, row: int) -> Values:
+        nothing = encode(np.zeros((1, self.given.table.dim), self.given.table.dtype), self.given.value_type)[0]
+        held: Values = self.rows.get(row, nothing)
+        return held
+
+    def wanted(self, row: int) -> Values:
+        wanted: Values = encode(self.source.rows[row][None], self.given.value_type)[0]
+        return wanted
+
+    def decoded(self, row: int) -> Values:
+        values: Values = decode(self.row(row)[None], self.given.value_type, self.given.table.dtype)[0]
+        return values
+
+    def norm(self, row: int) -> float:
+        delta = self.source.rows[row][None].astype(np.float64) - self.decoded(row)[None].astype(np.float64)
+        return float(np.sqrt(np.einsum("ij,ij->i", delta, delta))[0])
+
+
+class DirtyRow(NamedTuple):
+    """Of two, the one that compares less goes first."""
+
+    sent_before: bool
+    less_norm: float
+    table: int
+    id: int
+    norm: float
+    overdue: bool
+    size: int
+
+
+@dataclass(frozen=True)
+class PlainRelease:
+    """What a release took, and what it left."""
+
+    taken: list[DirtyRow]
+    left: list[DirtyRow]
+    wanted: int
+
+    @property
+    def reasons(self) -> set[str]:
+        """What is to be found in the reason."""
+        dirty, took = len(self.taken) + len(self.left), len(self.taken)
+        if not self.left:
+            return {f"took all {dirty} dirty rows"}
+        new, old = sum(not row.sent_before for row in self.taken), sum(row.overdue for row in self.taken)
+        said = {f"took {took} of {dirty} dirty rows: "}
+        said |= {f"no more than {took} of {self.wanted} fit max_bytes"} if took < self.wanted else set()
+        said |= {f"{new} were never sent before"} if new else set()
+        return said | ({f"{old} were older than max_age_seconds"} if old else set())
+
+
+class PlainModel:
+    """A model and one view of it."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.tables: list[PlainTable] = []
+        self.held: list[PlainHeld] = []
+        self.seen = 0
+
+    def cut(self, changes: Mapping[str, Rows]) -> None:
+        self.version += 1
+        for each in self.tables:
+            for row, values in changes.get(each.table.name, {}).items():
+                each.rows[row], each.versions[row] = values, self.version
+
+    def prepare(self, policy: Policy) -> None:
+        have = {each.given: each for each in self.held}
+        begins = not self.held and not self.seen
+        followed = [each for each in self.tables if policy.follows(each.table)]
+        given = [policy.gives(each.table) for each in followed]
+        self.held = [have.get(one) or _whole(each, one) for each, one in zip(followed, given, strict=True)]
+        self.seen = self.version if begins else self.seen
+
+    def release(self, policy: Policy, overdue: int) -> PlainRelease:
+        rows = self.look(policy, overdue)
+        groups = [[row for row in rows if row.table == one] for one in {row.table for row in rows}]
+        wanted = {row for group in (groups if policy.top_k_per_table else [rows]) for row in _top(group, policy)}
+        wanted |= {row for row in rows if row.overdue}
+        taken = _fitting(wanted, policy.max_bytes)
+        for row in taken:
+            held = self.held[row.table]
+            held.rows[row.id] = held.wanted(row.id)
+            del held.since[row.id]
+        left = [row for row in rows if row not in set(taken)]
+        return PlainRelease(taken, left, len(wanted))
+
+    def look(self, policy: Policy, overdue: int) -> list[DirtyRow]:
+        rows = []
+        for number, held in enumerate(self.held):
+            fresh = {row for row, version in held.source.versions.items() if version > self.seen}
+            for row in fresh:
+                held.since.setdefault(row, self.seen + 1)
+                if held.wanted(row).tobytes() == held.row(row).tobytes():
+                    del held.since[row]
+            size = policy.row_bytes(held.given.table)
+            for row, since in sorted(held.since.items()):
+                norm, before = held.norm(row), row in held.rows
+                rows.append(DirtyRow(before, -norm, number, row, norm, since <= overdue, size))
+        self.seen = self.version
+        return rows
+
+
+def norm_of(rows: Sequence[DirtyRow]) -> float:
+    return math.sqrt(math.fsum(row.norm**2 for row in rows))
+
+
+def _whole(source: PlainTable, given: Given) -> PlainHeld:
+    held = PlainHeld(source, given)
+    held.rows = {row: held.wanted(row) for row in source.rows}
+    return held
+
+
+def _top(rows: Sequence[DirtyRow], policy: Policy) -> list[DirtyRow]:
+    if policy.top_k is None:
+        return list(rows)
+    share = math.ceil(Fraction(str(policy.top_k)) * len(rows))
+    return sorted(rows)[: share if policy.top_k < 1 else int(policy.top_k)]
+
+
+def _fitting(rows: set[DirtyRow], max_bytes: int | None) -> list[DirtyRow]:
+    taken: list[DirtyRow] = []
+    for row in sorted(rows, key=lambda row: (not row.overdue, row)):
+        if max_bytes is not None and taken and sum(each.size for each in taken) + row.size > max_bytes:
+            break
+        taken.append(row)
+    return taken

@@ -1,0 +1,92 @@
+"""Scenarios of one view of a model of two tables, in this process."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sync_service.consumers.pacing import Situation, due
+from sync_service.consumers.policy import Policy
+from sync_service.consumers.view import View
+from sync_service.errors import StorageFailed
+from sync_service.tables import Table, Values
+from sync_service.value_types import decode
+from tests.support.local_model import LocalModel
+from tests.support.wire import random_rows
+
+# Of both, int8 is shorter.
+USER = Table("user", 40, 8)
+ITEM = Table("item", 30, 16, np.dtype("<f2"))
+TABLES = [USER, ITEM]
+TOP = Policy(top_k=1)
+Scenario = Callable[[LocalModel], Coroutine[Any, Any, None]]
+
+
+def run(folder: Path, scenario: Scenario, **settings: Any) -> None:
+    """Every row is published as version 1."""
+
+    async def main() -> None:
+        local = LocalModel(folder, **settings)
+        await local.add(*TABLES)
+        await local.cut_all(random_rows(0, TABLES))
+        try:
+            await scenario(local)
+        finally:
+            local.close()
+
+    asyncio.run(main())
+
+
+def run_again(folder: Path, scenario: Scenario) -> None:
+    """After a crash: nothing of the view was flushed at the end."""
+
+    async def main() -> None:
+        local = LocalModel(folder)
+        try:
+            await scenario(local)
+        finally:
+            local.close()
+
+    asyncio.run(main())
+
+
+def changed(seed: int, table: Table, *ids: int) -> dict[str, dict[int, Values]]:
+    rows = random_rows(seed, [table])[0]
+    return {table.name: {row: rows[row] for row in ids}}
+
+
+async def held_by_a_replica(view: View) -> dict[str, Values]:
+    """What who held nothing before is given, as it stands for."""
+    release = await view.release(0)
+    held: dict[str, Values] = {}
+    for slot, ids, values in release.tables:
+        given = view.given[slot]
+        rows = np.zeros((given.table.rows, given.table.dim), given.table.dtype)
+        rows[ids] = decode(values, given.value_type, given.table.dtype)
+        held[given.table.name] = rows
+    return held
+
+
+def same_as_the_model(held: dict[str, Values], local: LocalModel) -> bool:
+    return all(held[each.table.name].tobytes() == each.rows.tobytes() for each in local.model.tables)
+
+
+def is_due(view: View, policy: Policy) -> bool:
+    """Whether a release will be made, though nothing more is published."""
+    assert view.account
+    situation = Situation(
+        head=view.model.position.version,
+        seen=view.seen,
+        left=view.account.left_rows,
+        left_unix_ns=0,
+        released_unix_ns=0,
+        sealed_unix_ns=[],
+        ready=True,
+    )
+    return due(policy, situation, 10**18).seconds is not None
+
+
+def refuse(*_: object) -> None:
+    raise StorageFailed("the disk is full")

@@ -1,0 +1,315 @@
+"""Views: what goes wrong, and what must hold all the same."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sync_service.consumers.consumer import Consumer, Replica
+from sync_service.consumers.giving import Giving
+from sync_service.consumers.lag import ConsumerLag
+from sync_service.consumers.policy import Policy
+from sync_service.consumers.report import report
+from sync_service.consumers.view import View
+from sync_service.consumers.view_store import ViewStore
+from sync_service.errors import StorageFailed
+from sync_service.tables import Position, Table
+from sync_service.value_types import ValueType
+from tests.support.local_model import LocalModel
+from tests.support.view_scenarios import (
+    ITEM,
+    TABLES,
+    TOP,
+    USER,
+    changed,
+    held_by_a_replica,
+    is_due,
+    refuse,
+    run,
+    same_as_the_model,
+)
+from tests.support.wire import random_rows
+
+
+def test_rows_that_went_back_are_not_left_any_more(tmp_path: Path) -> None:
+    """Else a release would be due, again and again, that gives nothing."""
+
+    async def scenario(local: LocalModel) -> None:
+        view = await local.prepared_view(TOP)
+        await local.cut(changed(1, USER, 3, 4, 5))
+        await view.make_release(TOP, 0)
+        assert view.account
+        assert view.account.left_rows == 2
+        await local.cut(changed(0, USER, 3, 4, 5))
+        await view.make_release(TOP, 0)
+        assert view.account.left_rows == 0  # The one that had gone out has gone back.
+        await local.cut(changed(1, USER, 6, 7))
+        await view.make_release(TOP, 0)
+        await local.cut(changed(0, USER, 6, 7))
+        await view.make_release(TOP, 0)
+        await local.cut(changed(1, ITEM, 1, 2))
+        await view.make_release(TOP, 0)
+        assert view.account.left_rows == 1
+        number = view.account.number
+        gone_back = {row: view._kept[1].table.held.rows[row].copy() for row in (1, 2)}
+        await local.cut({ITEM.name: gone_back})
+        await view.make_release(TOP, 0)
+        assert view.position.version == number
+        assert (view.account.left_rows, view.account.left_bytes, view.account.left_norm) == (0, 0, 0.0)
+        assert not is_due(view, TOP)
+
+    run(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("given", [ValueType.FP32, ValueType.INT8])
+def test_a_replica_from_before_the_policy_gets_what_it_lacks(tmp_path: Path, given: ValueType) -> None:
+    """Nothing, if rows are as they were; everything, if they come in another type."""
+
+    async def scenario(local: LocalModel) -> None:
+        policy = Policy(top_k=1, value_type=given)
+        held = local.model.position
+        view = await local.prepared_view(policy)
+        decision, position = view.resume(held)
+        assert decision.yes
+        release = await view.release(position.version)
+        lacks = view.position != position  # Else nothing is sent.
+        names = {view.given[slot].table.name: len(ids) for slot, ids, _ in release.tables if lacks}
+        assert names == ({} if given is ValueType.FP32 else {"user": 40, "item": 30})
+        assert view.resume(Position(held.history, held.version + 1))[0].yes is False
+
+    run(tmp_path, scenario)
+
+
+def test_a_replica_from_before_the_policy_that_was_behind_gets_what_changed_since(tmp_path: Path) -> None:
+    async def scenario(local: LocalModel) -> None:
+        held = local.model.position
+        await local.cut(changed(1, USER, 3, 4))
+        view = await local.prepared_view(TOP)
+        _, position = view.resume(held)
+        assert view.position.version > position.version
+        release = await view.release(position.version)
+        assert [(slot, ids.tolist()) for slot, ids, _ in release.tables] == [(0, [3, 4])]
+
+    run(tmp_path, scenario)
+
+
+def test_a_dirty_row_that_changes_again_is_as_old_as_it_was(tmp_path: Path) -> None:
+    """Else it would never be overdue."""
+
+    async def scenario(local: LocalModel) -> None:
+        view = await local.prepared_view(TOP)
+        for seed in range(1, 4):
+            await local.cut(changed(seed, USER, 3, 4, 5, 6, 7))
+            await view.make_release(TOP, 0)
+            assert view.oldest == 2
+        await view.make_release(Policy(top_k=1, max_age_seconds=60), 2)
+        assert view.oldest in (0, 3, 4)
+
+    run(tmp_path, scenario)
+
+
+def test_rows_for_which_the_log_had_no_room_are_given_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sync_service.consumers.giving.CHUNK_BYTES", 40_000)
+    big = Table("big", 4000, 128)
+    policy = Policy(tables=("big",), value_type=ValueType.FP16, top_k=0.9)
+
+    async def scenario(local: LocalModel) -> None:
+        await local.add(big)
+        await local.cut_all(random_rows(0, [*TABLES, big]))
+        view = await local.prepared_view(policy)
+        await local.cut({"big": dict(enumerate(random_rows(1, [big])[0]))})
+        with pytest.raises(StorageFailed, match="the log is full"):
+            await view.make_release(policy, 0)
+        dirty = int(np.count_nonzero(view._kept[0].table.since))
+        assert 400 < dirty < 4000
+        assert view.account
+        assert view.account.left_rows == dirty
+        assert view.account.rows == 4000 - dirty
+        assert view.left["big"].rows == dirty
+        assert is_due(view, policy)
+        replica = await held_by_a_replica(view)
+        assert replica["big"].tobytes() == view._kept[0].table.held.held(view._kept[0].table.held.rows).tobytes()
+        view.flush()
+        while view.account.left_rows:
+            await view.make_release(policy, 0)
+            view.flush()
+        wanted = random_rows(1, [big])[0].astype(np.float16).astype(np.float32)
+        assert (await held_by_a_replica(view))["big"].tobytes() == wanted.tobytes()
+
+    run(tmp_path, scenario, log_max_bytes=1 << 20)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_release_that_could_not_be_written_down_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    """Though nothing more is published, or something is."""
+
+    async def scenario(local: LocalModel) -> None:
+        view = await local.prepared_view(Policy())
+        before = view.position.version
+        await local.cut(changed(1, USER, 3, 4))
+        with monkeypatch.context() as patch:
+            patch.setattr(ViewStore, "write_release", refuse)
+            with pytest.raises(StorageFailed):
+                await view.make_release(Policy(), 0)
+        assert view.position.version == before
+        if again:
+            await local.cut(changed(1, USER, 9))
+        assert is_due(view, Policy())
+        await view.make_release(Policy(), 0)
+        assert view.position.version > before
+        late = await view.release(before)
+        assert [ids.tolist() for _, ids, _ in late.tables] == [[3, 4, 9] if again else [3, 4]]
+        assert not is_due(view, Policy())
+
+    run(tmp_path, scenario)
+
+
+def test_what_was_left_is_not_forgotten_when_tables_are_added(tmp_path: Path) -> None:
+    """Nothing more is published: still it goes out."""
+
+    async def scenario(local: LocalModel) -> None:
+        narrow, wide = Policy(tables=("user",), top_k=1), Policy(top_k=1)
+        view = await local.prepared_view(narrow)
+        await local.cut(changed(1, USER, 3, 4, 5))
+        await view.make_release(narrow, 0)
+        await view.prepare(wide)
+        assert view.account
+        assert view.account.left_rows == 2
+        assert is_due(view, wide)
+        while is_due(view, wide):
+            await view.make_release(wide, 0)
+        assert same_as_the_model(await held_by_a_replica(view), local)
+
+    run(tmp_path, scenario)
+
+
+def test_what_was_left_of_a_table_that_is_not_followed_any_more_is_forgotten(tmp_path: Path) -> None:
+    async def scenario(local: LocalModel) -> None:
+        narrow, wide = Policy(tables=("item",), top_k=1), Policy(top_k=1)
+        view = await local.prepared_view(wide)
+        await local.cut(changed(1, USER, 3, 4, 5))
+        await view.make_release(wide, 0)
+        assert view.oldest == 2
+        await view.prepare(narrow)
+        assert view.oldest == 0
+        assert view.left.keys() <= {"item"}
+        assert not is_due(view, narrow)
+
+    run(tmp_path, scenario)
+
+
+async def lag_at(view: View, release: int) -> ConsumerLag:
+    """Of a consumer whose replica holds that release."""
+    replica = Replica("a", Position(view.history, release), stream=asyncio.Event())
+    consumer = Consumer("top", "clicks", 0, replicas={"a": replica})
+    return await report(consumer, view.model, view)
+
+
+def test_who_lacks_a_release_is_not_in_sync(tmp_path: Path) -> None:
+    """Though it holds rows of the newest version, and none is left."""
+
+    async def scenario(local: LocalModel) -> None:
+        view = await local.prepared_view(TOP)
+        await local.cut(changed(1, USER, 3, 4))
+        await view.make_release(TOP, 0)
+        assert (await lag_at(view, view.position.version)).state == "current"
+        await view.make_release(TOP, 0)
+        lag = await lag_at(view, view.position.version - 1)
+        assert (lag.state, lag.lag.versions, lag.lag.rows, lag.lag.bytes) == ("behind", 0, 1, 40)
+        assert lag.lag.seconds > 0
+        assert [table.rows for table in lag.tables] == [1, 0]
+        assert (await lag_at(view, view.position.version)).state == "in sync"
+
+    run(tmp_path, scenario)
+
+
+def test_who_has_whole_tables_of_a_version_but_not_all_of_it_is_not_in_sync(tmp_path: Path) -> None:
+    async def scenario(local: LocalModel) -> None:
+        narrow = Policy(tables=("user",), top_k=1)
+        view = await local.prepared_view(narrow)
+        await local.cut(changed(1, USER, 3, 4))
+        await view.prepare(TOP)
+        made = view.position.version
+        await view.make_release(Policy(top_k=2), 0)
+        assert view.position.version == made + 1
+        lag = await lag_at(view, made)
+        assert (lag.state, lag.lag.versions, lag.lag.rows) == ("behind", 1, 2)
+
+    run(tmp_path, scenario)
+
+
+def test_a_version_is_not_held_before_its_release_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(local: LocalModel) -> None:
+        view = await local.prepared_view(TOP)
+        number, found = view.position.version, list[int]()
+        await local.cut(changed(1, USER, 3))
+        give = Giving.give
+
+        def noted(*arguments: Any) -> StorageFailed | None:
+            found.append(view.version_of(number))
+            return give(*arguments)
+
+        monkeypatch.setattr(Giving, "give", noted)
+        await view.make_release(TOP, 0)
+        assert found == [1]
+        assert view.version_of(number) == 1
+        assert view.version_of(number + 1) == 2
+
+    run(tmp_path, scenario)
+
+
+def test_a_view_that_was_discarded_is_not_written_down_again(tmp_path: Path) -> None:
+    """A flush may have been waiting meanwhile."""
+
+    async def scenario(local: LocalModel) -> None:
+        view = await local.prepared_view(TOP)
+        await local.cut(changed(1, USER, 3))
+        await view.make_release(TOP, 0)
+        view.discard()
+        view.flush()
+        assert local.log.meta("view/") == {}
+        assert local.log.meta("release/") == {}
+        assert not local.view_directory.exists()
+
+    run(tmp_path, scenario)
+
+
+def test_tables_that_could_not_be_made_leave_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is tried again every second: what is left behind would fill the disk."""
+
+    async def scenario(local: LocalModel) -> None:
+        view = await local.prepared_view(Policy(tables=("user",), top_k=1))
+        (folder,) = local.view_directory.iterdir()
+
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("os.posix_fallocate", full)
+            for _ in range(3):
+                with pytest.raises(StorageFailed, match="No space left"):
+                    await view.prepare(TOP)
+        assert list(local.view_directory.iterdir()) == [folder]
+        await view.prepare(TOP)
+        assert len(list(local.view_directory.iterdir())) == 2
+
+    run(tmp_path, scenario)
+
+
+def test_records_of_releases_that_are_flushed_are_dropped(tmp_path: Path) -> None:
+    async def scenario(local: LocalModel) -> None:
+        view = await local.prepared_view(TOP)
+        for seed in range(1, 20):
+            await local.cut(changed(seed, USER, *range(40)))
+            await view.make_release(Policy(), 0)
+            view.flush()
+            assert not list(local.log.records_after("view/top", 0))
+        assert same_as_the_model(await held_by_a_replica(view), local)
+
+    run(tmp_path, scenario)

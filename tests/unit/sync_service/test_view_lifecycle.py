@@ -1,0 +1,119 @@
+"""Views of consumers that come and go, in a service without sockets."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sync_service.consumers.policy import Policy
+from sync_service.consumers.view import View
+from sync_service.consumers.views import Views
+from sync_service.service import Service, ServiceOptions
+
+TOP = Policy(top_k=3)
+Scenario = Callable[[Service], Coroutine[Any, Any, None]]
+
+
+@asynccontextmanager
+async def opened(data_dir: Path) -> AsyncIterator[Service]:
+    async with asyncio.TaskGroup() as tasks:
+        service = Service(ServiceOptions(data_dir=data_dir), tasks)
+        await service.recover()
+        try:
+            yield service
+        finally:
+            await service.drain()
+
+
+def run(data_dir: Path, scenario: Scenario) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(20), opened(data_dir) as service:
+            await scenario(service)
+
+    asyncio.run(main())
+
+
+def test_a_consumer_has_a_view_from_its_first_policy_on(tmp_path: Path) -> None:
+    async def scenario(service: Service) -> None:
+        consumer = await service.create_consumer("top", "clicks", Policy())
+        assert not isinstance(service.feed(consumer), View)
+        await service.update_consumer("top", TOP)
+        view = service.feed(consumer)
+        assert isinstance(view, View)
+        await service.update_consumer("top", Policy())
+        assert service.feed(consumer) is view
+
+    run(tmp_path, scenario)
+
+
+class Held:
+    """Holds back a method of the views, until it is let go."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, name: str) -> None:
+        self.begun, self.go = asyncio.Event(), asyncio.Event()
+        original = getattr(Views, name)
+
+        async def held(views: Views, *arguments: Any) -> None:
+            self.begun.set()
+            await self.go.wait()
+            await original(views, *arguments)
+
+        patch.setattr(Views, name, held)
+
+
+@pytest.mark.parametrize("policy", [TOP, Policy()])
+def test_a_consumer_that_is_made_while_the_one_of_its_name_is_deleted_has_a_view_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: Policy
+) -> None:
+    async def scenario(service: Service) -> None:
+        consumer = await service.create_consumer("top", "clicks", TOP)
+        old = service.feed(consumer)
+        forgetting = Held(monkeypatch, "forget")
+        deleting = asyncio.create_task(service.delete_consumer("top"))
+        await forgetting.begun.wait()
+        creating = asyncio.create_task(service.create_consumer("top", "clicks", policy))
+        await asyncio.wait([creating], timeout=0.05)  # It may well wait until the other is forgotten.
+        forgetting.go.set()
+        await deleting
+        feed = service.feed(await creating)
+        assert feed is not old
+        assert isinstance(feed, View) != policy.sends_everything
+        await service.delete_consumer("top")
+        assert service.log.meta("view/") == {}
+
+    run(tmp_path, scenario)
+
+
+def test_a_consumer_that_is_deleted_while_its_view_is_made_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next of its name would be given releases by the policy of one that is gone."""
+
+    async def scenario(service: Service) -> None:
+        following = Held(monkeypatch, "follow")
+        creating = asyncio.create_task(service.create_consumer("top", "clicks", TOP))
+        await following.begun.wait()
+        deleting = asyncio.create_task(service.delete_consumer("top"))
+        await asyncio.wait([deleting], timeout=0.05)  # It may well wait until the view is made.
+        following.go.set()
+        await asyncio.gather(creating, deleting)
+        created = await service.create_consumer("top", "clicks", Policy())
+        assert not isinstance(service.feed(created), View)
+
+    run(tmp_path, scenario)
+
+
+def test_a_deleted_consumer_leaves_nothing(tmp_path: Path) -> None:
+    async def scenario(service: Service) -> None:
+        await service.create_consumer("top", "clicks", TOP)
+        await service.delete_consumer("top")
+        assert service.log.meta("view/") == {}
+        assert service.log.meta("release/") == {}
+        assert not list(tmp_path.glob("models/*/views/*"))
+        created = await service.create_consumer("top", "clicks", Policy())
+        assert not isinstance(service.feed(created), View)
+
+    run(tmp_path, scenario)

@@ -1,0 +1,171 @@
+"""Views that come back after a crash: as of the last flush, and the log after it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sync_service.consumers.policy import Policy
+from sync_service.consumers.view import View
+from sync_service.consumers.view_store import ViewStore
+from sync_service.errors import StorageFailed
+from sync_service.given import Mode
+from sync_service.tables import Position, Values
+from tests.support.local_model import LocalModel
+from tests.support.view_scenarios import (
+    TOP,
+    USER,
+    changed,
+    held_by_a_replica,
+    is_due,
+    refuse,
+    run,
+    run_again,
+    same_as_the_model,
+)
+
+
+def test_what_was_left_is_not_forgotten_when_tables_are_added_after_a_restart(tmp_path: Path) -> None:
+    narrow, wide = Policy(tables=("user",), top_k=1), Policy(top_k=1)
+
+    async def before(local: LocalModel) -> None:
+        view = await local.prepared_view(narrow)
+        await local.cut(changed(1, USER, 3, 4, 5))
+        await view.make_release(narrow, 0)
+        view.flush()
+
+    async def after(local: LocalModel) -> None:
+        view = local.view()
+        assert is_due(view, wide)
+        await view.prepare(wide)
+        assert is_due(view, wide)
+
+    run(tmp_path, before)
+    run_again(tmp_path, after)
+
+
+def test_files_that_a_crash_left_behind_are_removed(tmp_path: Path) -> None:
+    async def before(local: LocalModel) -> None:
+        await local.prepared_view(TOP)
+        (local.view_directory / "left-behind").mkdir()
+
+    async def after(local: LocalModel) -> None:
+        view = local.view()
+        assert {kept.folder for kept in view._kept} == {each.name for each in local.view_directory.iterdir()}
+
+    run(tmp_path, before)
+    run_again(tmp_path, after)
+
+
+def test_records_from_before_a_restart_count_towards_the_next_flush(tmp_path: Path) -> None:
+    """Else the log would grow with every restart."""
+    sizes: list[int] = []
+
+    async def before(local: LocalModel) -> None:
+        view = await local.prepared_view(TOP)
+        assert not view.should_flush(1)
+        await local.cut(changed(1, USER, 3))
+        await view.make_release(TOP, 0)
+        sizes.append(next(size for size in range(1, 1000) if not view.should_flush(size + 1)))
+
+    async def after(local: LocalModel) -> None:
+        view = local.view()
+        assert view.should_flush(sizes[0])
+        view.flush()
+        assert not view.should_flush(1)
+        assert not list(local.log.records_after("view/top", 0))
+
+    run(tmp_path, before)
+    assert sizes[0] > 24
+    run_again(tmp_path, after)
+
+
+def test_a_flush_in_the_middle_of_a_release_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows of the release may be in the files, while the log is cut behind the release before it."""
+
+    async def before(local: LocalModel) -> None:
+        view = await local.prepared_view(TOP)
+        await local.cut(changed(1, USER, 3))
+        await view.make_release(TOP, 0)
+        await local.cut(changed(1, USER, 4, 5))
+        advance = View._advance
+
+        def flush_and_advance(one: View, *arguments: Any) -> None:
+            one.flush()
+            advance(one, *arguments)
+
+        monkeypatch.setattr(View, "_advance", flush_and_advance)
+        await view.make_release(Policy(), 0)
+        assert [release for release, _, _ in local.log.records_after("view/top", 0)] == [view.position.version]
+
+    async def after(local: LocalModel) -> None:
+        assert same_as_the_model(await held_by_a_replica(local.view()), local)
+
+    run(tmp_path, before)
+    run_again(tmp_path, after)
+
+
+def test_a_release_that_a_crash_cut_short_is_given_to_everybody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows are in the log, and that it was made is not."""
+    held: list[Position] = []
+
+    async def before(local: LocalModel) -> None:
+        view = await local.prepared_view(TOP)
+        held.append(view.position)
+        await local.cut(changed(1, USER, 4, 5))
+        monkeypatch.setattr(ViewStore, "write_release", refuse)
+        with pytest.raises(StorageFailed):
+            await view.make_release(Policy(), 0)
+
+    async def after(local: LocalModel) -> None:
+        view = local.view()
+        decision, position = view.resume(held[0])
+        assert decision.yes
+        assert view.position.version > position.version
+        release = await view.release(position.version)
+        assert [ids.tolist() for _, ids, _ in release.tables] == [[4, 5]]
+
+    run(tmp_path, before)
+    run_again(tmp_path, after)
+
+
+def test_an_ids_view_comes_back_with_its_norms(tmp_path: Path) -> None:
+    norms: list[Values] = []
+    ids = Policy(mode=Mode.IDS)
+
+    async def before(local: LocalModel) -> None:
+        view = await local.prepared_view(ids)
+        await local.cut(changed(1, USER, 4, 5))
+        await view.make_release(ids, 0)
+        norms.append((await view.release(1)).tables[0][2].copy())
+
+    async def after(local: LocalModel) -> None:
+        release = await local.view().release(1)
+        assert release.tables[0][2].tobytes() == norms[0].tobytes()
+        assert norms[0].min() > 0
+
+    run(tmp_path, before)
+    run_again(tmp_path, after)
+
+
+def test_a_damaged_record_is_an_error(tmp_path: Path) -> None:
+    async def before(local: LocalModel) -> None:
+        view = await local.prepared_view(TOP)
+        await local.cut(changed(1, USER, 4))
+        await view.make_release(TOP, 0)
+        ((number, slot, payload),) = local.log.records_after("view/top", 0)
+        key = b"view/top\0" + number.to_bytes(8, "big") + slot.to_bytes(4, "big") + bytes(4)
+        with local.log._env.begin(write=True, db=local.log._parts) as txn:
+            record = bytearray(txn.get(key) or b"")
+            record[-1] ^= 1
+            assert txn.put(key, bytes(record))
+        assert len(payload) > 0
+
+    async def after(local: LocalModel) -> None:
+        with pytest.raises(StorageFailed, match="is damaged"):
+            local.view()
+
+    run(tmp_path, before)
+    run_again(tmp_path, after)
