@@ -3,6 +3,8 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from sync_service.client import CallbackTarget, NumpyTarget, Position, Release, ReleasedRows, Table
@@ -193,13 +195,28 @@ def test_of_a_table_that_was_dropped_nothing_is_remembered() -> None:
         assert held.after(release) == checksums_of(target)
 
 
-def test_a_row_changed_behind_its_back_shows_once_it_is_written_again() -> None:
-    target = NumpyTarget()
-    held = HeldChecksums(target)
-    for version, rows, same in ((1, [1, 3], True), (2, [1], True), (3, [3], False)):
-        release = release_of(version, (USER, rows, float(version)), resync=version == 1)
-        if version == 3:
-            target.tables[USER.name][3] += 1
-        held.before(release)
-        target.apply(release)
-        assert (held.after(release) == checksums_of(target)) is same
+@given(st.data(), st.integers(1, 3))
+def test_a_row_changed_behind_its_back_shows_in_the_end(data: st.DataObject, block: int) -> None:
+    """Once it is written again, or the sweep has come round to it."""
+    target, some = NumpyTarget(), st.lists(st.integers(0, 3), unique=True).map(sorted)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sync_service.client.held.BLOCK_ROWS", block)
+        held = HeldChecksums(target)
+
+        def released(number: int) -> dict[str, int]:
+            rows = (USER, data.draw(some), float(number)), (HALF, data.draw(some), float(number))
+            release = release_of(number, *(each for each in rows if each[1]), resync=number == 0)
+            held.before(release)
+            target.apply(release)
+            return held.after(release)
+
+        damaged = data.draw(st.integers(0, 9))
+        for number in range(damaged):
+            assert released(number) == checksums_of(target)
+        if damaged:
+            table = data.draw(st.sampled_from([USER, HALF]))
+            target.tables[table.name][data.draw(st.integers(0, table.rows - 1))] += 1
+        blocks = sum(-(-table.rows // block) for table in (USER, HALF))
+        for number in range(damaged, damaged + 2 * blocks):
+            last = released(number)
+        assert last == checksums_of(target)
