@@ -40,7 +40,8 @@ Write = Callable[[lmdb.Transaction], None]
 class Seal:
     """What is known of a sealed cut. Times are nanoseconds since 1970.
 
-    `bytes` are those of ids and values, `log_bytes` those of the records the log holds of it.
+    `bytes` are those of ids and values, `log_bytes` those of the records the log holds of it. `resync` says that
+    its run does not continue the published history: it has every row.
     """
 
     version: int
@@ -53,6 +54,7 @@ class Seal:
     log_bytes: int
     step_end_unix_ns: int
     sealed_unix_ns: int
+    resync: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -143,6 +143,10 @@ class Model:
         """What a replica at version `after` lacks, and all of the tables in the slots `whole`."""
         return self._releases.get(after, whole, self.position.version)
 
+    def version_of(self, version: int) -> int:
+        """The version that a position of this history stands for."""
+        return version
+
     def resume(self, held: Position) -> tuple[Decision, Position]:
         """Whether a replica that holds `held` can go on from there, and what that is in this history."""
         decision = resume(held, self.history, self.position.version)

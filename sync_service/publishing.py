@@ -300,6 +300,7 @@ def _seal_of(cut: Cut) -> Seal:
         log_bytes=cut.log_bytes,
         step_end_unix_ns=cut.step_end_unix_ns,
         sealed_unix_ns=time.time_ns(),
+        resync=cut.must_be_full,
     )
 
 

@@ -92,6 +92,11 @@ class Service:
         """What a consumer's replicas are given: its view, or all of the model."""
         return self.views.get(consumer) or self.publishing_of(consumer.model).model
 
+    def is_prepared(self, consumer: Consumer) -> bool:
+        """Whether there is what a consumer's replicas are to be given."""
+        feed = self.feed(consumer)
+        return bool(feed.tables) and (isinstance(feed, Model) or feed.fits(consumer.policy))
+
     async def create_consumer(self, name: str, model: str, policy: Policy) -> Consumer:
         """Make a consumer; making an equal one again changes nothing.
 
@@ -103,6 +108,7 @@ class Service:
         async with self._changing:
             consumer = await self.registry.create(name, model, policy)
             await self._follow(consumer)
+        logger.info("consumer %s follows model %s: %s", name, model, policy.words or "everything")
         return consumer
 
     async def ensure_consumer(self, wanted: ConsumerOptions) -> Consumer:
@@ -127,8 +133,10 @@ class Service:
         """
         async with self._changing:
             self._check(policy, self.registry.get(name).model)
+            before = self.registry.get(name).policy
             consumer = await self.registry.update(name, policy)
             await self._follow(consumer)
+        logger.info("consumer %s: %s, was %s", name, policy.words or "everything", before.words or "everything")
         return consumer
 
     async def delete_consumer(self, name: str) -> None:
@@ -140,6 +148,7 @@ class Service:
         async with self._changing:
             await self.registry.delete(name)
             await self.views.forget(name)
+        logger.info("consumer %s deleted", name)
 
     async def lag(self, consumer: Consumer) -> ConsumerLag:
         """How far a consumer is behind, per replica and per table."""

@@ -96,8 +96,8 @@ class ReplicaStream:
             self._registry.disconnect(self._replica, self._ended)
 
     async def _responses(self, acks: asyncio.Task[None]) -> Responses:
-        while not self._feed.tables:
-            yield _progress(Position())
+        while not self._service.is_prepared(self._consumer):
+            yield _progress(Position(), 0)
             await self._wait(acks, self._feed.changed())
         yield self._opened()
         while True:
@@ -108,7 +108,7 @@ class ReplicaStream:
             if self._feed.position == self._given and not repaired:
                 await self._wait(acks, self._feed.changed(), self._damaged.wait())
                 if self._feed.position == self._given and not self._proof.damaged:
-                    yield _progress(self._feed.position)
+                    yield _progress(self._given, self._feed.version_of(self._given.version))
                 continue
             async for response in self._send(self._feed.release(self._given.version, repaired), acks):
                 yield response
@@ -126,6 +126,7 @@ class ReplicaStream:
             resync=not decision.yes,
             reason=decision.reason,
             mode=mode_to_message(given[0].mode),
+            model_history=self._service.publishing_of(self._consumer.model).model.history,
         )
         return subscribe_pb2.SubscribeResponse(opened=opened)
 
@@ -223,7 +224,9 @@ class ReplicaStream:
     def _check_given(self) -> None:
         """Check that slots still mean the tables the replica was told of."""
         if self._feed.given != self._tables:
-            raise Superseded(f"consumer {self._consumer.name!r} is given other tables now; reconnect")
+            raise Superseded(
+                f"consumer {self._consumer.name!r} is given other tables now, or in another form; reconnect"
+            )
 
     def _check_current(self) -> None:
         if self._registry.consumers.get(self._consumer.name) is not self._consumer:
@@ -234,5 +237,6 @@ class ReplicaStream:
             raise Superseded(f"a newer stream of replica {self._replica.name!r} has taken over")
 
 
-def _progress(head: Position) -> subscribe_pb2.SubscribeResponse:
-    return subscribe_pb2.SubscribeResponse(progress=subscribe_pb2.Progress(head=position_to_message(head)))
+def _progress(head: Position, version: int) -> subscribe_pb2.SubscribeResponse:
+    progress = subscribe_pb2.Progress(head=position_to_message(head), version=version)
+    return subscribe_pb2.SubscribeResponse(progress=progress)

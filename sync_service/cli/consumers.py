@@ -6,9 +6,11 @@ from typing import Any
 import click
 
 from sync_service.cli.config import CONTEXT
-from sync_service.cli.policy_options import policy_of, policy_options, policy_words
+from sync_service.cli.policy_options import policy_of, policy_options
 from sync_service.client.admin import Admin
 from sync_service.consumers.policy_message import policy_from_message
+
+_EVERYTHING = "everything, as it is"
 
 
 @click.group()
@@ -36,7 +38,7 @@ def _token_option(function: Callable[..., None]) -> Any:
 def list_consumers(service: str) -> None:
     """List all consumers: name, model, and what of the policy differs from the default."""
     for consumer in Admin(service, token="").consumers():
-        policy = policy_words(policy_from_message(consumer.policy))
+        policy = policy_from_message(consumer.policy).words
         click.echo("\t".join([consumer.name, consumer.model, *([policy] if policy else [])]))
 
 
@@ -53,7 +55,7 @@ def create_consumer(name: str, model: str, service: str, admin_token: str, **opt
     """
     policy = policy_of(options)
     Admin(service, admin_token).create_consumer(name, model, policy)
-    words = policy_words(policy)
+    words = policy.words
     click.echo(f"consumer {name} follows model {model}{f': {words}' if words else ''}")
 
 
@@ -66,11 +68,14 @@ def update_consumer(name: str, service: str, admin_token: str, **options: Any) -
     """Give consumer NAME another policy, which replaces the one it has as a whole.
 
     What is not given here is as in the default, whatever it was before: without options of a policy its replicas
-    are given everything, as it is, as soon as it is there. They keep their place.
+    are given everything, as it is, as soon as it is there. They keep their place; but where --mode becomes ids,
+    those that take values stop with an error.
     """
-    policy = policy_of(options)
-    Admin(service, admin_token).update_consumer(name, policy)
-    click.echo(f"consumer {name} is given {policy_words(policy) or 'everything, as it is'}")
+    policy, admin = policy_of(options), Admin(service, admin_token)
+    before = [policy_from_message(consumer.policy) for consumer in admin.consumers() if consumer.name == name]
+    admin.update_consumer(name, policy)
+    was = f" (was {before[0].words or _EVERYTHING})" if before and before[0] != policy else ""
+    click.echo(f"consumer {name} is given {policy.words or _EVERYTHING}{was}")
 
 
 @consumers.command("delete", context_settings=CONTEXT)
@@ -78,6 +83,6 @@ def update_consumer(name: str, service: str, admin_token: str, **options: Any) -
 @_service_option
 @_token_option
 def delete_consumer(name: str, service: str, admin_token: str) -> None:
-    """Forget consumer NAME and its offsets."""
+    """Forget consumer NAME and its offsets. Replicas that are connected stop, with what they hold."""
     Admin(service, admin_token).delete_consumer(name)
     click.echo(f"consumer {name} deleted")

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from sync_service.cli.policy_options import policy_words
 from sync_service.consumers.policy import Policy
 
 Lag = dict[str, Any]
 Line = tuple[Any, ...]
 
 _TITLES = ("", "offset", "versions", "rows", "bytes", "seconds")
+_RELEASE_TITLES = ("", "release", *_TITLES[2:])
 _UNSENT_TITLES = ("unsent norm", "unsent share")
 
 
@@ -19,8 +19,10 @@ def lag_text(answer: Lag) -> str:
 
 
 def _facts(answer: Lag) -> list[tuple[str, str]]:
-    facts = [("policy", policy_words(Policy.from_dict(answer["policy"])))]
+    facts = [("policy", Policy.from_dict(answer["policy"]).words)]
     facts += _release_facts(answer, answer["release"]) if answer["release"] else []
+    if answer["damages"]:
+        facts.append(("damages", f"{answer['damages']} tables of replicas since the service started"))
     facts += [
         ("damaged", f"{replica['replica']} ({', '.join(replica['damaged'])})")
         for replica in answer["replicas"]
@@ -54,7 +56,7 @@ def _aligned(facts: list[tuple[str, str]]) -> list[str]:
 
 def _table(answer: Lag) -> list[str]:
     ranked = answer["release"] is not None
-    lines: list[Line] = [(*_TITLES, *_UNSENT_TITLES)]
+    lines: list[Line] = [(*(_RELEASE_TITLES if ranked else _TITLES), *_UNSENT_TITLES)]
     lines.append(("all replicas", answer["offset"], *_numbers(answer["lag"])))
     lines += [(_name(replica), replica["offset"], *_numbers(replica["lag"])) for replica in answer["replicas"]]
     for table in answer["tables"]:

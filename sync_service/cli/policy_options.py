@@ -87,17 +87,3 @@ def policy_of(options: Mapping[str, Any]) -> Policy:
 def take_policy(settings: dict[str, Any]) -> Policy:
     """Take the policy that the values of `release_options` describe out of a command's settings."""
     return policy_of({name: settings.pop(name) for name in _RELEASE_NAMES})
-
-
-def policy_words(policy: Policy) -> str:
-    """What of a policy differs from the default."""
-    default = Policy().as_dict()
-    return " ".join(_word(key, value) for key, value in policy.as_dict().items() if value != default[key])
-
-
-def _word(key: str, value: Any) -> str:
-    if isinstance(value, list):
-        return f"{key}={','.join(value)}"
-    if value is True:
-        return key
-    return f"{key}={value:.15g}" if isinstance(value, float) else f"{key}={value}"

@@ -27,11 +27,13 @@ class Arriving:
 
     Attributes:
         received_bytes: bytes of ids and values that have arrived.
+        model_history: the history that versions belong to.
     """
 
     def __init__(self, max_outstanding_bytes: int, known: set[str]) -> None:
         """`known` are the tables of the last release of an earlier stream; then they are those of this one."""
         self.received_bytes = 0
+        self.model_history = ""
         self._known = known
         self._acked_bytes = self._ended_bytes = 0
         # What is not acked yet must leave room for a chunk, or the service and this replica wait for each other.
@@ -44,6 +46,7 @@ class Arriving:
     def begin(self, opened: subscribe_pb2.SubscribeOpened) -> None:
         """Learn the tables."""
         logger.info("subscribed to model %s: %s", opened.model, opened.reason)
+        self.model_history = opened.model_history
         mode = mode_from_message(opened.mode)
         self._given = [given_from_message(table, mode) for table in opened.tables]
         self._shards = [Shard.whole(given.sent) for given in self._given]

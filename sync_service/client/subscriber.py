@@ -14,7 +14,7 @@ from sync_service.client.connection import backoff, open_channel
 from sync_service.client.held import HeldChecksums
 from sync_service.client.options import SubscriberOptions
 from sync_service.client.targets import ReadableTarget, Target
-from sync_service.codec import checksums_to_message, position_to_message
+from sync_service.codec import checksums_to_message, position_from_message, position_to_message
 from sync_service.error_codes import from_rpc_error, is_final
 from sync_service.errors import ServiceUnavailable
 from sync_service.tables import Position
@@ -32,13 +32,16 @@ class Subscriber:
     """Subscribes to a consumer and applies its releases to a target; reconnects by itself.
 
     Attributes:
-        held: the position the target is at.
+        held: the position the target is at: for a consumer with a policy, that of a release.
+        version: the position, in the model's history, of what that was made of. With a policy, rows that have
+            changed before may still be left for later releases.
     """
 
     def __init__(self, options: SubscriberOptions, target: Target) -> None:
         self._options = options
         self._target = target
         self.held = options.held
+        self.version = options.held
         self._checksums = HeldChecksums(target) if isinstance(target, ReadableTarget) else None
         self._tables: set[str] = set()
         self._moved = threading.Condition()
@@ -51,7 +54,11 @@ class Subscriber:
         self._thread.start()
 
     def wait_for(self, wanted: Position | int, timeout_seconds: float | None = None) -> Position:
-        """Wait until the target holds at least a version: of the history a `Position` names, or of any.
+        """Wait until the target holds at least a version of the model, or one made of a later one.
+
+        Args:
+            wanted: a version, or a position: of the model's history, as publishers return it, or of a release.
+            timeout_seconds: how long, at most; None = for ever.
 
         Returns:
             The position it holds.
@@ -62,12 +69,12 @@ class Subscriber:
         """
         with self._moved:
             self._moved.wait_for(
-                lambda: self._failure or self._closing.is_set() or _reached(self.held, wanted), timeout_seconds
+                lambda: self._failure or self._closing.is_set() or self._reached(wanted), timeout_seconds
             )
         self.check()
-        if not _reached(self.held, wanted):
+        if not self._reached(wanted):
             trouble = f"; last trouble: {self._trouble}" if self._trouble else ""
-            held = f"replica {self._options.replica!r} holds version {self.held.version}"
+            held = f"replica {self._options.replica!r} holds version {self.version.version}"
             raise TimeoutError(f"{held}, not {wanted}{trouble}")
         return self.held
 
@@ -156,6 +163,8 @@ class Subscriber:
                 arriving.begin(response.opened)
             elif kind == "chunk" and arriving.add(response.chunk):
                 requests.put(_ack(arriving.received_bytes))
+            elif kind == "progress" and position_from_message(response.progress.head) == self.held:
+                self._hold(self.held, Position(arriving.model_history, response.progress.version))
             elif kind == "release_end":
                 self._apply(arriving, response.release_end, requests)
 
@@ -171,18 +180,19 @@ class Subscriber:
             logger.error(text, self._options.replica, ", ".join(wrong))
             return
         # Only now: who waits for the version may close the subscription, and its ack must be on its way.
-        self._hold(release.position)
+        self._hold(release.position, Position(arriving.model_history, release.version))
 
-    def _hold(self, position: Position) -> None:
+    def _hold(self, position: Position, version: Position) -> None:
         with self._moved:
-            self.held, self._trouble = position, None
+            self.held, self.version, self._trouble = position, version, None
             self._moved.notify_all()
 
-
-def _reached(held: Position, wanted: Position | int) -> bool:
-    if isinstance(wanted, int):
-        return held.version >= wanted
-    return held.history == wanted.history and held.version >= wanted.version
+    def _reached(self, wanted: Position | int) -> bool:
+        if isinstance(wanted, int):
+            return self.version.version >= wanted
+        return any(
+            at.history == wanted.history and at.version >= wanted.version for at in (self.held, self.version)
+        )
 
 
 def _ack(

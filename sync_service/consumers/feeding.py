@@ -4,9 +4,12 @@ import asyncio
 import logging
 import time
 from bisect import bisect_right
+from dataclasses import replace
+from itertools import takewhile
 
 from sync_service.consumers.consumer import Consumer
 from sync_service.consumers.pacing import PACE_VERSIONS, Situation, due
+from sync_service.consumers.policy import Policy
 from sync_service.consumers.view import View
 from sync_service.errors import StorageFailed
 
@@ -46,7 +49,7 @@ class Feeding:
         decision = due(self._consumer.policy, self._situation(), time.time_ns())
         if decision.seconds == 0:
             logger.debug("consumer %s: a release is due: %s", self._consumer.name, decision.reason)
-            await self._view.make_release(self._consumer.policy, self._overdue())
+            await self._view.make_release(self._unless_resync(self._consumer.policy), self._overdue())
         return decision.seconds
 
     def _connected(self) -> bool:
@@ -65,6 +68,13 @@ class Feeding:
             sealed_unix_ns=[seal.sealed_unix_ns for seal in list(seals)[-PACE_VERSIONS:]],
             ready=view.head is not None and any(r.stream and r.applied == position for r in replicas),
         )
+
+    def _unless_resync(self, policy: Policy) -> Policy:
+        """The policy; without bounds where another run has begun, whose rows do not go with those before."""
+        newer = takewhile(lambda seal: seal.version > self._view.seen, reversed(self._view.model.seals))
+        if any(seal.resync for seal in newer):
+            return replace(policy, top_k=None, top_k_per_table=False, max_bytes=None)
+        return policy
 
     def _overdue(self) -> int:
         """The newest version that is older than the policy's maximum age."""

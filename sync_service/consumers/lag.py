@@ -20,7 +20,7 @@ class Lag:
         versions: sealed versions after the one the offset was made of.
         rows: rows that are not held as the model has them.
         bytes: bytes of these rows' ids and values, as they are sent.
-        seconds: for how long the oldest of these rows, or versions, is lacking; 0 when there is none.
+        seconds: age of the oldest version, or release, that is not applied; 0 when there is none.
         unsent_norm: L2 norm of what the model has less what is held, as of the last release. None where it is not
             known: without a policy, or before the newest release is applied.
         unsent_share: the same as a share of the norm of the tables.
@@ -90,6 +90,7 @@ class ConsumerLag:
     """How far a consumer's fleet is behind: as far as the last of its replicas.
 
     Without a policy `offset` is a version, and there is no `release`; with one it is the number of a release.
+    `damages` is how often a table of a replica was found to be damaged since the service started.
     """
 
     consumer: str
@@ -104,6 +105,7 @@ class ConsumerLag:
     replicas: list[ReplicaLag]
     tables: list[TableLag]
     oldest_row_seconds: float
+    damages: int
     release: ReleaseLine | None
     policy: dict[str, Any]
 
@@ -125,7 +127,7 @@ def measure(
         row_bytes: what a row of each table takes on the wire.
         lacking: how many rows of each table are not held as the model has them.
         now_unix_ns: the time, nanoseconds since 1970.
-        since: the version since which the oldest row is lacking; None = the one after `version`.
+        since: the oldest version that is not applied; None = the one after `version`.
     """
     head = seals[-1].version if seals else 0
     oldest = version + 1 if since is None else since

@@ -48,6 +48,8 @@ class Policy:
     value_type: ValueType = ValueType.FP32
 
     def __post_init__(self) -> None:
+        for name, read in _READ.items():
+            object.__setattr__(self, name, read(name, getattr(self, name)))
         if not self.tables or not all(self.tables):
             raise InvalidInput(f"tables {list(self.tables)}: name at least one pattern, '*' for all")
         if self.top_k is not None:
@@ -61,7 +63,7 @@ class Policy:
             )
         if self.max_bytes is not None and self.max_bytes > _MOST_BYTES:
             raise InvalidInput(f"max_bytes {self.max_bytes}: expected at most {_MOST_BYTES}")
-        self._check_bytes(self._rows * _SMALLEST_ROW_BYTES, f"{self._rows} rows of the smallest size there is")
+        self._check_bytes(self._rows * _SMALLEST_ROW_BYTES, f"{self._rows} rows of the least bytes there can be")
 
     @property
     def sends_everything(self) -> bool:
@@ -84,10 +86,13 @@ class Policy:
         """Check the policy against the tables there are.
 
         Raises:
-            InvalidInput: the byte budget is too small for a row, or for `top_k` rows.
+            InvalidInput: no table is followed, or the byte budget is too small for a row, or for `top_k` rows.
         """
         followed = [table for table in tables if self.follows(table)]
         if not followed:
+            if tables:
+                names, patterns = ", ".join(table.name for table in tables), ", ".join(self.tables)
+                raise InvalidInput(f"tables {patterns}: no table of the model fits; its tables: {names}")
             return
         if self.top_k_per_table:
             needed = sum(min(self._rows, table.rows) * self.row_bytes(table) for table in followed)
@@ -95,6 +100,12 @@ class Policy:
         largest = max(followed, key=self.row_bytes)
         rows = min(self._rows, sum(table.rows for table in followed))
         self._check_bytes(rows * self.row_bytes(largest), f"{rows} rows of table {largest.name!r}")
+
+    @property
+    def words(self) -> str:
+        """What of it differs from the default; empty if nothing does."""
+        default = Policy().as_dict()
+        return " ".join(_word(key, value) for key, value in self.as_dict().items() if value != default[key])
 
     def as_dict(self) -> dict[str, Any]:
         """The policy as JSON knows it; `from_dict` takes it back."""
@@ -116,7 +127,7 @@ class Policy:
         known = {field.name for field in fields(cls)}
         if unknown := sorted(described.keys() - known):
             raise InvalidInput(f"policy: unknown key {unknown[0]!r}; keys: {', '.join(sorted(known))}")
-        return cls(**{name: _READ[name](name, value) for name, value in described.items()})
+        return cls(**described)
 
     @property
     def _rows(self) -> int:
@@ -125,14 +136,21 @@ class Policy:
 
     def _check_bytes(self, needed: int, what: str) -> None:
         if self.max_bytes is not None and needed > self.max_bytes:
-            raise InvalidInput(
-                f"max_bytes {self.max_bytes} is less than the {needed} bytes of {what}: raise it, or lower top_k"
-            )
+            instead = "raise it, or lower top_k" if self.top_k else "raise it"
+            raise InvalidInput(f"max_bytes {self.max_bytes} is less than the {needed} bytes of {what}: {instead}")
+
+
+def _word(key: str, value: Any) -> str:
+    if isinstance(value, list):
+        return f"{key}={','.join(value)}"
+    if value is True:
+        return key
+    return f"{key}={value:.15g}" if isinstance(value, float) else f"{key}={value}"
 
 
 def _check_top_k(top_k: float) -> None:
     if not math.isfinite(top_k) or top_k <= 0 or (top_k >= 1 and top_k != int(top_k)):
-        raise InvalidInput(f"top_k {top_k:.15g}: expected a share below 1, or a whole number of rows")
+        raise InvalidInput(f"top_k {top_k:.15g}: expected a share above 0 and below 1, or a whole number of rows")
 
 
 def _check_seconds(name: str, seconds: float | None, *, above: bool) -> None:
@@ -180,6 +198,8 @@ def _is_text(value: str) -> bool:
 def _member(kind: type[Enum]) -> Any:
     def read(name: str, value: Any) -> Enum:
         members = {member.value: member for member in kind}
+        if isinstance(value, kind):
+            return value
         if not isinstance(value, str) or value not in members:
             raise InvalidInput(f"{name} {value!r}: expected one of {', '.join(members)}")
         return members[value]

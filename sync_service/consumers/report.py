@@ -18,6 +18,7 @@ from sync_service.consumers.lag import (
     unsent,
 )
 from sync_service.consumers.offsets import consumer_offset, offset_in
+from sync_service.consumers.policy import Policy
 from sync_service.consumers.view import View
 from sync_service.log import Seal
 from sync_service.model import Model
@@ -41,13 +42,12 @@ class _Facts:
     tables: list[_Table]
     count: Callable[[int], Awaitable[list[int]]]
     version_of: Callable[[int], int]
-    oldest: int
     account: Account | None
 
 
 async def report(consumer: Consumer, model: Model, view: View | None) -> ConsumerLag:
     """How far a consumer is behind, per replica and per table."""
-    facts = _facts_of_view(view) if view else _facts_of_model(model)
+    facts = _facts(consumer, model, view)
     replicas = sorted(consumer.replicas.values(), key=lambda replica: replica.name)
     offset = consumer_offset(replicas, facts.history)
     offsets = [offset_in(facts.history, replica.applied) for replica in replicas]
@@ -70,20 +70,28 @@ async def report(consumer: Consumer, model: Model, view: View | None) -> Consume
         replicas=[_line(replica, held, lags[held], now) for replica, held in zip(replicas, offsets, strict=True)],
         tables=tables,
         oldest_row_seconds=max((table.oldest_row_seconds for table in tables), default=0.0),
+        damages=consumer.damages,
         release=_release_line(facts.account, now) if facts.account else None,
         policy=consumer.policy.as_dict(),
     )
 
 
-def _facts_of_model(model: Model) -> _Facts:
-    mapped = tuple(model.tables)
+def _facts(consumer: Consumer, model: Model, view: View | None) -> _Facts:
+    if view is None:
+        return _facts_of_model(model, consumer.policy)
+    if view.head is None:  # Its replicas are given the first release once one is connected.
+        return replace(_facts_of_model(model, consumer.policy), history=view.history, newest=0)
+    return _facts_of_view(view)
+
+
+def _facts_of_model(model: Model, policy: Policy) -> _Facts:
+    mapped = tuple(each for each in model.tables if policy.follows(each.table))
     return _Facts(
         history=model.history,
         newest=None,
-        tables=[_Table(each.table.name, each.table.row_bytes, None) for each in mapped],
+        tables=[_Table(each.table.name, policy.row_bytes(each.table), None) for each in mapped],
         count=lambda offset: model.count_changed_since(offset, mapped),
         version_of=lambda offset: offset,
-        oldest=0,
         account=None,
     )
 
@@ -99,7 +107,6 @@ def _facts_of_view(view: View) -> _Facts:
         ],
         count=lambda release: view.count_lacking(release, tables),
         version_of=view.version_of,
-        oldest=view.oldest,
         account=view.account,
     )
 
@@ -115,12 +122,9 @@ def _lag(offset: int, rows: list[int], facts: _Facts, seals: Sequence[Seal], now
 
 
 def _since(offset: int, facts: _Facts) -> int | None:
-    """The version since which the oldest row is lacking that who holds `offset` lacks; None = the next one."""
-    if facts.newest is None or (offset == facts.newest and not facts.oldest):
-        return None
-    version = facts.version_of(offset)
-    # Who lacks a release lacks rows that were dirty when the one it holds was made.
-    return min(version + (offset == facts.newest), facts.oldest or version + 1)
+    """The oldest version that who holds `offset` has not applied; None = the one after that it was made of."""
+    # Of releases that it lacks the first may have been made of the same version.
+    return None if facts.newest in (None, offset) else facts.version_of(offset)
 
 
 def _table_line(table: _Table, rows: int, seals: Sequence[Seal], now: int) -> TableLag:

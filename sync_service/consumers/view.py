@@ -122,6 +122,12 @@ class View:
         decision = resume(held, self.history, self.position.version)
         return decision, held if decision.yes else Position(self.history)
 
+    def fits(self, policy: Policy) -> bool:
+        """Whether it has the tables that the policy follows, as it wants them given."""
+        return self.given == [
+            policy.gives(table.table) for table in self.model.tables if policy.follows(table.table)
+        ]
+
     # Moving on: one call at a time.
 
     async def prepare(self, policy: Policy) -> None:
@@ -131,9 +137,8 @@ class View:
             StorageFailed: there is no room; the view is as it was.
         """
         sources = [table for table in self.model.tables if policy.follows(table.table)]
-        wanted = [policy.gives(table.table) for table in sources]
-        if self.model.head and wanted != self.given:
-            await self._make(sources, wanted)
+        if self.model.head and not self.fits(policy):
+            await self._make(sources, [policy.gives(table.table) for table in sources])
             self._signal.wake()
 
     async def make_release(self, policy: Policy, overdue: int) -> None:

@@ -224,7 +224,7 @@ def test_the_command_line_says_why_a_policy_is_refused(running: RunningService) 
     assert "the admin token is missing or wrong" in said
     code, _, said = deltasync("consumers", "update", "probes", "--top-k", "1.5", *at)
     assert code == 2
-    assert "Error: top_k 1.5: expected a share below 1, or a whole number of rows" in said
+    assert "Error: top_k 1.5: expected a share above 0 and below 1, or a whole number of rows" in said
     assert policies_of(running)["probes"] == {}
 
 

@@ -183,6 +183,7 @@ class SubscribeOpened(_message.Message):
     RESYNC_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     MODE_FIELD_NUMBER: _builtins.int
+    MODEL_HISTORY_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """model is the consumer's model."""
     resync: _builtins.bool
@@ -193,6 +194,10 @@ class SubscribeOpened(_message.Message):
     """reason says why, in words."""
     mode: _tables_pb2.Mode.ValueType
     """mode says what the rows hold."""
+    model_history: _builtins.str
+    """model_history is the id of the model's history, to which versions belong; that of `head` where the consumer has
+    no policy.
+    """
     @_builtins.property
     def head(self) -> _tables_pb2.Position:
         """head is the newest position."""
@@ -210,10 +215,11 @@ class SubscribeOpened(_message.Message):
         resync: _builtins.bool = ...,
         reason: _builtins.str = ...,
         mode: _tables_pb2.Mode.ValueType = ...,
+        model_history: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["head", b"head"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "mode", b"mode", "model", b"model", "reason", b"reason", "resync", b"resync", "tables", b"tables"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "mode", b"mode", "model", b"model", "model_history", b"model_history", "reason", b"reason", "resync", b"resync", "tables", b"tables"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -304,6 +310,11 @@ class Progress(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HEAD_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """version is the model's version that who holds `head` is at: later than that of the last release where nothing
+    has changed since that the consumer follows.
+    """
     @_builtins.property
     def head(self) -> _tables_pb2.Position:
         """head is the newest position; its history is empty while the model has no tables yet."""
@@ -312,10 +323,11 @@ class Progress(_message.Message):
         self,
         *,
         head: _tables_pb2.Position | None = ...,
+        version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["head", b"head"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["head", b"head"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

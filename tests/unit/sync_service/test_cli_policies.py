@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sync_service.cli import consumers, serve
 from sync_service.cli.lag_text import lag_text
 from sync_service.cli.main import cli
-from sync_service.cli.policy_options import policy_of, policy_options, policy_words
+from sync_service.cli.policy_options import policy_of, policy_options
 from sync_service.consumers.consumer import ConsumerOptions
 from sync_service.consumers.lag import ConsumerLag, Lag, ReleaseLine, ReplicaLag, TableLag
 from sync_service.consumers.policy import Policy
@@ -92,10 +92,10 @@ def test_without_flags_it_is_the_default_policy() -> None:
 
 
 def test_the_words_of_a_policy_are_what_differs_from_the_default() -> None:
-    assert policy_words(Policy()) == ""
-    assert policy_words(Policy(top_k=0.1, value_type=ValueType.INT8)) == "top_k=0.1 value_type=int8"
-    assert policy_words(Policy(top_k=1234567)) == "top_k=1234567"
-    assert policy_words(EVERYTHING) == (
+    assert Policy().words == ""
+    assert Policy(top_k=0.1, value_type=ValueType.INT8).words == "top_k=0.1 value_type=int8"
+    assert Policy(top_k=1234567).words == "top_k=1234567"
+    assert EVERYTHING.words == (
         "tables=user*,item mode=ids top_k=0.25 top_k_per_table max_age_seconds=60 min_interval_seconds=1.5 "
         "max_bytes=4000 value_type=bf16"
     )
@@ -133,7 +133,7 @@ def run(*arguments: str, **environment: str) -> tuple[int, str]:
 def test_a_consumer_is_made_with_the_policy_of_the_flags(calls: list[tuple[Any, ...]]) -> None:
     flags = flags_of(EVERYTHING)
     done = run("consumers", "create", "c", "--model", "m", *flags, "--admin-token", "t", service="s:1")
-    assert done == (0, f"consumer c follows model m: {policy_words(EVERYTHING)}\n")
+    assert done == (0, f"consumer c follows model m: {EVERYTHING.words}\n")
     assert calls == [("create", "s:1", "t", "c", "m", EVERYTHING)]
 
 
@@ -150,7 +150,7 @@ def test_settings_of_a_policy_may_be_in_the_environment(calls: list[tuple[Any, .
 
 
 BAD_FLAGS = [
-    (["--top-k", "1.5"], "top_k 1.5: expected a share below 1, or a whole number of rows"),
+    (["--top-k", "1.5"], "top_k 1.5: expected a share above 0 and below 1, or a whole number of rows"),
     (["--top-k", "0"], "top_k 0: expected"),
     (["--top-k", "nan"], "top_k nan: expected"),
     (["--top-k", "many"], "Invalid value for '--top-k'"),
@@ -301,6 +301,7 @@ RANKED = ConsumerLag(
     ],
     tables=[TableLag("user", 15, 600, 7.5, 2.0, 0.5), TableLag("item", 5, 200)],
     oldest_row_seconds=7.5,
+    damages=0,
     release=RELEASE,
     policy=Policy(top_k=0.1).as_dict(),
 )
