@@ -95,7 +95,7 @@ class Service:
     def is_prepared(self, consumer: Consumer) -> bool:
         """Whether there is what a consumer's replicas are to be given."""
         feed = self.feed(consumer)
-        return bool(feed.tables) and (isinstance(feed, Model) or feed.fits(consumer.policy))
+        return bool(feed.tables) and (isinstance(feed, Model) or bool(feed.trouble) or feed.fits(consumer.policy))
 
     async def create_consumer(self, name: str, model: str, policy: Policy) -> Consumer:
         """Make a consumer; making an equal one again changes nothing.
@@ -104,12 +104,8 @@ class Service:
             InvalidInput: a name that cannot be one, or a policy that the model's tables cannot meet.
             Contradiction: it exists for another model, or with another policy.
         """
-        self._check(policy, model)
         async with self._changing:
-            consumer = await self.registry.create(name, model, policy)
-            await self._follow(consumer)
-        logger.info("consumer %s follows model %s: %s", name, model, policy.words or "everything")
-        return consumer
+            return await self._create(name, model, policy)
 
     async def ensure_consumer(self, wanted: ConsumerOptions) -> Consumer:
         """Make a consumer if it is missing; give one that exists the policy, if there is one.
@@ -118,11 +114,12 @@ class Service:
             InvalidInput: a name that cannot be one, or a policy that the model's tables cannot meet.
             Contradiction: it exists for another model.
         """
-        existing = self.registry.consumers.get(wanted.name)
-        policy = wanted.policy or (existing.policy if existing else Policy())
-        if existing and existing.model == wanted.model:
-            return await self.update_consumer(wanted.name, policy)
-        return await self.create_consumer(wanted.name, wanted.model, policy)
+        async with self._changing:
+            existing = self.registry.consumers.get(wanted.name)
+            policy = wanted.policy or (existing.policy if existing else Policy())
+            if existing and existing.model == wanted.model:
+                return await self._update(wanted.name, policy)
+            return await self._create(wanted.name, wanted.model, policy)
 
     async def update_consumer(self, name: str, policy: Policy) -> Consumer:
         """Give a consumer another policy; its replicas keep their place.
@@ -132,12 +129,7 @@ class Service:
             InvalidInput: a policy that the model's tables cannot meet.
         """
         async with self._changing:
-            self._check(policy, self.registry.get(name).model)
-            before = self.registry.get(name).policy
-            consumer = await self.registry.update(name, policy)
-            await self._follow(consumer)
-        logger.info("consumer %s: %s, was %s", name, policy.words or "everything", before.words or "everything")
-        return consumer
+            return await self._update(name, policy)
 
     async def delete_consumer(self, name: str) -> None:
         """Forget a consumer, its offsets and its view.
@@ -187,6 +179,24 @@ class Service:
             await asyncio.to_thread(model.flush)
         except StorageFailed as error:
             logger.error("model %s is flushed again later: %s", model.name, error)
+
+    async def _create(self, name: str, model: str, policy: Policy) -> Consumer:
+        self._check(policy, model)
+        consumer = await self.registry.create(name, model, policy)
+        await self._follow(consumer)
+        logger.info("consumer %s follows model %s: %s", name, model, policy.words or "everything")
+        return consumer
+
+    async def _update(self, name: str, policy: Policy) -> Consumer:
+        before = self.registry.get(name).policy
+        if policy != before:  # One that was taken before goes on, whatever tables have come since.
+            self._check(policy, self.registry.get(name).model)
+            logger.info(
+                "consumer %s: %s, was %s", name, policy.words or "everything", before.words or "everything"
+            )
+        consumer = await self.registry.update(name, policy)
+        await self._follow(consumer)
+        return consumer
 
     def _check(self, policy: Policy, model: str) -> None:
         if model in self.publishing:

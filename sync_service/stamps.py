@@ -14,6 +14,8 @@ from sync_service.tables import Ids, Table, Values
 
 # Stamps are scanned in blocks so that a scan's scratch memory stays in the processor's cache.
 _SCAN_ROWS = 1 << 20
+# A sum that was so much larger once has lost what is left of it to rounding.
+_EXACT_SHARE = 2.0**-30
 
 
 def _contiguous(ids: Ids) -> slice | None:
@@ -38,6 +40,7 @@ class StampedTable:
         self.rows = rows
         self.stamps = stamps
         self.digest = Digest()
+        self._largest_sum = 0.0
 
     @classmethod
     def zeros(cls, table: Table) -> "StampedTable":
@@ -51,6 +54,9 @@ class StampedTable:
         for start in range(0, len(ids), BLOCK_ROWS):
             block = slice(start, start + BLOCK_ROWS)
             self._apply_block(ids[block], values[block], version, col_offset)
+        self._largest_sum = max(self._largest_sum, self.digest.square_sum)
+        if self.digest.square_sum < self._largest_sum * _EXACT_SHARE:
+            self.count_digest()
 
     def _apply_block(self, ids: Ids, values: Values, version: int, col_offset: int) -> None:
         where: slice | Ids = _contiguous(ids) or ids
@@ -73,7 +79,7 @@ class StampedTable:
     def count_digest(self) -> None:
         """Find the digest anew, of all rows that ever changed: after a restart."""
         ids = self.changed_since(0)
-        self.digest = Digest()
+        self.digest, self._largest_sum = Digest(), 0.0
         for start in range(0, len(ids), BLOCK_ROWS):
             block = ids[start : start + BLOCK_ROWS]
             self.digest += digest(block, self.held(self.rows_of(block)))

@@ -22,8 +22,10 @@ _RELEASE = {
     "release": ("number", "Number of the newest release."),
     "release_rows": ("rows", "Rows the newest release took."),
     "release_bytes": ("bytes", "Bytes of ids and values of the rows the newest release took."),
+    "release_norm": ("norm", "L2 norm of what these rows changed by."),
     "left_rows": ("left_rows", "Rows that have changed and that the newest release left for later."),
     "left_bytes": ("left_bytes", "Bytes of ids and values of the rows the newest release left for later."),
+    "left_norm": ("left_norm", "L2 norm of what is unsent of these rows."),
 }
 
 
@@ -94,6 +96,18 @@ def _table_metrics(lags: list[ConsumerLag]) -> list[Metric]:
             [(names, table.rows) for names, table in tables],
         ),
         gauge(
+            "consumer_table_lag_bytes",
+            "Bytes of ids and values of these rows.",
+            labels,
+            [(names, table.bytes) for names, table in tables],
+        ),
+        gauge(
+            "consumer_table_unsent_share",
+            "What is unsent of the table as a share of its norm.",
+            labels,
+            [(names, table.unsent_share) for names, table in tables if table.unsent_share is not None],
+        ),
+        gauge(
             "consumer_table_unsent_norm",
             "L2 norm of what the model has of the table less what the replicas hold, as of the last release.",
             labels,
@@ -126,6 +140,18 @@ def _replica_metrics(lags: list[ConsumerLag]) -> list[Metric]:
             )
             for unit, text in _UNITS.items()
         ],
+        gauge(
+            "replica_unsent_norm",
+            "L2 norm of what the model has less what the replica holds, where it holds the newest release.",
+            ["consumer", "replica"],
+            [(names, lag.unsent_norm) for names, lag in replicas if lag.unsent_norm is not None],
+        ),
+        gauge(
+            "replica_checked",
+            "Whether the replica's last acknowledgement had the right checksums.",
+            ["consumer", "replica"],
+            [([each.consumer, replica.replica], replica.checked) for each in lags for replica in each.replicas],
+        ),
         gauge("consumer_replicas", "Replicas of the consumer.", ["consumer", "state"], states),
         gauge("consumer_damaged_tables", "Tables of replicas that are damaged now.", ["consumer"], damaged),
     ]

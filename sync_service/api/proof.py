@@ -75,5 +75,6 @@ class Proof:
         return self._sent.popleft() if self._sent and self._sent[0].number == applied else None
 
 
-def _at(checksums: tuple[int, ...], slot: int) -> int | None:
-    return checksums[slot] if slot < len(checksums) else None
+def _at(checksums: tuple[int, ...], slot: int) -> int:
+    """Of a table that was added after the release was frozen there are no rows."""
+    return checksums[slot] if slot < len(checksums) else 0

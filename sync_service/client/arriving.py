@@ -96,6 +96,11 @@ class Arriving:
         new = {given.table.name for given in self._given} - self._known if self._known else set()
         return frozenset(new.union(self._given[slot].table.name for slot in end.whole))
 
+    @property
+    def has_values(self) -> bool:
+        """Whether rows come with values, which a target could show that it holds."""
+        return all(given.mode is Mode.EMBEDDINGS for given in self._given)
+
     def by_slot(self, checksums: Mapping[str, int]) -> dict[int, int]:
         """Checksums of tables by slot instead of by name."""
         slots = {given.table.name: slot for slot, given in enumerate(self._given)}

@@ -170,10 +170,11 @@ class Subscriber:
 
     def _apply(self, arriving: Arriving, end: subscribe_pb2.ReleaseEnd, requests: _Requests) -> None:
         release = arriving.end(end)
-        if self._checksums:
-            self._checksums.before(release)
+        held = self._checksums if arriving.has_values else None
+        if held:
+            held.before(release)
         self._target.apply(release)
-        checksums = self._checksums.after(release) if self._checksums else {}
+        checksums = held.after(release) if held else {}
         requests.put(_ack(arriving.received_bytes, release.position, arriving.by_slot(checksums)))
         if wrong := arriving.wrong(end, checksums):
             text = "replica %s holds other rows than it was given in %s; it will be given all of them"

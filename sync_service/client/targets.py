@@ -43,8 +43,8 @@ class Release:
         resync: all tables must be reset to zero first: the release holds everything.
         tables: every table the consumer follows, changed or not.
         rows: the changed rows; a table may appear several times, with other rows each time.
-        whole: names of the tables that must be reset to zero first: the release holds all of their rows. All of
-            them in a resync.
+        whole: names of the tables that must be reset to zero first, where it is no resync: the release holds all
+            of their rows. Ask `resets`.
         version: the model's version that the release was made of.
         bytes: what ids and values took on the wire.
     """

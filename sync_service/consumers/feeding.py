@@ -16,6 +16,8 @@ from sync_service.errors import StorageFailed
 logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 1.0
+# Tables of a view are made anew, which is more work.
+_PREPARE_AGAIN_SECONDS = 10.0
 
 
 class Feeding:
@@ -25,6 +27,7 @@ class Feeding:
         self._consumer = consumer
         self._view = view
         self._stopping = asyncio.Event()
+        self._prepare_at = 0.0
 
     def stop(self) -> None:
         """End `run` once what is under way is done."""
@@ -45,12 +48,27 @@ class Feeding:
         """Do what is due; in how many seconds to look again, None = once something changes."""
         if not self._connected():
             return None
-        await self._view.prepare(self._consumer.policy)
+        await self._prepare()
         decision = due(self._consumer.policy, self._situation(), time.time_ns())
         if decision.seconds == 0:
             logger.debug("consumer %s: a release is due: %s", self._consumer.name, decision.reason)
             await self._view.make_release(self._unless_resync(self._consumer.policy), self._overdue())
+        if self._view.trouble:
+            return min(decision.seconds or _PREPARE_AGAIN_SECONDS, _PREPARE_AGAIN_SECONDS)
         return decision.seconds
+
+    async def _prepare(self) -> None:
+        """Have the tables that the policy wants; where there is no room, go on with those there are for now."""
+        if time.monotonic() < self._prepare_at:
+            return
+        try:
+            await self._view.prepare(self._consumer.policy)
+        except StorageFailed as error:
+            self._view.trouble = str(error)
+            self._prepare_at = time.monotonic() + _PREPARE_AGAIN_SECONDS
+            logger.error("consumer %s: its policy is not in force: %s", self._consumer.name, error)
+        else:
+            self._view.trouble = ""
 
     def _connected(self) -> bool:
         return any(replica.stream for replica in self._consumer.replicas.values())

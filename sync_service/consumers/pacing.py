@@ -64,9 +64,9 @@ def due(policy: Policy, now: Situation, now_unix_ns: int) -> Due:
 
 
 def _wait(seconds: float, since_unix_ns: int, now_unix_ns: int) -> float:
-    """What is left of a pause; all of it where the clock was set back."""
+    """What is left of a pause; nothing where the clock was set back, which would make it endless."""
     waited = (now_unix_ns - since_unix_ns) / 1e9
-    return max(0.0, seconds - waited) if waited >= 0 else seconds
+    return max(0.0, seconds - waited) if waited >= 0 else 0.0
 
 
 def _pace(sealed_unix_ns: Sequence[int]) -> float:

@@ -97,9 +97,11 @@ class Policy:
         if self.top_k_per_table:
             needed = sum(min(self._rows, table.rows) * self.row_bytes(table) for table in followed)
             self._check_bytes(needed, f"{self._rows} rows of each of {len(followed)} tables")
-        largest = max(followed, key=self.row_bytes)
-        rows = min(self._rows, sum(table.rows for table in followed))
-        self._check_bytes(rows * self.row_bytes(largest), f"{rows} rows of table {largest.name!r}")
+        needed, left = 0, self._rows
+        for table in sorted(followed, key=self.row_bytes, reverse=True):
+            needed += min(left, table.rows) * self.row_bytes(table)
+            left -= min(left, table.rows)
+        self._check_bytes(needed, f"the {self._rows - left} largest rows")
 
     @property
     def words(self) -> str:

@@ -55,7 +55,9 @@ async def report(consumer: Consumer, model: Model, view: View | None) -> Consume
     counts = {each: await facts.count(each) for each in {offset, *offsets}}
     now = time.time_ns()
     lags = {each: _lag(each, rows, facts, seals, now) for each, rows in counts.items()}
-    found, reason = state(replicas, lags[offset], newest_release=view is not None and offset == facts.newest)
+    found, reason = state(replicas, lags[offset], newest_release=offset == facts.newest)
+    if view and view.trouble:
+        reason = f"{reason}; the policy is not in force: {view.trouble}"
     tables = [_table_line(each, rows, seals, now) for each, rows in zip(facts.tables, counts[offset], strict=True)]
     return ConsumerLag(
         consumer=consumer.name,
@@ -81,7 +83,7 @@ def _facts(consumer: Consumer, model: Model, view: View | None) -> _Facts:
         return _facts_of_model(model, consumer.policy)
     if view.head is None:  # Its replicas are given the first release once one is connected.
         return replace(_facts_of_model(model, consumer.policy), history=view.history, newest=0)
-    return _facts_of_view(view)
+    return _facts_of_view(view, looking=any(replica.stream for replica in consumer.replicas.values()))
 
 
 def _facts_of_model(model: Model, policy: Policy) -> _Facts:
@@ -96,13 +98,15 @@ def _facts_of_model(model: Model, policy: Policy) -> _Facts:
     )
 
 
-def _facts_of_view(view: View) -> _Facts:
+def _facts_of_view(view: View, *, looking: bool) -> _Facts:
     tables = view.view_tables
+    # While nobody is connected nobody looks at what is dirty.
+    left = view.left if looking or view.seen == view.model.position.version else {}
     return _Facts(
         history=view.history,
         newest=view.position.version,
         tables=[
-            _Table(each.given.table.name, each.sent.table.row_bytes, view.left.get(each.given.table.name))
+            _Table(each.given.table.name, each.sent.table.row_bytes, left.get(each.given.table.name))
             for each in tables
         ],
         count=lambda release: view.count_lacking(release, tables),

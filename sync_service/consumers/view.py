@@ -35,7 +35,7 @@ from sync_service.tables import Position
 # Rows copied at once when a table of a view is made; between two copies cuts may be applied.
 _COPIED_ROWS = 1 << 16
 # Of releases older than these, which version they were made of is no longer known.
-_KEPT_HEADS = 100_000
+_KEPT_HEADS = 10_000
 
 
 class View:
@@ -51,6 +51,7 @@ class View:
         seen: the version up to which rows that changed are known to be dirty.
         account: what the newest release took and left, or None.
         left: the dirty rows that the last look has left of each table, by name.
+        trouble: why it does not have the tables that the policy wants; empty if it does.
     """
 
     def __init__(self, consumer: str, model: Model, log: Log, directory: Path) -> None:
@@ -60,6 +61,7 @@ class View:
         self.seen = 0
         self.account: Account | None = None
         self.left: dict[str, TableLeft] = {}
+        self.trouble = ""
         self._store = ViewStore(log, consumer, directory)
         self._giving = Giving(log, self._store.name)
         self._unwritten: tuple[Head, Account] | None = None
@@ -69,7 +71,7 @@ class View:
         self._flushed = 0
         self._flushing = threading.Lock()
         self._signal = Signal()
-        self._releases = Releases(model.run, lambda: (self.tables, self.head), directory)
+        self._releases = Releases(model.run, self._sendable, directory)
 
     # What a replica's stream asks for, of a model as well.
 
@@ -158,7 +160,9 @@ class View:
         """
         if self.head and release == self.head.number:
             return self.seen
-        known = next((head.version for head in reversed(self._heads) if head.number <= release), self._forked)
+        known = next(
+            (head.version for head in reversed(tuple(self._heads)) if head.number <= release), self._forked
+        )
         return min(release, known) if release <= self._forked else known
 
     async def count_lacking(self, release: int, tables: Sequence[ViewTable]) -> list[int]:
@@ -226,6 +230,7 @@ class View:
         head, self.account = last
         # Of a release that was never finished the log may have some rows: no replica has them, all are given them.
         self.head = head if head.number >= newest else Head(newest, head.version, head.step, head.step_end_unix_ns)
+        self._heads.append(self.head)
 
     # On the model's thread.
 
@@ -257,6 +262,12 @@ class View:
         if failure:
             raise failure
 
+    def _sendable(self) -> tuple[list[StampedTable], Head | None]:
+        """What may be sent: not what was given as a release that is not written down."""
+        if self._unwritten:
+            self._write_release(*self._unwritten)
+        return self.tables, self.head
+
     def _write_release(self, head: Head, account: Account) -> None:
         self._store.write_release(head, account)
         self._advance(head, account)
@@ -269,29 +280,30 @@ class View:
     # Making tables.
 
     async def _make(self, sources: Sequence[MappedTable], wanted: Sequence[Given]) -> None:
-        have = {kept.table.given: kept for kept in self._kept}
         seen = self.seen if self.head else self.model.position.version
         # What replicas held of the model before there was a policy need not be sent to them again.
         as_it_was = self.head is None and all(given == Given.as_it_is(given.table) for given in wanted)
         number = seen if as_it_was else self.head.number + 1 if self.head else seen + 1
         try:
-            kept = tuple(
-                [
-                    have.get(given) or await self._made(source, given, None if as_it_was else number)
-                    for source, given in zip(sources, wanted, strict=True)
-                ]
-            )
+            # All of them first: where there is no room for one, nothing need be copied.
+            kept = await asyncio.to_thread(self._had_or_made, sources, wanted)
+            for each in kept:
+                if each not in self._kept:
+                    await self._copy(each, None if as_it_was else number)
             await asyncio.to_thread(_flush, kept)
             await self.model.run(self._install, kept, number, seen)
         finally:
             await asyncio.to_thread(self._store.remove_unused, self._kept)
 
-    async def _made(self, source: MappedTable, given: Given, release: int | None) -> Kept:
-        kept = await asyncio.to_thread(self._store.make, source, given)
-        ids = await self.model.run(source.changed_since, 0)
+    def _had_or_made(self, sources: Sequence[MappedTable], wanted: Sequence[Given]) -> tuple[Kept, ...]:
+        have = {kept.table.given: kept for kept in self._kept}
+        pairs = zip(sources, wanted, strict=True)
+        return tuple(have.get(given) or self._store.make(source, given) for source, given in pairs)
+
+    async def _copy(self, kept: Kept, release: int | None) -> None:
+        ids = await self.model.run(kept.table.source.changed_since, 0)
         for start in range(0, len(ids), _COPIED_ROWS):
             await self.model.run(kept.table.copy, ids[start : start + _COPIED_ROWS], release)
-        return kept
 
     def _install(self, kept: tuple[Kept, ...], number: int, seen: int) -> None:
         seal = self.model.applied

@@ -9,6 +9,7 @@ from typing import Any
 
 from sync_service.consumers.account import Account
 from sync_service.consumers.view_table import ViewTable
+from sync_service.errors import StorageFailed
 from sync_service.given import Given, Mode
 from sync_service.log import Log
 from sync_service.mapped import MappedTable
@@ -59,8 +60,11 @@ class ViewStore:
             StorageFailed: there is no room.
         """
         folder = uuid.uuid4().hex
-        (self._directory / folder).mkdir(parents=True)
-        return Kept(ViewTable(source, given, self._directory / folder, new=True), folder)
+        try:
+            (self._directory / folder).mkdir(parents=True)
+            return Kept(ViewTable(source, given, self._directory / folder, new=True), folder)
+        except OSError as error:
+            raise StorageFailed(f"{self._directory / folder} cannot be made: {error.strerror}") from error
 
     def open(self, tables: Iterable[dict[str, Any]], sources: Mapping[str, MappedTable]) -> tuple[Kept, ...]:
         """The tables that were written down.
@@ -106,7 +110,7 @@ class ViewStore:
         used = {each.folder for each in kept}
         for folder in self._directory.iterdir() if self._directory.exists() else ():
             if folder.name not in used:
-                shutil.rmtree(folder)
+                shutil.rmtree(folder, ignore_errors=True)  # Or at the next change.
 
     def discard(self) -> None:
         """Remove everything there is of the view."""

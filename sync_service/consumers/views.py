@@ -4,6 +4,7 @@ import asyncio
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sync_service.consumers.consumer import Consumer
 from sync_service.consumers.feeding import Feeding
@@ -46,14 +47,24 @@ class Views:
         meta = self._log.meta(f"view/{consumer.name}").get("")
         if consumer.name in self._fed or (consumer.policy.sends_everything and meta is None):
             return
-        view = View(consumer.name, model, self._log, directory)
-        if meta is None:
-            await asyncio.to_thread(view.discard)  # What a crash may have left of another one.
-        else:
-            await asyncio.to_thread(view.recover, meta)
+        view = await asyncio.to_thread(self._view, consumer.name, model, directory, meta)
         feeding = Feeding(consumer, view)
         self._fed[consumer.name] = _Fed(view, feeding, self._tasks.create_task(feeding.run()))
         model.signal.wake()  # Streams that read the model's own tables are to end.
+
+    def _view(self, name: str, model: Model, directory: Path, meta: dict[str, Any] | None) -> View:
+        """The view there was, or a new one: what replicas hold of one that cannot be read is not known."""
+        if meta is not None:
+            view = View(name, model, self._log, directory)
+            try:
+                view.recover(meta)
+            except StorageFailed as error:
+                logger.error("the view of consumer %s is begun anew, its replicas get everything: %s", name, error)
+            else:
+                return view
+        view = View(name, model, self._log, directory)
+        view.discard()  # What a crash may have left of another one, too.
+        return view
 
     async def forget(self, name: str) -> None:
         """Remove the view of a consumer, if it has one."""

@@ -7,6 +7,7 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner
+from deltasync.v1 import admin_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,6 +18,7 @@ from sync_service.cli.policy_options import policy_of, policy_options
 from sync_service.consumers.consumer import ConsumerOptions
 from sync_service.consumers.lag import ConsumerLag, Lag, ReleaseLine, ReplicaLag, TableLag
 from sync_service.consumers.policy import Policy
+from sync_service.consumers.policy_message import policy_to_message
 from sync_service.given import Mode
 from sync_service.server import ServerOptions
 from sync_service.value_types import ValueType
@@ -115,6 +117,10 @@ class RecordedAdmin:
     def update_consumer(self, name: str, policy: Policy) -> None:
         self.calls.append(("update", *self._at, name, policy))
 
+    def consumers(self) -> list[admin_pb2.Consumer]:
+        updates = [call[-1] for call in self.calls if call[0] == "update"]
+        return [admin_pb2.Consumer(name="c", policy=policy_to_message(policy)) for policy in updates[-1:]]
+
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
@@ -139,7 +145,8 @@ def test_a_consumer_is_made_with_the_policy_of_the_flags(calls: list[tuple[Any, 
 
 def test_an_update_replaces_the_policy_whole_and_says_so(calls: list[tuple[Any, ...]]) -> None:
     assert run("consumers", "update", "c", "--top-k", "5") == (0, "consumer c is given top_k=5\n")
-    assert run("consumers", "update", "c") == (0, "consumer c is given everything, as it is\n")
+    said = "consumer c is given everything, as it is (was top_k=5)\n"
+    assert run("consumers", "update", "c") == (0, said)
     assert [call[-1] for call in calls] == [Policy(top_k=5), Policy()]
     assert "replaces the one it has as a whole" in " ".join(run("consumers", "update", "--help")[1].split())
 
@@ -324,7 +331,7 @@ def test_the_lag_of_a_consumer_with_a_policy_says_what_is_unsent_and_why() -> No
         "",
     ]
     assert [" ".join(line.split()) for line in lines[11:]] == [
-        "offset versions rows bytes seconds unsent norm unsent share",
+        "release versions rows bytes seconds unsent norm unsent share",
         "all replicas 9 3 20 800 7.5 2.5 1.25 %",
         "p0 9 3 20 800 7.5 2.5 1.25 %",
         "p1 (away) 8 4 30 1200 9.5",
@@ -336,7 +343,7 @@ def test_the_lag_of_a_consumer_with_a_policy_says_what_is_unsent_and_why() -> No
 def test_columns_of_a_lag_stand_under_their_titles() -> None:
     titles, everything, *_ = lag_text(asdict(RANKED)).splitlines()[11:]
     for title, cell in {
-        "offset": "9",
+        "release": "9",
         "versions": "3",
         "rows": "20",
         "bytes": "800",

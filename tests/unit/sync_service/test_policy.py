@@ -1,5 +1,6 @@
 """What a policy says, and which ones are refused."""
 
+import dataclasses
 import json
 import re
 from typing import Any
@@ -203,27 +204,42 @@ def test_fewer_bytes_than_one_row_can_take_are_refused_with_both_numbers(top_k: 
     st.sampled_from(Mode),
     st.integers(SMALLEST_ROW, 5000),
 )
-def test_a_budget_holds_the_rows_wanted_of_the_widest_table_that_is_followed(
+def test_a_budget_holds_the_largest_rows_there_are_of_as_many_as_are_wanted(
     top_k: int | None, value_type: ValueType, mode: Mode, max_bytes: int
 ) -> None:
     assume(SMALLEST_ROW * (top_k or 1) <= max_bytes)
     policy = Policy(top_k=top_k, value_type=value_type, mode=mode, max_bytes=max_bytes)
-    needed = (top_k or 1) * policy.row_bytes(USER)
+    tables = [dataclasses.replace(USER, rows=20), ITEM, HALF]
+    sizes = sorted((size for table in tables for size in [policy.row_bytes(table)] * table.rows), reverse=True)
+    needed = sum(sizes[: top_k or 1])
     if needed <= max_bytes:
-        policy.check([USER, ITEM, HALF])
+        policy.check(tables)
         return
-    with pytest.raises(InvalidInput, match=re.escape(repr(USER.name))) as refused:
-        policy.check([USER, ITEM, HALF])
+    with pytest.raises(InvalidInput) as refused:
+        policy.check(tables)
     assert numbers_in(str(refused.value)) == [max_bytes, needed, top_k or 1]
 
 
 def test_a_budget_is_not_checked_against_tables_that_are_not_followed() -> None:
     policy = Policy(tables=("item",), top_k=10, max_bytes=10 * (8 + 4 * 4))
     policy.check([USER, ITEM, HALF])
-    policy.check([USER])
     policy.check([])
-    with pytest.raises(InvalidInput, match=re.escape(repr(USER.name))):
+    with pytest.raises(InvalidInput, match="of the 10 largest rows"):
         Policy(tables=("*",), top_k=10, max_bytes=10 * (8 + 4 * 4)).check([USER, ITEM])
+
+
+def test_patterns_that_no_table_of_the_model_fits_are_refused_with_the_names_there_are() -> None:
+    with pytest.raises(InvalidInput, match=r"tables nosuch, user,item: .*its tables: user\.embedding"):
+        Policy(tables=("nosuch", "user,item")).check([USER])
+
+
+def test_a_policy_takes_names_for_its_kinds_and_refuses_other_types() -> None:
+    assert Policy(value_type="int8", mode="ids") == Policy(  # type: ignore[arg-type]
+        value_type=ValueType.INT8, mode=Mode.IDS
+    )
+    for wrong in ({"tables": "user"}, {"top_k": "0.1"}, {"max_bytes": 1e6}, {"top_k": True}, {"value_type": 8}):
+        with pytest.raises(InvalidInput, match=next(iter(wrong))):
+            Policy(**wrong)
 
 
 def test_a_top_k_of_every_table_needs_the_bytes_of_them_all() -> None:
