@@ -20,7 +20,7 @@ MAX_DIM = 2**16
 _INT8 = np.dtype("u1")
 _STORED_TYPES = (*VALUE_TYPES, np.dtype("<u2"), _INT8)
 # Bytes of an int8 row beside its values: scale and bias.
-_INT8_EXTRA = 8
+SCALE_AND_BIAS_BYTES = 8
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 
 
@@ -59,7 +59,7 @@ class Table:
             raise InvalidInput(f"table name {self.name!r}: use 1 to 512 characters")
         if not 1 <= self.rows <= MAX_ROWS:
             raise InvalidInput(f"table {self.name!r}: {self.rows} rows, expected 1 to {MAX_ROWS}")
-        if not 1 <= self.dim <= MAX_DIM + (_INT8_EXTRA if self.dtype == _INT8 else 0):
+        if not 1 <= self.dim <= MAX_DIM + (SCALE_AND_BIAS_BYTES if self.dtype == _INT8 else 0):
             raise InvalidInput(f"table {self.name!r}: dim {self.dim}, expected 1 to {MAX_DIM}")
         if self.dtype not in _STORED_TYPES:
             raise InvalidInput(f"table {self.name!r}: values of type {self.dtype}, expected float32 or float16")

@@ -13,9 +13,8 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-from sync_service.tables import VALUE_TYPES, Table, Values
+from sync_service.tables import SCALE_AND_BIAS_BYTES, VALUE_TYPES, Table, Values
 
-_SCALE_AND_BIAS_BYTES = 8
 _LARGEST_FP16 = np.float32(np.finfo(np.float16).max)
 _LARGEST_BF16_BITS = np.uint32(0x7F7F0000)
 _EPSILON = np.float32(1e-8)
@@ -55,14 +54,14 @@ def sent_as(table: Table, wanted: ValueType) -> ValueType:
 
 def encoded_table(table: Table, value_type: ValueType) -> Table:
     """How a table's rows are stored in a type: [rows, width] numbers."""
-    extra = _SCALE_AND_BIAS_BYTES if value_type is ValueType.INT8 else 0
+    extra = SCALE_AND_BIAS_BYTES if value_type is ValueType.INT8 else 0
     return Table(table.name, table.rows, table.dim + extra, _STORED[value_type])
 
 
 def row_bytes(table: Table, value_type: ValueType) -> int:
     """Bytes of one row's values in a type, without its id."""
-    extra = _SCALE_AND_BIAS_BYTES if value_type is ValueType.INT8 else 0
-    return table.dim * _STORED[value_type].itemsize + extra
+    encoded = encoded_table(table, value_type)
+    return encoded.dim * encoded.dtype.itemsize
 
 
 def encode(values: Values, value_type: ValueType) -> Encoded:
@@ -124,7 +123,7 @@ def _to_int8(values: NDArray[np.float32]) -> Encoded:
     low, high = columns.min(axis=0)[:, None], columns.max(axis=0)[:, None]
     with np.errstate(over="ignore"):
         reach = high - low
-    encoded = np.empty((len(values), values.shape[1] + _SCALE_AND_BIAS_BYTES), np.uint8)
+    encoded = np.empty((len(values), values.shape[1] + SCALE_AND_BIAS_BYTES), np.uint8)
     wide = np.isinf(reach[:, 0])
     if wide.any():
         encoded[wide], encoded[~wide] = _to_int8_wide(values[wide]), _to_int8(values[~wide])
@@ -139,7 +138,7 @@ def _to_int8(values: NDArray[np.float32]) -> Encoded:
 
 def _to_int8_wide(values: NDArray[np.float32]) -> Encoded:
     """The same for rows whose range does not fit fp32, which fbgemm makes an infinite scale of."""
-    encoded = np.empty((len(values), values.shape[1] + _SCALE_AND_BIAS_BYTES), np.uint8)
+    encoded = np.empty((len(values), values.shape[1] + SCALE_AND_BIAS_BYTES), np.uint8)
     exact = values.astype(np.float64)
     low = exact.min(axis=1, keepdims=True)
     scale = ((exact.max(axis=1, keepdims=True) - low) / 255).astype(np.float32)

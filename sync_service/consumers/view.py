@@ -238,29 +238,31 @@ class View:
         if self._unwritten:
             self._write_release(*self._unwritten)
         seal = self.model.applied
-        if seal is None or self.head is None or self.account is None:
+        if seal is None or self.head is None:
             return
         tables = self.view_tables
         dirty = look(tables, self.seen, policy, overdue)
-        picked = pick(dirty, policy)
         since = [table.since[rows.ids] for table, rows in zip(tables, dirty, strict=True)]
+        picked = pick(dirty, policy)
         head = _head(self.head.number + 1, seal.version, seal)
         failure = self._giving.give(tables, dirty, picked.taken, head.number)
         # What could not be written is still dirty.
-        left = [table.since[rows.ids] != 0 for table, rows in zip(tables, dirty, strict=True)]
+        given = [table.since[rows.ids] == 0 for table, rows in zip(tables, dirty, strict=True)]
         self.left = {
-            table.source.table.name: table_left(rows, mask, dirty_since, table.source.norm)
-            for table, rows, mask, dirty_since in zip(tables, dirty, left, since, strict=True)
+            table.source.table.name: table_left(rows, ~mask, dirty_since, table.source.norm)
+            for table, rows, mask, dirty_since in zip(tables, dirty, given, since, strict=True)
         }
-        taken = taken_of(dirty, [~mask for mask in left], picked.reason)
-        if taken.rows:
-            self._unwritten = (head, account_of(head, time.time_ns(), taken, self.left.values()))
-            self._write_release(*self._unwritten)
-        else:
-            self.account = with_left(self.account, self.left.values())
+        self._account_for(head, taken_of(dirty, given, picked.reason))
         self.seen = seal.version
         if failure:
             raise failure
+
+    def _account_for(self, head: Head, taken: Taken) -> None:
+        if taken.rows:
+            self._unwritten = (head, account_of(head, time.time_ns(), taken, self.left.values()))
+            self._write_release(*self._unwritten)
+        elif self.account:
+            self.account = with_left(self.account, self.left.values())
 
     def _sendable(self) -> tuple[list[StampedTable], Head | None]:
         """What may be sent: not what was given as a release that is not written down."""

@@ -89,21 +89,26 @@ def print_report(report: dict[str, Any], console: Console) -> None:
 def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
     fresh = report["freshness_seconds"]
     full, sent, received = report["bytes_full_push"], report["bytes_published"], report["bytes_received"]
-    of_what = (
-        "trainer's"
-        if report["policy"]["value_type"] == "fp32"
-        else f"trainer's in {report['policy']['value_type']}"
-    )
+    value_type, top_k = report["policy"]["value_type"], report["policy"]["top_k"]
+    form = "" if value_type == "fp32" else f" in {value_type}"
+    of_releases = ", of what is released" if top_k else ""
     equal = "yes" if report["rows_equal"] else f"NO: {report['rows_unequal']}"
     return [
-        ("freshness", f"p50 {fresh['p50']:.3f} s   p99 {fresh['p99']:.3f} s   max {fresh['max']:.3f} s"),
+        (
+            "freshness",
+            f"p50 {fresh['p50']:.3f} s   p99 {fresh['p99']:.3f} s   max {fresh['max']:.3f} s{of_releases}",
+        ),
         ("versions", f"{report['versions']:,} of {report['steps']:,} steps, {report['rows_published']:,} rows"),
         (
             "bytes",
             f"{sent / 1e6:.1f} MB published; full pushes: {full / 1e6:.1f} MB, {full / sent:.1f} times as many",
         ),
-        ("received", f"{received / 1e6:.1f} MB by a replica: {full / received:.1f} times less than full pushes"),
+        (
+            "received",
+            f"{received / 1e6:.1f} MB by a replica: 1/{sent / received:.1f} of what was published, "
+            f"1/{full / received:.0f} of full pushes",
+        ),
         ("restarts", f"{report['service_restarts']} of the service"),
-        ("compared", f"{report['rows_compared']:,} rows of the replicas with the {of_what}, bit by bit"),
+        ("compared", f"{report['rows_compared']:,} rows of the replicas with the trainer's{form}, bit by bit"),
         ("rows equal:", equal),
     ]
