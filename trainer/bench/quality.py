@@ -136,8 +136,9 @@ def _line(fleet: Fleet, auc: float, sent: int, full_push: int) -> dict[str, Any]
 def _print(console: Console, name: str, figures: dict[str, Any]) -> None:
     title = f"quality: {name}, AUC of {figures['events_evaluated']:,} events, {figures['versions']} versions"
     table = Table(title=title, title_justify="left")
-    for column in ("replica's policy", "AUC", "less than full fp32", "MB sent", "times fewer than full pushes"):
-        table.add_column(column, justify="left" if column == "replica's policy" else "right")
+    for column in ("replica's policy", "AUC", "below full fp32", "MB sent", "times fewer than full pushes"):
+        left = column == "replica's policy"
+        table.add_column(column, justify="left" if left else "right", no_wrap=left)
     synced = figures["lines"][0]["auc"]
     for line in figures["lines"]:
         times = f"{line['times_fewer_than_full_pushes']:.0f}"

@@ -62,6 +62,26 @@ def test_rows_are_equal_after_steps_of_micro_batches_of_tensordicts(tables: list
     assert report["events_evaluated"] == 3010 - 3010 // 2
 
 
+@pytest.mark.slow
+def test_replicas_of_a_policy_reach_the_quantised_rows_although_the_service_is_killed(tmp_path: Path) -> None:
+    found = tmp_path / "demo.json"
+    policy = ["--top-k", "0.1", "--dtype", "int8", "--kill-service-at", "0.5"]
+    arguments = [*SMALL, *policy, "--json", str(found)]
+    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    report = json.loads(found.read_text())
+    assert (report["rows_equal"], report["service_restarts"]) == (True, 1)
+    assert (report["policy"]["top_k"], report["policy"]["value_type"]) == (0.1, "int8")
+    assert 0 < report["bytes_received"] < report["bytes_published"] / 2
+
+
+def test_a_policy_that_cannot_be_met_is_a_wrong_use() -> None:
+    arguments = ["--top-k", "1000", "--max-bytes", "99"]
+    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "max_bytes 99 is less than the 10000 bytes of 1000 rows" in done.stderr
+
+
 def test_batches_that_micro_batches_cannot_share_are_one_line() -> None:
     arguments = ["--batch-size", "64", "--grad-accum", "3"]
     done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=60, check=False)
