@@ -91,7 +91,7 @@ class Releases:
         """The rows stamped after `after`, and all of the tables in the slots `whole`, while the head is `head`."""
         lack = (after, whole, head)
         task = self._tasks.get(lack)
-        if task is None:
+        if task is None or _failed(task):
             task = self._tasks[lack] = asyncio.create_task(self._get(after, whole))
         return task
 
@@ -105,6 +105,10 @@ class Releases:
         release = freeze(tables, after, head, self._scratch, room, whole)
         self._frozen = [ref(each) for each in (*alive, release)]
         return release
+
+
+def _failed(task: asyncio.Task[FrozenRelease]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)
 
 
 def freeze(

@@ -95,7 +95,7 @@ class Service:
     def is_prepared(self, consumer: Consumer) -> bool:
         """Whether there is what a consumer's replicas are to be given."""
         feed = self.feed(consumer)
-        return bool(feed.tables) and (isinstance(feed, Model) or bool(feed.trouble) or feed.fits(consumer.policy))
+        return bool(feed.tables) and (isinstance(feed, Model) or feed.may_serve(consumer.policy))
 
     async def create_consumer(self, name: str, model: str, policy: Policy) -> Consumer:
         """Make a consumer; making an equal one again changes nothing.

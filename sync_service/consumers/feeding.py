@@ -28,6 +28,7 @@ class Feeding:
         self._view = view
         self._stopping = asyncio.Event()
         self._prepare_at = 0.0
+        self._refused: Policy | None = None  # The one there was no room for.
 
     def stop(self) -> None:
         """End `run` once what is under way is done."""
@@ -59,14 +60,15 @@ class Feeding:
 
     async def _prepare(self) -> None:
         """Have the tables that the policy wants; where there is no room, go on with those there are for now."""
-        if time.monotonic() < self._prepare_at:
+        if time.monotonic() < self._prepare_at and self._consumer.policy == self._refused:
             return
         try:
             await self._view.prepare(self._consumer.policy)
         except StorageFailed as error:
-            self._view.trouble = str(error)
+            self._view.trouble, self._refused = str(error), self._consumer.policy
             self._prepare_at = time.monotonic() + _PREPARE_AGAIN_SECONDS
             logger.error("consumer %s: its policy is not in force: %s", self._consumer.name, error)
+            self._view.wake()
         else:
             self._view.trouble = ""
 

@@ -109,6 +109,10 @@ class View:
         """What a replica at release `after` lacks, and all of the tables in the slots `whole`."""
         return self._releases.get(after, whole, self.position.version)
 
+    def wake(self) -> None:
+        """Wake who waits for a change: there is trouble."""
+        self._signal.wake()
+
     def changed(self) -> Coroutine[None, None, Literal[True]]:
         """To be awaited: the head moving, or other tables, from this call on."""
         return self._signal.changed()
@@ -129,6 +133,12 @@ class View:
         return self.given == [
             policy.gives(table.table) for table in self.model.tables if policy.follows(table.table)
         ]
+
+    def may_serve(self, policy: Policy) -> bool:
+        """Whether a replica may be given the tables there are: those of the policy, or at least of its mode where
+        there is no room for others.
+        """
+        return self.fits(policy) or (bool(self.trouble) and all(given.mode is policy.mode for given in self.given))
 
     # Moving on: one call at a time.
 

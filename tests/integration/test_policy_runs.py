@@ -1,0 +1,246 @@
+"""Consumers with a policy through full disks, lost files, other runs and other forms."""
+
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sync_service.client import CallbackTarget, Position, Release, Shard
+from sync_service.consumers.policy import Policy
+from sync_service.given import Mode
+from sync_service.tables import Ids, Table, Values
+from sync_service.value_types import ValueType
+from tests.support.fleet import (
+    ITEM,
+    TABLES,
+    USER,
+    WAIT,
+    Administrator,
+    Keeping,
+    Trainer,
+    administering,
+    follow,
+    wait_for_lag,
+    wait_until_in_sync,
+)
+from tests.support.server import RunningService
+from tests.support.wire import RankStream, ReplicaStream
+
+POLICIES = {
+    "top": Policy(top_k=0.1),
+    "user": Policy(tables=("user",), top_k=2),
+    "ids": Policy(mode=Mode.IDS, top_k=5),
+}
+ALL_ROWS = USER.rows + ITEM.rows
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left goes out at once, and streams look for a change often."""
+    monkeypatch.setattr("sync_service.consumers.pacing._SHORTEST_SECONDS", 0.001)
+    monkeypatch.setattr("sync_service.consumers.pacing._LONGEST_SECONDS", 0.002)
+    monkeypatch.setattr("sync_service.consumers.feeding._PREPARE_AGAIN_SECONDS", 0.02)
+    monkeypatch.setattr("sync_service.api.subscribe._PROGRESS_SECONDS", 0.02)
+
+
+@pytest.fixture
+def service(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[RunningService]:
+    """In which no replica is ever taken for damaged."""
+    with RunningService(tmp_path / "data", policies=POLICIES) as running:
+        yield running
+    said = [record.getMessage() for record in caplog.get_records("call")]
+    assert not [each for each in said if "holds other rows" in each]
+
+
+@pytest.fixture
+def admin(service: RunningService) -> Iterator[Administrator]:
+    with administering(service) as administrator:
+        yield administrator
+
+
+def rows_of(release: Release) -> int:
+    return sum(len(rows.ids) for rows in release.rows)
+
+
+def no_room_for_views(patch: pytest.MonkeyPatch) -> None:
+    mkdir = Path.mkdir
+
+    def full(path: Path, *arguments: Any, **named: Any) -> None:
+        if "views" in path.parts:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        mkdir(path, *arguments, **named)
+
+    patch.setattr(Path, "mkdir", full)
+
+
+def test_without_room_for_another_form_the_old_one_goes_on_until_there_is(
+    service: RunningService, admin: Administrator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, joining = Keeping(), Keeping()
+    with Trainer(service.grpc) as trainer, follow(service, "top", "a", target) as replica:
+        wait_until_in_sync(service, "top", trainer.publish_all())
+        with monkeypatch.context() as patch:
+            no_room_for_views(patch)
+            admin.update("top", Policy(top_k=0.1, value_type=ValueType.INT8))
+            wait_for_lag(service, "top", lambda lag: "the policy is not in force" in lag["reason"])
+            head = trainer.change(5)
+            assert "No space left on device" in wait_until_in_sync(service, "top", head)["reason"]
+            with follow(service, "top", "b", joining) as other:
+                other.wait_for(head, WAIT)
+            assert target.bytes() == joining.bytes() == trainer.expected()
+        lag = wait_for_lag(service, "top", lambda _: target.bytes() == trainer.expected(ValueType.INT8))
+        assert "not in force" not in lag["reason"]
+        replica.check()
+
+
+@pytest.mark.parametrize("kind", ["*.since", "*"])
+def test_a_view_that_has_lost_files_begins_anew_and_others_go_on(tmp_path: Path, kind: str) -> None:
+    lost, other = Keeping(), Keeping()
+    with (
+        RunningService(tmp_path / "data", policies=POLICIES) as service,
+        Trainer(service.grpc) as trainer,
+        follow(service, "top", "a", lost) as top,
+        follow(service, "user", "a", other) as user,
+    ):
+        head = trainer.publish_all()
+        for consumer in ("top", "user"):
+            wait_until_in_sync(service, consumer, head)
+    files = [each for each in (tmp_path / "data/models/clicks/views/top").rglob(kind) if each.is_file()]
+    assert files
+    for each in files:
+        each.unlink()
+    sizes = {id(each): len(each.releases) for each in (lost, other)}
+    with (
+        RunningService(tmp_path / "data", policies=POLICIES) as service,
+        Trainer(service.grpc, run="r2", started=2) as trainer,
+        follow(service, "top", "a", lost, held=top.held),
+        follow(service, "user", "a", other, held=user.held),
+    ):
+        trainer.rows["user"][7] = 7
+        head = trainer.publish_all()
+        for consumer in ("top", "user"):
+            wait_until_in_sync(service, consumer, head)
+        assert lost.bytes() == trainer.expected()
+        assert other.bytes() == {"user": trainer.expected()["user"]}
+    assert lost.releases[sizes[id(lost)]].resync
+    assert [(each.resync, rows_of(each)) for each in other.releases[sizes[id(other)] :]] == [(False, 1)]
+
+
+def test_a_table_that_a_policy_of_the_file_has_no_room_for_does_not_keep_the_service_from_starting(
+    tmp_path: Path,
+) -> None:
+    policies = {"small": Policy(max_bytes=100)}
+    wide = Table("wide", 5, 512)
+    with RunningService(tmp_path / "data", policies=policies) as service:
+        with Trainer(service.grpc, [USER]) as trainer:
+            trainer.publish_all()
+        with Trainer(service.grpc, [USER, wide], run="r2", started=2) as trainer:
+            trainer.publish_all()
+    target = Keeping()
+    with RunningService(tmp_path / "data", policies=policies) as service, follow(service, "small", "a", target):
+        wait_for_lag(service, "small", lambda lag: lag["state"] == "in sync")
+        assert target.bytes() == trainer.expected()
+
+
+class Cache:
+    """Forgets the rows that have changed, and can be read."""
+
+    def __init__(self) -> None:
+        self.changed: list[set[tuple[str, int]]] = []
+
+    def apply(self, release: Release) -> None:
+        self.changed.append({(rows.table.name, int(row)) for rows in release.rows for row in rows.ids})
+
+    def read(self, table: Table, ids: Ids) -> Values:
+        return np.zeros((len(ids), table.dim), table.dtype)
+
+
+def test_a_target_that_can_be_read_is_not_asked_for_rows_it_was_not_given(service: RunningService) -> None:
+    cache = Cache()
+    with Trainer(service.grpc) as trainer, follow(service, "ids", "a", cache):
+        trainer.publish_all()
+        lag = wait_until_in_sync(service, "ids", trainer.change(20))
+    assert lag["damages"] == 0
+    assert [(replica["checked"], replica["damaged"]) for replica in lag["replicas"]] == [(False, [])]
+    assert len(cache.changed[0]) == ALL_ROWS
+
+
+def test_from_ids_to_values_while_nobody_is_connected(service: RunningService, admin: Administrator) -> None:
+    target, seen = Keeping(), list[Release]()
+    with Trainer(service.grpc) as trainer:
+        with follow(service, "ids", "a", CallbackTarget(seen.append)):
+            wait_until_in_sync(service, "ids", trainer.publish_all())
+        wait_for_lag(service, "ids", lambda lag: lag["state"] == "away")
+        admin.update("ids", Policy(top_k=5))
+        with follow(service, "ids", "a", target) as replica:
+            replica.wait_for(1, WAIT)
+            assert target.bytes() == trainer.expected()
+            replica.wait_for(trainer.change(3), WAIT)
+    assert all(rows.norms is None for release in target.releases for rows in release.rows)
+
+
+def test_who_waits_for_a_version_is_told_of_one_that_changed_nothing_it_follows(service: RunningService) -> None:
+    target = Keeping()
+    with Trainer(service.grpc) as trainer, follow(service, "user", "a", target) as replica:
+        replica.wait_for(trainer.publish_all(), WAIT)
+        for table in (ITEM, USER, ITEM, ITEM):
+            head = trainer.change(1, [table])
+            replica.wait_for(head, WAIT)
+            assert replica.version == head
+        assert len(target.releases) == 2
+        assert replica.wait_for(head.version, WAIT) == target.releases[-1].position == replica.held
+        with pytest.raises(TimeoutError, match=f"holds version {head.version}, not"):
+            replica.wait_for(Position(head.history, head.version + 1), 0)
+
+
+def test_a_number_to_wait_for_is_a_version_not_a_release(service: RunningService) -> None:
+    target = Keeping()
+    with Trainer(service.grpc) as trainer, follow(service, "user", "a", target) as replica:
+        wait_until_in_sync(service, "user", trainer.publish_all())
+        head = trainer.change(20)
+        lag = wait_until_in_sync(service, "user", head)
+        replica.wait_for(Position(lag["history"], lag["offset"]), WAIT)
+        assert replica.held.version > head.version + 1
+        assert replica.version == head
+        with pytest.raises(TimeoutError):
+            replica.wait_for(head.version + 1, 0)
+        assert {release.version for release in target.releases} == {1, 2}
+
+
+def test_rows_of_another_run_all_go_out_at_once(service: RunningService) -> None:
+    """Half of one model and half of another is nothing to serve from."""
+    target = Keeping()
+    with follow(service, "top", "a", target):
+        with Trainer(service.grpc) as trainer:
+            wait_until_in_sync(service, "top", trainer.publish_all())
+        with Trainer(service.grpc, run="r2", started=2, seed=1) as trainer:
+            begun = len(target.releases)
+            wait_until_in_sync(service, "top", trainer.publish_all())
+            assert [rows_of(release) for release in target.releases[begun:]] == [ALL_ROWS]
+            assert target.bytes() == trainer.expected()
+            begun = len(target.releases)
+            wait_until_in_sync(service, "top", trainer.change(20))
+            assert rows_of(target.releases[begun]) == 4  # Of 40 dirty rows.
+    assert [release.resync for release in target.releases].count(True) == 1
+
+
+def test_a_table_that_comes_while_a_release_is_frozen_raises_no_alarm(service: RunningService) -> None:
+    """Who joins meanwhile is given that release, beside a table that it does not know of."""
+    late = Table("late", 5, 8)
+    tables = [*TABLES, late]
+    target = Keeping()
+    with Trainer(service.grpc) as trainer:
+        trainer.publish_all()
+        with ReplicaStream(service.grpc, consumer="predictors", replica="slow", budget=1) as slow:
+            slow.until("chunk")
+            shards = [Shard.whole(table) for table in tables]
+            with RankStream(service.grpc, run="r2", started=2, tables=tables, shards=shards) as rank:
+                rank.opened()
+                with follow(service, "predictors", "fresh", target) as fresh:
+                    fresh.wait_for(1, WAIT)
+                    lag = wait_for_lag(service, "predictors", lambda lag: lag["replicas"][0]["checked"])
+    assert target.bytes() == {**trainer.expected(), "late": bytes(5 * 8 * 4)}
+    assert (lag["damages"], lag["replicas"][0]["replica"]) == (0, "fresh")

@@ -1,0 +1,228 @@
+"""Views: what fails takes nothing else with it, in one process."""
+
+import asyncio
+import errno
+import json
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sync_service.api.proof import Proof
+from sync_service.consumers.consumer import Consumer, ConsumerOptions, Replica
+from sync_service.consumers.feeding import Feeding
+from sync_service.consumers.policy import Policy
+from sync_service.consumers.view import View
+from sync_service.consumers.view_store import ViewStore
+from sync_service.errors import StorageFailed
+from sync_service.log import Log, LogOptions
+from sync_service.release import FrozenRelease, Head
+from sync_service.service import Service, ServiceOptions
+from sync_service.value_types import ValueType
+from tests.support.local_model import LocalModel
+from tests.support.seals import sealed
+from tests.support.view_scenarios import (
+    TOP,
+    USER,
+    changed,
+    held_by_a_replica,
+    refuse,
+    run,
+    run_again,
+    same_as_the_model,
+)
+
+INT8 = Policy(top_k=1, value_type=ValueType.INT8)
+
+
+def no_space(path: Path, *_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left goes out at once; a policy is tried again at once."""
+    monkeypatch.setattr("sync_service.consumers.pacing._SHORTEST_SECONDS", 0.001)
+    monkeypatch.setattr("sync_service.consumers.pacing._LONGEST_SECONDS", 0.002)
+    monkeypatch.setattr("sync_service.consumers.feeding._PREPARE_AGAIN_SECONDS", 0.01)
+
+
+async def becomes(wanted: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not wanted():
+            await asyncio.sleep(0.001)
+
+
+def test_a_folder_that_cannot_be_made_is_a_failure_of_the_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(local: LocalModel) -> None:
+        view = await local.prepared_view(TOP)
+        before = view.given
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "mkdir", no_space)
+            with pytest.raises(StorageFailed, match="No space left on device"):
+                await view.prepare(INT8)
+        assert view.given == before
+        assert same_as_the_model(await held_by_a_replica(view), local)
+
+    run(tmp_path, scenario)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_releases_go_on_in_the_tables_there_are_until_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(local: LocalModel) -> None:
+        view = await local.prepared_view(TOP)
+        replica = Replica("a", view.position, stream=asyncio.Event())
+        feeding = Feeding(Consumer("top", "clicks", 0, INT8, {"a": replica}), view)
+
+        def released() -> bool:
+            replica.applied = view.position
+            return view.seen == local.model.position.version and not view.left_rows
+
+        async with asyncio.TaskGroup() as tasks:
+            with monkeypatch.context() as patch:
+                patch.setattr(Path, "mkdir", no_space)
+                tasks.create_task(feeding.run())
+                await becomes(lambda: "No space left" in view.trouble)
+                await local.cut(changed(1, USER, 3, 4, 5))
+                await becomes(released)
+                assert same_as_the_model(await held_by_a_replica(view), local)
+                assert view.trouble
+            await becomes(lambda: not view.trouble)
+            assert view.fits(INT8)
+            feeding.stop()
+
+    run(tmp_path, scenario)
+
+
+def test_nothing_of_a_release_that_is_not_written_down_is_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else replicas at the release before would hold different bits."""
+
+    async def scenario(local: LocalModel) -> None:
+        view = await local.prepared_view(TOP)
+        before = view.position
+        first = await held_by_a_replica(view)
+        await local.cut(changed(1, USER, 3))
+        with monkeypatch.context() as patch:
+            patch.setattr(ViewStore, "write_release", refuse)
+            with pytest.raises(StorageFailed):
+                await view.make_release(TOP, 0)
+            with pytest.raises(StorageFailed):
+                await view.release(before.version)
+        assert view.position == before
+        release = await view.release(0)
+        assert release.head
+        assert release.head.number == view.position.version == before.version + 1
+        second = await held_by_a_replica(view)
+        assert second["user"].tobytes() != first["user"].tobytes()
+        assert same_as_the_model(second, local)
+
+    run(tmp_path, scenario)
+
+
+def test_a_release_that_could_not_be_frozen_is_frozen_anew_for_the_next_who_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(local: LocalModel) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr("sync_service.release.freeze", refuse)
+            failed = local.model.release(0)
+            with pytest.raises(StorageFailed):
+                await failed
+        assert len((await local.model.release(0)).tables) == 2
+
+    run(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("kind", ["user*.since", "user*.rows", "user*.stamps", "*"])
+def test_of_a_view_whose_files_are_missing_nothing_is_claimed(tmp_path: Path, kind: str) -> None:
+    async def scenario(local: LocalModel) -> None:
+        await local.prepared_view(TOP)
+
+    async def again(local: LocalModel) -> None:
+        with pytest.raises(StorageFailed):
+            local.view()
+
+    run(tmp_path, scenario)
+    files = [each for each in (tmp_path / "view").rglob(kind) if each.is_file()]
+    assert files
+    for each in files:
+        each.unlink()
+    run_again(tmp_path, again)
+
+
+def in_a_service(data_dir: Path, scenario: Callable[[Service], Coroutine[Any, Any, None]]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+            service = Service(ServiceOptions(data_dir=data_dir), tasks)
+            await service.recover()
+            await scenario(service)
+            await service.drain()
+
+    asyncio.run(main())
+
+
+def test_of_two_who_ensure_a_new_consumer_at_once_both_succeed_and_the_last_wins(tmp_path: Path) -> None:
+    async def scenario(service: Service) -> None:
+        for each in range(10):
+            wanted = [ConsumerOptions(f"c{each}", "clicks", Policy(top_k=top_k)) for top_k in (3, 4)]
+            await asyncio.gather(*map(service.ensure_consumer, wanted))
+            consumer = service.registry.get(f"c{each}")
+            assert consumer.policy == Policy(top_k=4)
+            assert isinstance(service.feed(consumer), View)
+
+    in_a_service(tmp_path, scenario)
+
+
+def test_versions_of_releases_are_found_while_others_are_made(tmp_path: Path) -> None:
+    """Releases are made on the model's thread, versions are asked for on another."""
+
+    async def scenario(local: LocalModel) -> None:
+        view = await local.prepared_view(TOP)
+
+        @dataclass(frozen=True)
+        class Meanwhile(Head):
+            def __getattribute__(self, name: str) -> Any:
+                if name == "number":
+                    view._heads.append(Head(99, 9, 0, 0))
+                return super().__getattribute__(name)
+
+        view._heads = deque([Head(10, 2, 0, 0), Meanwhile(11, 3, 0, 0), Meanwhile(12, 4, 0, 0)])
+        assert [view.version_of(number) for number in (12, 11, 10)] == [4, 3, 2]
+
+    run(tmp_path, scenario)
+
+
+def test_of_a_table_that_came_after_a_release_was_frozen_there_are_no_rows() -> None:
+    def proof() -> Proof:
+        sent = Proof()
+        sent.expect(FrozenRelease(Head(1, 1, 0, 0), checksums=(10,)))
+        return sent
+
+    assert proof().check(1, {0: 10, 1: 0}) == frozenset()
+    assert proof().check(1, {0: 10, 1: 5}) == {1}
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[Log]:
+    log = Log(LogOptions(directory=tmp_path / "log", max_bytes=1 << 20))
+    yield log
+    log.close()
+
+
+def test_seals_of_before_runs_were_told_apart_are_read(log: Log) -> None:
+    log.seal("clicks", sealed(1)).result()
+    with log._env.begin(write=True) as transaction, transaction.cursor(log._seals) as cursor:
+        assert cursor.first()
+        older = json.loads(cursor.value())
+        assert older.pop("resync") is False
+        cursor.put(cursor.key(), json.dumps(older).encode())
+    assert log.seals("clicks") == [sealed(1)]

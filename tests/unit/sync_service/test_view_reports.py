@@ -1,0 +1,83 @@
+"""The lag of a consumer with a policy: what is known is said, and nothing else."""
+
+import asyncio
+from pathlib import Path
+
+from sync_service.consumers.consumer import Consumer, Replica
+from sync_service.consumers.lag import ConsumerLag
+from sync_service.consumers.policy import Policy
+from sync_service.consumers.report import report
+from sync_service.consumers.view import View
+from sync_service.tables import Position
+from tests.support.local_model import LocalModel
+from tests.support.view_scenarios import ITEM, TOP, USER, changed, run, run_again
+
+
+async def lag_at(view: View, release: int, *, connected: bool = True) -> ConsumerLag:
+    """Of a consumer whose replica holds that release."""
+    replica = Replica("a", Position(view.history, release), stream=asyncio.Event() if connected else None)
+    return await report(Consumer("top", "clicks", 0, replicas={"a": replica}), view.model, view)
+
+
+async def release_all(view: View, local: LocalModel, versions: int) -> None:
+    for seed in range(1, versions + 1):
+        await local.cut(changed(seed, USER, 3, 4))
+        await view.make_release(Policy(), 0)
+
+
+def test_who_is_one_release_behind_after_a_restart_lacks_one_version(tmp_path: Path) -> None:
+    async def scenario(local: LocalModel) -> None:
+        await release_all(await local.prepared_view(Policy()), local, 10)
+
+    async def again(local: LocalModel) -> None:
+        view = local.view()
+        before = view.position.version
+        await view.make_release(Policy(), 0)
+        assert (await lag_at(view, before)).lag.versions == 0
+        await release_all(view, local, 1)
+        assert view.position.version == before + 1
+        lag = await lag_at(view, before)
+        assert (lag.lag.versions, lag.lag.rows, lag.state) == (1, 2, "behind")
+
+    run(tmp_path, scenario)
+    run_again(tmp_path, again)
+
+
+def test_what_is_unsent_is_known_only_while_somebody_looks(tmp_path: Path) -> None:
+    """Versions that have come while nobody is connected were not looked at."""
+
+    async def scenario(local: LocalModel) -> None:
+        view = await local.prepared_view(TOP)
+        await local.cut(changed(1, USER, 3, 4))
+        await view.make_release(TOP, 0)
+        number = view.position.version
+        for connected in (True, False):
+            known = await lag_at(view, number, connected=connected)
+            assert known.lag.unsent_norm
+            assert known.tables[0].unsent_norm
+        await local.cut(changed(2, ITEM, 3, 4))
+        lag = await lag_at(view, number, connected=False)
+        assert (lag.lag.versions, lag.lag.rows) == (1, 3)
+        assert (lag.lag.unsent_norm, lag.lag.unsent_share) == (None, None)
+        assert [(table.unsent_norm, table.unsent_share) for table in lag.tables] == [(None, None)] * 2
+
+    run(tmp_path, scenario)
+
+
+def test_who_has_every_release_is_as_late_as_what_was_published_since(tmp_path: Path) -> None:
+    """Not as old as the rows that the policy left; these have an age of their own."""
+
+    async def scenario(local: LocalModel) -> None:
+        view = await local.prepared_view(TOP)
+        await local.cut(changed(1, USER, 3, 4))
+        await view.make_release(TOP, 0)
+        lag = await lag_at(view, view.position.version)
+        assert (lag.state, lag.lag.versions, lag.lag.rows, lag.lag.seconds) == ("current", 0, 1, 0)
+        assert lag.oldest_row_seconds > 0
+        assert [table.oldest_row_seconds > 0 for table in lag.tables] == [True, False]
+        await local.cut(changed(2, USER, 9))
+        lag = await lag_at(view, view.position.version)
+        assert lag.lag.versions == 1
+        assert 0 < lag.lag.seconds <= lag.oldest_row_seconds
+
+    run(tmp_path, scenario)
