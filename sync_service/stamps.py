@@ -61,13 +61,13 @@ class StampedTable:
     def _apply_block(self, ids: Ids, values: Values, version: int, col_offset: int) -> None:
         where: slice | Ids = _contiguous(ids) or ids
         columns = slice(col_offset, col_offset + values.shape[1])
-        before = digest(ids, self.held(self.rows[where, columns]), col_offset)
+        before = digest(ids, self.decoded(self.rows[where, columns]), col_offset)
         # The stamp first: a row whose stamp is lost with the process would be believed to be the old one.
         self.stamps[where] = version
         self.rows[where, columns] = values
-        self.digest += digest(ids, self.held(values), col_offset) - before
+        self.digest += digest(ids, self.decoded(values), col_offset) - before
 
-    def held(self, rows: Values) -> Values:
+    def decoded(self, rows: Values) -> Values:
         """What who is given `rows` ([n, cols], as stored) then holds."""
         return rows
 
@@ -82,7 +82,7 @@ class StampedTable:
         self.digest, self._largest_sum = Digest(), 0.0
         for start in range(0, len(ids), BLOCK_ROWS):
             block = ids[start : start + BLOCK_ROWS]
-            self.digest += digest(block, self.held(self.rows_of(block)))
+            self.digest += digest(block, self.decoded(self.rows_of(block)))
 
     def rows_of(self, ids: Ids) -> Values:
         """The current rows `ids` ([n], strictly ascending): a view where they leave no gap, otherwise a copy."""

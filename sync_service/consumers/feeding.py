@@ -53,7 +53,7 @@ class Feeding:
         decision = due(self._consumer.policy, self._situation(), time.time_ns())
         if decision.seconds == 0:
             logger.debug("consumer %s: a release is due: %s", self._consumer.name, decision.reason)
-            await self._view.make_release(self._unless_resync(self._consumer.policy), self._overdue())
+            await self._view.make_release(self._unless_resync(self._consumer.policy), self._overdue_version())
         if self._view.trouble:
             return min(decision.seconds or _PREPARE_AGAIN_SECONDS, _PREPARE_AGAIN_SECONDS)
         return decision.seconds
@@ -96,7 +96,7 @@ class Feeding:
             return replace(policy, top_k=None, top_k_per_table=False, max_bytes=None)
         return policy
 
-    def _overdue(self) -> int:
+    def _overdue_version(self) -> int:
         """The newest version that is older than the policy's maximum age."""
         age = self._consumer.policy.max_age_seconds
         if age is None:

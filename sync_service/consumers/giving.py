@@ -18,12 +18,12 @@ from sync_service.value_types import encode
 _UNWRITTEN_RECORDS = 16
 
 
-def look(tables: Sequence[ViewTable], seen: int, policy: Policy, overdue: int) -> list[DirtyRows]:
-    """The dirty rows of every table. Rows that are dirty since version `overdue` or before are overdue."""
+def look(tables: Sequence[ViewTable], seen: int, policy: Policy, overdue_version: int) -> list[DirtyRows]:
+    """The dirty rows of every table. Rows that are dirty since `overdue_version` or before are overdue."""
     found = []
     for table in tables:
         ids, norms = table.look(seen)
-        never_sent, old = table.never_sent(ids), table.since[ids] <= overdue
+        never_sent, old = table.never_sent(ids), table.since[ids] <= overdue_version
         found.append(DirtyRows(ids, norms, never_sent, old, policy.row_bytes(table.source.table)))
     return found
 

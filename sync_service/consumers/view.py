@@ -153,14 +153,14 @@ class View:
             await self._make(sources, [policy.gives(table.table) for table in sources])
             self._signal.wake()
 
-    async def make_release(self, policy: Policy, overdue: int) -> None:
-        """Give the next rows, by the policy; those dirty since version `overdue` or before are overdue.
+    async def make_release(self, policy: Policy, overdue_version: int) -> None:
+        """Give the next rows, by the policy; those dirty since `overdue_version` or before are overdue.
 
         Raises:
             StorageFailed: not all of them could be written; these are still dirty.
         """
         try:
-            await self.model.run(self._look_and_give, policy, overdue)
+            await self.model.run(self._look_and_give, policy, overdue_version)
         finally:
             self._signal.wake()
 
@@ -244,14 +244,14 @@ class View:
 
     # On the model's thread.
 
-    def _look_and_give(self, policy: Policy, overdue: int) -> None:
+    def _look_and_give(self, policy: Policy, overdue_version: int) -> None:
         if self._unwritten:
             self._write_release(*self._unwritten)
         seal = self.model.applied
         if seal is None or self.head is None:
             return
         tables = self.view_tables
-        dirty = look(tables, self.seen, policy, overdue)
+        dirty = look(tables, self.seen, policy, overdue_version)
         since = [table.since[rows.ids] for table, rows in zip(tables, dirty, strict=True)]
         picked = pick(dirty, policy)
         head = _head(self.head.number + 1, seal.version, seal)

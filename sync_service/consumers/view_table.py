@@ -27,7 +27,7 @@ class EncodedTable(MappedTable):
         super().__init__(encoded_table(given.table, given.value_type), directory, new=new)
         self._given = given
 
-    def held(self, rows: Values) -> Values:
+    def decoded(self, rows: Values) -> Values:
         """The values that encoded rows stand for."""
         return decode(rows, self._given.value_type, self._given.table.dtype)
 
@@ -128,7 +128,7 @@ class ViewTable:
 
     def _compare(self, ids: Ids, seen: int) -> tuple[Floats, Mask]:
         rows, held = self.source.rows_of(ids), self.held.rows_of(ids)
-        decoded, value_type = self.held.held(held), self.given.value_type
+        decoded, value_type = self.held.decoded(held), self.given.value_type
         # In fp64, in which no difference of two fp32 numbers overflows, nor its square.
         delta = np.subtract(rows, decoded, dtype=np.float64)
         norms: Floats = np.sqrt(np.einsum("ij,ij->i", delta, delta))

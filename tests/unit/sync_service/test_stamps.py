@@ -65,13 +65,13 @@ def test_applying_twice_changes_nothing(table: Table, data: st.DataObject) -> No
 class Halved(StampedTable):
     """Whoever is given its rows holds half of every value, without its fraction."""
 
-    def held(self, rows: Values) -> Values:
+    def decoded(self, rows: Values) -> Values:
         halves: Values = np.trunc(rows.astype(np.float64) / 2).astype(rows.dtype)
         return halves
 
 
 def digest_of_what_is_held(stamped: StampedTable) -> Digest:
-    return digest(np.arange(stamped.table.rows), stamped.held(stamped.rows))
+    return digest(np.arange(stamped.table.rows), stamped.decoded(stamped.rows))
 
 
 @given(st.data(), tables(), st.integers(1, 4), st.sampled_from([StampedTable, Halved]))

@@ -132,7 +132,9 @@ def test_rows_for_which_the_log_had_no_room_are_given_later(
         assert view.left["big"].rows == dirty
         assert is_due(view, policy)
         replica = await held_by_a_replica(view)
-        assert replica["big"].tobytes() == view._kept[0].table.held.held(view._kept[0].table.held.rows).tobytes()
+        assert (
+            replica["big"].tobytes() == view._kept[0].table.held.decoded(view._kept[0].table.held.rows).tobytes()
+        )
         view.flush()
         while view.account.left_rows:
             await view.make_release(policy, 0)
