@@ -129,12 +129,6 @@ class Model:
         self.head = seal
         self.signal.wake()
 
-    def sealed_unix_ns(self, version: int) -> int:
-        """When a version was sealed; of one whose seal is no longer kept, when the oldest kept one was."""
-        if not self.seals:
-            return 0
-        return self.seals[min(max(0, version - self.seals[0].version), len(self.seals) - 1)].sealed_unix_ns
-
     def unpublished(self, tables: list[Table]) -> list[str]:
         """Names of those of `tables` of which no row was ever published."""
         return [table.name for table in tables if table.name not in self.published]

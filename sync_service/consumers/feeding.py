@@ -5,9 +5,10 @@ import logging
 import time
 from bisect import bisect_right
 from dataclasses import replace
-from itertools import takewhile
+from itertools import islice, takewhile
 
 from sync_service.consumers.consumer import Consumer
+from sync_service.consumers.lag import seal_of
 from sync_service.consumers.pacing import PACE_VERSIONS, Situation, due
 from sync_service.consumers.policy import Policy
 from sync_service.consumers.view import View
@@ -65,27 +66,23 @@ class Feeding:
         try:
             await self._view.prepare(self._consumer.policy)
         except StorageFailed as error:
-            self._view.trouble, self._refused = str(error), self._consumer.policy
-            self._prepare_at = time.monotonic() + _PREPARE_AGAIN_SECONDS
+            self._refused, self._prepare_at = self._consumer.policy, time.monotonic() + _PREPARE_AGAIN_SECONDS
             logger.error("consumer %s: its policy is not in force: %s", self._consumer.name, error)
-            self._view.wake()
-        else:
-            self._view.trouble = ""
 
     def _connected(self) -> bool:
         return any(replica.stream for replica in self._consumer.replicas.values())
 
     def _situation(self) -> Situation:
-        view, account, seals = self._view, self._view.account, self._view.model.seals
-        position = view.position
+        view, account, position = self._view, self._view.account, self._view.position
+        recent = [seal.sealed_unix_ns for seal in islice(reversed(view.model.seals), PACE_VERSIONS)]
         replicas = self._consumer.replicas.values()
         return Situation(
             head=view.model.position.version,
             seen=view.seen,
             left=view.left_rows,
-            left_unix_ns=view.model.sealed_unix_ns(view.oldest) if view.oldest else 0,
+            left_unix_ns=seal_of(view.oldest, view.model.seals).sealed_unix_ns if view.oldest else 0,
             released_unix_ns=account.made_unix_ns if account else 0,
-            sealed_unix_ns=[seal.sealed_unix_ns for seal in list(seals)[-PACE_VERSIONS:]],
+            sealed_unix_ns=recent[::-1],
             ready=view.head is not None and any(r.stream and r.applied == position for r in replicas),
         )
 

@@ -22,6 +22,7 @@ from sync_service.consumers.policy import Policy
 from sync_service.consumers.ranking import pick
 from sync_service.consumers.view_store import Kept, Record, ViewStore
 from sync_service.consumers.view_table import ViewTable
+from sync_service.errors import StorageFailed
 from sync_service.given import Given
 from sync_service.log import Log, Seal
 from sync_service.mapped import MappedTable
@@ -109,12 +110,8 @@ class View:
         """What a replica at release `after` lacks, and all of the tables in the slots `whole`."""
         return self._releases.get(after, whole, self.position.version)
 
-    def wake(self) -> None:
-        """Wake who waits for a change: there is trouble."""
-        self._signal.wake()
-
     def changed(self) -> Coroutine[None, None, Literal[True]]:
-        """To be awaited: the head moving, or other tables, from this call on."""
+        """To be awaited: the head moving, or other tables, or trouble, from this call on."""
         return self._signal.changed()
 
     def resume(self, held: Position) -> tuple[Decision, Position]:
@@ -130,9 +127,7 @@ class View:
 
     def fits(self, policy: Policy) -> bool:
         """Whether it has the tables that the policy follows, as it wants them given."""
-        return self.given == [
-            policy.gives(table.table) for table in self.model.tables if policy.follows(table.table)
-        ]
+        return self.given == [policy.gives(table.table) for table in self._followed(policy)]
 
     def may_serve(self, policy: Policy) -> bool:
         """Whether a replica may be given the tables there are: those of the policy, or at least of its mode where
@@ -148,10 +143,14 @@ class View:
         Raises:
             StorageFailed: there is no room; the view is as it was.
         """
-        sources = [table for table in self.model.tables if policy.follows(table.table)]
-        if self.model.head and not self.fits(policy):
-            await self._make(sources, [policy.gives(table.table) for table in sources])
+        try:
+            if self.model.head and not self.fits(policy):
+                await self._make(policy)
+        except StorageFailed as error:
+            self.trouble = str(error)
             self._signal.wake()
+            raise
+        self.trouble = ""
 
     async def make_release(self, policy: Policy, overdue_version: int) -> None:
         """Give the next rows, by the policy; those dirty since `overdue_version` or before are overdue.
@@ -291,7 +290,12 @@ class View:
 
     # Making tables.
 
-    async def _make(self, sources: Sequence[MappedTable], wanted: Sequence[Given]) -> None:
+    def _followed(self, policy: Policy) -> list[MappedTable]:
+        return [table for table in self.model.tables if policy.follows(table.table)]
+
+    async def _make(self, policy: Policy) -> None:
+        sources = self._followed(policy)
+        wanted = [policy.gives(source.table) for source in sources]
         seen = self.seen if self.head else self.model.position.version
         # What replicas held of the model before there was a policy need not be sent to them again.
         as_it_was = self.head is None and all(given == Given.as_it_is(given.table) for given in wanted)
@@ -304,6 +308,7 @@ class View:
                     await self._copy(each, None if as_it_was else number)
             await asyncio.to_thread(_flush, kept)
             await self.model.run(self._install, kept, number, seen)
+            self._signal.wake()
         finally:
             await asyncio.to_thread(self._store.remove_unused, self._kept)
 
