@@ -30,6 +30,7 @@ from tests.support.fleet import (
     as_sent,
     checked_ack,
     follow,
+    release_at_once,
     wait_for_lag,
     wait_until_in_sync,
 )
@@ -43,8 +44,7 @@ CONSUMERS = ["top", "predictors"]
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left goes out at once."""
-    monkeypatch.setattr("sync_service.consumers.pacing._SHORTEST_SECONDS", 0.001)
-    monkeypatch.setattr("sync_service.consumers.pacing._LONGEST_SECONDS", 0.002)
+    release_at_once(monkeypatch)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sync_service.client import CallbackTarget, Position, Release, Shard
+from sync_service.client import Admin, CallbackTarget, Position, Release, Shard
 from sync_service.consumers.policy import Policy
 from sync_service.given import Mode
 from sync_service.tables import Ids, Table, Values
@@ -18,11 +18,11 @@ from tests.support.fleet import (
     TABLES,
     USER,
     WAIT,
-    Administrator,
     Keeping,
     Trainer,
-    administering,
+    admin_of,
     follow,
+    release_at_once,
     wait_for_lag,
     wait_until_in_sync,
 )
@@ -40,8 +40,7 @@ ALL_ROWS = USER.rows + ITEM.rows
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left goes out at once, and streams look for a change often."""
-    monkeypatch.setattr("sync_service.consumers.pacing._SHORTEST_SECONDS", 0.001)
-    monkeypatch.setattr("sync_service.consumers.pacing._LONGEST_SECONDS", 0.002)
+    release_at_once(monkeypatch)
     monkeypatch.setattr("sync_service.consumers.feeding._PREPARE_AGAIN_SECONDS", 0.02)
     monkeypatch.setattr("sync_service.api.subscribe._PROGRESS_SECONDS", 0.02)
 
@@ -56,9 +55,8 @@ def service(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Runnin
 
 
 @pytest.fixture
-def admin(service: RunningService) -> Iterator[Administrator]:
-    with administering(service) as administrator:
-        yield administrator
+def admin(service: RunningService) -> Admin:
+    return admin_of(service)
 
 
 def rows_of(release: Release) -> int:
@@ -77,14 +75,14 @@ def no_room_for_views(patch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_room_for_another_form_the_old_one_goes_on_until_there_is(
-    service: RunningService, admin: Administrator, monkeypatch: pytest.MonkeyPatch
+    service: RunningService, admin: Admin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, joining = Keeping(), Keeping()
     with Trainer(service.grpc) as trainer, follow(service, "top", "a", target) as replica:
         wait_until_in_sync(service, "top", trainer.publish_all())
         with monkeypatch.context() as patch:
             no_room_for_views(patch)
-            admin.update("top", Policy(top_k=0.1, value_type=ValueType.INT8))
+            admin.update_consumer("top", Policy(top_k=0.1, value_type=ValueType.INT8))
             wait_for_lag(service, "top", lambda lag: "the policy is not in force" in lag["reason"])
             head = trainer.change(5)
             assert "No space left on device" in wait_until_in_sync(service, "top", head)["reason"]
@@ -168,13 +166,13 @@ def test_a_target_that_can_be_read_is_not_asked_for_rows_it_was_not_given(servic
     assert len(cache.changed[0]) == ALL_ROWS
 
 
-def test_from_ids_to_values_while_nobody_is_connected(service: RunningService, admin: Administrator) -> None:
+def test_from_ids_to_values_while_nobody_is_connected(service: RunningService, admin: Admin) -> None:
     target, seen = Keeping(), list[Release]()
     with Trainer(service.grpc) as trainer:
         with follow(service, "ids", "a", CallbackTarget(seen.append)):
             wait_until_in_sync(service, "ids", trainer.publish_all())
         wait_for_lag(service, "ids", lambda lag: lag["state"] == "away")
-        admin.update("ids", Policy(top_k=5))
+        admin.update_consumer("ids", Policy(top_k=5))
         with follow(service, "ids", "a", target) as replica:
             replica.wait_for(1, WAIT)
             assert target.bytes() == trainer.expected()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sync_service.client import CallbackTarget, Position, Release
+from sync_service.client import Admin, CallbackTarget, Position, Release
 from sync_service.consumers.policy import Policy
 from sync_service.consumers.view_store import ViewStore
 from sync_service.given import Mode
@@ -16,11 +16,11 @@ from tests.support.fleet import (
     ITEM,
     USER,
     WAIT,
-    Administrator,
     Keeping,
     Trainer,
-    administering,
+    admin_of,
     follow,
+    release_at_once,
     wait_for_lag,
     wait_until_in_sync,
 )
@@ -33,8 +33,7 @@ FULL_BYTES = USER.rows * USER.row_bytes + ITEM.rows * ITEM.row_bytes
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left goes out at once, and streams look for a change often."""
-    monkeypatch.setattr("sync_service.consumers.pacing._SHORTEST_SECONDS", 0.001)
-    monkeypatch.setattr("sync_service.consumers.pacing._LONGEST_SECONDS", 0.002)
+    release_at_once(monkeypatch)
     monkeypatch.setattr("sync_service.api.subscribe._PROGRESS_SECONDS", 0.02)
 
 
@@ -49,9 +48,8 @@ def service(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Runnin
 
 
 @pytest.fixture
-def admin(service: RunningService) -> Iterator[Administrator]:
-    with administering(service) as administrator:
-        yield administrator
+def admin(service: RunningService) -> Admin:
+    return admin_of(service)
 
 
 def given_as(service: RunningService, consumer: str, policy: Policy, head: Position) -> dict[str, Any]:
@@ -68,14 +66,14 @@ def given_as(service: RunningService, consumer: str, policy: Policy, head: Posit
     )
 
 
-def test_more_or_fewer_rows_at_once(service: RunningService, admin: Administrator) -> None:
+def test_more_or_fewer_rows_at_once(service: RunningService, admin: Admin) -> None:
     target = Keeping()
     with Trainer(service.grpc) as trainer, follow(service, "top", "a", target):
         wait_until_in_sync(service, "top", trainer.publish_all())
         history = service.get_json("/consumers/top/lag")["history"]
         for top_k, largest in ((20, 20), (2, 2), (0.5, 20), (None, 40)):
             policy = Policy(top_k=top_k)
-            admin.update("top", policy)
+            admin.update_consumer("top", policy)
             begun = len(target.releases)
             lag = given_as(service, "top", policy, trainer.change(20))
             assert lag["history"] == history
@@ -87,7 +85,7 @@ def test_more_or_fewer_rows_at_once(service: RunningService, admin: Administrato
     assert not any(release.whole for release in target.releases)
 
 
-def test_from_no_policy_to_one_and_back_replicas_go_on(service: RunningService, admin: Administrator) -> None:
+def test_from_no_policy_to_one_and_back_replicas_go_on(service: RunningService, admin: Admin) -> None:
     target, late = Keeping(), Keeping()
     with Trainer(service.grpc) as trainer, follow(service, "predictors", "a", target):
         trainer.publish_all()
@@ -95,7 +93,7 @@ def test_from_no_policy_to_one_and_back_replicas_go_on(service: RunningService, 
         assert given_as(service, "predictors", Policy(), head)["history"] == head.history
         begun = len(target.releases)
         policy = Policy(top_k=3)
-        admin.update("predictors", policy)
+        admin.update_consumer("predictors", policy)
         lag = given_as(service, "predictors", policy, head)
         view = lag["history"]
         assert view != head.history
@@ -103,7 +101,7 @@ def test_from_no_policy_to_one_and_back_replicas_go_on(service: RunningService, 
         assert sum(release.bytes for release in target.releases[begun:]) == 4 * (USER.row_bytes + ITEM.row_bytes)
         assert target.bytes() == trainer.expected()
         # Its view stays; it lets everything out at once.
-        admin.update("predictors", Policy())
+        admin.update_consumer("predictors", Policy())
         lag = given_as(service, "predictors", Policy(), trainer.change(30))
         assert lag["history"] == view
         assert lag["release"]["rows"] == 60
@@ -117,16 +115,14 @@ def test_from_no_policy_to_one_and_back_replicas_go_on(service: RunningService, 
 
 
 @pytest.mark.parametrize("consumer", ["top", "predictors"])
-def test_values_in_another_type_are_all_sent_anew(
-    service: RunningService, admin: Administrator, consumer: str
-) -> None:
+def test_values_in_another_type_are_all_sent_anew(service: RunningService, admin: Admin, consumer: str) -> None:
     """In the same history, also to replicas from before there was a policy."""
     target = Keeping()
     with Trainer(service.grpc) as trainer, follow(service, consumer, "a", target):
         wait_until_in_sync(service, consumer, trainer.publish_all())
         for value_type in (ValueType.INT8, ValueType.BF16, ValueType.FP32, ValueType.FP16):
             begun, policy = len(target.releases), Policy(top_k=7, value_type=value_type)
-            admin.update(consumer, policy)
+            admin.update_consumer(consumer, policy)
             head = trainer.change(0)
             given_as(service, consumer, policy, head)
             holds(service, consumer, target, trainer.expected(value_type))
@@ -138,15 +134,13 @@ def test_values_in_another_type_are_all_sent_anew(
     assert resyncs.count(True) == 1
 
 
-def test_tables_that_are_not_followed_any_more_and_followed_again(
-    service: RunningService, admin: Administrator
-) -> None:
+def test_tables_that_are_not_followed_any_more_and_followed_again(service: RunningService, admin: Admin) -> None:
     target = Keeping()
     with Trainer(service.grpc) as trainer, follow(service, "top", "a", target):
         wait_until_in_sync(service, "top", trainer.publish_all())
         for _ in range(2):
             narrow, wide = Policy(tables=("us*",)), Policy(tables=("us*", "item"), top_k=9)
-            admin.update("top", narrow)
+            admin.update_consumer("top", narrow)
             head = trainer.change(6)
             wait_for_lag(service, "top", lambda lag: [each["table"] for each in lag["tables"]] == ["user"])
             given_as(service, "top", narrow, head)
@@ -154,7 +148,7 @@ def test_tables_that_are_not_followed_any_more_and_followed_again(
             head = trainer.change(6)
             given_as(service, "top", narrow, head)
             begun = len(target.releases)
-            admin.update("top", wide)
+            admin.update_consumer("top", wide)
             wait_for_lag(service, "top", lambda lag: len(lag["tables"]) == 2)
             given_as(service, "top", wide, head)
             assert target.bytes() == trainer.expected()
@@ -165,13 +159,13 @@ def test_tables_that_are_not_followed_any_more_and_followed_again(
     assert [release.resync for release in target.releases].count(True) == 1
 
 
-def test_from_ids_to_values_and_back(service: RunningService, admin: Administrator) -> None:
+def test_from_ids_to_values_and_back(service: RunningService, admin: Admin) -> None:
     taken: list[Release] = []
     with Trainer(service.grpc) as trainer, follow(service, "top", "a", CallbackTarget(taken.append)):
         wait_until_in_sync(service, "top", trainer.publish_all())
         for mode in (Mode.IDS, Mode.EMBEDDINGS, Mode.IDS):
             begun, policy = len(taken), Policy(mode=mode)
-            admin.update("top", policy)
+            admin.update_consumer("top", policy)
             given_as(service, "top", policy, trainer.change(5))
             new = [rows for release in taken[begun:] for rows in release.rows]
             assert all((rows.norms is not None) == (mode is Mode.IDS) for rows in new)
@@ -180,9 +174,7 @@ def test_from_ids_to_values_and_back(service: RunningService, admin: Administrat
     assert [release.resync for release in taken].count(True) == 1
 
 
-def test_a_consumer_made_anew_under_the_same_name_begins_anew(
-    service: RunningService, admin: Administrator
-) -> None:
+def test_a_consumer_made_anew_under_the_same_name_begins_anew(service: RunningService, admin: Admin) -> None:
     target = Keeping()
     with Trainer(service.grpc) as trainer:
         with follow(service, "top", "a", target) as replica:
@@ -190,9 +182,9 @@ def test_a_consumer_made_anew_under_the_same_name_begins_anew(
             wait_until_in_sync(service, "top", trainer.change(10))
             history = replica.held.history
         for policy in (Policy(top_k=4, value_type=ValueType.INT8), Policy()):
-            admin.delete("top")
+            admin.delete_consumer("top")
             assert service.get("/consumers/top/lag")[0] == 404
-            admin.create("top", policy)
+            admin.create_consumer("top", "clicks", policy)
             assert service.get_json("/consumers/top/lag")["replicas"] == []
             with follow(service, "top", "a", target, held=replica.held) as replica:
                 lag = given_as(service, "top", policy, head)
@@ -204,7 +196,7 @@ def test_a_consumer_made_anew_under_the_same_name_begins_anew(
 
 def test_a_replica_that_joins_while_tables_change_is_given_them_as_they_were_announced(
     service: RunningService,
-    admin: Administrator,
+    admin: Admin,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It waits for what the policy wants to be there."""
@@ -222,7 +214,7 @@ def test_a_replica_that_joins_while_tables_change_is_given_them_as_they_were_ann
         wait_until_in_sync(service, "top", head)
         monkeypatch.setattr(ViewStore, "write", held_back)
         policy = Policy(value_type=ValueType.INT8)
-        admin.update("top", policy)
+        admin.update_consumer("top", policy)
         assert changing.wait(WAIT)
         with follow(service, "top", "b", joining) as replica:
             go.set()

@@ -15,7 +15,7 @@ from sync_service.client import Position, Subscriber, Table
 from sync_service.consumers.policy import Policy
 from sync_service.log import Log, LogOptions
 from sync_service.value_types import ValueType
-from tests.support.fleet import WAIT, Keeping, Trainer, administering, follow, wait_until_in_sync
+from tests.support.fleet import WAIT, Keeping, Trainer, admin_of, follow, wait_until_in_sync
 from tests.support.process import ServiceProcess
 from tests.support.server import TOKEN
 
@@ -110,9 +110,8 @@ def kill_and_follow(folder: Path, kills: int, seed: int, flush_bytes: int) -> No
     moments = random.Random(seed)
     arguments = ("--admin-token", TOKEN, "--flush-bytes", str(flush_bytes))
     with ServiceProcess(folder / "data", *arguments) as service, ExitStack() as stack:
-        with administering(service) as admin:
-            for name, policy in POLICIES.items():
-                admin.create(name, policy)
+        for name, policy in POLICIES.items():
+            admin_of(service).create_consumer(name, "clicks", policy)
         fleets = [Fleet(service, name, names, stack) for name, names in FLEETS.items()]
         trainer = stack.enter_context(Trainer(service.grpc, TABLES))
         with Training(trainer) as training:

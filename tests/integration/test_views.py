@@ -19,8 +19,9 @@ from tests.support.fleet import (
     WAIT,
     Keeping,
     Trainer,
-    administering,
+    admin_of,
     follow,
+    release_at_once,
     wait_for_lag,
     wait_until_in_sync,
 )
@@ -40,8 +41,7 @@ POLICIES = {
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left goes out at once."""
-    monkeypatch.setattr("sync_service.consumers.pacing._SHORTEST_SECONDS", 0.001)
-    monkeypatch.setattr("sync_service.consumers.pacing._LONGEST_SECONDS", 0.002)
+    release_at_once(monkeypatch)
 
 
 @pytest.fixture
@@ -235,8 +235,7 @@ def test_what_changes_most_goes_first_and_what_is_old_goes_at_all(
             assert lag["lag"]["rows"] == 1
             left = unsent(trainer, target)
             assert lag["lag"]["unsent_norm"] == pytest.approx(left, rel=1e-6)
-            with administering(service) as admin:
-                admin.update("young", Policy(top_k=1, max_age_seconds=0.001))
+            admin_of(service).update_consumer("young", Policy(top_k=1, max_age_seconds=0.001))
             lag = wait_until_in_sync(service, "young", head)
             assert lag["lag"]["unsent_norm"] == 0
         assert target.bytes() == trainer.expected()

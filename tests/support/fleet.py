@@ -1,15 +1,15 @@
 """A trainer of one rank, replicas that keep what they were given, and waiting for what a service says of them."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import grpc
 import numpy as np
-from deltasync.v1 import admin_pb2, admin_pb2_grpc, subscribe_pb2
+import pytest
+from deltasync.v1 import subscribe_pb2
 
 from sync_service.client import (
+    Admin,
     NumpyTarget,
     Part,
     Position,
@@ -23,8 +23,6 @@ from sync_service.client import (
     Table,
 )
 from sync_service.codec import checksums_to_message
-from sync_service.consumers.policy import Policy
-from sync_service.consumers.policy_message import policy_to_message
 from sync_service.tables import Values
 from sync_service.value_types import ValueType, decode, encode, sent_as
 from tests.support.server import TOKEN
@@ -146,28 +144,11 @@ def wait_until_in_sync(service: Reachable, consumer: str, head: Position) -> dic
     return wait_for_lag(service, consumer, lambda lag: lag["head"] >= head.version and lag["state"] == "in sync")
 
 
-@contextmanager
-def administering(service: Reachable) -> Iterator["Administrator"]:
-    with grpc.insecure_channel(service.grpc) as channel:
-        yield Administrator(admin_pb2_grpc.AdminServiceStub(channel))
+def admin_of(service: Reachable) -> Admin:
+    return Admin(service.grpc, TOKEN)
 
 
-class Administrator:
-    """Changes consumers."""
-
-    _TOKEN = (("authorization", f"Bearer {TOKEN}"),)
-
-    def __init__(self, stub: admin_pb2_grpc.AdminServiceStub) -> None:
-        self._stub = stub
-
-    def update(self, name: str, policy: Policy) -> None:
-        request = admin_pb2.UpdateConsumerRequest(name=name, policy=policy_to_message(policy))
-        self._stub.UpdateConsumer(request, timeout=WAIT, metadata=self._TOKEN)
-
-    def create(self, name: str, policy: Policy) -> None:
-        consumer = admin_pb2.Consumer(name=name, model="clicks", policy=policy_to_message(policy))
-        request = admin_pb2.CreateConsumerRequest(consumer=consumer)
-        self._stub.CreateConsumer(request, timeout=WAIT, metadata=self._TOKEN)
-
-    def delete(self, name: str) -> None:
-        self._stub.DeleteConsumer(admin_pb2.DeleteConsumerRequest(name=name), timeout=WAIT, metadata=self._TOKEN)
+def release_at_once(patch: pytest.MonkeyPatch) -> None:
+    """What a release has left goes out at once."""
+    patch.setattr("sync_service.consumers.pacing._SHORTEST_SECONDS", 0.001)
+    patch.setattr("sync_service.consumers.pacing._LONGEST_SECONDS", 0.002)

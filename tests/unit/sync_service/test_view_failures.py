@@ -22,6 +22,7 @@ from sync_service.log import Log, LogOptions
 from sync_service.release import FrozenRelease, Head
 from sync_service.service import Service, ServiceOptions
 from sync_service.value_types import ValueType
+from tests.support.fleet import release_at_once
 from tests.support.local_model import LocalModel
 from tests.support.seals import sealed
 from tests.support.view_scenarios import (
@@ -45,8 +46,7 @@ def no_space(path: Path, *_: object, **__: object) -> None:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left goes out at once; a policy is tried again at once."""
-    monkeypatch.setattr("sync_service.consumers.pacing._SHORTEST_SECONDS", 0.001)
-    monkeypatch.setattr("sync_service.consumers.pacing._LONGEST_SECONDS", 0.002)
+    release_at_once(monkeypatch)
     monkeypatch.setattr("sync_service.consumers.feeding._PREPARE_AGAIN_SECONDS", 0.01)
 
 
