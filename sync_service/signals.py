@@ -1,8 +1,8 @@
 """Waiting for the next change of something, in one event loop."""
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Literal
+from collections.abc import Awaitable, Coroutine
+from typing import Any, Literal
 
 
 class Signal:
@@ -19,3 +19,16 @@ class Signal:
         """Wake everybody who waits for a change."""
         self._event.set()
         self._event = asyncio.Event()
+
+
+async def first_of(
+    *events: Awaitable[object], seconds: float | None, task: asyncio.Task[Any] | None = None
+) -> None:
+    """Wait for one of the events, or for a task to end, which goes on otherwise; but no longer than `seconds`."""
+    waiting = [asyncio.ensure_future(each) for each in events]
+    try:
+        also = [task] if task else []
+        await asyncio.wait([*also, *waiting], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for each in waiting:
+            each.cancel()

@@ -26,6 +26,7 @@ from sync_service.given import Given
 from sync_service.model import Model
 from sync_service.release import FrozenRelease, Head
 from sync_service.service import Service
+from sync_service.signals import first_of
 from sync_service.tables import Position
 
 logger = logging.getLogger(__name__)
@@ -208,12 +209,7 @@ class ReplicaStream:
     async def _wait(self, acks: asyncio.Task[None], *events: Awaitable[object]) -> None:
         """Wait for one of the events, for a while; an ended or broken ack stream ends this stream too."""
         endings = (self._ended.wait(), self._service.draining.wait())
-        waiting = [asyncio.ensure_future(each) for each in (*events, *endings)]
-        try:
-            await asyncio.wait((acks, *waiting), timeout=_PROGRESS_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for each in waiting:
-                each.cancel()
+        await first_of(*events, *endings, seconds=_PROGRESS_SECONDS, task=acks)
         if acks.done():
             acks.result()
             raise _ReplicaLeft

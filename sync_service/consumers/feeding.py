@@ -13,6 +13,7 @@ from sync_service.consumers.pacing import PACE_VERSIONS, Situation, due
 from sync_service.consumers.policy import Policy
 from sync_service.consumers.view import View
 from sync_service.errors import StorageFailed
+from sync_service.signals import first_of
 
 logger = logging.getLogger(__name__)
 
@@ -105,9 +106,4 @@ class Feeding:
 
     async def _wait(self, seconds: float | None) -> None:
         events = (self._consumer.signal.changed(), self._view.model.changed(), self._stopping.wait())
-        waiting = [asyncio.ensure_future(each) for each in events]
-        try:
-            await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for each in waiting:
-                each.cancel()
+        await first_of(*events, seconds=seconds)
