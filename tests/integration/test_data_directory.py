@@ -1,0 +1,105 @@
+"""Data directories that earlier versions have written: they open, and replicas go on from where they were."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import numpy as np
+import pytest
+
+from sync_service.client import NumpyTarget, Position, ValueType
+from tests.support.data_directory import FIXTURES, POLICIES, Content, unpack, write
+from tests.support.fleet import ITEM, TABLES, USER, WAIT, Keeping, as_sent, follow
+from tests.support.server import RunningService
+
+VERSIONS = sorted(folder.name for folder in FIXTURES.iterdir() if folder.is_dir())
+REPLICAS = [f"{consumer}/{replica}" for consumer in ("plain", "ranked") for replica in ("early", "late")]
+
+
+@pytest.fixture(params=VERSIONS)
+def written(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[RunningService, Content]]:
+    content = unpack(request.param, tmp_path / "data")
+    with RunningService(tmp_path / "data") as service:
+        yield service, content
+
+
+def test_consumers_policies_and_offsets_are_there_again(written: tuple[RunningService, Content]) -> None:
+    service, content = written
+    for consumer, policy in {"plain": None, **POLICIES}.items():
+        lag = service.get_json(f"/consumers/{consumer}/lag")
+        assert lag["head"] == 7
+        offsets = {f"{consumer}/{each['replica']}": each["offset"] for each in lag["replicas"]}
+        assert offsets == {
+            name: position.version for name, position in content.held.items() if name.startswith(f"{consumer}/")
+        }
+        assert {
+            position.history for name, position in content.held.items() if name.startswith(f"{consumer}/")
+        } == {lag["history"]}
+        if policy:
+            assert lag["policy"] == policy.as_dict()
+            assert lag["release"]["version"] == 7
+
+
+def test_a_new_replica_is_given_the_models_rows_bit_by_bit(written: tuple[RunningService, Content]) -> None:
+    service, content = written
+    target = NumpyTarget()
+    with follow(service, "plain", "new", target) as subscriber:
+        subscriber.wait_for(7, WAIT)
+    assert _bytes(target.tables) == _bytes(content.model)
+
+
+@pytest.mark.parametrize("replica", REPLICAS)
+def test_a_replica_goes_on_from_where_it_was(written: tuple[RunningService, Content], replica: str) -> None:
+    service, content = written
+    consumer, name = replica.split("/")
+    target = Keeping()
+    target.tables = {
+        table.name: content.rows[f"{replica}/{table.name}"].copy() for table in TABLES
+    }  # What it kept of its own.
+    with follow(service, consumer, name, target, held=content.held[replica]) as subscriber:
+        wanted = _expected(content, ValueType.INT8 if consumer == "ranked" else ValueType.FP32)
+        _wait_until(subscriber, target, wanted)
+    assert not any(release.resync or release.whole for release in target.releases)
+
+
+def test_what_is_written_now_has_the_names_of_the_newest_fixture(tmp_path: Path) -> None:
+    """Names on disk are not those of Python attributes, which may change."""
+    unpack(VERSIONS[-1], tmp_path / "then")
+    write(tmp_path / "now")
+    assert _shapes(tmp_path / "now") == _shapes(tmp_path / "then")
+
+
+def _wait_until(subscriber: Any, target: Keeping, wanted: dict[str, bytes]) -> None:
+    subscriber.wait_for(7, WAIT)
+    while target.bytes() != wanted:
+        version = subscriber.held.version
+        subscriber.wait_for(Position(subscriber.held.history, version + 1), WAIT)
+
+
+def _expected(content: Content, value_type: ValueType) -> dict[str, bytes]:
+    return {table.name: as_sent(table, content.model[table.name], value_type).tobytes() for table in (USER, ITEM)}
+
+
+def _bytes(tables: dict[str, np.ndarray]) -> dict[str, bytes]:
+    return {name: values.tobytes() for name, values in tables.items()}
+
+
+def _shapes(folder: Path) -> dict[str, Any]:
+    """The keys of every small record, and of every seal, by the record's own key."""
+    environment = lmdb.open(str(folder / "log"), max_dbs=3)
+    found = {}
+    for name in (b"meta", b"seals"):
+        records = environment.open_db(name)
+        with environment.begin(db=records) as transaction:
+            for key, value in transaction.cursor():
+                found[f"{name.decode()} {key.decode(errors='replace')}"] = _shape(json.loads(value))
+    environment.close()
+    return found
+
+
+def _shape(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _shape(each) for key, each in value.items()}
+    return type(value).__name__

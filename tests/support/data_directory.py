@@ -1,0 +1,115 @@
+"""A data directory with everything in it that outlives a process, and what it has to give after it is opened."""
+
+import json
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sync_service.client import Mode, NumpyTarget, Policy, Position, ValueType
+from tests.support.fleet import WAIT, Trainer, admin_of, follow, wait_for_lag
+from tests.support.process import ServiceProcess
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+Rows = dict[str, Any]  # NumPy arrays.
+TOKEN = "secret"  # noqa: S105
+POLICIES = {
+    "ranked": Policy(top_k=7, value_type=ValueType.INT8, min_interval_seconds=0.05),
+    "counted": Policy(mode=Mode.IDS, tables=("user",)),
+}
+
+
+@dataclass(frozen=True)
+class Content:
+    """What is in a data directory.
+
+    Attributes:
+        model: the rows of the model's tables at its newest version.
+        held: the position of each replica, by consumer and name.
+        rows: what replicas with values held there, by consumer, name and table.
+    """
+
+    model: Rows
+    held: dict[str, Position]
+    rows: Rows
+
+
+def write(folder: Path) -> Content:
+    """Write one: tables flushed at one version and in the log at later ones, replicas at both, views likewise."""
+    service = ServiceProcess(folder, "--consumer", "plain=clicks", "--admin-token", TOKEN)
+    with service, Trainer(service.grpc) as trainer:
+        for name, policy in POLICIES.items():
+            admin_of(service).create_consumer(name, "clicks", policy)
+        trainer.publish_all()
+        held, rows = _follow(service, "early", trainer)
+        assert service.terminate() == 0
+        service.start()
+        later, later_rows = _follow(service, "late", trainer)
+        service.kill()
+        model = {name: values.copy() for name, values in trainer.rows.items()}
+    return Content(model, held | later, rows | later_rows)
+
+
+def _follow(service: ServiceProcess, replica: str, trainer: Trainer) -> tuple[dict[str, Position], Rows]:
+    """Publish a few cuts while replicas of every consumer are there."""
+    targets = {name: NumpyTarget() for name in ("plain", "ranked")}
+    followers = {name: follow(service, name, replica, target) for name, target in targets.items()}
+    followers["counted"] = follow(service, "counted", replica, _Ids())
+    for _ in range(3):
+        head = trainer.change(12)
+        for each in followers.values():
+            each.wait_for(head, WAIT)
+    for name in followers:  # Of acknowledgements that the service has taken, the log has all but the last few.
+        wait_for_lag(service, name, lambda lag: _has_acknowledged(lag, replica))
+    for each in followers.values():
+        each.close()
+    held = {f"{name}/{replica}": each.held for name, each in followers.items()}
+    rows = {
+        f"{name}/{replica}/{table}": values for name, t in targets.items() for table, values in t.tables.items()
+    }
+    return held, rows
+
+
+def _has_acknowledged(lag: dict[str, Any], replica: str) -> bool:
+    return any(each["replica"] == replica and not each["lag"]["versions"] for each in lag["replicas"])
+
+
+class _Ids:
+    def apply(self, release: object) -> None:
+        """Take ids."""
+
+
+def pack(folder: Path, content: Content, name: str) -> None:
+    """Make a fixture of a data directory."""
+    (FIXTURES / name).mkdir(parents=True, exist_ok=True)
+    with tarfile.open(FIXTURES / name / "data.tar.gz", "w:gz") as archive:
+        for each in sorted(folder.iterdir()):
+            if each.name not in ("lock", "endpoints.json"):
+                archive.add(each, each.name, filter=_anonymous)
+    positions = {name: [each.history, each.version] for name, each in content.held.items()}
+    (FIXTURES / name / "positions.json").write_text(json.dumps(positions, indent=1) + "\n")
+    np.savez_compressed(FIXTURES / name / "model.npz", **content.model)
+    np.savez_compressed(FIXTURES / name / "replicas.npz", **content.rows)
+
+
+def unpack(name: str, folder: Path) -> Content:
+    """Lay a fixture's data directory into a folder; what is in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(FIXTURES / name / "data.tar.gz") as archive:
+        archive.extractall(folder, filter="data")
+    positions = json.loads((FIXTURES / name / "positions.json").read_text())
+    held = {each: Position(*position) for each, position in positions.items()}
+    return Content(_arrays(name, "model.npz"), held, _arrays(name, "replicas.npz"))
+
+
+def _arrays(name: str, file: str) -> Rows:
+    with np.load(FIXTURES / name / file) as arrays:
+        return dict(arrays)
+
+
+def _anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+    entry.uid = entry.gid = 0
+    entry.uname = entry.gname = ""
+    return entry
