@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-
 from tests.support.process import ServiceProcess
 
 # How long an example takes says nothing on a busy machine.

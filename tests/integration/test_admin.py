@@ -9,15 +9,15 @@ from typing import Any
 
 import grpc
 import pytest
-from deltasync.v1 import admin_pb2, admin_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-
 from tests.support.command import deltasync
 from tests.support.metrics import METRICS, POLICY_METRICS, samples_of
 from tests.support.process import ServiceProcess
 from tests.support.server import TOKEN, RunningService
 from tests.support.wire import TABLES, WHOLE, RankStream, ReplicaStream, ack, full_part, part, random_rows, size_of
+
+from deltasync.v1 import admin_pb2, admin_pb2_grpc
 
 GOOD = (("authorization", f"Bearer {TOKEN}"),)
 UNITS = ("versions", "rows", "bytes", "seconds")
@@ -116,7 +116,7 @@ def test_deleting_a_consumer_disconnects_its_replicas_at_once(
     monkeypatch: pytest.MonkeyPatch,
     published: bool,
 ) -> None:
-    monkeypatch.setattr("sync_service.api.subscribe._PROGRESS_SECONDS", 1000)
+    monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 1000)
     with RankStream(running.grpc) as rank, ReplicaStream(running.grpc, consumer="probes") as replica:
         if published:
             rank.opened()
@@ -179,7 +179,7 @@ def test_metrics_are_prometheus_text_with_the_names_that_were_promised(running: 
         assert {name for name, _ in samples} == METRICS.keys() - POLICY_METRICS.keys()
         consumer = (("consumer", "predictors"),)
         size = 40 * 24 + 30 * 20
-        assert samples["deltasync_head_version", (("model", "clicks"),)] == position.version == 2
+        assert samples["deltasync_head_version", (("model", "clicks"),)] == position.number == 2
         assert samples["deltasync_consumer_lag_versions", consumer] == 2
         assert samples["deltasync_consumer_lag_rows", consumer] == 70
         assert samples["deltasync_consumer_lag_bytes", consumer] == size

@@ -6,10 +6,6 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from deltasync.v1 import admin_pb2, publish_pb2, subscribe_pb2, tables_pb2
-
-from sync_service.codec import MAX_CHUNK_BYTES
-from sync_service.tables import Position, Shard, Table
 from tests.support.server import RunningService
 from tests.support.state import state_of
 from tests.support.wire import (
@@ -29,8 +25,13 @@ from tests.support.wire import (
     subscribe_open,
 )
 
+from deltasync.core.position import Position
+from deltasync.core.tables import Shard, TableSpec
+from deltasync.v1 import admin_pb2, publish_pb2, subscribe_pb2, tables_pb2
+from deltasync.wire.codec import MAX_CHUNK_BYTES
+
 INVALID, CONTRADICTION = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION
-WIDE = Table("wide", 2**20, 1)
+WIDE = TableSpec("wide", 2**20, 1)
 
 
 @pytest.fixture(scope="module")
@@ -96,13 +97,17 @@ BAD_OPENS = {
     "size of the run": (opening(world_size=2), CONTRADICTION, "run run-1 has 1 ranks, this one says 2"),
     "older run": (publish_open(run="run-0", started=0), CONTRADICTION, "run run-0 began before run run-1"),
     "other rows": (
-        publish_open(tables=[Table(USER.name, 41, 4), ITEM], shards=[]),
+        publish_open(tables=[TableSpec(USER.name, 41, 4), ITEM], shards=[]),
         CONTRADICTION,
         f"table {USER.name!r} of model 'clicks' is 40 x 4 float32, the run has 41 x 4 float32",
     ),
-    "other dim": (publish_open(tables=[Table(USER.name, 40, 5)], shards=[]), CONTRADICTION, "the run has 40 x 5"),
+    "other dim": (
+        publish_open(tables=[TableSpec(USER.name, 40, 5)], shards=[]),
+        CONTRADICTION,
+        "the run has 40 x 5",
+    ),
     "other type": (
-        publish_open(tables=[USER, Table(ITEM.name, 30, 6)], shards=[]),
+        publish_open(tables=[USER, TableSpec(ITEM.name, 30, 6)], shards=[]),
         CONTRADICTION,
         "30 x 6 float16, the run has 30 x 6 float32",
     ),
@@ -257,7 +262,7 @@ def test_a_message_over_the_limit(
     served: tuple[RunningService, Position], size: int, expected: grpc.StatusCode, said: str
 ) -> None:
     service, _ = served
-    whole = [Table("wide", 2**21, 1)]
+    whole = [TableSpec("wide", 2**21, 1)]
     with RankStream(service.grpc, model=f"wide-{size}", tables=whole, shards=[Shard.whole(whole[0])]) as stream:
         stream.opened()
         stream.send(big_chunk(size))

@@ -14,13 +14,6 @@ import grpc
 import numpy as np
 import pytest
 import torch
-from torch import nn
-
-from sync_service.client import NumpyTarget, Position, Release, Target
-from sync_service.client.torch_target import TorchTarget
-from sync_service.consumers.policy import Policy
-from sync_service.digests import digest
-from sync_service.value_types import ValueType
 from tests.support.fleet import (
     ITEM,
     USER,
@@ -36,6 +29,13 @@ from tests.support.fleet import (
 )
 from tests.support.server import RunningService
 from tests.support.wire import ReplicaStream, ack
+from torch import nn
+
+from deltasync.client import NumpyTarget, Position, Release, Target
+from deltasync.client.torch_target import TorchTarget
+from deltasync.core.digests import digest
+from deltasync.core.policy import Policy
+from deltasync.core.value_types import ValueType
 
 POLICIES = {"top": Policy(top_k=0.5, value_type=ValueType.INT8)}
 CONSUMERS = ["top", "predictors"]
@@ -90,7 +90,7 @@ def damages(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What the service's log says of them."""
     said = [record for record in caplog.records if "holds other rows than it was given in" in record.getMessage()]
     assert all(record.levelno == logging.ERROR for record in said)
-    return [record.getMessage() for record in said if record.name.startswith("sync_service.api")]
+    return [record.getMessage() for record in said if record.name.startswith("deltasync.api")]
 
 
 @pytest.mark.parametrize("consumer", CONSUMERS)
@@ -105,7 +105,7 @@ def test_a_row_changed_behind_its_back_is_found_when_it_is_released_again_and_re
     target = target_of(kind)
     with Trainer(service.grpc) as trainer, follow(service, consumer, "a", target) as replica:
         wait_until_in_sync(service, consumer, trainer.publish_all())
-        monkeypatch.setattr("sync_service.client.held.HeldChecksums._sweep", lambda *_: None)
+        monkeypatch.setattr("deltasync.client.checksums.TargetChecksums._sweep", lambda *_: None)
         damage(target, 7)
         # Of other rows nothing is found.
         wait_until_in_sync(service, consumer, trainer.set(USER, 8, 1.5))
@@ -253,7 +253,7 @@ def test_a_damaged_replica_is_shown_and_does_not_advance(service: RunningService
         trainer.publish_all()
         first, right, _ = raw.take()
         raw.say(first, right)
-        lag = wait_for_lag(service, "top", lambda lag: lag["offset"] == first.version)
+        lag = wait_for_lag(service, "top", lambda lag: lag["offset"] == first.number)
         assert lag["state"] == "in sync"
         trainer.change(5, [USER])
         second, right, whole = raw.take()
@@ -261,15 +261,15 @@ def test_a_damaged_replica_is_shown_and_does_not_advance(service: RunningService
         raw.say(second, {0: right[0] ^ 1, 1: right[1]})
         lag = wait_for_lag(service, "top", lambda lag: lag["state"] == "damaged")
         assert lag["replicas"][0]["damaged"] == ["user"]
-        assert lag["replicas"][0]["offset"] == lag["offset"] == first.version
+        assert lag["replicas"][0]["offset"] == lag["offset"] == first.number
         assert lag["reason"] == "other rows than were given, which are given again whole: raw (user)"
         repair, right, whole = raw.take()
         assert (repair, whole) == (second, [0])
         # It is damaged until it has said that it is not.
         lag = service.get_json("/consumers/top/lag")
-        assert (lag["state"], lag["offset"]) == ("damaged", first.version)
+        assert (lag["state"], lag["offset"]) == ("damaged", first.number)
         raw.say(repair, right)
-        lag = wait_for_lag(service, "top", lambda lag: lag["offset"] == second.version)
+        lag = wait_for_lag(service, "top", lambda lag: lag["offset"] == second.number)
         assert lag["state"] != "damaged"
         assert lag["replicas"][0]["damaged"] == []
         assert lag["replicas"][0]["checked"]
@@ -278,7 +278,7 @@ def test_a_damaged_replica_is_shown_and_does_not_advance(service: RunningService
 def test_one_that_stays_damaged_is_repaired_again_and_again(
     service: RunningService, raw: Raw, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sync_service.api.proof._PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("deltasync.feeds.audit._PAUSE_SECONDS", 0.0)
     with Trainer(service.grpc) as trainer:
         trainer.publish_all()
         position, right, whole = raw.take()
@@ -289,7 +289,7 @@ def test_one_that_stays_damaged_is_repaired_again_and_again(
             lag = service.get_json("/consumers/top/lag")
             assert (lag["state"], lag["offset"]) == ("damaged", 0)
         raw.say(position, right)
-        wait_for_lag(service, "top", lambda lag: lag["offset"] == position.version)
+        wait_for_lag(service, "top", lambda lag: lag["offset"] == position.number)
 
 
 def test_the_same_ack_twice_is_as_good_as_once(service: RunningService, raw: Raw) -> None:
@@ -303,15 +303,15 @@ def test_the_same_ack_twice_is_as_good_as_once(service: RunningService, raw: Raw
         assert service.get_json("/consumers/top/lag")["offset"] == 0
         raw.say(repair, right)
         raw.say(repair, right)
-        wait_for_lag(service, "top", lambda lag: lag["offset"] == position.version)
+        wait_for_lag(service, "top", lambda lag: lag["offset"] == position.number)
         trainer.change(4)
         position, right, whole = raw.take()
         while whole:  # The second ack may have come after the repair was sent, and is taken for one of it.
             position, right, whole = raw.take()
-        assert position.version > repair.version
+        assert position.number > repair.number
         raw.say(position, right)
         raw.say(position, right)
-        wait_for_lag(service, "top", lambda lag: lag["offset"] == position.version)
+        wait_for_lag(service, "top", lambda lag: lag["offset"] == position.number)
 
 
 def test_an_ack_without_checksums_moves_the_offset_unchecked(service: RunningService, raw: Raw) -> None:
@@ -319,12 +319,12 @@ def test_an_ack_without_checksums_moves_the_offset_unchecked(service: RunningSer
         trainer.publish_all()
         position, right, _ = raw.take()
         raw.says_nothing_of_rows(position)
-        lag = wait_for_lag(service, "top", lambda lag: lag["offset"] == position.version)
+        lag = wait_for_lag(service, "top", lambda lag: lag["offset"] == position.number)
         assert not lag["replicas"][0]["checked"]
         trainer.change(5)
         position, right, _ = raw.take()
         raw.say(position, {1: right[1]})
-        lag = wait_for_lag(service, "top", lambda lag: lag["offset"] == position.version)
+        lag = wait_for_lag(service, "top", lambda lag: lag["offset"] == position.number)
         assert lag["replicas"][0]["checked"]
 
 
@@ -336,7 +336,7 @@ def test_acks_of_older_releases_change_nothing(service: RunningService, raw: Raw
         trainer.change(5)
         second, right, _ = raw.take()
         raw.say(second, right)
-        wait_for_lag(service, "top", lambda lag: lag["offset"] == second.version)
+        wait_for_lag(service, "top", lambda lag: lag["offset"] == second.number)
         raw.say(first, {0: 1, 1: 2})
         raw.say(first, first_right)
         raw.say(second, right)
@@ -344,10 +344,10 @@ def test_acks_of_older_releases_change_nothing(service: RunningService, raw: Raw
         third, right, whole = raw.take()
         assert whole == []
         lag = service.get_json("/consumers/top/lag")
-        assert lag["offset"] == second.version
+        assert lag["offset"] == second.number
         assert lag["replicas"][0]["damaged"] == []
         raw.say(third, right)
-        wait_for_lag(service, "top", lambda lag: lag["offset"] == third.version)
+        wait_for_lag(service, "top", lambda lag: lag["offset"] == third.number)
 
 
 def test_a_checksum_of_no_table_is_refused(service: RunningService) -> None:
@@ -368,7 +368,7 @@ def test_a_replica_that_comes_back_damaged_is_repaired(service: RunningService) 
             one = Raw(stream)
             first, right, _ = one.take()
             one.say(first, right)
-            wait_for_lag(service, "top", lambda lag: lag["offset"] == first.version)
+            wait_for_lag(service, "top", lambda lag: lag["offset"] == first.number)
             trainer.change(5)
             second, right, _ = one.take()
             one.say(second, {**right, 0: 5})
@@ -382,7 +382,7 @@ def test_a_replica_that_comes_back_damaged_is_repaired(service: RunningService) 
             repair, right, whole = one.take()
             assert (again, repair, whole) == (second, second, [0])
             one.say(repair, right)
-            wait_for_lag(service, "top", lambda lag: lag["offset"] == second.version)
+            wait_for_lag(service, "top", lambda lag: lag["offset"] == second.number)
 
 
 def test_checksums_are_of_what_values_stand_for(service: RunningService) -> None:

@@ -12,9 +12,11 @@ from typing import Any, TypeAlias
 import grpc
 import numpy as np
 import pytest
-from deltasync.v1 import publish_pb2, publish_pb2_grpc
+from tests.support.server import RunningService
+from tests.support.state import lag_of
+from tests.support.wire import TABLES, USER, WHOLE, block, random_rows
 
-from sync_service.client import (
+from deltasync.client import (
     CallbackTarget,
     NumpyTarget,
     Part,
@@ -22,16 +24,14 @@ from sync_service.client import (
     Publisher,
     PublisherOptions,
     Release,
+    RowBatch,
     Shard,
-    ShardRows,
     Subscriber,
     SubscriberOptions,
 )
-from sync_service.client.arriving import Arriving
-from sync_service.errors import InvalidInput, NotFound, ResyncRequired, ServiceUnavailable
-from tests.support.server import RunningService
-from tests.support.state import lag_of
-from tests.support.wire import TABLES, USER, WHOLE, block, random_rows
+from deltasync.client.assembler import ReleaseAssembler
+from deltasync.core.errors import InvalidInput, NotFound, ResyncRequired, ServiceUnavailable
+from deltasync.v1 import publish_pb2, publish_pb2_grpc
 
 WAIT = 20
 NOTHING = np.array([], np.int64)
@@ -59,7 +59,7 @@ def publisher(
 
 
 def part(step: int, rows: list[np.ndarray], *ids: Any, full: bool = False) -> Part:
-    changed = [ShardRows(slot, np.asarray(each), rows[slot][each]) for slot, each in enumerate(ids)]
+    changed = [RowBatch(WHOLE[slot], np.asarray(each), rows[slot][each]) for slot, each in enumerate(ids)]
     return Part(step=step, step_end_unix_ns=step, rows=changed, full=full)
 
 
@@ -92,11 +92,11 @@ def test_a_run_that_does_not_continue_is_told_to_publish_everything(running: Run
         assert same(target, rows)
     # The same with a run that continues from a checkpoint, and with one whose checkpoint is too old.
     with publisher(running.grpc, run="s", started=2, continues=Position(head.history, 2)) as trainer:
-        assert trainer.publish(part(4, rows, [3])).result(WAIT).version == 3
+        assert trainer.publish(part(4, rows, [3])).result(WAIT).number == 3
     with publisher(running.grpc, run="t", started=3, continues=head) as trainer:
         with pytest.raises(ResyncRequired, match="the run holds version 1, the newest one is 3"):
             trainer.publish(part(5, rows, [3])).result(WAIT)
-        assert trainer.publish(full(5, rows)).result(WAIT).version == 4
+        assert trainer.publish(full(5, rows)).result(WAIT).number == 4
 
 
 def test_what_a_rank_of_two_waits_for_is_the_other(running: RunningService) -> None:
@@ -113,11 +113,13 @@ def test_what_a_rank_of_two_waits_for_is_the_other(running: RunningService) -> N
 
 
 MISFITS = [
-    (ShardRows(2, NOTHING, np.zeros((0, 4), "<f4")), "rows for shard 2, but there are 2"),
-    (ShardRows(-1, NOTHING, np.zeros((0, 4), "<f4")), "rows for shard -1"),
-    (ShardRows(0, np.arange(2), np.zeros((2, 3), "<f4")), r"values of shape \(2, 3\) and type float32"),
-    (ShardRows(0, np.arange(2), np.zeros((1, 4), "<f4")), r"expected \(2, 4\)"),
-    (ShardRows(0, np.arange(2), np.zeros((2, 4), "<f2")), "type float16, expected .* and float32"),
+    (
+        RowBatch(Shard(TABLES[0], 0, 1, 0, TABLES[0].dim), NOTHING, np.zeros((0, TABLES[0].dim), "<f4")),
+        "none of this publisher's 2 shards",
+    ),
+    (RowBatch(WHOLE[0], np.arange(2), np.zeros((2, 3), "<f4")), r"values of shape \(2, 3\) and type float32"),
+    (RowBatch(WHOLE[0], np.arange(2), np.zeros((1, 4), "<f4")), r"expected \(2, 4\)"),
+    (RowBatch(WHOLE[0], np.arange(2), np.zeros((2, 4), "<f2")), "type float16, expected .* and float32"),
 ]
 
 
@@ -126,7 +128,7 @@ def test_rows_that_do_not_fit_are_refused_before_they_are_sent(running: RunningS
         for rows, said in MISFITS:
             with pytest.raises(InvalidInput, match=said):
                 trainer.publish(Part(step=1, step_end_unix_ns=1, rows=[rows]))
-        assert trainer.publish(full(1, random_rows(0))).result(WAIT).version == 1
+        assert trainer.publish(full(1, random_rows(0))).result(WAIT).number == 1
 
 
 def test_a_part_the_service_refuses_fails_for_good_and_the_next_is_taken(running: RunningService) -> None:
@@ -142,9 +144,9 @@ def test_a_part_the_service_refuses_fails_for_good_and_the_next_is_taken(running
                 trainer.publish(part(step, rows, [7]))
         with pytest.raises(InvalidInput, match="row id 40 is outside"):
             trainer.publish(
-                Part(step=6, step_end_unix_ns=1, rows=[ShardRows(0, np.array([40]), rows[0][:1])])
+                Part(step=6, step_end_unix_ns=1, rows=[RowBatch(WHOLE[0], np.array([40]), rows[0][:1])])
             ).result(WAIT)
-        assert trainer.publish(part(7, rows, [7])).result(WAIT).version == 2
+        assert trainer.publish(part(7, rows, [7])).result(WAIT).number == 2
 
 
 def test_who_waits_for_a_part_may_publish_the_next_at_once(
@@ -165,13 +167,13 @@ def test_who_waits_for_a_part_may_publish_the_next_at_once(
             trainer.publish(part(1, rows, [7])).result(WAIT)
         waiting = trainer.publish(full(1, rows))
         go.set()
-        assert waiting.result(WAIT).version == 1
+        assert waiting.result(WAIT).number == 1
         go.clear()
         waiting = trainer.publish(part(2, rows, [7]))
-        assert waiting.result(WAIT).version == 2
+        assert waiting.result(WAIT).number == 2
         waiting = trainer.publish(part(3, rows, [7]))
         go.set()
-        assert waiting.result(WAIT).version == 3
+        assert waiting.result(WAIT).number == 3
 
 
 def test_one_part_is_under_way_at_a_time(running: RunningService) -> None:
@@ -231,7 +233,7 @@ def test_clients_wait_for_a_service_that_is_not_there_yet_and_go_on_with_the_nex
                 sealed.result(WAIT)
             rows = random_rows(1)
             again = trainer.publish(full(3, rows)).result(WAIT)
-            assert again.version == 1
+            assert again.number == 1
             assert again.history != history
             # It held version 2 of another history.
             while replica.held != again:
@@ -305,12 +307,12 @@ def test_column_shards_are_published_by_what_they_hold(running: RunningService) 
                 step=1,
                 step_end_unix_ns=1,
                 full=True,
-                rows=[ShardRows(slot, np.arange(s.rows), block(rows[slot], s)) for slot, s in enumerate(held)],
+                rows=[RowBatch(s, np.arange(s.rows), block(rows[slot], s)) for slot, s in enumerate(held)],
             )
         )
         for trainer, held in zip(trainers, shards, strict=True)
     ]
-    assert {each.result(WAIT).version for each in sealed} == {1}
+    assert {each.result(WAIT).number for each in sealed} == {1}
     with subscriber(running.grpc, target) as replica:
         replica.wait_for(1, WAIT)
     assert same(target, rows)
@@ -380,15 +382,15 @@ def test_a_part_is_sent_again_until_it_is_sealed() -> None:
 
     answers: list[Answers] = [ends_at_once, ends_after_the_open, loses_the_answer, behaves]
     with misbehaving(answers) as address, publisher(address) as trainer:
-        assert trainer.publish(part(7, random_rows(0), [1, 2, 3])).result(WAIT).version == 7
-        assert trainer.publish(part(8, random_rows(0), [1])).result(WAIT).version == 8
+        assert trainer.publish(part(7, random_rows(0), [1, 2, 3])).result(WAIT).number == 7
+        assert trainer.publish(part(8, random_rows(0), [1])).result(WAIT).number == 8
     assert sent == [3, 3, 1]
 
 
 def test_a_release_that_lacks_rows_stops_the_subscriber(
     running: RunningService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Arriving, "add", lambda *_: False)
+    monkeypatch.setattr(ReleaseAssembler, "add", lambda *_: False)
     with publisher(running.grpc) as trainer, subscriber(running.grpc, NumpyTarget()) as replica:
         trainer.publish(full(1, random_rows(0))).result(WAIT)
         with pytest.raises(InvalidInput, match="release of version 1: 0 of 70 rows arrived"):

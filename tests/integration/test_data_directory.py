@@ -8,11 +8,11 @@ from typing import Any
 import lmdb
 import numpy as np
 import pytest
-
-from sync_service.client import NumpyTarget, Position, ValueType
 from tests.support.data_directory import FIXTURES, POLICIES, Content, unpack, write
 from tests.support.fleet import ITEM, TABLES, USER, WAIT, Keeping, as_sent, follow
 from tests.support.server import RunningService
+
+from deltasync.client import NumpyTarget, Position, ValueType
 
 VERSIONS = sorted(folder.name for folder in FIXTURES.iterdir() if folder.is_dir())
 REPLICAS = [f"{consumer}/{replica}" for consumer in ("plain", "ranked") for replica in ("early", "late")]
@@ -32,7 +32,7 @@ def test_consumers_policies_and_offsets_are_there_again(written: tuple[RunningSe
         assert lag["head"] == 7
         offsets = {f"{consumer}/{each['replica']}": each["offset"] for each in lag["replicas"]}
         assert offsets == {
-            name: position.version for name, position in content.held.items() if name.startswith(f"{consumer}/")
+            name: position.number for name, position in content.held.items() if name.startswith(f"{consumer}/")
         }
         assert {
             position.history for name, position in content.held.items() if name.startswith(f"{consumer}/")
@@ -74,8 +74,8 @@ def test_what_is_written_now_has_the_names_of_the_newest_fixture(tmp_path: Path)
 def _wait_until(subscriber: Any, target: Keeping, wanted: dict[str, bytes]) -> None:
     subscriber.wait_for(7, WAIT)
     while target.bytes() != wanted:
-        version = subscriber.held.version
-        subscriber.wait_for(Position(subscriber.held.history, version + 1), WAIT)
+        number = subscriber.held.number
+        subscriber.wait_for(Position(subscriber.held.history, number + 1), WAIT)
 
 
 def _expected(content: Content, value_type: ValueType) -> dict[str, bytes]:

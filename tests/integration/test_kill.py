@@ -7,27 +7,31 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
+from tests.support.process import ServiceProcess
+from tests.support.state import lag_of
+from tests.support.wire import block
 
-from sync_service.client import (
+from deltasync.client import (
     NumpyTarget,
     Part,
     Position,
     Publisher,
     PublisherOptions,
+    RowBatch,
     Shard,
-    ShardRows,
     Subscriber,
     SubscriberOptions,
-    Table,
+    TableSpec,
 )
-from sync_service.log import Log, LogOptions
-from tests.support.process import ServiceProcess
-from tests.support.state import lag_of
-from tests.support.wire import block
+from deltasync.storage.log import Log, LogOptions
 
 KILLS = 4
 WAIT = 60
-TABLES = [Table("rowwise", 5000, 16), Table("columnwise", 3000, 8, np.dtype("<f2")), Table("replicated", 50, 4)]
+TABLES = [
+    TableSpec("rowwise", 5000, 16),
+    TableSpec("columnwise", 3000, 8, np.dtype("<f2")),
+    TableSpec("replicated", 50, 4),
+]
 SHARDS = [
     [Shard(TABLES[0], 0, 2000, 0, 16), Shard(TABLES[1], 0, 3000, 0, 3), Shard.whole(TABLES[2])],
     [Shard(TABLES[0], 2000, 3000, 0, 16), Shard(TABLES[1], 0, 3000, 3, 5), Shard.whole(TABLES[2])],
@@ -95,7 +99,7 @@ class Trainer:
             for slot, (shard, ids) in enumerate(zip(shards, changed, strict=True)):
                 ours = ids[(ids >= shard.row_offset) & (ids < shard.row_offset + shard.rows)]
                 values = block(self.rows[slot], shard)[ours - shard.row_offset]
-                part.rows.append(ShardRows(slot, ours, values))
+                part.rows.append(RowBatch(shard, ours, values))
             sealed.append(rank.publish(part))
         first, second = (each.result(WAIT) for each in sealed)
         assert first == second
@@ -113,7 +117,7 @@ def offsets_are_what_was_applied(service: ServiceProcess, replicas: list[Subscri
     lag = lag_of(service)
     offsets = {line["replica"]: line["offset"] for line in lag["replicas"]}
     for name, offset in offsets.items():
-        assert offset <= replicas[int(name[1:])].held.version
+        assert offset <= replicas[int(name[1:])].held.number
     assert lag["offset"] == min(offsets.values())
 
 
@@ -145,16 +149,16 @@ def test_nothing_acknowledged_is_lost(tmp_path: Path) -> None:
         trainer.stop()
         head = trainer.acknowledged[-1]
         # No version was skipped, none given twice.
-        assert [each.version for each in trainer.acknowledged] == list(range(1, head.version + 1))
+        assert [each.number for each in trainer.acknowledged] == list(range(1, head.number + 1))
         assert {each.history for each in trainer.acknowledged} == {head.history}
         late = NumpyTarget()
         replicas.append(subscriber(service, "p2", late))
         for replica, target in zip(replicas, [*targets, late], strict=True):
-            assert replica.wait_for(head.version, WAIT) == head
+            assert replica.wait_for(head.number, WAIT) == head
             for table, rows in zip(TABLES, trainer.rows, strict=True):
                 assert target.tables[table.name].tobytes() == rows.tobytes()
             replica.close()
-        assert {line["offset"] for line in lag_of(service)["replicas"]} == {head.version}
+        assert {line["offset"] for line in lag_of(service)["replicas"]} == {head.number}
         assert service.terminate() == 0
     # The log was cut: most cuts of so many would be in it otherwise.
     log = Log(LogOptions(directory=tmp_path / "data" / "log"))

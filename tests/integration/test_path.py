@@ -5,22 +5,22 @@ import time
 
 import numpy as np
 import pytest
+from tests.support.process import ServiceProcess
 
-from sync_service.client import (
+from deltasync.client import (
     NumpyTarget,
     Part,
     Publisher,
     PublisherOptions,
+    RowBatch,
     Shard,
-    ShardRows,
     Subscriber,
     SubscriberOptions,
-    Table,
+    TableSpec,
 )
-from tests.support.process import ServiceProcess
 
-USER = Table("sparse.embedding_bags.user", 1000, 8)
-ITEM = Table("sparse.embedding_bags.item", 300, 4, np.dtype("<f2"))
+USER = TableSpec("sparse.embedding_bags.user", 1000, 8)
+ITEM = TableSpec("sparse.embedding_bags.item", 300, 4, np.dtype("<f2"))
 TABLES = [USER, ITEM]
 
 
@@ -46,7 +46,7 @@ def subscriber(service: ServiceProcess, target: NumpyTarget, replica: str = "p0"
 
 
 def part(step: int, rows: list[np.ndarray], *ids: np.ndarray, full: bool = False) -> Part:
-    changed = [ShardRows(slot, i, rows[slot][i]) for slot, i in enumerate(ids)]
+    changed = [RowBatch(Shard.whole(TABLES[slot]), i, rows[slot][i]) for slot, i in enumerate(ids)]
     return Part(step=step, step_end_unix_ns=time.time_ns(), rows=changed, full=full)
 
 
@@ -63,7 +63,7 @@ def test_rows_reach_a_replica_and_survive_kill_9(service: ServiceProcess, run_id
     rows, target = random_rows(0), NumpyTarget()
     with publisher(service, run_id) as trainer, subscriber(service, target) as replica:
         first = trainer.publish(part(1, rows, *everything(), full=True)).result(30)
-        assert first.version == 1
+        assert first.number == 1
         replica.wait_for(1, 30)
         for slot, table in enumerate(TABLES):
             np.testing.assert_array_equal(target.tables[table.name], rows[slot])

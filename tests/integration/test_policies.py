@@ -13,11 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from deltasync.v1 import subscribe_pb2
-
-from sync_service.codec import checksums_to_message
-from sync_service.consumers.policy import Policy
-from sync_service.tables import Position
 from tests.support.command import deltasync
 from tests.support.metrics import METRICS, samples_of
 from tests.support.process import ServiceProcess
@@ -32,6 +27,11 @@ from tests.support.wire import (
     random_rows,
     size_of,
 )
+
+from deltasync.core.policy import Policy
+from deltasync.core.position import Position
+from deltasync.v1 import subscribe_pb2
+from deltasync.wire.codec import checksums_to_message
 
 GOOD = {"Authorization": f"Bearer {TOKEN}"}
 DEFAULT = Policy().as_dict()

@@ -7,12 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from sync_service.client import Admin, CallbackTarget, Position, Release, Shard
-from sync_service.consumers.policy import Policy
-from sync_service.given import Mode
-from sync_service.tables import Ids, Table, Values
-from sync_service.value_types import ValueType
 from tests.support.fleet import (
     ITEM,
     TABLES,
@@ -29,6 +23,13 @@ from tests.support.fleet import (
 from tests.support.server import RunningService
 from tests.support.wire import RankStream, ReplicaStream
 
+from deltasync.client import Admin, CallbackTarget, Position, Release, Shard
+from deltasync.core.mode import Mode
+from deltasync.core.policy import Policy
+from deltasync.core.rows import Ids, Values
+from deltasync.core.tables import TableSpec
+from deltasync.core.value_types import ValueType
+
 POLICIES = {
     "top": Policy(top_k=0.1),
     "user": Policy(tables=("user",), top_k=2),
@@ -41,8 +42,8 @@ ALL_ROWS = USER.rows + ITEM.rows
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left goes out at once, and streams look for a change often."""
     release_at_once(monkeypatch)
-    monkeypatch.setattr("sync_service.consumers.feeding._PREPARE_AGAIN_SECONDS", 0.02)
-    monkeypatch.setattr("sync_service.api.subscribe._PROGRESS_SECONDS", 0.02)
+    monkeypatch.setattr("deltasync.views.release_loop._PREPARE_AGAIN_SECONDS", 0.02)
+    monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 0.02)
 
 
 @pytest.fixture
@@ -131,7 +132,7 @@ def test_a_table_that_a_policy_of_the_file_has_no_room_for_does_not_keep_the_ser
     tmp_path: Path,
 ) -> None:
     policies = {"small": Policy(max_bytes=100)}
-    wide = Table("wide", 5, 512)
+    wide = TableSpec("wide", 5, 512)
     with RunningService(tmp_path / "data", policies=policies) as service:
         with Trainer(service.grpc, [USER]) as trainer:
             trainer.publish_all()
@@ -152,7 +153,7 @@ class Cache:
     def apply(self, release: Release) -> None:
         self.changed.append({(rows.table.name, int(row)) for rows in release.rows for row in rows.ids})
 
-    def read(self, table: Table, ids: Ids) -> Values:
+    def read(self, table: TableSpec, ids: Ids) -> Values:
         return np.zeros((len(ids), table.dim), table.dtype)
 
 
@@ -189,9 +190,9 @@ def test_who_waits_for_a_version_is_told_of_one_that_changed_nothing_it_follows(
             replica.wait_for(head, WAIT)
             assert replica.version == head
         assert len(target.releases) == 2
-        assert replica.wait_for(head.version, WAIT) == target.releases[-1].position == replica.held
-        with pytest.raises(TimeoutError, match=f"holds version {head.version}, not"):
-            replica.wait_for(Position(head.history, head.version + 1), 0)
+        assert replica.wait_for(head.number, WAIT) == target.releases[-1].position == replica.held
+        with pytest.raises(TimeoutError, match=f"holds version {head.number}, not"):
+            replica.wait_for(Position(head.history, head.number + 1), 0)
 
 
 def test_a_number_to_wait_for_is_a_version_not_a_release(service: RunningService) -> None:
@@ -201,10 +202,10 @@ def test_a_number_to_wait_for_is_a_version_not_a_release(service: RunningService
         head = trainer.change(20)
         lag = wait_until_in_sync(service, "user", head)
         replica.wait_for(Position(lag["history"], lag["offset"]), WAIT)
-        assert replica.held.version > head.version + 1
+        assert replica.held.number > head.number + 1
         assert replica.version == head
         with pytest.raises(TimeoutError):
-            replica.wait_for(head.version + 1, 0)
+            replica.wait_for(head.number + 1, 0)
         assert {release.version for release in target.releases} == {1, 2}
 
 
@@ -227,7 +228,7 @@ def test_rows_of_another_run_all_go_out_at_once(service: RunningService) -> None
 
 def test_a_table_that_comes_while_a_release_is_frozen_raises_no_alarm(service: RunningService) -> None:
     """Who joins meanwhile is given that release, beside a table that it does not know of."""
-    late = Table("late", 5, 8)
+    late = TableSpec("late", 5, 8)
     tables = [*TABLES, late]
     target = Keeping()
     with Trainer(service.grpc) as trainer:

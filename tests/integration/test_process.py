@@ -7,9 +7,6 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
-
-from sync_service.codec import position_from_message
-from sync_service.tables import Shard, Table
 from tests.support.process import ServiceProcess
 from tests.support.server import RunningService
 from tests.support.state import lag_of, rows_of
@@ -27,6 +24,9 @@ from tests.support.wire import (
     random_rows,
     size_of,
 )
+
+from deltasync.core.tables import Shard, TableSpec
+from deltasync.wire.codec import position_from_message
 
 
 def refusal(data_dir: Path, *arguments: str) -> str:
@@ -144,7 +144,7 @@ def test_a_full_log_refuses_parts_and_everything_else_goes_on(
             rank.opened()
             rank.send(*full_part(1, rows, WHOLE))
             position = rank.sealed()
-        wide = Table("wide", 2**20, 1)
+        wide = TableSpec("wide", 2**20, 1)
         with RankStream(service.grpc, model="wide", tables=[wide], shards=[Shard.whole(wide)]) as rank:
             rank.opened()
             values = random_rows(1, [wide])[0][: 1 << 16]
@@ -157,7 +157,7 @@ def test_a_full_log_refuses_parts_and_everything_else_goes_on(
         with RankStream(service.grpc) as rank, ReplicaStream(service.grpc, held=position) as replica:
             rank.opened()
             rank.send(*part(2, [(0, [7], rows[0][:1])]))
-            assert rank.sealed().version == 2
+            assert rank.sealed().number == 2
             found, end = replica.release()
             assert end.position.version == 2
             replica.send(ack(size_of(found), position_from_message(end.position)))
@@ -182,8 +182,8 @@ def test_what_the_service_keeps_is_its_own_to_read(tmp_path: Path) -> None:
 
 
 def test_a_service_whose_log_is_full_is_not_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sync_service.service._HOUSEKEEPING_SECONDS", 1000)
-    wide = Table("wide", 2**18, 1)
+    monkeypatch.setattr("deltasync.service.service._HOUSEKEEPING_SECONDS", 1000)
+    wide = TableSpec("wide", 2**18, 1)
     with RunningService(tmp_path / "data", log_max_bytes=2 << 20, flush_bytes=1 << 20) as service:
         assert service.get("/readyz") == (200, "ok\n")
         with RankStream(service.grpc, tables=[wide], shards=[Shard.whole(wide)]) as rank:

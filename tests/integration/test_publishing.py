@@ -6,8 +6,6 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-
-from sync_service.tables import Position, Shard, Table
 from tests.support.server import RunningService
 from tests.support.state import rows_of
 from tests.support.wire import (
@@ -24,7 +22,10 @@ from tests.support.wire import (
     random_rows,
 )
 
-REPLICATED = Table("dense.bias", 3, 2)
+from deltasync.core.position import Position
+from deltasync.core.tables import Shard, TableSpec
+
+REPLICATED = TableSpec("dense.bias", 3, 2)
 
 
 def expect(service: RunningService, rows: list[np.ndarray]) -> None:
@@ -86,7 +87,7 @@ def test_a_cut_is_visible_only_when_both_ranks_have_closed(running: RunningServi
         with RankStream(running.grpc, shards=shards[1], world_size=2, rank=1) as again:
             again.send(*full_part(1, rows, shards[1]))
             again.opened()
-            assert again.sealed().version == first.sealed().version == 1
+            assert again.sealed().number == first.sealed().number == 1
     expect(running, rows)
 
 
@@ -111,7 +112,7 @@ def test_nothing_of_an_abandoned_cut_is_ever_visible(running: RunningService, wo
     for stream in streams:
         with stream:
             stream.opened()
-            assert stream.sealed().version == 1
+            assert stream.sealed().number == 1
     expect(running, new)
 
 
@@ -129,7 +130,7 @@ def test_a_part_begun_anew_replaces_what_came_before(running: RunningService) ->
     with RankStream(running.grpc) as stream:
         stream.opened()
         stream.send(*part(2, [(0, [1], np.full((1, 4), 8, "<f4"))]))
-        assert stream.sealed().version == 2
+        assert stream.sealed().number == 2
     rows[0][1] = 8
     expect(running, rows)
 
@@ -146,7 +147,7 @@ def test_a_part_sent_again_gets_the_same_version(running: RunningService) -> Non
         again.send(*full_part(3, rows, WHOLE))
         assert again.sealed() == first
         again.send(*part(4, []))
-        assert again.sealed().version == 2
+        assert again.sealed().number == 2
     assert head_of(running) == 2
 
 
@@ -201,7 +202,7 @@ def test_a_newer_run_takes_over_and_the_older_one_stays_out(running: RunningServ
                 assert code is grpc.StatusCode.FAILED_PRECONDITION
                 assert "run run-1 began before run run-2" in details
             newer.send(*full_part(1, rows, WHOLE))
-            assert newer.sealed().version == 2
+            assert newer.sealed().number == 2
     expect(running, rows)
 
 
@@ -249,7 +250,7 @@ def test_only_a_run_that_holds_the_head_continues(
         assert said in opened.reason
         second.send(*part(3, [(0, [4], np.full((1, 4), 6, "<f4"))]))
         if yes:
-            assert second.sealed().version == 3
+            assert second.sealed().number == 3
             rows[0][4] = 6
         else:
             code, details = second.refusal()
@@ -269,9 +270,9 @@ def test_a_run_may_bring_further_tables(running: RunningService) -> None:
         assert not opened.continues
         assert opened.reason == f"no row of table {ITEM.name!r} was ever published"
         second.send(*full_part(2, rows, WHOLE))
-        assert second.sealed().version == 2
+        assert second.sealed().number == 2
         second.send(*part(3, []))
-        assert second.sealed().version == 3
+        assert second.sealed().number == 3
     expect(running, rows)
 
 
@@ -286,9 +287,9 @@ def test_a_run_may_do_without_a_table(running: RunningService) -> None:
     with RankStream(running.grpc, run="run-2", started=2, tables=[USER], shards=[WHOLE[0]]) as second:
         assert not second.opened().continues
         second.send(*full_part(2, rows, [WHOLE[0]]))
-        assert second.sealed().version == 2
+        assert second.sealed().number == 2
         second.send(*part(3, []))
-        assert second.sealed().version == 3
+        assert second.sealed().number == 3
     expect(running, rows)
 
 
@@ -300,7 +301,7 @@ def test_a_run_of_the_future_locks_nobody_out(running: RunningService) -> None:
     with RankStream(running.grpc) as stream:
         stream.opened()
         stream.send(*full_part(1, random_rows(0), WHOLE))
-        assert stream.sealed().version == 1
+        assert stream.sealed().number == 1
 
 
 def test_a_rank_of_a_restored_service_publishes_everything_once(running: RunningService) -> None:
@@ -313,6 +314,6 @@ def test_a_rank_of_a_restored_service_publishes_everything_once(running: Running
     with RankStream(running.grpc, continues=Position(head.history, 9)) as stream:
         assert not stream.opened().continues
         stream.send(*full_part(2, rows, WHOLE))
-        assert stream.sealed().version == 2
+        assert stream.sealed().number == 2
         stream.send(*part(3, []))
-        assert stream.sealed().version == 3
+        assert stream.sealed().number == 3

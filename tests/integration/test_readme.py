@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 import pytest
-
 from tests.support.process import ServiceProcess
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
@@ -24,7 +23,7 @@ def test_every_example_is_run() -> None:
 
 
 def test_the_examples_run(service: ServiceProcess, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "version=1" in run("publisher", service, capsys)
+    assert "number=1" in run("publisher", service, capsys)
     assert "[1. 1. 1." in run("numpy", service, capsys)
     assert "tensor([1., 1." in run("torch", service, capsys)
     assert "1 user [  0   1   2" in run("callback", service, capsys)

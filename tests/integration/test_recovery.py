@@ -10,15 +10,15 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
-from deltasync.v1 import publish_pb2
-
-from sync_service.log import Log
-from sync_service.mapped import MappedTable
-from sync_service.model import Model
-from sync_service.publishing import Publishing, PublishSession, check_open
-from sync_service.service import Service, ServiceOptions
-from sync_service.tables import Shard
 from tests.support.wire import ITEM, TABLES, USER, block, part, publish_open
+
+from deltasync.core.tables import Shard
+from deltasync.feeds.model import Model
+from deltasync.publish.coordinator import CutCoordinator, PublishSession, check_open
+from deltasync.service.service import Service, ServiceOptions
+from deltasync.storage.log import Log
+from deltasync.storage.mapped import MappedTable
+from deltasync.v1 import publish_pb2
 
 SHARDS = [
     [Shard(USER, 0, 25, 0, 4), Shard(ITEM, 0, 30, 0, 2)],
@@ -112,7 +112,7 @@ async def publish(
         changes += [(slot, [shard.row_offset + row], new[[row]]) for row in changed]
     for request in part(step, changes, full=step == 1):
         if request.HasField("close"):
-            return (await session.close(request.close)).version
+            return (await session.close(request.close)).number
         await session.add(request.chunk)
     raise AssertionError("a part ends with a close")
 
@@ -126,11 +126,11 @@ async def flush(model: Model, camera: Camera) -> None:
 async def train(data_dir: Path, versions: Versions, camera: Camera) -> None:
     async with asyncio.TaskGroup() as tasks:
         service = Service(ServiceOptions(data_dir=data_dir), tasks)
-        publishing: Publishing = service.publishing_of("clicks")
+        coordinator: CutCoordinator = service.coordinator("clicks")
         sessions = []
         for rank, shards in enumerate(SHARDS):
             message: publish_pb2.PublishOpen = publish_open(rank=rank, world_size=2, shards=shards).open
-            sessions.append(await publishing.join(check_open(message)))
+            sessions.append(await coordinator.join(check_open(message)))
         shutil.copytree(data_dir / "models", camera.flushed)
         flushing = asyncio.create_task(asyncio.sleep(0))
         for step in range(1, STEPS + 1):
@@ -140,11 +140,11 @@ async def train(data_dir: Path, versions: Versions, camera: Camera) -> None:
             )
             assert sealed == [step, step]
             camera.acknowledged = step
-            await publishing.drain()
+            await coordinator.drain()
             await flushing
             if step % 2 == 0:
                 # While the next cut arrives, is sealed and applied.
-                flushing = asyncio.create_task(flush(publishing.model, camera))
+                flushing = asyncio.create_task(flush(coordinator.model, camera))
         camera.on = False
         await service.drain()
 
@@ -153,8 +153,8 @@ async def recovered(data_dir: Path) -> tuple[int, dict[str, np.ndarray]]:
     async with asyncio.TaskGroup() as tasks:
         service = Service(ServiceOptions(data_dir=data_dir), tasks)
         await service.recover()
-        model = service.publishing["clicks"].model
-        head, tables = model.position.version, {each.table.name: np.array(each.rows) for each in model.tables}
+        model = service.model("clicks")
+        head, tables = model.position.number, {each.spec.name: np.array(each.rows) for each in model.tables}
         stamps = [int(each.stamps.max()) for each in model.tables]
         assert max(stamps) == head
         await service.drain()

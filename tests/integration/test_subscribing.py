@@ -8,12 +8,6 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from deltasync.v1 import subscribe_pb2
-
-from sync_service import codec
-from sync_service.client import NumpyTarget, Subscriber, SubscriberOptions
-from sync_service.release import FrozenRelease, freeze
-from sync_service.tables import Position, Shard, Table
 from tests.support.server import RunningService
 from tests.support.state import lag_of, rows_of
 from tests.support.wire import (
@@ -29,6 +23,13 @@ from tests.support.wire import (
     size_of,
 )
 
+from deltasync.client import NumpyTarget, Subscriber, SubscriberOptions
+from deltasync.core.position import Position
+from deltasync.core.tables import Shard, TableSpec
+from deltasync.feeds.release import FrozenRelease, freeze
+from deltasync.v1 import subscribe_pb2
+from deltasync.wire import codec
+
 ONE = np.full((1, 4), 5, "<f4")
 EVERYTHING = USER.rows * USER.row_bytes + ITEM.rows * ITEM.row_bytes
 
@@ -39,7 +40,7 @@ def rank(running: RunningService) -> Iterator[RankStream]:
     with RankStream(running.grpc) as rank:
         rank.opened()
         rank.send(*full_part(1, random_rows(0), WHOLE))
-        assert rank.sealed().version == 1
+        assert rank.sealed().number == 1
         yield rank
 
 
@@ -147,7 +148,7 @@ def test_a_new_table_sends_replicas_to_reconnect(running: RunningService, rank: 
     with ReplicaStream(running.grpc) as replica, Subscriber(options, target) as own:
         replica.release()
         own.wait_for(1, 20)
-        extra = Table("extra", 2, 1)
+        extra = TableSpec("extra", 2, 1)
         newer = RankStream(running.grpc, run="run-2", started=2, tables=[extra], shards=[Shard.whole(extra)])
         with newer:
             newer.opened()
@@ -230,7 +231,7 @@ def test_a_replica_that_never_acks_slows_only_itself(
         for step in range(2, 12):
             head = publish(rank, step, step)
             rows, end = fast.release()
-            assert (ids_of(rows), end.position.version) == ([step], head.version)
+            assert (ids_of(rows), end.position.version) == ([step], head.number)
         fast.send(ack(0, head))
         offset_reached(running, "fast", 11)
         # It was never given more than its budget while the other had ten releases.
@@ -279,7 +280,7 @@ def test_a_repeated_ack_is_harmless(running: RunningService, rank: RankStream) -
 def test_a_newer_stream_of_a_replica_replaces_the_older_at_once(
     running: RunningService, rank: RankStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sync_service.api.subscribe._PROGRESS_SECONDS", 1000)
+    monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 1000)
     with ReplicaStream(running.grpc) as older:
         older.release()
         with ReplicaStream(running.grpc) as newer:
@@ -314,7 +315,7 @@ def test_a_replica_that_vanishes_is_away(running: RunningService, rank: RankStre
 def test_idle_replicas_hear_that_the_stream_is_alive(
     running: RunningService, rank: RankStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sync_service.api.subscribe._PROGRESS_SECONDS", 0.01)
+    monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 0.01)
     with ReplicaStream(running.grpc) as replica:
         replica.release()
         for _ in range(3):
@@ -324,7 +325,7 @@ def test_idle_replicas_hear_that_the_stream_is_alive(
 def test_an_idle_replica_keeps_no_release_alive(
     running: RunningService, rank: RankStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sync_service.api.subscribe._PROGRESS_SECONDS", 0.01)
+    monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 0.01)
     releases: list[weakref.ref[FrozenRelease]] = []
 
     def noted(*arguments: Any) -> FrozenRelease:
@@ -332,7 +333,7 @@ def test_an_idle_replica_keeps_no_release_alive(
         releases.append(weakref.ref(frozen))
         return frozen
 
-    monkeypatch.setattr("sync_service.release.freeze", noted)
+    monkeypatch.setattr("deltasync.feeds.release.freeze", noted)
     with ReplicaStream(running.grpc) as replica:
         replica.release()
         replica.until("progress")

@@ -6,12 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from sync_service.client import Admin, CallbackTarget, Position, Release
-from sync_service.consumers.policy import Policy
-from sync_service.consumers.view_store import ViewStore
-from sync_service.given import Mode
-from sync_service.value_types import ValueType
 from tests.support.fleet import (
     ITEM,
     USER,
@@ -26,6 +20,12 @@ from tests.support.fleet import (
 )
 from tests.support.server import RunningService
 
+from deltasync.client import Admin, CallbackTarget, Position, Release
+from deltasync.core.mode import Mode
+from deltasync.core.policy import Policy
+from deltasync.core.value_types import ValueType
+from deltasync.views.store import ViewStore
+
 POLICIES = {"top": Policy(top_k=5)}
 FULL_BYTES = USER.rows * USER.row_bytes + ITEM.rows * ITEM.row_bytes
 
@@ -34,7 +34,7 @@ FULL_BYTES = USER.rows * USER.row_bytes + ITEM.rows * ITEM.row_bytes
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left goes out at once, and streams look for a change often."""
     release_at_once(monkeypatch)
-    monkeypatch.setattr("sync_service.api.subscribe._PROGRESS_SECONDS", 0.02)
+    monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 0.02)
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def given_as(service: RunningService, consumer: str, policy: Policy, head: Posit
         consumer,
         lambda lag: (
             lag["policy"] == policy.as_dict()
-            and lag["head"] >= head.version
+            and lag["head"] >= head.number
             and lag["state"] == "in sync"
             and (lag["release"] is not None or policy.sends_everything)
         ),

@@ -10,16 +10,16 @@ from typing import Any, Self
 
 import numpy as np
 import pytest
-
-from sync_service.client import Position, Subscriber, Table
-from sync_service.consumers.policy import Policy
-from sync_service.log import Log, LogOptions
-from sync_service.value_types import ValueType
 from tests.support.fleet import WAIT, Keeping, Trainer, admin_of, follow, wait_until_in_sync
 from tests.support.process import ServiceProcess
 from tests.support.server import TOKEN
 
-TABLES = [Table("user", 1500, 8), Table("item", 800, 16, np.dtype("<f2"))]
+from deltasync.client import Position, Subscriber, TableSpec
+from deltasync.core.policy import Policy
+from deltasync.core.value_types import ValueType
+from deltasync.storage.log import Log, LogOptions
+
+TABLES = [TableSpec("user", 1500, 8), TableSpec("item", 800, 16, np.dtype("<f2"))]
 POLICIES = {
     "half": Policy(top_k=0.5, value_type=ValueType.INT8),
     "each": Policy(top_k=300, top_k_per_table=True),
@@ -56,7 +56,7 @@ class Training(threading.Thread):
 
     def wait_for(self, version: int) -> None:
         with self._moved:
-            assert self._moved.wait_for(lambda: self.head.version >= version, WAIT), self.failure
+            assert self._moved.wait_for(lambda: self.head.number >= version, WAIT), self.failure
 
     def __enter__(self) -> Self:
         self.start()
@@ -86,7 +86,7 @@ class Fleet:
         for line in lag["replicas"]:
             held = self.replicas[line["replica"]].held
             assert held.history in ("", lag["history"]) or not line["offset"]
-            assert line["offset"] <= held.version
+            assert line["offset"] <= held.number
 
     def nothing_was_damaged(self) -> None:
         assert not any(line["damaged"] for line in self.lag()["replicas"])
@@ -116,14 +116,14 @@ def kill_and_follow(folder: Path, kills: int, seed: int, flush_bytes: int) -> No
         trainer = stack.enter_context(Trainer(service.grpc, TABLES))
         with Training(trainer) as training:
             for _ in range(kills):
-                training.wait_for(training.head.version + 2)
+                training.wait_for(training.head.number + 2)
                 # Not to wait for something: the kill is to come at any moment of a release.
                 time.sleep(moments.uniform(0, 0.3))
                 service.kill()
                 service.start()
                 for fleet in fleets:
                     fleet.offsets_are_what_was_applied()
-            training.wait_for(training.head.version + 2)
+            training.wait_for(training.head.number + 2)
         assert training.failure is None
         for fleet in fleets:
             everybody_holds(service, fleet, trainer, training.head)

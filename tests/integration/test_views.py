@@ -6,12 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from sync_service.client import CallbackTarget, NumpyTarget, Position, Release, Table
-from sync_service.consumers.policy import Policy
-from sync_service.consumers.view import View
-from sync_service.given import Mode
-from sync_service.value_types import ValueType
 from tests.support.fleet import (
     ITEM,
     TABLES,
@@ -27,6 +21,12 @@ from tests.support.fleet import (
 )
 from tests.support.server import RunningService
 from tests.support.wire import ReplicaStream, ack, size_of
+
+from deltasync.client import CallbackTarget, NumpyTarget, Position, Release, TableSpec
+from deltasync.core.mode import Mode
+from deltasync.core.policy import Policy
+from deltasync.core.value_types import ValueType
+from deltasync.views.view import View
 
 POLICIES = {
     "top": Policy(top_k=0.1, value_type=ValueType.INT8),
@@ -129,7 +129,7 @@ def all_released(service: RunningService, head: Position) -> dict[str, Any]:
     return wait_for_lag(
         service,
         "top",
-        lambda lag: lag["release"]["version"] == head.version and lag["release"]["left_rows"] == 0,
+        lambda lag: lag["release"]["version"] == head.number and lag["release"]["left_rows"] == 0,
     )
 
 
@@ -150,14 +150,14 @@ def test_no_release_is_made_while_nobody_is_there_or_holds_the_last(service: Run
                 head = trainer.change(20)
                 head = trainer.change(20)
                 wait_until_in_sync(service, "half", head)
-            assert service.get_json("/consumers/top/lag")["release"]["number"] == first.version
+            assert service.get_json("/consumers/top/lag")["release"]["number"] == first.number
             replica.send(ack(size_of(rows), first))
             more, end = replica.release()
-            assert (end.position.version, end.version) == (first.version + 1, head.version)
+            assert (end.position.version, end.version) == (first.number + 1, head.number)
         head = trainer.change(20)
         lag = service.get_json("/consumers/top/lag")
         assert lag["state"] == "away"
-        assert lag["release"]["number"] == first.version + 1
+        assert lag["release"]["number"] == first.number + 1
         assert size_of(more) == lag["release"]["bytes"]
 
 
@@ -215,8 +215,8 @@ def test_what_changes_most_goes_first_and_what_is_old_goes_at_all(
 ) -> None:
     """A row that changes more every time would hold back the one that changed once, for ever."""
     # Nothing that is left goes out by itself.
-    monkeypatch.setattr("sync_service.consumers.pacing._SHORTEST_SECONDS", 100.0)
-    monkeypatch.setattr("sync_service.consumers.pacing._LONGEST_SECONDS", 100.0)
+    monkeypatch.setattr("deltasync.views.pacing._SHORTEST_SECONDS", 100.0)
+    monkeypatch.setattr("deltasync.views.pacing._LONGEST_SECONDS", 100.0)
     with RunningService(tmp_path / "data", policies={"young": Policy(top_k=1)}) as service:
         target = Keeping()
         with Trainer(service.grpc) as trainer, follow(service, "young", "a", target):
@@ -257,8 +257,8 @@ def test_rows_that_went_back_leave_nothing_to_look_for(
     with Trainer(service.grpc) as trainer, follow(service, "few", "a", target):
         wait_until_in_sync(service, "few", trainer.publish_all())
         with monkeypatch.context() as slowly:
-            slowly.setattr("sync_service.consumers.pacing._SHORTEST_SECONDS", 100.0)
-            slowly.setattr("sync_service.consumers.pacing._LONGEST_SECONDS", 100.0)
+            slowly.setattr("deltasync.views.pacing._SHORTEST_SECONDS", 100.0)
+            slowly.setattr("deltasync.views.pacing._LONGEST_SECONDS", 100.0)
             released(service, "few", trainer.change(20, [USER]))
         for name, rows in target.tables.items():
             trainer.rows[name][:] = rows
@@ -278,7 +278,7 @@ def released(service: RunningService, consumer: str, head: Position) -> dict[str
     return wait_for_lag(
         service,
         consumer,
-        lambda lag: lag["release"]["version"] == head.version and lag["offset"] == lag["release"]["number"],
+        lambda lag: lag["release"]["version"] == head.number and lag["offset"] == lag["release"]["number"],
     )
 
 
@@ -289,7 +289,7 @@ def unsent(trainer: Trainer, target: NumpyTarget) -> float:
 
 def test_a_table_that_comes_later_is_followed(service: RunningService, caplog: pytest.LogCaptureFixture) -> None:
     """With another run, of which all rows differ."""
-    target, more = Keeping(), Table("more", 30, 12)
+    target, more = Keeping(), TableSpec("more", 30, 12)
     with follow(service, "top", "a", target):
         with Trainer(service.grpc) as trainer:
             wait_until_in_sync(service, "top", trainer.publish_all())

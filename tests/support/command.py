@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from sync_service.cli.main import main
+from deltasync.cli.main import main
 
 
 def deltasync(*arguments: str, **environment: str) -> tuple[int, str, str]:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from sync_service.client import Mode, NumpyTarget, Policy, Position, ValueType
 from tests.support.fleet import WAIT, Trainer, admin_of, follow, wait_for_lag
 from tests.support.process import ServiceProcess
+
+from deltasync.client import Mode, NumpyTarget, Policy, Position, ValueType
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 Rows = dict[str, Any]  # NumPy arrays.
@@ -88,7 +88,7 @@ def pack(folder: Path, content: Content, name: str) -> None:
         for each in sorted(folder.iterdir()):
             if each.name not in ("lock", "endpoints.json"):
                 archive.add(each, each.name, filter=_anonymous)
-    positions = {name: [each.history, each.version] for name, each in content.held.items()}
+    positions = {name: [each.history, each.number] for name, each in content.held.items()}
     (FIXTURES / name / "positions.json").write_text(json.dumps(positions, indent=1) + "\n")
     np.savez_compressed(FIXTURES / name / "model.npz", **content.model)
     np.savez_compressed(FIXTURES / name / "replicas.npz", **content.rows)

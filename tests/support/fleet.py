@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from deltasync.v1 import subscribe_pb2
+from tests.support.server import TOKEN
+from tests.support.state import Reachable
+from tests.support.wire import ack, random_rows
 
-from sync_service.client import (
+from deltasync.client import (
     Admin,
     NumpyTarget,
     Part,
@@ -16,23 +18,21 @@ from sync_service.client import (
     Publisher,
     PublisherOptions,
     Release,
+    RowBatch,
     Shard,
-    ShardRows,
     Subscriber,
     SubscriberOptions,
-    Table,
+    TableSpec,
 )
-from sync_service.codec import checksums_to_message
-from sync_service.tables import Values
-from sync_service.value_types import ValueType, decode, encode, sent_as
-from tests.support.server import TOKEN
-from tests.support.state import Reachable
-from tests.support.wire import ack, random_rows
+from deltasync.core.rows import Values
+from deltasync.core.value_types import ValueType, decode, encode, sent_as
+from deltasync.v1 import subscribe_pb2
+from deltasync.wire.codec import checksums_to_message
 
 WAIT = 20.0
 # Of both, int8 is shorter.
-USER = Table("user", 60, 8)
-ITEM = Table("item", 40, 16, np.dtype("<f2"))
+USER = TableSpec("user", 60, 8)
+ITEM = TableSpec("item", 40, 16, np.dtype("<f2"))
 TABLES = [USER, ITEM]
 
 
@@ -44,7 +44,13 @@ class Trainer:
     """
 
     def __init__(
-        self, address: str, tables: Sequence[Table] = TABLES, *, run: str = "r", started: int = 1, seed: int = 0
+        self,
+        address: str,
+        tables: Sequence[TableSpec] = TABLES,
+        *,
+        run: str = "r",
+        started: int = 1,
+        seed: int = 0,
     ) -> None:
         self.tables = list(tables)
         self.rows = {table.name: rows for table, rows in zip(tables, random_rows(seed, tables), strict=True)}
@@ -62,7 +68,7 @@ class Trainer:
     def publish_all(self) -> Position:
         return self._publish([np.arange(table.rows) for table in self.tables], full=True)
 
-    def change(self, count: int, tables: Sequence[Table] | None = None) -> Position:
+    def change(self, count: int, tables: Sequence[TableSpec] | None = None) -> Position:
         """Change so many rows of each table, and publish them."""
         changed = []
         for table in self.tables:
@@ -72,7 +78,7 @@ class Trainer:
             changed.append(ids)
         return self._publish(changed)
 
-    def set(self, table: Table, row: int, value: float) -> Position:
+    def set(self, table: TableSpec, row: int, value: float) -> Position:
         self.rows[table.name][row] = value
         ids = [np.array([row] if each is table else [], np.int64) for each in self.tables]
         return self._publish(ids)
@@ -83,12 +89,15 @@ class Trainer:
 
     def _publish(self, ids: list[Any], *, full: bool = False) -> Position:
         self._step += 1
-        rows = [ShardRows(slot, each, self.rows[self.tables[slot].name][each]) for slot, each in enumerate(ids)]
+        rows = [
+            RowBatch(Shard.whole(table), each, self.rows[table.name][each])
+            for table, each in zip(self.tables, ids, strict=True)
+        ]
         part = Part(step=self._step, step_end_unix_ns=time.time_ns(), rows=rows, full=full)
         return self._publisher.publish(part).result(WAIT)
 
 
-def as_sent(table: Table, rows: Values, value_type: ValueType) -> Values:
+def as_sent(table: TableSpec, rows: Values, value_type: ValueType) -> Values:
     found = sent_as(table, value_type)
     return decode(encode(rows, found), found, table.dtype)
 
@@ -141,7 +150,7 @@ def wait_for_lag(service: Reachable, consumer: str, wanted: Callable[[dict[str, 
 
 
 def wait_until_in_sync(service: Reachable, consumer: str, head: Position) -> dict[str, Any]:
-    return wait_for_lag(service, consumer, lambda lag: lag["head"] >= head.version and lag["state"] == "in sync")
+    return wait_for_lag(service, consumer, lambda lag: lag["head"] >= head.number and lag["state"] == "in sync")
 
 
 def admin_of(service: Reachable) -> Admin:
@@ -150,5 +159,5 @@ def admin_of(service: Reachable) -> Admin:
 
 def release_at_once(patch: pytest.MonkeyPatch) -> None:
     """What a release has left goes out at once."""
-    patch.setattr("sync_service.consumers.pacing._SHORTEST_SECONDS", 0.001)
-    patch.setattr("sync_service.consumers.pacing._LONGEST_SECONDS", 0.002)
+    patch.setattr("deltasync.views.pacing._SHORTEST_SECONDS", 0.001)
+    patch.setattr("deltasync.views.pacing._LONGEST_SECONDS", 0.002)

@@ -5,13 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-
-from sync_service.consumers.policy import Policy
-from sync_service.consumers.view import View
-from sync_service.log import Log, LogOptions
-from sync_service.model import Model
-from sync_service.tables import Shard, Table, Values
 from tests.support.seals import sealed
+
+from deltasync.core.policy import Policy
+from deltasync.core.rows import RowBatch, Values
+from deltasync.core.tables import Shard, TableSpec
+from deltasync.feeds.model import Model
+from deltasync.storage.log import Log, LogOptions
+from deltasync.views.view import View
 
 Rows = Mapping[int, Values]
 
@@ -45,9 +46,11 @@ class LocalModel:
 
     async def cut(self, changes: Mapping[str, Rows]) -> None:
         """Publish some rows, by table and id, as the next version."""
-        tables = {mapped.table.name: mapped.table for mapped in self.model.tables}
+        tables = {mapped.spec.name: mapped.spec for mapped in self.model.tables}
         rows = [
-            (Shard.whole(tables[name]), np.array(sorted(some)), np.stack([some[row] for row in sorted(some)]))
+            RowBatch(
+                Shard.whole(tables[name]), np.array(sorted(some)), np.stack([some[row] for row in sorted(some)])
+            )
             for name, some in changes.items()
             if some
         ]
@@ -59,10 +62,10 @@ class LocalModel:
 
     async def cut_all(self, rows: Sequence[Values]) -> None:
         """Publish every row."""
-        names = [mapped.table.name for mapped in self.model.tables]
+        names = [mapped.spec.name for mapped in self.model.tables]
         await self.cut({name: dict(enumerate(some)) for name, some in zip(names, rows, strict=True)})
 
-    async def add(self, *tables: Table) -> None:
+    async def add(self, *tables: TableSpec) -> None:
         await self.model.add_tables(list(tables))
 
     def close(self) -> None:

@@ -1,7 +1,6 @@
 """What /metrics exposes."""
 
 from prometheus_client.parser import text_string_to_metric_families
-
 from tests.support.http import HttpStatus
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]

@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sync_service.consumers.policy import Policy
-from sync_service.given import Given
-from sync_service.tables import Table, Values
-from sync_service.value_types import decode, encode
+from deltasync.core.delivery import Delivery
+from deltasync.core.policy import Policy
+from deltasync.core.rows import Values
+from deltasync.core.tables import TableSpec
+from deltasync.core.value_types import decode, encode
 
 Rows = Mapping[int, Values]
 
@@ -20,7 +21,7 @@ Rows = Mapping[int, Values]
 class PlainTable:
     """A model's table: rows that ever changed, and the version at which each last did."""
 
-    table: Table
+    table: TableSpec
     rows: dict[int, Values] = field(default_factory=dict)
     versions: dict[int, int] = field(default_factory=dict)
 
@@ -30,12 +31,12 @@ class PlainHeld:
     """What replicas hold of a table: `given` rows, as stored; and since which version others are dirty."""
 
     source: PlainTable
-    given: Given
+    given: Delivery
     rows: dict[int, Values] = field(default_factory=dict)
     since: dict[int, int] = field(default_factory=dict)
 
     def row(self, row: int) -> Values:
-        nothing = encode(np.zeros((1, self.given.table.dim), self.given.table.dtype), self.given.value_type)[0]
+        nothing = encode(np.zeros((1, self.given.spec.dim), self.given.spec.dtype), self.given.value_type)[0]
         held: Values = self.rows.get(row, nothing)
         return held
 
@@ -44,7 +45,7 @@ class PlainHeld:
         return wanted
 
     def decoded(self, row: int) -> Values:
-        values: Values = decode(self.row(row)[None], self.given.value_type, self.given.table.dtype)[0]
+        values: Values = decode(self.row(row)[None], self.given.value_type, self.given.spec.dtype)[0]
         return values
 
     def norm(self, row: int) -> float:
@@ -129,7 +130,7 @@ class PlainModel:
                 held.since.setdefault(row, self.seen + 1)
                 if held.wanted(row).tobytes() == held.row(row).tobytes():
                     del held.since[row]
-            size = policy.row_bytes(held.given.table)
+            size = policy.row_bytes(held.given.spec)
             for row, since in sorted(held.since.items()):
                 norm, before = held.norm(row), row in held.rows
                 rows.append(DirtyRow(before, -norm, number, row, norm, since <= overdue, size))
@@ -141,7 +142,7 @@ def norm_of(rows: Sequence[DirtyRow]) -> float:
     return math.sqrt(math.fsum(row.norm**2 for row in rows))
 
 
-def _whole(source: PlainTable, given: Given) -> PlainHeld:
+def _whole(source: PlainTable, given: Delivery) -> PlainHeld:
     held = PlainHeld(source, given)
     held.rows = {row: held.wanted(row) for row in source.rows}
     return held

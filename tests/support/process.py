@@ -46,7 +46,7 @@ class ServiceProcess(HttpStatus):
 
     def _command(self) -> list[str]:
         grpc_port, http_port = self._ports
-        command = [sys.executable, "-m", "sync_service", "serve", "--data-dir", str(self.data_dir)]
+        command = [sys.executable, "-m", "deltasync", "serve", "--data-dir", str(self.data_dir)]
         return [*command, "--grpc-port", grpc_port, "--http-port", http_port, *self._arguments]
 
     def _wait_for(self, endpoints: Path) -> None:

@@ -10,7 +10,6 @@ from importlib import import_module
 from pathlib import Path
 
 import torch.distributed as dist
-
 from tests.support.ranks import leave
 from tests.support.scenarios import ALONE_SECONDS, play_all
 

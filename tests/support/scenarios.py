@@ -16,7 +16,6 @@ from zlib import crc32
 import pytest
 import torch
 import torch.distributed as dist
-
 from tests.support.ranks import run_ranks
 
 # A rank whose scenario has failed leaves the other alone in a collective for so long.

@@ -1,6 +1,6 @@
 """Seals of which a test says only what it needs."""
 
-from sync_service.log import Seal
+from deltasync.core.seal import Seal
 
 
 def sealed(version: int, *, run: str = "r", world_size: int = 9, sealed_unix_ns: int = 1) -> Seal:

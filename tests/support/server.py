@@ -9,11 +9,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from sync_service.consumers.consumer import ConsumerOptions
-from sync_service.consumers.policy import Policy
-from sync_service.server import ServerOptions, run
-from sync_service.service import ServiceOptions
 from tests.support.http import HttpStatus
+
+from deltasync.api.server import ServerOptions, run
+from deltasync.consumers.consumer import ConsumerOptions
+from deltasync.core.policy import Policy
+from deltasync.service.service import ServiceOptions
 
 _DEADLINE_SECONDS = 30.0
 CONSUMERS = (ConsumerOptions("predictors", "clicks"), ConsumerOptions("probes", "clicks"))

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
+from tests.support.tracker_model import WITH_FIRST, ModelConsumer, ModelRead, Row, TrackerModel, Values
 from torch import nn
 
-from sync_service.errors import Contradiction, NotFound
-from tests.support.tracker_model import WITH_FIRST, ModelConsumer, ModelRead, Row, TrackerModel, Values
-from trainer.tracking import Delta, DeltaRows, Token, Tracker, TrackerOptions, TrackingMode
-from trainer.tracking.shards import TrackedTable
+from deltasync.core.errors import Contradiction, NotFound
+from deltasync.trainer.tracking import Delta, DeltaRows, Token, Tracker, TrackerOptions, TrackingMode
+from deltasync.trainer.tracking.shards import TrackedTable
 
 RANKED = (TrackingMode.EMBEDDING, TrackingMode.MOMENTUM_DIFF, TrackingMode.MOMENTUM_LAST)
 _MOMENTUM = (TrackingMode.MOMENTUM_DIFF, TrackingMode.MOMENTUM_LAST, TrackingMode.ROWWISE_ADAGRAD)

@@ -4,7 +4,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from sync_service.client import NumpyTarget, Subscriber, SubscriberOptions
+from deltasync.client import NumpyTarget, Subscriber, SubscriberOptions
 
 
 class Reachable(Protocol):

@@ -8,7 +8,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from trainer.tracking import TrackingMode
+from deltasync.trainer.tracking import TrackingMode
 
 Row = tuple[str, int]
 Values = Mapping[Row, bytes]

@@ -6,19 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from sync_service.consumers.pacing import Situation, due
-from sync_service.consumers.policy import Policy
-from sync_service.consumers.view import View
-from sync_service.errors import StorageFailed
-from sync_service.tables import Table, Values
-from sync_service.value_types import decode
 from tests.support.local_model import LocalModel
 from tests.support.wire import random_rows
 
+from deltasync.core.errors import StorageFailed
+from deltasync.core.policy import Policy
+from deltasync.core.rows import Values
+from deltasync.core.tables import TableSpec
+from deltasync.core.value_types import decode
+from deltasync.views.pacing import Situation, due
+from deltasync.views.view import View
+
 # Of both, int8 is shorter.
-USER = Table("user", 40, 8)
-ITEM = Table("item", 30, 16, np.dtype("<f2"))
+USER = TableSpec("user", 40, 8)
+ITEM = TableSpec("item", 30, 16, np.dtype("<f2"))
 TABLES = [USER, ITEM]
 TOP = Policy(top_k=1)
 Scenario = Callable[[LocalModel], Coroutine[Any, Any, None]]
@@ -52,7 +53,7 @@ def run_again(folder: Path, scenario: Scenario) -> None:
     asyncio.run(main())
 
 
-def changed(seed: int, table: Table, *ids: int) -> dict[str, dict[int, Values]]:
+def changed(seed: int, table: TableSpec, *ids: int) -> dict[str, dict[int, Values]]:
     rows = random_rows(seed, [table])[0]
     return {table.name: {row: rows[row] for row in ids}}
 
@@ -62,22 +63,22 @@ async def held_by_a_replica(view: View) -> dict[str, Values]:
     release = await view.release(0)
     held: dict[str, Values] = {}
     for slot, ids, values in release.tables:
-        given = view.given[slot]
-        rows = np.zeros((given.table.rows, given.table.dim), given.table.dtype)
-        rows[ids] = decode(values, given.value_type, given.table.dtype)
-        held[given.table.name] = rows
+        given = view.deliveries[slot]
+        rows = np.zeros((given.spec.rows, given.spec.dim), given.spec.dtype)
+        rows[ids] = decode(values, given.value_type, given.spec.dtype)
+        held[given.spec.name] = rows
     return held
 
 
 def same_as_the_model(held: dict[str, Values], local: LocalModel) -> bool:
-    return all(held[each.table.name].tobytes() == each.rows.tobytes() for each in local.model.tables)
+    return all(held[each.spec.name].tobytes() == each.rows.tobytes() for each in local.model.tables)
 
 
 def is_due(view: View, policy: Policy) -> bool:
     """Whether a release will be made, though nothing more is published."""
     assert view.account
     situation = Situation(
-        head=view.model.position.version,
+        head=view.model.position.number,
         seen=view.seen,
         left=view.account.left_rows,
         left_unix_ns=0,

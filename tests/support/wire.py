@@ -7,13 +7,14 @@ from typing import Any, Self
 
 import grpc
 import numpy as np
+
+from deltasync.core.position import Position
+from deltasync.core.tables import Shard, TableSpec
 from deltasync.v1 import publish_pb2, publish_pb2_grpc, subscribe_pb2, subscribe_pb2_grpc, tables_pb2
+from deltasync.wire.codec import fill_rows, position_to_message, shard_to_message, table_to_message
 
-from sync_service.codec import fill_rows, position_to_message, shard_to_message, table_to_message
-from sync_service.tables import Position, Shard, Table
-
-USER = Table("sparse.embedding_bags.user", 40, 4)
-ITEM = Table("sparse.embedding_bags.item", 30, 6, np.dtype("<f2"))
+USER = TableSpec("sparse.embedding_bags.user", 40, 4)
+ITEM = TableSpec("sparse.embedding_bags.item", 30, 6, np.dtype("<f2"))
 TABLES = [USER, ITEM]
 WHOLE = [Shard.whole(USER), Shard.whole(ITEM)]
 _TIMEOUT_SECONDS = 20.0
@@ -118,7 +119,7 @@ def publish_open(
     started: int = 1,
     rank: int = 0,
     world_size: int = 1,
-    tables: Iterable[Table] = tuple(TABLES),
+    tables: Iterable[TableSpec] = tuple(TABLES),
     shards: Iterable[Shard] = tuple(WHOLE),
     continues: Position | None = None,
 ) -> publish_pb2.PublishRequest:
@@ -198,7 +199,7 @@ def ack(received_bytes: int = 0, applied: Position | None = None) -> subscribe_p
     return subscribe_pb2.SubscribeRequest(ack=subscribe_pb2.Ack(received_bytes=received_bytes, applied=message))
 
 
-def random_rows(seed: int, tables: Iterable[Table] = tuple(TABLES)) -> list[np.ndarray]:
+def random_rows(seed: int, tables: Iterable[TableSpec] = tuple(TABLES)) -> list[np.ndarray]:
     rng = np.random.default_rng(seed)
     return [rng.normal(size=(table.rows, table.dim)).astype(table.dtype) for table in tables]
 

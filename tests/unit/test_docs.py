@@ -7,8 +7,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from sync_service.cli.main import cli
-from sync_service.cli.serve import serve
+from deltasync.cli.main import cli
+from deltasync.cli.serve import serve
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-
-from sync_service.errors import DeltasyncError, InvalidInput
 from tests.support.ranks import leave
-from trainer.model import ClickModel, ModelOptions
-from trainer.sharding import OptimizerOptions, click_tables, shard
-from trainer.sync import DeltaSync, SyncOptions
+
+from deltasync.core.errors import DeltasyncError, InvalidInput
+from deltasync.trainer.clicks.model import ClickModel, ModelOptions
+from deltasync.trainer.distributed.sharding import OptimizerOptions, click_tables, shard
+from deltasync.trainer.sync import DeltaSync, SyncOptions
 
 SIZES = ModelOptions(users=20, items=30, cross_buckets=10, dim=4, hidden=4)
 PATIENCE_SECONDS = 60.0

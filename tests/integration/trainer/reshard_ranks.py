@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from tests.support.ranks import leave
 from torch import nn
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
@@ -29,12 +30,11 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from sync_service.errors import InvalidInput
-from tests.support.ranks import leave
-from trainer.checkpoint import load_checkpoint, save_checkpoint
-from trainer.sync import DeltaSync, SyncOptions
-from trainer.tracking import Delta, Tracker, TrackingMode
-from trainer.tracking.shards import TrackedTable
+from deltasync.core.errors import InvalidInput
+from deltasync.trainer.clicks.checkpoint import load_checkpoint, save_checkpoint
+from deltasync.trainer.sync import DeltaSync, SyncOptions
+from deltasync.trainer.tracking import Delta, Tracker, TrackingMode
+from deltasync.trainer.tracking.shards import TrackedTable
 
 ROWS, DIM, BATCH = 61, 16, 3
 BAGS = ("first", "second", "copies")
@@ -303,7 +303,7 @@ def check_interrupted_save(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     interrupted, training = folder / "interrupted", Training("rows")
     save_checkpoint(interrupted, training.model, training.optimizer, training.sync)
     with monkeypatch.context() as patched:
-        patched.setattr("trainer.checkpoint.save", _interrupted)
+        patched.setattr("deltasync.trainer.clicks.checkpoint.save", _interrupted)
         with pytest.raises(KeyboardInterrupt):
             save_checkpoint(interrupted, training.model, training.optimizer, training.sync)
     with pytest.raises(InvalidInput, match="got rank none"):

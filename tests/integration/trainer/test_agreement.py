@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-
 from tests.support.process import ServiceProcess
 from tests.support.ranks import run_ranks
 

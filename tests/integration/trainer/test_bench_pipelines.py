@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from trainer.bench.command import bench
-from trainer.bench.pipelines.options import NAMES, Sizes
-from trainer.bench.pipelines.variants import VARIANTS, with_compared
+from deltasync.trainer.bench.command import bench
+from deltasync.trainer.bench.pipelines.options import NAMES, Sizes
+from deltasync.trainer.bench.pipelines.variants import VARIANTS, with_compared
 
 SMALL = {
     "ranks": 2,
@@ -38,7 +38,7 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     found = tmp_path_factory.mktemp("bench") / "pipelines.json"
     sizes = Sizes(**SMALL).arguments()
     done = subprocess.run(
-        [sys.executable, "-m", "sync_service", "bench", "pipelines", *sizes, "--json", str(found)],
+        [sys.executable, "-m", "deltasync", "bench", "pipelines", *sizes, "--json", str(found)],
         capture_output=True,
         text=True,
         timeout=110,

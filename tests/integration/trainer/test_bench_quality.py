@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.bench.quality import FLEETS, TITLES
+from deltasync.trainer.bench.quality import FLEETS, TITLES
 
 PNG = b"\x89PNG\r\n"
 
@@ -17,7 +17,7 @@ def test_each_policy_has_its_quality_and_its_bytes(tmp_path: Path) -> None:
     found, plot = tmp_path / "figures.json", tmp_path / "plot.png"
     arguments = ["--events", "2560", "--events-per-second", "400", "--json", str(found), "--plot", str(plot)]
     done = subprocess.run(
-        [sys.executable, "-m", "sync_service", "bench", "quality", *arguments],
+        [sys.executable, "-m", "deltasync", "bench", "quality", *arguments],
         capture_output=True,
         text=True,
         timeout=115,

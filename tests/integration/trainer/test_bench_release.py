@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from sync_service.consumers.policy import Policy
-from sync_service.value_types import ValueType
-from trainer.bench.command import bench
-from trainer.bench.consumers import EIGHT, FLEETS, ONE
-from trainer.bench.process import TICK_SECONDS, cpu_seconds, resident_bytes
-from trainer.bench.spread import spread_of
+from deltasync.core.policy import Policy
+from deltasync.core.value_types import ValueType
+from deltasync.trainer.bench.command import bench
+from deltasync.trainer.bench.consumers import EIGHT, FLEETS, ONE
+from deltasync.trainer.bench.process import TICK_SECONDS, cpu_seconds, resident_bytes
+from deltasync.trainer.bench.spread import spread_of
 
 KINDS = {"fp32": 4 * 8, "fp16": 2 * 8, "bf16": 2 * 8, "int8": 8 + 8}
 ID_BYTES = 8
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 def figures_of(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     found = folder / "figures.json"
     done = subprocess.run(
-        [sys.executable, "-m", "sync_service", "bench", *arguments, "--json", str(found)],
+        [sys.executable, "-m", "deltasync", "bench", *arguments, "--json", str(found)],
         capture_output=True,
         text=True,
         timeout=110,

@@ -5,12 +5,12 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from tests.support.process import ServiceProcess
 from torch import nn
 
-from sync_service.client import NumpyTarget, Subscriber, SubscriberOptions
-from sync_service.errors import InvalidInput, ServiceUnavailable
-from tests.support.process import ServiceProcess
-from trainer.sync import DeltaSync, SyncOptions
+from deltasync.client import NumpyTarget, Subscriber, SubscriberOptions
+from deltasync.core.errors import InvalidInput, ServiceUnavailable
+from deltasync.trainer.sync import DeltaSync, SyncOptions
 
 
 def linear() -> nn.Linear:
@@ -45,7 +45,7 @@ def test_every_step_reaches_the_replica(service: ServiceProcess) -> None:
         for _ in range(5):
             change(model)
             sync.step()
-        replica.wait_for(sync.flush().version, 30)
+        replica.wait_for(sync.flush().number, 30)
         assert_equal(target, model)
         before = sync.flush()
         assert sync.flush() == before, "nothing changed, nothing is published"
@@ -63,7 +63,7 @@ def test_a_service_that_is_down_makes_no_step_wait(service: ServiceProcess) -> N
         with pytest.raises(ServiceUnavailable, match="was not sealed in time"):
             sync.flush(timeout_seconds=0.01)
         service.start()
-        replica.wait_for(sync.flush().version, 30)
+        replica.wait_for(sync.flush().number, 30)
         assert_equal(target, model)
 
 
@@ -73,7 +73,7 @@ def test_an_empty_service_in_its_place_is_given_everything(service: ServiceProce
         change(model)
         sync.step()
         first = sync.flush()
-        replica.wait_for(first.version, 30)
+        replica.wait_for(first.number, 30)
         service.kill()
         shutil.rmtree(service.data_dir)
         service.start()
@@ -93,7 +93,7 @@ def test_rows_marked_between_two_flushes_are_published(service: ServiceProcess) 
         with torch.no_grad():
             model.weight[1] = 7.0
         sync.tracker.mark("weight", torch.tensor([1]))
-        replica.wait_for(sync.flush().version, 30)
+        replica.wait_for(sync.flush().number, 30)
         assert_equal(target, model)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-COMMAND = [sys.executable, "-m", "sync_service", "demo"]
+COMMAND = [sys.executable, "-m", "deltasync", "demo"]
 SMALL = [
     "--events",
     "6000",

@@ -1,7 +1,6 @@
 """The training pipelines on ranks, compared with plain training."""
 
 import pytest
-
 from tests.integration.trainer.pipelines.scenarios import SCENARIOS
 from tests.support.scenarios import Outcomes, Scenario, parametrized
 

@@ -1,7 +1,6 @@
 """Every row of the table of defects in TorchRec's tracker, as a test of ours."""
 
 import pytest
-
 from tests.integration.trainer.torchrec_defects.scenarios import SCENARIOS
 from tests.support.scenarios import Outcomes, Scenario, parametrized
 

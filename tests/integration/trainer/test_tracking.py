@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
-
 from tests.integration.trainer.tracking.cases import CASES
 from tests.integration.trainer.tracking.pipelines import TRAININGS
 from tests.support.ranks import run_ranks
-from trainer.tracking.modes import TrackingMode
-from trainer.tracking.options import TrackerOptions
-from trainer.tracking.tracker import Tracker
+from torch import nn
+
+from deltasync.trainer.tracking.modes import TrackingMode
+from deltasync.trainer.tracking.options import TrackerOptions
+from deltasync.trainer.tracking.tracker import Tracker
 
 # All cases run under these: lookups come in the step of their update, before the model's forward, a step earlier.
 WITH_ALL_CASES = ("SparseDist", "Fused", "SemiSync")

@@ -1,15 +1,15 @@
-"""`trainer.train` under torchrun against a real service: every row arrives, and a checkpoint goes on."""
+"""`deltasync.trainer.train` under torchrun against a real service: every row arrives, and a checkpoint goes on."""
 
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
-
-from sync_service.client import NumpyTarget, Subscriber, SubscriberOptions
 from tests.support.process import ServiceProcess
 from tests.support.ranks import run_ranks
-from trainer.demo.compare import trainer_tables, unequal_rows
+
+from deltasync.client import NumpyTarget, Subscriber, SubscriberOptions
+from deltasync.trainer.demo.compare import trainer_tables, unequal_rows
 
 SIZES = ["--users", "500", "--items", "300", "--cross-buckets", "200", "--dim", "8", "--batch-size", "32"]
 
@@ -18,7 +18,7 @@ def train(service: ServiceProcess, folder: Path, events: int, *ways: str) -> Non
     folder.mkdir()
     stream = ["--events", str(events), "--events-per-second", "1e6", *SIZES, *ways]
     kept = ["--checkpoint", str(folder.parent / "checkpoint"), "--results", str(folder)]
-    run_ranks("-m", "trainer.train", "--service", service.grpc, "--publish-every", "3", *stream, *kept)
+    run_ranks("-m", "deltasync.trainer.train", "--service", service.grpc, "--publish-every", "3", *stream, *kept)
 
 
 def published_rows(service: ServiceProcess) -> int:

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from tests.support.ranks import leave
+from tests.support.side_by_side import Operation, SideBySide, operations
 from torch import nn
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
@@ -33,9 +35,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from tests.support.ranks import leave
-from tests.support.side_by_side import Operation, SideBySide, operations
-from trainer.tracking import TrackerOptions, TrackingMode
+from deltasync.trainer.tracking import TrackerOptions, TrackingMode
 
 ROWS, BATCH = 6, 2
 # Features are looked up in several tables, of other sharding too; one table has two.

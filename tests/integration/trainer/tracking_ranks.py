@@ -11,7 +11,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
-
 from tests.integration.trainer.tracking.cases import CASES
 from tests.integration.trainer.tracking.pipelines import TRAININGS, stand_in_for_a_gpu
 from tests.integration.trainer.tracking.run import Run

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.data.batch import SPARSE_FEATURES, ClickBatch, click_batch
-from trainer.data.events import Events
-from trainer.data.features import FeatureOptions, Features, Featurizer
+from deltasync.trainer.clicks.batch import SPARSE_FEATURES, ClickBatch, click_batch
+from deltasync.trainer.clicks.events import Events
+from deltasync.trainer.clicks.features import FeatureOptions, Features, Featurizer
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from trainer.data.events import Events, concatenate
+from deltasync.trainer.clicks.events import Events, concatenate
 
 
 def events(n: int, start: int = 0) -> Events:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.data.events import Events
-from trainer.data.features import DENSE_FEATURES, HOURS_OF_WEEK, FeatureOptions, Features, Featurizer
+from deltasync.trainer.clicks.events import Events
+from deltasync.trainer.clicks.features import DENSE_FEATURES, HOURS_OF_WEEK, FeatureOptions, Features, Featurizer
 
 ROOMY = FeatureOptions(users=100, items=100, cross_buckets=1000, history_length=3)
 TIGHT = FeatureOptions(users=3, items=2, cross_buckets=5, history_length=2)

@@ -1,6 +1,6 @@
 import numpy as np
 
-from trainer.data.hashing import hash_to, splitmix64
+from deltasync.trainer.clicks.hashing import hash_to, splitmix64
 
 
 def test_splitmix64_gives_the_published_sequence() -> None:

@@ -3,8 +3,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer.data.events import DataError, Events, concatenate
-from trainer.data.ratings import rating_events
+from deltasync.trainer.clicks.events import DataError, Events, concatenate
+from deltasync.trainer.clicks.ratings import rating_events
 
 MOVIES = Path(__file__).parents[4] / "shared/data/movietweetings-100k/ratings.dat"
 CSV_HEADER = "userId,movieId,rating,timestamp\n"

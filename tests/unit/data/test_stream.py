@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.data.events import DataError, Events
-from trainer.data.stream import Pace, batches, limit, open_stream, paced
-from trainer.data.synthetic import SyntheticOptions
+from deltasync.trainer.clicks.events import DataError, Events
+from deltasync.trainer.clicks.stream import Pace, batches, limit, open_stream, paced
+from deltasync.trainer.clicks.synthetic import SyntheticOptions
 
 
 def blocks(*sizes: int) -> Iterator[Events]:

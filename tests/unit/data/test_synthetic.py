@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from trainer.data.events import Events, concatenate
-from trainer.data.stream import limit
-from trainer.data.synthetic import ClickWorld, SyntheticOptions, synthetic_events
+from deltasync.trainer.clicks.events import Events, concatenate
+from deltasync.trainer.clicks.stream import limit
+from deltasync.trainer.clicks.synthetic import ClickWorld, SyntheticOptions, synthetic_events
 
 SMALL = SyntheticOptions(users=50, items=40, block=100)
 

@@ -14,8 +14,8 @@ from typing import Any
 import click
 import pytest
 
-from sync_service.cli.configured_consumers import read_consumers
-from sync_service.consumers.policy import Policy
+from deltasync.cli.configured_consumers import read_consumers
+from deltasync.core.policy import Policy
 
 Stages = dict[str, list[tuple[str, str]]]
 Unit = list[tuple[str, str]]
@@ -23,7 +23,7 @@ Unit = list[tuple[str, str]]
 
 @pytest.fixture(scope="module")
 def cli() -> click.Group:
-    group = import_module("sync_service.cli.main").cli
+    group = import_module("deltasync.cli.main").cli
     assert isinstance(group, click.Group)
     return group
 
@@ -153,7 +153,7 @@ def _module_lines(compose: dict[str, Any], containers: list[dict[str, Any]]) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["trainer.train", "trainer.demo.replica"])
+@pytest.mark.parametrize("module", ["deltasync.trainer.train", "deltasync.trainer.demo.replica"])
 def test_trainer_and_replica_have_the_options_used(
     compose: dict[str, Any], containers: list[dict[str, Any]], root: Path, module: str
 ) -> None:

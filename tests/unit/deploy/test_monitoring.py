@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import yaml
-
 from tests.support.metrics import POLICY_METRICS
 
 # What Prometheus itself adds.

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-START = "from sync_service.cli.main import main; main()"
+START = "from deltasync.cli.main import main; main()"
 
 
 @pytest.fixture

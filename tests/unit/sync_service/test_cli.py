@@ -5,10 +5,10 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from sync_service.cli import serve as serving
-from sync_service.cli.main import cli
-from sync_service.consumers.consumer import ConsumerOptions
-from sync_service.server import ServerOptions
+from deltasync.api.server import ServerOptions
+from deltasync.cli import serve as serving
+from deltasync.cli.main import cli
+from deltasync.consumers.consumer import ConsumerOptions
 
 FLAG, FILE = "--grpc-port", "grpc_port"
 

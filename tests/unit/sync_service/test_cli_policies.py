@@ -7,21 +7,21 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner
-from deltasync.v1 import admin_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sync_service.cli import consumers, serve
-from sync_service.cli.lag_text import lag_text
-from sync_service.cli.main import cli
-from sync_service.cli.policy_options import policy_of, policy_options
-from sync_service.consumers.consumer import ConsumerOptions
-from sync_service.consumers.lag import ConsumerLag, Lag, ReleaseLine, ReplicaLag, TableLag
-from sync_service.consumers.policy import Policy
-from sync_service.consumers.policy_message import policy_to_message
-from sync_service.given import Mode
-from sync_service.server import ServerOptions
-from sync_service.value_types import ValueType
+from deltasync.api.server import ServerOptions
+from deltasync.cli import consumers, serve
+from deltasync.cli.lag_text import lag_text
+from deltasync.cli.main import cli
+from deltasync.cli.policy_options import policy_of, policy_options
+from deltasync.consumers.consumer import ConsumerOptions
+from deltasync.core.mode import Mode
+from deltasync.core.policy import Policy
+from deltasync.core.value_types import ValueType
+from deltasync.status.lag import ConsumerLag, Lag, ReleaseLine, ReplicaLag, TableLag
+from deltasync.v1 import admin_pb2
+from deltasync.wire.policy_message import policy_to_message
 
 EVERYTHING = Policy(
     tables=("user*", "item"),

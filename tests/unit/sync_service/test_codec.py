@@ -1,17 +1,18 @@
 import numpy as np
 import pytest
-from deltasync.v1 import publish_pb2, tables_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-
-from sync_service import codec
-from sync_service.errors import InvalidInput
-from sync_service.tables import VALUE_TYPES, Position, Shard, Table
 from tests.support.wire import rows_message
 
-USER = Table("user", 100, 4)
-HALF = Table("half", 50, 3, np.dtype("<f2"))
+from deltasync.core.errors import InvalidInput
+from deltasync.core.position import Position
+from deltasync.core.tables import VALUE_TYPES, Shard, TableSpec
+from deltasync.v1 import publish_pb2, tables_pb2
+from deltasync.wire import codec
+
+USER = TableSpec("user", 100, 4)
+HALF = TableSpec("half", 50, 3, np.dtype("<f2"))
 TABLES = [USER, HALF]
 SHARDS = [Shard(USER, 10, 20, 1, 2), Shard.whole(HALF)]
 
@@ -20,7 +21,7 @@ def shards() -> st.SearchStrategy[Shard]:
     @st.composite
     def build(draw: st.DrawFn) -> Shard:
         rows, dim = draw(st.integers(1, 60)), draw(st.integers(1, 9))
-        table = Table("t", rows, dim, draw(st.sampled_from(VALUE_TYPES)))
+        table = TableSpec("t", rows, dim, draw(st.sampled_from(VALUE_TYPES)))
         first_row, first_col = draw(st.integers(0, rows - 1)), draw(st.integers(0, dim - 1))
         height, width = draw(st.integers(1, rows - first_row)), draw(st.integers(1, dim - first_col))
         return Shard(table, first_row, height, first_col, width)
@@ -36,14 +37,14 @@ def test_rows_come_back_as_they_were(data: st.DataObject, announced: list[Shard]
     values = data.draw(hnp.arrays(shard.table.dtype, (len(ids), shard.cols)))
     message = rows_message(slot, ids, values)
     record = b"".join(codec.pack_rows(slot, np.array(ids, np.int64), values))
-    for found, found_ids, found_values in (
+    for found in (
         codec.decode_rows(tables_pb2.Rows.FromString(message.SerializeToString()), announced),
         codec.unpack_rows(memoryview(record), announced),
     ):
-        assert found is shard
-        assert found_ids.tolist() == ids
-        assert found_values.tobytes() == values.tobytes()
-        assert (found_values.shape, found_values.dtype) == (values.shape, values.dtype)
+        assert found.shard is shard
+        assert found.ids.tolist() == ids
+        assert found.values.tobytes() == values.tobytes()
+        assert (found.values.shape, found.values.dtype) == (values.shape, values.dtype)
 
 
 @given(st.integers(0, 40), st.integers(1, 300))
@@ -66,7 +67,7 @@ def test_a_chunk_of_the_widest_rows_is_within_the_limit() -> None:
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_tables_come_back_as_they_were(table: Table) -> None:
+def test_tables_come_back_as_they_were(table: TableSpec) -> None:
     assert codec.table_from_message(codec.table_to_message(table)) == table
 
 
@@ -92,7 +93,7 @@ def test_a_shard_of_no_table_is_refused() -> None:
 
 
 def check(message: tables_pb2.Rows) -> None:
-    codec.check_rows(*codec.decode_rows(message, SHARDS))
+    codec.check_rows(codec.decode_rows(message, SHARDS))
 
 
 TWO = np.ones((2, 2), "<f4")
@@ -140,10 +141,11 @@ def test_any_bytes_are_rows_or_refused(ids: bytes, values: bytes, slot: int) -> 
     """Whatever is taken fits its shard."""
     message = tables_pb2.Rows(slot=slot, ids=ids, values=values)
     try:
-        shard, found, array = codec.decode_rows(message, SHARDS)
-        codec.check_rows(shard, found, array)
+        batch = codec.decode_rows(message, SHARDS)
+        codec.check_rows(batch)
     except InvalidInput:
         return
+    shard, found, array = batch.shard, batch.ids, batch.values
     last = shard.row_offset + shard.rows
     assert found.tolist() == sorted(set(found.tolist()))
     assert all(shard.row_offset <= row < last for row in found.tolist())

@@ -5,15 +5,16 @@ import asyncio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from sync_service.consumers.consumer import Replica
-from sync_service.consumers.lag import Lag, measure, state
-from sync_service.consumers.offsets import consumer_offset, forgettable, offset_in
-from sync_service.log import Seal
-from sync_service.tables import Position, Table
 from tests.support.seals import sealed
 
-ROW_BYTES = [Table("a", 10, 2).row_bytes, Table("b", 10, 4).row_bytes]
+from deltasync.consumers.consumer import Replica
+from deltasync.consumers.offsets import consumer_offset, forgettable, offset_in
+from deltasync.core.position import Position
+from deltasync.core.seal import Seal
+from deltasync.core.tables import TableSpec
+from deltasync.status.lag import Lag, measure, state
+
+ROW_BYTES = [TableSpec("a", 10, 2).row_bytes, TableSpec("b", 10, 4).row_bytes]
 NONE, SOME = Lag(0, 0, 0, 0.0), Lag(2, 7, 100, 1.5)
 
 

@@ -5,13 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sync_service import cuts
-from sync_service.cuts import ArrivingPart, Cut
-from sync_service.errors import Contradiction, InvalidInput, ResyncRequired
-from sync_service.runs import Run
-from sync_service.tables import Shard, Table
+from deltasync.core.errors import Contradiction, InvalidInput, ResyncRequired
+from deltasync.core.rows import RowBatch
+from deltasync.core.tables import Shard, TableSpec
+from deltasync.publish import cuts
+from deltasync.publish.cuts import Cut, RankPart
+from deltasync.publish.runs import Run
 
-TABLE = Table("user", 12, 4)
+TABLE = TableSpec("user", 12, 4)
 TOP, BOTTOM = Shard(TABLE, 0, 6, 0, 4), Shard(TABLE, 6, 6, 0, 4)
 
 
@@ -19,7 +20,7 @@ def cut_of(world_size: int) -> Cut:
     return Cut(3, 10, Run("r", 1, world_size))
 
 
-def fill(part: ArrivingPart) -> None:
+def fill(part: RankPart) -> None:
     for slot, shard in enumerate(part.shards):
         part.add(slot, np.arange(shard.row_offset, shard.row_offset + shard.rows))
 
@@ -94,7 +95,7 @@ def shard_of_table(draw: st.DrawFn) -> Shard:
 
 @given(st.lists(shard_of_table(), max_size=6))
 def test_coverage_is_what_painting_the_shards_leaves_blank(shards: list[Shard]) -> None:
-    other = Shard.whole(Table("item", 12, 4))
+    other = Shard.whole(TableSpec("item", 12, 4))
     cut = cut_of(len(shards) + 1)
     painted = np.zeros((12, 4), bool)
     cut.announce([TABLE, other.table])
@@ -121,7 +122,7 @@ def test_a_gap_is_named() -> None:
 
 def test_a_table_that_one_rank_announces_is_the_whole_cuts() -> None:
     cut = cut_of(2)
-    for rank, tables in enumerate(([TABLE], [TABLE, Table("bias", 1, 1)])):
+    for rank, tables in enumerate(([TABLE], [TABLE, TableSpec("bias", 1, 1)])):
         cut.announce(tables)
         cut.begin(rank, [TOP, BOTTOM], must_be_full=True)
     with pytest.raises(Contradiction, match="table 'bias': rows 0 to 0"):
@@ -130,7 +131,7 @@ def test_a_table_that_one_rank_announces_is_the_whole_cuts() -> None:
 
 def test_the_tables_of_a_cut_are_those_it_has_rows_of() -> None:
     cut = cut_of(1)
-    part = cut.begin(0, [TOP, Shard.whole(Table("item", 3, 1))], must_be_full=False)
+    part = cut.begin(0, [TOP, Shard.whole(TableSpec("item", 3, 1))], must_be_full=False)
     assert cut.tables_with_rows == set()
     part.add(1, np.array([2]))
     assert cut.tables_with_rows == {"item"}
@@ -151,10 +152,10 @@ def test_rows_are_kept_in_memory_unless_there_are_many(monkeypatch: pytest.Monke
     cut = cut_of(2)
     values = np.ones((1, 4), "<f4")
 
-    def send(part: ArrivingPart, *ids: int) -> None:
+    def send(part: RankPart, *ids: int) -> None:
         for row in ids:
             part.add(0, np.array([row]))
-            cut.keep(part, (part.shards[0], np.array([row]), values))
+            cut.keep(part, RowBatch(part.shards[0], np.array([row]), values))
 
     send(cut.begin(0, [TOP], must_be_full=False), 0, 1)
     send(cut.begin(1, [BOTTOM], must_be_full=False), 6)
@@ -162,6 +163,6 @@ def test_rows_are_kept_in_memory_unless_there_are_many(monkeypatch: pytest.Monke
     rows = cut.rows_in_memory()
     if kept_bytes == 10**6:
         assert rows is not None
-        assert sorted(int(ids[0]) for _, ids, _ in rows) == [2, 6]
+        assert sorted(int(batch.ids[0]) for batch in rows) == [2, 6]
     else:
         assert rows is None

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
-from sync_service import digests
-from sync_service.digests import Digest, digest
-from sync_service.tables import VALUE_TYPES, Ids, Values
+from deltasync.core import digests
+from deltasync.core.digests import Digest, digest
+from deltasync.core.rows import Ids, Values
+from deltasync.core.tables import VALUE_TYPES
 
 Array = NDArray[Any]
 

@@ -3,9 +3,9 @@ import re
 import grpc
 import pytest
 
-from sync_service import error_codes as api
-from sync_service import errors
-from sync_service.errors import DeltasyncError, InvalidInput, ServiceFailed, ServiceUnavailable
+from deltasync.core import errors
+from deltasync.core.errors import DeltasyncError, InvalidInput, ServiceFailed, ServiceUnavailable
+from deltasync.wire import error_codes as api
 
 # Those of this package: others may be loaded too.
 KINDS = [kind for kind in DeltasyncError.__subclasses__() if kind.__module__ == errors.__name__]

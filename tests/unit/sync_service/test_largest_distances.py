@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sync_service.tables import VALUE_TYPES, Table, Values
-from sync_service.value_types import ValueType, decode, encode, largest_distances, own_type
+from deltasync.core.rows import Values
+from deltasync.core.tables import VALUE_TYPES, TableSpec
+from deltasync.core.value_types import ValueType, decode, encode, largest_distances, own_type
 
 LOSSY = [(VALUE_TYPES[0], kind) for kind in (ValueType.FP16, ValueType.BF16, ValueType.INT8)]
 CASES = [*LOSSY, (VALUE_TYPES[1], ValueType.INT8)]
@@ -46,7 +47,7 @@ def test_a_row_that_changed_a_lot_lies_further_away(dtype: np.dtype[np.generic],
 def test_rows_that_are_sent_as_they_are_lie_nowhere_else() -> None:
     for dtype in VALUE_TYPES:
         values = np.ones((2, 4), dtype)
-        assert largest_distances(values, values, own_type(Table("t", 2, 4, dtype))).tolist() == [0, 0]
+        assert largest_distances(values, values, own_type(TableSpec("t", 2, 4, dtype))).tolist() == [0, 0]
 
 
 def test_values_half_way_between_two_codes_lie_as_far_away_as_they_can() -> None:

@@ -7,10 +7,10 @@ import lmdb
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from sync_service.errors import StorageFailed
-from sync_service.log import Log, LogOptions
 from tests.support.seals import sealed
+
+from deltasync.core.errors import StorageFailed
+from deltasync.storage.log import Log, LogOptions
 
 TIMEOUT = 20
 
@@ -262,7 +262,7 @@ def test_an_error_of_the_disk_reaches_who_waits(log: Log, monkeypatch: pytest.Mo
         raise lmdb.DiskError("mdb_txn_commit: Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr("sync_service.log._put", broken)
+        patch.setattr("deltasync.storage.log._put", broken)
         with pytest.raises(StorageFailed, match="Input/output error"):
             log.append("m", 1, 0, 0, b"x").result(TIMEOUT)
     log.append("m", 1, 0, 0, b"x").result(TIMEOUT)

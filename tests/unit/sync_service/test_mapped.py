@@ -3,14 +3,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sync_service.errors import StorageFailed
-from sync_service.mapped import MappedTable
-from sync_service.tables import Table
+from deltasync.core.errors import StorageFailed
+from deltasync.core.tables import TableSpec
+from deltasync.storage.mapped import MappedTable
 
-TABLE = Table("sparse/user", 10, 4)
+TABLE = TableSpec("sparse/user", 10, 4)
 
 
-def written(folder: Path, table: Table = TABLE) -> MappedTable:
+def written(folder: Path, table: TableSpec = TABLE) -> MappedTable:
     mapped = MappedTable(table, folder, new=True)
     mapped.apply(np.array([3, 7]), np.full((2, 4), 5, table.dtype), 2)
     return mapped
@@ -33,7 +33,7 @@ def test_rows_are_on_their_way_to_the_file_before_a_flush(tmp_path: Path) -> Non
 def test_a_new_table_is_zero_whatever_lay_there(tmp_path: Path) -> None:
     """A crash before the log named the table leaves its files."""
     written(tmp_path)
-    larger = MappedTable(Table(TABLE.name, 20, 4), tmp_path, new=True)
+    larger = MappedTable(TableSpec(TABLE.name, 20, 4), tmp_path, new=True)
     assert not larger.rows.any()
     assert not larger.stamps.any()
 
@@ -69,7 +69,7 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path, monkeypatch:
 def test_any_table_name_makes_a_file_in_the_folder(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "tables"
     folder.mkdir()
-    written(folder, Table(name, 10, 4))
+    written(folder, TableSpec(name, 10, 4))
     assert len(list(folder.iterdir())) == 2
     assert list(tmp_path.iterdir()) == [folder]
 
@@ -77,5 +77,5 @@ def test_any_table_name_makes_a_file_in_the_folder(tmp_path: Path, name: str) ->
 def test_alike_names_are_tables_of_their_own(tmp_path: Path) -> None:
     names = ["x" * 200 + "1", "x" * 200 + "2", "a/b", "a%2Fb", "User", "user"]
     for name in names:
-        written(tmp_path, Table(name, 10, 4))
+        written(tmp_path, TableSpec(name, 10, 4))
     assert len({path.name.lower() for path in tmp_path.iterdir()}) == 2 * len(names)

@@ -2,9 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from sync_service.client import PublisherOptions, SubscriberOptions
-from sync_service.log import LogOptions
-from sync_service.service import ServiceOptions
+from deltasync.client import PublisherOptions, SubscriberOptions
+from deltasync.service.service import ServiceOptions
+from deltasync.storage.log import LogOptions
 
 PUBLISHER = {"service": "h:1", "model": "m", "run": "r", "run_started_unix_ns": 1}
 SUBSCRIBER = {"service": "h:1", "consumer": "c"}

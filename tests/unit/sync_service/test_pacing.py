@@ -7,8 +7,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from sync_service.consumers.pacing import PACE_VERSIONS, Situation, due
-from sync_service.consumers.policy import Policy
+from deltasync.core.policy import Policy
+from deltasync.views.pacing import PACE_VERSIONS, Situation, due
 
 SECOND = 10**9
 NOW = 1_700_000_000 * SECOND

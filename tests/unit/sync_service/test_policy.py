@@ -10,14 +10,14 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from sync_service.consumers.policy import Policy
-from sync_service.errors import InvalidInput
-from sync_service.given import Mode
-from sync_service.tables import Table
-from sync_service.value_types import ValueType
+from deltasync.core.errors import InvalidInput
+from deltasync.core.mode import Mode
+from deltasync.core.policy import Policy
+from deltasync.core.tables import TableSpec
+from deltasync.core.value_types import ValueType
 
-USER, ITEM = Table("user.embedding", 100, 16), Table("item", 100, 4)
-HALF = Table("half", 100, 16, np.dtype("<f2"))
+USER, ITEM = TableSpec("user.embedding", 100, 16), TableSpec("item", 100, 4)
+HALF = TableSpec("half", 100, 16, np.dtype("<f2"))
 
 # An id, and one value of two bytes.
 SMALLEST_ROW = 10
@@ -243,7 +243,7 @@ def test_a_policy_takes_names_for_its_kinds_and_refuses_other_types() -> None:
 
 
 def test_a_top_k_of_every_table_needs_the_bytes_of_them_all() -> None:
-    other = Table("other", 100, 4)
+    other = TableSpec("other", 100, 4)
     needed = 2 * 10 * (8 + 4 * 4)
     with pytest.raises(InvalidInput) as refused:
         Policy(top_k=10, top_k_per_table=True, max_bytes=needed - 1).check([ITEM, other])
@@ -291,5 +291,5 @@ def test_a_row_takes_its_id_and_its_values_or_its_norm(
 
 @pytest.mark.parametrize(("dim", "sent"), [(2, ValueType.FP32), (3, ValueType.INT8)])
 def test_narrow_rows_are_sent_as_they_are(dim: int, sent: ValueType) -> None:
-    table = Table("narrow", 1, dim)
+    table = TableSpec("narrow", 1, dim)
     assert Policy(value_type=ValueType.INT8).gives(table).value_type is sent

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sync_service.consumers.policy import Policy
-from sync_service.consumers.ranking import DirtyRows, Pick, pick
+from deltasync.core.policy import Policy
+from deltasync.views.ranking import DirtyRows, Pick, pick
 
 MAX_AGE = 60.0
 

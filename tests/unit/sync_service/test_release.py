@@ -5,14 +5,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from sync_service.errors import StorageFailed
-from sync_service.release import FrozenRelease, freeze
-from sync_service.stamps import StampedTable
-from sync_service.tables import Table
 from tests.support.wire import random_rows
 
-TABLES = [Table("a", 40, 3), Table("b", 20, 2, np.dtype("<f2")), Table("c", 5, 1)]
+from deltasync.core.errors import StorageFailed
+from deltasync.core.stamps import StampedTable
+from deltasync.core.tables import TableSpec
+from deltasync.feeds.release import FrozenRelease, freeze
+
+TABLES = [TableSpec("a", 40, 3), TableSpec("b", 20, 2, np.dtype("<f2")), TableSpec("c", 5, 1)]
 
 
 def stamped(seed: int, versions: int) -> list[StampedTable]:
@@ -51,7 +51,7 @@ def test_a_release_does_not_change_with_its_tables(tmp_path: Path) -> None:
     frozen = freeze(tables, 0, None, tmp_path, 1 << 20)
     before = content(frozen)
     for table in tables:
-        table.apply(np.arange(table.table.rows), np.zeros_like(table.rows), 9)
+        table.apply(np.arange(table.spec.rows), np.zeros_like(table.rows), 9)
     assert content(frozen) == before
 
 

@@ -1,9 +1,9 @@
 import pytest
-
-from sync_service.log import Seal
-from sync_service.runs import MAX_AHEAD_NS, Run, continues, may_publish, resume
-from sync_service.tables import Position
 from tests.support.seals import sealed
+
+from deltasync.core.position import Position, resume
+from deltasync.core.seal import Seal
+from deltasync.publish.runs import MAX_AHEAD_NS, Run, continues, may_publish
 
 HEAD = sealed(5, run="b")
 NOW = 10**18

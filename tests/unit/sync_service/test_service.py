@@ -12,20 +12,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from sync_service import model as models
-from sync_service import release as releases
-from sync_service import service as services
-from sync_service.consumers.policy import Policy
-from sync_service.consumers.registry import Registry
-from sync_service.consumers.report import report
-from sync_service.errors import Contradiction, DeltasyncError, StorageFailed, Superseded
-from sync_service.log import Log, LogOptions
-from sync_service.publishing import PublishSession, check_open
-from sync_service.release import FrozenRelease
-from sync_service.service import Service, ServiceOptions
-from sync_service.tables import Position, Shard, Table
 from tests.support.wire import ITEM, USER, WHOLE, full_part, part, publish_open, random_rows
+
+from deltasync.consumers.registry import ConsumerRegistry
+from deltasync.core.errors import Contradiction, DeltasyncError, StorageFailed, Superseded
+from deltasync.core.policy import Policy
+from deltasync.core.position import Position
+from deltasync.core.tables import Shard, TableSpec
+from deltasync.feeds import model as models
+from deltasync.feeds import release as releases
+from deltasync.feeds.release import FrozenRelease
+from deltasync.publish.coordinator import PublishSession, check_open
+from deltasync.service import service as services
+from deltasync.service.service import Service, ServiceOptions
+from deltasync.status.report import report
+from deltasync.storage.log import Log, LogOptions
 
 Scenario = Callable[[Service], Coroutine[Any, Any, None]]
 
@@ -50,7 +51,7 @@ def run(data_dir: Path, scenario: Scenario, **settings: Any) -> None:
 
 
 async def join(service: Service, **fields: Any) -> PublishSession:
-    return await service.publishing_of("clicks").join(check_open(publish_open(**fields).open))
+    return await service.coordinator("clicks").join(check_open(publish_open(**fields).open))
 
 
 async def send(session: PublishSession, requests: list[Any]) -> Position | None:
@@ -189,23 +190,23 @@ def test_an_ack_while_lag_is_counted_does_no_harm(tmp_path: Path, monkeypatch: p
         session = await join(service)
         await send(session, full_part(1, random_rows(0), WHOLE))
         await send(session, part(2, [(0, [3], np.ones((1, 4), "<f4"))]))
-        publishing = service.publishing_of("clicks")
-        await publishing.drain()
+        coordinator = service.coordinator("clicks")
+        await coordinator.drain()
         consumer = await service.registry.create("c", "clicks", Policy())
         held = Position(session.head.history, 1)
         replica = service.registry.connect(consumer, "p", asyncio.Event())
         other = service.registry.connect(consumer, "q", asyncio.Event())
         service.registry.acknowledge(consumer, other, held)
-        counting = publishing.model.count_changed_since
+        counting = coordinator.model.count_changed_since
 
         async def meanwhile(version: int, tables: Any) -> list[int]:
             counts = await counting(version, tables)
             service.registry.acknowledge(consumer, replica, Position(session.head.history, 2))
-            await join(service, tables=[Table("another", 3, 1)], shards=[])
+            await join(service, tables=[TableSpec("another", 3, 1)], shards=[])
             return counts
 
-        monkeypatch.setattr(publishing.model, "count_changed_since", meanwhile)
-        lag = await report(consumer, publishing.model, None)
+        monkeypatch.setattr(coordinator.model, "count_changed_since", meanwhile)
+        lag = await report(consumer, coordinator.model, None)
         assert (lag.offset, lag.lag.rows, len(lag.tables)) == (0, 70, 2)
         assert [(line.offset, line.lag.rows) for line in lag.replicas] == [(0, 70), (1, 1)]
 
@@ -235,8 +236,8 @@ def test_what_a_crash_left_of_a_deleted_consumer_is_ignored(tmp_path: Path) -> N
     }.items():
         log.put_meta(name, meta).result(20)
 
-    async def load() -> Registry:
-        return Registry(log, 10)
+    async def load() -> ConsumerRegistry:
+        return ConsumerRegistry(log, 10)
 
     registry = asyncio.run(load())
     assert list(registry.consumers) == ["a"]
@@ -287,8 +288,8 @@ def test_a_flush_cuts_the_log_and_what_is_left_is_enough(tmp_path: Path) -> None
         session = await join(service)
         for step in (1, 2):
             await send(session, full_part(step, rows, WHOLE))
-        model = service.publishing_of("clicks").model
-        await service.publishing_of("clicks").drain()
+        model = service.model("clicks")
+        await service.coordinator("clicks").drain()
         assert model.should_flush(1)
         await asyncio.gather(*(asyncio.to_thread(model.flush) for _ in range(3)))
         assert not model.should_flush(1)
@@ -297,8 +298,8 @@ def test_a_flush_cuts_the_log_and_what_is_left_is_enough(tmp_path: Path) -> None
         assert [seal.version for seal in service.log.seals("clicks")] == [1, 2]
 
     async def second(service: Service) -> None:
-        model = service.publishing_of("clicks").model
-        assert model.position.version == 2
+        model = service.model("clicks")
+        assert model.position.number == 2
         for table, expected in zip(model.tables, rows, strict=True):
             np.testing.assert_array_equal(table.rows, expected)
 
@@ -312,7 +313,7 @@ def test_many_small_cuts_are_flushed_too(tmp_path: Path, monkeypatch: pytest.Mon
 
     async def scenario(service: Service) -> None:
         session = await join(service)
-        model = service.publishing_of("clicks").model
+        model = service.model("clicks")
         await send(session, full_part(1, random_rows(0), WHOLE))
         assert not model.should_flush(1 << 30)
         await send(session, part(2, []))
@@ -357,14 +358,14 @@ def test_a_flush_that_fails_is_tried_again_and_nothing_else_stops(
 
 def test_a_flush_meanwhile_does_not_forget_a_new_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both write down which tables there are: who has read last must write last."""
-    extra = Table("extra", 2, 1)
+    extra = TableSpec("extra", 2, 1)
     put_meta = Log.put_meta
     joining: list[Future[PublishSession]] = []
 
     async def first(service: Service) -> None:
         loop = asyncio.get_running_loop()
         await send(await join(service), full_part(1, random_rows(0), WHOLE))
-        await service.publishing_of("clicks").drain()
+        await service.coordinator("clicks").drain()
 
         def slow(log: Log, *arguments: Any) -> Future[None]:
             if not joining:
@@ -375,12 +376,12 @@ def test_a_flush_meanwhile_does_not_forget_a_new_table(tmp_path: Path, monkeypat
             return put_meta(log, *arguments)
 
         monkeypatch.setattr(Log, "put_meta", slow)
-        await asyncio.to_thread(service.publishing_of("clicks").model.flush)
+        await asyncio.to_thread(service.model("clicks").flush)
         await asyncio.wrap_future(joining[0])
 
     async def second(service: Service) -> None:
-        tables = service.publishing_of("clicks").model.tables
-        assert [each.table for each in tables] == [WHOLE[0].table, WHOLE[1].table, extra]
+        tables = service.model("clicks").tables
+        assert [each.spec for each in tables] == [WHOLE[0].table, WHOLE[1].table, extra]
 
     run(tmp_path, first)
     run(tmp_path, second)
@@ -394,7 +395,7 @@ def test_what_was_not_sealed_is_dropped_at_the_start(tmp_path: Path) -> None:
 
     async def second(service: Service) -> None:
         assert list(service.log.records("clicks", 2)) == []
-        assert service.publishing_of("clicks").model.position.version == 1
+        assert service.model("clicks").position.number == 1
 
     run(tmp_path, first)
     run(tmp_path, second)
@@ -404,8 +405,8 @@ def test_replicas_that_lack_the_same_share_one_release(tmp_path: Path) -> None:
     async def scenario(service: Service) -> None:
         session = await join(service)
         await send(session, full_part(1, random_rows(0), WHOLE))
-        await service.publishing_of("clicks").drain()
-        model = service.publishing_of("clicks").model
+        await service.coordinator("clicks").drain()
+        model = service.model("clicks")
         first, second = model.release(0), model.release(0)
         assert (await first) is (await second)
         other = model.release(1)
@@ -419,12 +420,12 @@ def test_two_models_do_not_mix(tmp_path: Path) -> None:
     async def first(service: Service) -> None:
         for model, seed in (("clicks", 0), ("click", 1)):
             opening = check_open(publish_open(model=model).open)
-            session = await service.publishing_of(model).join(opening)
+            session = await service.coordinator(model).join(opening)
             await send(session, full_part(1, random_rows(seed), WHOLE))
 
     async def second(service: Service) -> None:
         for model, seed in (("clicks", 0), ("click", 1)):
-            for table, expected in zip(service.publishing_of(model).model.tables, random_rows(seed), strict=True):
+            for table, expected in zip(service.model(model).tables, random_rows(seed), strict=True):
                 np.testing.assert_array_equal(table.rows, expected)
 
     run(tmp_path, first)
@@ -442,10 +443,10 @@ def test_a_table_that_finds_no_room_leaves_the_model_as_it_was(
             patch.setattr("os.posix_fallocate", full)
             with pytest.raises(StorageFailed, match="No space left on device"):
                 await join(service)
-        assert service.publishing_of("clicks").model.tables == []
-        assert service.publishing_of("clicks").sessions == {}
+        assert service.model("clicks").tables == []
+        assert service.coordinator("clicks").sessions == {}
         # Another shape of the same table: nothing of the failed try is in the way.
-        small = Table(WHOLE[0].table.name, 5, 1)
+        small = TableSpec(WHOLE[0].table.name, 5, 1)
         session = await join(service, tables=[small], shards=[Shard.whole(small)])
         assert await send(session, part(1, [(0, range(5), np.ones((5, 1), "<f4"))], full=True))
 
@@ -466,12 +467,12 @@ def test_tables_that_are_not_written_down_are_not_there(tmp_path: Path, monkeypa
             patch.setattr(Log, "put_meta", fails)
             with pytest.raises(StorageFailed, match="the log is full"):
                 await join(service)
-        assert service.publishing_of("clicks").model.tables == []
+        assert service.model("clicks").tables == []
         assert not [path for path in (tmp_path / "models").rglob("*") if path.is_file()]
         await send(await join(service), full_part(1, rows, WHOLE))
 
     async def second(service: Service) -> None:
-        for table, expected in zip(service.publishing_of("clicks").model.tables, rows, strict=True):
+        for table, expected in zip(service.model("clicks").tables, rows, strict=True):
             np.testing.assert_array_equal(table.rows, expected)
 
     run(tmp_path, first)
@@ -500,7 +501,7 @@ def test_tables_are_written_down_even_if_the_rank_has_gone(
         await send(await join(service), full_part(1, rows, WHOLE))
 
     async def second(service: Service) -> None:
-        for table, expected in zip(service.publishing_of("clicks").model.tables, rows, strict=True):
+        for table, expected in zip(service.model("clicks").tables, rows, strict=True):
             np.testing.assert_array_equal(table.rows, expected)
 
     run(tmp_path, first)
@@ -533,7 +534,7 @@ def test_a_new_table_is_published_whole_whichever_rank_brought_it(tmp_path: Path
         await asyncio.gather(*cut)
         assert all(session.decision.yes for session in ranks)
         delta = [send(session, part(3, [])) for session in ranks]
-        assert {position.version for position in await asyncio.gather(*delta) if position} == {3}
+        assert {position.number for position in await asyncio.gather(*delta) if position} == {3}
 
     async def third(service: Service) -> None:
         session = await join(service, run="run-3", started=3, continues=Position(heads[0].history, 3))
@@ -545,13 +546,13 @@ def test_a_new_table_is_published_whole_whichever_rank_brought_it(tmp_path: Path
 
 def test_what_parts_open_with_counts_as_bytes_of_the_log(tmp_path: Path) -> None:
     """With many tables it is more than the rows."""
-    tables = [Table(f"{'long' * 100}{number}", 1, 1) for number in range(50)]
+    tables = [TableSpec(f"{'long' * 100}{number}", 1, 1) for number in range(50)]
 
     async def scenario(service: Service) -> None:
         session = await join(service, tables=tables, shards=[Shard.whole(table) for table in tables])
         whole = part(1, [(slot, [0], np.ones((1, 1), "<f4")) for slot in range(50)], full=True)
         await send(session, whole)
-        model = service.publishing_of("clicks").model
+        model = service.model("clicks")
         before = model.seals[-1].log_bytes
         await send(session, part(2, [(0, [0], np.ones((1, 1), "<f4"))]))
         assert model.seals[-1].bytes == 12
@@ -565,7 +566,7 @@ def test_what_parts_open_with_counts_as_bytes_of_the_log(tmp_path: Path) -> None
 def test_a_full_log_is_flushed_and_takes_parts_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(services, "_HOUSEKEEPING_SECONDS", 0.001)
     monkeypatch.setattr(models.Model, "should_flush", lambda *_: False)
-    wide = Table("wide", 1 << 14, 4)
+    wide = TableSpec("wide", 1 << 14, 4)
     rows = np.ones((wide.rows, wide.dim), "<f4")
 
     async def scenario(service: Service) -> None:
@@ -586,7 +587,7 @@ def test_a_full_log_is_flushed_and_takes_parts_again(tmp_path: Path, monkeypatch
             await asyncio.sleep(0.001)
         position = await send(await join(service, **fields), part(step, [(0, range(wide.rows), rows)], full=True))
         assert position
-        assert position.version == step
+        assert position.number == step
         housekeeping.cancel()
 
     run(tmp_path, scenario, log_max_bytes=2 << 20, flush_bytes=1)
@@ -600,8 +601,8 @@ def test_releases_share_the_memory_there_is_for_them(tmp_path: Path, monkeypatch
         session = await join(service)
         await send(session, full_part(1, random_rows(0), WHOLE))
         await send(session, full_part(2, random_rows(1), WHOLE))
-        await service.publishing_of("clicks").drain()
-        model = service.publishing_of("clicks").model
+        await service.coordinator("clicks").drain()
+        model = service.model("clicks")
         first = await model.release(0)
         monkeypatch.setattr(releases, "RELEASES_IN_MEMORY_BYTES", 2 * first.memory_bytes - 1)
         second = await model.release(1)

@@ -4,25 +4,26 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sync_service import stamps
-from sync_service.digests import Digest, digest
-from sync_service.stamps import StampedTable
-from sync_service.tables import VALUE_TYPES, Table, Values
+from deltasync.core import stamps
+from deltasync.core.digests import Digest, digest
+from deltasync.core.rows import Values
+from deltasync.core.stamps import StampedTable
+from deltasync.core.tables import VALUE_TYPES, TableSpec
 
 
 @st.composite
-def tables(draw: st.DrawFn) -> Table:
+def tables(draw: st.DrawFn) -> TableSpec:
     shape = draw(st.tuples(st.integers(1, 20), st.integers(1, 4)))
-    return Table("t", *shape, dtype=draw(st.sampled_from(VALUE_TYPES)))
+    return TableSpec("t", *shape, dtype=draw(st.sampled_from(VALUE_TYPES)))
 
 
-def some_ids(table: Table) -> st.SearchStrategy[list[int]]:
+def some_ids(table: TableSpec) -> st.SearchStrategy[list[int]]:
     return st.sets(st.integers(0, table.rows - 1)).map(sorted)
 
 
 # The scan goes block by block: a block smaller than the table shows what happens at its edges.
 @given(st.data(), tables(), st.integers(1, 8))
-def test_a_table_is_what_was_written_last(data: st.DataObject, table: Table, scan_rows: int) -> None:
+def test_a_table_is_what_was_written_last(data: st.DataObject, table: TableSpec, scan_rows: int) -> None:
     stamped = StampedTable.zeros(table)
     values = {(row, col): 0.0 for row in range(table.rows) for col in range(table.dim)}
     last = dict.fromkeys(range(table.rows), 0)
@@ -51,7 +52,7 @@ def test_a_table_is_what_was_written_last(data: st.DataObject, table: Table, sca
 
 
 @given(tables(), st.data())
-def test_applying_twice_changes_nothing(table: Table, data: st.DataObject) -> None:
+def test_applying_twice_changes_nothing(table: TableSpec, data: st.DataObject) -> None:
     ids = np.array(data.draw(some_ids(table)), np.int64)
     values = np.ones((len(ids), table.dim), table.dtype)
     once, twice = StampedTable.zeros(table), StampedTable.zeros(table)
@@ -71,12 +72,12 @@ class Halved(StampedTable):
 
 
 def digest_of_what_is_held(stamped: StampedTable) -> Digest:
-    return digest(np.arange(stamped.table.rows), stamped.decoded(stamped.rows))
+    return digest(np.arange(stamped.spec.rows), stamped.decoded(stamped.rows))
 
 
 @given(st.data(), tables(), st.integers(1, 4), st.sampled_from([StampedTable, Halved]))
 def test_the_digest_kept_is_that_of_all_rows_as_they_are_held(
-    data: st.DataObject, table: Table, block_rows: int, kind: type[StampedTable]
+    data: st.DataObject, table: TableSpec, block_rows: int, kind: type[StampedTable]
 ) -> None:
     stamped = kind.zeros(table)
     with mock.patch.object(stamps, "BLOCK_ROWS", block_rows):
@@ -94,7 +95,9 @@ def test_the_digest_kept_is_that_of_all_rows_as_they_are_held(
 
 
 @given(tables(), st.data())
-def test_the_digest_counted_after_a_restart_is_the_one_that_was_kept(table: Table, data: st.DataObject) -> None:
+def test_the_digest_counted_after_a_restart_is_the_one_that_was_kept(
+    table: TableSpec, data: st.DataObject
+) -> None:
     before = StampedTable.zeros(table)
     ids = np.array(data.draw(some_ids(table)), np.int64)
     before.apply(ids, np.full((len(ids), table.dim), 3, table.dtype), 7)
@@ -105,7 +108,7 @@ def test_the_digest_counted_after_a_restart_is_the_one_that_was_kept(table: Tabl
 
 
 def test_the_norm_is_that_of_all_rows_together_and_never_nan() -> None:
-    stamped = StampedTable.zeros(Table("t", 3, 2))
+    stamped = StampedTable.zeros(TableSpec("t", 3, 2))
     assert stamped.norm == 0
     stamped.apply(np.array([0, 2]), np.array([[3.0, 0.0], [0.0, -4.0]], np.float32), 1)
     assert stamped.norm == 5

@@ -3,10 +3,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sync_service.errors import InvalidInput
-from sync_service.tables import MAX_DIM, MAX_ROWS, Shard, Table, check_name
+from deltasync.core.errors import InvalidInput
+from deltasync.core.names import check_name
+from deltasync.core.tables import MAX_DIM, MAX_ROWS, Shard, TableSpec
 
-TABLE = Table("emb.user", 100, 8)
+TABLE = TableSpec("emb.user", 100, 8)
 LETTERS = "abcXYZ019_-"
 
 
@@ -38,17 +39,17 @@ def test_other_names_are_refused(name: str) -> None:
 def test_a_wrong_table_is_refused(wrong: dict[str, object], said: str) -> None:
     fields: dict[str, object] = {"name": "t", "rows": 1, "dim": 1} | wrong
     with pytest.raises(InvalidInput) as refused:
-        Table(**fields)  # type: ignore[arg-type]
+        TableSpec(**fields)  # type: ignore[arg-type]
     assert said in str(refused.value)
 
 
 @pytest.mark.parametrize("fields", [("x" * 512, 1, 1), ("t", MAX_ROWS, 1), ("t", 1, MAX_DIM)])
 def test_the_bounds_themselves_are_allowed(fields: tuple[str, int, int]) -> None:
-    Table(*fields)
+    TableSpec(*fields)
 
 
 def test_bytes_of_a_table() -> None:
-    table = Table("t", 10, 3, np.dtype("<f2"))
+    table = TableSpec("t", 10, 3, np.dtype("<f2"))
     assert (table.row_bytes, table.nbytes) == (8 + 6, 60)
     assert Shard(table, 0, 5, 1, 2).row_bytes == 8 + 4
 

@@ -7,18 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from sync_service.client import CallbackTarget, NumpyTarget, Position, Release, ReleasedRows, Table
-from sync_service.client.held import HeldChecksums
-from sync_service.client.targets import ReadableTarget
-from sync_service.client.torch_target import TorchTarget
-from sync_service.digests import digest
-from sync_service.errors import Contradiction, NotFound
+from deltasync.client import CallbackTarget, NumpyTarget, Position, Release, ReleasedRows, TableSpec
+from deltasync.client.checksums import TargetChecksums
+from deltasync.client.targets import ReadableTarget
+from deltasync.client.torch_target import TorchTarget
+from deltasync.core.digests import digest
+from deltasync.core.errors import Contradiction, NotFound
 
-USER = Table("sparse.embedding_bags.user", 5, 2)
-HALF = Table("sparse.embedding_bags.small", 4, 3, np.dtype("<f2"))
+USER = TableSpec("sparse.embedding_bags.user", 5, 2)
+HALF = TableSpec("sparse.embedding_bags.small", 4, 3, np.dtype("<f2"))
 
 
-def release_of(version: int, *rows: tuple[Table, list[int], float], resync: bool = False) -> Release:
+def release_of(version: int, *rows: tuple[TableSpec, list[int], float], resync: bool = False) -> Release:
     changed = [
         ReleasedRows(table, np.array(ids), np.full((len(ids), table.dim), value, table.dtype))
         for table, ids, value in rows
@@ -141,7 +141,7 @@ def test_rows_are_read_back_as_they_are(target: NumpyTarget | TorchTarget) -> No
     no_rows = target.read(USER, np.empty(0, np.int64))
     assert no_rows is not None
     assert no_rows.shape == (0, 2)
-    assert target.read(Table("other", 5, 2), np.array([0])) is None
+    assert target.read(TableSpec("other", 5, 2), np.array([0])) is None
 
 
 def test_a_module_that_outlived_its_process_is_read_before_any_release() -> None:
@@ -173,7 +173,7 @@ def test_checksums_are_of_what_is_held(target: NumpyTarget | TorchTarget) -> Non
         release_of(5),
         release_of(6, (USER, [0, 1], -0.0), (HALF, [3], 1.0), resync=True),
     ]
-    held = HeldChecksums(target)
+    held = TargetChecksums(target)
     for release in releases:
         held.before(release)
         target.apply(release)
@@ -183,7 +183,7 @@ def test_checksums_are_of_what_is_held(target: NumpyTarget | TorchTarget) -> Non
 def test_of_a_table_that_was_dropped_nothing_is_remembered() -> None:
     """It comes back whole."""
     target = NumpyTarget()
-    held = HeldChecksums(target)
+    held = TargetChecksums(target)
     back = dataclasses.replace(release_of(3, (USER, [2], 7.0), (HALF, [1], 1.0)), whole=frozenset({HALF.name}))
     for release in (
         release_of(1, (USER, [1], 2.0), (HALF, [0], 3.0), resync=True),
@@ -200,8 +200,8 @@ def test_a_row_changed_behind_its_back_shows_in_the_end(data: st.DataObject, blo
     """Once it is written again, or the sweep has come round to it."""
     target, some = NumpyTarget(), st.lists(st.integers(0, 3), unique=True).map(sorted)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sync_service.client.held.BLOCK_ROWS", block)
-        held = HeldChecksums(target)
+        patch.setattr("deltasync.client.checksums.BLOCK_ROWS", block)
+        held = TargetChecksums(target)
 
         def released(number: int) -> dict[str, int]:
             rows = (USER, data.draw(some), float(number)), (HALF, data.draw(some), float(number))

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
-from sync_service.tables import MAX_DIM, VALUE_TYPES, Table
-from sync_service.value_types import ValueType, decode, encode, encoded_table, own_type, row_bytes, sent_as
+from deltasync.core.tables import MAX_DIM, VALUE_TYPES, TableSpec
+from deltasync.core.value_types import ValueType, decode, encode, encoded_table, own_type, row_bytes, sent_as
 
 Floats = NDArray[np.float32]
 Halves = NDArray[np.float16]
@@ -66,8 +66,8 @@ def rows(largest: float | None = None) -> st.SearchStrategy[Floats]:
     return anything | st.tuples(close, factors).map(lambda pair: (pair[0] * pair[1]).astype(np.float32))
 
 
-def tables() -> st.SearchStrategy[Table]:
-    return st.builds(Table, st.just("t"), st.integers(1, 9), st.integers(1, 200), st.sampled_from(VALUE_TYPES))
+def tables() -> st.SearchStrategy[TableSpec]:
+    return st.builds(TableSpec, st.just("t"), st.integers(1, 9), st.integers(1, 200), st.sampled_from(VALUE_TYPES))
 
 
 def bits(values: NDArray[np.generic]) -> list[list[int]]:
@@ -258,13 +258,13 @@ def test_rows_that_do_not_lie_side_by_side_in_memory_are_encoded_alike_and_left_
 @pytest.mark.parametrize(("value_type", "dtype"), list(product(ValueType, VALUE_TYPES)))
 def test_no_rows_are_encoded_as_no_rows(value_type: ValueType, dtype: np.dtype[np.generic]) -> None:
     encoded = encode(np.zeros((0, 4), dtype), value_type)
-    assert encoded.shape == (0, encoded_table(Table("t", 1, 4, dtype), value_type).dim)
+    assert encoded.shape == (0, encoded_table(TableSpec("t", 1, 4, dtype), value_type).dim)
     back = decode(encoded, value_type, dtype)
     assert (back.shape, back.dtype) == ((0, 4), dtype)
 
 
 @given(tables(), st.sampled_from(ValueType))
-def test_encoded_rows_are_what_their_table_and_their_size_say(table: Table, value_type: ValueType) -> None:
+def test_encoded_rows_are_what_their_table_and_their_size_say(table: TableSpec, value_type: ValueType) -> None:
     encoded = encode(np.ones((table.rows, table.dim), table.dtype), value_type)
     stored = encoded_table(table, value_type)
     assert (stored.name, stored.rows) == (table.name, table.rows)
@@ -273,7 +273,7 @@ def test_encoded_rows_are_what_their_table_and_their_size_say(table: Table, valu
 
 
 def test_the_widest_rows_there_are_can_be_sent_as_int8() -> None:
-    assert encoded_table(Table("wide", 1, MAX_DIM), ValueType.INT8).dtype == np.uint8
+    assert encoded_table(TableSpec("wide", 1, MAX_DIM), ValueType.INT8).dtype == np.uint8
 
 
 @pytest.mark.parametrize(
@@ -292,11 +292,11 @@ def test_the_widest_rows_there_are_can_be_sent_as_int8() -> None:
 def test_rows_too_narrow_to_gain_are_sent_as_they_are(
     dtype: np.dtype[np.generic], dim: int, wanted: ValueType, sent: ValueType
 ) -> None:
-    assert sent_as(Table("t", 1, dim, dtype), wanted) is sent
+    assert sent_as(TableSpec("t", 1, dim, dtype), wanted) is sent
 
 
 @given(tables(), st.sampled_from(ValueType))
-def test_no_type_is_chosen_that_takes_more_bytes(table: Table, wanted: ValueType) -> None:
+def test_no_type_is_chosen_that_takes_more_bytes(table: TableSpec, wanted: ValueType) -> None:
     sent = sent_as(table, wanted)
     assert sent in (wanted, own_type(table))
     assert row_bytes(table, sent) == min(row_bytes(table, wanted), row_bytes(table, own_type(table)))

@@ -6,17 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from sync_service.consumers.consumer import Consumer, Replica
-from sync_service.consumers.giving import Giving
-from sync_service.consumers.lag import ConsumerLag
-from sync_service.consumers.policy import Policy
-from sync_service.consumers.report import report
-from sync_service.consumers.view import View
-from sync_service.consumers.view_store import ViewStore
-from sync_service.errors import StorageFailed
-from sync_service.tables import Position, Table
-from sync_service.value_types import ValueType
 from tests.support.local_model import LocalModel
 from tests.support.view_scenarios import (
     ITEM,
@@ -31,6 +20,18 @@ from tests.support.view_scenarios import (
     same_as_the_model,
 )
 from tests.support.wire import random_rows
+
+from deltasync.consumers.consumer import Consumer, Replica
+from deltasync.core.errors import StorageFailed
+from deltasync.core.policy import Policy
+from deltasync.core.position import Position
+from deltasync.core.tables import TableSpec
+from deltasync.core.value_types import ValueType
+from deltasync.status.lag import ConsumerLag
+from deltasync.status.report import report
+from deltasync.views.release_writer import ReleaseWriter
+from deltasync.views.store import ViewStore
+from deltasync.views.view import View
 
 
 def test_rows_that_went_back_are_not_left_any_more(tmp_path: Path) -> None:
@@ -56,7 +57,7 @@ def test_rows_that_went_back_are_not_left_any_more(tmp_path: Path) -> None:
         gone_back = {row: view._kept[1].table.held.rows[row].copy() for row in (1, 2)}
         await local.cut({ITEM.name: gone_back})
         await view.make_release(TOP, 0)
-        assert view.position.version == number
+        assert view.position.number == number
         assert (view.account.left_rows, view.account.left_bytes, view.account.left_norm) == (0, 0, 0.0)
         assert not is_due(view, TOP)
 
@@ -73,11 +74,11 @@ def test_a_replica_from_before_the_policy_gets_what_it_lacks(tmp_path: Path, giv
         view = await local.prepared_view(policy)
         decision, position = view.resume(held)
         assert decision.yes
-        release = await view.release(position.version)
+        release = await view.release(position.number)
         lacks = view.position != position  # Else nothing is sent.
-        names = {view.given[slot].table.name: len(ids) for slot, ids, _ in release.tables if lacks}
+        names = {view.deliveries[slot].spec.name: len(ids) for slot, ids, _ in release.tables if lacks}
         assert names == ({} if given is ValueType.FP32 else {"user": 40, "item": 30})
-        assert view.resume(Position(held.history, held.version + 1))[0].yes is False
+        assert view.resume(Position(held.history, held.number + 1))[0].yes is False
 
     run(tmp_path, scenario)
 
@@ -88,8 +89,8 @@ def test_a_replica_from_before_the_policy_that_was_behind_gets_what_changed_sinc
         await local.cut(changed(1, USER, 3, 4))
         view = await local.prepared_view(TOP)
         _, position = view.resume(held)
-        assert view.position.version > position.version
-        release = await view.release(position.version)
+        assert view.position.number > position.number
+        release = await view.release(position.number)
         assert [(slot, ids.tolist()) for slot, ids, _ in release.tables] == [(0, [3, 4])]
 
     run(tmp_path, scenario)
@@ -113,8 +114,8 @@ def test_a_dirty_row_that_changes_again_is_as_old_as_it_was(tmp_path: Path) -> N
 def test_rows_for_which_the_log_had_no_room_are_given_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sync_service.consumers.giving.CHUNK_BYTES", 40_000)
-    big = Table("big", 4000, 128)
+    monkeypatch.setattr("deltasync.views.release_writer.CHUNK_BYTES", 40_000)
+    big = TableSpec("big", 4000, 128)
     policy = Policy(tables=("big",), value_type=ValueType.FP16, top_k=0.9)
 
     async def scenario(local: LocalModel) -> None:
@@ -153,18 +154,18 @@ def test_a_release_that_could_not_be_written_down_is_made_again(
 
     async def scenario(local: LocalModel) -> None:
         view = await local.prepared_view(Policy())
-        before = view.position.version
+        before = view.position.number
         await local.cut(changed(1, USER, 3, 4))
         with monkeypatch.context() as patch:
             patch.setattr(ViewStore, "write_release", refuse)
             with pytest.raises(StorageFailed):
                 await view.make_release(Policy(), 0)
-        assert view.position.version == before
+        assert view.position.number == before
         if again:
             await local.cut(changed(1, USER, 9))
         assert is_due(view, Policy())
         await view.make_release(Policy(), 0)
-        assert view.position.version > before
+        assert view.position.number > before
         late = await view.release(before)
         assert [ids.tolist() for _, ids, _ in late.tables] == [[3, 4, 9] if again else [3, 4]]
         assert not is_due(view, Policy())
@@ -220,13 +221,13 @@ def test_who_lacks_a_release_is_not_in_sync(tmp_path: Path) -> None:
         view = await local.prepared_view(TOP)
         await local.cut(changed(1, USER, 3, 4))
         await view.make_release(TOP, 0)
-        assert (await lag_at(view, view.position.version)).state == "current"
+        assert (await lag_at(view, view.position.number)).state == "current"
         await view.make_release(TOP, 0)
-        lag = await lag_at(view, view.position.version - 1)
+        lag = await lag_at(view, view.position.number - 1)
         assert (lag.state, lag.lag.versions, lag.lag.rows, lag.lag.bytes) == ("behind", 0, 1, 40)
         assert lag.lag.seconds > 0
         assert [table.rows for table in lag.tables] == [1, 0]
-        assert (await lag_at(view, view.position.version)).state == "in sync"
+        assert (await lag_at(view, view.position.number)).state == "in sync"
 
     run(tmp_path, scenario)
 
@@ -237,9 +238,9 @@ def test_who_has_whole_tables_of_a_version_but_not_all_of_it_is_not_in_sync(tmp_
         view = await local.prepared_view(narrow)
         await local.cut(changed(1, USER, 3, 4))
         await view.prepare(TOP)
-        made = view.position.version
+        made = view.position.number
         await view.make_release(Policy(top_k=2), 0)
-        assert view.position.version == made + 1
+        assert view.position.number == made + 1
         lag = await lag_at(view, made)
         assert (lag.state, lag.lag.versions, lag.lag.rows) == ("behind", 1, 2)
 
@@ -249,15 +250,15 @@ def test_who_has_whole_tables_of_a_version_but_not_all_of_it_is_not_in_sync(tmp_
 def test_a_version_is_not_held_before_its_release_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(local: LocalModel) -> None:
         view = await local.prepared_view(TOP)
-        number, found = view.position.version, list[int]()
+        number, found = view.position.number, list[int]()
         await local.cut(changed(1, USER, 3))
-        give = Giving.give
+        give = ReleaseWriter.give
 
         def noted(*arguments: Any) -> StorageFailed | None:
             found.append(view.version_of(number))
             return give(*arguments)
 
-        monkeypatch.setattr(Giving, "give", noted)
+        monkeypatch.setattr(ReleaseWriter, "give", noted)
         await view.make_release(TOP, 0)
         assert found == [1]
         assert view.version_of(number) == 1

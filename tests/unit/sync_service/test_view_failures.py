@@ -10,18 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from sync_service.api.proof import Proof
-from sync_service.consumers.consumer import Consumer, ConsumerOptions, Replica
-from sync_service.consumers.feeding import Feeding
-from sync_service.consumers.policy import Policy
-from sync_service.consumers.view import View
-from sync_service.consumers.view_store import ViewStore
-from sync_service.errors import StorageFailed
-from sync_service.log import Log, LogOptions
-from sync_service.release import FrozenRelease, Head
-from sync_service.service import Service, ServiceOptions
-from sync_service.value_types import ValueType
 from tests.support.fleet import release_at_once
 from tests.support.local_model import LocalModel
 from tests.support.seals import sealed
@@ -36,6 +24,18 @@ from tests.support.view_scenarios import (
     same_as_the_model,
 )
 
+from deltasync.consumers.consumer import Consumer, ConsumerOptions, Replica
+from deltasync.core.errors import StorageFailed
+from deltasync.core.policy import Policy
+from deltasync.core.value_types import ValueType
+from deltasync.feeds.audit import ReplicaAudit
+from deltasync.feeds.release import FrozenRelease, Head
+from deltasync.service.service import Service, ServiceOptions
+from deltasync.storage.log import Log, LogOptions
+from deltasync.views.release_loop import ReleaseLoop
+from deltasync.views.store import ViewStore
+from deltasync.views.view import View
+
 INT8 = Policy(top_k=1, value_type=ValueType.INT8)
 
 
@@ -47,7 +47,7 @@ def no_space(path: Path, *_: object, **__: object) -> None:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left goes out at once; a policy is tried again at once."""
     release_at_once(monkeypatch)
-    monkeypatch.setattr("sync_service.consumers.feeding._PREPARE_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr("deltasync.views.release_loop._PREPARE_AGAIN_SECONDS", 0.01)
 
 
 async def becomes(wanted: Callable[[], bool]) -> None:
@@ -61,12 +61,12 @@ def test_a_folder_that_cannot_be_made_is_a_failure_of_the_storage(
 ) -> None:
     async def scenario(local: LocalModel) -> None:
         view = await local.prepared_view(TOP)
-        before = view.given
+        before = view.deliveries
         with monkeypatch.context() as patch:
             patch.setattr(Path, "mkdir", no_space)
             with pytest.raises(StorageFailed, match="No space left on device"):
                 await view.prepare(INT8)
-        assert view.given == before
+        assert view.deliveries == before
         assert same_as_the_model(await held_by_a_replica(view), local)
 
     run(tmp_path, scenario)
@@ -79,11 +79,11 @@ def test_releases_go_on_in_the_tables_there_are_until_there_is_room(
     async def scenario(local: LocalModel) -> None:
         view = await local.prepared_view(TOP)
         replica = Replica("a", view.position, stream=asyncio.Event())
-        feeding = Feeding(Consumer("top", "clicks", 0, INT8, {"a": replica}), view)
+        feeding = ReleaseLoop(Consumer("top", "clicks", 0, INT8, {"a": replica}), view)
 
         def released() -> bool:
             replica.applied = view.position
-            return view.seen == local.model.position.version and not view.left_rows
+            return view.seen == local.model.position.number and not view.left_rows
 
         async with asyncio.TaskGroup() as tasks:
             with monkeypatch.context() as patch:
@@ -116,11 +116,11 @@ def test_nothing_of_a_release_that_is_not_written_down_is_sent(
             with pytest.raises(StorageFailed):
                 await view.make_release(TOP, 0)
             with pytest.raises(StorageFailed):
-                await view.release(before.version)
+                await view.release(before.number)
         assert view.position == before
         release = await view.release(0)
         assert release.head
-        assert release.head.number == view.position.version == before.version + 1
+        assert release.head.number == view.position.number == before.number + 1
         second = await held_by_a_replica(view)
         assert second["user"].tobytes() != first["user"].tobytes()
         assert same_as_the_model(second, local)
@@ -133,7 +133,7 @@ def test_a_release_that_could_not_be_frozen_is_frozen_anew_for_the_next_who_asks
 ) -> None:
     async def scenario(local: LocalModel) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr("sync_service.release.freeze", refuse)
+            patch.setattr("deltasync.feeds.release.freeze", refuse)
             failed = local.model.release(0)
             with pytest.raises(StorageFailed):
                 await failed
@@ -202,8 +202,8 @@ def test_versions_of_releases_are_found_while_others_are_made(tmp_path: Path) ->
 
 
 def test_of_a_table_that_came_after_a_release_was_frozen_there_are_no_rows() -> None:
-    def proof() -> Proof:
-        sent = Proof()
+    def proof() -> ReplicaAudit:
+        sent = ReplicaAudit()
         sent.expect(FrozenRelease(Head(1, 1, 0, 0), checksums=(10,)))
         return sent
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from sync_service.consumers.policy import Policy
-from sync_service.consumers.view import View
-from sync_service.consumers.views import Views
-from sync_service.service import Service, ServiceOptions
+from deltasync.core.policy import Policy
+from deltasync.service.service import Service, ServiceOptions
+from deltasync.views.registry import ViewRegistry
+from deltasync.views.view import View
 
 TOP = Policy(top_k=3)
 Scenario = Callable[[Service], Coroutine[Any, Any, None]]
@@ -54,14 +54,14 @@ class Held:
 
     def __init__(self, patch: pytest.MonkeyPatch, name: str) -> None:
         self.begun, self.go = asyncio.Event(), asyncio.Event()
-        original = getattr(Views, name)
+        original = getattr(ViewRegistry, name)
 
-        async def held(views: Views, *arguments: Any) -> None:
+        async def held(views: ViewRegistry, *arguments: Any) -> None:
             self.begun.set()
             await self.go.wait()
             await original(views, *arguments)
 
-        patch.setattr(Views, name, held)
+        patch.setattr(ViewRegistry, name, held)
 
 
 @pytest.mark.parametrize("policy", [TOP, Policy()])

@@ -1,25 +1,25 @@
 """What acks say of what a replica holds."""
 
-from sync_service.api.proof import Proof
-from sync_service.release import FrozenRelease, Head
+from deltasync.feeds.audit import ReplicaAudit
+from deltasync.feeds.release import FrozenRelease, Head
 
 RIGHT = {0: 10, 1: 20}
 WRONG = {0: 11, 1: 20}
 
 
-def sent(proof: Proof, number: int, whole: frozenset[int] = frozenset()) -> None:
+def sent(proof: ReplicaAudit, number: int, whole: frozenset[int] = frozenset()) -> None:
     proof.expect(FrozenRelease(Head(number, number, 0, 0), whole=whole, checksums=(10, 20)))
 
 
 def test_right_checksums_prove_it() -> None:
-    proof = Proof()
+    proof = ReplicaAudit()
     sent(proof, 1)
     assert proof.check(1, RIGHT) == frozenset()
     assert proof.begin_repair(0.0) == frozenset()
 
 
 def test_what_is_wrong_is_repaired_once() -> None:
-    proof = Proof()
+    proof = ReplicaAudit()
     sent(proof, 1)
     assert proof.check(1, WRONG) == {0}
     assert proof.begin_repair(0.0) == {0}
@@ -30,7 +30,7 @@ def test_what_is_wrong_is_repaired_once() -> None:
 
 
 def test_what_was_sent_before_the_repair_asks_for_no_other() -> None:
-    proof = Proof()
+    proof = ReplicaAudit()
     sent(proof, 1)
     sent(proof, 2)
     assert proof.check(1, WRONG) == {0}
@@ -43,7 +43,7 @@ def test_what_was_sent_before_the_repair_asks_for_no_other() -> None:
 
 def test_an_ack_that_comes_while_the_repair_is_sent_asks_for_no_other() -> None:
     """A whole table takes a while."""
-    proof = Proof()
+    proof = ReplicaAudit()
     sent(proof, 1)
     sent(proof, 2)
     assert proof.check(1, WRONG) == {0}
@@ -54,7 +54,7 @@ def test_an_ack_that_comes_while_the_repair_is_sent_asks_for_no_other() -> None:
 
 
 def test_an_ack_that_is_repeated_while_the_repair_is_sent_proves_nothing() -> None:
-    proof = Proof()
+    proof = ReplicaAudit()
     sent(proof, 1)
     assert proof.check(1, WRONG) == {0}
     assert proof.check(1, RIGHT) == {0}
@@ -65,7 +65,7 @@ def test_an_ack_that_is_repeated_while_the_repair_is_sent_proves_nothing() -> No
 
 
 def test_a_repair_that_did_not_help_is_made_again_later() -> None:
-    proof = Proof()
+    proof = ReplicaAudit()
     sent(proof, 1)
     assert proof.check(1, WRONG) == {0}
     assert proof.begin_repair(0.0) == {0}
@@ -80,7 +80,7 @@ def test_a_repair_that_did_not_help_is_made_again_later() -> None:
 
 
 def test_a_repair_that_helped_makes_the_next_one_immediate() -> None:
-    proof = Proof()
+    proof = ReplicaAudit()
     for number in (1, 2):
         sent(proof, number)
         assert proof.check(number, WRONG) == {0}
@@ -90,7 +90,7 @@ def test_a_repair_that_helped_makes_the_next_one_immediate() -> None:
 
 
 def test_an_ack_of_a_later_release_stands_for_those_before() -> None:
-    proof = Proof()
+    proof = ReplicaAudit()
     for number in (1, 2, 3):
         sent(proof, number)
     assert proof.check(2, RIGHT) == frozenset()

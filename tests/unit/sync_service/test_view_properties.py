@@ -12,22 +12,25 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
-from sync_service.consumers.policy import Policy
-from sync_service.digests import digest
-from sync_service.given import Given, Mode
-from sync_service.release import FrozenRelease
-from sync_service.tables import Position, Table, Values
-from sync_service.value_types import ValueType, decode
 from tests.support.local_model import LocalModel, Rows
 from tests.support.plain_view import PlainModel, PlainRelease, PlainTable, norm_of
 
-TABLES = [Table("a", 6, 3), Table("ab", 5, 10, np.dtype("<f2")), Table("c", 4, 1)]
+from deltasync.core.delivery import Delivery
+from deltasync.core.digests import digest
+from deltasync.core.mode import Mode
+from deltasync.core.policy import Policy
+from deltasync.core.position import Position
+from deltasync.core.rows import Values
+from deltasync.core.tables import TableSpec
+from deltasync.core.value_types import ValueType, decode
+from deltasync.feeds.release import FrozenRelease
+
+TABLES = [TableSpec("a", 6, 3), TableSpec("ab", 5, 10, np.dtype("<f2")), TableSpec("c", 4, 1)]
 VALUES = np.array([0.0, 1.0, -1.0, 0.5, -0.0, 3e38, -3e38, 1e-40, 6.5e4, 7.25, 1e20])
 REPLICAS = 3
 
 
-def row_of(table: Table, kind: int) -> Values:
+def row_of(table: TableSpec, kind: int) -> Values:
     values = VALUES[(kind * np.arange(1, table.dim + 1) + kind // 3) % len(VALUES)]
     largest = float(np.finfo(np.dtype(table.dtype)).max)  # type: ignore[type-var]
     row: Values = np.clip(values, -largest, largest).astype(table.dtype)
@@ -49,26 +52,26 @@ class PlainReplica:
     position: Position = field(default_factory=Position)
     tables: dict[str, Values] = field(default_factory=dict)
 
-    def begin(self, given: list[Given], *, resync: bool) -> None:
-        names = {each.table.name for each in given}
+    def begin(self, given: list[Delivery], *, resync: bool) -> None:
+        names = {each.spec.name for each in given}
         self.tables = {name: rows for name, rows in self.tables.items() if name in names and not resync}
 
-    def take(self, release: FrozenRelease, given: list[Given], history: str) -> None:
+    def take(self, release: FrozenRelease, given: list[Delivery], history: str) -> None:
         for each in given:
-            table = each.sent if each.mode is Mode.IDS else each.table
+            table = each.wire_spec if each.mode is Mode.IDS else each.spec
             rows = self.tables.setdefault(table.name, np.zeros((table.rows, table.dim), table.dtype))
             if rows.shape != (table.rows, table.dim):
                 self.tables[table.name] = np.zeros((table.rows, table.dim), table.dtype)
         for slot, ids, values in release.tables:
             each = given[slot]
             norms = each.mode is Mode.IDS
-            held = values if norms else decode(values, each.value_type, each.table.dtype)
-            self.tables[each.table.name][ids] = held
+            held = values if norms else decode(values, each.value_type, each.spec.dtype)
+            self.tables[each.spec.name][ids] = held
         assert release.head
         self.position = Position(history, release.head.number)
 
-    def checksums(self, given: list[Given]) -> tuple[int, ...]:
-        held = [self.tables[each.table.name] for each in given]
+    def checksums(self, given: list[Delivery]) -> tuple[int, ...]:
+        held = [self.tables[each.spec.name] for each in given]
         return tuple(digest(np.arange(len(rows)), rows).checksum for rows in held)
 
 
@@ -95,7 +98,7 @@ class Play:
 
     # -- operations
 
-    async def add(self, table: Table) -> None:
+    async def add(self, table: TableSpec) -> None:
         await self.local.add(table)
         self.plain.tables += [PlainTable(table)] if table not in [t.table for t in self.plain.tables] else []
 
@@ -109,7 +112,7 @@ class Play:
     async def go_back(self, _: Any) -> None:
         """Dirty rows become what replicas hold."""
         await self._cut(
-            {held.given.table.name: {row: held.decoded(row) for row in held.since} for held in self.plain.held}
+            {held.given.spec.name: {row: held.decoded(row) for row in held.since} for held in self.plain.held}
         )
 
     async def change(self, policy: Policy) -> None:
@@ -146,14 +149,14 @@ class Play:
         replica = self.replicas[number % REPLICAS]
         feed = self.view if self.view.tables else self.local.model
         decision, position = feed.resume(replica.position)
-        given = feed.given
-        release = await feed.release(position.version)
+        given = feed.deliveries
+        release = await feed.release(position.number)
         replica.begin(given, resync=not decision.yes)
         replica.take(release, given, feed.history)
         checksums = replica.checksums(given)
         assert checksums == release.checksums
         # All replicas at the same release hold the same bits; of an empty table it does not matter.
-        held = {each.table.name: checksum for each, checksum in zip(given, checksums, strict=True) if checksum}
+        held = {each.spec.name: checksum for each, checksum in zip(given, checksums, strict=True) if checksum}
         assert self.at.setdefault(replica.position, held) == held
 
     async def flush(self, _: Any) -> None:
@@ -182,9 +185,9 @@ class Play:
     # -- checks
 
     def check_held(self, *, marks: bool = True) -> None:
-        assert self.view.given == [each.given for each in self.plain.held]
+        assert self.view.deliveries == [each.given for each in self.plain.held]
         for kept, plain in zip(self.view._kept, self.plain.held, strict=True):
-            for row in range(plain.given.table.rows):
+            for row in range(plain.given.spec.rows):
                 assert kept.table.held.rows[row].tobytes() == plain.row(row).tobytes(), (plain.given, row)
             assert {int(row) for row in kept.table.sent.changed_since(0)} == set(plain.rows)
             if marks:
@@ -199,7 +202,7 @@ class Play:
         assert account.left_bytes == sum(row.size for row in expected.left)
         assert account.left_norm == pytest.approx(norm_of(expected.left), rel=1e-9)
         for number, held in enumerate(self.plain.held):
-            left = self.view.left[held.given.table.name]
+            left = self.view.left[held.given.spec.name]
             rows = [row for row in expected.left if row.table == number]
             assert left.rows == len(rows)
             assert left.norm == pytest.approx(norm_of(rows), rel=1e-9)

@@ -4,13 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from sync_service.consumers.policy import Policy
-from sync_service.consumers.view import View
-from sync_service.consumers.view_store import ViewStore
-from sync_service.errors import StorageFailed
-from sync_service.given import Mode
-from sync_service.tables import Position, Values
 from tests.support.local_model import LocalModel
 from tests.support.view_scenarios import (
     TOP,
@@ -23,6 +16,14 @@ from tests.support.view_scenarios import (
     run_again,
     same_as_the_model,
 )
+
+from deltasync.core.errors import StorageFailed
+from deltasync.core.mode import Mode
+from deltasync.core.policy import Policy
+from deltasync.core.position import Position
+from deltasync.core.rows import Values
+from deltasync.views.store import ViewStore
+from deltasync.views.view import View
 
 
 def test_what_was_left_is_not_forgotten_when_tables_are_added_after_a_restart(tmp_path: Path) -> None:
@@ -96,7 +97,7 @@ def test_a_flush_in_the_middle_of_a_release_loses_nothing(tmp_path: Path, monkey
 
         monkeypatch.setattr(View, "_advance", flush_and_advance)
         await view.make_release(Policy(), 0)
-        assert [release for release, _, _ in local.log.records_after("view/top", 0)] == [view.position.version]
+        assert [release for release, _, _ in local.log.records_after("view/top", 0)] == [view.position.number]
 
     async def after(local: LocalModel) -> None:
         assert same_as_the_model(await held_by_a_replica(local.view()), local)
@@ -123,8 +124,8 @@ def test_a_release_that_a_crash_cut_short_is_given_to_everybody(
         view = local.view()
         decision, position = view.resume(held[0])
         assert decision.yes
-        assert view.position.version > position.version
-        release = await view.release(position.version)
+        assert view.position.number > position.number
+        release = await view.release(position.number)
         assert [ids.tolist() for _, ids, _ in release.tables] == [[4, 5]]
 
     run(tmp_path, before)

@@ -3,14 +3,15 @@
 import asyncio
 from pathlib import Path
 
-from sync_service.consumers.consumer import Consumer, Replica
-from sync_service.consumers.lag import ConsumerLag
-from sync_service.consumers.policy import Policy
-from sync_service.consumers.report import report
-from sync_service.consumers.view import View
-from sync_service.tables import Position
 from tests.support.local_model import LocalModel
 from tests.support.view_scenarios import ITEM, TOP, USER, changed, run, run_again
+
+from deltasync.consumers.consumer import Consumer, Replica
+from deltasync.core.policy import Policy
+from deltasync.core.position import Position
+from deltasync.status.lag import ConsumerLag
+from deltasync.status.report import report
+from deltasync.views.view import View
 
 
 async def lag_at(view: View, release: int, *, connected: bool = True) -> ConsumerLag:
@@ -31,11 +32,11 @@ def test_who_is_one_release_behind_after_a_restart_lacks_one_version(tmp_path: P
 
     async def again(local: LocalModel) -> None:
         view = local.view()
-        before = view.position.version
+        before = view.position.number
         await view.make_release(Policy(), 0)
         assert (await lag_at(view, before)).lag.versions == 0
         await release_all(view, local, 1)
-        assert view.position.version == before + 1
+        assert view.position.number == before + 1
         lag = await lag_at(view, before)
         assert (lag.lag.versions, lag.lag.rows, lag.state) == (1, 2, "behind")
 
@@ -50,7 +51,7 @@ def test_what_is_unsent_is_known_only_while_somebody_looks(tmp_path: Path) -> No
         view = await local.prepared_view(TOP)
         await local.cut(changed(1, USER, 3, 4))
         await view.make_release(TOP, 0)
-        number = view.position.version
+        number = view.position.number
         for connected in (True, False):
             known = await lag_at(view, number, connected=connected)
             assert known.lag.unsent_norm
@@ -71,12 +72,12 @@ def test_who_has_every_release_is_as_late_as_what_was_published_since(tmp_path: 
         view = await local.prepared_view(TOP)
         await local.cut(changed(1, USER, 3, 4))
         await view.make_release(TOP, 0)
-        lag = await lag_at(view, view.position.version)
+        lag = await lag_at(view, view.position.number)
         assert (lag.state, lag.lag.versions, lag.lag.rows, lag.lag.seconds) == ("current", 0, 1, 0)
         assert lag.oldest_row_seconds > 0
         assert [table.oldest_row_seconds > 0 for table in lag.tables] == [True, False]
         await local.cut(changed(2, USER, 9))
-        lag = await lag_at(view, view.position.version)
+        lag = await lag_at(view, view.position.number)
         assert lag.lag.versions == 1
         assert 0 < lag.lag.seconds <= lag.oldest_row_seconds
 

@@ -5,13 +5,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sync_service.consumers.view_table import ViewTable
-from sync_service.given import Given, Mode
-from sync_service.stamps import StampedTable
-from sync_service.tables import Table
-from sync_service.value_types import ValueType
+from deltasync.core.delivery import Delivery
+from deltasync.core.mode import Mode
+from deltasync.core.stamps import StampedTable
+from deltasync.core.tables import TableSpec
+from deltasync.core.value_types import ValueType
+from deltasync.views.table import ViewTable
 
-TABLE = Table("t", 40, 16)
+TABLE = TableSpec("t", 40, 16)
 LOSSY = [ValueType.FP16, ValueType.BF16, ValueType.INT8]
 
 
@@ -23,7 +24,7 @@ def source() -> StampedTable:
 
 
 def viewed(source: StampedTable, kind: ValueType, folder: Path) -> ViewTable:
-    table = ViewTable(source, Given(TABLE, kind, Mode.EMBEDDINGS), folder, new=True)
+    table = ViewTable(source, Delivery(TABLE, kind, Mode.EMBEDDINGS), folder, new=True)
     table.copy(np.arange(40), 1)
     return table
 
@@ -40,7 +41,7 @@ def test_a_row_that_was_left_is_as_far_off_as_before_also_after_a_restart(
     assert (ids.tolist(), again.tolist()) == ([3, 9], [3, 9, 20])
     assert more[:2].tolist() == norms.tolist()
     table.flush()
-    restarted = ViewTable(source, table.given, tmp_path, new=False)
+    restarted = ViewTable(source, table.delivery, tmp_path, new=False)
     assert restarted.look(3)[1].tolist() == more.tolist()
 
 

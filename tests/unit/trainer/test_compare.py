@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer.demo.compare import freshness, trainer_tables, unequal_rows
-from trainer.demo.processes import DemoFailed
+from deltasync.trainer.demo.compare import freshness, trainer_tables, unequal_rows
+from deltasync.trainer.demo.processes import DemoFailed
 
 
 def test_rows_are_compared_bit_by_bit() -> None:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from sync_service.errors import InvalidInput
-from trainer.pipelines import to_kjt
+from deltasync.core.errors import InvalidInput
+from deltasync.trainer.pipelines import to_kjt
 
 Examples = list[list[int]]
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from sync_service.errors import DeltasyncError
-from trainer.tracking.gate import UpdateGate
+from deltasync.core.errors import DeltasyncError
+from deltasync.trainer.tracking.gate import UpdateGate
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.demo.metrics import auc, log_loss
+from deltasync.trainer.demo.metrics import auc, log_loss
 
 SCORED = st.lists(st.tuples(st.booleans(), st.integers(-3, 3)), min_size=2, max_size=40).filter(
     lambda events: len({label for label, _ in events}) == 2

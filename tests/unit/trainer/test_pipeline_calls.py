@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from trainer.pipelines.lookahead.calls import Call, is_same
+from deltasync.trainer.pipelines.lookahead.calls import Call, is_same
 
 Pair = namedtuple("Pair", "one other")  # What forwards return that are traced.
 

@@ -3,8 +3,8 @@ from typing import Any
 import pytest
 import torch
 
-from sync_service.errors import InvalidInput
-from trainer.pipelines.options import PipelineOptions
+from deltasync.core.errors import InvalidInput
+from deltasync.trainer.pipelines.options import PipelineOptions
 
 FLOAT16 = {"enable_amp": True, "amp_dtype": torch.float16}
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torchrec.distributed.types import ShardedModule
 
-from trainer.pipelines.lookahead.plan import Plan, compute, make_plan
+from deltasync.trainer.pipelines.lookahead.plan import Plan, compute, make_plan
 
 Pair = namedtuple("Pair", "one other")  # A container that traces take for a function.
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from sync_service.errors import InvalidInput
-from trainer.pipelines.tables import (
+from deltasync.core.errors import InvalidInput
+from deltasync.trainer.pipelines.tables import (
     DeferredLookup,
     DeferredTables,
     _feature_by_feature,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.ranks import choose_device
+from deltasync.trainer.distributed.ranks import choose_device
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from trainer.model import ModelOptions
-from trainer.stream_options import StreamOptions, stream_options, take_stream_options
+from deltasync.trainer.clicks.model import ModelOptions
+from deltasync.trainer.clicks.stream_options import StreamOptions, stream_options, take_stream_options
 
 
 def _parse(arguments: list[str]) -> StreamOptions:

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from trainer.pipelines.swaps import Swaps
+from deltasync.trainer.pipelines.swaps import Swaps
 
 NAMES = ("own", "of_class", "missing")
 

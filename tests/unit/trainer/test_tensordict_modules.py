@@ -22,8 +22,8 @@ from torchrec.modules.mc_modules import (
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from sync_service.errors import InvalidInput
-from trainer.pipelines import accept_tensordicts
+from deltasync.core.errors import InvalidInput
+from deltasync.trainer.pipelines import accept_tensordicts
 
 IDS = {"f": [[1, 2], [3], []], "g": [[], [4], [5, 6, 7]]}
 ROWS, DIM = 8, 4

@@ -10,10 +10,10 @@ from unittest import mock
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.side_by_side import Operation, SideBySide, operations
 from torch import nn
 
-from tests.support.side_by_side import Operation, SideBySide, operations
-from trainer.tracking import TrackerOptions, TrackingMode, host
+from deltasync.trainer.tracking import TrackerOptions, TrackingMode, host
 
 NAMES = ("a", "a", "b")
 MODES = (TrackingMode.EMBEDDING, TrackingMode.EMBEDDING_LAST, TrackingMode.ID_ONLY)

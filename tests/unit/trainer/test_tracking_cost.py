@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from trainer.tracking import Tracker, TrackerOptions, TrackingMode
+from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode
 
 NAMES = {f"{what}_{unit}" for what in ("marking", "compaction", "reading") for unit in ("seconds", "bytes")}
 

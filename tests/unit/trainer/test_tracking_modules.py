@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.tracking.modules import is_skipped
+from deltasync.trainer.tracking.modules import is_skipped
 
 FQNS = st.lists(st.sampled_from(("a", "ab", "b", "t0")), min_size=1, max_size=5)
 

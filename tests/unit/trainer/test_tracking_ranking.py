@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from sync_service.errors import InvalidInput
-from trainer.tracking import DeltaRows, Tracker, TrackerOptions, TrackingMode
-from trainer.tracking.delta import largest
+from deltasync.core.errors import InvalidInput
+from deltasync.trainer.tracking import DeltaRows, Tracker, TrackerOptions, TrackingMode
+from deltasync.trainer.tracking.delta import largest
 
 NORMS = st.floats(width=32).map(abs) | st.sampled_from((0.0, 1.0, math.inf, math.nan))
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from trainer.tracking import Tracker, TrackerOptions, TrackingMode, tracker
-from trainer.tracking.stamps import CLOCK_END, differing_rows, forget
+from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode, tracker
+from deltasync.trainer.tracking.stamps import CLOCK_END, differing_rows, forget
 
 # Bits, among them -0.0, two NaNs and the smallest number.
 BITS = {

@@ -13,17 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from sync_service.errors import InvalidInput
-from sync_service.tables import Shard, Table
-from trainer.sync import DeltaSync, SyncOptions
-from trainer.tracking import Tracker, TrackerOptions, TrackingMode
-from trainer.tracking.consumers import Consumer
-from trainer.tracking.shards import TrackedShard, TrackedTable
-from trainer.tracking.stamps import RowStamps
-from trainer.tracking.state import load, save
+from deltasync.core.errors import InvalidInput
+from deltasync.core.tables import Shard, TableSpec
+from deltasync.trainer.sync import DeltaSync, SyncOptions
+from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode
+from deltasync.trainer.tracking.consumers import Consumer
+from deltasync.trainer.tracking.shards import TrackedShard, TrackedTable
+from deltasync.trainer.tracking.stamps import RowStamps
+from deltasync.trainer.tracking.state import load, save
 
 ROWS, COLUMNS = 7, 6
-TABLE = Table("t", ROWS, COLUMNS, np.dtype("<f4"))
+TABLE = TableSpec("t", ROWS, COLUMNS, np.dtype("<f4"))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from trainer.training_options import (
+from deltasync.trainer.clicks.training_options import (
     TrainingOptions,
     take_training_options,
     training_options,

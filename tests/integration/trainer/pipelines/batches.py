@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from trainer.data.batch import FieldsBatch
+from deltasync.trainer.clicks.batch import FieldsBatch
 
 ROWS, WIDTH = 16, 3
 

@@ -7,15 +7,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from torch import nn
-from torchrec.distributed.model_parallel import get_unwrapped_module
-
-from sync_service.errors import Contradiction
 from tests.integration.trainer.pipelines.models import BOTH_RANKS
 from tests.integration.trainer.pipelines.prepared import rich
 from tests.integration.trainer.pipelines.training import Training, through
 from tests.integration.trainer.tracking.held import Rows, differing
-from trainer.pipelines import accept_tensordicts
+from torch import nn
+from torchrec.distributed.model_parallel import get_unwrapped_module
+
+from deltasync.core.errors import Contradiction
+from deltasync.trainer.pipelines import accept_tensordicts
 
 BATCHES = 6
 
@@ -34,7 +34,7 @@ class _Told(logging.Handler):
 @contextmanager
 def told() -> Iterator[dict[str, str]]:
     """What is logged meanwhile: the names of modules that are not pipelined, and why."""
-    handler, logger = _Told(), logging.getLogger("trainer.pipelines")
+    handler, logger = _Told(), logging.getLogger("deltasync.trainer.pipelines")
     logger.addHandler(handler)
     try:
         yield handler.reasons

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
+from tests.integration.trainer.pipelines.training import Training, farthest, through
+from tests.integration.trainer.torchrec_defects.models import DIM
 from torch import nn
 from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 from torchrec.distributed.sharding_plan import column_wise, data_parallel, row_wise, table_wise
@@ -16,9 +18,7 @@ from torchrec.modules.mc_embedding_modules import (
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from tests.integration.trainer.pipelines.training import Training, farthest, through
-from tests.integration.trainer.torchrec_defects.models import DIM
-from trainer.pipelines import accept_tensordicts
+from deltasync.trainer.pipelines import accept_tensordicts
 
 ROWS = 16
 # How tables of these names are sharded.

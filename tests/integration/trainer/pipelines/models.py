@@ -3,11 +3,10 @@
 from typing import Any
 
 import torch
-from torch import nn
-from torchrec.distributed.sharding_plan import row_wise, table_wise
-
 from tests.integration.trainer.pipelines.batches import WIDTH, Batch
 from tests.integration.trainer.torchrec_defects.models import DIM, bags
+from torch import nn
+from torchrec.distributed.sharding_plan import row_wise, table_wise
 
 BOTH_RANKS = {"f": table_wise(rank=1, compute_kernel="fused"), "g": row_wise(compute_kernel="fused")}
 

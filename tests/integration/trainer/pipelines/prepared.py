@@ -6,12 +6,11 @@ from typing import Any
 from zlib import crc32
 
 import torch
+from tests.integration.trainer.pipelines.batches import ROWS, WIDTH, batches
+from tests.integration.trainer.torchrec_defects.models import DIM, bags
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
-
-from tests.integration.trainer.pipelines.batches import ROWS, WIDTH, batches
-from tests.integration.trainer.torchrec_defects.models import DIM, bags
 
 # Makes what each collection of a model is called with.
 Prepare = Callable[[Any, Any], Sequence[Any]]

@@ -7,13 +7,13 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from tests.integration.trainer.torchrec_defects.models import CPU, distributed
+from tests.integration.trainer.tracking.held import Rows, weights
 from torch import nn
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from tests.integration.trainer.torchrec_defects.models import CPU, distributed
-from tests.integration.trainer.tracking.held import Rows, weights
-from trainer.pipelines import OnlinePipeline, PipelineOptions
+from deltasync.trainer.pipelines import OnlinePipeline, PipelineOptions
 
 
 def sgd(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
-from trainer.tracking.delta import Delta
-from trainer.tracking.tracker import Tracker
+from deltasync.trainer.tracking.delta import Delta
+from deltasync.trainer.tracking.tracker import Tracker
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, Any]]:

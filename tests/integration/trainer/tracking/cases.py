@@ -4,6 +4,15 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from tests.integration.trainer.tracking.models import (
+    Case,
+    TableSpec,
+    bags,
+    collision_bags,
+    collision_sequences,
+    processed,
+    sequences,
+)
 from torchrec.distributed.sharding_plan import (
     ParameterShardingGenerator,
     column_wise,
@@ -15,16 +24,6 @@ from torchrec.distributed.sharding_plan import (
 )
 from torchrec.distributed.types import ParameterSharding
 from torchrec.modules.embedding_configs import DataType, PoolingType
-
-from tests.integration.trainer.tracking.models import (
-    Case,
-    TableSpec,
-    bags,
-    collision_bags,
-    collision_sequences,
-    processed,
-    sequences,
-)
 
 NEVER = 1000
 # Narrower tables have one block of columns in a grid.

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-
 from tests.integration.trainer.tracking.held import Ids, Rows, differing
-from trainer.tracking.delta import Delta, DeltaRows
-from trainer.tracking.modes import TrackingMode
-from trainer.tracking.tracker import Tracker
+
+from deltasync.trainer.tracking.delta import Delta, DeltaRows
+from deltasync.trainer.tracking.modes import TrackingMode
+from deltasync.trainer.tracking.tracker import Tracker
 
 _WITH_FIRST = (TrackingMode.EMBEDDING, TrackingMode.MOMENTUM_DIFF, TrackingMode.ROWWISE_ADAGRAD)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from tests.integration.trainer.tracking.batches import LONGEST, Batch
 from torch import nn
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
@@ -34,8 +35,6 @@ from torchrec.modules.mc_modules import (
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
-
-from tests.integration.trainer.tracking.batches import LONGEST, Batch
 
 META = torch.device("meta")
 # Below what ids are that managed collision maps to rows.

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from tests.integration.trainer.tracking.batches import Batch
 from torchrec.distributed import DistributedModelParallel, TrainPipelineBase, TrainPipelineSparseDist
 from torchrec.distributed.embedding_lookup import GroupedPooledEmbeddingsLookup
 from torchrec.distributed.train_pipeline.gradient_accumulation import (
@@ -21,8 +22,7 @@ from torchrec.distributed.train_pipeline.train_pipelines import (
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from tests.integration.trainer.tracking.batches import Batch
-from trainer.pipelines import OnlinePipeline, PipelineOptions
+from deltasync.trainer.pipelines import OnlinePipeline, PipelineOptions
 
 
 class Pipeline(Protocol):

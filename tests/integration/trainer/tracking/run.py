@@ -4,19 +4,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-
 from tests.integration.trainer.tracking.batches import Batch, Features
 from tests.integration.trainer.tracking.follower import Follower
 from tests.integration.trainer.tracking.held import Ids, changed, momenta, weights
 from tests.integration.trainer.tracking.models import Case, build
 from tests.integration.trainer.tracking.pipelines import Training
-from trainer.tracking.modes import TrackingMode
-from trainer.tracking.modules import sharded_modules
-from trainer.tracking.options import TrackerOptions
-from trainer.tracking.shards import lookups_of
-from trainer.tracking.tracker import Tracker
+from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from deltasync.trainer.tracking.modes import TrackingMode
+from deltasync.trainer.tracking.modules import sharded_modules
+from deltasync.trainer.tracking.options import TrackerOptions
+from deltasync.trainer.tracking.shards import lookups_of
+from deltasync.trainer.tracking.tracker import Tracker
 
 BATCHES = 8
 

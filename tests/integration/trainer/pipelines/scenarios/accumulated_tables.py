@@ -8,19 +8,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from torch import fx, nn
-from torchrec.distributed.sharding_plan import (
-    ParameterShardingGenerator,
-    column_wise,
-    data_parallel,
-    row_wise,
-    table_wise,
-)
-from torchrec.modules.embedding_configs import DataType, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-
 from tests.integration.trainer.pipelines.batches import ROWS
 from tests.integration.trainer.pipelines.registry import SCENARIOS
 from tests.integration.trainer.pipelines.scenarios.micro_batches import (
@@ -34,6 +21,18 @@ from tests.integration.trainer.pipelines.scenarios.micro_batches import (
 )
 from tests.integration.trainer.pipelines.training import Training, farthest, through
 from tests.integration.trainer.torchrec_defects.models import META, bag, bags, kernels_of, sequences
+from torch import fx, nn
+from torchrec.distributed.sharding_plan import (
+    ParameterShardingGenerator,
+    column_wise,
+    data_parallel,
+    row_wise,
+    table_wise,
+)
+from torchrec.modules.embedding_configs import DataType, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 FUSED = {"compute_kernel": "fused"}
 SECOND, BY_ROWS = table_wise(rank=1, **FUSED), row_wise(**FUSED)

@@ -9,12 +9,6 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.nn.parallel import DistributedDataParallel
-from torchrec.distributed.model_parallel import DefaultDataParallelWrapper
-from torchrec.distributed.sharding_plan import data_parallel, row_wise
-
 from tests.integration.trainer.pipelines.batches import WIDTH, Batch
 from tests.integration.trainer.pipelines.models import BOTH_RANKS
 from tests.integration.trainer.pipelines.registry import SCENARIOS
@@ -30,6 +24,11 @@ from tests.integration.trainer.pipelines.scenarios.micro_batches import (
 )
 from tests.integration.trainer.pipelines.training import Training, farthest, through
 from tests.integration.trainer.torchrec_defects.models import bags
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.model_parallel import DefaultDataParallelWrapper
+from torchrec.distributed.sharding_plan import data_parallel, row_wise
 
 # What DDP wants a hook to say that it takes.
 Bucket: Any = vars(dist)["GradBucket"]

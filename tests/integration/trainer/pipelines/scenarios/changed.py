@@ -6,9 +6,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-
 from tests.integration.trainer.pipelines.batches import ROWS
 from tests.integration.trainer.pipelines.comparing import check_like_plain, check_noticed_later
 from tests.integration.trainer.pipelines.prepared import (
@@ -22,6 +19,8 @@ from tests.integration.trainer.pipelines.prepared import (
     shifted,
 )
 from tests.integration.trainer.pipelines.registry import SCENARIOS
+from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 scenario = SCENARIOS.scenario("changed", ranks=2)
 

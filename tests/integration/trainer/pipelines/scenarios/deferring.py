@@ -4,9 +4,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-from torchrec.distributed.sharding_plan import data_parallel
-
-from sync_service.errors import Contradiction, InvalidInput
 from tests.integration.trainer.pipelines.models import BOTH_RANKS
 from tests.integration.trainer.pipelines.registry import SCENARIOS
 from tests.integration.trainer.pipelines.scenarios.micro_batches import (
@@ -23,8 +20,11 @@ from tests.integration.trainer.tracking import cases
 from tests.integration.trainer.tracking.batches import Features
 from tests.integration.trainer.tracking.models import Case, build, processed
 from tests.integration.trainer.tracking.models import bags as tracked_bags
-from trainer.pipelines import OnlinePipeline, PipelineOptions
-from trainer.tracking import Tracker, TrackerOptions, TrackingMode
+from torchrec.distributed.sharding_plan import data_parallel
+
+from deltasync.core.errors import Contradiction, InvalidInput
+from deltasync.trainer.pipelines import OnlinePipeline, PipelineOptions
+from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode
 
 DEFERRED = PipelineOptions(grad_accum=2, accumulate_tables=True)
 rows = partial(cases.table, cases.ROWS)

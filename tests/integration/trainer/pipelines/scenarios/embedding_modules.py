@@ -3,8 +3,6 @@
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
-
 from tests.integration.trainer.pipelines.comparing import check_same, told
 from tests.integration.trainer.pipelines.registry import SCENARIOS
 from tests.integration.trainer.pipelines.training import through
@@ -22,7 +20,9 @@ from tests.integration.trainer.tracking.models import (
     processed,
     sequences,
 )
-from trainer.pipelines import OnlinePipeline
+from torch import nn
+
+from deltasync.trainer.pipelines import OnlinePipeline
 
 scenario = SCENARIOS.scenario("embedding modules", ranks=2)
 

@@ -5,14 +5,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import fx, nn
-from torchrec.modules.embedding_modules import EmbeddingCollection
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
-
 from tests.integration.trainer.pipelines.batches import ROWS, WIDTH, Batch
 from tests.integration.trainer.pipelines.training import Training, farthest
 from tests.integration.trainer.torchrec_defects.models import kernels_of
 from tests.integration.trainer.tracking.held import Rows, momenta
+from torch import fx, nn
+from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 # What adding up in another order makes of sums, after a few steps.
 ROUNDING = 2e-5

@@ -8,11 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torchrec.distributed.sharding_plan import column_wise, row_wise, table_wise
-from torchrec.modules.embedding_configs import PoolingType
-
-from sync_service.errors import InvalidInput
 from tests.integration.trainer.pipelines.jagged import (
     Ids,
     Lookups,
@@ -25,7 +20,12 @@ from tests.integration.trainer.pipelines.jagged import (
 from tests.integration.trainer.pipelines.registry import SCENARIOS
 from tests.integration.trainer.pipelines.training import Training, farthest
 from tests.integration.trainer.torchrec_defects.models import bag, bags, sequence, sequences
-from trainer.pipelines import accept_tensordicts
+from torch import nn
+from torchrec.distributed.sharding_plan import column_wise, row_wise, table_wise
+from torchrec.modules.embedding_configs import PoolingType
+
+from deltasync.core.errors import InvalidInput
+from deltasync.trainer.pipelines import accept_tensordicts
 
 SHARDING = {
     "f": table_wise(rank=1, compute_kernel="fused"),

@@ -6,6 +6,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.integration.trainer.pipelines.jagged import (
+    Lookups,
+    as_kjt,
+    as_tensordict,
+    flat,
+    ids,
+    in_both_ways,
+    lengths,
+    train_same,
+)
+from tests.integration.trainer.pipelines.models import BOTH_RANKS
+from tests.integration.trainer.pipelines.registry import SCENARIOS
+from tests.integration.trainer.pipelines.scenarios.weighted_tensordicts import weighted_bags
+from tests.integration.trainer.pipelines.training import Training, farthest, fill, sgd
+from tests.integration.trainer.torchrec_defects.models import CPU, ROWS, bag, bags, sequence, sequences
 from torch import nn
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -27,23 +42,8 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from sync_service.errors import InvalidInput
-from tests.integration.trainer.pipelines.jagged import (
-    Lookups,
-    as_kjt,
-    as_tensordict,
-    flat,
-    ids,
-    in_both_ways,
-    lengths,
-    train_same,
-)
-from tests.integration.trainer.pipelines.models import BOTH_RANKS
-from tests.integration.trainer.pipelines.registry import SCENARIOS
-from tests.integration.trainer.pipelines.scenarios.weighted_tensordicts import weighted_bags
-from tests.integration.trainer.pipelines.training import Training, farthest, fill, sgd
-from tests.integration.trainer.torchrec_defects.models import CPU, ROWS, bag, bags, sequence, sequences
-from trainer.pipelines import accept_tensordicts
+from deltasync.core.errors import InvalidInput
+from deltasync.trainer.pipelines import accept_tensordicts
 
 
 def _collided(kind: str) -> nn.Module:

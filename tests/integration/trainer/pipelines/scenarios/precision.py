@@ -6,9 +6,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from torch import nn
-from torchrec.distributed.sharding_plan import data_parallel, row_wise, table_wise
-
 from tests.integration.trainer.pipelines.batches import Batch
 from tests.integration.trainer.pipelines.models import BOTH_RANKS
 from tests.integration.trainer.pipelines.registry import SCENARIOS
@@ -26,7 +23,10 @@ from tests.integration.trainer.tracking.batches import Features
 from tests.integration.trainer.tracking.cases import CASES
 from tests.integration.trainer.tracking.held import weights
 from tests.integration.trainer.tracking.models import build
-from trainer.pipelines import OnlinePipeline, PipelineOptions
+from torch import nn
+from torchrec.distributed.sharding_plan import data_parallel, row_wise, table_wise
+
+from deltasync.trainer.pipelines import OnlinePipeline, PipelineOptions
 
 FLOAT16 = {"enable_amp": True, "amp_dtype": torch.float16}
 # Of values of float16, which has 11 bits, after a few steps; smallest ones are lost where they are not scaled.

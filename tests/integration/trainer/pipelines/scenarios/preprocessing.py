@@ -7,9 +7,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import nn
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-
 from tests.integration.trainer.pipelines.batches import ROWS
 from tests.integration.trainer.pipelines.comparing import check_like_plain, check_same, told
 from tests.integration.trainer.pipelines.models import BOTH_RANKS
@@ -27,6 +24,8 @@ from tests.integration.trainer.pipelines.prepared import (
 )
 from tests.integration.trainer.pipelines.registry import SCENARIOS
 from tests.integration.trainer.pipelines.training import Training
+from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 scenario = SCENARIOS.scenario("preprocessing", ranks=2)
 

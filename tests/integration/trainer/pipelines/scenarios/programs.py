@@ -5,7 +5,6 @@ from random import Random
 from typing import Any
 
 import torch
-
 from tests.integration.trainer.pipelines.batches import Batch, batches
 from tests.integration.trainer.pipelines.comparing import check_same
 from tests.integration.trainer.pipelines.models import BOTH_RANKS

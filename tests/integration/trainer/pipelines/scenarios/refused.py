@@ -4,10 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-
-from sync_service.errors import InvalidInput
 from tests.integration.trainer.pipelines.batches import ROWS
 from tests.integration.trainer.pipelines.comparing import check_like_plain, check_noticed_later
 from tests.integration.trainer.pipelines.models import BOTH_RANKS
@@ -22,6 +18,10 @@ from tests.integration.trainer.pipelines.prepared import (
 )
 from tests.integration.trainer.pipelines.registry import SCENARIOS
 from tests.integration.trainer.pipelines.training import Training
+from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from deltasync.core.errors import InvalidInput
 
 scenario = SCENARIOS.scenario("refused", ranks=2)
 

@@ -5,9 +5,6 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from torch import nn
-
-from sync_service.errors import InvalidInput
 from tests.integration.trainer.pipelines.jagged import (
     Lookups,
     as_tensordict,
@@ -22,6 +19,9 @@ from tests.integration.trainer.pipelines.registry import SCENARIOS
 from tests.integration.trainer.pipelines.scenarios.tensordicts import UnshardedBags, UnshardedSequences
 from tests.integration.trainer.pipelines.training import Training, farthest, through
 from tests.integration.trainer.torchrec_defects.models import META, bag, bags, sequence, sequences
+from torch import nn
+
+from deltasync.core.errors import InvalidInput
 
 EXAMPLES = [[1, 2], [3]]
 

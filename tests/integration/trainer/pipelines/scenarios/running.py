@@ -8,10 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-
-from sync_service.errors import InvalidInput
 from tests.integration.trainer.pipelines.batches import Batch, batches
 from tests.integration.trainer.pipelines.comparing import check_like_plain, check_same, told
 from tests.integration.trainer.pipelines.models import BOTH_RANKS, Regression
@@ -20,6 +16,10 @@ from tests.integration.trainer.pipelines.registry import SCENARIOS
 from tests.integration.trainer.pipelines.sources import Failing, Lost, Paused, despite_losses
 from tests.integration.trainer.pipelines.training import Training, sgd, through
 from tests.integration.trainer.torchrec_defects.models import bags
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from deltasync.core.errors import InvalidInput
 
 scenario = SCENARIOS.scenario("running", ranks=2)
 

@@ -5,10 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-
-from sync_service.errors import Contradiction
 from tests.integration.trainer.pipelines.batches import ROWS, Batch, batches
 from tests.integration.trainer.pipelines.comparing import check_same
 from tests.integration.trainer.pipelines.models import BOTH_RANKS, Regression
@@ -16,6 +12,10 @@ from tests.integration.trainer.pipelines.prepared import rich, shifted, with_val
 from tests.integration.trainer.pipelines.registry import SCENARIOS
 from tests.integration.trainer.pipelines.training import Training, through
 from tests.integration.trainer.torchrec_defects.models import DIM
+from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from deltasync.core.errors import Contradiction
 
 scenario = SCENARIOS.scenario("state", ranks=2)
 

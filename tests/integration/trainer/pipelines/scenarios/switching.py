@@ -6,10 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
-
-from sync_service.errors import Contradiction
 from tests.integration.trainer.pipelines.batches import batches
 from tests.integration.trainer.pipelines.comparing import attributes, calls_of, check_same, told
 from tests.integration.trainer.pipelines.models import BOTH_RANKS, Regression
@@ -17,7 +13,11 @@ from tests.integration.trainer.pipelines.prepared import Prepared, PreparedModel
 from tests.integration.trainer.pipelines.registry import SCENARIOS
 from tests.integration.trainer.pipelines.training import Training, through
 from tests.integration.trainer.torchrec_defects.models import CPU
-from trainer.pipelines import accept_tensordicts
+from torch import nn
+from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
+
+from deltasync.core.errors import Contradiction
+from deltasync.trainer.pipelines import accept_tensordicts
 
 scenario = SCENARIOS.scenario("switching", ranks=2)
 

@@ -6,11 +6,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
-from torch import nn
-from torchrec.distributed.sharding_plan import column_wise, row_wise, table_wise
-from torchrec.modules.embedding_configs import PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-
 from tests.integration.trainer.pipelines import jagged
 from tests.integration.trainer.pipelines.jagged import (
     EVERY_SHARDING,
@@ -25,6 +20,10 @@ from tests.integration.trainer.pipelines.jagged import (
 from tests.integration.trainer.pipelines.models import BOTH_RANKS
 from tests.integration.trainer.pipelines.registry import SCENARIOS
 from tests.integration.trainer.torchrec_defects.models import META, bag, bags, sequence, sequences
+from torch import nn
+from torchrec.distributed.sharding_plan import column_wise, row_wise, table_wise
+from torchrec.modules.embedding_configs import PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 MEAN = PoolingType.MEAN
 

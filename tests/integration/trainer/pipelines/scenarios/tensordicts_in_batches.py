@@ -6,10 +6,6 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
-from torch import nn
-from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase, TrainPipelineSparseDist
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-
 from tests.integration.trainer.pipelines import jagged
 from tests.integration.trainer.pipelines.batches import Batch
 from tests.integration.trainer.pipelines.jagged import (
@@ -25,7 +21,11 @@ from tests.integration.trainer.pipelines.models import BOTH_RANKS
 from tests.integration.trainer.pipelines.registry import SCENARIOS
 from tests.integration.trainer.pipelines.training import Training, farthest, through
 from tests.integration.trainer.torchrec_defects.models import CPU, DIM, bags, sequences
-from trainer.pipelines import accept_tensordicts
+from torch import nn
+from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase, TrainPipelineSparseDist
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from deltasync.trainer.pipelines import accept_tensordicts
 
 
 @SCENARIOS.scenario("tensordicts in batches", ranks=2)

@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 
 import torch.distributed as dist
-
 from tests.integration.trainer.pipelines.batches import Batch, batches
 from tests.integration.trainer.pipelines.models import BOTH_RANKS, Regression
 from tests.integration.trainer.pipelines.registry import SCENARIOS
 from tests.integration.trainer.pipelines.training import Training, farthest, through
-from trainer.pipelines import Together
+
+from deltasync.trainer.pipelines import LockstepBatches
 
 
 class Arriving(Iterator[Batch]):
@@ -28,7 +28,7 @@ class Arriving(Iterator[Batch]):
 def a_rank_that_has_more_waits_and_nothing_is_lost() -> None:
     plain, pipelined = Training(Regression(), BOTH_RANKS), Training(Regression(), BOTH_RANKS)
     arriving = Arriving(arrived=[2, 5][dist.get_rank()])
-    pipeline, together = pipelined.pipeline(), Together(arriving)
+    pipeline, together = pipelined.pipeline(), LockstepBatches(arriving)
     assert through(pipeline, together) == plain.plainly(batches(2))
     arriving.arrived = [9, 7][dist.get_rank()]
     assert len(through(pipeline, together)) == 5
@@ -44,7 +44,7 @@ def a_rank_that_has_more_waits_and_nothing_is_lost() -> None:
 def a_step_ends_where_ranks_pause() -> None:
     training = Training(Regression(), BOTH_RANKS)
     pipeline = training.pipeline(grad_accum=4)
-    together = Together(batches([6, 8][dist.get_rank()]))
+    together = LockstepBatches(batches([6, 8][dist.get_rank()]))
     steps = []
     for _ in range(6):
         pipeline.progress(together)

@@ -3,11 +3,10 @@
 from typing import Any
 
 import torch
-from torch import nn
-
 from tests.integration.trainer.pipelines.comparing import check_like_plain
 from tests.integration.trainer.pipelines.prepared import Prepared, Shift, rich
 from tests.integration.trainer.pipelines.registry import SCENARIOS
+from torch import nn
 
 scenario = SCENARIOS.scenario("tracing", ranks=2)
 

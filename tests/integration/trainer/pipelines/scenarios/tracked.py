@@ -5,8 +5,6 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
-from torch import nn
-
 from tests.integration.trainer.pipelines.batches import Batch, batches
 from tests.integration.trainer.pipelines.models import BOTH_RANKS, Regression
 from tests.integration.trainer.pipelines.prepared import Prepared, Shift
@@ -14,7 +12,9 @@ from tests.integration.trainer.pipelines.registry import SCENARIOS
 from tests.integration.trainer.pipelines.training import Training
 from tests.integration.trainer.tracking.follower import Follower
 from tests.integration.trainer.tracking.held import changed
-from trainer.tracking import Tracker, TrackerOptions, TrackingMode
+from torch import nn
+
+from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode
 
 
 class OfTensorDicts(Regression):

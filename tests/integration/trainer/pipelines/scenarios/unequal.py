@@ -4,8 +4,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-
 from tests.integration.trainer.pipelines.batches import ROWS, batches
 from tests.integration.trainer.pipelines.comparing import check_like_plain, check_same
 from tests.integration.trainer.pipelines.models import BOTH_RANKS, Regression
@@ -13,6 +11,7 @@ from tests.integration.trainer.pipelines.prepared import Does, Prepared, Rich, S
 from tests.integration.trainer.pipelines.registry import SCENARIOS
 from tests.integration.trainer.pipelines.sources import Failing, despite_losses
 from tests.integration.trainer.pipelines.training import Training
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 # Last, since ranks that disagree end up in different collectives.
 REASONS = "it writes to its input|another rank has found that it can't be called ahead"

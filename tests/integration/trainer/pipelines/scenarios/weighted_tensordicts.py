@@ -5,11 +5,6 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from torch import nn
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.sparse.jagged_tensor import JaggedTensor
-
-from sync_service.errors import InvalidInput
 from tests.integration.trainer.pipelines.jagged import (
     EVERY_SHARDING,
     Lookups,
@@ -27,6 +22,11 @@ from tests.integration.trainer.pipelines.registry import SCENARIOS
 from tests.integration.trainer.pipelines.scenarios.tensordicts import UnshardedBags
 from tests.integration.trainer.pipelines.training import Training
 from tests.integration.trainer.torchrec_defects.models import META, bag, bags, sequences
+from torch import nn
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import JaggedTensor
+
+from deltasync.core.errors import InvalidInput
 
 
 def weighted_bags(*names: str) -> EmbeddingBagCollection:

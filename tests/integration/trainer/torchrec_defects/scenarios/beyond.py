@@ -2,12 +2,12 @@
 
 import torch
 import torch.distributed as dist
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-
 from tests.integration.trainer.torchrec_defects.copies import Copy, ids_of
 from tests.integration.trainer.torchrec_defects.models import BAGS, ROWS, bags, sharded, train
 from tests.integration.trainer.torchrec_defects.registry import scenario
-from trainer.tracking import Tracker, TrackerOptions, TrackingMode
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode
 
 T0 = f"{BAGS}.t0"
 

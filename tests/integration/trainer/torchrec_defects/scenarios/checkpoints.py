@@ -5,15 +5,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.sharding_plan import column_wise, row_wise, table_wise
-
 from tests.integration.trainer.torchrec_defects.copies import ids_of, weights
 from tests.integration.trainer.torchrec_defects.models import BAGS, bag, bags, sequences, sharded, train
 from tests.integration.trainer.torchrec_defects.registry import scenario
-from trainer.tracking.modes import TrackingMode
-from trainer.tracking.options import TrackerOptions
-from trainer.tracking.tracker import Tracker
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.sharding_plan import column_wise, row_wise, table_wise
+
+from deltasync.trainer.tracking.modes import TrackingMode
+from deltasync.trainer.tracking.options import TrackerOptions
+from deltasync.trainer.tracking.tracker import Tracker
 
 T0, S = f"{BAGS}.t0", "sequences.embeddings.s"
 

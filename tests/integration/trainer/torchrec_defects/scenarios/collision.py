@@ -7,20 +7,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.sharding_plan import row_wise
-from torchrec.modules.mc_embedding_modules import (
-    ManagedCollisionEmbeddingBagCollection,
-    ManagedCollisionEmbeddingCollection,
-)
-from torchrec.modules.mc_modules import (
-    DistanceLFU_EvictionPolicy,
-    ManagedCollisionCollection,
-    MCHManagedCollisionModule,
-)
-
-from sync_service.errors import DeltasyncError
 from tests.integration.trainer.torchrec_defects.copies import Copy, changed, ids_of, weights
 from tests.integration.trainer.torchrec_defects.models import (
     ROWS,
@@ -34,9 +20,23 @@ from tests.integration.trainer.torchrec_defects.models import (
     train,
 )
 from tests.integration.trainer.torchrec_defects.registry import scenario
-from trainer.tracking.modes import TrackingMode
-from trainer.tracking.options import TrackerOptions
-from trainer.tracking.tracker import Tracker
+from torch import nn
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.sharding_plan import row_wise
+from torchrec.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
+from torchrec.modules.mc_modules import (
+    DistanceLFU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHManagedCollisionModule,
+)
+
+from deltasync.core.errors import DeltasyncError
+from deltasync.trainer.tracking.modes import TrackingMode
+from deltasync.trainer.tracking.options import TrackerOptions
+from deltasync.trainer.tracking.tracker import Tracker
 
 NEVER = 1000
 # With two ranks, ids from here on have their rows on the second one.

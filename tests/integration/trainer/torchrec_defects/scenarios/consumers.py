@@ -5,14 +5,14 @@ import gc
 import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-
-from sync_service.errors import NotFound
 from tests.integration.trainer.torchrec_defects.copies import ids_of, weights
 from tests.integration.trainer.torchrec_defects.models import BAGS, ROWS, bags, sharded, train
 from tests.integration.trainer.torchrec_defects.registry import scenario
-from trainer.tracking.modes import TrackingMode
-from trainer.tracking.options import TrackerOptions
-from trainer.tracking.tracker import Tracker
+
+from deltasync.core.errors import NotFound
+from deltasync.trainer.tracking.modes import TrackingMode
+from deltasync.trainer.tracking.options import TrackerOptions
+from deltasync.trainer.tracking.tracker import Tracker
 
 T0, T1 = f"{BAGS}.t0", f"{BAGS}.t1"
 RANKED = [

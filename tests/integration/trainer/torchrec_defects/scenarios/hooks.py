@@ -5,11 +5,6 @@ from typing import Any
 import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.model_tracker.types import DeltaTrackerConfig
-from torchrec.distributed.model_tracker.types import TrackingMode as TheirMode
-
-from sync_service.errors import Contradiction
 from tests.integration.trainer.torchrec_defects.copies import ids_of
 from tests.integration.trainer.torchrec_defects.models import (
     SEQUENCES,
@@ -20,9 +15,14 @@ from tests.integration.trainer.torchrec_defects.models import (
     train,
 )
 from tests.integration.trainer.torchrec_defects.registry import scenario
-from trainer.tracking.modes import TrackingMode
-from trainer.tracking.options import TrackerOptions
-from trainer.tracking.tracker import Tracker
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.model_tracker.types import DeltaTrackerConfig
+from torchrec.distributed.model_tracker.types import TrackingMode as TheirMode
+
+from deltasync.core.errors import Contradiction
+from deltasync.trainer.tracking.modes import TrackingMode
+from deltasync.trainer.tracking.options import TrackerOptions
+from deltasync.trainer.tracking.tracker import Tracker
 
 S = f"{SEQUENCES}.s"
 # Its MOMENTUM_LAST does not run on a CPU.

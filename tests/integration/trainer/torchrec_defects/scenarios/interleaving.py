@@ -4,15 +4,15 @@ import random
 from dataclasses import dataclass, field
 
 import torch
-from torchrec.distributed import DistributedModelParallel
-
 from tests.integration.trainer.torchrec_defects.copies import weights
 from tests.integration.trainer.torchrec_defects.models import BAGS, ROWS, bags, sharded, train
 from tests.integration.trainer.torchrec_defects.registry import scenario
-from trainer.tracking.delta import Token
-from trainer.tracking.modes import TrackingMode
-from trainer.tracking.options import TrackerOptions
-from trainer.tracking.tracker import Tracker
+from torchrec.distributed import DistributedModelParallel
+
+from deltasync.trainer.tracking.delta import Token
+from deltasync.trainer.tracking.modes import TrackingMode
+from deltasync.trainer.tracking.options import TrackerOptions
+from deltasync.trainer.tracking.tracker import Tracker
 
 ACTIONS = 250
 TABLE = f"{BAGS}.t"

@@ -4,7 +4,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-
 from tests.integration.trainer.torchrec_defects.copies import Copy, ids_of, weights
 from tests.integration.trainer.torchrec_defects.models import (
     BAGS,
@@ -16,9 +15,10 @@ from tests.integration.trainer.torchrec_defects.models import (
     train,
 )
 from tests.integration.trainer.torchrec_defects.registry import scenario
-from trainer.tracking.modes import TrackingMode
-from trainer.tracking.options import TrackerOptions
-from trainer.tracking.tracker import Tracker
+
+from deltasync.trainer.tracking.modes import TrackingMode
+from deltasync.trainer.tracking.options import TrackerOptions
+from deltasync.trainer.tracking.tracker import Tracker
 
 T0 = f"{BAGS}.t0"
 LAST = TrackerOptions(mode=TrackingMode.EMBEDDING_LAST)

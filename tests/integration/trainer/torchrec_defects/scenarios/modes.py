@@ -6,9 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from torchrec.distributed.sharding_plan import row_wise
-
-from sync_service.errors import InvalidInput
 from tests.integration.trainer.torchrec_defects.copies import Copy, ids_of, weights
 from tests.integration.trainer.torchrec_defects.models import (
     BAGS,
@@ -20,10 +17,13 @@ from tests.integration.trainer.torchrec_defects.models import (
     train,
 )
 from tests.integration.trainer.torchrec_defects.registry import scenario
-from trainer.tracking.delta import Delta
-from trainer.tracking.modes import TrackingMode
-from trainer.tracking.options import TrackerOptions
-from trainer.tracking.tracker import Tracker
+from torchrec.distributed.sharding_plan import row_wise
+
+from deltasync.core.errors import InvalidInput
+from deltasync.trainer.tracking.delta import Delta
+from deltasync.trainer.tracking.modes import TrackingMode
+from deltasync.trainer.tracking.options import TrackerOptions
+from deltasync.trainer.tracking.tracker import Tracker
 
 T0, T1, S = f"{BAGS}.t0", f"{BAGS}.t1", f"{SEQUENCES}.s"
 FIRST = TrackerOptions(mode=TrackingMode.EMBEDDING)

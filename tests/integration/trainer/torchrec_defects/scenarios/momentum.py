@@ -3,10 +3,6 @@
 import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from torch import nn
-from torchrec.distributed.sharding_plan import column_wise, data_parallel
-
-from sync_service.errors import InvalidInput
 from tests.integration.trainer.torchrec_defects.copies import Copy, ids_of
 from tests.integration.trainer.torchrec_defects.models import (
     BAGS,
@@ -19,9 +15,13 @@ from tests.integration.trainer.torchrec_defects.models import (
     train,
 )
 from tests.integration.trainer.torchrec_defects.registry import scenario
-from trainer.tracking.modes import TrackingMode
-from trainer.tracking.options import TrackerOptions
-from trainer.tracking.tracker import Tracker
+from torch import nn
+from torchrec.distributed.sharding_plan import column_wise, data_parallel
+
+from deltasync.core.errors import InvalidInput
+from deltasync.trainer.tracking.modes import TrackingMode
+from deltasync.trainer.tracking.options import TrackerOptions
+from deltasync.trainer.tracking.tracker import Tracker
 
 T0, T1 = f"{BAGS}.t0", f"{BAGS}.t1"
 ROWWISE, WHOLE = EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.EXACT_ADAGRAD

@@ -7,17 +7,6 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
-from torchrec.distributed.sharding_plan import data_parallel, row_wise
-from torchrec.distributed.train_pipeline import GradientAccumulationConfig, GradientAccumulationWrapper
-from torchrec.distributed.train_pipeline.train_pipelines import (
-    TrainPipelineFusedSparseDist,
-    TrainPipelineSemiSync,
-)
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
-from torchrec.optim.optimizers import in_backward_optimizer_filter
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-
 from tests.integration.trainer.torchrec_defects.copies import Copy, changed, weights
 from tests.integration.trainer.torchrec_defects.models import (
     BAGS,
@@ -29,9 +18,20 @@ from tests.integration.trainer.torchrec_defects.models import (
     sharded,
 )
 from tests.integration.trainer.torchrec_defects.registry import scenario
-from trainer.tracking.modes import TrackingMode
-from trainer.tracking.options import TrackerOptions
-from trainer.tracking.tracker import Tracker
+from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
+from torchrec.distributed.sharding_plan import data_parallel, row_wise
+from torchrec.distributed.train_pipeline import GradientAccumulationConfig, GradientAccumulationWrapper
+from torchrec.distributed.train_pipeline.train_pipelines import (
+    TrainPipelineFusedSparseDist,
+    TrainPipelineSemiSync,
+)
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from deltasync.trainer.tracking.modes import TrackingMode
+from deltasync.trainer.tracking.options import TrackerOptions
+from deltasync.trainer.tracking.tracker import Tracker
 
 STEPS = 12
 MICRO_BATCHES = 3

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-
-from sync_service.errors import DeltasyncError
 from tests.integration.trainer.torchrec_defects.copies import Copy, ids_of
 from tests.integration.trainer.torchrec_defects.models import BAGS, bag, bags, sharded, train
 from tests.integration.trainer.torchrec_defects.registry import scenario
-from trainer.tracking.delta import Delta
-from trainer.tracking.modes import TrackingMode
-from trainer.tracking.options import TrackerOptions
-from trainer.tracking.tracker import Tracker
+from torch import nn
+
+from deltasync.core.errors import DeltasyncError
+from deltasync.trainer.tracking.delta import Delta
+from deltasync.trainer.tracking.modes import TrackingMode
+from deltasync.trainer.tracking.options import TrackerOptions
+from deltasync.trainer.tracking.tracker import Tracker
 
 CONSUMERS = ("one", "other")
 # Training goes on until every reader has been given something so often, or for so many steps.

@@ -1,1 +1,0 @@
-"""Consumers: who subscribes, what each has acknowledged, and how far behind it is."""

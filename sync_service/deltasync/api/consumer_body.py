@@ -1,0 +1,68 @@
+"""The body of a request that describes a consumer."""
+
+import json
+from typing import Any
+
+from fastapi import Request
+from starlette.requests import ClientDisconnect
+
+from deltasync.consumers.consumer import ConsumerOptions
+from deltasync.core.errors import InvalidInput
+from deltasync.core.policy import Policy
+
+_MAX_BODY_BYTES = 64 << 10
+
+# For /docs.
+BODY: dict[str, Any] = {
+    "required": True,
+    "content": {
+        "application/json": {
+            "schema": {
+                "type": "object",
+                "properties": {"model": {"type": "string"}, "policy": {"type": "object"}},
+                "required": ["model"],
+            },
+            "example": {"model": "clicks", "policy": {"top_k": 0.1, "value_type": "int8"}},
+        }
+    },
+}
+
+
+async def consumer_of(name: str, request: Request) -> ConsumerOptions:
+    """The consumer that a body `{"model": ..., "policy": {...}}` describes; no policy is the default one.
+
+    Raises:
+        InvalidInput: it describes none; the message says what is wrong.
+    """
+    described = _object("body", _parsed(await _body(request)))
+    if unknown := sorted(described.keys() - {"model", "policy"}):
+        raise InvalidInput(f"body: unknown key {unknown[0]!r}; keys: model, policy")
+    model = described.get("model")
+    if not isinstance(model, str):
+        raise InvalidInput("body: expected the name of a model as 'model'")
+    return ConsumerOptions(name, model, Policy.from_dict(_object("policy", described.get("policy", {}))))
+
+
+async def _body(request: Request) -> bytes:
+    body = bytearray()
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > _MAX_BODY_BYTES:
+                raise InvalidInput(f"body: more than {_MAX_BODY_BYTES} bytes")
+    except ClientDisconnect as error:
+        raise InvalidInput("body: it ends in the middle") from error
+    return bytes(body)
+
+
+def _parsed(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"body: no JSON: {error}") from error
+
+
+def _object(what: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise InvalidInput(f"{what}: expected an object")
+    return value

@@ -1,0 +1,67 @@
+"""The HTTP side, for operators and their tools. What changes something needs the admin token."""
+
+from dataclasses import dataclass
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, PlainTextResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from deltasync.api.consumer_routes import consumer_routes
+from deltasync.core.errors import DeltasyncError, ServiceUnavailable
+from deltasync.service.service import Service
+from deltasync.status.metrics import exposition
+from deltasync.wire.error_codes import http_status
+
+
+@dataclass(frozen=True)
+class TableLine:
+    """A table, in a list: `bytes` are those of its values."""
+
+    model: str
+    table: str
+    rows: int
+    dim: int
+    dtype: str
+    bytes: int
+    head: int
+
+
+def create_app(service: Service, token: str | None) -> FastAPI:
+    """The application; it shares the service's event loop. `token` is the admin token."""
+    app = FastAPI(title="deltasync", description="How far every consumer is behind.", docs_url="/docs")
+
+    @app.exception_handler(DeltasyncError)
+    async def on_error(_request: Request, error: DeltasyncError) -> JSONResponse:
+        return JSONResponse({"error": type(error).__name__, "message": str(error)}, http_status(error))
+
+    app.include_router(consumer_routes(service, token))
+
+    @app.get("/tables")
+    async def tables() -> list[TableLine]:
+        """All tables of all models."""
+        return [
+            TableLine(name, t.name, t.rows, t.dim, str(t.dtype), t.nbytes, model.sealed_version)
+            for name, model in sorted(service.models.items())
+            for t in (table.spec for table in model.tables)
+        ]
+
+    @app.get("/livez", response_class=PlainTextResponse)
+    async def livez() -> str:
+        """The process answers."""
+        return "ok\n"
+
+    @app.get("/readyz", response_class=PlainTextResponse)
+    async def readyz() -> str:
+        """The service takes streams: it has recovered, its log has room, and it is not shutting down."""
+        if service.draining.is_set():
+            raise ServiceUnavailable("the service is shutting down")
+        if service.log.refusing:
+            raise ServiceUnavailable("the log is full: its tables are being flushed")
+        return "ok\n"
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Everything above as Prometheus metrics."""
+        return Response(await exposition(service), media_type=CONTENT_TYPE_LATEST)
+
+    return app

@@ -1,0 +1,204 @@
+"""The service's process: gRPC and HTTP in one event loop, from recovery to drain."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc.aio
+import uvicorn
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from deltasync.api.admin import AdminServicer
+from deltasync.api.decoding import DecodeInterceptor
+from deltasync.api.http import create_app
+from deltasync.api.publish import PublishServicer
+from deltasync.api.subscribe import SubscribeServicer
+from deltasync.consumers.consumer import ConsumerOptions
+from deltasync.core.errors import ServiceUnavailable
+from deltasync.core.process import keep_freed_memory
+from deltasync.service.service import Service, ServiceOptions
+from deltasync.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    publish_pb2,
+    publish_pb2_grpc,
+    subscribe_pb2,
+    subscribe_pb2_grpc,
+)
+
+logger = logging.getLogger(__name__)
+
+_SERVICES = tuple(
+    module.DESCRIPTOR.services_by_name[name].full_name
+    for module, name in (
+        (admin_pb2, "AdminService"),
+        (publish_pb2, "PublishService"),
+        (subscribe_pb2, "SubscribeService"),
+    )
+)
+
+# Chunks are at most 1 MiB; an open with thousands of tables is larger.
+_MAX_MESSAGE_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """Where the service listens, and what it starts with.
+
+    Attributes:
+        service: what it keeps, and where.
+        host: address to listen on.
+        grpc_port: port for trainers and replicas; 0 = any free one.
+        http_port: port for operators; 0 = any free one.
+        consumers: consumers to make at the start if missing; those that exist are given these policies.
+        admin_token: token for calls that change something; None, or an empty one, refuses them all.
+        drain_seconds: how long open cuts may take to finish on SIGTERM.
+    """
+
+    service: ServiceOptions
+    host: str = "127.0.0.1"
+    grpc_port: int = 50051
+    http_port: int = 8080
+    consumers: tuple[ConsumerOptions, ...] = ()
+    admin_token: str | None = None
+    drain_seconds: float = 5.0
+
+
+class _Http(uvicorn.Server):
+    """uvicorn without its own signal handling, which would end the process before gRPC has drained."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve(options: ServerOptions) -> None:
+    """Run the service until SIGTERM or SIGINT.
+
+    Raises:
+        StorageFailed: the data directory is damaged or in use.
+        ServiceUnavailable: a port is in use.
+    """
+    keep_freed_memory()
+    os.umask(0o077)  # The rows of a model are nobody else's to read.
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    await run(options, stopping)
+
+
+async def run(options: ServerOptions, stopping: asyncio.Event) -> None:
+    """Run the service until `stopping` is set, in a process that has other things to do too.
+
+    Raises:
+        StorageFailed: the data directory is damaged or in use.
+        ServiceUnavailable: a port is in use.
+    """
+    async with asyncio.TaskGroup() as tasks:
+        service = Service(options.service, tasks)
+        await service.recover()
+        for consumer in options.consumers:
+            await service.ensure_consumer(consumer)
+        housekeeping = tasks.create_task(service.housekeeping())
+        await _listen(service, options, tasks, stopping)
+        housekeeping.cancel()
+        await service.drain()
+    logger.info("stopped")
+
+
+async def _listen(
+    service: Service, options: ServerOptions, tasks: asyncio.TaskGroup, stopping: asyncio.Event
+) -> None:
+    # Before gRPC: a server of it that has started cannot simply be left behind.
+    listener = _bind(options.host, options.http_port)
+    server, healthy, grpc_port = await _start_grpc(service, options)
+    app = create_app(service, options.admin_token)
+    http = _Http(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))
+    http_task = tasks.create_task(http.serve(sockets=[listener]))
+    _announce(options, grpc_port, listener.getsockname()[1])
+    await stopping.wait()
+    logger.info("shutting down")
+    await healthy.enter_graceful_shutdown()
+    service.draining.set()
+    await service.wait_idle(options.drain_seconds)
+    await server.stop(grace=1.0)
+    http.should_exit = True
+    await http_task
+    _endpoints(options).unlink(missing_ok=True)
+
+
+async def _start_grpc(
+    service: Service, options: ServerOptions
+) -> tuple[grpc.aio.Server, health.aio.HealthServicer, int]:
+    server = grpc.aio.server(
+        interceptors=[DecodeInterceptor()],
+        options=[
+            ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+            # Otherwise a second service on the same port would take half of the streams.
+            ("grpc.so_reuseport", 0),
+            # Below the client's keepalive interval, or it is sent away for pinging too often.
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.keepalive_time_ms", 20_000),
+            ("grpc.keepalive_timeout_ms", 5_000),
+            ("grpc.http2.ping_timeout_ms", 5_000),
+        ],
+    )
+    publish_pb2_grpc.add_PublishServiceServicer_to_server(PublishServicer(service), server)
+    subscribe_pb2_grpc.add_SubscribeServiceServicer_to_server(SubscribeServicer(service), server)
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(service, options.admin_token), server)
+    healthy = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+    reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    try:
+        port = server.add_insecure_port(f"{options.host}:{options.grpc_port}")
+    except RuntimeError as error:
+        raise ServiceUnavailable(_taken("--grpc-port", options.host, options.grpc_port)) from error
+    await server.start()
+    for name in ("", *_SERVICES):
+        await healthy.set(name, health_pb2.HealthCheckResponse.SERVING)
+    return server, healthy, port
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen()  # So that who reads endpoints.json can connect at once.
+    except OSError as error:
+        listener.close()
+        raise ServiceUnavailable(_taken("--http-port", host, port)) from error
+    return listener
+
+
+def _taken(option: str, host: str, port: int) -> str:
+    return f"cannot listen on {host}:{port}: choose another {option}, or 0 for any free one"
+
+
+def _endpoints(options: ServerOptions) -> Path:
+    return options.service.data_dir / "endpoints.json"
+
+
+def _announce(options: ServerOptions, grpc_port: int, http_port: int) -> None:
+    """Leave where the service listens in its data directory, whole or not at all."""
+    endpoints = {
+        "pid": os.getpid(),
+        "grpc": f"{options.host}:{grpc_port}",
+        "http": f"http://{options.host}:{http_port}",
+    }
+    path = _endpoints(options)
+    path.with_suffix(".new").write_text(json.dumps(endpoints))
+    path.with_suffix(".new").replace(path)
+    logger.info(
+        "listening: grpc=%s http=%s data=%s", endpoints["grpc"], endpoints["http"], options.service.data_dir
+    )

@@ -1,0 +1,238 @@
+"""The gRPC side of subscribing: releases down, credit and acks up."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any, TypeAlias
+
+import grpc.aio
+
+from deltasync.api.abort import abort
+from deltasync.consumers.consumer import Consumer, Replica
+from deltasync.core.delivery import Delivery
+from deltasync.core.errors import DeltasyncError, InvalidInput, NotFound, ServiceUnavailable, Superseded
+from deltasync.core.position import Position
+from deltasync.core.signals import first_of
+from deltasync.feeds.audit import ReplicaAudit
+from deltasync.feeds.model import Model
+from deltasync.feeds.release import FrozenRelease, Head
+from deltasync.service.service import Service
+from deltasync.v1 import subscribe_pb2, subscribe_pb2_grpc
+from deltasync.views.view import View
+from deltasync.wire.codec import (
+    checksums_to_message,
+    delivery_to_message,
+    fill_rows,
+    mode_to_message,
+    position_from_message,
+    position_to_message,
+)
+
+logger = logging.getLogger(__name__)
+
+_PROGRESS_SECONDS = 5.0
+_DEFAULT_OUTSTANDING_BYTES = 16 << 20
+
+Responses: TypeAlias = AsyncIterator[subscribe_pb2.SubscribeResponse]
+
+
+class _ReplicaLeft(Exception):
+    """The replica has ended its side of the stream."""
+
+
+class SubscribeServicer(subscribe_pb2_grpc.SubscribeServiceServicer):
+    """Feeds the replicas of consumers."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def Subscribe(
+        self,
+        request_iterator: AsyncIterator[subscribe_pb2.SubscribeRequest],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> Responses:
+        """Answer one replica's stream."""
+        try:
+            first = await anext(request_iterator, None)
+            if first is None or first.WhichOneof("message") != "open":
+                raise InvalidInput("a stream begins with an open message")
+            stream = ReplicaStream(self._service, first.open)
+            async for response in stream.run(request_iterator):
+                yield response
+        except DeltasyncError as error:
+            await abort(context, error)
+
+
+class ReplicaStream:
+    """One replica's stream, from its open to its end."""
+
+    def __init__(self, service: Service, message: subscribe_pb2.SubscribeOpen) -> None:
+        self._service = service
+        self._registry = service.registry
+        self._consumer: Consumer = service.registry.get(message.consumer)
+        self._feed: Model | View = service.feed(self._consumer)
+        self._claim = position_from_message(message.held)
+        self._sent = Position()
+        self._deliveries: list[Delivery] = []
+        self._ended = asyncio.Event()
+        self._replica: Replica = self._registry.connect(self._consumer, message.replica, self._ended)
+        self._proof = ReplicaAudit()
+        self._budget = message.max_outstanding_bytes or _DEFAULT_OUTSTANDING_BYTES
+        self._sent_bytes = 0
+        self._received_bytes = 0
+        self._credited = asyncio.Event()
+        self._damaged = asyncio.Event()
+
+    async def run(self, requests: AsyncIterator[subscribe_pb2.SubscribeRequest]) -> Responses:
+        """Everything there is to send, until either side ends the stream."""
+        acks = asyncio.create_task(self._take_acks(requests))
+        try:
+            async for response in self._responses(acks):
+                yield response
+        except _ReplicaLeft:
+            pass  # Its acks have all been taken; nothing more is to be said.
+        finally:
+            acks.cancel()
+            self._registry.disconnect(self._replica, self._ended)
+
+    async def _responses(self, acks: asyncio.Task[None]) -> Responses:
+        while not self._service.is_prepared(self._consumer):
+            yield _progress(Position(), 0)
+            await self._wait(acks, self._feed.changed())
+        yield self._opened()
+        while True:
+            self._check_current()
+            self._check_deliveries()
+            self._damaged.clear()
+            repaired = self._proof.begin_repair(time.monotonic())
+            if self._feed.position == self._sent and not repaired:
+                await self._wait(acks, self._feed.changed(), self._damaged.wait())
+                if self._feed.position == self._sent and not self._proof.damaged:
+                    yield _progress(self._sent, self._feed.version_of(self._sent.number))
+                continue
+            async for response in self._send(self._feed.release(self._sent.number, repaired), acks):
+                yield response
+
+    def _opened(self) -> subscribe_pb2.SubscribeResponse:
+        deliveries = self._deliveries = self._feed.deliveries
+        # What the replica is known to hold; what it merely claims must not become its offset.
+        decision, self._sent = self._feed.resume(self._claim)
+        self._registry.acknowledge(self._consumer, self._replica, self._sent)
+        logger.info("replica joined: %s/%s %s", self._consumer.name, self._replica.name, decision.reason)
+        opened = subscribe_pb2.SubscribeOpened(
+            model=self._consumer.model,
+            head=position_to_message(self._feed.position),
+            tables=[delivery_to_message(each) for each in deliveries],
+            resync=not decision.yes,
+            reason=decision.reason,
+            mode=mode_to_message(deliveries[0].mode),
+            model_history=self._service.model(self._consumer.model).history,
+        )
+        return subscribe_pb2.SubscribeResponse(opened=opened)
+
+    async def _send(self, frozen: asyncio.Task[FrozenRelease], acks: asyncio.Task[None]) -> Responses:
+        # Only here, so that what was sent is not kept while there is nothing to send.
+        release = await asyncio.shield(frozen)
+        self._check_deliveries()
+        for slot, ids, values in release.chunks():
+            size = ids.nbytes + values.nbytes
+            while self._outstanding > 0 and self._outstanding + size > self._budget:
+                self._credited.clear()
+                await self._wait(acks, self._credited.wait())
+            self._sent_bytes += size
+            response = subscribe_pb2.SubscribeResponse()
+            fill_rows(response.chunk.rows, slot, ids, values)
+            yield response
+            self._consumer.released_bytes += size
+        self._consumer.released_rows += release.rows
+        if release.head:
+            self._sent = Position(self._feed.history, release.head.number)
+            self._proof.expect(release)
+            yield subscribe_pb2.SubscribeResponse(release_end=self._end(release, release.head))
+
+    def _end(self, release: FrozenRelease, head: Head) -> subscribe_pb2.ReleaseEnd:
+        return subscribe_pb2.ReleaseEnd(
+            position=position_to_message(self._sent),
+            step=head.step,
+            step_end_unix_ns=head.step_end_unix_ns,
+            rows=release.rows,
+            version=head.version,
+            whole=sorted(release.whole),
+            checksums=checksums_to_message(dict(enumerate(release.checksums))),
+        )
+
+    @property
+    def _outstanding(self) -> int:
+        return self._sent_bytes - self._received_bytes
+
+    async def _take_acks(self, requests: AsyncIterator[subscribe_pb2.SubscribeRequest]) -> None:
+        async for request in requests:
+            if request.WhichOneof("message") != "ack":
+                raise InvalidInput("after the open message a replica sends only acks")
+            ack = request.ack
+            if ack.received_bytes > self._sent_bytes:
+                raise InvalidInput(f"acked {ack.received_bytes} bytes, only {self._sent_bytes} were sent")
+            self._received_bytes = max(self._received_bytes, ack.received_bytes)
+            self._credited.set()
+            if unknown := [each.slot for each in ack.checksums if each.slot >= len(self._deliveries)]:
+                raise InvalidInput(f"a checksum of table {unknown[0]}, but there are only {len(self._deliveries)}")
+            if ack.HasField("applied"):
+                checksums = {each.slot: each.sum for each in ack.checksums}
+                self._acknowledge(position_from_message(ack.applied), checksums)
+
+    def _acknowledge(self, applied: Position, checksums: dict[int, int]) -> None:
+        if applied.history != self._sent.history or applied.number > self._sent.number:
+            raise InvalidInput(
+                f"acked version {applied.number} of history {applied.history!r}, only version "
+                f"{self._sent.number} of {self._sent.history!r} was sent"
+            )
+        # An earlier ack that is repeated changes nothing.
+        if self._replica.stream is not self._ended or applied.number < self._replica.applied.number:
+            return
+        damaged = self._proof.check(applied.number, checksums)
+        if damaged:
+            self._report(damaged)
+            return
+        self._replica.checked, self._replica.damaged = bool(checksums), ()
+        self._registry.acknowledge(self._consumer, self._replica, applied)
+
+    def _report(self, damaged: frozenset[int]) -> None:
+        """Tell of a replica that holds other bits than it was given, and have it given the tables whole."""
+        tables = tuple(self._deliveries[slot].spec.name for slot in sorted(damaged))
+        self._consumer.damages += len(set(tables) - set(self._replica.damaged))
+        self._replica.damaged = tables
+        where = f"{self._consumer.name}/{self._replica.name}"
+        logger.error("replica %s holds other rows than it was given in %s", where, ", ".join(tables))
+        self._damaged.set()
+
+    async def _wait(self, acks: asyncio.Task[None], *events: Awaitable[object]) -> None:
+        """Wait for one of the events, for a while; an ended or broken ack stream ends this stream too."""
+        endings = (self._ended.wait(), self._service.draining.wait())
+        await first_of(*events, *endings, seconds=_PROGRESS_SECONDS, task=acks)
+        if acks.done():
+            acks.result()
+            raise _ReplicaLeft
+        if self._service.draining.is_set():
+            raise ServiceUnavailable("the service is shutting down; reconnect")
+        self._check_current()
+
+    def _check_deliveries(self) -> None:
+        """Check that slots still mean the tables the replica was told of."""
+        if self._feed.deliveries != self._deliveries:
+            raise Superseded(
+                f"consumer {self._consumer.name!r} is given other tables now, or in another form; reconnect"
+            )
+
+    def _check_current(self) -> None:
+        if self._registry.consumers.get(self._consumer.name) is not self._consumer:
+            raise NotFound(f"consumer {self._consumer.name!r} was deleted")
+        if self._service.feed(self._consumer) is not self._feed:
+            raise Superseded(f"consumer {self._consumer.name!r} has a policy now; reconnect")
+        if self._replica.stream is not self._ended:
+            raise Superseded(f"a newer stream of replica {self._replica.name!r} has taken over")
+
+
+def _progress(head: Position, version: int) -> subscribe_pb2.SubscribeResponse:
+    progress = subscribe_pb2.Progress(head=position_to_message(head), version=version)
+    return subscribe_pb2.SubscribeResponse(progress=progress)

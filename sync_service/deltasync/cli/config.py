@@ -1,0 +1,67 @@
+"""Settings by flag, environment variable and TOML file, in that order."""
+
+import tomllib
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from deltasync.core.errors import InvalidInput
+
+F = TypeVar("F", bound=Callable[..., Any])
+Reader = Callable[[Any], object]
+
+
+def _load(readers: Mapping[str, Reader], ctx: click.Context, param: click.Parameter, path: Path | None) -> None:
+    if path is None:
+        return
+    try:
+        settings = _settings(path, ctx, param, readers)
+        for key in readers.keys() & settings.keys():
+            ctx.meta[_meta_key(key)] = readers[key](settings.pop(key))
+    except (OSError, ValueError) as error:
+        raise click.BadParameter(f"{path}: {error}", ctx, param) from error
+    ctx.default_map = {**(ctx.default_map or {}), **settings}
+
+
+def _settings(
+    path: Path, ctx: click.Context, param: click.Parameter, readers: Mapping[str, Reader]
+) -> dict[str, Any]:
+    settings = tomllib.loads(path.read_text())
+    known = {option.name for option in ctx.command.params if option.name != param.name} | readers.keys()
+    if unknown := sorted(settings.keys() - known):
+        names = ", ".join(sorted(str(name) for name in known))
+        raise InvalidInput(f"unknown setting {unknown[0]!r}; settings: {names}")
+    return settings
+
+
+def config_option(**readers: Reader) -> Callable[[F], F]:
+    """The `--config FILE` option: the file's keys are the command's long options, with underscores.
+
+    Args:
+        readers: further keys, and what reads the value of each, or raises `InvalidInput`; see `from_config`.
+    """
+    return click.option(
+        "--config",
+        type=click.Path(dir_okay=False, path_type=Path),
+        callback=partial(_load, readers),
+        is_eager=True,
+        expose_value=False,
+        show_envvar=True,
+        help="TOML file with any of these settings, named as the options are, with underscores.",
+    )
+
+
+def from_config(key: str, default: Any) -> Any:
+    """What the reader of a further key has made of the value in the command's `--config` file."""
+    return click.get_current_context().meta.get(_meta_key(key), default)
+
+
+def _meta_key(key: str) -> str:
+    return f"{__name__}.{key}"
+
+
+# Every option NAME is also the environment variable DELTASYNC_NAME.
+CONTEXT = {"auto_envvar_prefix": "DELTASYNC", "show_default": True}

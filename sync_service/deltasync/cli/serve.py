@@ -1,0 +1,110 @@
+"""`deltasync serve`."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import click
+
+from deltasync.api.server import ServerOptions
+from deltasync.api.server import serve as run_server
+from deltasync.cli.config import CONTEXT, config_option, from_config
+from deltasync.cli.configured_consumers import read_consumers
+from deltasync.consumers.consumer import ConsumerOptions
+from deltasync.service.service import ServiceOptions
+
+
+def _consumers(
+    _ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]
+) -> tuple[ConsumerOptions, ...]:
+    pairs = [tuple(value.split("=", 1)) for value in values]
+    if wrong := [value for value, pair in zip(values, pairs, strict=True) if len(pair) != 2]:
+        raise click.BadParameter(f"{wrong[0]!r}: expected NAME=MODEL")
+    return tuple(ConsumerOptions(pair[0], pair[1]) for pair in pairs)
+
+
+@click.command(context_settings=CONTEXT)
+@config_option(consumers=read_consumers)
+@click.option(
+    "--data-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("deltasync-data"),
+    help="Folder of everything the service keeps; made if missing.",
+)
+@click.option("--host", default="127.0.0.1", help="Address to listen on.")
+@click.option(
+    "--grpc-port",
+    type=click.IntRange(0, 65535),
+    default=50051,
+    help="Port for trainers and replicas; 0 = any free one (see endpoints.json in the data folder).",
+)
+@click.option(
+    "--http-port", type=click.IntRange(0, 65535), default=8080, help="Port for operators; 0 = any free one."
+)
+@click.option(
+    "--consumer",
+    "consumer",
+    multiple=True,
+    callback=_consumers,
+    metavar="NAME=MODEL",
+    help="Consumer to make at the start if missing. May be repeated.",
+)
+@click.option(
+    "--admin-token",
+    default=None,
+    show_default=False,
+    help="Token for calls that change something; without one they are refused.",
+)
+@click.option(
+    "--log-max-bytes",
+    type=click.IntRange(1 << 20),
+    default=64 << 30,
+    help="Hard cap of the log's file, which grows only as needed.",
+)
+@click.option(
+    "--flush-bytes",
+    type=click.IntRange(1),
+    default=1 << 30,
+    help="Flush the tables and cut the log once it holds this many bytes of newer rows.",
+)
+@click.option(
+    "--replica-retention-seconds",
+    type=click.FloatRange(0),
+    default=3600.0,
+    help="A replica away for longer no longer holds its consumer's offset.",
+)
+@click.option(
+    "--drain-seconds",
+    type=click.FloatRange(0),
+    default=5.0,
+    help="How long open cuts may take to finish on SIGTERM.",
+)
+def serve(consumer: tuple[ConsumerOptions, ...], **settings: Any) -> None:
+    """Run the sync service until SIGTERM.
+
+    Every option is also an environment variable, DELTASYNC_ and its name in capitals, and a key of the
+    --config file. A flag wins over the environment, the environment over the file.
+
+    A table [consumers.NAME] of the file, with a model and the keys of a policy, makes a consumer, or gives one
+    that exists this policy at every start.
+    """
+    kept = ("data_dir", "log_max_bytes", "flush_bytes", "replica_retention_seconds")
+    try:
+        service = ServiceOptions(**{name: settings.pop(name) for name in kept})
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    wanted = _merged(consumer, from_config("consumers", ()))
+    asyncio.run(run_server(ServerOptions(service=service, consumers=wanted, **settings)))
+
+
+def _merged(
+    flags: tuple[ConsumerOptions, ...], configured: tuple[ConsumerOptions, ...]
+) -> tuple[ConsumerOptions, ...]:
+    models = {each.name: each.model for each in configured}
+    for each in flags:
+        if models.get(each.name, each.model) != each.model:
+            raise click.UsageError(
+                f"consumer {each.name!r} follows model {each.model!r} by --consumer, but {models[each.name]!r} by "
+                f"[consumers.{each.name}] of the --config file"
+            )
+    return (*(each for each in flags if each.name not in models), *configured)

@@ -1,0 +1,121 @@
+"""The release that is arriving on one stream."""
+
+import logging
+from collections.abc import Mapping
+
+import numpy as np
+
+from deltasync.client.targets import Release, ReleasedRows
+from deltasync.core.delivery import Delivery
+from deltasync.core.errors import InvalidInput
+from deltasync.core.mode import Mode
+from deltasync.core.rows import Ids, Values
+from deltasync.core.tables import Shard
+from deltasync.core.value_types import decode
+from deltasync.v1 import subscribe_pb2
+from deltasync.wire.codec import (
+    CHUNK_BYTES,
+    decode_rows,
+    delivery_from_message,
+    mode_from_message,
+    position_from_message,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class ReleaseAssembler:
+    """Puts releases together from their chunks.
+
+    Attributes:
+        received_bytes: bytes of ids and values that have arrived.
+        model_history: the history that versions belong to.
+    """
+
+    def __init__(self, max_outstanding_bytes: int, known: set[str]) -> None:
+        """`known` are the tables of the last release of an earlier stream; then they are those of this one."""
+        self.received_bytes = 0
+        self.model_history = ""
+        self._known = known
+        self._acked_bytes = self._ended_bytes = 0
+        # What is not acked yet must leave room for a chunk, or the service and this replica wait for each other.
+        self._ack_bytes = min(max_outstanding_bytes // 4, max_outstanding_bytes - CHUNK_BYTES)
+        self._resync = False
+        self._deliveries: list[Delivery] = []
+        self._shards: list[Shard] = []
+        self._rows: list[ReleasedRows] = []
+
+    def begin(self, opened: subscribe_pb2.SubscribeOpened) -> None:
+        """Learn the tables."""
+        logger.info("subscribed to model %s: %s", opened.model, opened.reason)
+        self.model_history = opened.model_history
+        mode = mode_from_message(opened.mode)
+        self._deliveries = [delivery_from_message(table, mode) for table in opened.tables]
+        self._shards = [Shard.whole(delivery.wire_spec) for delivery in self._deliveries]
+        self._resync = opened.resync
+
+    def add(self, chunk: subscribe_pb2.ReleaseChunk) -> bool:
+        """Take some rows; whether it is time to return credit.
+
+        Raises:
+            InvalidInput: rows of no known table, or of another size.
+        """
+        batch = decode_rows(chunk.rows, self._shards)
+        self._rows.append(_released(self._deliveries[chunk.rows.slot], batch.ids, batch.values))
+        self.received_bytes += batch.nbytes
+        due = self.received_bytes - self._acked_bytes >= self._ack_bytes
+        if due:
+            self._acked_bytes = self.received_bytes
+        return due
+
+    def end(self, end: subscribe_pb2.ReleaseEnd) -> Release:
+        """The whole release.
+
+        Raises:
+            InvalidInput: rows are missing.
+        """
+        rows = sum(len(some.ids) for some in self._rows)
+        if rows != end.rows:
+            raise InvalidInput(f"release of version {end.position.version}: {rows} of {end.rows} rows arrived")
+        release = Release(
+            position=position_from_message(end.position),
+            step=end.step,
+            step_end_unix_ns=end.step_end_unix_ns,
+            resync=self._resync,
+            tables=[delivery.spec for delivery in self._deliveries],
+            rows=self._rows,
+            whole=self._whole(end),
+            version=end.version,
+            bytes=self.received_bytes - self._ended_bytes,
+        )
+        self._resync, self._rows, self._ended_bytes = False, [], self.received_bytes
+        self._known.clear()
+        self._known.update(delivery.spec.name for delivery in self._deliveries)
+        return release
+
+    def _whole(self, end: subscribe_pb2.ReleaseEnd) -> frozenset[str]:
+        """The tables to be reset: those the service names, and those that have come with a new stream."""
+        new = {delivery.spec.name for delivery in self._deliveries} - self._known if self._known else set()
+        return frozenset(new.union(self._deliveries[slot].spec.name for slot in end.whole))
+
+    @property
+    def has_values(self) -> bool:
+        """Whether rows come with values, which a target could show that it holds."""
+        return all(delivery.mode is Mode.EMBEDDINGS for delivery in self._deliveries)
+
+    def by_slot(self, checksums: Mapping[str, int]) -> dict[int, int]:
+        """Checksums of tables by slot instead of by name."""
+        slots = {delivery.spec.name: slot for slot, delivery in enumerate(self._deliveries)}
+        return {slots[name]: checksum for name, checksum in checksums.items()}
+
+    def wrong(self, end: subscribe_pb2.ReleaseEnd, checksums: Mapping[str, int]) -> list[str]:
+        """Names of the tables of which the service has another checksum."""
+        expected = {self._deliveries[each.slot].spec.name: each.sum for each in end.checksums}
+        return [name for name, checksum in checksums.items() if expected.get(name, checksum) != checksum]
+
+
+def _released(delivery: Delivery, ids: Ids, values: Values) -> ReleasedRows:
+    if delivery.mode is Mode.IDS:
+        no_values = np.empty((len(ids), 0), delivery.spec.dtype)
+        return ReleasedRows(delivery.spec, ids, no_values, values[:, 0].astype(np.float32, copy=False))
+    return ReleasedRows(delivery.spec, ids, decode(values, delivery.value_type, delivery.spec.dtype))

@@ -1,0 +1,241 @@
+"""Publishing the parts of one rank, from a thread of its own."""
+
+import logging
+import queue
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import grpc
+
+from deltasync.client.connection import backoff, open_channel
+from deltasync.client.options import PublisherOptions
+from deltasync.core.errors import DeltasyncError, InvalidInput, ResyncRequired, ServiceUnavailable
+from deltasync.core.position import Position
+from deltasync.core.rows import RowBatch
+from deltasync.core.tables import Shard, TableSpec
+from deltasync.v1 import publish_pb2, publish_pb2_grpc
+from deltasync.wire.codec import (
+    chunked,
+    fill_rows,
+    position_from_message,
+    position_to_message,
+    shard_to_message,
+    table_to_message,
+)
+from deltasync.wire.error_codes import from_rpc_error, is_final
+
+logger = logging.getLogger(__name__)
+
+_Requests: TypeAlias = "queue.SimpleQueue[Part | None]"
+_Call: TypeAlias = "grpc._CallIterator[publish_pb2.PublishResponse]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """This rank's share of a cut.
+
+    Attributes:
+        step: the optimizer step after which the rows were read; later than that of the last part that was
+            sealed.
+        step_end_unix_ns: when the step ended on this rank, nanoseconds since 1970.
+        rows: the rows; may be empty.
+        full: whether these are all rows of all shards of this rank.
+    """
+
+    step: int
+    step_end_unix_ns: int
+    rows: list[RowBatch] = field(default_factory=list)
+    full: bool = False
+
+
+class Publisher:
+    """Sends parts to the service, and again until they are sealed, whatever happens to the connection.
+
+    One part is under way at a time: its arrays must not change until its future is done.
+    """
+
+    def __init__(self, options: PublisherOptions, tables: list[TableSpec], shards: list[Shard]) -> None:
+        self._options = options
+        self._tables = tables
+        self._shards = shards
+        self._slots = {shard: slot for slot, shard in enumerate(shards)}
+        self._continues = options.continues
+        self._parts: queue.SimpleQueue[tuple[Part, Future[Position]] | None] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._stream: _Stream | None = None
+        self._busy = False
+        self._sealed_step: int | None = None
+        self._thread = threading.Thread(target=self._run, name="deltasync-publisher", daemon=True)
+        self._thread.start()
+
+    def publish(self, part: Part) -> "Future[Position]":
+        """Send a part. Returns at once.
+
+        Returns:
+            A future of the position at which the whole cut was sealed. Its exceptions: `ResyncRequired` when
+            the service does not hold what this run builds on, so that the next part must be full;
+            `InvalidInput` or `Contradiction` when the service refuses the part for good.
+
+        Raises:
+            InvalidInput: rows that do not fit their shard, a step that is sealed already, or a part is still
+                under way.
+            ServiceUnavailable: the publisher is closed.
+        """
+        if self._closing.is_set():
+            raise ServiceUnavailable(f"part of step {part.step}: the publisher is closed")
+        if self._busy:
+            raise InvalidInput(f"part of step {part.step}: the part before it is still under way")
+        if self._sealed_step is not None and part.step <= self._sealed_step:
+            raise InvalidInput(f"part of step {part.step}: step {self._sealed_step} is sealed already")
+        for rows in part.rows:
+            self._check(rows)
+        done: Future[Position] = Future()
+        self._busy = True
+        self._parts.put((part, done))
+        return done
+
+    def close(self) -> None:
+        """Give up what is under way and close the connection."""
+        self._closing.set()
+        self._parts.put(None)
+        if stream := self._stream:
+            stream.cancel()
+        self._thread.join()
+
+    def __enter__(self) -> "Publisher":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check(self, rows: RowBatch) -> None:
+        shard = rows.shard
+        if shard not in self._slots:
+            raise InvalidInput(f"rows of {shard}, which is none of this publisher's {len(self._slots)} shards")
+        expected = (len(rows.ids), shard.cols)
+        if rows.values.shape != expected or rows.values.dtype != shard.table.dtype:
+            raise InvalidInput(
+                f"table {shard.table.name!r}: values of shape {rows.values.shape} and type {rows.values.dtype}, "
+                f"expected {expected} and {shard.table.dtype}"
+            )
+
+    # The publisher's thread.
+
+    def _run(self) -> None:
+        while (item := self._parts.get()) is not None:
+            part, done = item
+            try:
+                position = self._deliver(part)
+            except Exception as error:  # noqa: BLE001  # handed over to whoever waits for the part
+                self._drop_stream()
+                self._busy = False  # Before who waits is woken, and may publish again at once.
+                done.set_exception(error)
+            else:
+                self._continues, self._sealed_step = position, part.step
+                self._busy = False
+                done.set_result(position)
+        self._drop_stream()
+
+    def _deliver(self, part: Part) -> Position:
+        for pause in backoff():
+            stream = self._connected()
+            if self._closing.is_set():
+                break
+            try:
+                return stream.send(part)
+            except DeltasyncError as error:
+                self._drop_stream()
+                if is_final(error):
+                    raise
+                logger.warning("part of step %d is sent again in %.2f s: %s", part.step, pause, error)
+            if self._closing.wait(pause):
+                break
+        raise ServiceUnavailable(f"part of step {part.step}: closed before it was sealed")
+
+    def _connected(self) -> "_Stream":
+        if self._stream is None:
+            self._stream = _Stream(self._options.service, self._open_message(), self._slots)
+        return self._stream
+
+    def _drop_stream(self) -> None:
+        if self._stream:
+            self._stream.cancel()
+        self._stream = None
+
+    def _open_message(self) -> publish_pb2.PublishOpen:
+        options = self._options
+        return publish_pb2.PublishOpen(
+            model=options.model,
+            run=options.run,
+            run_started_unix_ns=options.run_started_unix_ns,
+            rank=options.rank,
+            world_size=options.world_size,
+            tables=[table_to_message(table) for table in self._tables],
+            shards=[shard_to_message(shard, self._tables) for shard in self._shards],
+            continues=position_to_message(self._continues),
+        )
+
+
+class _Stream:
+    """One connection to the service."""
+
+    def __init__(self, service: str, message: publish_pb2.PublishOpen, slots: Mapping[Shard, int]) -> None:
+        self._service = service
+        self._slots = slots
+        self._message = message
+        self._parts: _Requests = queue.SimpleQueue()
+        self._channel = open_channel(service)
+        stub = publish_pb2_grpc.PublishServiceStub(self._channel)
+        self._call: _Call = stub.Publish(self._requests())
+        self._opened: publish_pb2.PublishOpened | None = None
+
+    def send(self, part: Part) -> Position:
+        """Send a part and wait until its cut is sealed.
+
+        Raises:
+            DeltasyncError: what the service has answered instead, or that it did not answer.
+        """
+        if self._opened is None:
+            self._opened = self._receive().opened
+            if not self._opened.continues and not part.full:
+                raise ResyncRequired(f"publish every row: {self._opened.reason}")
+        self._parts.put(part)
+        return position_from_message(self._receive().sealed.position)
+
+    def cancel(self) -> None:
+        """Close the connection."""
+        self._parts.put(None)
+        self._call.cancel()
+        self._channel.close()
+
+    def _receive(self) -> publish_pb2.PublishResponse:
+        try:
+            for response in self._call:
+                return response
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, self._service) from error
+        raise ServiceUnavailable(f"{self._service} has ended the stream")
+
+    def _requests(self) -> Iterator[publish_pb2.PublishRequest]:
+        yield publish_pb2.PublishRequest(open=self._message)
+        while (part := self._parts.get()) is not None:
+            yield from _chunks(part, self._slots)
+            close = publish_pb2.PartClose(
+                step=part.step,
+                rows=sum(len(rows.ids) for rows in part.rows),
+                step_end_unix_ns=part.step_end_unix_ns,
+                full=part.full,
+            )
+            yield publish_pb2.PublishRequest(close=close)
+
+
+def _chunks(part: Part, slots: Mapping[Shard, int]) -> Iterator[publish_pb2.PublishRequest]:
+    for rows in part.rows:
+        for ids, values in chunked(rows.ids, rows.values):
+            request = publish_pb2.PublishRequest()
+            request.chunk.step = part.step
+            fill_rows(request.chunk.rows, slots[rows.shard], ids, values)
+            yield request

@@ -1,0 +1,203 @@
+"""Keeping a target up to date, from a thread of its own."""
+
+import logging
+import queue
+import threading
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import grpc
+
+from deltasync.client.assembler import ReleaseAssembler
+from deltasync.client.checksums import TargetChecksums
+from deltasync.client.connection import backoff, open_channel
+from deltasync.client.options import SubscriberOptions
+from deltasync.client.targets import ReadableTarget, Target
+from deltasync.core.errors import ServiceUnavailable
+from deltasync.core.position import Position
+from deltasync.v1 import subscribe_pb2, subscribe_pb2_grpc
+from deltasync.wire.codec import checksums_to_message, position_from_message, position_to_message
+from deltasync.wire.error_codes import from_rpc_error, is_final
+
+logger = logging.getLogger(__name__)
+
+_Responses: TypeAlias = "grpc._CallIterator[subscribe_pb2.SubscribeResponse]"
+_Requests: TypeAlias = "queue.SimpleQueue[subscribe_pb2.SubscribeRequest | None]"
+
+# How long close() waits for the service to take the last ack.
+_GOODBYE_SECONDS = 2.0
+
+
+class Subscriber:
+    """Subscribes to a consumer and applies its releases to a target; reconnects by itself.
+
+    Attributes:
+        held: the position the target is at: for a consumer with a policy, that of a release.
+        version: the position, in the model's history, of what that was made of. With a policy, rows that have
+            changed before may still be left for later releases.
+    """
+
+    def __init__(self, options: SubscriberOptions, target: Target) -> None:
+        self._options = options
+        self._target = target
+        self.held = options.held
+        self.version = options.held
+        self._checksums = TargetChecksums(target) if isinstance(target, ReadableTarget) else None
+        self._tables: set[str] = set()
+        self._moved = threading.Condition()
+        self._failure: Exception | None = None
+        self._trouble: Exception | None = None
+        self._closing = threading.Event()
+        self._call: _Responses | None = None
+        self._requests: _Requests | None = None
+        self._thread = threading.Thread(target=self._run, name="deltasync-subscriber", daemon=True)
+        self._thread.start()
+
+    def wait_for(self, wanted: Position | int, timeout_seconds: float | None = None) -> Position:
+        """Wait until the target holds at least a version of the model, or one made of a later one.
+
+        Args:
+            wanted: a version, or a position: of the model's history, as publishers return it, or of a release.
+            timeout_seconds: how long, at most; None = for ever.
+
+        Returns:
+            The position it holds.
+
+        Raises:
+            TimeoutError: it did not in time.
+            DeltasyncError: the subscriber has stopped for good.
+        """
+        with self._moved:
+            self._moved.wait_for(
+                lambda: self._failure or self._closing.is_set() or self._reached(wanted), timeout_seconds
+            )
+        self.check()
+        if not self._reached(wanted):
+            trouble = f"; last trouble: {self._trouble}" if self._trouble else ""
+            held = f"replica {self._options.replica!r} holds version {self.version.number}"
+            raise TimeoutError(f"{held}, not {wanted}{trouble}")
+        return self.held
+
+    def check(self) -> None:
+        """Raise what has stopped the subscriber, if anything has."""
+        if self._failure:
+            raise self._failure
+
+    def close(self) -> None:
+        """End the subscription; what is under way is dropped, what was applied is acknowledged."""
+        self._closing.set()
+        if requests := self._requests:
+            requests.put(None)
+        self._thread.join(_GOODBYE_SECONDS)
+        if call := self._call:
+            call.cancel()
+        self._thread.join()
+        with self._moved:
+            self._moved.notify_all()
+
+    def __enter__(self) -> "Subscriber":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # The subscriber's thread.
+
+    def _run(self) -> None:
+        try:
+            self._follow()
+        except Exception as error:  # noqa: BLE001  # kept for check() and wait_for()
+            logger.error("replica %s has stopped: %s", self._options.replica, error)
+            with self._moved:
+                self._failure = error
+                self._moved.notify_all()
+
+    def _follow(self) -> None:
+        pauses = backoff()
+        while not self._closing.is_set():
+            before = self.held
+            try:
+                self._subscribe()
+            except grpc.RpcError as failure:
+                error = from_rpc_error(failure, self._options.service)
+                if is_final(error) and not self._closing.is_set():
+                    raise error from failure
+            else:
+                error = ServiceUnavailable("the service ended the stream")
+            if self.held != before:
+                pauses = backoff()
+            pause = next(pauses)
+            if not self._closing.wait(pause):
+                self._trouble = error
+                logger.warning("replica %s reconnects: %s", self._options.replica, error)
+
+    def _subscribe(self) -> None:
+        requests: _Requests = queue.SimpleQueue()
+        self._requests = requests
+        with open_channel(self._options.service) as channel:
+            self._call = subscribe_pb2_grpc.SubscribeServiceStub(channel).Subscribe(iter(requests.get, None))
+            requests.put(self._open())
+            if self._closing.is_set():
+                requests.put(None)
+            try:
+                self._take(self._call, requests)
+            finally:
+                requests.put(None)
+                self._call.cancel()
+
+    def _open(self) -> subscribe_pb2.SubscribeRequest:
+        options = self._options
+        message = subscribe_pb2.SubscribeOpen(
+            consumer=options.consumer,
+            replica=options.replica,
+            held=position_to_message(self.held),
+            max_outstanding_bytes=options.max_outstanding_bytes,
+        )
+        return subscribe_pb2.SubscribeRequest(open=message)
+
+    def _take(self, responses: _Responses, requests: _Requests) -> None:
+        arriving = ReleaseAssembler(self._options.max_outstanding_bytes, self._tables)
+        for response in responses:
+            kind = response.WhichOneof("message")
+            if kind == "opened":
+                arriving.begin(response.opened)
+            elif kind == "chunk" and arriving.add(response.chunk):
+                requests.put(_ack(arriving.received_bytes))
+            elif kind == "progress" and position_from_message(response.progress.head) == self.held:
+                self._hold(self.held, Position(arriving.model_history, response.progress.version))
+            elif kind == "release_end":
+                self._apply(arriving, response.release_end, requests)
+
+    def _apply(self, arriving: ReleaseAssembler, end: subscribe_pb2.ReleaseEnd, requests: _Requests) -> None:
+        release = arriving.end(end)
+        held = self._checksums if arriving.has_values else None
+        if held:
+            held.before(release)
+        self._target.apply(release)
+        checksums = held.after(release) if held else {}
+        requests.put(_ack(arriving.received_bytes, release.position, arriving.by_slot(checksums)))
+        if wrong := arriving.wrong(end, checksums):
+            text = "replica %s holds other rows than it was given in %s; it will be given all of them"
+            logger.error(text, self._options.replica, ", ".join(wrong))
+            return
+        # Only now: who waits for the version may close the subscription, and its ack must be on its way.
+        self._hold(release.position, Position(arriving.model_history, release.version))
+
+    def _hold(self, position: Position, version: Position) -> None:
+        with self._moved:
+            self.held, self.version, self._trouble = position, version, None
+            self._moved.notify_all()
+
+    def _reached(self, wanted: Position | int) -> bool:
+        if isinstance(wanted, int):
+            return self.version.number >= wanted
+        return any(at.history == wanted.history and at.number >= wanted.number for at in (self.held, self.version))
+
+
+def _ack(
+    received_bytes: int, applied: Position | None = None, checksums: Mapping[int, int] | None = None
+) -> subscribe_pb2.SubscribeRequest:
+    message = position_to_message(applied) if applied else None
+    sums = checksums_to_message(checksums or {})
+    ack = subscribe_pb2.Ack(received_bytes=received_bytes, applied=message, checksums=sums)
+    return subscribe_pb2.SubscribeRequest(ack=ack)

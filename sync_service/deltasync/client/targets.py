@@ -1,0 +1,139 @@
+"""Where a subscriber puts the rows it receives."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltasync.core.errors import Contradiction
+from deltasync.core.position import Position
+from deltasync.core.rows import Ids, Values
+from deltasync.core.tables import TableSpec
+
+
+@dataclass(frozen=True)
+class ReleasedRows:
+    """Some changed rows of a table.
+
+    Attributes:
+        table: the table.
+        ids: [n] int64 global row ids, strictly ascending.
+        values: [n, D] in the table's dtype; [n, 0] where the consumer's mode is `ids`.
+        norms: [n] fp32 L2 norms of what has changed in the rows, where the mode is `ids`; otherwise None.
+
+    The arrays may be read-only views of the received message.
+    """
+
+    table: TableSpec
+    ids: Ids
+    values: Values
+    norms: NDArray[np.float32] | None = None
+
+
+@dataclass(frozen=True)
+class Release:
+    """A whole release: what takes a replica to `position`.
+
+    Attributes:
+        position: what the replica holds once the release is applied.
+        step: the trainer's step of that version.
+        step_end_unix_ns: when that step ended, nanoseconds since 1970.
+        resync: all tables must be reset to zero first: the release holds everything.
+        tables: every table the consumer follows, changed or not.
+        rows: the changed rows; a table may appear several times, with other rows each time.
+        whole: names of the tables that must be reset to zero first, where it is no resync: the release holds all
+            of their rows. Ask `resets`.
+        version: the model's version that the release was made of.
+        bytes: what ids and values took on the wire.
+    """
+
+    position: Position
+    step: int
+    step_end_unix_ns: int
+    resync: bool
+    tables: list[TableSpec]
+    rows: list[ReleasedRows] = field(default_factory=list)
+    whole: frozenset[str] = frozenset()
+    version: int = 0
+    bytes: int = 0
+
+    def resets(self, table: TableSpec) -> bool:
+        """Whether a table must be reset to zero first."""
+        return self.resync or table.name in self.whole
+
+    def check_values(self) -> None:
+        """Check that the rows have values.
+
+        Raises:
+            Contradiction: the consumer's mode is `ids`.
+        """
+        if any(rows.norms is not None for rows in self.rows):
+            raise Contradiction("the consumer streams ids and norms, no values: take them with a CallbackTarget")
+
+
+class Target(Protocol):
+    """What a subscriber needs of a target."""
+
+    def apply(self, release: Release) -> None:
+        """Take over a release, whole. Called in the subscriber's thread; an exception stops the subscriber."""
+
+
+@runtime_checkable
+class ReadableTarget(Target, Protocol):
+    """A target whose rows can be read back, so that checksums can show that it holds the right ones."""
+
+    def read(self, table: TableSpec, ids: Ids) -> Values | None:
+        """The rows `ids` ([n], strictly ascending) as [n, D], or None if the target does not keep the table.
+
+        Called in the subscriber's thread.
+        """
+
+
+class CallbackTarget:
+    """Hands every release to a function."""
+
+    def __init__(self, callback: Callable[[Release], None]) -> None:
+        self.apply = callback
+
+
+class NumpyTarget:
+    """Keeps every table as a NumPy array.
+
+    Attributes:
+        tables: [rows, dim] array by table name. Read it inside `reading()`.
+    """
+
+    def __init__(self) -> None:
+        self.tables: dict[str, Values] = {}
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def reading(self) -> Iterator[dict[str, Values]]:
+        """The tables, with no release applied while the block runs."""
+        with self._lock:
+            yield self.tables
+
+    def apply(self, release: Release) -> None:
+        """Write the rows of a release into the arrays; those of tables no longer followed are dropped.
+
+        Raises:
+            Contradiction: the consumer streams ids only.
+        """
+        release.check_values()
+        with self._lock:
+            for name in self.tables.keys() - {table.name for table in release.tables}:
+                del self.tables[name]
+            for table in release.tables:
+                if release.resets(table) or table.name not in self.tables:
+                    self.tables[table.name] = np.zeros((table.rows, table.dim), table.dtype)
+            for rows in release.rows:
+                self.tables[rows.table.name][rows.ids] = rows.values
+
+    def read(self, table: TableSpec, ids: Ids) -> Values | None:
+        """Some rows of a table."""
+        rows = self.tables.get(table.name)
+        return rows[ids] if rows is not None else None

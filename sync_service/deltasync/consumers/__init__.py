@@ -1,0 +1,1 @@
+"""Who follows a model: consumers, their replicas and their offsets."""

@@ -1,0 +1,60 @@
+"""What a consumer and a replica of it are."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from deltasync.core.policy import Policy
+from deltasync.core.position import Position
+from deltasync.core.signals import Signal
+
+
+@dataclass
+class Replica:
+    """One process of a consumer's fleet.
+
+    Attributes:
+        name: its name inside the fleet.
+        applied: the last position it has acknowledged.
+        acked_unix_ns: when it last acknowledged, nanoseconds since 1970.
+        stream: ends its open stream when set; None while it is away.
+        away_since_unix_ns: when its last stream ended, or the service started without it.
+        checked: whether its last ack had the checksums of what it holds, and they were right.
+        damaged: tables of which it holds other bits than it was given; it is being given them whole.
+    """
+
+    name: str
+    applied: Position = field(default_factory=Position)
+    acked_unix_ns: int = 0
+    stream: asyncio.Event | None = None
+    away_since_unix_ns: int = 0
+    checked: bool = False
+    damaged: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ConsumerOptions:
+    """A consumer there is to be; without a policy it keeps the one it has."""
+
+    name: str
+    model: str
+    policy: Policy | None = None
+
+
+@dataclass
+class Consumer:
+    """A named subscription to a model.
+
+    Attributes:
+        signal: wakes who waits for its policy, a replica or an offset to change.
+        damages: how often a table of a replica was found to be damaged, since the service started.
+    """
+
+    name: str
+    model: str
+    created_unix_ns: int
+    policy: Policy = field(default_factory=Policy)
+    replicas: dict[str, Replica] = field(default_factory=dict)
+    released_rows: int = 0
+    released_bytes: int = 0
+    damages: int = 0
+    signal: Signal = field(default_factory=Signal)

@@ -1,0 +1,154 @@
+"""The consumers that exist, and the offset of each of their replicas, kept in the log."""
+
+import asyncio
+import logging
+import time
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from deltasync.consumers.consumer import Consumer, Replica
+from deltasync.consumers.offsets import forgettable
+from deltasync.core.errors import Contradiction, NotFound
+from deltasync.core.names import check_name
+from deltasync.core.policy import Policy
+from deltasync.core.position import Position
+from deltasync.storage.log import Log
+
+logger = logging.getLogger(__name__)
+
+
+class ConsumerRegistry:
+    """All consumers of the service."""
+
+    def __init__(self, log: Log, replica_retention_seconds: float) -> None:
+        self._log = log
+        self._creating = asyncio.Lock()
+        self._retention_ns = int(replica_retention_seconds * 1e9)
+        self.consumers: dict[str, Consumer] = {}
+        for name, meta in log.meta("consumer/").items():
+            replicas = {each: _replica(each, offset) for each, offset in log.meta(f"offset/{name}/").items()}
+            policy = Policy.from_dict(meta.get("policy", {}))
+            self.consumers[name] = Consumer(name, meta["model"], meta["created_unix_ns"], policy, replicas)
+
+    def get(self, name: str) -> Consumer:
+        """The consumer of that name.
+
+        Raises:
+            NotFound: there is none; the message names those that exist.
+        """
+        if name not in self.consumers:
+            existing = ", ".join(sorted(self.consumers)) or "none yet"
+            raise NotFound(f"no consumer {name!r}; consumers: {existing}")
+        return self.consumers[name]
+
+    async def create(self, name: str, model: str, policy: Policy) -> Consumer:
+        """Make a consumer; making an equal one again changes nothing.
+
+        Raises:
+            InvalidInput: a name that cannot be one.
+            Contradiction: it exists for another model, or with another policy.
+        """
+        check_name("consumer", name)
+        check_name("model", model)
+        async with self._creating:
+            existing = self.consumers.get(name)
+            if existing and existing.model != model:
+                raise Contradiction(f"consumer {name!r} exists for model {existing.model!r}: delete it first")
+            if existing and existing.policy != policy:
+                raise Contradiction(f"consumer {name!r} exists with another policy: update it instead")
+            if existing:
+                return existing
+            consumer = Consumer(name, model, time.time_ns(), policy)
+            await self._write(consumer, policy)
+            self.consumers[name] = consumer
+            return consumer
+
+    async def update(self, name: str, policy: Policy) -> Consumer:
+        """Give a consumer another policy.
+
+        Raises:
+            NotFound: there is none of that name.
+        """
+        async with self._creating:
+            consumer = self.get(name)
+            if consumer.policy != policy:
+                await self._write(consumer, policy)
+                consumer.policy = policy
+                consumer.signal.wake()
+            return consumer
+
+    async def delete(self, name: str) -> None:
+        """Forget a consumer and its offsets.
+
+        Raises:
+            NotFound: there is none of that name.
+        """
+        consumer = self.get(name)
+        del self.consumers[name]
+        for replica in consumer.replicas.values():
+            _end_stream(replica)
+        forgotten = [self._log.put_meta(f"offset/{name}/{replica}", None) for replica in consumer.replicas]
+        forgotten.append(self._log.put_meta(f"consumer/{name}", None))
+        await asyncio.gather(*map(asyncio.wrap_future, forgotten))
+
+    def connect(self, consumer: Consumer, name: str, stream: asyncio.Event) -> Replica:
+        """Note that a replica has opened a stream, which replaces an older one of its name.
+
+        Raises:
+            InvalidInput: a name that cannot be one.
+        """
+        replica = consumer.replicas.setdefault(check_name("replica", name), Replica(name))
+        _end_stream(replica)
+        replica.stream = stream
+        consumer.signal.wake()
+        return replica
+
+    def disconnect(self, replica: Replica, stream: asyncio.Event) -> None:
+        """Note that a stream of a replica has ended."""
+        if replica.stream is stream:
+            replica.stream, replica.away_since_unix_ns = None, time.time_ns()
+
+    def acknowledge(self, consumer: Consumer, replica: Replica, applied: Position) -> None:
+        """Move a replica's offset. It is kept before long, not at once: delivery is at least once anyway."""
+        replica.applied, replica.acked_unix_ns = applied, time.time_ns()
+        consumer.signal.wake()
+        if self.consumers.get(consumer.name) is not consumer:
+            return  # Deleted meanwhile: nothing of it is to be kept.
+        self._keep(f"offset/{consumer.name}/{replica.name}", _offset_meta(replica))
+
+    def forget_the_gone(self) -> None:
+        """Forget replicas that have been away for long, so that they no longer hold their consumer's offset."""
+        for consumer in self.consumers.values():
+            for name in forgettable(list(consumer.replicas.values()), time.time_ns(), self._retention_ns):
+                del consumer.replicas[name]
+                self._keep(f"offset/{consumer.name}/{name}", None)
+
+    async def _write(self, consumer: Consumer, policy: Policy) -> None:
+        created = consumer.created_unix_ns
+        meta = {"model": consumer.model, "created_unix_ns": created, "policy": policy.as_dict()}
+        await asyncio.wrap_future(self._log.put_meta(f"consumer/{consumer.name}", meta))
+
+    def _keep(self, name: str, meta: dict[str, Any] | None) -> None:
+        """Keep what nobody waits for."""
+        self._log.put_meta(name, meta).add_done_callback(partial(_report, name))
+
+
+def _report(name: str, written: Future[None]) -> None:
+    if error := written.exception():
+        logger.error("%s is not kept; a restart goes back to what was kept before: %s", name, error)
+
+
+def _end_stream(replica: Replica) -> None:
+    if replica.stream:
+        replica.stream.set()
+
+
+def _replica(name: str, meta: dict[str, Any]) -> Replica:
+    position = Position(meta["history"], meta["version"])
+    return Replica(name, position, meta["acked_unix_ns"], away_since_unix_ns=time.time_ns())
+
+
+def _offset_meta(replica: Replica) -> dict[str, Any]:
+    applied = replica.applied
+    return {"history": applied.history, "version": applied.number, "acked_unix_ns": replica.acked_unix_ns}

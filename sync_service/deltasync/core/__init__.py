@@ -1,0 +1,1 @@
+"""What rows, tables, positions, policies and errors are. NumPy only: no file, no socket, no thread."""

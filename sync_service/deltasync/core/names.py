@@ -1,0 +1,20 @@
+"""Names of models, consumers and replicas."""
+
+import re
+
+from deltasync.core.errors import InvalidInput
+
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+
+
+def check_name(what: str, name: str) -> str:
+    """Return `name` if it may name a model, consumer or replica (it then is a safe file name too).
+
+    Raises:
+        InvalidInput: it is empty, longer than 128 characters, or holds others than letters, digits, `._-`.
+    """
+    if not _NAME.fullmatch(name):
+        raise InvalidInput(
+            f"{what} name {name!r}: use 1 to 128 of letters, digits, '.', '_' and '-', not starting with '.'"
+        )
+    return name

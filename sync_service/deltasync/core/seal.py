@@ -1,0 +1,37 @@
+"""The seal of a cut: what makes it a version of a history."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seal:
+    """What is known of a sealed cut. Times are nanoseconds since 1970.
+
+    `bytes` are those of ids and values, `log_bytes` those of the records the log holds of it. `resync` says that
+    its run does not continue the published history: it has every row.
+    """
+
+    version: int
+    step: int
+    run: str
+    run_started_unix_ns: int
+    world_size: int
+    rows: int
+    bytes: int
+    log_bytes: int
+    step_end_unix_ns: int
+    sealed_unix_ns: int
+    resync: bool = False
+
+
+def age(version: int, seals: Sequence[Seal], now_unix_ns: int) -> float:
+    """Seconds since a version was sealed; 0 where it is yet to be."""
+    if not seals or version > seals[-1].version:
+        return 0.0
+    return round(max(0, now_unix_ns - seal_of(version, seals).sealed_unix_ns) / 1e9, 3)
+
+
+def seal_of(version: int, seals: Sequence[Seal]) -> Seal:
+    """The seal of a version; of one whose seal is no longer kept, or not there yet, the nearest one."""
+    return seals[min(max(0, version - seals[0].version), len(seals) - 1)]

@@ -1,0 +1,118 @@
+"""Rows with a stamp on every row: the one idea every hop is built on.
+
+"What does X still lack?" is `rows whose stamp > X's version`, always answered with sorted unique ids
+and their current values.
+"""
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltasync.core.digests import BLOCK_ROWS, Digest, digest
+from deltasync.core.rows import Ids, Values
+from deltasync.core.tables import TableSpec
+
+# Stamps are scanned in blocks so that a scan's scratch memory stays in the processor's cache.
+_SCAN_ROWS = 1 << 20
+# A sum that was so much larger once has lost what is left of it to rounding.
+_EXACT_SHARE = 2.0**-30
+
+
+def _contiguous(ids: Ids) -> slice | None:
+    """The slice that strictly ascending `ids` amount to, if they leave no gap."""
+    if len(ids) and int(ids[-1]) - int(ids[0]) + 1 == len(ids):
+        return slice(int(ids[0]), int(ids[-1]) + 1)
+    return None
+
+
+class StampedTable:
+    """The rows of one table and the version at which each last changed.
+
+    Attributes:
+        spec: what the table is.
+        rows: [N, D] values, in the table's dtype.
+        stamps: [N] int64, 0 = never changed.
+        digest: of all rows, as who is given them holds them.
+    """
+
+    def __init__(self, spec: TableSpec, rows: Values, stamps: NDArray[np.int64]) -> None:
+        self.spec = spec
+        self.rows = rows
+        self.stamps = stamps
+        self.digest = Digest()
+        self._largest_sum = 0.0
+
+    @classmethod
+    def zeros(cls, spec: TableSpec) -> "StampedTable":
+        """A table in memory that has never changed."""
+        return cls(spec, np.zeros((spec.rows, spec.dim), spec.dtype), np.zeros(spec.rows, np.int64))
+
+    def apply(self, ids: Ids, values: Values, version: int, col_offset: int = 0) -> None:
+        """Overwrite the rows `ids` ([n], strictly ascending) from column `col_offset` on with `values`
+        ([n, cols]) and stamp them with `version`.
+        """
+        for start in range(0, len(ids), BLOCK_ROWS):
+            block = slice(start, start + BLOCK_ROWS)
+            self._apply_block(ids[block], values[block], version, col_offset)
+        self._largest_sum = max(self._largest_sum, self.digest.square_sum)
+        if self.digest.square_sum < self._largest_sum * _EXACT_SHARE:
+            self.count_digest()
+
+    def _apply_block(self, ids: Ids, values: Values, version: int, col_offset: int) -> None:
+        where: slice | Ids = _contiguous(ids) or ids
+        columns = slice(col_offset, col_offset + values.shape[1])
+        before = digest(ids, self.decoded(self.rows[where, columns]), col_offset)
+        # The stamp first: a row whose stamp is lost with the process would be believed to be the old one.
+        self.stamps[where] = version
+        self.rows[where, columns] = values
+        self.digest += digest(ids, self.decoded(values), col_offset) - before
+
+    def decoded(self, rows: Values) -> Values:
+        """What who is given `rows` ([n, cols], as stored) then holds."""
+        return rows
+
+    @property
+    def norm(self) -> float:
+        """The L2 norm of all rows together."""
+        return math.sqrt(max(0.0, self.digest.square_sum))
+
+    def count_digest(self) -> None:
+        """Find the digest anew, of all rows that ever changed: after a restart."""
+        ids = self.changed_since(0)
+        self.digest, self._largest_sum = Digest(), 0.0
+        for start in range(0, len(ids), BLOCK_ROWS):
+            block = ids[start : start + BLOCK_ROWS]
+            self.digest += digest(block, self.decoded(self.rows_of(block)))
+
+    def rows_of(self, ids: Ids) -> Values:
+        """The current rows `ids` ([n], strictly ascending): a view where they leave no gap, otherwise a copy."""
+        run = _contiguous(ids)
+        return self.rows[run] if run is not None else np.take(self.rows, ids, axis=0)
+
+    def changed_since(self, version: int) -> Ids:
+        """Sorted unique ids ([n] int64) of the rows stamped after `version`."""
+        blocks = [
+            np.flatnonzero(self.stamps[start : start + _SCAN_ROWS] > version) + start
+            for start in range(0, len(self.stamps), _SCAN_ROWS)
+        ]
+        return np.concatenate(blocks)
+
+    def ever_changed(self) -> bool:
+        """Whether any row has a stamp."""
+        starts = range(0, len(self.stamps), _SCAN_ROWS)
+        return any(self.stamps[start : start + _SCAN_ROWS].any() for start in starts)
+
+    def count_changed_since(self, version: int) -> int:
+        """How many rows are stamped after `version`."""
+        starts = range(0, len(self.stamps), _SCAN_ROWS)
+        return sum(int(np.count_nonzero(self.stamps[start : start + _SCAN_ROWS] > version)) for start in starts)
+
+    def read(self, ids: Ids, out: Values) -> None:
+        """Copy the current values of the rows `ids` ([n], strictly ascending) into `out` ([n, D])."""
+        run = _contiguous(ids)
+        if run is not None:
+            out[:] = self.rows[run]
+        else:
+            # mode="clip" lets take() write into `out` without a buffer; no id is out of range here.
+            np.take(self.rows, ids, axis=0, out=out, mode="clip")

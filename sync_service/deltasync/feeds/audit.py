@@ -1,0 +1,80 @@
+"""Whether a replica holds what it was given: its checksums beside the service's."""
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from deltasync.feeds.release import NO_TABLES, FrozenRelease
+
+# Releases older than these are not compared any more, should a replica ever acknowledge them.
+_KEPT_RELEASES = 1024
+# Between a repair that did not help and the next; after each further one that much longer.
+_PAUSE_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A release that was sent, and not acknowledged yet."""
+
+    number: int
+    checksums: tuple[int, ...]
+    whole: frozenset[int]
+
+
+class ReplicaAudit:
+    """The releases sent on one stream, and what the replica says that it holds after each.
+
+    Attributes:
+        damaged: slots of the tables that are to be given whole.
+    """
+
+    def __init__(self) -> None:
+        self.damaged = NO_TABLES
+        self._repairing = NO_TABLES
+        self._sent: deque[_Sent] = deque(maxlen=_KEPT_RELEASES)
+        self._repairs = 0
+        self._repaired_at = -math.inf
+
+    def expect(self, release: FrozenRelease) -> None:
+        """Note that a release was sent."""
+        self._repairing = NO_TABLES
+        if release.head:
+            self._sent.append(_Sent(release.head.number, release.checksums, release.whole))
+
+    def begin_repair(self, now: float) -> frozenset[int]:
+        """The tables to give whole with the next release; they count as being repaired from now on.
+
+        None while the last repair, which did not help, is not long ago: `now` are seconds by any clock.
+        """
+        if not self.damaged or now < self._repaired_at + _PAUSE_SECONDS * self._repairs:
+            return NO_TABLES
+        self._repairing, self.damaged = self.damaged, NO_TABLES
+        self._repairs, self._repaired_at = self._repairs + 1, now
+        return self._repairing
+
+    def check(self, applied: int, checksums: Mapping[int, int]) -> frozenset[int]:
+        """The tables of which a replica that has applied release `applied` holds other bits than it should.
+
+        A table that is being repaired is not repaired once more for what was sent before.
+        """
+        sent = self._take(applied)
+        repairing = self._repairing.union(*(each.whole for each in self._sent))
+        if sent is None:  # Acknowledged before: it is as it was then.
+            return self.damaged | repairing
+        wrong = frozenset(slot for slot, checksum in checksums.items() if checksum != _at(sent.checksums, slot))
+        self.damaged |= wrong - repairing
+        if not wrong:
+            self._repairs = 0
+        return wrong
+
+    def _take(self, applied: int) -> _Sent | None:
+        """The oldest of the releases of that number; those before it are not acknowledged any more."""
+        while self._sent and self._sent[0].number < applied:
+            self._sent.popleft()
+        return self._sent.popleft() if self._sent and self._sent[0].number == applied else None
+
+
+def _at(checksums: tuple[int, ...], slot: int) -> int:
+    """Of a table that was added after the release was frozen there are no rows."""
+    return checksums[slot] if slot < len(checksums) else 0

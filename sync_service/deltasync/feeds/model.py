@@ -1,0 +1,251 @@
+"""One model: its tables, its part of the log, and how both come back after a restart."""
+
+import asyncio
+import threading
+import uuid
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+
+from deltasync.core.delivery import Delivery
+from deltasync.core.errors import Contradiction
+from deltasync.core.position import Decision, Position, resume
+from deltasync.core.rows import RowBatch
+from deltasync.core.seal import Seal
+from deltasync.core.signals import Signal
+from deltasync.core.tables import Shard, TableSpec
+from deltasync.feeds.release import NO_TABLES, FrozenRelease, Head, Releases
+from deltasync.storage.log import Log
+from deltasync.storage.mapped import MappedTable, remove_files
+from deltasync.v1 import publish_pb2
+from deltasync.wire.codec import shards_from_open, table_from_message, unpack_rows
+
+# Seals are kept this long after their rows, so that lag in seconds is known for old offsets too.
+KEPT_SEALS = 100_000
+
+T = TypeVar("T")
+
+
+class Model:
+    """A training job's set of tables.
+
+    One thread (`run`) applies cuts and freezes releases, so that neither ever sees the other half done.
+
+    Attributes:
+        name: the model's name.
+        history: the id made when the model's log was created.
+        tables: the tables, in the order they were added; a table's index is its slot.
+        sealed: the last durable cut, or None.
+        head: the last applied cut, or None: what replicas are given.
+        seals: the kept seals in order; the last one is `sealed`.
+        published: names of the tables of which some row is in a sealed cut.
+        applied: the cut the tables are at; of the model's thread.
+        signal: wakes who waits for the head to move, or for a table.
+    """
+
+    def __init__(self, name: str, log: Log, directory: Path) -> None:
+        self.name = name
+        self.log = log
+        self.history = uuid.uuid4().hex
+        self.tables: list[MappedTable] = []
+        self.seals: deque[Seal] = deque(maxlen=KEPT_SEALS)
+        self.head: Seal | None = None
+        self.published: set[str] = set()
+        self.applied: Seal | None = None
+        self._directory = directory
+        self._flushed = 0
+        self._flushing = threading.Lock()
+        self._meta_lock = threading.Lock()
+        self.signal = Signal()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"model-{name}")
+        self._releases = Releases(self.run, lambda: (list(self.tables), _head(self.applied)), directory)
+
+    @property
+    def sealed(self) -> Seal | None:
+        """The last durable cut."""
+        return self.seals[-1] if self.seals else None
+
+    @property
+    def sealed_version(self) -> int:
+        """The last durable version; 0 = none."""
+        return self.seals[-1].version if self.seals else 0
+
+    @property
+    def deliveries(self) -> list[Delivery]:
+        """What the tables are to replicas of a consumer without a policy."""
+        return [Delivery.unchanged(mapped.spec) for mapped in self.tables]
+
+    @property
+    def position(self) -> Position:
+        """What a replica that has everything holds."""
+        return Position(self.history, self.head.version if self.head else 0)
+
+    def recover(self, meta: dict[str, Any]) -> None:
+        """Come back as of the last sealed cut: the flushed tables, and the log after them. Blocks.
+
+        Raises:
+            StorageFailed: a file is damaged or missing.
+        """
+        self.history, self._flushed = meta["history"], meta["flushed"]
+        for table in meta["tables"]:
+            self.tables.append(MappedTable(_table_from_meta(table), self._folder(), new=False))
+        self.seals.extend(self.log.seals(self.name))
+        self.log.drop_unsealed(self.name, self.sealed_version).result()
+        for seal in self._unflushed():
+            self._apply(seal, None)
+        self.head = self.applied = self.sealed
+        for mapped in self.tables:
+            mapped.count_digest()
+        self.published = {mapped.spec.name for mapped in self.tables if mapped.ever_changed()}
+
+    def close(self) -> None:
+        """Flush the tables and stop the thread. Blocks."""
+        self._thread.shutdown()
+        self.flush()
+
+    async def run(self, function: Callable[..., T], *args: object) -> T:
+        """Run `function` on the model's thread, after what was asked of it before."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+    async def add_tables(self, tables: list[TableSpec]) -> None:
+        """Make sure that the model has these tables. Those it lacks are made, all zero.
+
+        Raises:
+            Contradiction: a table exists with another shape or type; nothing was added.
+            StorageFailed: there is no room for them; nothing was added.
+        """
+        if self._unknown(tables):
+            # All of it on the model's thread: a rank that disconnects now must not stop it half way.
+            await self.run(self._add, tables, asyncio.get_running_loop())
+
+    async def advance(self, seal: Seal, rows: Iterable[RowBatch] | None) -> None:
+        """Apply a cut that was just sealed, from `rows` or else from the log, and make it the head."""
+        await self.run(self._apply, seal, rows)
+        self.head = seal
+        self.signal.wake()
+
+    def unpublished(self, tables: list[TableSpec]) -> list[str]:
+        """Names of those of `tables` of which no row was ever published."""
+        return [table.name for table in tables if table.name not in self.published]
+
+    def release(self, after: int, whole: frozenset[int] = NO_TABLES) -> asyncio.Task[FrozenRelease]:
+        """What a replica at version `after` lacks, and all of the tables in the slots `whole`."""
+        return self._releases.get(after, whole, self.position.number)
+
+    def version_of(self, version: int) -> int:
+        """The version that a position of this history stands for."""
+        return version
+
+    def resume(self, held: Position) -> tuple[Decision, Position]:
+        """Whether a replica that holds `held` can go on from there, and what that is in this history."""
+        decision = resume(held, self.history, self.position.number)
+        return decision, held if decision.yes else Position(self.history)
+
+    def changed(self) -> Coroutine[None, None, Literal[True]]:
+        """To be awaited: the head moving, or a table being added, from this call on."""
+        return self.signal.changed()
+
+    async def count_changed_since(self, version: int, tables: Sequence[MappedTable]) -> list[int]:
+        """How many rows of each of these tables changed after `version`."""
+        if version == self.position.number:
+            return [0] * len(tables)
+        return await self.run(lambda: [table.count_changed_since(version) for table in tables])
+
+    def flush(self) -> None:
+        """Put the tables as of the head on disk and drop the log up to there. Blocks; any thread.
+
+        Raises:
+            StorageFailed: the log could not be written; nothing was lost.
+        """
+        with self._flushing:
+            version = self.position.number
+            if version == self._flushed:
+                return
+            for table in list(self.tables):
+                table.flush()
+            self._record(version, [])
+            self.log.truncate(self.name, version, KEPT_SEALS).result()
+            self._flushed = version
+
+    def should_flush(self, flush_bytes: int) -> bool:
+        """Whether the log holds `flush_bytes`, or half of the seals that are kept, more than the tables' files."""
+        unflushed = self._unflushed()
+        return sum(seal.log_bytes for seal in unflushed) >= flush_bytes or len(unflushed) >= KEPT_SEALS // 2
+
+    def _unflushed(self) -> list[Seal]:
+        """The seals after the last flush, oldest first."""
+        newest_first = takewhile(lambda seal: seal.version > self._flushed, reversed(self.seals))
+        return list(newest_first)[::-1]
+
+    def _unknown(self, tables: list[TableSpec]) -> list[TableSpec]:
+        known = {mapped.spec.name: mapped.spec for mapped in self.tables}
+        for table in tables:
+            if known.get(table.name, table) != table:
+                raise Contradiction(
+                    f"table {table.name!r} of model {self.name!r} is {_shape(known[table.name])}, the run has "
+                    f"{_shape(table)}: publish it under another model or table name"
+                )
+        return [table for table in tables if table.name not in known]
+
+    def _apply(self, seal: Seal, rows: Iterable[RowBatch] | None) -> None:
+        by_name = {mapped.spec.name: mapped for mapped in self.tables}
+        for batch in self._logged(seal.version) if rows is None else rows:
+            stored = by_name[batch.shard.table.name]
+            stored.apply(batch.ids, batch.values, seal.version, batch.shard.col_offset)
+        self.applied = seal
+
+    def _logged(self, version: int) -> Iterator[RowBatch]:
+        """The rows of a cut as the log has them: for each rank what it opened with, then its rows."""
+        shards: list[Shard] = []
+        for _, number, record in self.log.records(self.name, version):
+            if number == 0:
+                header = publish_pb2.PublishOpen.FromString(bytes(record))
+                shards = shards_from_open(header, [table_from_message(table) for table in header.tables])
+            else:
+                yield unpack_rows(record, shards)
+
+    def _add(self, tables: list[TableSpec], loop: asyncio.AbstractEventLoop) -> None:
+        folder, new = self._folder(), []
+        with ExitStack() as undo:
+            for table in self._unknown(tables):
+                undo.callback(remove_files, table, folder)
+                new.append(MappedTable(table, folder, new=True))
+            self._record(self._flushed, new)
+            undo.pop_all()
+        loop.call_soon_threadsafe(self.signal.wake)
+
+    def _folder(self) -> Path:
+        folder = self._directory / "tables"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def _record(self, flushed: int, new: list[MappedTable]) -> None:
+        """Write down which tables there are, `new` ones among them, and only then have them."""
+        with self._meta_lock:  # So that a flush and a new table do not write over each other.
+            tables = [*self.tables, *new]
+            described = [_table_to_meta(mapped.spec) for mapped in tables]
+            meta = {"history": self.history, "flushed": flushed, "tables": described}
+            self.log.put_meta(f"model/{self.name}", meta).result()
+            self.tables = tables
+
+
+def _shape(table: TableSpec) -> str:
+    return f"{table.rows} x {table.dim} {table.dtype}"
+
+
+def _table_to_meta(table: TableSpec) -> dict[str, Any]:
+    return {"name": table.name, "rows": table.rows, "dim": table.dim, "dtype": table.dtype.str}
+
+
+def _table_from_meta(meta: dict[str, Any]) -> TableSpec:
+    return TableSpec(meta["name"], meta["rows"], meta["dim"], np.dtype(meta["dtype"]))
+
+
+def _head(seal: Seal | None) -> Head | None:
+    return Head(seal.version, seal.version, seal.step, seal.step_end_unix_ns) if seal else None

@@ -1,0 +1,154 @@
+"""A release: what a replica lacks, frozen at one point of a history."""
+
+import asyncio
+import math
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary, ref
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltasync.core.rows import Ids, Values
+from deltasync.core.stamps import StampedTable
+from deltasync.core.tables import TableSpec
+from deltasync.storage.mapped import reserve
+from deltasync.wire.codec import chunked
+
+# Releases together; more are kept in unlinked files, so that slow replicas do not cost memory.
+RELEASES_IN_MEMORY_BYTES = 64 << 20
+
+NO_TABLES: frozenset[int] = frozenset()
+
+_Lack = tuple[int, frozenset[int], int]
+
+
+@dataclass(frozen=True)
+class Head:
+    """The newest point of a history.
+
+    Attributes:
+        number: what replicas that have everything hold: a version, or the number of a release.
+        version: the version whose rows it is made of.
+        step: the trainer's step of that version.
+        step_end_unix_ns: when that step ended, nanoseconds since 1970.
+    """
+
+    number: int
+    version: int
+    step: int
+    step_end_unix_ns: int
+
+
+@dataclass
+class FrozenRelease:
+    """Sorted ids and current values of every row that some replica lacks.
+
+    Attributes:
+        head: what a replica holds once it has applied this; None when nothing is published yet.
+        tables: slot, ids [n] and values [n, D] of each table with such rows.
+        whole: slots of the tables of which this holds every row.
+        checksums: of every table, by slot, as a replica at `head` holds it.
+        memory_bytes: how much memory these take; 0 when they are in unlinked files.
+    """
+
+    head: Head | None
+    tables: list[tuple[int, Ids, Values]] = field(default_factory=list)
+    whole: frozenset[int] = NO_TABLES
+    checksums: tuple[int, ...] = ()
+    memory_bytes: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Rows of all tables together."""
+        return sum(len(ids) for _, ids, _ in self.tables)
+
+    def chunks(self) -> Iterator[tuple[int, Ids, Values]]:
+        """Slot, ids and values, in pieces of bounded size."""
+        for slot, ids, values in self.tables:
+            yield from ((slot, *piece) for piece in chunked(ids, values))
+
+
+class Releases:
+    """The releases of one set of tables. Replicas that lack the same share one, as long as one holds on to it."""
+
+    def __init__(
+        self,
+        run: Callable[..., Awaitable[FrozenRelease]],
+        state: Callable[[], tuple[Sequence[StampedTable], Head | None]],
+        scratch: Path,
+    ) -> None:
+        """`run` runs a function on the thread that changes the tables; there, `state` says what there is."""
+        self._run = run
+        self._state = state
+        self._scratch = scratch
+        self._frozen: list[ref[FrozenRelease]] = []  # Of the thread.
+        self._tasks: WeakValueDictionary[_Lack, asyncio.Task[FrozenRelease]] = WeakValueDictionary()
+
+    def get(self, after: int, whole: frozenset[int], head: int) -> asyncio.Task[FrozenRelease]:
+        """The rows stamped after `after`, and all of the tables in the slots `whole`, while the head is `head`."""
+        lack = (after, whole, head)
+        task = self._tasks.get(lack)
+        if task is None or _failed(task):
+            task = self._tasks[lack] = asyncio.create_task(self._get(after, whole))
+        return task
+
+    async def _get(self, after: int, whole: frozenset[int]) -> FrozenRelease:
+        return await self._run(self._freeze, after, whole)
+
+    def _freeze(self, after: int, whole: frozenset[int]) -> FrozenRelease:
+        alive = [release for each in self._frozen if (release := each())]
+        room = RELEASES_IN_MEMORY_BYTES - sum(release.memory_bytes for release in alive)
+        tables, head = self._state()
+        release = freeze(tables, after, head, self._scratch, room, whole)
+        self._frozen = [ref(each) for each in (*alive, release)]
+        return release
+
+
+def _failed(task: asyncio.Task[FrozenRelease]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)
+
+
+def freeze(
+    tables: Sequence[StampedTable],
+    after: int,
+    head: Head | None,
+    scratch: Path,
+    memory_bytes: int,
+    whole: frozenset[int] = NO_TABLES,
+) -> FrozenRelease:
+    """Copy every row stamped after `after`, and all of the tables in the slots `whole`. Not while any row changes.
+
+    A release of more than `memory_bytes` is kept in unlinked files in the folder `scratch`.
+    """
+    changed = [table.changed_since(0 if slot in whole else after) for slot, table in enumerate(tables)]
+    total = sum(len(ids) * table.spec.row_bytes for ids, table in zip(changed, tables, strict=True))
+    spill = total > memory_bytes
+    checksums = tuple(table.digest.checksum for table in tables)
+    release = FrozenRelease(head, whole=whole, checksums=checksums, memory_bytes=0 if spill else total)
+    for slot, (ids, table) in enumerate(zip(changed, tables, strict=True)):
+        if len(ids):
+            values = _room_for(table.spec, len(ids), scratch if spill else None)
+            table.read(ids, values)
+            release.tables.append((slot, _spilled(ids, table.spec, scratch) if spill else ids, values))
+    return release
+
+
+def _room_for(table: TableSpec, rows: int, scratch: Path | None) -> Values:
+    shape = (rows, table.dim)
+    return _unlinked_array(shape, table.dtype, table, scratch) if scratch else np.empty(shape, table.dtype)
+
+
+def _spilled(ids: Ids, table: TableSpec, scratch: Path) -> Ids:
+    spilled = _unlinked_array(ids.shape, ids.dtype, table, scratch)
+    spilled[:] = ids
+    return spilled
+
+
+def _unlinked_array(shape: tuple[int, ...], dtype: np.dtype[Any], table: TableSpec, scratch: Path) -> NDArray[Any]:
+    with tempfile.TemporaryFile(dir=scratch) as file:
+        reserve(file, math.prod(shape) * dtype.itemsize, f"a release of table {table.name!r}")
+        return np.memmap(file, dtype, mode="r+", shape=shape)

@@ -1,0 +1,1 @@
+"""Taking cuts from the ranks of a run."""

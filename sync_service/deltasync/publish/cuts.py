@@ -1,0 +1,176 @@
+"""Parts of a cut, until all ranks have closed theirs."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from deltasync.core.errors import Contradiction, InvalidInput, ResyncRequired
+from deltasync.core.rows import Ids, RowBatch
+from deltasync.core.tables import Shard, TableSpec
+from deltasync.publish.runs import Run
+
+# A larger cut is read back from the log when it is applied, so that memory stays bounded.
+KEPT_BYTES = 32 << 20
+
+
+@dataclass
+class RankPart:
+    """One rank's share of a cut, as far as it has come."""
+
+    rank: int
+    shards: list[Shard]
+    must_be_full: bool
+    records: int = 0
+    rows: int = 0
+    bytes: int = 0
+    step_end_unix_ns: int = 0
+    log_bytes: int = 0
+    closed: bool = False
+    last_ids: dict[int, int] = field(default_factory=dict)
+    kept: list[RowBatch] = field(default_factory=list)
+
+    def add(self, slot: int, ids: Ids) -> None:
+        """Count rows that arrived. In order means at most once, so that a part as long as its shards has all rows.
+
+        Raises:
+            InvalidInput: a row came before, or out of order.
+        """
+        shard = self.shards[slot]
+        last = self.last_ids.get(slot, -1)
+        if ids[0] <= last:
+            raise InvalidInput(
+                f"table {shard.table.name!r}: row id {int(ids[0])} came after {last}; ids must be strictly "
+                "ascending inside a part"
+            )
+        self.last_ids[slot] = int(ids[-1])
+        self.rows += len(ids)
+        self.bytes += len(ids) * shard.row_bytes
+
+
+@dataclass
+class Cut:
+    """What the ranks publish after one step: at most one is open in a model."""
+
+    version: int
+    step: int
+    run: Run
+    tables: dict[str, TableSpec] = field(default_factory=dict)
+    parts: dict[int, RankPart] = field(default_factory=dict)
+    _only_in_log: bool = False
+
+    def keep(self, part: RankPart, rows: RowBatch) -> None:
+        """Keep some rows of a part in memory for when the cut is applied, as long as there are not many."""
+        if self._only_in_log:
+            return
+        part.kept.append(rows)
+        if self.bytes > KEPT_BYTES:
+            self._only_in_log = True
+            for each in self.parts.values():
+                each.kept.clear()
+
+    def rows_in_memory(self) -> list[RowBatch] | None:
+        """All rows of the cut; None if there are so many that they are only in the log."""
+        return None if self._only_in_log else [rows for part in self.parts.values() for rows in part.kept]
+
+    def announce(self, tables: list[TableSpec]) -> None:
+        """Note that a rank's run has these tables."""
+        self.tables |= {table.name: table for table in tables}
+
+    def begin(self, rank: int, shards: list[Shard], *, must_be_full: bool) -> RankPart:
+        """Begin a rank's part; one that was begun before is begun anew."""
+        part = self.parts[rank] = RankPart(rank, shards, must_be_full)
+        return part
+
+    def close(self, part: RankPart, *, rows: int, full: bool, step_end_unix_ns: int) -> None:
+        """Close a rank's part.
+
+        Raises:
+            InvalidInput: the part's count of rows is not what arrived, or not that of a full part.
+            ResyncRequired: the part must hold every row, and does not claim to.
+        """
+        if rows != part.rows:
+            raise InvalidInput(f"rank {part.rank} closed a part of {rows} rows, but {part.rows} arrived")
+        shard_rows = sum(shard.rows for shard in part.shards)
+        if full and rows != shard_rows:
+            raise InvalidInput(
+                f"rank {part.rank} closed a full part of {rows} rows, but its shards have {shard_rows}"
+            )
+        if part.must_be_full and not full:
+            raise ResyncRequired(
+                f"rank {part.rank} sent only changed rows, but its run does not continue the published history: "
+                "publish every row first"
+            )
+        part.step_end_unix_ns = step_end_unix_ns
+        part.closed = True
+
+    def closed_by(self, rank: int) -> bool:
+        """Whether a rank has closed its part."""
+        return rank in self.parts and self.parts[rank].closed
+
+    def check_coverage(self) -> None:
+        """Check that the shards of a complete cut make up all of the tables its ranks have announced.
+
+        Raises:
+            Contradiction: some values of a table belong to no rank's shard.
+        """
+        shards: dict[str, list[Shard]] = {name: [] for name in self.tables}
+        for part in self.parts.values():
+            for shard in part.shards:
+                shards[shard.table.name].append(shard)
+        for name, table in self.tables.items():
+            if gap := _gap(table, shards[name]):
+                raise Contradiction(
+                    f"table {table.name!r}: {gap} are in no rank's shard: publish all of it, or another model"
+                )
+
+    @property
+    def must_be_full(self) -> bool:
+        """Whether the run cannot show that it continues the published history."""
+        return any(part.must_be_full for part in self.parts.values())
+
+    @property
+    def complete(self) -> bool:
+        """Whether every rank has closed its part."""
+        return len(self.parts) == self.run.world_size and all(part.closed for part in self.parts.values())
+
+    @property
+    def rows(self) -> int:
+        """Rows of all parts together."""
+        return sum(part.rows for part in self.parts.values())
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of ids and values of all parts together."""
+        return sum(part.bytes for part in self.parts.values())
+
+    @property
+    def log_bytes(self) -> int:
+        """Bytes of all parts' records in the log."""
+        return sum(part.log_bytes for part in self.parts.values())
+
+    @property
+    def tables_with_rows(self) -> set[str]:
+        """Names of the tables of which some rows are in the cut."""
+        return {part.shards[slot].table.name for part in self.parts.values() for slot in part.last_ids}
+
+    @property
+    def step_end_unix_ns(self) -> int:
+        """When the step ended on the last of the ranks."""
+        return max(part.step_end_unix_ns for part in self.parts.values())
+
+
+def _gap(table: TableSpec, shards: Iterable[Shard]) -> str | None:
+    """A block of the table that the shards, which may overlap, leave out."""
+    blocks = [(s.row_offset, s.row_offset + s.rows, s.col_offset, s.col_offset + s.cols) for s in shards]
+    edges = np.array(blocks, np.int64).reshape(-1, 4)
+    rows = np.unique([0, table.rows, *edges[:, :2].flat])
+    cols = np.unique([0, table.dim, *edges[:, 2:].flat])
+    covered = np.zeros((len(rows) - 1, len(cols) - 1), bool)
+    where_rows, where_cols = np.searchsorted(rows, edges[:, :2]), np.searchsorted(cols, edges[:, 2:])
+    for (first_row, end_row), (first_col, end_col) in zip(where_rows.tolist(), where_cols.tolist(), strict=True):
+        covered[first_row:end_row, first_col:end_col] = True
+    if covered.all():
+        return None
+    row, col = np.argwhere(~covered)[0]
+    return f"rows {rows[row]} to {rows[row + 1] - 1}, columns {cols[col]} to {cols[col + 1] - 1}"

@@ -1,0 +1,242 @@
+"""The service's state: one log, the models in it, and the consumers that follow them."""
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from deltasync.consumers.consumer import Consumer, ConsumerOptions
+from deltasync.consumers.registry import ConsumerRegistry
+from deltasync.core.errors import StorageFailed
+from deltasync.core.policy import Policy
+from deltasync.feeds.model import Model
+from deltasync.publish.coordinator import CutCoordinator
+from deltasync.storage.log import Log, LogOptions
+from deltasync.views.registry import ViewRegistry
+from deltasync.views.view import View
+
+logger = logging.getLogger(__name__)
+
+_HOUSEKEEPING_SECONDS = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceOptions:
+    """What the service keeps, and where.
+
+    Attributes:
+        data_dir: folder of everything the service keeps; made if missing.
+        log_max_bytes: hard cap of the log's file.
+        flush_bytes: tables are flushed, and the log is cut, once it holds this many bytes of newer rows.
+        replica_retention_seconds: a replica away for longer no longer holds its consumer's offset.
+    """
+
+    data_dir: Path
+    log_max_bytes: int = 64 << 30
+    flush_bytes: int = 1 << 30
+    replica_retention_seconds: float = 3600.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.flush_bytes <= self.log_max_bytes // 2:
+            raise ValueError(
+                f"flush_bytes: {self.flush_bytes}, expected 1 to {self.log_max_bytes // 2}, half of log_max_bytes"
+            )
+        if self.replica_retention_seconds < 0:
+            raise ValueError(f"replica_retention_seconds: {self.replica_retention_seconds}, expected 0 or more")
+
+
+class Service:
+    """Everything the APIs work on. Made and used in one event loop.
+
+    Attributes:
+        log: what outlives the process.
+        models: by name.
+        coordinators: of the ranks that publish them, by the model's name.
+        registry: the consumers.
+        views: of the consumers that ever had a policy.
+        draining: set once the service is to end.
+    """
+
+    def __init__(self, options: ServiceOptions, tasks: asyncio.TaskGroup) -> None:
+        _make(options.data_dir)
+        self._options = options
+        self._tasks = tasks
+        self._lock = _lock(options.data_dir)
+        self.log = Log(LogOptions(directory=options.data_dir / "log", max_bytes=options.log_max_bytes))
+        self.registry = ConsumerRegistry(self.log, options.replica_retention_seconds)
+        self.views = ViewRegistry(self.log, tasks)
+        self.models: dict[str, Model] = {}
+        self.coordinators: dict[str, CutCoordinator] = {}
+        self.draining = asyncio.Event()
+        self._changing = asyncio.Lock()  # Of consumers and their views, which are made and removed together.
+
+    async def recover(self) -> None:
+        """Come back as of the last sealed cut of every model.
+
+        Raises:
+            StorageFailed: a file is damaged or missing.
+        """
+        for name, meta in self.log.meta("model/").items():
+            started = time.monotonic()
+            model = Model(name, self.log, self._directory(name))
+            await asyncio.to_thread(model.recover, meta)
+            self._add(model)
+            seconds = time.monotonic() - started
+            logger.info("model recovered: model=%s version=%d seconds=%.2f", name, model.sealed_version, seconds)
+        for consumer in self.registry.consumers.values():
+            await self._follow(consumer)
+
+    def model(self, name: str) -> Model:
+        """The model of a (checked) name, which is made if there is none."""
+        if name not in self.models:
+            self._add(Model(name, self.log, self._directory(name)))
+        return self.models[name]
+
+    def coordinator(self, model: str) -> CutCoordinator:
+        """Where the ranks of a model publish; the model is made if there is none of that (checked) name."""
+        return self.coordinators[self.model(model).name]
+
+    def feed(self, consumer: Consumer) -> "Model | View":
+        """What a consumer's replicas are given: its view, or all of the model."""
+        return self.views.get(consumer) or self.model(consumer.model)
+
+    def is_prepared(self, consumer: Consumer) -> bool:
+        """Whether there is what a consumer's replicas are to be given."""
+        feed = self.feed(consumer)
+        return bool(feed.tables) and (isinstance(feed, Model) or feed.may_serve(consumer.policy))
+
+    async def create_consumer(self, name: str, model: str, policy: Policy) -> Consumer:
+        """Make a consumer; making an equal one again changes nothing.
+
+        Raises:
+            InvalidInput: a name that cannot be one, or a policy that the model's tables cannot meet.
+            Contradiction: it exists for another model, or with another policy.
+        """
+        async with self._changing:
+            return await self._create(name, model, policy)
+
+    async def ensure_consumer(self, wanted: ConsumerOptions) -> Consumer:
+        """Make a consumer if it is missing; give one that exists the policy, if there is one.
+
+        Raises:
+            InvalidInput: a name that cannot be one, or a policy that the model's tables cannot meet.
+            Contradiction: it exists for another model.
+        """
+        async with self._changing:
+            existing = self.registry.consumers.get(wanted.name)
+            policy = wanted.policy or (existing.policy if existing else Policy())
+            if existing and existing.model == wanted.model:
+                return await self._update(wanted.name, policy)
+            return await self._create(wanted.name, wanted.model, policy)
+
+    async def update_consumer(self, name: str, policy: Policy) -> Consumer:
+        """Give a consumer another policy; its replicas keep their place.
+
+        Raises:
+            NotFound: there is none of that name.
+            InvalidInput: a policy that the model's tables cannot meet.
+        """
+        async with self._changing:
+            return await self._update(name, policy)
+
+    async def delete_consumer(self, name: str) -> None:
+        """Forget a consumer, its offsets and its view.
+
+        Raises:
+            NotFound: there is none of that name.
+        """
+        async with self._changing:
+            await self.registry.delete(name)
+            await self.views.forget(name)
+        logger.info("consumer %s deleted", name)
+
+    async def housekeeping(self) -> None:
+        """Flush tables whose log has grown or is full, and forget replicas long gone. Runs until cancelled."""
+        while True:
+            await asyncio.sleep(_HOUSEKEEPING_SECONDS)
+            self.registry.forget_the_gone()
+            full = self.log.refusing
+            for model in list(self.models.values()):
+                if full or model.should_flush(self._options.flush_bytes):
+                    await self._flush(model)
+            await self.views.flush(0 if full else self._options.flush_bytes)
+            if full:
+                self.log.refusing = False  # There is room now, or the next write is refused again.
+
+    async def wait_idle(self, seconds: float) -> None:
+        """Wait until no cut is under way, but no longer than `seconds`."""
+        busy = [coordinator.idle() for coordinator in self.coordinators.values()]
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*busy), seconds)
+
+    async def drain(self) -> None:
+        """Finish what is under way and put everything on disk."""
+        await self.views.drain()
+        for name, model in self.models.items():
+            await self.coordinators[name].drain()
+            await asyncio.to_thread(model.close)
+        await asyncio.to_thread(self.log.close)
+        self._lock.close()
+
+    async def _flush(self, model: Model) -> None:
+        try:
+            await asyncio.to_thread(model.flush)
+        except StorageFailed as error:
+            logger.error("model %s is flushed again later: %s", model.name, error)
+
+    async def _create(self, name: str, model: str, policy: Policy) -> Consumer:
+        self._check(policy, model)
+        consumer = await self.registry.create(name, model, policy)
+        await self._follow(consumer)
+        logger.info("consumer %s follows model %s: %s", name, model, policy.words or "everything")
+        return consumer
+
+    async def _update(self, name: str, policy: Policy) -> Consumer:
+        before = self.registry.get(name).policy
+        if policy != before:  # One that was taken before goes on, whatever tables have come since.
+            self._check(policy, self.registry.get(name).model)
+            logger.info(
+                "consumer %s: %s, was %s", name, policy.words or "everything", before.words or "everything"
+            )
+        consumer = await self.registry.update(name, policy)
+        await self._follow(consumer)
+        return consumer
+
+    def _check(self, policy: Policy, model: str) -> None:
+        if model in self.models:
+            policy.check([table.spec for table in self.models[model].tables])
+
+    async def _follow(self, consumer: Consumer) -> None:
+        await self.views.follow(
+            consumer, self.model(consumer.model), self._directory(consumer.model) / "views" / consumer.name
+        )
+
+    def _directory(self, model: str) -> Path:
+        return self._options.data_dir / "models" / model
+
+    def _add(self, model: Model) -> None:
+        self.models[model.name] = model
+        self.coordinators[model.name] = CutCoordinator(model, self._tasks)
+
+
+def _make(data_dir: Path) -> None:
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageFailed(f"{data_dir} cannot be made: {error.strerror}: choose another --data-dir") from error
+
+
+def _lock(data_dir: Path) -> TextIO:
+    lock = (data_dir / "lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise StorageFailed(
+            f"{data_dir} is in use by another service: give this one a --data-dir of its own"
+        ) from None
+    return lock

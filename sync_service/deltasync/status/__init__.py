@@ -1,0 +1,1 @@
+"""What operators ask: lag and metrics."""

@@ -1,0 +1,184 @@
+"""Metrics of consumers, of their tables and of their replicas. What is not known has no sample."""
+
+from collections.abc import Iterable
+
+from prometheus_client.core import Metric
+
+from deltasync.consumers.consumer import Consumer
+from deltasync.status.lag import ConsumerLag, ReplicaLag
+from deltasync.status.metric_families import counter, gauge
+
+_UNITS = {
+    "versions": "Sealed versions {who} has not applied.",
+    "rows": "Rows {who} does not hold as the model has them.",
+    "bytes": "Bytes of ids and values of the rows {who} does not hold as the model has them.",
+    "seconds": "For how long {who} has lacked the oldest row or version that it lacks.",
+}
+_UNSENT = {
+    "norm": "L2 norm of what the model has less what the replicas hold, as of the last release.",
+    "share": "The same as a share of the norm of the tables: 0.1 is 10 %.",
+}
+_RELEASE = {
+    "release": ("number", "Number of the newest release."),
+    "release_rows": ("rows", "Rows the newest release took."),
+    "release_bytes": ("bytes", "Bytes of ids and values of the rows the newest release took."),
+    "release_norm": ("norm", "L2 norm of what these rows changed by."),
+    "left_rows": ("left_rows", "Rows that have changed and that the newest release left for later."),
+    "left_bytes": ("left_bytes", "Bytes of ids and values of the rows the newest release left for later."),
+    "left_norm": ("left_norm", "L2 norm of what is unsent of these rows."),
+}
+
+
+def consumer_metrics(consumers: Iterable[Consumer], lags: list[ConsumerLag]) -> list[Metric]:
+    """Metrics of these consumers, whose lags were measured before."""
+    return [
+        *_lag_metrics(lags),
+        *_release_metrics(lags),
+        *_table_metrics(lags),
+        *_replica_metrics(lags),
+        *_counters(list(consumers)),
+    ]
+
+
+def _lag_metrics(lags: list[ConsumerLag]) -> list[Metric]:
+    who = "the consumer's last replica"
+    return [
+        gauge(
+            f"consumer_lag_{unit}",
+            text.format(who=who),
+            ["consumer"],
+            [([each.consumer], getattr(each.lag, unit)) for each in lags],
+        )
+        for unit, text in _UNITS.items()
+    ]
+
+
+def _release_metrics(lags: list[ConsumerLag]) -> list[Metric]:
+    released = [(each, each.release) for each in lags if each.release]
+    known = [each for each in lags if each.lag.unsent_norm is not None]
+    return [
+        *[
+            gauge(
+                f"consumer_{name}",
+                text,
+                ["consumer"],
+                [([each.consumer], getattr(release, field)) for each, release in released],
+            )
+            for name, (field, text) in _RELEASE.items()
+        ],
+        *[
+            gauge(
+                f"consumer_unsent_{name}",
+                text,
+                ["consumer"],
+                [([each.consumer], getattr(each.lag, f"unsent_{name}")) for each in known],
+            )
+            for name, text in _UNSENT.items()
+        ],
+        gauge(
+            "consumer_oldest_row_seconds",
+            "For how long the oldest row that the newest release left has been unsent; 0 = it left none.",
+            ["consumer"],
+            [([each.consumer], each.oldest_row_seconds) for each, _ in released],
+        ),
+    ]
+
+
+def _table_metrics(lags: list[ConsumerLag]) -> list[Metric]:
+    tables = [([each.consumer, table.table], table) for each in lags for table in each.tables]
+    known = [(labels, table, table.unsent_norm) for labels, table in tables if table.unsent_norm is not None]
+    labels = ["consumer", "table"]
+    return [
+        gauge(
+            "consumer_table_lag_rows",
+            "Rows of the table that the consumer's last replica does not hold as the model has them.",
+            labels,
+            [(names, table.rows) for names, table in tables],
+        ),
+        gauge(
+            "consumer_table_lag_bytes",
+            "Bytes of ids and values of these rows.",
+            labels,
+            [(names, table.bytes) for names, table in tables],
+        ),
+        gauge(
+            "consumer_table_unsent_share",
+            "What is unsent of the table as a share of its norm.",
+            labels,
+            [(names, table.unsent_share) for names, table in tables if table.unsent_share is not None],
+        ),
+        gauge(
+            "consumer_table_unsent_norm",
+            "L2 norm of what the model has of the table less what the replicas hold, as of the last release.",
+            labels,
+            [(names, norm) for names, _, norm in known],
+        ),
+        gauge(
+            "consumer_table_oldest_row_seconds",
+            "For how long the oldest row of the table that the newest release left has been unsent.",
+            labels,
+            [(names, table.oldest_row_seconds) for names, table, _ in known],
+        ),
+    ]
+
+
+def _replica_metrics(lags: list[ConsumerLag]) -> list[Metric]:
+    replicas = [([each.consumer, replica.replica], replica.lag) for each in lags for replica in each.replicas]
+    states = [
+        ([each.consumer, state], _count(each.replicas, connected=state == "connected"))
+        for each in lags
+        for state in ("connected", "away")
+    ]
+    damaged = [([each.consumer], sum(len(replica.damaged) for replica in each.replicas)) for each in lags]
+    return [
+        *[
+            gauge(
+                f"replica_lag_{unit}",
+                text.format(who="the replica"),
+                ["consumer", "replica"],
+                [(names, getattr(lag, unit)) for names, lag in replicas],
+            )
+            for unit, text in _UNITS.items()
+        ],
+        gauge(
+            "replica_unsent_norm",
+            "L2 norm of what the model has less what the replica holds, where it holds the newest release.",
+            ["consumer", "replica"],
+            [(names, lag.unsent_norm) for names, lag in replicas if lag.unsent_norm is not None],
+        ),
+        gauge(
+            "replica_checked",
+            "Whether the replica's last acknowledgement had the right checksums.",
+            ["consumer", "replica"],
+            [([each.consumer, replica.replica], replica.checked) for each in lags for replica in each.replicas],
+        ),
+        gauge("consumer_replicas", "Replicas of the consumer.", ["consumer", "state"], states),
+        gauge("consumer_damaged_tables", "Tables of replicas that are damaged now.", ["consumer"], damaged),
+    ]
+
+
+def _count(replicas: list[ReplicaLag], *, connected: bool) -> int:
+    return sum(replica.connected == connected for replica in replicas)
+
+
+def _counters(consumers: list[Consumer]) -> list[Metric]:
+    return [
+        counter(
+            "released_rows",
+            "Rows sent to replicas since the service started.",
+            ["consumer"],
+            [([each.name], each.released_rows) for each in consumers],
+        ),
+        counter(
+            "released_bytes",
+            "Bytes of ids and values sent to replicas.",
+            ["consumer"],
+            [([each.name], each.released_bytes) for each in consumers],
+        ),
+        counter(
+            "consumer_damages",
+            "How often a table of a replica was found to be damaged since the service started.",
+            ["consumer"],
+            [([each.name], each.damages) for each in consumers],
+        ),
+    ]

@@ -1,0 +1,164 @@
+"""Lag: the distance from head to offset. Pure functions over what the service holds."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from deltasync.consumers.consumer import Replica
+from deltasync.core.seal import Seal, age
+from deltasync.views.statistics import TableLeft
+
+State = Literal["in sync", "current", "behind", "damaged", "away", "empty"]
+
+
+@dataclass(frozen=True)
+class Lag:
+    """How far an offset is behind the head.
+
+    Attributes:
+        versions: sealed versions after the one the offset was made of.
+        rows: rows that are not held as the model has them.
+        bytes: bytes of these rows' ids and values, as they are sent.
+        seconds: age of the oldest version, or release, that is not applied; 0 when there is none.
+        unsent_norm: L2 norm of what the model has less what is held, as of the last release. None where it is not
+            known: without a policy, or before the newest release is applied.
+        unsent_share: the same as a share of the norm of the tables.
+    """
+
+    versions: int
+    rows: int
+    bytes: int
+    seconds: float
+    unsent_norm: float | None = None
+    unsent_share: float | None = None
+
+
+@dataclass(frozen=True)
+class TableLag:
+    """How far one table of a consumer is behind; `oldest_row_seconds` is for how long its oldest row is dirty."""
+
+    table: str
+    rows: int
+    bytes: int
+    oldest_row_seconds: float = 0.0
+    unsent_norm: float | None = None
+    unsent_share: float | None = None
+
+
+@dataclass(frozen=True)
+class ReleaseLine:
+    """What the newest release of a consumer with a policy took and left; norms are L2."""
+
+    number: int
+    version: int
+    seconds_ago: float
+    rows: int
+    bytes: int
+    norm: float
+    left_rows: int
+    left_bytes: int
+    left_norm: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class ReplicaLag:
+    """How far one replica is behind.
+
+    Attributes:
+        replica: its name.
+        connected: whether it is there.
+        offset: the last version, or release, it has applied.
+        lag: how far that is behind.
+        seconds_since_ack: when it last said so.
+        checked: whether it then showed by checksums that it holds the right rows.
+        damaged: tables of which it holds other rows than it was given, and is being given them whole.
+    """
+
+    replica: str
+    connected: bool
+    offset: int
+    lag: Lag
+    seconds_since_ack: float
+    checked: bool
+    damaged: list[str]
+
+
+@dataclass(frozen=True)
+class ConsumerLag:
+    """How far a consumer's fleet is behind: as far as the last of its replicas.
+
+    Without a policy `offset` is a version, and there is no `release`; with one it is the number of a release.
+    `damages` is how often a table of a replica was found to be damaged since the service started.
+    """
+
+    consumer: str
+    model: str
+    history: str
+    state: State
+    reason: str
+    head: int
+    head_step: int
+    offset: int
+    lag: Lag
+    replicas: list[ReplicaLag]
+    tables: list[TableLag]
+    oldest_row_seconds: float
+    damages: int
+    release: ReleaseLine | None
+    policy: dict[str, Any]
+
+
+def measure(
+    version: int,
+    seals: Sequence[Seal],
+    row_bytes: Sequence[int],
+    lacking: Sequence[int],
+    now_unix_ns: int,
+    since: int | None = None,
+) -> Lag:
+    """The lag of who holds `version`.
+
+    Args:
+        version: a version.
+        seals: the kept seals, oldest first; of a version whose seal is no longer kept, the lag in seconds is
+            that of the oldest kept.
+        row_bytes: what a row of each table takes on the wire.
+        lacking: how many rows of each table are not held as the model has them.
+        now_unix_ns: the time, nanoseconds since 1970.
+        since: the oldest version that is not applied; None = the one after `version`.
+    """
+    head = seals[-1].version if seals else 0
+    oldest = version + 1 if since is None else since
+    if head <= version and not sum(lacking):
+        return Lag(0, 0, 0, 0.0)
+    size = sum(rows * each for rows, each in zip(lacking, row_bytes, strict=True))
+    return Lag(max(0, head - version), sum(lacking), size, age(oldest, seals, now_unix_ns))
+
+
+def unsent(left: Sequence[TableLeft]) -> tuple[float, float]:
+    """The L2 norm of what was left of some tables, absolute and as a share of theirs."""
+    norm, whole = math.hypot(*(each.norm for each in left)), math.hypot(*(each.table_norm for each in left))
+    return norm, norm / whole if whole else 0.0
+
+
+def state(replicas: Sequence[Replica], lag: Lag, *, newest_release: bool = False) -> tuple[State, str]:
+    """How a fleet is doing, and why that is said; `newest_release`: all of it holds the newest release."""
+    away = [replica.name for replica in replicas if replica.stream is None]
+    if not replicas:
+        return "empty", "no replica has ever subscribed"
+    if len(away) == len(replicas):
+        return "away", f"none of {len(replicas)} replicas is connected"
+    if damaged := [replica for replica in replicas if replica.damaged]:
+        names = ", ".join(f"{replica.name} ({', '.join(replica.damaged)})" for replica in damaged)
+        return "damaged", f"other rows than were given, which are given again whole: {names}"
+    if lag.versions == 0 and lag.rows == 0:
+        return "in sync", f"all {len(replicas)} replicas hold the newest version"
+    if newest_release:
+        return (
+            "current",
+            f"all {len(replicas)} replicas hold the newest release; {lag.rows} rows are left for later",
+        )
+    reason = f"{lag.rows} rows of {lag.versions} versions are still to be applied by the last replica"
+    return "behind", f"{reason}; away: {', '.join(away)}" if away else reason

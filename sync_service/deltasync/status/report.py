@@ -1,0 +1,153 @@
+"""The lag of a consumer, put together from what the model, the registry and the view hold."""
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+
+from deltasync.consumers.consumer import Consumer, Replica
+from deltasync.consumers.offsets import consumer_offset, offset_in
+from deltasync.core.policy import Policy
+from deltasync.core.seal import Seal, age
+from deltasync.feeds.model import Model
+from deltasync.service.service import Service
+from deltasync.status.lag import ConsumerLag, Lag, ReleaseLine, ReplicaLag, TableLag, measure, state, unsent
+from deltasync.views.statistics import Account, TableLeft
+from deltasync.views.view import View
+
+
+@dataclass(frozen=True)
+class _Table:
+    """A table that a consumer follows."""
+
+    name: str
+    row_bytes: int
+    left: TableLeft | None
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What a lag is measured by, taken at one moment: acks, cuts and releases go on while rows are counted."""
+
+    history: str
+    newest: int | None
+    tables: list[_Table]
+    count: Callable[[int], Awaitable[list[int]]]
+    version_of: Callable[[int], int]
+    account: Account | None
+
+
+async def lag_of(service: Service, consumer: Consumer) -> ConsumerLag:
+    """How far a consumer of the service is behind, per replica and per table."""
+    return await report(consumer, service.model(consumer.model), service.views.get(consumer))
+
+
+async def report(consumer: Consumer, model: Model, view: View | None) -> ConsumerLag:
+    """How far a consumer is behind, per replica and per table."""
+    facts = _facts(consumer, model, view)
+    replicas = sorted(consumer.replicas.values(), key=lambda replica: replica.name)
+    offset = consumer_offset(replicas, facts.history)
+    offsets = [offset_in(facts.history, replica.applied) for replica in replicas]
+    seals = tuple(model.seals)
+    counts = {each: await facts.count(each) for each in {offset, *offsets}}
+    now = time.time_ns()
+    lags = {each: _lag(each, rows, facts, seals, now) for each, rows in counts.items()}
+    found, reason = state(replicas, lags[offset], newest_release=offset == facts.newest)
+    if view and view.trouble:
+        reason = f"{reason}; the policy is not in force: {view.trouble}"
+    tables = [_table_line(each, rows, seals, now) for each, rows in zip(facts.tables, counts[offset], strict=True)]
+    return ConsumerLag(
+        consumer=consumer.name,
+        model=consumer.model,
+        history=facts.history,
+        state=found,
+        reason=reason,
+        head=seals[-1].version if seals else 0,
+        head_step=seals[-1].step if seals else 0,
+        offset=offset,
+        lag=lags[offset],
+        replicas=[_line(replica, held, lags[held], now) for replica, held in zip(replicas, offsets, strict=True)],
+        tables=tables,
+        oldest_row_seconds=max((table.oldest_row_seconds for table in tables), default=0.0),
+        damages=consumer.damages,
+        release=_release_line(facts.account, now) if facts.account else None,
+        policy=consumer.policy.as_dict(),
+    )
+
+
+def _facts(consumer: Consumer, model: Model, view: View | None) -> _Facts:
+    if view is None:
+        return _facts_of_model(model, consumer.policy)
+    if view.head is None:  # Its replicas are given the first release once one is connected.
+        return replace(_facts_of_model(model, consumer.policy), history=view.history, newest=0)
+    return _facts_of_view(view, looking=any(replica.stream for replica in consumer.replicas.values()))
+
+
+def _facts_of_model(model: Model, policy: Policy) -> _Facts:
+    mapped = tuple(each for each in model.tables if policy.follows(each.spec))
+    return _Facts(
+        history=model.history,
+        newest=None,
+        tables=[_Table(each.spec.name, policy.row_bytes(each.spec), None) for each in mapped],
+        count=lambda offset: model.count_changed_since(offset, mapped),
+        version_of=lambda offset: offset,
+        account=None,
+    )
+
+
+def _facts_of_view(view: View, *, looking: bool) -> _Facts:
+    tables = view.view_tables
+    # While nobody is connected nobody looks at what is dirty.
+    left = view.left if looking or view.seen == view.model.position.number else {}
+    return _Facts(
+        history=view.history,
+        newest=view.position.number,
+        tables=[
+            _Table(each.delivery.spec.name, each.sent.spec.row_bytes, left.get(each.delivery.spec.name))
+            for each in tables
+        ],
+        count=lambda release: view.count_lacking(release, tables),
+        version_of=view.version_of,
+        account=view.account,
+    )
+
+
+def _lag(offset: int, rows: list[int], facts: _Facts, seals: Sequence[Seal], now: int) -> Lag:
+    version = facts.version_of(offset)
+    lag = measure(version, seals, [table.row_bytes for table in facts.tables], rows, now, _since(offset, facts))
+    left = [table.left for table in facts.tables if table.left]
+    if offset != facts.newest or len(left) < len(facts.tables):
+        return lag
+    norm, share = unsent(left)
+    return replace(lag, unsent_norm=norm, unsent_share=share)
+
+
+def _since(offset: int, facts: _Facts) -> int | None:
+    """The oldest version that who holds `offset` has not applied; None = the one after that it was made of."""
+    # Of releases that it lacks the first may have been made of the same version.
+    return None if facts.newest in (None, offset) else facts.version_of(offset)
+
+
+def _table_line(table: _Table, rows: int, seals: Sequence[Seal], now: int) -> TableLag:
+    line = TableLag(table.name, rows, rows * table.row_bytes)
+    if table.left is None:
+        return line
+    norm, share = unsent([table.left])
+    oldest = age(table.left.since, seals, now) if table.left.rows else 0.0
+    return replace(line, oldest_row_seconds=oldest, unsent_norm=norm, unsent_share=share)
+
+
+def _line(replica: Replica, offset: int, lag: Lag, now: int) -> ReplicaLag:
+    return ReplicaLag(
+        replica=replica.name,
+        connected=replica.stream is not None,
+        offset=offset,
+        lag=lag,
+        seconds_since_ack=round((now - replica.acked_unix_ns) / 1e9, 3),
+        checked=replica.checked,
+        damaged=list(replica.damaged),
+    )
+
+
+def _release_line(account: Account, now: int) -> ReleaseLine:
+    facts = {name: value for name, value in vars(account).items() if name != "made_unix_ns"}
+    return ReleaseLine(**facts, seconds_ago=round(max(0, now - account.made_unix_ns) / 1e9, 3))

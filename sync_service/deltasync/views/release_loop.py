@@ -1,0 +1,109 @@
+"""Keeping a consumer's view moving: making its releases as they become due."""
+
+import asyncio
+import logging
+import time
+from bisect import bisect_right
+from dataclasses import replace
+from itertools import islice, takewhile
+
+from deltasync.consumers.consumer import Consumer
+from deltasync.core.errors import StorageFailed
+from deltasync.core.policy import Policy
+from deltasync.core.seal import seal_of
+from deltasync.core.signals import first_of
+from deltasync.views.pacing import PACE_VERSIONS, Situation, due
+from deltasync.views.view import View
+
+logger = logging.getLogger(__name__)
+
+_RETRY_SECONDS = 1.0
+# Tables of a view are made anew, which is more work.
+_PREPARE_AGAIN_SECONDS = 10.0
+
+
+class ReleaseLoop:
+    """Makes the releases of one consumer, until it is stopped."""
+
+    def __init__(self, consumer: Consumer, view: View) -> None:
+        self._consumer = consumer
+        self._view = view
+        self._stopping = asyncio.Event()
+        self._prepare_at = 0.0
+        self._refused: Policy | None = None  # The one there was no room for.
+
+    def stop(self) -> None:
+        """End `run` once what is under way is done."""
+        self._stopping.set()
+
+    async def run(self) -> None:
+        """Make releases."""
+        while not self._stopping.is_set():
+            try:
+                seconds = await self._advance()
+            except StorageFailed as error:
+                logger.error("consumer %s: rows of a release are given later: %s", self._consumer.name, error)
+                seconds = _RETRY_SECONDS
+            if seconds != 0:
+                await self._wait(seconds)
+
+    async def _advance(self) -> float | None:
+        """Do what is due; in how many seconds to look again, None = once something changes."""
+        if not self._connected():
+            return None
+        await self._prepare()
+        decision = due(self._consumer.policy, self._situation(), time.time_ns())
+        if decision.seconds == 0:
+            logger.debug("consumer %s: a release is due: %s", self._consumer.name, decision.reason)
+            await self._view.make_release(self._unless_resync(self._consumer.policy), self._overdue_version())
+        if self._view.trouble:
+            return min(decision.seconds or _PREPARE_AGAIN_SECONDS, _PREPARE_AGAIN_SECONDS)
+        return decision.seconds
+
+    async def _prepare(self) -> None:
+        """Have the tables that the policy wants; where there is no room, go on with those there are for now."""
+        if time.monotonic() < self._prepare_at and self._consumer.policy == self._refused:
+            return
+        try:
+            await self._view.prepare(self._consumer.policy)
+        except StorageFailed as error:
+            self._refused, self._prepare_at = self._consumer.policy, time.monotonic() + _PREPARE_AGAIN_SECONDS
+            logger.error("consumer %s: its policy is not in force: %s", self._consumer.name, error)
+
+    def _connected(self) -> bool:
+        return any(replica.stream for replica in self._consumer.replicas.values())
+
+    def _situation(self) -> Situation:
+        view, account, position = self._view, self._view.account, self._view.position
+        recent = [seal.sealed_unix_ns for seal in islice(reversed(view.model.seals), PACE_VERSIONS)]
+        replicas = self._consumer.replicas.values()
+        return Situation(
+            head=view.model.position.number,
+            seen=view.seen,
+            left=view.left_rows,
+            left_unix_ns=seal_of(view.oldest, view.model.seals).sealed_unix_ns if view.oldest else 0,
+            released_unix_ns=account.made_unix_ns if account else 0,
+            sealed_unix_ns=recent[::-1],
+            ready=view.head is not None and any(r.stream and r.applied == position for r in replicas),
+        )
+
+    def _unless_resync(self, policy: Policy) -> Policy:
+        """The policy; without bounds where another run has begun, whose rows do not go with those before."""
+        newer = takewhile(lambda seal: seal.version > self._view.seen, reversed(self._view.model.seals))
+        if any(seal.resync for seal in newer):
+            return replace(policy, top_k=None, top_k_per_table=False, max_bytes=None)
+        return policy
+
+    def _overdue_version(self) -> int:
+        """The newest version that is older than the policy's maximum age."""
+        age = self._consumer.policy.max_age_seconds
+        if age is None:
+            return 0
+        limit = time.time_ns() - int(age * 1e9)
+        seals = self._view.model.seals
+        older = bisect_right(seals, limit, key=lambda seal: seal.sealed_unix_ns)
+        return seals[older - 1].version if older else 0
+
+    async def _wait(self, seconds: float | None) -> None:
+        events = (self._consumer.signal.changed(), self._view.model.changed(), self._stopping.wait())
+        await first_of(*events, seconds=seconds)

@@ -1,0 +1,57 @@
+"""One table from errors to gRPC codes and HTTP statuses, used in both directions."""
+
+import grpc
+
+from deltasync.core.errors import (
+    Contradiction,
+    DeltasyncError,
+    InvalidInput,
+    NotFound,
+    NotPermitted,
+    ResyncRequired,
+    ServiceFailed,
+    ServiceUnavailable,
+    StorageFailed,
+    Superseded,
+)
+
+_CODES: list[tuple[type[DeltasyncError], grpc.StatusCode, int]] = [
+    (InvalidInput, grpc.StatusCode.INVALID_ARGUMENT, 400),
+    (NotPermitted, grpc.StatusCode.PERMISSION_DENIED, 403),
+    (NotFound, grpc.StatusCode.NOT_FOUND, 404),
+    (Contradiction, grpc.StatusCode.FAILED_PRECONDITION, 409),
+    (Superseded, grpc.StatusCode.ABORTED, 409),
+    (ResyncRequired, grpc.StatusCode.DATA_LOSS, 410),
+    (ServiceFailed, grpc.StatusCode.UNKNOWN, 500),  # What gRPC answers for an exception nobody foresaw.
+    (ServiceUnavailable, grpc.StatusCode.UNAVAILABLE, 503),
+    (StorageFailed, grpc.StatusCode.RESOURCE_EXHAUSTED, 507),
+]
+
+# gRPC's own answer to a message over the limit, which no repetition mends.
+_TOO_LARGE = "larger than max"
+
+
+def grpc_code(error: DeltasyncError) -> grpc.StatusCode:
+    """The gRPC status code of an error."""
+    return next((code for kind, code, _ in _CODES if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
+
+
+def http_status(error: DeltasyncError) -> int:
+    """The HTTP status of an error."""
+    return next((status for kind, _, status in _CODES if isinstance(error, kind)), 500)
+
+
+def from_rpc_error(error: grpc.RpcError, target: str) -> DeltasyncError:
+    """The error a failed call to `target` stands for: what the service raised, or `ServiceUnavailable`."""
+    if not isinstance(error, grpc.Call):
+        return ServiceUnavailable(f"{target}: {error}")
+    code, details = error.code(), error.details() or "no details"
+    if _TOO_LARGE in details:
+        return InvalidInput(f"{target}: {details}")
+    kind = next((kind for kind, known, _ in _CODES if known is code), ServiceUnavailable)
+    return kind(f"{target}: {details}" if kind in (ServiceFailed, ServiceUnavailable) else details)
+
+
+def is_final(error: DeltasyncError) -> bool:
+    """Whether repeating the call cannot help."""
+    return not isinstance(error, Superseded | StorageFailed | ServiceUnavailable)

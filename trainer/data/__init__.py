@@ -1,1 +1,0 @@
-"""Streams of click events, their features and the batches a rank trains on."""

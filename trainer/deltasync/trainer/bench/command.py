@@ -1,0 +1,83 @@
+"""`deltasync bench`."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from deltasync.cli.config import CONTEXT
+from deltasync.trainer.bench import consumers, memory, publish, quality, release, tracker, tracking
+from deltasync.trainer.bench.consumers import consumers_options
+from deltasync.trainer.bench.pipelines import run as pipelines
+from deltasync.trainer.bench.pipelines.options import pipelines_options
+from deltasync.trainer.bench.quality import quality_options
+from deltasync.trainer.bench.release import release_options
+
+
+def _list(ctx: click.Context, _param: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        click.echo("\n".join(bench.commands))
+        ctx.exit()
+
+
+@click.group()
+@click.option("--list", is_flag=True, is_eager=True, expose_value=False, callback=_list, help="List the names.")
+def bench() -> None:
+    """Measure on this machine, as ratios in one run."""
+
+
+def _command(run: Callable[..., dict[str, Any]]) -> Callable[..., None]:
+    @click.option(
+        "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures here."
+    )
+    def measure(json_file: Path | None, **settings: Any) -> None:
+        figures = run(Console(soft_wrap=True, highlight=False), **settings)
+        if json_file:
+            json_file.write_text(json.dumps(figures, indent=2) + "\n")
+
+    return measure
+
+
+def _add(name: str, command: Callable[..., None], says: str) -> None:
+    bench.command(name, help=says, context_settings=CONTEXT)(command)
+
+
+_add(
+    "publish",
+    _command(publish.run),
+    "Throughput from a trainer's publish to a replica's rows, against a bare gRPC stream.",
+)
+_add("memory", _command(memory.run), "What the service holds beside its tables and stamps.")
+_add(
+    "release",
+    release_options(_command(release.run)),
+    "Time of a release by a consumer's policy, against NumPy's gathers and norms of the same rows.",
+)
+_add(
+    "quality",
+    quality_options(_command(quality.run)),
+    "AUC of replicas with different policies, and the bytes each is sent.",
+)
+_add(
+    "consumers",
+    consumers_options(_command(consumers.run)),
+    "CPU time and memory of the service for eight consumers with different policies, against one.",
+)
+_add(
+    "tracking",
+    _command(tracking.run),
+    "Step time of the demo's model with tracking and publishing on, against off.",
+)
+_add(
+    "tracker",
+    _command(tracker.run),
+    "Time and memory of the tracker beside TorchRec's, and step time with it against without.",
+)
+_add(
+    "pipelines",
+    pipelines_options(_command(pipelines.run)),
+    "Step time and memory of the training pipelines: TorchRec's, and ours with each of its options.",
+)

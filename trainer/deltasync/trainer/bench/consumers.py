@@ -1,0 +1,199 @@
+"""What the service takes for eight consumers with different policies, for one, and for one without a policy.
+
+Each of the three fleets has a service of its own, a publisher, and a replica of every consumer in other processes.
+The services have turns: in each, a few cuts of a twentieth of the rows are published, each once all replicas have
+rows of the one before. CPU time is that of a service's process from the beginning of its turn to that of its next
+one: what it gives meanwhile of rows that were left is counted too. Memory is what is resident beside the files of
+tables and views.
+"""
+
+import json
+import os
+import secrets
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import click
+import numpy as np
+from rich.console import Console
+
+from deltasync.client import (
+    Admin,
+    Mode,
+    Part,
+    Policy,
+    Publisher,
+    PublisherOptions,
+    RowBatch,
+    Shard,
+    TableSpec,
+    ValueType,
+)
+from deltasync.core.rows import Ids
+from deltasync.trainer.bench.children import Children, Peer
+from deltasync.trainer.bench.process import TICK_SECONDS, cpu_seconds, resident_bytes
+from deltasync.trainer.bench.spread import spread_of
+
+ONE = {"top-share-int8": Policy(top_k=0.1, value_type=ValueType.INT8)}
+EIGHT = {
+    **ONE,
+    "top-share": Policy(top_k=0.1),
+    "top-count": Policy(top_k=1000, top_k_per_table=True),
+    "bf16": Policy(value_type=ValueType.BF16),
+    "ids": Policy(mode=Mode.IDS),
+    "interval": Policy(value_type=ValueType.INT8, min_interval_seconds=0.25),
+    "budget": Policy(top_k=0.5, max_bytes=1 << 20, value_type=ValueType.FP16),
+    "items": Policy(tables=("items*",), top_k=0.01, max_age_seconds=5),
+}
+FLEETS = {"everything": {"everything": Policy()}, "one": ONE, "eight": EIGHT}
+_SAYS = {"everything": "one without a policy", "one": "one: top-k 10 %, int8", "eight": "eight different ones"}
+_MODEL, _TABLES = "bench", ("users", "items")
+_CUTS_OF_ALL_ROWS, _CUTS_OF_A_TURN, _REPLICAS_OF_A_PROCESS = 20, 4, 4
+# The rows of the first turns are new, and so is the memory they take.
+_WARM_UP = 2
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def consumers_options(command: F) -> F:
+    """Add the options of the sizes to a click command."""
+    for name, least, default, meaning in (
+        ("--rounds", 1, 10, f"Rounds, in each of which every service is given {_CUTS_OF_A_TURN} cuts."),
+        ("--dim", 1, 64, "Values of a row."),
+        ("--rows", 2 * _CUTS_OF_ALL_ROWS, 250_000, "Rows of both tables together."),
+    ):
+        command = click.option(name, type=click.IntRange(least), default=default, help=meaning)(command)
+    return command
+
+
+def run(console: Console, rows: int, dim: int, rounds: int) -> dict[str, Any]:
+    """Measure, print and return the figures."""
+    tables = [TableSpec(name, rows // len(_TABLES), dim) for name in _TABLES]
+    with ExitStack() as stack:
+        fleets = {name: stack.enter_context(_started(FLEETS[name], tables)) for name in FLEETS}
+        for _ in range(_WARM_UP + rounds):
+            for fleet in fleets.values():
+                fleet.turn()
+        taken = {name: fleet.cpu_per_version()[_WARM_UP:] for name, fleet in fleets.items()}
+        others = {name: fleet.figures() for name, fleet in fleets.items()}
+    lines = {name: spread_of("cpu_seconds_per_version", taken[name]) | others[name] for name in fleets}
+    figures = {**_ratios(taken), "rows": rows, "dim": dim, "rounds": rounds, "fleets": lines}
+    _print(console, figures)
+    return figures
+
+
+class Fleet:
+    """The consumers of one service, and what is published to them."""
+
+    def __init__(
+        self, pid: int, publisher: Publisher, tables: list[TableSpec], replicas: Mapping[tuple[str, ...], Peer]
+    ) -> None:
+        self._pid = pid
+        self._publisher = publisher
+        self._tables = tables
+        self._replicas = replicas
+        self._values = np.random.default_rng(0)
+        self._step = 0
+        self._cpu: list[float] = []
+        self._first = self._cut()
+
+    def turn(self) -> None:
+        """Publish a few cuts, each once the replicas have the one before."""
+        self._cpu.append(cpu_seconds(self._pid))
+        for _ in range(_CUTS_OF_A_TURN):
+            self._given = self._cut()
+
+    def cpu_per_version(self) -> list[float]:
+        """CPU seconds per version, in each turn; none is less than what the kernel's clock can tell."""
+        taken = pairwise([*self._cpu, cpu_seconds(self._pid)])
+        return [max(after - before, TICK_SECONDS) / _CUTS_OF_A_TURN for before, after in taken]
+
+    def figures(self) -> dict[str, Any]:
+        """Memory, and what each consumer was given after the first cut, which has all rows."""
+        given = {
+            name: {"releases": releases - self._first[name][0], "rows": rows - self._first[name][1]}
+            for name, (releases, rows) in self._given.items()
+        }
+        resident = resident_bytes(self._pid)
+        files = sum(size for path, size in resident.items() if _is_of_a_table(path))
+        return {
+            "versions": self._step - 1,
+            "file_bytes": files,
+            "rest_bytes": sum(resident.values()) - files,
+            "consumers": given,
+        }
+
+    def _cut(self) -> dict[str, tuple[int, int]]:
+        """Publish one; the releases and rows that every replica was given once it has rows of it."""
+        rows = [
+            RowBatch(Shard.whole(table), ids, self._values.standard_normal((len(ids), table.dim), np.float32))
+            for table in self._tables
+            for ids in [self._changed(table)]
+        ]
+        part = Part(step=self._step, step_end_unix_ns=time.time_ns(), rows=rows, full=self._step == 0)
+        version = self._publisher.publish(part).result().number
+        self._step += 1
+        given: dict[str, tuple[int, int]] = {}
+        for names, peer in self._replicas.items():
+            given |= dict(zip(names, json.loads(peer.ask(str(version))), strict=True))
+        return given
+
+    def _changed(self, table: TableSpec) -> Ids:
+        if self._step == 0:
+            return np.arange(table.rows)
+        return np.arange(self._step % _CUTS_OF_ALL_ROWS, table.rows, _CUTS_OF_ALL_ROWS)
+
+
+@contextmanager
+def _started(policies: Mapping[str, Policy], tables: list[TableSpec]) -> Iterator[Fleet]:
+    token = secrets.token_hex()
+    with Children() as children:
+        service = children.service("--admin-token", token)
+        for name, policy in policies.items():
+            Admin(service.grpc, token).create_consumer(name, _MODEL, policy)
+        names, size = tuple(policies), _REPLICAS_OF_A_PROCESS
+        groups = [names[start : start + size] for start in range(0, len(names), size)]
+        replicas = {group: children.peer("fleet", service.grpc, *group) for group in groups}
+        for peer in replicas.values():
+            peer.read()
+        options = PublisherOptions(
+            service=service.grpc, model=_MODEL, run="bench", run_started_unix_ns=time.time_ns()
+        )
+        with Publisher(options, tables, [Shard.whole(table) for table in tables]) as publisher:
+            yield Fleet(children.processes.pid(service.NAME), publisher, tables, replicas)
+
+
+def _is_of_a_table(path: str) -> bool:
+    """Releases are kept in files as well, but in unlinked ones."""
+    return f"{os.sep}models{os.sep}" in path and not path.endswith("(deleted)")
+
+
+def _ratios(taken: Mapping[str, list[float]]) -> dict[str, float]:
+    eight, one, everything = taken["eight"], taken["one"], taken["everything"]
+    return {
+        **spread_of("service_cpu_per_version_ratio", [a / b for a, b in zip(eight, one, strict=True)]),
+        **spread_of("policy_cpu_per_version_ratio", [a / b for a, b in zip(one, everything, strict=True)]),
+    }
+
+
+def _print(console: Console, figures: dict[str, Any]) -> None:
+    console.print(
+        f"consumers: cuts of {figures['rows'] // _CUTS_OF_ALL_ROWS:,} of {figures['rows']:,} rows x "
+        f"{figures['dim']} fp32, median of {figures['rounds']} rounds of {_CUTS_OF_A_TURN} cuts"
+    )
+    console.print(
+        "  consumers               service CPU per version   tables, views   the rest   releases a version"
+    )
+    for name, line in figures["fleets"].items():
+        releases = statistics.mean(each["releases"] for each in line["consumers"].values()) / line["versions"]
+        console.print(
+            f"  {_SAYS[name]:<22}  {1e3 * line['cpu_seconds_per_version']:>20.1f} ms   "
+            f"{line['file_bytes'] / 1e6:>10.1f} MB  {line['rest_bytes'] / 1e6:>6.1f} MB   {releases:>18.2f}"
+        )
+    for key, says in (("service", "eight against one"), ("policy", "one against one without a policy")):
+        ratio, low, high = (figures[f"{key}_cpu_per_version_ratio{end}"] for end in ("", "_low", "_high"))
+        console.print(f"  {says}: ratio {ratio:.2f} ({low:.2f} to {high:.2f})")

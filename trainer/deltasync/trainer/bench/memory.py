@@ -1,0 +1,55 @@
+"""What the service holds beside its tables and stamps, for tables of several sizes and after many cuts."""
+
+import time
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from deltasync.client import Part, Publisher, PublisherOptions, RowBatch, Shard, TableSpec
+from deltasync.trainer.bench.children import Children
+from deltasync.trainer.bench.process import resident_bytes
+
+SIZES, DIM, CUTS = (250_000, 500_000, 1_000_000), 64, 40
+
+
+def run(console: Console) -> dict[str, Any]:
+    """Measure, print and return the figures. Bytes are resident ones, file mappings included."""
+    lines = [_measure(rows) for rows in SIZES]
+    console.print(f"memory: service after a full push and {CUTS} cuts of a tenth of the rows, dim {DIM} fp32")
+    console.print("        rows    tables + stamps    resident    the rest")
+    for line in lines:
+        console.print(
+            f"  {line['rows']:>10,}  {line['table_and_stamp_bytes'] / 1e6:>12.1f} MB  "
+            f"{line['resident_bytes'] / 1e6:>8.1f} MB  {line['rest_bytes'] / 1e6:>7.1f} MB"
+        )
+    return {"sizes": lines, "rest_bytes_max": max(line["rest_bytes"] for line in lines)}
+
+
+def _measure(rows: int) -> dict[str, int]:
+    table = TableSpec("bench", rows, DIM)
+    with Children() as children:
+        service = children.service("--consumer", "bench=bench", "--flush-bytes", str(64 << 20))
+        replica = children.peer("replica", service.grpc)
+        replica.read()
+        options = PublisherOptions(
+            service=service.grpc, model="bench", run="bench", run_started_unix_ns=time.time_ns()
+        )
+        with Publisher(options, [table], [Shard.whole(table)]) as publisher:
+            for step in range(CUTS + 1):
+                version = publisher.publish(_part(table, step)).result().number
+            replica.ask(str(version))
+        resident = sum(resident_bytes(children.processes.pid(service.NAME)).values())
+    held = table.nbytes + 8 * rows
+    return {
+        "rows": rows,
+        "table_and_stamp_bytes": held,
+        "resident_bytes": resident,
+        "rest_bytes": resident - held,
+    }
+
+
+def _part(table: TableSpec, step: int) -> Part:
+    ids = np.arange(table.rows) if step == 0 else np.arange(step % 10, table.rows, 10)
+    rows = RowBatch(Shard.whole(table), ids, np.full((len(ids), table.dim), step, np.float32))
+    return Part(step=step, step_end_unix_ns=time.time_ns(), rows=[rows], full=step == 0)

@@ -1,0 +1,162 @@
+"""The processes at the other end of a benchmark's sockets.
+
+    python -m deltasync.trainer.bench.peers replica SERVICE        a replica with NumPy tables
+    python -m deltasync.trainer.bench.peers fleet SERVICE NAME...  a replica of each of these consumers
+    python -m deltasync.trainer.bench.peers sink                   a bare gRPC server that counts a stream
+    python -m deltasync.trainer.bench.peers source SINK ROWS DIM   a bare gRPC client that sends rows to a sink
+
+Each answers a line on its standard input with a line. `tuned-sink` and `tuned-source` keep freed memory, as
+the service and the replica do.
+"""
+
+import asyncio
+import json
+import queue
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
+import grpc.aio
+import numpy as np
+
+from deltasync.client import NumpyTarget, Release, Subscriber, SubscriberOptions, TableSpec
+from deltasync.core.process import keep_freed_memory
+from deltasync.core.rows import Ids, Values
+from deltasync.v1 import publish_pb2, publish_pb2_grpc, tables_pb2
+from deltasync.wire.codec import chunked
+
+
+class Sink(publish_pb2_grpc.PublishServiceServicer):
+    """Takes a stream as the service does, and does nothing with it."""
+
+    async def Publish(  # noqa: N802  # named as in the .proto file
+        self,
+        request_iterator: AsyncIterator[publish_pb2.PublishRequest],
+        context: grpc.aio.ServicerContext[Any, Any],  # noqa: ARG002
+    ) -> AsyncIterator[publish_pb2.PublishResponse]:
+        """Answer once the close has arrived."""
+        async for request in request_iterator:
+            if request.WhichOneof("message") == "close":
+                yield publish_pb2.PublishResponse(sealed=publish_pb2.CutSealed(step=request.close.step))
+
+
+async def sink() -> None:
+    """Serve until the end of the standard input."""
+    server = grpc.aio.server()
+    publish_pb2_grpc.add_PublishServiceServicer_to_server(Sink(), server)
+    _answer(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+    await server.start()
+    await asyncio.to_thread(sys.stdin.read)
+    await server.stop(None)
+
+
+def source(address: str, rows: int, dim: int) -> None:
+    """Send `rows` rows of `dim` fp32 values at every line, and answer with the seconds that took."""
+    ids, values = np.arange(rows), np.random.default_rng(0).normal(size=(rows, dim)).astype(np.float32)
+    with grpc.insecure_channel(address) as channel:
+        stub = publish_pb2_grpc.PublishServiceStub(channel)
+        for _ in sys.stdin:
+            started = time.perf_counter()
+            answered: queue.SimpleQueue[None] = queue.SimpleQueue()
+            next(stub.Publish(_requests(ids, values, answered)))
+            _answer(str(time.perf_counter() - started))
+            answered.put(None)
+
+
+def _requests(ids: Any, values: Any, answered: "queue.SimpleQueue[None]") -> Iterator[publish_pb2.PublishRequest]:
+    for some_ids, some_values in chunked(ids, values):
+        rows = tables_pb2.Rows(slot=0, ids=some_ids.tobytes(), values=some_values.tobytes())
+        yield publish_pb2.PublishRequest(chunk=publish_pb2.PartChunk(step=1, rows=rows))
+    yield publish_pb2.PublishRequest(close=publish_pb2.PartClose(step=1))
+    answered.get()
+
+
+def replica(service: str) -> None:
+    """Follow consumer "bench"; at every line, wait for the version it names."""
+    options = SubscriberOptions(service=service, consumer="bench", replica="bench", max_outstanding_bytes=64 << 20)
+    with Subscriber(options, NumpyTarget()) as subscriber:
+        _answer("ready")
+        for line in sys.stdin:
+            _answer(str(subscriber.wait_for(int(line), 120).number))
+
+
+class Member:
+    """A replica that knows which version its rows were made of, and what it was given.
+
+    Attributes:
+        releases: it has applied.
+        rows: of these.
+    """
+
+    def __init__(self, service: str, consumer: str) -> None:
+        self.releases = self.rows = 0
+        self._version = 0
+        self._tables = NumpyTarget()
+        self._moved = threading.Condition()
+        options = SubscriberOptions(service=service, consumer=consumer, replica="bench")
+        self._subscriber = Subscriber(options, self)
+
+    def apply(self, release: Release) -> None:
+        """Take over values; ids and norms are only counted."""
+        if all(rows.norms is None for rows in release.rows):
+            self._tables.apply(release)
+        with self._moved:
+            self.releases += 1
+            self.rows += sum(len(rows.ids) for rows in release.rows)
+            self._version = release.version
+            self._moved.notify_all()
+
+    def read(self, table: TableSpec, ids: Ids) -> Values | None:
+        """Some rows of a table."""
+        return self._tables.read(table, ids)
+
+    def wait_for(self, version: int) -> None:
+        """Wait until it was given a release that was made of a version."""
+        with self._moved:
+            reached = self._moved.wait_for(lambda: self._version >= version, 120)
+        self._subscriber.check()
+        if not reached:
+            raise TimeoutError(f"the last release was made of version {self._version}, not {version}")
+
+    def close(self) -> None:
+        """Unsubscribe."""
+        self._subscriber.close()
+
+
+def fleet(service: str, consumers: Sequence[str]) -> None:
+    """Follow consumers; at every line, wait until the replica of each has rows of the version it names, and answer
+    with the releases and rows that each was given by then.
+    """
+    members = [Member(service, consumer) for consumer in consumers]
+    _answer("ready")
+    for line in sys.stdin:
+        for member in members:
+            member.wait_for(int(line))
+        _answer(json.dumps([[member.releases, member.rows] for member in members]))
+    for member in members:
+        member.close()
+
+
+def _answer(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def main(role: str, *arguments: str) -> None:
+    """Play one of the roles."""
+    if role in ("replica", "fleet") or role.startswith("tuned-"):
+        keep_freed_memory()
+    if role == "replica":
+        replica(arguments[0])
+    elif role == "fleet":
+        fleet(arguments[0], arguments[1:])
+    elif role.endswith("sink"):
+        asyncio.run(sink())
+    else:
+        source(arguments[0], int(arguments[1]), int(arguments[2]))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

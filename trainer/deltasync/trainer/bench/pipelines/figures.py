@@ -1,0 +1,46 @@
+"""The figures of the pipeline benchmark, from what its turns took."""
+
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from deltasync.trainer.bench.pipelines.options import ratio_name
+from deltasync.trainer.bench.pipelines.variants import VARIANTS
+from deltasync.trainer.bench.spread import spread_of
+from deltasync.trainer.bench.turns import Taken
+
+# What a step took in each turn, by variant.
+Rounds = Sequence[Mapping[str, Taken]]
+
+
+def figures(rounds: Rounds, memory: Mapping[str, tuple[int, int]], losses: Mapping[str, float]) -> dict[str, Any]:
+    """Medians over rounds, and where they lie with a probability of 95 %.
+
+    Args:
+        rounds: each with a turn of every variant.
+        memory: bytes that a variant holds, and that a turn takes for a while beside.
+        losses: of the last batch.
+    """
+    variants: dict[str, dict[str, Any]] = {
+        name: _step_times(rounds, name) | _peak(*memory[name]) | {"loss": loss, "against": VARIANTS[name].against}
+        for name, loss in losses.items()
+    }
+    ratios = [_ratios(rounds, name, other) for name in losses if (other := VARIANTS[name].against)]
+    return dict(ChainMap(*ratios)) | {"variants": variants}
+
+
+def _step_times(rounds: Rounds, name: str) -> dict[str, float]:
+    times = sorted(1e3 * one[name].seconds for one in rounds)
+    return spread_of("step_ms", times) | {"step_ms_min": times[0], "step_ms_max": times[-1]}
+
+
+def _ratios(rounds: Rounds, name: str, other: str) -> dict[str, float]:
+    pairs = [(one[name], one[other]) for one in rounds]
+    steps = sorted(mine.seconds / its.seconds for mine, its in pairs)
+    cores = sorted(mine.cpu_seconds / its.cpu_seconds for mine, its in pairs)
+    ratio = ratio_name(name)
+    return spread_of(f"{ratio}_step_ratio", steps) | spread_of(f"{ratio}_cpu_ratio", cores)
+
+
+def _peak(held: int, rise: int) -> dict[str, int]:
+    return {"peak_bytes": held + rise, "held_bytes": held}

@@ -1,0 +1,57 @@
+"""Step time and memory of the training pipelines: TorchRec's, and ours with each of its options."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+
+from deltasync.trainer.bench.children import Children
+from deltasync.trainer.bench.pipelines.options import NAMES, Sizes, ratio_name, variant_arguments
+from deltasync.trainer.bench.tracking import ratio_of
+
+
+def run(console: Console, variants: Sequence[str] = (), **settings: Any) -> dict[str, Any]:
+    """Measure, print and return the figures."""
+    sizes = Sizes(**settings)
+    with Children() as children:
+        found = children.processes.folder / "pipelines.json"
+        arguments = [*sizes.arguments(), *variant_arguments(variants), "--service", children.service().grpc]
+        children.run_ranks(
+            sizes.ranks, "deltasync.trainer.bench.pipelines.rank", [*arguments, "--json", str(found)]
+        )
+        figures: dict[str, Any] = json.loads(found.read_text()) | {"sizes": asdict(sizes)}
+    _print_sizes(console, sizes, figures)
+    _print_variants(console, figures)
+    _print_aims(console, figures)
+    return figures
+
+
+def _print_sizes(console: Console, sizes: Sizes, figures: dict[str, Any]) -> None:
+    console.print(
+        f"pipelines: {sizes.ranks} ranks ({figures['device']}), batches of {sizes.batch_size}, "
+        f"{sizes.tables} tables x {sizes.rows:,} rows x {sizes.dim} fp32, {sizes.ids} ids each, "
+        f"dense {sizes.dense}, over {sizes.over}; median of {sizes.rounds} rounds of {sizes.steps} steps"
+    )
+
+
+def _print_variants(console: Console, figures: dict[str, Any]) -> None:
+    console.print("                               step  (fastest to slowest)   peak memory   step against")
+    for name, line in figures["variants"].items():
+        span = f"({line['step_ms_min']:.1f} to {line['step_ms_max']:.1f})"
+        against = f"{ratio_of(figures, ratio_name(name))} to {NAMES[line['against']]}" if line["against"] else ""
+        console.print(
+            f"  {NAMES[name]:<25} {line['step_ms']:>6.1f} ms  {span:<20}  {line['peak_bytes'] / 1e6:>8.1f} MB   "
+            f"{against}"
+        )
+
+
+def _print_aims(console: Console, figures: dict[str, Any]) -> None:
+    for name, aim in (("pipeline", "1.0"), ("tensordict", "1.02")):
+        if f"{name}_step_ratio" in figures:
+            console.print(f"  {name:<10}  {ratio_of(figures, name)}   (aim: at most {aim})")
+    console.print(
+        f"  memory: {figures['memory_source']}, of one rank; load of the machine: {figures['load_average']:.1f} "
+        f"on {figures['cores']} cores"
+    )

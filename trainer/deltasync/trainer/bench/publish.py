@@ -1,0 +1,94 @@
+"""Throughput from publish to applied, against one bare gRPC stream of the same bytes.
+
+A row crosses two streams on its way, is written to disk, and is scattered and gathered in between. The bare
+stream carries the same messages once from one process to another, which throws them away: as generated code
+and gRPC's defaults do it, and once more with the allocator tuned as our own processes have it.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+
+from deltasync.client import Part, Position, Publisher, PublisherOptions, RowBatch, Shard, TableSpec
+from deltasync.core.process import keep_freed_memory
+from deltasync.trainer.bench.children import Children
+
+ROWS, DIM, CUTS = 1_000_000, 64, 20
+# The first rounds touch every page of tables and log for the first time.
+WARM_UP, ROUNDS = 3, 9
+_TABLE = TableSpec("bench", ROWS, DIM)
+
+
+def run(console: Console) -> dict[str, Any]:
+    """Measure, print and return the figures."""
+    keep_freed_memory()
+    values = np.random.default_rng(0).normal(size=(ROWS, DIM)).astype(np.float32)
+    with Children() as children:
+        service = children.service("--consumer", "bench=bench")
+        bare, tuned = _stream(children, ""), _stream(children, "tuned-")
+        replica = children.peer("replica", service.grpc)
+        replica.read()
+        options = PublisherOptions(
+            service=service.grpc, model="bench", run="bench", run_started_unix_ns=time.time_ns()
+        )
+        with Publisher(options, [_TABLE], [Shard.whole(_TABLE)]) as publisher:
+            _publish(publisher, values, step=1, cuts=1)
+            rounds = [
+                (_path(publisher, replica.ask, values, number), bare(), tuned())
+                for number in range(WARM_UP + ROUNDS)
+            ]
+    return _report(console, rounds[WARM_UP:])
+
+
+def _stream(children: Children, kind: str) -> Callable[[], float]:
+    """A bare stream between two processes: sends all rows when called, and returns the seconds that took."""
+    source = children.peer(f"{kind}source", children.peer(f"{kind}sink").read(), str(ROWS), str(DIM))
+    return lambda: float(source.ask("go"))
+
+
+def _path(publisher: Publisher, ask: Callable[[str], str], values: NDArray[Any], number: int) -> float:
+    """Seconds from the first publish to all rows applied in the replica."""
+    started = time.perf_counter()
+    position = _publish(publisher, values, step=2 + number * CUTS, cuts=CUTS)
+    ask(str(position.number))
+    return time.perf_counter() - started
+
+
+def _publish(publisher: Publisher, values: NDArray[Any], *, step: int, cuts: int) -> Position:
+    sealed: Future[Position] | None = None
+    for number in range(cuts):
+        ids = np.arange(number, ROWS, cuts)
+        rows = [RowBatch(Shard.whole(_TABLE), ids, values[ids])]
+        if sealed:
+            sealed.result()
+        part = Part(step=step + number, step_end_unix_ns=time.time_ns(), rows=rows, full=cuts == 1)
+        sealed = publisher.publish(part)
+    if sealed is None:
+        raise ValueError(f"cuts: {cuts}, expected at least 1")
+    return sealed.result()
+
+
+def _report(console: Console, rounds: list[tuple[float, float, float]]) -> dict[str, Any]:
+    size = ROWS * _TABLE.row_bytes / 1e9
+    path, bare, tuned = (size / statistics.median(column) for column in zip(*rounds, strict=True))
+    figures = {
+        "throughput_ratio": statistics.median(bare / path for path, bare, _ in rounds),
+        "throughput_ratio_tuned": statistics.median(tuned / path for path, _, tuned in rounds),
+        "publish_to_applied_gb_per_second": path,
+        "bare_stream_gb_per_second": bare,
+        "tuned_stream_gb_per_second": tuned,
+        "rounds": len(rounds),
+    }
+    console.print(f"publish: {ROWS:,} rows x {DIM} fp32 in {CUTS} cuts, median of {len(rounds)} rounds")
+    console.print(f"  publish to applied         {path:.2f} GB/s")
+    console.print(
+        f"  bare gRPC stream           {bare:.2f} GB/s   ratio {figures['throughput_ratio']:.2f}  (aim 0.5)"
+    )
+    console.print(f"  the same, allocator tuned  {tuned:.2f} GB/s   ratio {figures['throughput_ratio_tuned']:.2f}")
+    return figures

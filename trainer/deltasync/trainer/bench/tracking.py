@@ -1,0 +1,38 @@
+"""Step time of the demo's model with tracking, and with publishing, against neither."""
+
+import json
+from typing import Any
+
+from rich.console import Console
+
+from deltasync.trainer.bench.children import Children
+
+RANKS = 2
+_ROUNDS = 25
+
+
+def run(console: Console) -> dict[str, Any]:
+    """Measure, print and return the figures."""
+    with Children() as children:
+        figures = step_times(children, _ROUNDS, "--service", children.service().grpc)
+    console.print(f"tracking: the demo's model on {RANKS} ranks, median of {figures['rounds']} rounds")
+    console.print(f"  step without tracking   {figures['off_ms']:.2f} ms")
+    console.print(f"  with tracking           {ratio_of(figures, 'tracking')}   (aim: at most 1.01)")
+    console.print(f"  of the trainer's thread, in the tracker: {figures['tracker_share']:.2%} of the step")
+    console.print(f"  with publishing too     {ratio_of(figures, 'publishing')}   (service on the same cores)")
+    return figures
+
+
+def step_times(children: Children, rounds: int, *arguments: str) -> dict[str, Any]:
+    """What `tracking_ranks` measures, on ranks of its own."""
+    found = children.processes.folder / "steps.json"
+    options = ["--rounds", str(rounds), "--json", str(found), *arguments]
+    children.run_ranks(RANKS, "deltasync.trainer.bench.tracking_ranks", options)
+    figures: dict[str, Any] = json.loads(found.read_text())
+    return figures
+
+
+def ratio_of(figures: dict[str, Any], name: str) -> str:
+    """A ratio of step times and its uncertainty, to print."""
+    low, high = figures[f"{name}_step_ratio_low"], figures[f"{name}_step_ratio_high"]
+    return f"ratio {figures[f'{name}_step_ratio']:.3f} ({low:.3f} to {high:.3f})"

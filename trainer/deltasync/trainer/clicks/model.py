@@ -1,0 +1,122 @@
+"""The demo's model: a click predictor in the shape of DLRM, and how its tables are sharded."""
+
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDict
+from torch import nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from deltasync.trainer.clicks.batch import SPARSE_FEATURES, ClickBatch
+from deltasync.trainer.clicks.features import DENSE_FEATURES, HOURS_OF_WEEK
+
+# The loss that the pipeline calls backward() on, and index, logit and label of each event.
+Output = tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Sizes of the model.
+
+    Attributes:
+        users: rows of the user table.
+        items: rows of the item table, and of the table of histories.
+        cross_buckets: rows of the table of user-item crosses.
+        dim: values per row, the same in all tables; even.
+        hidden: width of the hidden layers.
+    """
+
+    users: int = 20_000
+    items: int = 12_000
+    cross_buckets: int = 10_000
+    dim: int = 16
+    hidden: int = 32
+
+    def __post_init__(self) -> None:
+        for name in ("users", "items", "cross_buckets", "dim", "hidden"):
+            if getattr(self, name) < 2:
+                raise ValueError(f"{name}: {getattr(self, name)}, expected at least 2")
+        if self.dim % 2:
+            raise ValueError(f"dim: {self.dim}, expected an even number: one table is sharded by columns")
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """Rows by table, which are named after their features."""
+        return {
+            "user": self.users,
+            "item": self.items,
+            "cross": self.cross_buckets,
+            "hour": HOURS_OF_WEEK,
+            "history": self.items,
+        }
+
+
+class ClickModel(nn.Module):
+    """Embeddings, a bottom MLP over the dense features, dot products of all pairs, a top MLP.
+
+    After "Deep Learning Recommendation Model for Personalization and Recommendation Systems"
+    (Naumov et al., 2019). Used whole by trainers (sharded) and predictors (as it is).
+    """
+
+    def __init__(self, options: ModelOptions, device: torch.device | None = None) -> None:
+        super().__init__()
+        vectors = len(SPARSE_FEATURES) + 1
+        pairs = vectors * (vectors - 1) // 2
+        self.sparse = EmbeddingBagCollection(tables=_tables(options), device=device)
+        self.bottom = _mlp(len(DENSE_FEATURES), options.hidden, options.dim, device)
+        self.top = _mlp(options.dim * vectors + pairs, options.hidden, 1, device)
+        self._dim = options.dim
+        first, second = torch.triu_indices(vectors, vectors, offset=1).tolist()
+        self._first, self._second = first, second
+
+    def logits(self, dense: torch.Tensor, sparse: KeyedJaggedTensor | TensorDict) -> torch.Tensor:
+        """Log odds of a click: float32 [B], from dense features [B, 4] and the sparse ones."""
+        pooled = self.sparse(sparse).values().view(-1, len(SPARSE_FEATURES), self._dim)
+        vectors = torch.cat([pooled, self.bottom(dense).unsqueeze(1)], dim=1)
+        dots = torch.bmm(vectors, vectors.transpose(1, 2))[:, self._first, self._second]
+        logits: torch.Tensor = self.top(torch.cat([vectors.flatten(1), dots], dim=1)).squeeze(1)
+        return logits
+
+    def forward(self, batch: ClickBatch) -> Output:
+        """The loss of a batch, and the logits made before anything was learnt from it."""
+        return _scored(self.logits(batch.dense, batch.sparse), batch.label, batch.index)
+
+
+class TensorDictClickModel(ClickModel):
+    """The same model, of batches that are TensorDicts."""
+
+    def forward(self, batch: TensorDict) -> Output:
+        """The loss of a batch, and the logits made before anything was learnt from it."""
+        return _scored(self.logits(batch["dense"], batch), batch["label"], batch["index"])
+
+
+MODELS = {"kjt": ClickModel, "tensordict": TensorDictClickModel}
+"""The model by what its batches are."""
+
+
+def _scored(logits: torch.Tensor, label: torch.Tensor, index: torch.Tensor) -> Output:
+    loss = nn.functional.binary_cross_entropy_with_logits(logits, label)
+    return loss, (index, logits.detach().float(), label)
+
+
+def _tables(options: ModelOptions) -> list[EmbeddingBagConfig]:
+    return [
+        EmbeddingBagConfig(
+            name=name,
+            num_embeddings=options.rows[name],
+            embedding_dim=options.dim,
+            feature_names=[name],
+            pooling=PoolingType.MEAN,
+            weight_init_min=-0.05,
+            weight_init_max=0.05,
+        )
+        for name in SPARSE_FEATURES
+    ]
+
+
+def _mlp(inputs: int, hidden: int, outputs: int, device: torch.device | None) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(inputs, hidden, device=device), nn.ReLU(), nn.Linear(hidden, outputs, device=device)
+    )

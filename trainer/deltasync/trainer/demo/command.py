@@ -1,0 +1,58 @@
+"""`deltasync demo`."""
+
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from deltasync.cli.config import CONTEXT
+from deltasync.cli.policy_options import release_options, take_policy
+from deltasync.trainer.clicks.stream_options import stream_options, take_stream_options
+from deltasync.trainer.clicks.training_options import take_training_options, training_options
+from deltasync.trainer.demo.report import print_report
+from deltasync.trainer.demo.run import DemoOptions, run_demo
+
+_SYNTHETIC_EVENTS = 75_000
+
+
+@click.command(context_settings=CONTEXT)
+@stream_options
+@training_options
+@release_options
+@click.option("--ranks", type=click.IntRange(1), default=DemoOptions.ranks, help="Trainer processes.")
+@click.option(
+    "--publish-every", type=click.IntRange(1), default=DemoOptions.publish_every, help="Steps between cuts."
+)
+@click.option(
+    "--kill-service-at",
+    type=click.FloatRange(0, 1),
+    default=None,
+    help="Kill the service with SIGKILL at this share of the steps.",
+)
+@click.option("--keep", is_flag=True, help="Keep the folder of logs and results.")
+@click.option(
+    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the report here."
+)
+def demo(json_file: Path | None, **settings: Any) -> None:
+    """Run the whole path on loopback: a service, a trainer of two ranks and two replicas of one consumer.
+
+    Every event is scored before the trainer learns from it: by the trainer, by a synced replica, and by one
+    frozen at half time. At the end every row of both replicas is compared with the trainer's. --top-k and its
+    like are the consumer's policy: what its replicas are given.
+    """
+    if settings["data"] == "synthetic" and settings["events"] is None:
+        settings["events"] = _SYNTHETIC_EVENTS
+    stream, training = take_stream_options(settings), take_training_options(settings)
+    policy = take_policy(settings)
+    # As any other end: the processes are ended too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    console = Console()
+    report = run_demo(DemoOptions(stream=stream, training=training, policy=policy, **settings), console)
+    print_report(report, console)
+    if json_file:
+        json_file.write_text(json.dumps(report, indent=2) + "\n")
+    sys.exit(0 if report["rows_equal"] else 1)

@@ -1,0 +1,127 @@
+"""A predictor replica: scores every event as it arrives, with the rows it holds at that moment.
+
+python -m deltasync.trainer.demo.replica --service localhost:50051 --consumer predictors
+"""
+
+import json
+import logging
+import signal
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from deltasync.cli.config import CONTEXT
+from deltasync.client import Release, Subscriber, SubscriberOptions
+from deltasync.client.torch_target import TorchTarget
+from deltasync.core.process import keep_freed_memory, log_to_stderr
+from deltasync.core.rows import Ids, Values
+from deltasync.core.tables import TableSpec
+from deltasync.trainer.clicks.events import Events
+from deltasync.trainer.clicks.features import Featurizer
+from deltasync.trainer.clicks.model import ClickModel
+from deltasync.trainer.clicks.stream_options import StreamOptions, stream_options, take_stream_options
+from deltasync.trainer.demo.scorer import Scorer
+
+_CHECK_SECONDS = 0.5
+
+
+class Stopped(Exception):
+    """The process was asked to end."""
+
+
+class Replica:
+    """Scores a stream, and takes releases in between.
+
+    Attributes:
+        applied: position, step and time (nanoseconds since 1970) of the last 1,000,000 releases applied.
+        received_bytes: bytes of ids and values of each of these.
+    """
+
+    def __init__(self, model: ClickModel, scorer: Scorer, stop: threading.Event, hold_releases: bool) -> None:
+        self.target = TorchTarget(model)
+        self.scorer = scorer
+        self.applied: deque[tuple[int, int, int]] = deque(maxlen=1_000_000)
+        self.received_bytes: deque[int] = deque(maxlen=1_000_000)
+        self._stop = stop
+        self._hold_releases = hold_releases
+        self._scoring = threading.Condition()
+
+    def apply(self, release: Release) -> None:
+        """Take a release; if releases are held, once every batch that it has learnt from is scored.
+
+        A predictor knows an event before the trainer does, whatever the two processes' share of the processor.
+        """
+        with self._scoring:
+            while self._hold_releases and self.scorer.batches < release.step and not self._stop.is_set():
+                self._scoring.wait(_CHECK_SECONDS)
+            self.target.apply(release)
+            self.applied.append((release.position.number, release.step, time.time_ns()))
+            self.received_bytes.append(release.bytes)
+
+    def read(self, table: TableSpec, ids: Ids) -> Values | None:
+        """Some rows of a table, for its checksum."""
+        return self.target.read(table, ids)
+
+    def score(self, events: Events) -> None:
+        """Score a batch."""
+        with self._scoring:
+            self.scorer.score(events)
+            self._scoring.notify_all()
+
+    def write(self, folder: Path, name: str) -> None:
+        """Write scores, tables and the times of the releases into `folder`."""
+        with self._scoring:
+            tables = {table: weight.numpy() for table, weight in self.target.tables().items()}
+            np.savez(folder / f"tables-{name}.npz", allow_pickle=False, **tables)
+            np.savez(folder / f"scores-{name}.npz", allow_pickle=False, **self.scorer.columns())
+            facts = {"applied": list(self.applied), "received_bytes": list(self.received_bytes)}
+            (folder / f"{name}.json").write_text(json.dumps(facts))
+
+
+@click.command(context_settings=CONTEXT)
+@stream_options
+@click.option("--service", required=True, help="Where the sync service answers gRPC, as HOST:PORT.")
+@click.option("--consumer", default="predictors", help="The consumer it belongs to.")
+@click.option("--replica", default="replica-0", help="Its name inside the consumer's fleet.")
+@click.option("--freeze-at", type=int, default=None, help="Also score with a copy frozen at this event.")
+@click.option("--hold-releases", is_flag=True, help="For evaluation: apply a release once its events are scored.")
+@click.option("--results", type=click.Path(path_type=Path), default=None, help="Folder for scores and tables.")
+def main(results: Path | None, freeze_at: int | None, hold_releases: bool, **settings: Any) -> None:
+    """Score a stream of events with the newest rows there are, until SIGTERM."""
+    log_to_stderr()
+    keep_freed_memory()
+    stream = take_stream_options(settings)
+    model = ClickModel(stream.model).eval()
+    stop = threading.Event()
+    scorer = Scorer(model, Featurizer(stream.features), freeze_at, keep=results is not None)
+    replica = Replica(model, scorer, stop, hold_releases)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    with Subscriber(SubscriberOptions(**settings), replica) as subscriber:
+        try:
+            _score(replica, stream, stop)
+            while not stop.wait(_CHECK_SECONDS):
+                subscriber.check()
+        except Stopped:
+            logging.getLogger(__name__).info("stopped before the end of the stream")
+        subscriber.check()
+    if results:
+        replica.write(results, settings["replica"])
+
+
+def _score(replica: Replica, stream: StreamOptions, stop: threading.Event) -> None:
+    def pause(seconds: float) -> None:
+        if stop.wait(seconds):
+            raise Stopped
+
+    for events in stream.batches(sleep=pause):
+        replica.score(events)
+
+
+if __name__ == "__main__":
+    main()

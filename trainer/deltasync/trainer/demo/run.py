@@ -1,0 +1,222 @@
+"""The demo from its first process to its last."""
+
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from deltasync.cli.lag import fetch_lag
+from deltasync.client import Admin, Policy
+from deltasync.core.errors import InvalidInput, ServiceUnavailable
+from deltasync.trainer.clicks.stream import open_stream
+from deltasync.trainer.clicks.stream_options import StreamOptions
+from deltasync.trainer.clicks.training_options import TrainingOptions, why_not_shared
+from deltasync.trainer.demo.processes import DemoFailed, Processes, Service
+from deltasync.trainer.demo.progress import DemoProgress
+from deltasync.trainer.demo.report import build_report
+
+MODEL = "clicks"
+# States of a fleet: all of its replicas hold every row as the model has it, or every release that there is.
+NOTHING_LACKS = frozenset({"in sync"})
+RELEASED = frozenset({"in sync", "current"})
+_POLL_SECONDS = 0.2
+_READY_SECONDS = 120.0
+_CATCH_UP_SECONDS = 300.0
+_HEAD_START_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """A consumer and the names of its replicas, which no other fleet uses."""
+
+    consumer: str
+    replicas: tuple[str, ...]
+    policy: Policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    """What to run.
+
+    Attributes:
+        stream: the events and the model.
+        training: how it is trained.
+        ranks: trainer processes.
+        publish_every: steps between cuts.
+        kill_service_at: kill the service with SIGKILL at this share of the steps; None = never.
+        keep: keep the folder of logs and results.
+        policy: what the replicas are given.
+    """
+
+    stream: StreamOptions
+    training: TrainingOptions
+    ranks: int = 2
+    publish_every: int = 2
+    kill_service_at: float | None = None
+    keep: bool = False
+    policy: Policy = field(default_factory=Policy)
+
+
+def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
+    """Run the demo; its report.
+
+    Raises:
+        DemoFailed: a process failed; the folder of logs is kept.
+        DataError: the events cannot be read.
+    """
+    fleet = Fleet("predictors", ("replica-0", "replica-1"), options.policy)
+    folder = Path(tempfile.mkdtemp(prefix="deltasync-demo-"))
+    try:
+        stream, restarts = play(options, [fleet], folder, console)
+        facts = {"ranks": options.ranks, "events": stream.events or 0, "restarts": restarts}
+        report = build_report(folder, replicas=fleet.replicas, policy=fleet.policy, **facts)
+    except DemoFailed as error:
+        raise DemoFailed(f"{error}\nlogs and results: {folder}") from error
+    if options.keep or not report["rows_equal"]:
+        console.print(f"logs and results: {folder}", highlight=False, soft_wrap=True)
+    else:
+        shutil.rmtree(folder)
+    return report
+
+
+def play(
+    options: DemoOptions,
+    fleets: Sequence[Fleet],
+    folder: Path,
+    console: Console,
+    until: frozenset[str] = NOTHING_LACKS,
+) -> tuple[StreamOptions, int]:
+    """Run a service, a trainer and some fleets to the end of the stream, and on until all fleets are in one of the
+    states `until`; returns the stream, and how often the service was started again.
+
+    What the processes have found is in `folder`. The last replica of the last fleet also scores with a copy that
+    is frozen at half time.
+
+    Raises:
+        DemoFailed: a process failed.
+        DataError: the events cannot be read.
+    """
+    _check(options)
+    stream = replace(options.stream, events=_count_events(options), start_file=folder / "start")
+    demo = _Demo(replace(options, stream=stream), fleets, folder, console)
+    return stream, demo.run(until)
+
+
+def _check(options: DemoOptions) -> None:
+    if reason := why_not_shared(options.stream.batch_size, options.ranks, options.training):
+        raise InvalidInput(reason)
+
+
+def _count_events(options: DemoOptions) -> int:
+    """How many events there are, for every rank to have as many."""
+    wanted = options.stream.events
+    if options.stream.data == "synthetic" and wanted is not None:
+        found = wanted
+    else:
+        found = sum(len(block) for block in open_stream(options.stream.data, events=wanted))
+    if found < 2 * options.stream.batch_size:
+        raise DemoFailed(f"{found} events: the demo needs at least two batches of {options.stream.batch_size}")
+    return found - found % options.ranks
+
+
+class _Demo:
+    """One run in a folder of its own."""
+
+    def __init__(self, options: DemoOptions, fleets: Sequence[Fleet], folder: Path, console: Console) -> None:
+        self._options = options
+        self._fleets = fleets
+        self._replicas = [name for fleet in fleets for name in fleet.replicas]
+        self._stream = options.stream
+        self._folder = folder
+        self._console = console
+        self._steps = -(-(self._stream.events or 0) // self._stream.batch_size)
+        self._killed = False
+
+    def run(self, until: frozenset[str]) -> int:
+        """Run all processes to their end; how often the service was started again."""
+        with Processes(self._folder) as processes, DemoProgress(self._console, self._steps) as progress:
+            service = self._start_service(processes, progress)
+            self._start_trainer(processes, service.grpc)
+            self._start_replicas(processes, service.grpc)
+            self._await(processes, service, NOTHING_LACKS, _READY_SECONDS)
+            (self._folder / "start.new").write_text(str(time.time() + _HEAD_START_SECONDS))
+            (self._folder / "start.new").rename(self._folder / "start")
+            self._watch(processes, service, progress)
+            progress.show(self._await(processes, service, until, _CATCH_UP_SECONDS))
+            for name in (*self._replicas, Service.NAME):
+                processes.stop(name)
+        return service.restarts
+
+    def _start_service(self, processes: Processes, progress: DemoProgress) -> Service:
+        token = secrets.token_hex()
+        service = Service(processes, ["--admin-token", token])
+        for fleet in self._fleets:
+            Admin(service.grpc, token).create_consumer(fleet.consumer, MODEL, fleet.policy)
+        progress.say(f"service: pid {processes.pid(service.NAME)}, gRPC on {service.grpc}; try meanwhile")
+        progress.say(f"  curl {service.http}/consumers/{self._fleets[0].consumer}/lag")
+        return service
+
+    def _start_trainer(self, processes: Processes, service: str) -> None:
+        torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(self._options.ranks)]
+        publish = ["--service", service, "--model", MODEL, "--publish-every", str(self._options.publish_every)]
+        results = ["--results", str(self._folder)]
+        how = [*self._stream.arguments(), *self._options.training.arguments()]
+        processes.start("trainer", [*torchrun, "-m", "deltasync.trainer.train", *publish, *results, *how])
+
+    def _start_replicas(self, processes: Processes, service: str) -> None:
+        half = (self._stream.events or 0) // 2
+        for name, consumer in ((name, fleet.consumer) for fleet in self._fleets for name in fleet.replicas):
+            frozen = ["--freeze-at", str(half)] if name == self._replicas[-1] else []
+            subscribe = ["--service", service, "--consumer", consumer, "--replica", name]
+            results = ["--hold-releases", "--results", str(self._folder), *frozen]
+            processes.start(
+                name, ["deltasync.trainer.demo.replica", *subscribe, *results, *self._stream.arguments()]
+            )
+
+    def _watch(self, processes: Processes, service: Service, progress: DemoProgress) -> None:
+        while processes.running("trainer"):
+            if lags := self._poll(processes, service):
+                progress.show(lags[0])
+                self._maybe_kill(lags[0]["head_step"], processes, progress)
+            time.sleep(_POLL_SECONDS)
+
+    def _maybe_kill(self, step: int, processes: Processes, progress: DemoProgress) -> None:
+        share = self._options.kill_service_at
+        if share is not None and not self._killed and step >= share * self._steps:
+            processes.kill(Service.NAME)
+            self._killed = True
+            progress.say(f"step {step}: the service was killed with SIGKILL")
+
+    def _await(
+        self, processes: Processes, service: Service, states: frozenset[str], seconds: float
+    ) -> dict[str, Any]:
+        """Wait until all fleets are whole and in one of these states; the lag of the first."""
+        deadline = time.monotonic() + seconds
+        while True:
+            lags = self._poll(processes, service)
+            if lags and all(_is_in(states, *each) for each in zip(lags, self._fleets, strict=True)):
+                return lags[0]
+            if time.monotonic() > deadline:
+                raise DemoFailed(f"the replicas did not hold the model within {seconds:.0f} s: {lags}")
+            time.sleep(_POLL_SECONDS)
+
+    def _poll(self, processes: Processes, service: Service) -> list[dict[str, Any]]:
+        """The service's answer for each fleet; none while it is away."""
+        service.keep_alive()
+        for name in ("trainer", *self._replicas):
+            processes.running(name)
+        try:
+            return [fetch_lag(service.http, fleet.consumer) for fleet in self._fleets]
+        except ServiceUnavailable:
+            return []
+
+
+def _is_in(states: frozenset[str], lag: dict[str, Any], fleet: Fleet) -> bool:
+    whole = len(lag["replicas"]) == len(fleet.replicas)
+    return bool(lag["head"]) and whole and lag["state"] in states and not lag["lag"]["versions"]

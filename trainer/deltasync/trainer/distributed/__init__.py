@@ -1,0 +1,1 @@
+"""Ranks: joining them, what they agree on, and a model sharded over them."""

@@ -1,0 +1,95 @@
+"""Batches on their way to the device: whatever a forward may be called with."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase, is_tensor_collection, is_tensorclass
+from torch.nested._internal.nested_tensor import NestedTensor
+from torchrec.distributed.train_pipeline.utils import _to_device
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from torchrec.streamable import Multistreamable, Pipelineable
+
+from deltasync.core.errors import InvalidInput
+
+# Where a tensor is inside of a value.
+Path = tuple[Any, ...]
+_PLAIN = frozenset({int, float, bool, str, type(None)})
+# What a jagged tensor is made of: all else that it holds is computed from these.
+_OF_JAGGED = ("_values", "_weights", "_lengths", "_offsets", "_stride_per_key_per_rank", "_inverse_indices")
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Copy a batch to the device, on the current stream, without waiting."""
+    if is_tensorclass(batch):
+        return type(batch).from_tensordict(to_device(batch.to_tensordict(), device))
+    if not isinstance(batch, TensorDictBase):
+        if not isinstance(batch, torch.Tensor | Pipelineable):
+            raise InvalidInput(
+                f"a batch is a {type(batch).__name__}, expected a TensorDict, a tensor, or a class that inherits "
+                f"from torchrec.streamable.Pipelineable"
+            )
+        return _to_device(batch, device, non_blocking=True)
+    if all(tensor.device == device for _, tensor in tensors_in(batch)):
+        return batch.copy()  # `to` would ask each nested tensor by way of Python.
+    copied = batch.to(device, non_blocking=True).copy()  # Which is not locked, and has the same tensors.
+    for key in list(copied.keys()):
+        value = copied[key]
+        if isinstance(value, Pipelineable) or is_tensor_collection(value):  # No tensors to it: they have stayed.
+            copied[key] = to_device(value, device)
+    return copied
+
+
+def hand_over(value: Any, stream: torch.Stream | None) -> None:
+    """Have the current stream wait for what another one does to a value, and keep its memory until it is used."""
+    if stream is None:
+        return
+    current = torch.get_device_module(stream.device).current_stream()
+    current.wait_stream(stream)
+    record_stream(value, current)
+
+
+def record_stream(value: Any, stream: torch.Stream) -> None:
+    """Keep the memory of a value until a stream has done what it has been given by the time it is freed."""
+    if isinstance(value, Multistreamable):
+        value.record_stream(stream)
+        return
+    for _, tensor in tensors_in(value):
+        if tensor.device.type == stream.device.type:
+            tensor.record_stream(stream)
+
+
+def tensors_in(value: Any) -> list[tuple[Path, torch.Tensor]]:
+    """The tensors within containers, dataclasses and what pipelines take as batches, and where they are."""
+    return [(path, leaf) for path, leaf in leaves_in(value) if isinstance(leaf, torch.Tensor)]
+
+
+def leaves_in(value: Any) -> list[tuple[Path, Any]]:
+    """Tensors as `tensors_in`, and numbers, strings and None beside them."""
+    found: list[tuple[Path, Any]] = []
+    _collect(value, (), found)
+    return found
+
+
+def _collect(value: Any, path: Path, found: list[tuple[Path, Any]]) -> None:
+    # Asked anything else than for its attributes, a nested tensor answers by way of Python, slowly.
+    if type(value) in _PLAIN or (isinstance(value, torch.Tensor) and not isinstance(value, NestedTensor)):
+        found.append((path, value))
+        return
+    for name, part in _parts(value):
+        _collect(part, (*path, name), found)
+
+
+def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(value, NestedTensor):  # Its own version does not tell when its values are written to.
+        return [(name, getattr(value, name)) for name in ("_values", "_offsets", "_lengths")]
+    if isinstance(value, JaggedTensor | KeyedJaggedTensor):  # It fills in what it lacks, once it is asked for it.
+        return [(name, part) for name in _OF_JAGGED if (part := vars(value).get(name)) is not None]
+    if isinstance(value, list | tuple):
+        return enumerate(value)
+    if isinstance(value, Mapping):
+        return [(key, value[key]) for key in value.keys()]  # noqa: SIM118  # A TensorDict iterates over examples.
+    if isinstance(value, Multistreamable) or dataclasses.is_dataclass(value):
+        return vars(value).items()
+    return ()

@@ -1,0 +1,122 @@
+"""What stands in for the forwards of modules whose work may have been done ahead."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import fx, nn
+from torchrec.distributed.model_parallel import ShardedModule
+from torchrec.distributed.train_pipeline.pipeline_context import TrainPipelineContext
+from torchrec.distributed.train_pipeline.runtime_forwards import PipelinedForward
+
+from deltasync.core.errors import Contradiction
+from deltasync.trainer.pipelines.batches import record_stream
+from deltasync.trainer.pipelines.lookahead.calls import Call
+from deltasync.trainer.pipelines.lookahead.plan import arguments
+from deltasync.trainer.pipelines.lookahead.state import Eras
+
+
+@dataclass
+class LookAheadContext(TrainPipelineContext):  # type: ignore[misc]  # torchrec's types are not followed
+    """What is known of a batch on its way through the pipeline.
+
+    Attributes:
+        started: its work ahead has been done, or is under way.
+        values: of the plan's nodes.
+        calls: of preprocessing modules, those that forward has not asked for yet, by FQN.
+        lookups: what sharded modules were called with, by FQN.
+    """
+
+    started: bool = False
+    values: dict[fx.Node, Any] = field(default_factory=dict)
+    calls: dict[str, list[Call]] = field(default_factory=dict)
+    lookups: dict[str, Call] = field(default_factory=dict)
+
+
+class Owner(Protocol):
+    """Who put the forwards in their places."""
+
+    in_forward: bool
+
+    def detach(self) -> None:
+        """Put the modules' own forwards back."""
+
+    def goes_on(self, name: str, reason: str) -> bool:
+        """Whether to use what a module has sent out ahead, given why not; else its own forward is back."""
+
+
+@dataclass(frozen=True)
+class LookupArguments:
+    """Gets a sharded module's arguments from what has been computed ahead; TorchRec's place to ask for them."""
+
+    name: str
+    node: fx.Node
+
+    def build_args_kwargs(self, context: LookAheadContext) -> tuple[list[Any], dict[str, Any]]:
+        """Arguments of the call that forward is going to make."""
+        args, kwargs = arguments(self.node, context.values)
+        context.lookups[self.name] = Call.made(args, kwargs)
+        return args, kwargs
+
+
+class LookupForward(PipelinedForward):  # type: ignore[misc]
+    """Of a sharded module: goes on with the ids that have been sent out ahead, if it is called with those."""
+
+    def __init__(
+        self, owner: Owner, arguments: LookupArguments, module: ShardedModule, stream: torch.Stream | None
+    ) -> None:
+        super().__init__(arguments.name, arguments, module, LookAheadContext(version=1), stream)
+        self.owner, self._module = owner, module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Look up what was sent out; by the module's own forward outside of the pipeline, or with other ids."""
+        if not self.owner.in_forward:
+            self.owner.detach()
+            return self._module.forward(*args, **kwargs)
+        reason = self._context.lookups[self._name].why_different(args, kwargs)
+        if self.owner.goes_on(self._name, reason):
+            return super().__call__(*args, **kwargs)
+        return self._module.forward(*args, **kwargs)
+
+
+class PreprocessingForward:
+    """Of a preprocessing module: hands out what was computed ahead, to the call that it was computed for."""
+
+    def __init__(self, owner: Owner, name: str, module: nn.Module, stream: torch.Stream | None) -> None:
+        self._owner, self.name, self._stream = owner, name, stream
+        self._module, self._eras = module, Eras(module)
+        self._compute: Callable[..., Any] = module.forward
+        self._context = LookAheadContext(version=1)
+
+    def set_context(self, context: LookAheadContext) -> None:
+        """Take the batch that forward runs on next."""
+        self._context = context
+
+    def ahead(self, context: LookAheadContext, *args: Any, **kwargs: Any) -> Any:
+        """Compute what forward is going to ask for."""
+        era, before = self._eras.now(), Call.made(args, kwargs)
+        result = self._compute(*args, **kwargs)
+        self._eras.called()
+        if reason := before.why_different(args, kwargs):
+            raise Contradiction(
+                f"module {self.name!r} has been called ahead of forward, and {reason}; it cannot be pipelined: "
+                f"name it in PipelineOptions.not_ahead"
+            )
+        call = Call.made(args, kwargs, result, era, self._module.buffers())
+        context.calls.setdefault(self.name, []).append(call)
+        return result
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The result that was computed for these arguments; computed now if there is none."""
+        calls = self._context.calls.get(self.name, []) if self._owner.in_forward else []
+        era = self._eras.now()
+        for call in calls:
+            if call.era == era and not call.why_different(args, kwargs):
+                calls.remove(call)
+                if self._stream:  # It was made on that one; the batch has been waited for.
+                    record_stream(call.result, torch.get_device_module(self._stream.device).current_stream())
+                return call.result
+        result = self._compute(*args, **kwargs)
+        self._eras.called()
+        return result

@@ -1,0 +1,81 @@
+"""Tracing a model's forward without leaving a trace."""
+
+import operator
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torchrec.distributed.model_parallel import ShardedModule
+from torchrec.distributed.train_pipeline.tracing import Tracer
+
+from deltasync.trainer.pipelines.lookahead.randomness import random_states_kept
+
+# Torch's and TorchRec's code, and ours.
+_TORCH, _HERE = str(Path(torch.__file__).parents[1] / "torch"), str(Path(__file__).parent)
+
+
+def trace(model: nn.Module) -> fx.Graph:
+    """The graph of a model's forward, in the mode it is in; the model and random numbers are as they were."""
+    # Compiled modules are traced too, whatever they are set to say to that.
+    with torch._dynamo.config.patch(error_on_nested_fx_trace=False), random_states_kept(), _kept(model):
+        graph: fx.Graph = _Tracer().trace(model)
+        for node in graph.nodes:
+            if node.op == "get_attr":  # Tensors that forward makes are there only while it is traced.
+                node.meta["tensor"] = operator.attrgetter(node.target)(model)
+        return graph
+
+
+@contextmanager
+def _kept(model: nn.Module) -> Iterator[None]:
+    """Leave modules as they are: what forward does with them, it also does when it is traced."""
+    around = list(_around_sharded(model))
+    attributes = [(where, dict(where)) for module in around for where in (vars(module), module._buffers)]
+    values = [(buffer, buffer._version, buffer.clone()) for module in around for buffer in module.buffers(False)]
+    try:
+        yield
+    finally:
+        for now, before in attributes:
+            now.clear()
+            now.update(before)
+        for buffer, version, value in values:
+            if buffer._version != version:
+                buffer.copy_(value)
+
+
+def _around_sharded(module: nn.Module) -> Iterator[nn.Module]:
+    """A module and those within, but for compiled ones, and for sharded ones: their buffers may be very large."""
+    if not isinstance(module, ShardedModule | torch.jit.ScriptModule):
+        yield module
+        for child in module.children():
+            yield from _around_sharded(child)
+
+
+class _Tracer(Tracer):  # type: ignore[misc]  # torchrec's types are not followed
+    """Goes into those modules only that have sharded ones within, or are marked as TorchRec's tracer wants it."""
+
+    def is_leaf_module(self, module: nn.Module, name: str) -> bool:
+        goes_in = _has_sharded(module) or getattr(module, "_is_pytorch_fx_traceable", False)
+        return not goes_in or bool(super().is_leaf_module(module, name))
+
+
+def _has_sharded(module: nn.Module) -> bool:
+    return any(isinstance(one, ShardedModule) for one in module.modules())
+
+
+def place_of(error: Exception) -> str:
+    """Where the model's own code raised an error, or called what did."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith((_TORCH, _HERE))]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else "in torch"
+
+
+def held(model: nn.Module, node: fx.Node) -> Any:
+    """A tensor of the model as it is now; one that was there only while it was traced, as it was."""
+    try:
+        return operator.attrgetter(str(node.target))(model)
+    except AttributeError:
+        return node.meta["tensor"]

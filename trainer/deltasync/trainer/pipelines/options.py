@@ -1,0 +1,56 @@
+"""What a pipeline is asked to do beside training on one batch after the other."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+
+from deltasync.core.errors import InvalidInput
+
+_AMP_DTYPES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions:
+    """How an `OnlinePipeline` trains.
+
+    Attributes:
+        grad_accum: micro-batches of one optimizer step.
+        accumulate_tables: fused tables are updated once per optimizer step too, with the gradients of all its
+            micro-batches, instead of in the backward of each. Costs one lookup more per optimizer step, and the
+            memory of the looked-up ids and of their gradients.
+        enable_amp: run forward under autocast.
+        amp_dtype: what autocast computes in: bfloat16, or float16, whose small gradients a grad scaler rescues.
+            With float16, tables are updated as with `accumulate_tables`, since the scale must not reach them.
+        loss_scale: by how much the loss is multiplied at first, with float16. Halved whenever gradients are not
+            finite, doubled after 2,000 steps without that.
+        not_ahead: FQNs of modules to leave to forward: preprocessing, or sharded modules that are given one part
+            of a batch at one time, and another at another.
+    """
+
+    grad_accum: int = 1
+    accumulate_tables: bool = False
+    enable_amp: bool = False
+    amp_dtype: torch.dtype = torch.bfloat16
+    loss_scale: float = 65_536.0
+    not_ahead: Collection[str] = ()
+
+    def __post_init__(self) -> None:
+        if self.grad_accum < 1:
+            raise InvalidInput(f"grad_accum: {self.grad_accum}, expected at least 1")
+        if not 0 < self.loss_scale < float("inf"):
+            raise InvalidInput(f"loss_scale: {self.loss_scale}, expected a positive number")
+        if isinstance(self.not_ahead, str):
+            raise InvalidInput(f"not_ahead: {self.not_ahead!r}, expected a collection of names")
+        if self.amp_dtype not in _AMP_DTYPES:
+            raise InvalidInput(f"amp_dtype: {self.amp_dtype}, expected torch.bfloat16 or torch.float16")
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients are too small for their type unless the loss is scaled up."""
+        return self.enable_amp and self.amp_dtype == torch.float16
+
+    @property
+    def defers_tables(self) -> bool:
+        """Whether the gradients of fused tables are kept until the optimizer step."""
+        return self.scales_loss or (self.accumulate_tables and self.grad_accum > 1)

@@ -1,0 +1,92 @@
+"""Mixed precision: autocast around forward, and a grad scaler where gradients are too small for their type."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torchrec.optim.keyed import KeyedOptimizer
+
+from deltasync.trainer.pipelines.options import PipelineOptions
+from deltasync.trainer.pipelines.ranks import group_of
+from deltasync.trainer.pipelines.tables import DeferredTables
+
+
+def autocast(options: PipelineOptions, device: torch.device) -> AbstractContextManager[Any]:
+    """What forward runs in."""
+    return torch.autocast(device.type, dtype=options.amp_dtype) if options.enable_amp else nullcontext()
+
+
+class Step:
+    """An optimizer step: of everything that a gradient reaches, deferred tables among it, or of nothing.
+
+    Looks like an optimizer to a grad scaler, which then finds in one place all gradients that it has scaled.
+    """
+
+    def __init__(self, optimizer: KeyedOptimizer | torch.optim.Optimizer, tables: DeferredTables | None) -> None:
+        self._optimizer, self._tables = optimizer, tables
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Everything that has a gradient, in one group."""
+        parameters = chain.from_iterable(group["params"] for group in self._optimizer.param_groups)
+        # Fused tables are among them as a whole, without gradients.
+        own = [parameter for parameter in parameters if not isinstance(parameter, ShardedTensor)]
+        outputs = self._tables.outputs if self._tables else []
+        return [{"params": [p for p in (*own, *outputs) if p.grad is not None]}]
+
+    @property
+    def gradients(self) -> list[torch.Tensor]:
+        """All gradients that there are."""
+        return [parameter.grad for parameter in self.param_groups[0]["params"]]
+
+    def step(self) -> None:
+        """Update tables and parameters."""
+        if self._tables:
+            self._tables.apply()
+        self._optimizer.step()
+
+    def forget(self) -> None:
+        """Forget the tables' gradients; those of parameters go with the next `zero_grad`."""
+        if self._tables:
+            self._tables.clear()
+
+
+class LossScale:
+    """Multiplies the loss, and divides all gradients by as much before they are applied.
+
+    A step with gradients that are not finite on one of the ranks is left out on all of them, tables included.
+    After "Mixed Precision Training" (Micikevicius et al., 2018).
+    """
+
+    def __init__(self, initial: float, model: nn.Module, device: torch.device) -> None:
+        self._scaler = ShardedGradScaler(device.type, init_scale=initial, process_group=group_of(model))
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss to run backward from."""
+        return self._scaler.scale(loss)
+
+    def step(self, step: Step, prepare: Callable[[], None]) -> None:
+        """Divide the gradients, `prepare` them, apply them if all are finite, and choose the next scale."""
+        self._scaler.unscale_(step)  # type: ignore[arg-type]
+        prepare()
+        self._scaler.step(step)  # type: ignore[arg-type]
+        step.forget()
+        self._scaler.update()
+
+    @property
+    def scale(self) -> float:
+        """By how much the loss is multiplied now."""
+        return self._scaler.get_scale()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What to save, to go on with the same scale."""
+        return self._scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the scale that was saved."""
+        self._scaler.load_state_dict(state)

@@ -1,0 +1,109 @@
+"""TensorDicts as features of embedding modules."""
+
+from typing import Any
+
+from tensordict import TensorDictBase, is_tensorclass
+from torch import nn
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embedding_types import ShardedEmbeddingModule
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from torchrec.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
+
+from deltasync.core.errors import InvalidInput
+from deltasync.trainer.pipelines.feature_order import InOrder, refuse_tensorclass
+from deltasync.trainer.pipelines.features import to_kjt
+
+_DO_MORE = (
+    FeatureProcessedEmbeddingBagCollection,
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
+_SHARDED = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
+
+
+def accept_tensordicts(model: nn.Module) -> None:
+    """Let a model's embedding modules take TensorDicts, beside KeyedJaggedTensors, with their keys in any order.
+
+    For each of its features, a module takes what is under the key of that name; it does not look at other keys.
+    Pipelines of this package do this for their model. After sharding; doing it twice changes nothing.
+    """
+    for module in model.modules():
+        if isinstance(module, ShardedEmbeddingModule):
+            _accept_in_sharded(module)
+        elif isinstance(module, EmbeddingBagCollection | EmbeddingCollection):
+            _before_forward(module, _Unsharded(_keys(_configs(module)), _is_weighted(module)))
+        elif isinstance(module, _DO_MORE):
+            _before_forward(module, _Refusing())
+
+
+def _before_forward(module: nn.Module, hook: Any) -> None:
+    if not any(isinstance(other, type(hook)) for other in module._forward_pre_hooks.values()):
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _accept_in_sharded(module: Any) -> None:
+    if "input_dist" in vars(module):
+        return
+    looks_up = isinstance(module, _SHARDED)
+    module.input_dist = InOrder(module, weighted=_is_weighted(module)) if looks_up else _NoTensorDicts(module)
+
+
+class _Unsharded:
+    """Before the forward of an unsharded module."""
+
+    def __init__(self, keys: list[str], weighted: bool | None) -> None:
+        self._keys, self._weighted = keys, weighted
+
+    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return tuple(map(self._taken, args)), {name: self._taken(value) for name, value in kwargs.items()}
+
+    def _taken(self, features: Any) -> Any:
+        refuse_tensorclass(features)
+        if not isinstance(features, TensorDictBase):
+            return features
+        return to_kjt(features, self._keys, weighted=self._weighted)
+
+
+class _Refusing:
+    """Before the forward of an unsharded module that does more with its features than looking them up."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for features in (*args, *kwargs.values()):
+            _refuse_tensordict(features, type(module).__name__)
+
+
+class _NoTensorDicts:
+    """In the place of the `input_dist` of a module that does more with its features than looking them up."""
+
+    def __init__(self, module: Any) -> None:
+        self._input_dist, self._kind = module.input_dist, type(module).__name__
+
+    def __call__(self, ctx: Any, features: Any, *args: Any, **kwargs: Any) -> Any:
+        _refuse_tensordict(features, self._kind)
+        return self._input_dist(ctx, features, *args, **kwargs)
+
+
+def _refuse_tensordict(features: Any, kind: str) -> None:
+    if isinstance(features, TensorDictBase) or is_tensorclass(features):
+        raise InvalidInput(f"a {kind} takes no TensorDict: give it `to_kjt(features, keys)`")
+
+
+def _configs(module: EmbeddingBagCollection | EmbeddingCollection) -> list[Any]:
+    bags = isinstance(module, EmbeddingBagCollection)
+    return list(module.embedding_bag_configs() if bags else module.embedding_configs())
+
+
+def _keys(configs: list[Any]) -> list[str]:
+    return list(dict.fromkeys(feature for config in configs for feature in config.feature_names))
+
+
+def _is_weighted(module: Any) -> bool | None:
+    """Whether a module multiplies rows by weights; None for sequences of rows, which leave weights alone."""
+    if isinstance(module, EmbeddingCollection | ShardedEmbeddingCollection):
+        return None
+    return bool(module.is_weighted() if isinstance(module, EmbeddingBagCollection) else module._is_weighted)

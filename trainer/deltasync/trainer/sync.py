@@ -1,0 +1,299 @@
+"""Publishing what a model's training changes: tracker, agreement of the ranks and publisher put together."""
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from deltasync.client import Part, Position, Publisher, PublisherOptions, RowBatch
+from deltasync.core.errors import DeltasyncError, InvalidInput, ResyncRequired, ServiceUnavailable
+from deltasync.trainer.distributed.agreement import Agreement
+from deltasync.trainer.tracking.delta import Delta, Token
+from deltasync.trainer.tracking.modes import TrackingMode
+from deltasync.trainer.tracking.options import TrackerOptions
+from deltasync.trainer.tracking.shards import tables_of
+from deltasync.trainer.tracking.tracker import Tracker
+
+logger = logging.getLogger(__name__)
+
+_CONSUMER = "publisher"
+_HEAR_SECONDS = 0.05
+_KEPT_CUTS = 100_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncOptions:
+    """What to publish, where to and how often.
+
+    Attributes:
+        service: where the service answers gRPC, as HOST:PORT.
+        model: name of the set of tables.
+        publish_every: steps between cuts; a cut still under way then is waited for by none: the next one
+            takes its rows along.
+        dense: whether to publish the parameters outside of embedding tables too.
+    """
+
+    service: str
+    model: str
+    publish_every: int = 10
+    dense: bool = True
+
+    def __post_init__(self) -> None:
+        if self.publish_every < 1:
+            raise ValueError(f"publish_every: {self.publish_every}, expected at least 1")
+
+
+@dataclass
+class SyncStats:
+    """What was published so far, by this rank.
+
+    Attributes:
+        cuts: version, step and end of the step (nanoseconds since 1970) of the last 100,000 sealed cuts.
+        absorbed: publishing steps at which a cut was still under way.
+        rows: rows of the sealed parts.
+        bytes: bytes of their ids and values.
+        step_seconds: what the trainer's thread has spent in `DeltaSync.step`.
+    """
+
+    cuts: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=_KEPT_CUTS))
+    absorbed: int = 0
+    rows: int = 0
+    bytes: int = 0
+    step_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    part: Part
+    token: Token
+    changes: int
+    sealed: "Future[Position]"
+
+
+class DeltaSync:
+    """Keeps a sync service up to date with a model that is being trained. Every rank makes one.
+
+        with DeltaSync(model, SyncOptions(service="localhost:50051", model="clicks")) as sync:
+            for ...:
+                pipeline.progress(batches)
+                sync.step()
+
+    Attributes:
+        tracker: knows which rows changed.
+        stats: what was published.
+    """
+
+    def __init__(self, model: nn.Module, options: SyncOptions) -> None:
+        self._agreement = Agreement()
+        # What all ranks hold alike is published by the first.
+        first = self._agreement.rank == 0
+        self.tracker = Tracker(
+            model,
+            TrackerOptions(
+                consumers=[_CONSUMER],
+                mode=TrackingMode.EMBEDDING_LAST,
+                auto_compact=True,
+                dense=options.dense and first,
+                replicas=first,
+            ),
+        )
+        self.stats = SyncStats()
+        self._options = options
+        self._tables = tables_of(model, dense=options.dense)
+        self._publisher: Publisher | None = None
+        self._under_way: _UnderWay | None = None
+        self._position = Position()
+        self._resync = True
+        self._published_step = self._published_changes = -1
+
+    def step(self) -> None:
+        """Note that an optimizer step is complete; publish every `publish_every` of them.
+
+        Raises:
+            DeltasyncError: the service has refused a part for good, on this rank or another.
+        """
+        started = time.perf_counter()
+        self.tracker.step()
+        if self.tracker.steps % self._options.publish_every == 0:
+            before = self._under_way
+            self._cut(time.time_ns())
+            self.stats.absorbed += self._under_way is before
+        self.stats.step_seconds += time.perf_counter() - started
+
+    def flush(self, timeout_seconds: float | None = None) -> Position:
+        """Publish everything that changed and wait until it is sealed. Called by all ranks together.
+
+        Args:
+            timeout_seconds: how long to wait for the service at most; None = for ever.
+
+        Returns:
+            The position that holds the model as it is now.
+
+        Raises:
+            DeltasyncError: the service has refused a part for good, or did not seal it in time, on this rank
+                or another.
+        """
+        deadline = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
+        while not self._cut(time.time_ns(), self._wait(deadline)):
+            pass
+        return self._position
+
+    def mark_all(self) -> None:
+        """Note that rows were changed from outside, say by a load: all are published with the next cut."""
+        self.tracker.mark_all()
+
+    def close(self, timeout_seconds: float | None = None) -> Position:
+        """Flush, and close the connection."""
+        try:
+            return self.flush(timeout_seconds)
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        """Close the connection at once: what is not sealed yet stays unpublished."""
+        if self._publisher:
+            self._publisher.close()
+
+    def __enter__(self) -> "DeltaSync":
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        # After an error the ranks may no longer be in step, and a flush could wait for ever.
+        if error:
+            self.abort()
+        else:
+            self.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint of this rank must carry, to go on without publishing every row anew."""
+        return {
+            "rank": self._agreement.rank,
+            "world_size": self._agreement.world_size,
+            "tracker": self.tracker.state_dict(),
+            "history": self._position.history,
+            "version": self._position.number,
+        }
+
+    def load_state_dict(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from a checkpoint, whose weights the model has by now. Before the first step.
+
+        Args:
+            saved: the states of all ranks that saved it, whatever their number and their sharding.
+
+        Raises:
+            InvalidInput: some are missing, or of another checkpoint.
+        """
+        if isinstance(saved, Mapping):
+            raise InvalidInput("expected a list with the states of all ranks, got one state")
+        ranks = sorted((state["rank"], state["world_size"]) for state in saved)
+        if not ranks or ranks != [(rank, len(saved)) for rank in range(len(saved))]:
+            found = ", ".join(f"{rank} of {world_size}" for rank, world_size in ranks)
+            raise InvalidInput(f"expected the states of all ranks of one checkpoint, got rank {found or 'none'}")
+        self.tracker.load_state_dict([state["tracker"] for state in saved])
+        positions = {Position(state["history"], state["version"]) for state in saved}
+        # They differ in a checkpoint taken while a cut was being sealed.
+        self._position = positions.pop() if len(positions) == 1 else Position()
+        self._resync = self._position.number == 0
+
+    def _wait(self, deadline: float) -> DeltasyncError | None:
+        """Wait for the cut under way, but only so long that other ranks can be heard in between."""
+        if self._under_way is None:
+            return None
+        wait_for([self._under_way.sealed], max(0.0, min(_HEAR_SECONDS, deadline - time.monotonic())))
+        if self._under_way.sealed.done() or time.monotonic() < deadline:
+            return None
+        return ServiceUnavailable(
+            f"the cut of step {self._under_way.part.step} was not sealed in time by {self._options.service}; "
+            f"what that answered, if it did, is in the log"
+        )
+
+    def _cut(self, step_end_unix_ns: int, late: DeltasyncError | None = None) -> bool:
+        """Begin a cut if the ranks agree that they can; whether all of them have published everything."""
+        failure = late or self._settle()
+        unpublished = self._resync or self._published_changes != self.tracker.changes
+        ready, failed = self._under_way is None, failure is not None
+        agreed = self._agreement.of(ready=ready, resync=self._resync, unpublished=unpublished, failed=failed)
+        if failure:
+            raise failure
+        if agreed.failed:
+            raise DeltasyncError("another rank cannot publish: its log says why")
+        if agreed.ready and agreed.unpublished:
+            if self._published_step == self.tracker.steps:  # Marks from outside: a cut has a step of its own.
+                self.tracker.step()
+            self._publish(step_end_unix_ns, full=agreed.resync)
+        return agreed.ready and not agreed.unpublished
+
+    def _settle(self) -> Exception | None:
+        """Take note of how the cut under way has ended, if it has; the error that cannot be mended, if any."""
+        if self._under_way is None or not self._under_way.sealed.done():
+            return None
+        ended, self._under_way = self._under_way, None
+        error = ended.sealed.exception()
+        if isinstance(error, ResyncRequired):
+            logger.warning("%s", error)
+            self._resync = True
+            return None
+        if isinstance(error, Exception):
+            return error
+        self._sealed(ended, ended.sealed.result())
+        return None
+
+    def _sealed(self, ended: _UnderWay, position: Position) -> None:
+        self.tracker.acknowledge(ended.token)
+        self._position = position
+        part = ended.part
+        self._published_step, self._published_changes = part.step, ended.changes
+        self.stats.cuts.append((position.number, part.step, part.step_end_unix_ns))
+        for rows in part.rows:
+            self.stats.rows += len(rows.ids)
+            self.stats.bytes += rows.ids.nbytes + rows.values.nbytes
+
+    def _publish(self, step_end_unix_ns: int, *, full: bool) -> None:
+        if full:
+            self.tracker.resync(_CONSUMER)
+            self._resync = False
+        delta = self.tracker.get_delta(_CONSUMER)
+        part = Part(
+            step=self.tracker.steps,
+            step_end_unix_ns=step_end_unix_ns,
+            rows=self._shard_rows(delta),
+            full=full,
+        )
+        self._under_way = _UnderWay(part, delta.token, self.tracker.changes, self._connected().publish(part))
+
+    def _shard_rows(self, delta: Delta) -> list[RowBatch]:
+        """The same rows by shard."""
+        found, number = [], 0
+        for table in self.tracker.tables:
+            rows = delta.rows.get(table.name)
+            if rows is not None and rows.values is not None:
+                widths = [cols for _, cols in rows.columns]
+                for place, values in enumerate(torch.split(rows.values, widths, dim=1)):
+                    shard = self.tracker.shards[number + place].shard
+                    found.append(RowBatch(shard, rows.ids.numpy(), values.contiguous().numpy()))
+            number += len(table.shards)
+        return found
+
+    def _connected(self) -> Publisher:
+        if self._publisher is None:
+            shards = [tracked.shard for tracked in self.tracker.shards]
+            run, started = self._agreement.run()
+            options = PublisherOptions(
+                service=self._options.service,
+                model=self._options.model,
+                run=run,
+                run_started_unix_ns=started,
+                rank=self._agreement.rank,
+                world_size=self._agreement.world_size,
+                continues=self._position,
+            )
+            self._publisher = Publisher(options, self._tables, shards)
+        return self._publisher

@@ -1,0 +1,104 @@
+"""The tables of a model, and what each lookup of a kernel will change of them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.distributed.embedding_types import ShardedEmbeddingModule
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from deltasync.core.errors import InvalidInput
+from deltasync.trainer.tracking.modules import is_skipped, sharded_modules, table_fqn
+from deltasync.trainer.tracking.options import TrackerOptions
+from deltasync.trainer.tracking.shards import TrackedTable, dense_tables, kernel_tables, lookups_of, merged
+
+# Number of a table whose lookups are to be marked (None: they need not be), and of its features.
+Lookup = tuple[int | None, int]
+# What each kernel looks up, in its order.
+Lookups = dict[nn.Module, list[Lookup]]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a model has that can be tracked.
+
+    Attributes:
+        modules: sharded modules by FQN.
+        tables: what this rank holds.
+        lookups: what each kernel looks up.
+    """
+
+    modules: dict[str, ShardedEmbeddingModule]
+    tables: list[TrackedTable]
+    lookups: Lookups
+
+
+def find(model: nn.Module, options: TrackerOptions) -> Found:
+    """The tables of a model that `options` let through.
+
+    Raises:
+        InvalidInput: some have rows that cannot be tracked, or nothing is called as one of `fqns_to_skip`.
+    """
+    modules = dict(sharded_modules(model))
+    outside = dense_tables(model) if options.dense else []
+    _check_skips(modules, outside, options)
+    kernels = {
+        kernel: kernel_tables(name, module, kernel)
+        for name, module in modules.items()
+        for lookup in lookups_of(module)
+        for kernel in lookup._emb_modules
+        if not all(is_skipped(fqn, options.fqns_to_skip) for fqn in _kernel_fqns(name, module, kernel))
+    }
+    everything = [table for tables in kernels.values() for table in tables]
+    tables = [table for table in merged(everything + outside) if _is_wanted(table, options)]
+    numbers = {table.name: number for number, table in enumerate(tables) if table.fused}
+    return Found(modules, tables, {kernel: _lookups(found, numbers) for kernel, found in kernels.items()})
+
+
+def _lookups(tables: list[TrackedTable], numbers: dict[str, int]) -> list[Lookup]:
+    """Several shards of columns of one table are looked up with the same ids: marking those of one is enough."""
+    seen = set[str]()
+    lookups: list[Lookup] = []
+    for table in tables:
+        number = None if table.name in seen else numbers.get(table.name)
+        lookups.append((number, len(table.features)))
+        seen.add(table.name)
+    return lookups
+
+
+def ids_by_table(lookups: list[Lookup], features: KeyedJaggedTensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """Number of the table and local ids of each feature looked up. The lengths were on the host before."""
+    if len(lookups) == 1 and lookups[0][0] is not None:  # Nothing to sort out.
+        yield lookups[0][0], features.values()
+        return
+    ids_by_feature = features.values().split(features.length_per_key())
+    first = 0
+    for number, count in lookups:
+        if number is not None:
+            for ids in ids_by_feature[first : first + count]:
+                yield number, ids
+        first += count
+
+
+def _is_wanted(table: TrackedTable, options: TrackerOptions) -> bool:
+    return (options.replicas or not table.replicated) and not is_skipped(table.name, options.fqns_to_skip)
+
+
+def _check_skips(
+    modules: dict[str, ShardedEmbeddingModule], outside: list[TrackedTable], options: TrackerOptions
+) -> None:
+    fqns = [table_fqn(name, module, table) for name, module in modules.items() for table in _table_names(module)]
+    fqns += [table.name for table in outside]
+    for skip in options.fqns_to_skip:
+        if not any(is_skipped(fqn, [skip]) for fqn in fqns):
+            raise InvalidInput(f"fqns_to_skip: {skip!r} is no table and no part of one; tables: {', '.join(fqns)}")
+
+
+def _table_names(module: Any) -> list[str]:
+    return list(module._table_name_to_config)
+
+
+def _kernel_fqns(name: str, module: ShardedEmbeddingModule, kernel: Any) -> list[str]:
+    return [table_fqn(name, module, config.name) for config in kernel._config.embedding_tables]

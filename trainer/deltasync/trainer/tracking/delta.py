@@ -1,0 +1,122 @@
+"""What a read of the tracker returns."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from deltasync.core.errors import InvalidInput
+from deltasync.trainer.tracking.modes import TrackingMode
+
+
+@dataclass(frozen=True, eq=False)
+class DeltaRows:
+    """The changed rows of one table that this rank holds, in host memory. Not to be written to.
+
+    Attributes:
+        ids: int64 [n], global row ids, ascending, each once.
+        columns: offset and number of the columns held, by shard; most ranks hold all columns in one.
+        values: current rows [n, columns held], or momentum: as many columns, or one for each shard where the
+            optimizer keeps one value per row. None where the mode is ids only.
+        first: the same as they were at the consumer's cursor; NaN where it has none, as after a `resync`. None
+            where the mode does not keep them.
+        mode: how they were read.
+    """
+
+    ids: torch.Tensor
+    columns: list[tuple[int, int]]
+    values: torch.Tensor | None
+    first: torch.Tensor | None
+    mode: TrackingMode
+
+    @property
+    def states(self) -> torch.Tensor | None:
+        """What TorchRec's tracker calls so: first rows, the last momentum, or how much the momentum has grown."""
+        if self.values is None or self.first is None:
+            return self.values
+        return self.first if self.mode is TrackingMode.EMBEDDING else self.values - self.first
+
+    def norms(self) -> torch.Tensor:
+        """L2 norm of what has changed in each row, or of the last momentum: float32 [n].
+
+        Raises:
+            InvalidInput: the mode keeps nothing that would tell.
+        """
+        check_ranked(self.mode)
+        if self.values is None:
+            raise InvalidInput("this delta has ids only: read it with get_delta")
+        changed = self.values.float() if self.first is None else self.values.float() - self.first.float()
+        norms: torch.Tensor = torch.linalg.vector_norm(changed, dim=1)
+        return norms
+
+    def select(self, rows: torch.Tensor) -> "DeltaRows":
+        """Some of the rows, by a bool mask [n]."""
+        values, first = (None if kept is None else kept[rows] for kept in (self.values, self.first))
+        return DeltaRows(self.ids[rows], self.columns, values, first, self.mode)
+
+
+@dataclass(frozen=True, eq=False)
+class Token:
+    """Says that a delta was taken. It is good for the consumer that was read, and for nothing else.
+
+    Attributes:
+        consumer: its name.
+        cursor: everything marked up to here was in the delta, or is carried over.
+        taken: the rows of the delta, by FQN.
+        carried: global ids that were due but left for later, by FQN.
+        registration: tells the consumer from another of its name, before or after it.
+    """
+
+    consumer: str
+    cursor: int
+    taken: Mapping[str, DeltaRows]
+    carried: Mapping[str, torch.Tensor]
+    registration: object
+
+
+@dataclass(frozen=True, eq=False)
+class Delta:
+    """What has changed for a consumer since its cursor.
+
+    Attributes:
+        rows: changed rows by table FQN; tables without any are left out.
+        token: to be given to `Tracker.acknowledge` once the rows have safely arrived.
+    """
+
+    rows: Mapping[str, DeltaRows]
+    token: Token
+
+    @property
+    def ids(self) -> dict[str, torch.Tensor]:
+        """Global ids of the changed rows by table FQN."""
+        return {fqn: rows.ids for fqn, rows in self.rows.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of ids and values, first ones too."""
+        kept = [part for rows in self.rows.values() for part in (rows.ids, rows.values, rows.first)]
+        return sum(part.nbytes for part in kept if part is not None)
+
+
+def check_ranked(mode: TrackingMode, k: int = 1) -> None:
+    """See that a mode tells by how much a row has changed, and that `k` is a number of rows.
+
+    Raises:
+        InvalidInput: it does not, or it is none.
+    """
+    if mode in (TrackingMode.ID_ONLY, TrackingMode.EMBEDDING_LAST):
+        raise InvalidInput(
+            f"mode {mode.value!r} does not tell by how much a row has changed: "
+            f"use {TrackingMode.EMBEDDING.value!r}"
+        )
+    if k < 1:
+        raise InvalidInput(f"k: {k}, expected at least 1")
+
+
+def largest(norms: Mapping[str, torch.Tensor], k: int) -> dict[str, torch.Tensor]:
+    """Which rows have the `k` largest norms of all tables, as a mask [n] by FQN. A NaN is above all numbers."""
+    together = torch.cat(list(norms.values())) if norms else torch.empty(0)
+    chosen = torch.zeros(len(together), dtype=torch.bool)
+    chosen[torch.topk(together, min(k, len(together))).indices] = True
+    masks = torch.split(chosen, [len(part) for part in norms.values()])
+    return dict(zip(norms, masks, strict=True))

@@ -1,0 +1,117 @@
+"""Keeping reads and updates apart, so that no read sees a row half written, or marked before it has changed."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from deltasync.core.errors import DeltasyncError
+
+
+class UpdateGate:
+    """Rows change between the first mark of a step and the step's end; reads happen outside of that.
+
+    The thread that trains never waits for itself: when it reads, its backward is over. On a GPU, reads run on a
+    stream of their own; streams wait for each other there, and the host waits for neither.
+
+    Attributes:
+        updating: rows may be changing.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._settled = threading.Condition(threading.RLock())
+        self.updating = False
+        self._training_thread = threading.get_ident()  # Until a lookup or a step is seen in another.
+        self._streams = _Streams(device) if device.type == "cuda" else None
+
+    def __enter__(self) -> None:
+        """Nothing else of the tracker goes on meanwhile; on a GPU, what is launched comes after the last read."""
+        self._settled.acquire()
+        if self._streams:
+            self._streams.after_reads()
+
+    def __exit__(self, *_: object) -> None:
+        if self._streams:
+            self._streams.before_reads()
+        self._settled.release()
+
+    def training_here(self) -> None:
+        """Note that the calling thread trains."""
+        self._training_thread = threading.get_ident()
+
+    def begin_updates(self) -> None:
+        """Rows are about to change. Called while the gate is held, by whichever thread runs backward."""
+        self.updating = True
+
+    def end_updates(self) -> None:
+        """The step is complete: rows stay as they are until the next begins."""
+        with self:
+            self.updating = False
+            self._settled.notify_all()
+
+    @contextmanager
+    def reading(self, timeout_seconds: float | None) -> Iterator[None]:
+        """No row changes meanwhile. From another thread than the training one, waits for the end of the step.
+
+        Raises:
+            DeltasyncError: the step did not end in time.
+        """
+        with self._settled:
+            training = threading.get_ident() == self._training_thread
+            if not training and not self._settled.wait_for(lambda: not self.updating, timeout_seconds):
+                raise DeltasyncError(
+                    f"the training step has not ended within {timeout_seconds} s: is step() called after each?"
+                )
+            if not self._streams:
+                yield
+                return
+            if training:  # Its step may not have been noted yet.
+                self._streams.before_reads()
+            with self._streams.reading():
+                yield
+
+    @contextmanager
+    def side_stream(self) -> Iterator[None]:
+        """Where copies of what was read run on; complete when this ends."""
+        if not self._streams:
+            yield
+            return
+        with self._streams.copying():
+            yield
+
+
+class _Streams:
+    """The order between the streams that change rows or stamps and the one that reads them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._changed: dict[torch.cuda.Stream, torch.cuda.Event] = {}
+        self._read: torch.cuda.Event | None = None
+
+    def before_reads(self) -> None:
+        """Reads come after what this thread's stream has been given by now."""
+        stream = torch.cuda.current_stream(self._device)
+        self._changed[stream] = stream.record_event()
+
+    def after_reads(self) -> None:
+        """What this thread's stream is given from now on comes after the last read."""
+        if self._read:
+            torch.cuda.current_stream(self._device).wait_event(self._read)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        for event in self._changed.values():
+            self._side.wait_event(event)
+        with torch.cuda.stream(self._side):
+            try:
+                yield
+            finally:
+                self._read = self._side.record_event()
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        with torch.cuda.stream(self._side):
+            yield
+        self._side.synchronize()

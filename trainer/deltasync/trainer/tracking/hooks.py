@@ -1,0 +1,130 @@
+"""Listening to TorchRec: to lookups, to output dists, and to evictions.
+
+TorchRec has room for one function in each place. `Listeners` sits there and calls several, also one that was
+there before. Whoever puts another function in its place later takes it out; `Hooks.check` finds that.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from deltasync.core.errors import Contradiction
+from deltasync.trainer.tracking.modules import named_modules, outside_of_tables, sharded_modules
+from deltasync.trainer.tracking.shards import lookups_of
+
+_Listener = Callable[..., None]
+
+
+class Listeners:
+    """Functions that share a place with room for one; each is called with what the place is called with."""
+
+    def __init__(self, owner: Any, attribute: str) -> None:
+        """Take the place `owner.attribute`."""
+        self._owner, self._attribute = owner, attribute
+        before = getattr(owner, attribute)
+        self._listeners: list[_Listener] = [before] if before else []
+        setattr(owner, attribute, self)
+
+    @classmethod
+    def at(cls, owner: Any, attribute: str) -> "Listeners":
+        """The listeners of a place, which are put there if need be."""
+        there = getattr(owner, attribute)
+        return there if isinstance(there, cls) else cls(owner, attribute)
+
+    def __call__(self, *arguments: Any) -> None:
+        """Call them all, in the order in which they came."""
+        for listener in self._listeners:
+            listener(*arguments)
+
+    def add(self, listener: _Listener, *, first: bool = False) -> None:
+        """Call this one too: after the others, or before them."""
+        self._listeners.insert(0 if first else len(self._listeners), listener)
+
+    def remove(self, listener: _Listener) -> None:
+        """No longer call this one."""
+        self._listeners.remove(listener)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether they are still called."""
+        return getattr(self._owner, self._attribute) is self
+
+
+class Hooks:
+    """Functions that listen at several places of a model, put there and taken away together."""
+
+    def __init__(self) -> None:
+        self._placed: list[tuple[str, Any, str, Listeners]] = []
+        self._undo: list[Callable[[], object]] = []
+
+    def listen(self, what: str, owner: Any, attribute: str, listener: _Listener, *, first: bool = False) -> None:
+        """Call `listener` at a place, before all others if it has to; `what` says which that is, for a message."""
+        listeners = Listeners.at(owner, attribute)
+        listeners.add(listener, first=first)
+        self._placed.append((what, owner, attribute, listeners))
+        self._undo.append(lambda: listeners.remove(listener))
+
+    def undo_with(self, undo: Callable[[], object]) -> None:
+        """Call this too when the others are taken away."""
+        self._undo.append(undo)
+
+    def check(self) -> None:
+        """See that all are still called.
+
+        Raises:
+            Contradiction: another function was put in the place of one.
+        """
+        for what, owner, attribute, listeners in self._placed:
+            if getattr(owner, attribute) is not listeners:
+                raise Contradiction(
+                    f"{what}: another function has taken the place of the tracker's, which misses rows from then "
+                    f"on; register that one first, the tracker calls it too"
+                )
+
+    def remove(self) -> None:
+        """Call none of them any more."""
+        for undo in self._undo:
+            undo()
+        self._placed.clear()
+        self._undo.clear()
+
+
+def listen_to_lookups(hooks: Hooks, model: nn.Module, listener: _Listener) -> None:
+    """Call `listener(features, output, kernel)` after each lookup of a kernel.
+
+    `register_post_lookup_tracker_fn` hands over the ids of all tables of a sharding type at once, without saying
+    which shards they belong to, and is silent under managed collision. The hook of the single lookups
+    (`register_optim_state_tracker_fn`) has the same ids together with the shards, everywhere.
+    """
+    for name, module in sharded_modules(model):
+        for lookup in lookups_of(module):
+            hooks.listen(f"lookups of module {name!r}", lookup, "optim_state_tracker_fn", listener)
+
+
+def listen_to_output_dists(hooks: Hooks, model: nn.Module, listener: _Listener) -> None:
+    """Call `listener()` whenever looked-up rows go to other ranks (`register_post_odist_tracker_fn`)."""
+    for name, module in sharded_modules(model):
+        hooks.listen(f"output dist of module {name!r}", module, "post_odist_tracker_fn", listener)
+
+
+def listen_to_evictions(hooks: Hooks, model: nn.Module, listener: _Listener) -> None:
+    """Call `listener(name of the embedding module, module, evicted)` before managed collision resets rows.
+
+    TorchRec has no hook for it: the method of the module that does it is the place, and the last that is called.
+    """
+    for name, module in named_modules(model):
+        if hasattr(module, "_evict") and hasattr(module, "_embedding_module"):
+            inside = f"{name}._embedding_module".removeprefix(".")
+            told = partial(listener, inside, module._embedding_module)
+            hooks.listen(f"evictions of module {name!r}", module, "_evict", told, first=True)
+
+
+def listen_to_gradients(hooks: Hooks, model: nn.Module, listener: Callable[[torch.Tensor], None]) -> None:
+    """Call `listener(parameter)` when the gradient of a parameter outside of tables is complete."""
+    for _, parameter in outside_of_tables(model):
+        if parameter.requires_grad:
+            handle = parameter.register_post_accumulate_grad_hook(listener)  # type: ignore[no-untyped-call]
+            hooks.undo_with(handle.remove)

@@ -1,0 +1,73 @@
+"""The sharded embedding modules of a model, and names for their tables."""
+
+from collections.abc import Collection, Iterator
+
+from torch import nn
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embedding_types import ShardedEmbeddingModule
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.mc_modules import ShardedManagedCollisionCollection
+from torchrec.distributed.model_parallel import get_unwrapped_module
+from torchrec.distributed.types import ShardedModule
+
+from deltasync.core.errors import InvalidInput
+
+# Feature-processed and managed-collision modules hold one of these, which does their lookups.
+_TRACKED = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
+# Holds the state that maps ids to rows, and no rows.
+_WITHOUT_TABLES = (ShardedManagedCollisionCollection,)
+
+
+def named_modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Every module of a model and its FQN, without what DMP, DDP and FSDP put around modules.
+
+    These are the names that `DistributedModelParallel.state_dict` uses.
+    """
+    model = get_unwrapped_module(model)
+    yield prefix, model
+    for name, child in model.named_children():
+        yield from named_modules(child, f"{prefix}.{name}" if prefix else name)
+
+
+def sharded_modules(model: nn.Module) -> Iterator[tuple[str, ShardedEmbeddingModule]]:
+    """Every sharded embedding module of a model and its FQN, each once.
+
+    Raises:
+        InvalidInput: the model has tables in a sharded module of a kind whose rows cannot be tracked.
+    """
+    seen = set[int]()
+    for name, module in named_modules(model):
+        if isinstance(module, _TRACKED) and id(module) not in seen:
+            seen.add(id(module))
+            yield name, module
+        elif _has_unknown_tables(module):
+            raise InvalidInput(f"module {name!r} is a {type(module).__name__}, whose rows cannot be tracked")
+
+
+def outside_of_tables(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Every parameter outside of embedding tables and its FQN, each once."""
+    inside = tuple(f"{name}." if name else "" for name, _ in sharded_modules(model))
+    seen = set[int]()
+    for name, module in named_modules(model):
+        for own, parameter in module.named_parameters(recurse=False):
+            fqn = f"{name}.{own}" if name else own
+            if not fqn.startswith(inside) and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield fqn, parameter
+
+
+def table_fqn(name: str, module: ShardedEmbeddingModule, table: str) -> str:
+    """The FQN of a table of a sharded module: its key in the `state_dict`, without `.weight`."""
+    kind = "embedding_bags" if isinstance(module, ShardedEmbeddingBagCollection) else "embeddings"
+    return ".".join(part for part in (name, kind, table) if part)
+
+
+def is_skipped(fqn: str, fqns_to_skip: Collection[str]) -> bool:
+    """Whether one of `fqns_to_skip` is a table's FQN, its last part, one of its parents or any run of parts."""
+    return any(f".{skip}." in f".{fqn}." for skip in fqns_to_skip)
+
+
+def _has_unknown_tables(module: nn.Module) -> bool:
+    if not isinstance(module, ShardedModule) or isinstance(module, _WITHOUT_TABLES):
+        return False
+    return not any(isinstance(inner, _TRACKED) for _, inner in named_modules(module))

@@ -1,0 +1,231 @@
+"""What a rank holds of a model: ranges of rows of its tables, and the live tensors they are read from."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel, ShardedEmbeddingModule
+from torchrec.modules.embedding_configs import data_type_to_dtype
+
+from deltasync.core.errors import InvalidInput
+from deltasync.core.tables import Shard, TableSpec
+from deltasync.trainer.tracking.modules import outside_of_tables, sharded_modules, table_fqn
+
+_DTYPES: dict[torch.dtype, np.dtype[np.generic]] = {torch.float32: np.dtype("<f4"), torch.float16: np.dtype("<f2")}
+
+_CACHED = EmbeddingComputeKernel.FUSED_UVM_CACHING
+# Kernels whose weights are tensors that can be indexed.
+_KERNELS = (
+    EmbeddingComputeKernel.FUSED,
+    EmbeddingComputeKernel.DENSE,
+    EmbeddingComputeKernel.FUSED_UVM,
+    _CACHED,
+)
+
+_ROWWISE_ADAGRAD = (EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD)
+
+
+@dataclass(frozen=True, eq=False)
+class TrackedShard:
+    """A shard, and the live tensors it is read from; they stay valid as training changes them.
+
+    Attributes:
+        shard: which rows and columns of which table these are.
+        weight: [rows, cols].
+        momentum: [rows, cols], or [rows, 1] where the optimizer keeps one value per row: the first state of the
+            fused optimizer. None where there is none.
+        rowwise_adagrad: the momentum is that of row-wise Adagrad.
+        cached_in: the kernel that holds the newest rows in a cache of its own, to be flushed before a read.
+    """
+
+    shard: Shard
+    weight: torch.Tensor
+    momentum: torch.Tensor | None = None
+    rowwise_adagrad: bool = False
+    cached_in: Any = None
+
+
+@dataclass(frozen=True, eq=False)
+class TrackedTable:
+    """What a rank holds of a table: one range of rows, in one shard or more of columns.
+
+    Attributes:
+        table: the table, named as in the model's `state_dict`.
+        shards: what is held of its columns, by column.
+        features: the features that are looked up in it.
+        fused: only rows that were looked up change, in backward. Others belong to a dense optimizer, which may
+            change any row at every step (momentum, weight decay).
+        replicated: every rank holds the same.
+    """
+
+    table: TableSpec
+    shards: list[TrackedShard]
+    features: list[str]
+    fused: bool
+    replicated: bool
+
+    @property
+    def name(self) -> str:
+        """The table's FQN."""
+        return self.table.name
+
+    @property
+    def row_offset(self) -> int:
+        """Global id of the first row held."""
+        return self.shards[0].shard.row_offset
+
+    @property
+    def rows(self) -> int:
+        """Number of rows held."""
+        return self.shards[0].shard.rows
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are held."""
+        return self.shards[0].weight.device
+
+    @property
+    def columns(self) -> list[tuple[int, int]]:
+        """Offset and number of the columns held, by shard."""
+        return [(tracked.shard.col_offset, tracked.shard.cols) for tracked in self.shards]
+
+    @property
+    def place(self) -> str:
+        """Table and rows, for messages."""
+        return f"{self.name}[{self.row_offset}-{self.row_offset + self.rows}]"
+
+    def held(self, ids: torch.Tensor) -> torch.Tensor:
+        """Local ids of those of some global ids that are held here.
+
+        Raises:
+            InvalidInput: they are no list of ids, or one is none of the table's.
+        """
+        if ids.dim() != 1 or ids.is_floating_point() or ids.dtype is torch.bool:
+            raise InvalidInput(
+                f"table {self.name!r}: ids of shape {list(ids.shape)} and type {ids.dtype}, expected integers [n]"
+            )
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.table.rows:
+            raise InvalidInput(
+                f"table {self.name!r}: ids from {int(ids.min())} to {int(ids.max())}, "
+                f"it has rows 0 to {self.table.rows - 1}"
+            )
+        local = ids.to(self.device, torch.int64) - self.row_offset
+        return local[(local >= 0) & (local < self.rows)]
+
+
+def tables_of(model: nn.Module, *, dense: bool) -> list[TableSpec]:
+    """Every table of a model, the same on all ranks; with `dense`, the parameters outside of them too."""
+    tables = []
+    for name, module in sharded_modules(model):
+        for config in module._table_name_to_config.values():
+            fqn = table_fqn(name, module, config.name)
+            dtype = _dtype(fqn, data_type_to_dtype(config.data_type))
+            tables.append(TableSpec(fqn, config.num_embeddings, config.embedding_dim, dtype))
+    return tables + [tracked.table for tracked in dense_tables(model) if dense]
+
+
+def dense_tables(model: nn.Module) -> list[TrackedTable]:
+    """Every parameter outside of embedding tables, as a table: a matrix by its rows, a vector as one row."""
+    found = []
+    for name, parameter in outside_of_tables(model):
+        weight = parameter.detach()
+        if not weight.numel():
+            continue
+        if not weight.is_contiguous():
+            raise InvalidInput(f"parameter {name!r} does not lie in memory row by row: make it contiguous first")
+        weight = weight.view(weight.shape[0], -1) if weight.dim() > 1 else weight.view(1, -1)
+        table = TableSpec(name, weight.shape[0], weight.shape[1], _dtype(name, weight.dtype))
+        shard = TrackedShard(Shard.whole(table), weight)
+        found.append(TrackedTable(table, [shard], [], fused=False, replicated=True))
+    return found
+
+
+def lookups_of(module: ShardedEmbeddingModule) -> Iterator[Any]:
+    """The lookups of a sharded module, one for each of its sharding types."""
+    for wrapped in module._lookups:
+        lookup = wrapped
+        while isinstance(lookup, DistributedDataParallel):
+            lookup = lookup.module
+        yield lookup
+
+
+def kernel_tables(name: str, module: ShardedEmbeddingModule, kernel: Any) -> list[TrackedTable]:
+    """What one kernel of a lookup holds, in the order in which it looks tables up.
+
+    Raises:
+        InvalidInput: its rows cannot be read.
+    """
+    kind = kernel._config.compute_kernel
+    if kind not in _KERNELS:
+        raise InvalidInput(
+            f"module {name!r}: the rows of kernel {kind.value!r} cannot be read as they are; "
+            f"use one of: {', '.join(known.value for known in _KERNELS)}"
+        )
+    weights = kernel.split_embedding_weights()
+    momenta = _momenta(kernel, len(weights))
+    tables = []
+    for config, weight, momentum in zip(kernel._config.embedding_tables, weights, momenta, strict=True):
+        fqn = table_fqn(name, module, config.name)
+        table = TableSpec(fqn, config.num_embeddings, config.embedding_dim, _dtype(fqn, weight.dtype))
+        replicated = config.local_metadata is None
+        row_offset, col_offset = (0, 0) if replicated else config.local_metadata.shard_offsets
+        shard = Shard(table, row_offset, config.local_rows, col_offset, config.local_cols)
+        cached_in = kernel if kind is _CACHED else None
+        tracked = TrackedShard(shard, weight.detach(), momentum, _is_rowwise_adagrad(kernel), cached_in)
+        fused = kind is not EmbeddingComputeKernel.DENSE
+        tables.append(TrackedTable(table, [tracked], config.feature_names, fused, replicated))
+    return tables
+
+
+def _momenta(kernel: Any, tables: int) -> list[torch.Tensor | None]:
+    """The first state of the kernel's fused optimizer for each table, as a matrix; None where there is none."""
+    if not hasattr(kernel.emb_module, "split_optimizer_states"):
+        return [None] * tables
+    by_table = kernel.emb_module.split_optimizer_states() or [[]] * tables
+    return [_matrix(states[0].detach()) if len(states) else None for states in by_table]
+
+
+def _is_rowwise_adagrad(kernel: Any) -> bool:
+    return getattr(kernel.emb_module, "optimizer", None) in _ROWWISE_ADAGRAD
+
+
+def _matrix(state: torch.Tensor) -> torch.Tensor:
+    return state if state.dim() > 1 else state.unsqueeze(1)
+
+
+def merged(tables: list[TrackedTable]) -> list[TrackedTable]:
+    """Several shards of columns of one table, each found by itself, as one.
+
+    Raises:
+        InvalidInput: they do not hold the same rows.
+    """
+    by_name: dict[str, TrackedTable] = {}
+    for found in tables:
+        known = by_name.setdefault(found.name, found)
+        if known is found:
+            continue
+        if (known.row_offset, known.rows) != (found.row_offset, found.rows):
+            raise InvalidInput(f"this rank holds {known.place} and {found.place}: expected one range of rows")
+        shards = sorted(known.shards + found.shards, key=lambda tracked: tracked.shard.col_offset)
+        by_name[found.name] = replace(known, shards=shards)
+    return list(by_name.values())
+
+
+def flush_caches(tables: Sequence[TrackedTable]) -> None:
+    """Have the newest rows written back from the caches of kernels that have one."""
+    kernels = {tracked.cached_in for table in tables for tracked in table.shards if tracked.cached_in}
+    if kernels:
+        torch.cuda.synchronize()  # Prefetches fill the cache from streams of their own.
+    for kernel in kernels:
+        kernel.flush()
+
+
+def _dtype(name: str, dtype: torch.dtype) -> np.dtype[np.generic]:
+    if dtype not in _DTYPES:
+        raise InvalidInput(f"table {name!r}: weights of type {dtype}, expected float32 or float16")
+    return _DTYPES[dtype]

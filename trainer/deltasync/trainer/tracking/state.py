@@ -1,0 +1,161 @@
+"""A tracker's state for a checkpoint, and its way into another world size or sharding.
+
+Every rank saves its own rows, named by table and global row id; a rank that loads takes those it holds now from
+whoever has saved them. Clocks of ranks differ: they are aligned at the moment of saving, which only the distance
+to a stamp matters for. Where ranks disagree, the answer is the one that offers more rows.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from deltasync.core.errors import InvalidInput
+from deltasync.trainer.tracking.consumers import Consumer
+from deltasync.trainer.tracking.modes import TrackingMode
+from deltasync.trainer.tracking.shards import TrackedTable
+from deltasync.trainer.tracking.stamps import NOTHING, RowStamps, forget
+
+_Saved = Mapping[str, Any]
+_KEYS = {"clock", "tables", "consumers", "steps"}
+
+
+def save(tables: Sequence[TrackedTable], stamps: RowStamps, consumers: Sequence[Consumer]) -> dict[str, Any]:
+    """Stamps of all rows; of consumers their cursors, and first values only of rows that are due to them."""
+    return {
+        "clock": stamps.clock,
+        "tables": {
+            table.name: {"row_offset": table.row_offset, "columns": table.columns, "stamps": kept.cpu().clone()}
+            for table, kept in zip(tables, stamps.stamps, strict=True)
+        },
+        "consumers": {consumer.name: _save_consumer(consumer, tables, stamps) for consumer in consumers},
+    }
+
+
+def load(tables: Sequence[TrackedTable], stamps: RowStamps, states: Sequence[_Saved]) -> dict[str, Consumer]:
+    """Set the stamps of `tables` from the states of all ranks that saved; the consumers they had.
+
+    Raises:
+        InvalidInput: something else was saved, or a table lacks what a consumer's mode reads. Nothing has changed.
+    """
+    if not states or any(_KEYS - set(one) for one in states):
+        raise InvalidInput(f"expected states of trackers, with {', '.join(sorted(_KEYS))}")
+    try:
+        return _load(tables, stamps, states)
+    except InvalidInput:
+        raise
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise InvalidInput(f"this is no state of a tracker, or one of another version: {error!r}") from error
+
+
+def _load(tables: Sequence[TrackedTable], stamps: RowStamps, states: Sequence[_Saved]) -> dict[str, Consumer]:
+    clock = max(int(one["clock"]) for one in states)
+    found = [_stamps_of(table, states, clock) for table in tables]
+    names = dict.fromkeys(name for one in states for name in one["consumers"])
+    consumers = {name: _load_consumer(name, tables, states, clock) for name in names}
+    for consumer in consumers.values():
+        for table, its in zip(tables, found, strict=True) if consumer.view else ():
+            forget(consumer.view[table.name], its < 0)
+    # Rows that no state knows have changed just now.
+    stamps.restore(clock, [its.masked_fill(its < 0, clock) for its in found])
+    return consumers
+
+
+def _save_consumer(consumer: Consumer, tables: Sequence[TrackedTable], stamps: RowStamps) -> dict[str, Any]:
+    first = {}
+    with consumer.lock:
+        for number, table in enumerate(tables if consumer.view else ()):
+            ids = consumer.due(table, stamps.later(number, consumer.cursor)).cpu()
+            first[table.name] = {"ids": ids + table.row_offset, "values": consumer.first(table, ids)}
+        return {
+            "mode": consumer.mode.value,
+            "cursor": consumer.cursor,
+            "carried": dict(consumer.carried),
+            "first": first,
+        }
+
+
+def _stamps_of(table: TrackedTable, states: Sequence[_Saved], clock: int) -> torch.Tensor:
+    """-1 for rows that no state knows."""
+    found = torch.full((table.rows,), -1, dtype=torch.int32)
+    for one in states:
+        if saved := one["tables"].get(table.name):
+            ours, theirs = _overlap(table, saved["row_offset"], len(saved["stamps"]))
+            aligned = _aligned(saved["stamps"][theirs], clock - int(one["clock"]))
+            found[ours] = torch.maximum(found[ours], aligned)
+    return found
+
+
+def _aligned(stamps: torch.Tensor, shift: int) -> torch.Tensor:
+    return torch.where(stamps > 0, stamps + shift, stamps)
+
+
+def _overlap(table: TrackedTable, row_offset: int, rows: int) -> tuple[slice, slice]:
+    """The rows that two ranges share, from the start of each."""
+    low = max(table.row_offset, row_offset)
+    high = max(low, min(table.row_offset + table.rows, row_offset + rows))
+    return slice(low - table.row_offset, high - table.row_offset), slice(low - row_offset, high - row_offset)
+
+
+def _load_consumer(name: str, tables: Sequence[TrackedTable], states: Sequence[_Saved], clock: int) -> Consumer:
+    saved = [(one, one["consumers"][name]) for one in states if name in one["consumers"]]
+    cursors = [int(its["cursor"]) + clock - int(one["clock"]) for one, its in saved if its["cursor"] != NOTHING]
+    cursor = min(cursors) if len(cursors) == len(saved) else NOTHING
+    consumer = Consumer.starting(name, TrackingMode(saved[0][1]["mode"]), cursor, tables)
+    for table in tables:
+        carried = [its["carried"][table.name] for _, its in saved if table.name in its["carried"]]
+        if carried:
+            ids = torch.unique(torch.cat(carried))
+            consumer.carried[table.name] = ids[_held(table, ids)]
+        for one, its in saved:
+            if consumer.view and table.name in its["first"]:
+                columns = one["tables"][table.name]["columns"]
+                _restore_first(table, consumer.view[table.name], columns, **its["first"][table.name])
+    return consumer
+
+
+def _restore_first(
+    table: TrackedTable,
+    view: torch.Tensor,
+    columns: list[tuple[int, int]],
+    ids: torch.Tensor,
+    values: torch.Tensor,
+) -> None:
+    held = _held(table, ids)
+    rows, values = ids[held] - table.row_offset, values[held]
+    row_wise = values.shape[1] == len(columns) and view.shape[1] == len(table.columns)
+    for ours, theirs in _shared_columns(table.columns, columns, row_wise):
+        if theirs is None:
+            forget(view[:, ours], rows)
+        else:
+            view[rows, ours] = values[:, theirs]
+
+
+def _shared_columns(
+    ours: list[tuple[int, int]], theirs: list[tuple[int, int]], row_wise: bool
+) -> Iterator[tuple[slice, slice | None]]:
+    """Where the columns that both hold lie in the values of each. One value per shard fits the same shard only."""
+    for number, (offset, width, at) in enumerate(_placed(ours)):
+        for other, (their_offset, their_width, their_at) in enumerate(_placed(theirs)):
+            low, high = max(offset, their_offset), min(offset + width, their_offset + their_width)
+            if low >= high:
+                continue
+            if row_wise:
+                same = (offset, width) == (their_offset, their_width)
+                yield slice(number, number + 1), slice(other, other + 1) if same else None
+            else:
+                yield (
+                    slice(at + low - offset, at + high - offset),
+                    slice(their_at + low - their_offset, their_at + high - their_offset),
+                )
+
+
+def _placed(columns: list[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    at = 0
+    for offset, width in columns:
+        yield offset, width, at
+        at += width
+
+
+def _held(table: TrackedTable, ids: torch.Tensor) -> torch.Tensor:
+    return (ids >= table.row_offset) & (ids < table.row_offset + table.rows)
