@@ -11,8 +11,8 @@ from typing import Any
 
 from rich.console import Console
 
-from deltasync.cli.lag import fetch_lag
 from deltasync.client import Admin, Policy
+from deltasync.client.status import fetch_lag
 from deltasync.core.errors import InvalidInput, ServiceUnavailable
 from deltasync.trainer.clicks.stream import open_stream
 from deltasync.trainer.clicks.stream_options import StreamOptions

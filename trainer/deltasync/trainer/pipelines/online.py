@@ -43,8 +43,8 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
     Every batch is trained on exactly once, in the order of the iterator, and one that was loaded while the model
     was in training mode is trained on, whatever is evaluated meanwhile. An iterator that ends, or yields None, may
     come back: all that it had is trained on, then it is asked again, and `progress` raises StopIteration if there
-    is still nothing. All ranks have to see equally many (see `LockstepBatches`). A batch is not to be written to once it
-    is handed out.
+    is still nothing. All ranks have to see equally many (see `LockstepBatches`). A batch is not to be written to
+    once it is handed out.
 
     Attributes:
         stepped: the last `progress` completed an optimizer step, or left it out for an overflow.
