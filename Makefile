@@ -45,7 +45,7 @@ format: install  ## format the code
 lock:  ## write requirements.lock anew from pyproject.toml
 	rm -rf build/lock && $(PYTHON) -m venv build/lock
 	$(PYTHON) -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb')); \
-		print(*p['project']['dependencies'], *sum(p['dependency-groups'].values(), []), sep='\n')" > build/lock/wanted.txt
+		print(*p['project']['dependencies'], *p['project']['optional-dependencies']['service'], *sum(p['dependency-groups'].values(), []), sep='\n')" > build/lock/wanted.txt
 	build/lock/bin/pip install -q torch==$(TORCH)
 	build/lock/bin/pip install -q -r build/lock/wanted.txt
 	build/lock/bin/pip freeze --exclude torch --exclude pip --exclude setuptools | grep -vE '^(nvidia|cuda|triton)' > requirements.lock

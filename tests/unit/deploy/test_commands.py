@@ -31,7 +31,9 @@ def cli() -> click.Group:
 @pytest.fixture(scope="module")
 def serve(cli: click.Group) -> dict[str, click.Parameter]:
     """The options of `deltasync serve` by name."""
-    return {str(parameter.name): parameter for parameter in cli.commands["serve"].params}
+    command = cli.get_command(click.Context(cli), "serve")
+    assert command
+    return {str(parameter.name): parameter for parameter in command.params}
 
 
 def _shell_lines(path: Path) -> Iterator[list[str]]:

@@ -110,7 +110,9 @@ def test_torchrec_and_fbgemm_are_of_one_release(stages: Stages) -> None:
 
 def test_service_installs_locked_versions_and_no_torch(stages: Stages) -> None:
     (line,) = _install_lines(stages["service"])
-    assert line.endswith("pip install --no-cache-dir --constraint /requirements.lock /wheels/*.whl")
+    assert line.endswith(
+        'pip install --no-cache-dir --constraint /requirements.lock "$(echo /wheels/*.whl)[service]"'
+    )
 
 
 def _ignored(path: str, patterns: list[str]) -> bool:
@@ -149,7 +151,12 @@ def test_context_holds_what_the_build_needs_and_little_else(
 def test_lock_holds_all_that_is_installed_without_dependencies(root: Path, project: dict[str, Any]) -> None:
     lock = (root / "requirements.lock").read_text()
     locked = {name.lower().replace("_", "-") for name in re.findall(r"(?m)^([\w.-]+)", lock)}
-    wanted = project["project"]["dependencies"] + project["dependency-groups"]["torchrec-runtime"]
+    extras = project["project"]["optional-dependencies"]
+    wanted = [
+        *project["project"]["dependencies"],
+        *extras["service"],
+        *project["dependency-groups"]["torchrec-runtime"],
+    ]
     needed = {re.match(r"[\w.-]+", need)[0].lower() for need in wanted}  # type: ignore[index]
     assert needed <= locked
     assert not locked & {"torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu"}

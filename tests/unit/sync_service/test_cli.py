@@ -146,8 +146,7 @@ def verbs(command: click.Command, *path: str) -> list[tuple[str, ...]]:
     for name in command.list_commands(context):
         below = command.get_command(context, name)
         assert below is not None
-        # What other packages add is tested there.
-        if not path and name not in command.commands:
+        if name in ("bench", "demo"):  # The trainer's, which import torch; tested there.
             continue
         found += verbs(below, *path, name)
     return found
@@ -160,7 +159,9 @@ def test_every_verb_explains_itself(path: tuple[str, ...]) -> None:
     command: click.Command = cli
     for name in path:
         assert isinstance(command, click.Group)
-        command = command.commands[name]
+        found = command.get_command(click.Context(command), name)
+        assert found is not None
+        command = found
     assert command.help
     shown = " ".join(done.output.split())
     assert command.help.splitlines()[0] in shown
