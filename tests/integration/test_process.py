@@ -1,6 +1,9 @@
 """What a service does with what it finds on a machine: ports, folders, signals."""
 
 import gc
+import http.client
+import os
+import socket
 import threading
 from pathlib import Path
 
@@ -195,3 +198,34 @@ def test_a_service_whose_log_is_full_is_not_ready(tmp_path: Path, monkeypatch: p
         status, body = service.get("/readyz")
         assert status == 503
         assert "the log is full" in body
+
+
+def test_answers_on_kept_http_connections_are_not_held_back(running: RunningService) -> None:
+    """By Nagle's algorithm, which asyncio switches off only for sockets that say that they are TCP."""
+    host, port = running.http.removeprefix("http://").split(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=10)
+    connection.request("GET", "/livez")
+    assert connection.getresponse().read() == b"ok\n"
+    (served,) = _sockets_to(connection.sock.getsockname())
+    with served:
+        assert served.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
+    connection.close()
+
+
+def _sockets_to(peer: tuple[str, int]) -> list[socket.socket]:
+    """Copies of this process's sockets that are connected to `peer`."""
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            each = socket.socket(fileno=os.dup(int(link.name)))
+        except OSError:  # Closed meanwhile, or no socket.
+            continue
+        try:
+            same = each.family == socket.AF_INET and each.getpeername() == peer
+        except OSError:  # Not connected.
+            same = False
+        if same:
+            found.append(each)
+        else:
+            each.close()
+    return found

@@ -14,10 +14,10 @@ class _Verbs(click.Group):
     its own, which are installed by extras.
     """
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002  # named by click
         return sorted(_verbs())
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         verb = _verbs().get(cmd_name)
         return _load(verb) if verb else None
 
