@@ -14,7 +14,7 @@ from typing import Any
 import click
 import pytest
 
-from deltasync.cli.configured_consumers import read_consumers
+from deltasync.cli.consumer_settings import consumers_of_file
 from deltasync.core.policy import Policy
 
 Stages = dict[str, list[tuple[str, str]]]
@@ -102,7 +102,7 @@ def test_check_refuses_what_is_wrong(cli: click.Group, line: str) -> None:
 
 def test_configuration_has_only_settings_of_serve(deploy: Path, serve: dict[str, click.Parameter]) -> None:
     settings = tomllib.loads((deploy / "kubernetes/deltasync.toml").read_text())
-    read_consumers(settings.pop("consumers", {}))
+    consumers_of_file(settings.pop("consumers", {}))
     for key, value in settings.items():
         assert key in serve, f"deltasync.toml: {key} is no option of serve"
         assert isinstance(value, list) == serve[key].multiple
@@ -118,7 +118,7 @@ def test_examples_of_policies_are_policies(deploy: Path) -> None:
     policies = [
         each.policy.as_dict()
         for example in examples
-        for each in read_consumers(tomllib.loads(example)["consumers"])
+        for each in consumers_of_file(tomllib.loads(example)["consumers"])
         if each.policy
     ]
     assert len(policies) == len(examples) == 2

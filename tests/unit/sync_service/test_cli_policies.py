@@ -250,8 +250,8 @@ def test_a_consumer_of_flag_and_file_has_the_policy_of_the_file(
         ('consumers = ["c=m"]', "consumers: expected tables [consumers.NAME]"),
         ('[[consumers]]\nmodel = "m"', "consumers: expected tables [consumers.NAME]"),
         ('consumers.c = "m"', "[consumers.c]: expected a table"),
-        ("[consumers.c]", '[consumers.c]: expected the name of a model: model = "NAME"'),
-        ("[consumers.c]\nmodel = 3", '[consumers.c]: expected the name of a model: model = "NAME"'),
+        ("[consumers.c]", "[consumers.c]: model None: expected the name of a model"),
+        ("[consumers.c]\nmodel = 3", "[consumers.c]: model 3: expected the name of a model"),
         ('[consumers.c]\nmodel = "m/n"', "[consumers.c]: model name 'm/n'"),
         ('[consumers."a b"]\nmodel = "m"', "[consumers.a b]: consumer name 'a b'"),
         (
