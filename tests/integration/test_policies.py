@@ -31,7 +31,7 @@ from tests.support.wire import (
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.v1 import subscribe_pb2
-from deltasync.wire.codec import checksums_to_message
+from deltasync.wire.messages import checksums_to_message
 
 GOOD = {"Authorization": f"Bearer {TOKEN}"}
 DEFAULT = Policy().as_dict()

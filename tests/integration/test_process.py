@@ -29,7 +29,7 @@ from tests.support.wire import (
 )
 
 from deltasync.core.tables import Shard, TableSpec
-from deltasync.wire.codec import position_from_message
+from deltasync.wire.messages import position_from_message
 
 
 def refusal(data_dir: Path, *arguments: str) -> str:

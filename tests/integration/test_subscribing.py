@@ -28,7 +28,7 @@ from deltasync.core.position import Position
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.feeds.release import FrozenRelease, freeze
 from deltasync.v1 import subscribe_pb2
-from deltasync.wire import codec
+from deltasync.wire import rows as wire_rows
 
 ONE = np.full((1, 4), 5, "<f4")
 EVERYTHING = USER.rows * USER.row_bytes + ITEM.rows * ITEM.row_bytes
@@ -189,7 +189,7 @@ def test_no_more_is_sent_than_the_budget_allows(
     running: RunningService, rank: RankStream, monkeypatch: pytest.MonkeyPatch, budget: int, at_most: int
 ) -> None:
     """Or a single chunk, which may be larger. Another replica's releases show that the service had its chance."""
-    monkeypatch.setattr(codec, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(wire_rows, "CHUNK_BYTES", 100)
     with ReplicaStream(running.grpc, budget=budget) as replica, ReplicaStream(running.grpc, replica="q") as other:
         first = replica.until("chunk")
         for step in range(2, 6):
@@ -207,7 +207,7 @@ def test_what_is_acknowledged_may_be_sent_again(
     running: RunningService, rank: RankStream, monkeypatch: pytest.MonkeyPatch, budget: int
 ) -> None:
     """A replica that acks as late as it may, when one more chunk might not fit, is given everything."""
-    monkeypatch.setattr(codec, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(wire_rows, "CHUNK_BYTES", 100)
     with ReplicaStream(running.grpc, budget=budget) as replica:
         received = acked = 0
         while not isinstance(message := replica.until("chunk", "release_end"), subscribe_pb2.ReleaseEnd):
@@ -221,7 +221,7 @@ def test_what_is_acknowledged_may_be_sent_again(
 def test_a_replica_that_never_acks_slows_only_itself(
     running: RunningService, rank: RankStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(codec, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(wire_rows, "CHUNK_BYTES", 100)
     with (
         ReplicaStream(running.grpc, replica="slow", budget=250) as slow,
         ReplicaStream(running.grpc, replica="fast") as fast,

@@ -10,7 +10,7 @@ from deltasync.core.errors import DeltasyncError, InvalidInput
 from deltasync.publish.coordinator import PublishSession, check_open
 from deltasync.service.service import Service
 from deltasync.v1 import publish_pb2, publish_pb2_grpc
-from deltasync.wire.codec import position_to_message
+from deltasync.wire.messages import position_to_message
 
 
 class PublishServicer(publish_pb2_grpc.PublishServiceServicer):

@@ -20,14 +20,14 @@ from deltasync.feeds.release import FrozenRelease, Head
 from deltasync.service.service import Service
 from deltasync.v1 import subscribe_pb2, subscribe_pb2_grpc
 from deltasync.views.view import View
-from deltasync.wire.codec import (
+from deltasync.wire.messages import (
     checksums_to_message,
     delivery_to_message,
-    fill_rows,
     mode_to_message,
     position_from_message,
     position_to_message,
 )
+from deltasync.wire.rows import fill_rows
 
 logger = logging.getLogger(__name__)
 

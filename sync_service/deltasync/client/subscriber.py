@@ -16,8 +16,8 @@ from deltasync.client.targets import ReadableTarget, Target
 from deltasync.core.errors import ServiceUnavailable
 from deltasync.core.position import Position
 from deltasync.v1 import subscribe_pb2, subscribe_pb2_grpc
-from deltasync.wire.codec import checksums_to_message, position_from_message, position_to_message
 from deltasync.wire.error_codes import from_rpc_error, is_final
+from deltasync.wire.messages import checksums_to_message, position_from_message, position_to_message
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,6 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import numpy as np
-
 from deltasync.core.delivery import Delivery
 from deltasync.core.errors import Contradiction
 from deltasync.core.position import Decision, Position, resume
@@ -23,8 +21,9 @@ from deltasync.core.tables import Shard, TableSpec
 from deltasync.feeds.release import NO_TABLES, FrozenRelease, Head, Releases
 from deltasync.storage.log import Log
 from deltasync.storage.mapped import MappedTable, remove_files
+from deltasync.storage.records import spec_of_record, spec_record, unpack_rows
 from deltasync.v1 import publish_pb2
-from deltasync.wire.codec import shards_from_open, table_from_message, unpack_rows
+from deltasync.wire.messages import shards_from_open, table_from_message
 
 # Seals are kept this long after their rows, so that lag in seconds is known for old offsets too.
 KEPT_SEALS = 100_000
@@ -94,7 +93,7 @@ class Model:
         """
         self.history, self._flushed = meta["history"], meta["flushed"]
         for table in meta["tables"]:
-            self.tables.append(MappedTable(_table_from_meta(table), self._folder(), new=False))
+            self.tables.append(MappedTable(spec_of_record(table), self._folder(), new=False))
         self.seals.extend(self.log.seals(self.name))
         self.log.drop_unsealed(self.name, self.sealed_version).result()
         for seal in self._unflushed():
@@ -229,7 +228,7 @@ class Model:
         """Write down which tables there are, `new` ones among them, and only then have them."""
         with self._meta_lock:  # So that a flush and a new table do not write over each other.
             tables = [*self.tables, *new]
-            described = [_table_to_meta(mapped.spec) for mapped in tables]
+            described = [spec_record(mapped.spec) for mapped in tables]
             meta = {"history": self.history, "flushed": flushed, "tables": described}
             self.log.put_meta(f"model/{self.name}", meta).result()
             self.tables = tables
@@ -237,14 +236,6 @@ class Model:
 
 def _shape(table: TableSpec) -> str:
     return f"{table.rows} x {table.dim} {table.dtype}"
-
-
-def _table_to_meta(table: TableSpec) -> dict[str, Any]:
-    return {"name": table.name, "rows": table.rows, "dim": table.dim, "dtype": table.dtype.str}
-
-
-def _table_from_meta(meta: dict[str, Any]) -> TableSpec:
-    return TableSpec(meta["name"], meta["rows"], meta["dim"], np.dtype(meta["dtype"]))
 
 
 def _head(seal: Seal | None) -> Head | None:

@@ -16,16 +16,10 @@ from deltasync.feeds.model import Model
 from deltasync.publish.cuts import Cut, RankPart
 from deltasync.publish.runs import Run, continues, may_publish
 from deltasync.storage.log import Buffer
+from deltasync.storage.records import pack_rows
 from deltasync.v1 import publish_pb2
-from deltasync.wire.codec import (
-    MAX_CHUNK_BYTES,
-    check_rows,
-    decode_rows,
-    pack_rows,
-    position_from_message,
-    shards_from_open,
-    table_from_message,
-)
+from deltasync.wire.messages import position_from_message, shards_from_open, table_from_message
+from deltasync.wire.rows import MAX_CHUNK_BYTES, check_rows, decode_rows
 
 logger = logging.getLogger(__name__)
 

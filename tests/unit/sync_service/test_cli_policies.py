@@ -21,7 +21,7 @@ from deltasync.core.policy import Policy
 from deltasync.core.value_types import ValueType
 from deltasync.status.lag import ConsumerLag, Lag, ReleaseLine, ReplicaLag, TableLag
 from deltasync.v1 import admin_pb2
-from deltasync.wire.policy_message import policy_to_message
+from deltasync.wire.messages import policy_to_message
 
 EVERYTHING = Policy(
     tables=("user*", "item"),

@@ -8,8 +8,9 @@ from tests.support.wire import rows_message
 from deltasync.core.errors import InvalidInput
 from deltasync.core.position import Position
 from deltasync.core.tables import VALUE_TYPES, Shard, TableSpec
+from deltasync.storage import records
 from deltasync.v1 import publish_pb2, tables_pb2
-from deltasync.wire import codec
+from deltasync.wire import messages, rows
 
 USER = TableSpec("user", 100, 4)
 HALF = TableSpec("half", 50, 3, np.dtype("<f2"))
@@ -36,10 +37,10 @@ def test_rows_come_back_as_they_were(data: st.DataObject, announced: list[Shard]
     ids = sorted(data.draw(st.sets(st.integers(shard.row_offset, shard.row_offset + shard.rows - 1), min_size=1)))
     values = data.draw(hnp.arrays(shard.table.dtype, (len(ids), shard.cols)))
     message = rows_message(slot, ids, values)
-    record = b"".join(codec.pack_rows(slot, np.array(ids, np.int64), values))
+    record = b"".join(records.pack_rows(slot, np.array(ids, np.int64), values))
     for found in (
-        codec.decode_rows(tables_pb2.Rows.FromString(message.SerializeToString()), announced),
-        codec.unpack_rows(memoryview(record), announced),
+        rows.decode_rows(tables_pb2.Rows.FromString(message.SerializeToString()), announced),
+        records.unpack_rows(memoryview(record), announced),
     ):
         assert found.shard is shard
         assert found.ids.tolist() == ids
@@ -51,8 +52,8 @@ def test_rows_come_back_as_they_were(data: st.DataObject, announced: list[Shard]
 def test_chunks_are_all_rows_in_bounded_pieces(count: int, chunk_bytes: int) -> None:
     ids, values = np.arange(count) * 3, np.arange(count * 2, dtype="<f4").reshape(count, 2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(codec, "CHUNK_BYTES", chunk_bytes)
-        pieces = list(codec.chunked(ids, values))
+        patch.setattr(rows, "CHUNK_BYTES", chunk_bytes)
+        pieces = list(rows.chunked(ids, values))
     for some_ids, some_values in pieces:
         assert len(some_ids) == len(some_values) > 0
         assert some_ids.nbytes + some_values.nbytes <= max(16, chunk_bytes)
@@ -61,21 +62,21 @@ def test_chunks_are_all_rows_in_bounded_pieces(count: int, chunk_bytes: int) -> 
 
 
 def test_a_chunk_of_the_widest_rows_is_within_the_limit() -> None:
-    for ids, values in codec.chunked(np.arange(10), np.zeros((10, 65_536), "<f4")):
+    for ids, values in rows.chunked(np.arange(10), np.zeros((10, 65_536), "<f4")):
         message = publish_pb2.PartChunk(step=2**63, rows=rows_message(2**31, ids, values))
-        assert message.ByteSize() <= codec.MAX_CHUNK_BYTES
+        assert message.ByteSize() <= rows.MAX_CHUNK_BYTES
 
 
 @pytest.mark.parametrize("table", TABLES)
 def test_tables_come_back_as_they_were(table: TableSpec) -> None:
-    assert codec.table_from_message(codec.table_to_message(table)) == table
+    assert messages.table_from_message(messages.table_to_message(table)) == table
 
 
 def test_shards_and_positions_come_back_as_they_were() -> None:
-    message = publish_pb2.PublishOpen(shards=[codec.shard_to_message(shard, TABLES) for shard in SHARDS])
-    assert codec.shards_from_open(message, TABLES) == SHARDS
+    message = publish_pb2.PublishOpen(shards=[messages.shard_to_message(shard, TABLES) for shard in SHARDS])
+    assert messages.shards_from_open(message, TABLES) == SHARDS
     position = Position("abc", 7)
-    assert codec.position_from_message(codec.position_to_message(position)) == position
+    assert messages.position_from_message(messages.position_to_message(position)) == position
 
 
 @pytest.mark.parametrize("value_type", [0, 3, 99])
@@ -83,17 +84,17 @@ def test_an_unknown_value_type_is_refused(value_type: int) -> None:
     message = tables_pb2.Table(name="t", rows=1, dim=1)
     message.value_type = value_type  # type: ignore[assignment]
     with pytest.raises(InvalidInput, match=f"'t': value type {value_type}"):
-        codec.table_from_message(message)
+        messages.table_from_message(message)
 
 
 def test_a_shard_of_no_table_is_refused() -> None:
     message = publish_pb2.PublishOpen(shards=[publish_pb2.Shard(table=2, rows=1, cols=1)])
     with pytest.raises(InvalidInput, match="shard 0 names table 2, the message has 2 tables"):
-        codec.shards_from_open(message, TABLES)
+        messages.shards_from_open(message, TABLES)
 
 
 def check(message: tables_pb2.Rows) -> None:
-    codec.check_rows(codec.decode_rows(message, SHARDS))
+    rows.check_rows(rows.decode_rows(message, SHARDS))
 
 
 TWO = np.ones((2, 2), "<f4")
@@ -141,8 +142,8 @@ def test_any_bytes_are_rows_or_refused(ids: bytes, values: bytes, slot: int) -> 
     """Whatever is taken fits its shard."""
     message = tables_pb2.Rows(slot=slot, ids=ids, values=values)
     try:
-        batch = codec.decode_rows(message, SHARDS)
-        codec.check_rows(batch)
+        batch = rows.decode_rows(message, SHARDS)
+        rows.check_rows(batch)
     except InvalidInput:
         return
     shard, found, array = batch.shard, batch.ids, batch.values

@@ -1,7 +1,6 @@
-"""Between the wire's messages and NumPy arrays. What comes from outside is checked here."""
+"""Between messages of the wire and what they mean."""
 
-import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -9,17 +8,11 @@ import numpy as np
 from deltasync.core.delivery import Delivery
 from deltasync.core.errors import InvalidInput
 from deltasync.core.mode import Mode
+from deltasync.core.policy import Policy
 from deltasync.core.position import Position
-from deltasync.core.rows import Ids, RowBatch, Values
-from deltasync.core.tables import ID_TYPE, VALUE_TYPES, Shard, TableSpec
+from deltasync.core.tables import VALUE_TYPES, Shard, TableSpec
 from deltasync.core.value_types import ValueType, own_type
-from deltasync.v1 import publish_pb2, tables_pb2
-
-# Just under 1,000,000 bytes: faster than 64 KiB or 4 MiB, and below the default limits of gRPC and brokers.
-CHUNK_BYTES = 990_000
-MAX_CHUNK_BYTES = 1 << 20
-
-_RECORD = struct.Struct("<QQ")
+from deltasync.v1 import admin_pb2, publish_pb2, tables_pb2
 
 _VALUE_TYPES: dict[Any, np.dtype[np.generic]] = {  # The stubs and the generated code type enums differently.
     tables_pb2.VALUE_TYPE_FP32: VALUE_TYPES[0],
@@ -144,86 +137,33 @@ def position_to_message(position: Position) -> tables_pb2.Position:
     return tables_pb2.Position(history=position.history, version=position.number)
 
 
-def chunked(ids: Ids, values: Values) -> Iterator[tuple[Ids, Values]]:
-    """Slices of `ids` ([n] int64) and `values` ([n, cols]) of at most `CHUNK_BYTES`, but at least one row."""
-    step = max(1, CHUNK_BYTES // (ID_TYPE.itemsize + values.shape[1] * values.itemsize))
-    for start in range(0, len(ids), step):
-        yield ids[start : start + step], values[start : start + step]
-
-
-def fill_rows(message: tables_pb2.Rows, slot: int, ids: Ids, values: Values) -> None:
-    """Let a message carry `ids` ([n] int64) and their `values` ([n, cols]).
-
-    The message is filled where it lies: assigning it to another one's field would copy it.
-    """
-    message.slot = slot
-    message.ids = ids.astype(ID_TYPE, copy=False).tobytes()
-    message.values = values.tobytes()
-
-
-def decode_rows(message: tables_pb2.Rows, shards: list[Shard]) -> RowBatch:
-    """The rows a message carries, as views of its bytes.
+def policy_from_message(message: admin_pb2.Policy) -> Policy:
+    """The policy a message describes.
 
     Raises:
-        InvalidInput: no such shard, or lengths that do not fit it.
+        InvalidInput: a field is out of bounds, or fields that cannot be met together.
     """
-    return _rows_of(shards, message.slot, message.ids, message.values)
+    return Policy(
+        tables=tuple(message.tables) or ("*",),
+        mode=mode_from_message(message.mode),
+        top_k=message.top_k or None,
+        top_k_per_table=message.top_k_per_table,
+        max_age_seconds=message.max_age_seconds or None,
+        min_interval_seconds=message.min_interval_seconds,
+        max_bytes=message.max_bytes or None,
+        value_type=value_type_from_message(message.value_type) or ValueType.FP32,
+    )
 
 
-def pack_rows(slot: int, ids: Ids, values: Values) -> tuple[bytes | memoryview, ...]:
-    """The log's record of some rows, in pieces: slot and number of rows, ids, values."""
-    return _RECORD.pack(slot, len(ids)), ids.data, values.data
-
-
-def unpack_rows(record: memoryview, shards: list[Shard]) -> RowBatch:
-    """What `pack_rows` has packed, as views of the record.
-
-    Raises:
-        InvalidInput: the record does not fit the shards.
-    """
-    slot, count = _RECORD.unpack_from(record)
-    ids_end = _RECORD.size + count * ID_TYPE.itemsize
-    return _rows_of(shards, slot, record[_RECORD.size : ids_end], record[ids_end:])
-
-
-def _rows_of(
-    shards: list[Shard], slot: int, raw_ids: bytes | memoryview, raw_values: bytes | memoryview
-) -> RowBatch:
-    if slot >= len(shards):
-        raise InvalidInput(f"rows for slot {slot}, but only {len(shards)} were announced")
-    shard = shards[slot]
-    count, rest = divmod(len(raw_ids), ID_TYPE.itemsize)
-    if rest:
-        raise InvalidInput(f"table {shard.table.name!r}: {len(raw_ids)} bytes of ids, expected a multiple of 8")
-    expected = count * shard.cols * shard.table.dtype.itemsize
-    if len(raw_values) != expected:
-        raise InvalidInput(
-            f"table {shard.table.name!r}: {len(raw_values)} bytes of values for {count} rows of {shard.cols} "
-            f"{shard.table.dtype} values, expected {expected}: does the row's dimension or type differ?"
-        )
-    values = np.frombuffer(raw_values, shard.table.dtype).reshape(count, shard.cols)
-    return RowBatch(shard, np.frombuffer(raw_ids, ID_TYPE), values)
-
-
-def check_rows(batch: RowBatch) -> None:
-    """Check what only bad or broken senders get wrong.
-
-    Raises:
-        InvalidInput: no rows, ids outside the shard or not strictly ascending, NaN or infinity.
-    """
-    shard, ids, values = batch.shard, batch.ids, batch.values
-    name, first, last = shard.table.name, shard.row_offset, shard.row_offset + shard.rows
-    if not len(ids):
-        raise InvalidInput(f"table {name!r}: a chunk without rows")
-    if np.any(ids[1:] <= ids[:-1]):
-        raise InvalidInput(f"table {name!r}: ids must be strictly ascending inside a chunk")
-    if ids[0] < first or ids[-1] >= last:
-        bad = int(ids[0]) if ids[0] < first else int(ids[-1])
-        raise InvalidInput(f"table {name!r}: row id {bad} is outside this rank's rows {first} to {last - 1}")
-    finite = np.isfinite(values)
-    if not finite.all():
-        row, column = (int(i) for i in np.argwhere(~finite)[0])
-        raise InvalidInput(
-            f"table {name!r}: row {int(ids[row])} holds {values[row, column]} in column "
-            f"{shard.col_offset + column}; NaN and infinity are not published"
-        )
+def policy_to_message(policy: Policy) -> admin_pb2.Policy:
+    """The message that describes a policy."""
+    return admin_pb2.Policy(
+        tables=policy.tables,
+        mode=mode_to_message(policy.mode),
+        top_k=policy.top_k or 0.0,
+        top_k_per_table=policy.top_k_per_table,
+        max_age_seconds=policy.max_age_seconds or 0.0,
+        min_interval_seconds=policy.min_interval_seconds,
+        max_bytes=policy.max_bytes or 0,
+        value_type=value_type_to_message(policy.value_type),
+    )
