@@ -156,7 +156,7 @@ class CutCoordinator:
         if self._applying:
             await self._applying
         seal = _seal_of(cut)
-        await asyncio.wrap_future(self.model.log.seal(self.model.name, seal))
+        await asyncio.wrap_future(self.model.store.seal(seal))
         self.model.seals.append(seal)
         self.model.published |= cut.tables_with_rows
         self.rows += seal.rows
@@ -260,7 +260,7 @@ class PublishSession:
             open_cut.cut.announce(self.tables)
             part = open_cut.cut.begin(self.rank, self._shards, must_be_full=not self.decision.yes)
             self._part = (open_cut, part)
-            dropped = self._model.log.drop_part(self._model.name, open_cut.cut.version, self.rank)
+            dropped = self._model.store.drop_part(open_cut.cut.version, self.rank)
             self._unwritten.append(dropped)
             self._append(open_cut.cut, part, self._header)
         return self._part
@@ -268,7 +268,7 @@ class PublishSession:
     def _append(self, cut: Cut, part: RankPart, *payload: Buffer) -> None:
         number, part.records = part.records, part.records + 1
         part.log_bytes += sum(memoryview(piece).nbytes for piece in payload)
-        appended = self._model.log.append(self._model.name, cut.version, self.rank, number, *payload)
+        appended = self._model.store.append(cut.version, self.rank, number, *payload)
         self._unwritten.append(appended)
 
     async def _wait_written(self, but: int) -> None:

@@ -26,6 +26,7 @@ from deltasync.publish.coordinator import PublishSession, check_open
 from deltasync.service import service as services
 from deltasync.service.service import Service, ServiceOptions
 from deltasync.status.report import report
+from deltasync.storage import model_store
 from deltasync.storage.log import Log, LogOptions
 
 Scenario = Callable[[Service], Coroutine[Any, Any, None]]
@@ -309,7 +310,8 @@ def test_a_flush_cuts_the_log_and_what_is_left_is_enough(tmp_path: Path) -> None
 
 def test_many_small_cuts_are_flushed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their bytes never add up, but a seal that is no longer kept cannot be applied again."""
-    monkeypatch.setattr(models, "KEPT_SEALS", 4)
+    for module in (models, model_store):
+        monkeypatch.setattr(module, "KEPT_SEALS", 4)
 
     async def scenario(service: Service) -> None:
         session = await join(service)
