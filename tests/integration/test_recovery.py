@@ -14,7 +14,9 @@ from tests.support.wire import ITEM, TABLES, USER, block, part, publish_open
 
 from deltasync.core.tables import Shard
 from deltasync.feeds.model import Model
-from deltasync.publish.coordinator import CutCoordinator, PublishSession, check_open
+from deltasync.publish.coordinator import CutCoordinator
+from deltasync.publish.opening import check_open
+from deltasync.publish.session import PublishSession, open_session
 from deltasync.service.service import Service, ServiceOptions
 from deltasync.storage.log import Log
 from deltasync.storage.mapped import MappedTable
@@ -130,7 +132,7 @@ async def train(data_dir: Path, versions: Versions, camera: Camera) -> None:
         sessions = []
         for rank, shards in enumerate(SHARDS):
             message: publish_pb2.PublishOpen = publish_open(rank=rank, world_size=2, shards=shards).open
-            sessions.append(await coordinator.join(check_open(message)))
+            sessions.append(await open_session(coordinator, check_open(message)))
         shutil.copytree(data_dir / "models", camera.flushed)
         flushing = asyncio.create_task(asyncio.sleep(0))
         for step in range(1, STEPS + 1):

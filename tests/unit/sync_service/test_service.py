@@ -22,7 +22,8 @@ from deltasync.core.tables import Shard, TableSpec
 from deltasync.feeds import model as models
 from deltasync.feeds import release as releases
 from deltasync.feeds.release import FrozenRelease
-from deltasync.publish.coordinator import PublishSession, check_open
+from deltasync.publish.opening import check_open
+from deltasync.publish.session import PublishSession, open_session
 from deltasync.service import service as services
 from deltasync.service.service import Service, ServiceOptions
 from deltasync.status.report import report
@@ -52,7 +53,7 @@ def run(data_dir: Path, scenario: Scenario, **settings: Any) -> None:
 
 
 async def join(service: Service, **fields: Any) -> PublishSession:
-    return await service.coordinator("clicks").join(check_open(publish_open(**fields).open))
+    return await open_session(service.coordinator("clicks"), check_open(publish_open(**fields).open))
 
 
 async def send(session: PublishSession, requests: list[Any]) -> Position | None:
@@ -422,7 +423,7 @@ def test_two_models_do_not_mix(tmp_path: Path) -> None:
     async def first(service: Service) -> None:
         for model, seed in (("clicks", 0), ("click", 1)):
             opening = check_open(publish_open(model=model).open)
-            session = await service.coordinator(model).join(opening)
+            session = await open_session(service.coordinator(model), opening)
             await send(session, full_part(1, random_rows(seed), WHOLE))
 
     async def second(service: Service) -> None:
