@@ -141,7 +141,7 @@ def test_nothing_is_done_ahead_in_a_model_without_sharded_modules() -> None:
         ),
         (
             lambda m, b: m.sharded(b.one) if b.one else None,
-            {"sharded": "test_pipeline_plan.py:", "more": "can't be traced"},
+            {"sharded": "test_plan.py:", "more": "can't be traced"},
         ),
     ],
 )

@@ -192,9 +192,15 @@ class Forgetful(Keeping):
 @pytest.mark.parametrize("consumer", CONSUMERS)
 @pytest.mark.parametrize("lossy", [1, 3])
 def test_a_first_release_that_arrives_damaged_is_repaired_too(
-    service: RunningService, caplog: pytest.LogCaptureFixture, consumer: str, lossy: int
+    service: RunningService,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    consumer: str,
+    lossy: int,
 ) -> None:
     """Again and again, while the target goes on losing rows; and no longer."""
+    monkeypatch.setattr("deltasync.feeds.audit._PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 0.01)
     target = Forgetful(lossy)
     with Trainer(service.grpc) as trainer, follow(service, consumer, "a", target):
         lag = wait_until_in_sync(service, consumer, trainer.publish_all())

@@ -6,7 +6,7 @@ import pytest
 from deltasync.trainer.clicks.events import DataError, Events, concatenate
 from deltasync.trainer.clicks.ratings import rating_events
 
-MOVIES = Path(__file__).parents[4] / "shared/data/movietweetings-100k/ratings.dat"
+MOVIES = Path(__file__).parents[5] / "shared/data/movietweetings-100k/ratings.dat"
 CSV_HEADER = "userId,movieId,rating,timestamp\n"
 
 

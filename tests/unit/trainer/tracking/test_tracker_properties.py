@@ -1,7 +1,7 @@
 """Random interleavings of all that can be done to a tracker, against a plain model of sets.
 
 The tables are parameters of a plain module, which the tracker compares; lookups on ranks are in
-tests/integration/trainer/test_tracker_model.py.
+tests/integration/trainer/tracking/test_tracker_model.py.
 """
 
 from collections.abc import Sequence

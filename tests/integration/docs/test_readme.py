@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tests.support.process import ServiceProcess
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+README = (Path(__file__).parents[3] / "README.md").read_text()
 EXAMPLES = dict(re.findall(r"<!-- run: (\w+) -->\n```python\n(.*?)```", README, re.DOTALL))
 
 

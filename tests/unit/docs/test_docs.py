@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from deltasync.cli.main import cli
 from deltasync.cli.serve import serve
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text()
 DESIGN_WORDS = (
     "model",
