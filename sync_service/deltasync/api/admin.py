@@ -5,7 +5,7 @@ from typing import Any
 import grpc.aio
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from deltasync.api.abort import abort
+from deltasync.api.call_errors import abort
 from deltasync.api.token import check_token
 from deltasync.consumers.consumer import Consumer
 from deltasync.core.errors import DeltasyncError

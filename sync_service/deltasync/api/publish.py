@@ -5,7 +5,7 @@ from typing import Any
 
 import grpc.aio
 
-from deltasync.api.abort import abort
+from deltasync.api.call_errors import abort
 from deltasync.core.errors import DeltasyncError, InvalidInput
 from deltasync.publish.opening import check_open
 from deltasync.publish.session import PublishSession, open_session

@@ -17,7 +17,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from deltasync.api.admin import AdminServicer
-from deltasync.api.decoding import DecodeInterceptor
+from deltasync.api.call_errors import DecodeInterceptor
 from deltasync.api.http import create_app
 from deltasync.api.publish import PublishServicer
 from deltasync.api.subscribe import SubscribeServicer

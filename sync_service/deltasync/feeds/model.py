@@ -17,7 +17,7 @@ from deltasync.core.signals import Signal
 from deltasync.core.tables import TableSpec
 from deltasync.feeds.release import NO_TABLES, FrozenRelease, Head, Releases
 from deltasync.storage.log import Log
-from deltasync.storage.mapped import MappedTable
+from deltasync.storage.mapped_table import MappedTable
 from deltasync.storage.model_store import KEPT_SEALS, ModelStore
 
 T = TypeVar("T")
@@ -72,7 +72,7 @@ class Model:
     @property
     def deliveries(self) -> list[Delivery]:
         """What the tables are to replicas of a consumer without a policy."""
-        return [Delivery.unchanged(mapped.spec) for mapped in self.tables]
+        return [Delivery.unchanged(table.spec) for table in self.tables]
 
     @property
     def position(self) -> Position:
@@ -92,9 +92,9 @@ class Model:
             self._apply(seal, None)
         self.applied = self.sealed
         self.head = _head(self.applied)
-        for mapped in self.tables:
-            mapped.count_digest()
-        self.published = {mapped.spec.name for mapped in self.tables if mapped.ever_changed()}
+        for table in self.tables:
+            table.count_digest()
+        self.published = {table.spec.name for table in self.tables if table.ever_changed()}
 
     def close(self) -> None:
         """Flush the tables and stop the thread. Blocks."""
@@ -168,7 +168,7 @@ class Model:
         return list(newest_first)[::-1]
 
     def _unknown(self, tables: list[TableSpec]) -> list[TableSpec]:
-        known = {mapped.spec.name: mapped.spec for mapped in self.tables}
+        known = {table.spec.name: table.spec for table in self.tables}
         for table in tables:
             if known.get(table.name, table) != table:
                 raise Contradiction(
@@ -178,7 +178,7 @@ class Model:
         return [table for table in tables if table.name not in known]
 
     def _apply(self, seal: Seal, rows: Iterable[RowBatch] | None) -> None:
-        by_name = {mapped.spec.name: mapped for mapped in self.tables}
+        by_name = {table.spec.name: table for table in self.tables}
         for batch in self.store.rows(seal.version) if rows is None else rows:
             stored = by_name[batch.shard.table.name]
             stored.apply(batch.ids, batch.values, seal.version, batch.shard.col_offset)

@@ -12,7 +12,7 @@ from deltasync.core.rows import RowBatch
 from deltasync.core.seal import Seal
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.storage.log import Buffer, Log
-from deltasync.storage.mapped import MappedTable, remove_files
+from deltasync.storage.mapped_table import MappedTable, remove_files
 from deltasync.storage.records import spec_of_record, spec_record, unpack_rows
 from deltasync.v1 import publish_pb2
 from deltasync.wire.messages import shards_from_open, table_from_message

@@ -26,7 +26,7 @@ from deltasync.core.stamps import StampedTable
 from deltasync.feeds.model import Model
 from deltasync.feeds.release import NO_TABLES, FrozenRelease, Head, Releases
 from deltasync.storage.log import Log
-from deltasync.storage.mapped import MappedTable
+from deltasync.storage.mapped_table import MappedTable
 from deltasync.views.ranking import pick
 from deltasync.views.release_writer import ReleaseWriter, look
 from deltasync.views.statistics import Account, TableLeft, Taken, account_of, table_left, taken_of, with_left

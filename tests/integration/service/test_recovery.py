@@ -19,7 +19,7 @@ from deltasync.publish.opening import check_open
 from deltasync.publish.session import PublishSession, open_session
 from deltasync.service.service import Service, ServiceOptions
 from deltasync.storage.log import Log
-from deltasync.storage.mapped import MappedTable
+from deltasync.storage.mapped_table import MappedTable
 from deltasync.v1 import publish_pb2
 
 SHARDS = [

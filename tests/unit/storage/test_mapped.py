@@ -5,7 +5,7 @@ import pytest
 
 from deltasync.core.errors import StorageFailed
 from deltasync.core.tables import TableSpec
-from deltasync.storage.mapped import MappedTable
+from deltasync.storage.mapped_table import MappedTable
 
 TABLE = TableSpec("sparse/user", 10, 4)
 

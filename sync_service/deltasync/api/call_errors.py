@@ -1,13 +1,19 @@
-"""Bytes that are no protobuf."""
+"""Ending gRPC calls with our errors: what was raised on purpose, and bytes that are no protobuf."""
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from deltasync.api.abort import abort
-from deltasync.core.errors import InvalidInput
+from deltasync.core.errors import DeltasyncError, InvalidInput
+from deltasync.wire.error_codes import grpc_code
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: DeltasyncError) -> NoReturn:
+    """End a call with an error."""
+    await context.abort(grpc_code(error), str(error))
+    raise error  # abort() itself raises; this tells the type checker so.
 
 
 class DecodeInterceptor(grpc.aio.ServerInterceptor):
