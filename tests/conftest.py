@@ -9,10 +9,18 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 from tests.support.process import ServiceProcess
+from tests.support.programs import LONGEST_SECONDS
 
 # How long an example takes says nothing on a busy machine.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is slow has longer until it counts as hanging: than a program that it has started has."""
+    for item in items:
+        if item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.timeout(LONGEST_SECONDS + 30))
 
 
 @pytest.fixture(autouse=True)

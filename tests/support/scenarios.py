@@ -23,7 +23,7 @@ ALONE_SECONDS = 30
 # A rank that hangs for longer, not in a collective, ends and shows where it was.
 LONGEST_SECONDS = 60
 # One run plays so many at most.
-MANY = 45
+MANY = 80
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,6 @@
 import json
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
 from collections.abc import Iterator
 from importlib import import_module
@@ -13,6 +11,7 @@ from typing import Any
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from deltasync.cli.consumer_settings import consumers_of_file
 from deltasync.core.policy import Policy
@@ -154,15 +153,12 @@ def _module_lines(compose: dict[str, Any], containers: list[dict[str, Any]]) -> 
             yield command[command.index("-m") + 1 :]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("module", ["deltasync.trainer.train", "deltasync.trainer.demo.replica"])
 def test_trainer_and_replica_have_the_options_used(
-    compose: dict[str, Any], containers: list[dict[str, Any]], root: Path, module: str
+    compose: dict[str, Any], containers: list[dict[str, Any]], module: str
 ) -> None:
     used = [words[1:] for words in _module_lines(compose, containers) if words[0] == module]
     assert len(used) >= 2
-    help_text = subprocess.run(
-        [sys.executable, "-m", module, "--help"], cwd=root, capture_output=True, text=True, check=True
-    ).stdout
+    help_text = CliRunner().invoke(import_module(module).main, ["--help"]).output
     known = set(re.findall(r"--[a-z][a-z-]*", help_text))
     assert {word.split("=")[0] for words in used for word in words} <= known

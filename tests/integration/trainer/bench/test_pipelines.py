@@ -1,13 +1,13 @@
 """`deltasync bench pipelines`, small: all variants do their work, and the figures are of that work."""
 
 import json
-import subprocess
 import sys
 from functools import cache
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from tests.support.programs import run_program
 
 from deltasync.trainer.bench.command import bench
 from deltasync.trainer.bench.pipelines.options import NAMES, Sizes
@@ -37,13 +37,7 @@ pytestmark = pytest.mark.slow
 def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     found = tmp_path_factory.mktemp("bench") / "pipelines.json"
     sizes = Sizes(**SMALL).arguments()
-    done = subprocess.run(
-        [sys.executable, "-m", "deltasync", "bench", "pipelines", *sizes, "--json", str(found)],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
+    done = run_program(sys.executable, "-m", "deltasync", "bench", "pipelines", *sizes, "--json", str(found))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert all(said in done.stdout for said in NAMES.values())
     result: dict[str, Any] = json.loads(found.read_text())

@@ -1,11 +1,11 @@
 """`deltasync bench quality`, small: a line for each policy, and a plot."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.support.programs import run_program
 
 from deltasync.trainer.bench.quality import FLEETS, TITLES
 
@@ -16,13 +16,7 @@ PNG = b"\x89PNG\r\n"
 def test_each_policy_has_its_quality_and_its_bytes(tmp_path: Path) -> None:
     found, plot = tmp_path / "figures.json", tmp_path / "plot.png"
     arguments = ["--events", "2560", "--events-per-second", "400", "--json", str(found), "--plot", str(plot)]
-    done = subprocess.run(
-        [sys.executable, "-m", "deltasync", "bench", "quality", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=115,
-        check=False,
-    )
+    done = run_program(sys.executable, "-m", "deltasync", "bench", "quality", *arguments)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     figures = json.loads(found.read_text())["synthetic"]
     lines = {line["policy"]: line for line in figures["lines"]}

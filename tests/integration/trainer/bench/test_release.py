@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from tests.support.programs import run_program
 
 from deltasync.core.policy import Policy
 from deltasync.core.value_types import ValueType
@@ -25,13 +25,7 @@ pytestmark = pytest.mark.slow
 
 def figures_of(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     found = folder / "figures.json"
-    done = subprocess.run(
-        [sys.executable, "-m", "deltasync", "bench", *arguments, "--json", str(found)],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
+    done = run_program(sys.executable, "-m", "deltasync", "bench", *arguments, "--json", str(found))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return json.loads(found.read_text()), done.stdout
 

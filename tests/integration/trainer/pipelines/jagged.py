@@ -1,6 +1,7 @@
 """The same ids as KeyedJaggedTensors and as TensorDicts, and models that look them up."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from tests.integration.trainer.pipelines.training import Training, farthest, through
 from tests.integration.trainer.torchrec_defects.models import DIM
+from tests.integration.trainer.tracking.held import Rows
 from torch import nn
 from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 from torchrec.distributed.sharding_plan import column_wise, data_parallel, row_wise, table_wise
@@ -179,15 +181,41 @@ def train_same(
         plain_model: what TorchRec trains, if it is another model.
         ahead: whether the ids of all sharded modules are sent out ahead of forward; of none, if not.
     """
-    plain, given = Training((plain_model or make)(), sharding), list(given)
+    check_trained(make, sharding, trained_plainly(plain_model or make, sharding, expected), given, ahead=ahead)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What training has given: the outputs, and what this rank then holds."""
+
+    outputs: list[Any]
+    held: Rows
+
+
+def trained_plainly(make: Callable[[], nn.Module], sharding: Mapping[str, Any], batches: Iterable[Any]) -> Trained:
+    """What TorchRec trains without a pipeline."""
+    plain = Training(make(), sharding)
     before = plain.held()
-    outputs = plain.plainly(expected)
+    outputs = plain.plainly(batches)
     assert 0 < farthest(before, plain.held()) < float("inf")  # not NaN, which compares equal to everything
+    return Trained(outputs, plain.held())
+
+
+def check_trained(
+    make: Callable[[], nn.Module],
+    sharding: Mapping[str, Any],
+    expected: Trained,
+    given: Iterable[Any],
+    *,
+    ahead: bool = True,
+) -> None:
+    """The same comes of training on what is given, in every way; see `train_same`."""
+    given = list(given)
     eager, pipelined = Training(make(), sharding), Training(make(), sharding)
     accept_tensordicts(eager.model)
     for training, found in ((eager, eager.plainly(given)), (pipelined, _pipelined(pipelined, given, ahead))):
-        assert all(torch.equal(*two) for two in zip(found, outputs, strict=True))
-        assert farthest(training.held(), plain.held()) == 0
+        assert all(torch.equal(*two) for two in zip(found, expected.outputs, strict=True))
+        assert farthest(training.held(), expected.held) == 0
 
 
 def _pipelined(training: Training, batches: Iterable[Any], ahead: bool) -> list[Any]:

@@ -18,7 +18,7 @@ from tests.support.ranks import leave
 
 
 def main(folder: str, *names: str) -> None:
-    faulthandler.dump_traceback_later(100, exit=True)  # A rank that hangs says where.
+    faulthandler.dump_traceback_later(240, exit=True)  # A rank that hangs says where.
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     stand_in_for_a_gpu()
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))

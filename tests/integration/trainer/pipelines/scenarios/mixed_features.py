@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import cache
 from itertools import permutations
 from typing import Any
 
@@ -11,11 +12,13 @@ import torch
 from tests.integration.trainer.pipelines.jagged import (
     Ids,
     Lookups,
+    Trained,
     as_kjt,
     as_tensordict,
     by_lengths,
+    check_trained,
     ids,
-    train_same,
+    trained_plainly,
 )
 from tests.integration.trainer.pipelines.registry import SCENARIOS
 from tests.integration.trainer.pipelines.training import Training, farthest
@@ -54,10 +57,15 @@ def _shared() -> nn.Module:
     return Lookups(one=bags(bag("f", "f", "h"), bag("g", "h", "g")), two=sequences("h", "f"))
 
 
+@cache
+def _plain(make: Callable[[], nn.Module], count: int) -> Trained:
+    """What training on so many batches gives: the same, however they are given."""
+    return trained_plainly(make, SHARDING, (as_kjt(batch, "fgh") for batch in ids(count, *"fghxy")))
+
+
 def _train_same_in(forms: Sequence[Callable[[Ids], Any]], make: Callable[[], nn.Module]) -> None:
-    batches = list(ids(len(forms), *"fghxy"))
-    given = [form(batch) for form, batch in zip(forms, batches, strict=True)]
-    train_same(make, SHARDING, [as_kjt(batch, "fgh") for batch in batches], given)
+    given = [form(batch) for form, batch in zip(forms, ids(len(forms), *"fghxy"), strict=True)]
+    check_trained(make, SHARDING, _plain(make, len(forms)), given)
 
 
 def _rotations() -> Iterator[list[Callable[[Ids], Any]]]:
@@ -125,13 +133,12 @@ def _accepted_after(
 ) -> None:
     forms = [before, before, *then]
     batches = list(ids(len(forms), *"fghxy"))
-    plain, training = Training(make(), SHARDING), Training(make(), SHARDING)
-    expected = plain.plainly(as_kjt(batch, "fgh") for batch in batches)
+    expected, training = _plain(make, len(forms)), Training(make(), SHARDING)
     outputs = training.plainly(map(before, batches[:2]))
     accept_tensordicts(training.model)
     outputs += training.plainly(form(batch) for form, batch in zip(forms[2:], batches[2:], strict=True))
-    assert all(torch.equal(*two) for two in zip(outputs, expected, strict=True))
-    assert farthest(training.held(), plain.held()) == 0
+    assert all(torch.equal(*two) for two in zip(outputs, expected.outputs, strict=True))
+    assert farthest(training.held(), expected.held) == 0
 
 
 @SCENARIOS.scenario("mixed features", ranks=2)
