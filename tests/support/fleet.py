@@ -102,7 +102,7 @@ def as_sent(table: TableSpec, rows: Values, value_type: ValueType) -> Values:
     return decode(encode(rows, found), found, table.dtype)
 
 
-class Keeping(NumpyTarget):
+class Recorder(NumpyTarget):
     """Remembers every release, and what it then held."""
 
     def __init__(self) -> None:

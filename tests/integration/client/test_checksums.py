@@ -18,7 +18,7 @@ from tests.support.fleet import (
     ITEM,
     USER,
     WAIT,
-    Keeping,
+    Recorder,
     Trainer,
     as_sent,
     checked_ack,
@@ -60,7 +60,7 @@ class Bags(nn.Module):
         self.item = nn.EmbeddingBag(ITEM.rows, ITEM.dim, dtype=torch.float16)
 
 
-class KeepingTorch(TorchTarget):
+class TorchRecorder(TorchTarget):
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self.releases: list[Release] = []
@@ -73,12 +73,12 @@ class KeepingTorch(TorchTarget):
         return {name: rows.numpy().tobytes() for name, rows in self.tables().items()}
 
 
-def target_of(kind: str) -> Keeping | KeepingTorch:
-    return Keeping() if kind == "numpy" else KeepingTorch(Bags())
+def target_of(kind: str) -> Recorder | TorchRecorder:
+    return Recorder() if kind == "numpy" else TorchRecorder(Bags())
 
 
-def damage(target: Keeping | KeepingTorch, row: int) -> None:
-    rows: Any = target.tables["user"] if isinstance(target, Keeping) else target.tables()["user"]
+def damage(target: Recorder | TorchRecorder, row: int) -> None:
+    rows: Any = target.tables["user"] if isinstance(target, Recorder) else target.tables()["user"]
     rows[row, 3] += 1
 
 
@@ -166,8 +166,8 @@ def test_a_target_that_outlived_its_process_is_not_taken_for_damaged(
         with follow(service, consumer, "a", target) as replica:
             wait_until_in_sync(service, consumer, trainer.publish_all())
         again = target
-        if isinstance(target, KeepingTorch):
-            again = KeepingTorch(target._module)
+        if isinstance(target, TorchRecorder):
+            again = TorchRecorder(target._module)
         with follow(service, consumer, "a", again, held=replica.held):
             lag = wait_until_in_sync(service, consumer, trainer.change(3))
         assert again.bytes() == expected(trainer, consumer)
@@ -176,7 +176,7 @@ def test_a_target_that_outlived_its_process_is_not_taken_for_damaged(
         assert lag["replicas"][0]["checked"]
 
 
-class Forgetful(Keeping):
+class Forgetful(Recorder):
     """Loses a row of each of its first releases."""
 
     def __init__(self, lossy: int, table: str = "user") -> None:
@@ -213,7 +213,7 @@ def test_a_first_release_that_arrives_damaged_is_repaired_too(
 def test_a_damaged_replica_does_not_touch_the_others(
     service: RunningService, caplog: pytest.LogCaptureFixture
 ) -> None:
-    damaged, sound = Keeping(), Keeping()
+    damaged, sound = Recorder(), Recorder()
     with (
         Trainer(service.grpc) as trainer,
         follow(service, "top", "damaged", damaged),

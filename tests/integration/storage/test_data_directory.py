@@ -9,7 +9,7 @@ import lmdb
 import numpy as np
 import pytest
 from tests.support.data_directory import FIXTURES, POLICIES, Content, unpack, write
-from tests.support.fleet import ITEM, TABLES, USER, WAIT, Keeping, as_sent, follow
+from tests.support.fleet import ITEM, TABLES, USER, WAIT, Recorder, as_sent, follow
 from tests.support.server import RunningService
 
 from deltasync.client import NumpyTarget, Position, ValueType
@@ -54,7 +54,7 @@ def test_a_new_replica_is_given_the_models_rows_bit_by_bit(written: tuple[Runnin
 def test_a_replica_goes_on_from_where_it_was(written: tuple[RunningService, Content], replica: str) -> None:
     service, content = written
     consumer, name = replica.split("/")
-    target = Keeping()
+    target = Recorder()
     target.tables = {
         table.name: content.rows[f"{replica}/{table.name}"].copy() for table in TABLES
     }  # What it kept of its own.
@@ -71,7 +71,7 @@ def test_what_is_written_now_has_the_names_of_the_newest_fixture(tmp_path: Path)
     assert _shapes(tmp_path / "now") == _shapes(tmp_path / "then")
 
 
-def _wait_until(subscriber: Any, target: Keeping, wanted: dict[str, bytes]) -> None:
+def _wait_until(subscriber: Any, target: Recorder, wanted: dict[str, bytes]) -> None:
     subscriber.wait_for(7, WAIT)
     while target.bytes() != wanted:
         number = subscriber.held.number

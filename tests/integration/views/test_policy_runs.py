@@ -12,7 +12,7 @@ from tests.support.fleet import (
     TABLES,
     USER,
     WAIT,
-    Keeping,
+    Recorder,
     Trainer,
     admin_of,
     follow,
@@ -78,7 +78,7 @@ def no_room_for_views(patch: pytest.MonkeyPatch) -> None:
 def test_without_room_for_another_form_the_old_one_goes_on_until_there_is(
     service: RunningService, admin: Admin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, joining = Keeping(), Keeping()
+    target, joining = Recorder(), Recorder()
     with Trainer(service.grpc) as trainer, follow(service, "top", "a", target) as replica:
         wait_until_in_sync(service, "top", trainer.publish_all())
         with monkeypatch.context() as patch:
@@ -97,7 +97,7 @@ def test_without_room_for_another_form_the_old_one_goes_on_until_there_is(
 
 @pytest.mark.parametrize("kind", ["*.since", "*"])
 def test_a_view_that_has_lost_files_begins_anew_and_others_go_on(tmp_path: Path, kind: str) -> None:
-    lost, other = Keeping(), Keeping()
+    lost, other = Recorder(), Recorder()
     with (
         RunningService(tmp_path / "data", policies=POLICIES) as service,
         Trainer(service.grpc) as trainer,
@@ -138,7 +138,7 @@ def test_a_table_that_a_policy_of_the_file_has_no_room_for_does_not_keep_the_ser
             trainer.publish_all()
         with Trainer(service.grpc, [USER, wide], run="r2", started=2) as trainer:
             trainer.publish_all()
-    target = Keeping()
+    target = Recorder()
     with RunningService(tmp_path / "data", policies=policies) as service, follow(service, "small", "a", target):
         wait_for_lag(service, "small", lambda lag: lag["state"] == "in sync")
         assert target.bytes() == trainer.expected()
@@ -168,7 +168,7 @@ def test_a_target_that_can_be_read_is_not_asked_for_rows_it_was_not_given(servic
 
 
 def test_from_ids_to_values_while_nobody_is_connected(service: RunningService, admin: Admin) -> None:
-    target, seen = Keeping(), list[Release]()
+    target, seen = Recorder(), list[Release]()
     with Trainer(service.grpc) as trainer:
         with follow(service, "ids", "a", CallbackTarget(seen.append)):
             wait_until_in_sync(service, "ids", trainer.publish_all())
@@ -182,7 +182,7 @@ def test_from_ids_to_values_while_nobody_is_connected(service: RunningService, a
 
 
 def test_who_waits_for_a_version_is_told_of_one_that_changed_nothing_it_follows(service: RunningService) -> None:
-    target = Keeping()
+    target = Recorder()
     with Trainer(service.grpc) as trainer, follow(service, "user", "a", target) as replica:
         replica.wait_for(trainer.publish_all(), WAIT)
         for table in (ITEM, USER, ITEM, ITEM):
@@ -196,7 +196,7 @@ def test_who_waits_for_a_version_is_told_of_one_that_changed_nothing_it_follows(
 
 
 def test_a_number_to_wait_for_is_a_version_not_a_release(service: RunningService) -> None:
-    target = Keeping()
+    target = Recorder()
     with Trainer(service.grpc) as trainer, follow(service, "user", "a", target) as replica:
         wait_until_in_sync(service, "user", trainer.publish_all())
         head = trainer.change(20)
@@ -211,7 +211,7 @@ def test_a_number_to_wait_for_is_a_version_not_a_release(service: RunningService
 
 def test_rows_of_another_run_all_go_out_at_once(service: RunningService) -> None:
     """Half of one model and half of another is nothing to serve from."""
-    target = Keeping()
+    target = Recorder()
     with follow(service, "top", "a", target):
         with Trainer(service.grpc) as trainer:
             wait_until_in_sync(service, "top", trainer.publish_all())
@@ -230,7 +230,7 @@ def test_a_table_that_comes_while_a_release_is_frozen_raises_no_alarm(service: R
     """Who joins meanwhile is given that release, beside a table that it does not know of."""
     late = TableSpec("late", 5, 8)
     tables = [*TABLES, late]
-    target = Keeping()
+    target = Recorder()
     with Trainer(service.grpc) as trainer:
         trainer.publish_all()
         with ReplicaStream(service.grpc, consumer="predictors", replica="slow", budget=1) as slow:

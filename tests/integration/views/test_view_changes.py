@@ -10,7 +10,7 @@ from tests.support.fleet import (
     ITEM,
     USER,
     WAIT,
-    Keeping,
+    Recorder,
     Trainer,
     admin_of,
     follow,
@@ -67,7 +67,7 @@ def given_as(service: RunningService, consumer: str, policy: Policy, head: Posit
 
 
 def test_more_or_fewer_rows_at_once(service: RunningService, admin: Admin) -> None:
-    target = Keeping()
+    target = Recorder()
     with Trainer(service.grpc) as trainer, follow(service, "top", "a", target):
         wait_until_in_sync(service, "top", trainer.publish_all())
         history = service.get_json("/consumers/top/lag")["history"]
@@ -86,7 +86,7 @@ def test_more_or_fewer_rows_at_once(service: RunningService, admin: Admin) -> No
 
 
 def test_from_no_policy_to_one_and_back_replicas_go_on(service: RunningService, admin: Admin) -> None:
-    target, late = Keeping(), Keeping()
+    target, late = Recorder(), Recorder()
     with Trainer(service.grpc) as trainer, follow(service, "predictors", "a", target):
         trainer.publish_all()
         head = trainer.change(5)
@@ -117,7 +117,7 @@ def test_from_no_policy_to_one_and_back_replicas_go_on(service: RunningService, 
 @pytest.mark.parametrize("consumer", ["top", "predictors"])
 def test_values_in_another_type_are_all_sent_anew(service: RunningService, admin: Admin, consumer: str) -> None:
     """In the same history, also to replicas from before there was a policy."""
-    target = Keeping()
+    target = Recorder()
     with Trainer(service.grpc) as trainer, follow(service, consumer, "a", target):
         wait_until_in_sync(service, consumer, trainer.publish_all())
         for value_type in (ValueType.INT8, ValueType.BF16, ValueType.FP32, ValueType.FP16):
@@ -135,7 +135,7 @@ def test_values_in_another_type_are_all_sent_anew(service: RunningService, admin
 
 
 def test_tables_that_are_not_followed_any_more_and_followed_again(service: RunningService, admin: Admin) -> None:
-    target = Keeping()
+    target = Recorder()
     with Trainer(service.grpc) as trainer, follow(service, "top", "a", target):
         wait_until_in_sync(service, "top", trainer.publish_all())
         for _ in range(2):
@@ -175,7 +175,7 @@ def test_from_ids_to_values_and_back(service: RunningService, admin: Admin) -> N
 
 
 def test_a_consumer_made_anew_under_the_same_name_begins_anew(service: RunningService, admin: Admin) -> None:
-    target = Keeping()
+    target = Recorder()
     with Trainer(service.grpc) as trainer:
         with follow(service, "top", "a", target) as replica:
             head = trainer.publish_all()
@@ -200,7 +200,7 @@ def test_a_replica_that_joins_while_tables_change_is_given_them_as_they_were_ann
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It waits for what the policy wants to be there."""
-    target, joining = Keeping(), Keeping()
+    target, joining = Recorder(), Recorder()
     changing, go = threading.Event(), threading.Event()
     write = ViewStore.write
 
@@ -225,5 +225,5 @@ def test_a_replica_that_joins_while_tables_change_is_given_them_as_they_were_ann
     assert joining.bytes() == target.bytes() == trainer.expected(ValueType.INT8)
 
 
-def holds(service: RunningService, consumer: str, target: Keeping, expected: dict[str, bytes]) -> None:
+def holds(service: RunningService, consumer: str, target: Recorder, expected: dict[str, bytes]) -> None:
     wait_for_lag(service, consumer, lambda _: target.bytes() == expected)

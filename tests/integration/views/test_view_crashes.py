@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import numpy as np
 import pytest
-from tests.support.fleet import WAIT, Keeping, Trainer, admin_of, follow, wait_until_in_sync
+from tests.support.fleet import WAIT, Recorder, Trainer, admin_of, follow, wait_until_in_sync
 from tests.support.process import ServiceProcess
 from tests.support.server import TOKEN
 
@@ -74,7 +74,7 @@ class Fleet:
 
     def __init__(self, service: ServiceProcess, consumer: str, names: list[str], stack: ExitStack) -> None:
         self.consumer, self._service = consumer, service
-        self.targets = {name: Keeping() for name in names}
+        self.targets = {name: Recorder() for name in names}
         self.replicas: dict[str, Subscriber] = {
             name: stack.enter_context(follow(service, consumer, name, target))
             for name, target in self.targets.items()
@@ -140,7 +140,7 @@ def kill_and_follow(folder: Path, kills: int, seed: int, flush_bytes: int) -> No
 def everybody_holds(service: ServiceProcess, fleet: Fleet, trainer: Trainer, head: Position) -> None:
     wait_until_in_sync(service, fleet.consumer, head)
     expected = trainer.expected(POLICIES[fleet.consumer].value_type)
-    late = Keeping()
+    late = Recorder()
     with follow(service, fleet.consumer, "late", late) as replica:
         replica.wait_for(1, WAIT)
     assert late.bytes() == expected

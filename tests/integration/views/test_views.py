@@ -11,7 +11,7 @@ from tests.support.fleet import (
     TABLES,
     USER,
     WAIT,
-    Keeping,
+    Recorder,
     Trainer,
     admin_of,
     follow,
@@ -60,7 +60,7 @@ def test_two_replicas_at_the_same_release_hold_the_same_bits(
 ) -> None:
     """One that joins late is given the union in one release, and then the same."""
     value_type = POLICIES[consumer].value_type
-    first, second, late = Keeping(), Keeping(), Keeping()
+    first, second, late = Recorder(), Recorder(), Recorder()
     with (
         Trainer(service.grpc) as trainer,
         follow(service, consumer, "first", first),
@@ -87,7 +87,7 @@ def test_two_replicas_at_the_same_release_hold_the_same_bits(
 
 
 def test_one_that_was_away_is_given_the_union_in_one_release(service: RunningService) -> None:
-    stays, goes = Keeping(), Keeping()
+    stays, goes = Recorder(), Recorder()
     with Trainer(service.grpc) as trainer, follow(service, "top", "stays", stays):
         head = trainer.publish_all()
         with follow(service, "top", "goes", goes) as leaving:
@@ -108,7 +108,7 @@ def test_one_that_was_away_is_given_the_union_in_one_release(service: RunningSer
 
 
 def test_a_slow_replica_does_not_hold_up_the_others(service: RunningService) -> None:
-    quick = Keeping()
+    quick = Recorder()
     with Trainer(service.grpc) as trainer, follow(service, "top", "quick", quick):
         trainer.publish_all()
         with ReplicaStream(service.grpc, consumer="top", replica="slow", budget=1) as slow:
@@ -145,7 +145,7 @@ def test_no_release_is_made_while_nobody_is_there_or_holds_the_last(service: Run
             rows, end = replica.release()
             first = Position(end.position.history, end.position.version)
             # Not acknowledged: nothing more is released, whatever is published.
-            other = Keeping()
+            other = Recorder()
             with follow(service, "half", "other", other):
                 head = trainer.change(20)
                 head = trainer.change(20)
@@ -171,7 +171,7 @@ def test_a_target_that_outlived_its_process_goes_on(
             replica.wait_for(1, WAIT)
             wait_until_in_sync(service, "top", head)
         held = replica.held
-        again = Keeping()
+        again = Recorder()
         again.tables = target.tables
         with follow(service, "top", "a", again, held=held):
             wait_until_in_sync(service, "top", head)
@@ -218,7 +218,7 @@ def test_what_changes_most_goes_first_and_what_is_old_goes_at_all(
     monkeypatch.setattr("deltasync.views.pacing._SHORTEST_SECONDS", 100.0)
     monkeypatch.setattr("deltasync.views.pacing._LONGEST_SECONDS", 100.0)
     with RunningService(tmp_path / "data", policies={"young": Policy(top_k=1)}) as service:
-        target = Keeping()
+        target = Recorder()
         with Trainer(service.grpc) as trainer, follow(service, "young", "a", target):
             trainer.publish_all()
             wait_for_lag(service, "young", lambda lag: lag["offset"] > 0)
@@ -253,7 +253,7 @@ def test_rows_that_went_back_leave_nothing_to_look_for(
         looks += 1
         await make_release(view, *arguments)
 
-    target = Keeping()
+    target = Recorder()
     with Trainer(service.grpc) as trainer, follow(service, "few", "a", target):
         wait_until_in_sync(service, "few", trainer.publish_all())
         with monkeypatch.context() as slowly:
@@ -266,7 +266,7 @@ def test_rows_that_went_back_leave_nothing_to_look_for(
         wait_until_in_sync(service, "few", head)
         monkeypatch.setattr(View, "make_release", counted)
         # Who joins has the service consider whether a release is due.
-        with follow(service, "few", "b", Keeping()) as late:
+        with follow(service, "few", "b", Recorder()) as late:
             late.wait_for(1, WAIT)
             lag = wait_for_lag(service, "few", lambda lag: all(line["offset"] for line in lag["replicas"]))
         assert lag["release"]["left_rows"] == 0
@@ -289,7 +289,7 @@ def unsent(trainer: Trainer, target: NumpyTarget) -> float:
 
 def test_a_table_that_comes_later_is_followed(service: RunningService, caplog: pytest.LogCaptureFixture) -> None:
     """With another run, of which all rows differ."""
-    target, more = Keeping(), TableSpec("more", 30, 12)
+    target, more = Recorder(), TableSpec("more", 30, 12)
     with follow(service, "top", "a", target):
         with Trainer(service.grpc) as trainer:
             wait_until_in_sync(service, "top", trainer.publish_all())
@@ -303,7 +303,7 @@ def test_a_table_that_comes_later_is_followed(service: RunningService, caplog: p
 
 
 def test_a_service_that_has_lost_its_folder_gives_everything_anew(tmp_path: Path) -> None:
-    target = Keeping()
+    target = Recorder()
     with RunningService(tmp_path / "one", policies=POLICIES) as first, Trainer(first.grpc) as trainer:
         port = int(first.grpc.rpartition(":")[2])
         subscriber = follow(first, "top", "a", target)
@@ -321,7 +321,7 @@ def test_a_service_that_has_lost_its_folder_gives_everything_anew(tmp_path: Path
 def test_consumers_without_a_policy_are_checked_too(
     service: RunningService, caplog: pytest.LogCaptureFixture
 ) -> None:
-    target = Keeping()
+    target = Recorder()
     with Trainer(service.grpc) as trainer, follow(service, "predictors", "a", target) as replica:
         trainer.publish_all()
         head = trainer.change(10)

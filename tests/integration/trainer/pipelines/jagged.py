@@ -9,7 +9,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from tests.integration.trainer.pipelines.training import Training, farthest, through
 from tests.integration.trainer.torchrec_defects.models import DIM
-from tests.integration.trainer.tracking.held import Rows
+from tests.integration.trainer.tracking.rows import Rows
 from torch import nn
 from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 from torchrec.distributed.sharding_plan import column_wise, data_parallel, row_wise, table_wise

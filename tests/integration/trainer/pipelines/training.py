@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from tests.integration.trainer.torchrec_defects.models import CPU, distributed
-from tests.integration.trainer.tracking.held import Rows, weights
+from tests.integration.trainer.tracking.rows import Rows, weights
 from torch import nn
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter

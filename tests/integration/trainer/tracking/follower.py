@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from tests.integration.trainer.tracking.held import Ids, Rows, differing
+from tests.integration.trainer.tracking.rows import Ids, Rows, differing
 
 from deltasync.trainer.tracking.delta import Delta, DeltaRows
 from deltasync.trainer.tracking.modes import TrackingMode

@@ -6,9 +6,9 @@ from contextlib import contextmanager
 import torch
 from tests.integration.trainer.tracking.batches import Batch, Features
 from tests.integration.trainer.tracking.follower import Follower
-from tests.integration.trainer.tracking.held import Ids, changed, momenta, weights
 from tests.integration.trainer.tracking.models import Case, build
 from tests.integration.trainer.tracking.pipelines import Training
+from tests.integration.trainer.tracking.rows import Ids, changed, momenta, weights
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 

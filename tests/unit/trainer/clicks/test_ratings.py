@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import numpy as np
@@ -6,7 +7,7 @@ import pytest
 from deltasync.trainer.clicks.events import DataError, Events, concatenate
 from deltasync.trainer.clicks.ratings import rating_events
 
-MOVIES = Path(__file__).parents[5] / "shared/data/movietweetings-100k/ratings.dat"
+EXCERPT = Path(__file__).parents[3] / "fixtures/movietweetings/ratings.dat"
 CSV_HEADER = "userId,movieId,rating,timestamp\n"
 
 
@@ -102,10 +103,20 @@ def test_like_from_must_be_a_number(tmp_path: Path) -> None:
         read(tmp_path, "1::2::3::4\n", like_from=float("nan"))
 
 
+def test_the_first_lines_of_movietweetings() -> None:
+    events = concatenate(list(rating_events(EXCERPT)))
+    assert len(events) == 2000
+    assert len(np.unique(events.user)) == 369
+    assert len(np.unique(events.item)) == 1018
+    assert (np.diff(events.timestamp) >= 0).all()
+    assert events.label.sum() == 1029
+
+
 def test_the_movietweetings_file() -> None:
-    if not MOVIES.exists():
-        pytest.skip(f"needs the MovieTweetings 100k ratings at {MOVIES}")
-    events = concatenate(list(rating_events(MOVIES)))
+    movies = os.environ.get("MOVIETWEETINGS_100K")
+    if movies is None:
+        pytest.skip("needs the environment variable MOVIETWEETINGS_100K: the path of the 100,000 ratings")
+    events = concatenate(list(rating_events(Path(movies))))
     assert len(events) == 100_000
     assert len(np.unique(events.user)) == 16_554
     assert len(np.unique(events.item)) == 10_506

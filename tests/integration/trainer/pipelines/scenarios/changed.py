@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from tests.integration.trainer.pipelines.batches import ROWS
-from tests.integration.trainer.pipelines.comparing import check_like_plain, check_noticed_later
+from tests.integration.trainer.pipelines.comparison import check_like_plain, check_noticed_later
 from tests.integration.trainer.pipelines.prepared import (
     Does,
     Prepared,

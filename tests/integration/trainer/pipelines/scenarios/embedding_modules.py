@@ -3,13 +3,12 @@
 from collections.abc import Iterator
 from typing import Any
 
-from tests.integration.trainer.pipelines.comparing import check_same, told
+from tests.integration.trainer.pipelines.comparison import check_same, told
 from tests.integration.trainer.pipelines.registry import SCENARIOS
 from tests.integration.trainer.pipelines.training import through
 from tests.integration.trainer.torchrec_defects.models import CPU
 from tests.integration.trainer.tracking.batches import Batch, Features
 from tests.integration.trainer.tracking.cases import BOTH, FIRST, NEVER, ROWS, SECOND, table
-from tests.integration.trainer.tracking.held import weights
 from tests.integration.trainer.tracking.models import (
     Case,
     Part,
@@ -20,6 +19,7 @@ from tests.integration.trainer.tracking.models import (
     processed,
     sequences,
 )
+from tests.integration.trainer.tracking.rows import weights
 from torch import nn
 
 from deltasync.trainer.pipelines import OnlinePipeline

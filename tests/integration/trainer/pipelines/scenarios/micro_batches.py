@@ -8,7 +8,7 @@ import torch.distributed as dist
 from tests.integration.trainer.pipelines.batches import ROWS, WIDTH, Batch
 from tests.integration.trainer.pipelines.training import Training, farthest
 from tests.integration.trainer.torchrec_defects.models import kernels_of
-from tests.integration.trainer.tracking.held import Rows, momenta
+from tests.integration.trainer.tracking.rows import Rows, momenta
 from torch import fx, nn
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor

@@ -21,8 +21,8 @@ from tests.integration.trainer.pipelines.training import Training, farthest, thr
 from tests.integration.trainer.torchrec_defects.models import CPU, bags
 from tests.integration.trainer.tracking.batches import Features
 from tests.integration.trainer.tracking.cases import CASES
-from tests.integration.trainer.tracking.held import weights
 from tests.integration.trainer.tracking.models import build
+from tests.integration.trainer.tracking.rows import weights
 from torch import nn
 from torchrec.distributed.sharding_plan import data_parallel, row_wise, table_wise
 

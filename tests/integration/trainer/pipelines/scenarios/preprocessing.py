@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 from tests.integration.trainer.pipelines.batches import ROWS
-from tests.integration.trainer.pipelines.comparing import check_like_plain, check_same, told
+from tests.integration.trainer.pipelines.comparison import check_like_plain, check_same, told
 from tests.integration.trainer.pipelines.models import BOTH_RANKS
 from tests.integration.trainer.pipelines.prepared import (
     Does,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from tests.integration.trainer.pipelines.batches import Batch, batches
-from tests.integration.trainer.pipelines.comparing import check_same
+from tests.integration.trainer.pipelines.comparison import check_same
 from tests.integration.trainer.pipelines.models import BOTH_RANKS
 from tests.integration.trainer.pipelines.prepared import Prepared, Shift
 from tests.integration.trainer.pipelines.registry import SCENARIOS

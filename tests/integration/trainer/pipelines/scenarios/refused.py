@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from tests.integration.trainer.pipelines.batches import ROWS
-from tests.integration.trainer.pipelines.comparing import check_like_plain, check_noticed_later
+from tests.integration.trainer.pipelines.comparison import check_like_plain, check_noticed_later
 from tests.integration.trainer.pipelines.models import BOTH_RANKS
 from tests.integration.trainer.pipelines.prepared import (
     Prepared,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.integration.trainer.pipelines.batches import Batch, batches
-from tests.integration.trainer.pipelines.comparing import check_like_plain, check_same, told
+from tests.integration.trainer.pipelines.comparison import check_like_plain, check_same, told
 from tests.integration.trainer.pipelines.models import BOTH_RANKS, Regression
 from tests.integration.trainer.pipelines.prepared import Prepared, Shift, rich
 from tests.integration.trainer.pipelines.registry import SCENARIOS

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from tests.integration.trainer.pipelines.batches import ROWS, Batch, batches
-from tests.integration.trainer.pipelines.comparing import check_same
+from tests.integration.trainer.pipelines.comparison import check_same
 from tests.integration.trainer.pipelines.models import BOTH_RANKS, Regression
 from tests.integration.trainer.pipelines.prepared import rich, shifted, with_values
 from tests.integration.trainer.pipelines.registry import SCENARIOS

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.integration.trainer.pipelines.batches import batches
-from tests.integration.trainer.pipelines.comparing import attributes, calls_of, check_same, told
+from tests.integration.trainer.pipelines.comparison import attributes, calls_of, check_same, told
 from tests.integration.trainer.pipelines.models import BOTH_RANKS, Regression
 from tests.integration.trainer.pipelines.prepared import Prepared, PreparedModel, Shift, rich
 from tests.integration.trainer.pipelines.registry import SCENARIOS

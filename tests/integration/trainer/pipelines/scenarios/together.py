@@ -11,7 +11,7 @@ from tests.integration.trainer.pipelines.training import Training, farthest, thr
 from deltasync.trainer.pipelines import LockstepBatches
 
 
-class Arriving(Iterator[Batch]):
+class Arrivals(Iterator[Batch]):
     """Batches of which only the first so many have arrived."""
 
     def __init__(self, arrived: int) -> None:
@@ -27,7 +27,7 @@ class Arriving(Iterator[Batch]):
 @SCENARIOS.scenario("together", ranks=2)
 def a_rank_that_has_more_waits_and_nothing_is_lost() -> None:
     plain, pipelined = Training(Regression(), BOTH_RANKS), Training(Regression(), BOTH_RANKS)
-    arriving = Arriving(arrived=[2, 5][dist.get_rank()])
+    arriving = Arrivals(arrived=[2, 5][dist.get_rank()])
     pipeline, together = pipelined.pipeline(), LockstepBatches(arriving)
     assert through(pipeline, together) == plain.plainly(batches(2))
     arriving.arrived = [9, 7][dist.get_rank()]

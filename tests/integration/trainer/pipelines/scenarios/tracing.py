@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from tests.integration.trainer.pipelines.comparing import check_like_plain
+from tests.integration.trainer.pipelines.comparison import check_like_plain
 from tests.integration.trainer.pipelines.prepared import Prepared, Shift, rich
 from tests.integration.trainer.pipelines.registry import SCENARIOS
 from torch import nn

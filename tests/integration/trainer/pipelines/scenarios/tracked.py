@@ -11,7 +11,7 @@ from tests.integration.trainer.pipelines.prepared import Prepared, Shift
 from tests.integration.trainer.pipelines.registry import SCENARIOS
 from tests.integration.trainer.pipelines.training import Training
 from tests.integration.trainer.tracking.follower import Follower
-from tests.integration.trainer.tracking.held import changed
+from tests.integration.trainer.tracking.rows import changed
 from torch import nn
 
 from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tests.integration.trainer.pipelines.batches import ROWS, batches
-from tests.integration.trainer.pipelines.comparing import check_like_plain, check_same
+from tests.integration.trainer.pipelines.comparison import check_like_plain, check_same
 from tests.integration.trainer.pipelines.models import BOTH_RANKS, Regression
 from tests.integration.trainer.pipelines.prepared import Does, Prepared, Rich, Shift, rich, shifted
 from tests.integration.trainer.pipelines.registry import SCENARIOS

@@ -10,7 +10,7 @@ import pytest
 from tests.integration.trainer.pipelines.models import BOTH_RANKS
 from tests.integration.trainer.pipelines.prepared import rich
 from tests.integration.trainer.pipelines.training import Training, through
-from tests.integration.trainer.tracking.held import Rows, differing
+from tests.integration.trainer.tracking.rows import Rows, differing
 from torch import nn
 from torchrec.distributed.model_parallel import get_unwrapped_module
 
@@ -20,7 +20,7 @@ from deltasync.trainer.pipelines import accept_tensordicts
 BATCHES = 6
 
 
-class _Told(logging.Handler):
+class _Reasons(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.reasons: dict[str, str] = {}
@@ -34,7 +34,7 @@ class _Told(logging.Handler):
 @contextmanager
 def told() -> Iterator[dict[str, str]]:
     """What is logged meanwhile: the names of modules that are not pipelined, and why."""
-    handler, logger = _Told(), logging.getLogger("deltasync.trainer.pipelines")
+    handler, logger = _Reasons(), logging.getLogger("deltasync.trainer.pipelines")
     logger.addHandler(handler)
     try:
         yield handler.reasons

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 # What the extras bring: a predictor that imports the client has none of it.
 EXTRAS = (
     "click",
