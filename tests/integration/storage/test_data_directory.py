@@ -14,7 +14,7 @@ from tests.support.server import RunningService
 
 from deltasync.client import NumpyTarget, Position, ValueType
 
-VERSIONS = sorted(folder.name for folder in FIXTURES.iterdir() if folder.is_dir())
+VERSIONS = sorted(path.parent.name for path in FIXTURES.glob("*/data.tar.gz"))
 REPLICAS = [f"{consumer}/{replica}" for consumer in ("plain", "ranked") for replica in ("early", "late")]
 
 
