@@ -19,7 +19,7 @@ from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.core.mode import Mode
 from deltasync.core.policy import Policy
 from deltasync.core.value_types import ValueType
-from deltasync.status.lag import ConsumerLag, Lag, ReleaseLine, ReplicaLag, TableLag
+from deltasync.status.lag import ConsumerLag, Lag, ReplicaLag, TableLag
 from deltasync.v1 import admin_pb2
 from deltasync.wire.policy_message import policy_to_message
 
@@ -286,10 +286,18 @@ def test_a_file_that_is_no_text_is_an_error_that_names_it(served: list[ServerOpt
 
 KNOWN = Lag(3, 20, 800, 7.5, 2.5, 0.0125)
 UNKNOWN = Lag(4, 30, 1200, 9.5)
-RELEASE = ReleaseLine(
-    number=9, version=11, seconds_ago=0.5, rows=7, bytes=280, norm=4.0, left_rows=63, left_bytes=2520,
-    left_norm=12.3456, reason="took 7 of 70 dirty rows: top_k 10 % takes those that have changed most",
-)  # fmt: skip
+RELEASE = {
+    "number": 9,
+    "version": 11,
+    "seconds_ago": 0.5,
+    "rows": 7,
+    "bytes": 280,
+    "norm": 4.0,
+    "left_rows": 63,
+    "left_bytes": 2520,
+    "left_norm": 12.3456,
+    "reason": "took 7 of 70 dirty rows: top_k 10 % takes those that have changed most",
+}
 RANKED = ConsumerLag(
     consumer="top",
     model="clicks",
