@@ -1,4 +1,4 @@
-"""Lag: the distance from head to offset. Pure functions over what the service holds."""
+"""Lag: how far a consumer's offset is behind the head of its feed. Pure functions."""
 
 import math
 from collections.abc import Sequence
@@ -107,8 +107,7 @@ def measure(
 
     Args:
         version: a version.
-        seals: the seals that are still kept, oldest first; where the seal of a version is not, the oldest of them
-            tells how old it is.
+        seals: the seals there still are, oldest first; a version whose seal is gone counts as old as the oldest.
         row_bytes: what a row of each table takes on the wire.
         lacking: how many rows of each table the replica does not hold as the model has them.
         now_unix_ns: the time, nanoseconds since 1970.

@@ -1,4 +1,4 @@
-"""The points of a view's history: which version each release was made of, and who can go on from where."""
+"""The history of a view: of which version each release was made, and from which positions replicas can go on."""
 
 import uuid
 from collections import deque
@@ -13,8 +13,7 @@ _REMEMBERED_RELEASES = 10_000
 class ReleaseHistory:
     """The releases of one view. Added to on the model's thread, read on the event loop.
 
-    Releases are numbered from `first_version` on, so that a replica that held all of the model when the view began
-    already has a number in this history.
+    Releases are numbered from `first_version` on. Numbers up to it are versions of the model, older than the view.
 
     Attributes:
         id: the id of the view's history.
@@ -33,7 +32,7 @@ class ReleaseHistory:
     def version_of(self, number: int) -> int:
         """The version of the rows that a replica at `number` holds.
 
-        Of releases made before a restart all that is known is that it is not older than the view's first version.
+        Of releases made before a restart nothing is known but that they are not older than the view.
         """
         newest_first = reversed(tuple(self._heads))  # A copy: more may be added meanwhile.
         known = next((head.version for head in newest_first if head.number <= number), self.first_version)

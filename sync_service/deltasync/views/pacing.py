@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from deltasync.core.policy import Policy
 
-# Between two releases while nothing new is published: versions may have come in one burst, or hours apart.
+# Bounds of the pause between two releases while nothing new is published: versions may have come in one burst, or
+# hours apart.
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 0.1, 10.0
 # How many of the last versions tell how fast they come.
 PACE_VERSIONS = 8

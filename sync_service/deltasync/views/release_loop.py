@@ -65,7 +65,7 @@ class ReleaseLoop:
         return decision.seconds
 
     async def _prepare(self) -> None:
-        """Have the tables that the policy wants; where there is no room, go on with those there are for now."""
+        """Have the tables that the policy wants. If there is no room, go on with the old ones for now."""
         if time.monotonic() < self._prepare_at and self._consumer.policy == self._refused:
             return
         try:

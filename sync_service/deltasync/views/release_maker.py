@@ -47,8 +47,8 @@ class ReleaseMaker:
         """Make the next release. Rows that are dirty since `overdue_version` or before are overdue.
 
         Raises:
-            StorageFailed: not all of it could be written. Rows that were not are still dirty; a release of which
-                only the head was not is finished by the next call.
+            StorageFailed: not all of it could be written. Rows that were not written are still dirty; if only the
+                release itself could not be written down, the next call does that first.
         """
         self._store.retry()
         seal, state = self._model.applied, self._store.state
@@ -142,7 +142,7 @@ def _backlog(table: ViewTable, rows: DirtyRows) -> Backlog:
 
 
 def _released(state: ViewState, taken: Amount, reason: str, number: int, seal: Seal) -> ViewState:
-    """The state with the new release; where that took nothing, with the one before, and what is left now."""
+    """The state with the new release; where it took no rows, with the one before and the backlog of now."""
     backlog = total(each.amount for each in state.backlog.values())
     if taken.rows:
         return replace(state, newest=new_release(number, seal.version, seal, taken, backlog, reason))

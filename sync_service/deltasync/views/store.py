@@ -1,7 +1,7 @@
 """Where a view is, in memory and on disk: its tables' files in a folder, its records and rows in the log.
 
-A release is written to the log before any replica can be given it, and before its rows are in the view's files:
-after a crash the view claims nothing that the log could not give its replicas again.
+Rows of a release are in the log before they are in the view's files, and the release is written down before any
+replica can be given it: what a replica holds is never lost to the view in a crash.
 """
 
 import shutil
@@ -50,7 +50,7 @@ class ViewState:
         tables: what replicas hold; a table's index is its slot.
         newest: the newest release; None = replicas can be given nothing yet.
         compared_version: the version of the model at which its rows were last compared with those of the view.
-        backlog: what was left of each table then, by name; a table of which it is not known is missing.
+        backlog: what was left of each table then, by the table's name. After a restart it is not known, and empty.
     """
 
     tables: tuple[ViewTable, ...] = ()
@@ -75,10 +75,10 @@ class ViewState:
 
 
 class ViewStore:
-    """The state of one view, and what there is of it on disk. Everything blocks.
+    """The state of one view, in memory and on disk. Every method blocks.
 
-    The model's thread replaces the state; only `recover`, before everything else, and `discard`, after the last
-    release, do so on another. Flushing may happen on any thread meanwhile.
+    The state is replaced on the model's thread, but for `recover`, which comes before all other calls, and
+    `discard`, which comes after the last release. A flush may run on another thread at any time.
 
     Attributes:
         history: the releases there were.
@@ -93,11 +93,11 @@ class ViewStore:
         self._directory = directory
         self._view_key = view_key(consumer)
         self._release_key = release_key(consumer)
-        self._next: ViewState | None = None  # To go on to once its release is written down.
+        self._next: ViewState | None = None  # The state to go on to once its release is written down.
         self._flushed = 0
         self._flushing = threading.Lock()
-        self._appended_bytes = 0  # Of the model's thread.
-        self._dropped_bytes = 0  # Of who flushes.
+        self._appended_bytes = 0  # Written on the model's thread only.
+        self._dropped_bytes = 0  # Of these, those that flushes have dropped.
 
     # Releases, on the model's thread.
 
@@ -107,7 +107,7 @@ class ViewStore:
         return self._log.append(self._view_key, number, slot, index, *record)
 
     def advance(self, state: ViewState) -> None:
-        """Go on to `state`. If it has a newer release, that is written down first: only then can replicas have it.
+        """Go on to `state`. A newer release in it is written down first.
 
         Raises:
             StorageFailed: the log could not be written; `retry` tries again.
@@ -130,7 +130,7 @@ class ViewStore:
         self.state, self._next = state, None
 
     def install(self, state: ViewState, release: NewestRelease) -> None:
-        """Go on to a state with other tables, whose files are on disk, and to the release that made them.
+        """Go on to a state with other tables, whose files are on disk, and to the release that has them.
 
         Raises:
             StorageFailed: the log could not be written; the view is as it was.
@@ -257,6 +257,6 @@ class ViewStore:
             return None
         head = head_from_record(record["head"])
         if head.number < newest:
-            # The log has some rows of a release that was never finished: no replica has them, all are to get them.
+            # The log has rows of a release that was not written down: no replica has them, all are to get them.
             head = replace(head, number=newest)
         return NewestRelease(head, statistics_from_record(record["account"]))

@@ -21,10 +21,10 @@ from deltasync.views.table_maker import TableMaker, followed
 
 
 class View:
-    """A feed of the replicas of one consumer, and what moves it on.
+    """What the replicas of one consumer are fed from.
 
-    Used in the event loop, but for the methods that say that they block. Its tables are read and written on the
-    model's thread, where no cut is applied meanwhile.
+    Used in the event loop, but for the methods that block. Its tables are read and written on the model's thread,
+    where no cut is applied meanwhile.
 
     Attributes:
         model: the model it is a view of.
@@ -42,7 +42,7 @@ class View:
 
     @property
     def state(self) -> ViewState:
-        """Where it is now: a moment's state, which does not change any more."""
+        """Where it is now. The state that is returned does not change; the view goes on to another."""
         return self._store.state
 
     # What a replica's stream asks for, of a model as well.
@@ -73,14 +73,11 @@ class View:
         return self._releases.get(after, whole, self.position.number)
 
     def changed(self) -> Coroutine[None, None, Literal[True]]:
-        """To be awaited: the head moving, or other tables, or trouble, from this call on."""
+        """To be awaited: a new head, other tables or trouble, from this call on."""
         return self._signal.changed()
 
     def resume(self, held: Position) -> tuple[Decision, Position]:
-        """Whether a replica that holds `held` can go on from there, and what that is in this history.
-
-        One that held all of the model when the view began holds what the view began with.
-        """
+        """Whether a replica that holds `held` can go on from there, and what that position is in this history."""
         return self._store.history.resume(held, self.position.number, self.model.history)
 
     def version_of(self, number: int) -> int:
@@ -164,7 +161,7 @@ class View:
     # On the model's thread.
 
     def _freezable(self) -> tuple[list[StampedTable], Head | None]:
-        """What replicas can be given: no rows of a release that is not written down."""
+        """What replicas can be given: nothing of a release that is not written down yet."""
         self._store.retry()
         return self.tables, self.state.head
 

@@ -630,5 +630,5 @@ def test_an_offset_that_could_not_be_kept_is_reported(
             service.registry.acknowledge(consumer, replica, Position("h", 3))
 
     run(tmp_path, scenario)
-    assert "offset/c/p is not kept" in caplog.text
+    assert "offset/c/p could not be written" in caplog.text
     assert "the disk is gone" in caplog.text
