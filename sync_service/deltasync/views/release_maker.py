@@ -11,7 +11,6 @@ import numpy as np
 from deltasync.core.errors import StorageFailed
 from deltasync.core.policy import Policy
 from deltasync.core.rows import Ids, Values
-from deltasync.core.seal import Seal
 from deltasync.core.value_types import encode
 from deltasync.feeds.model import Model
 from deltasync.feeds.release import Head
@@ -56,12 +55,11 @@ class ReleaseMaker:
             return
         dirty = find_dirty(state.tables, state.compared_version, policy, overdue_version)
         picked = pick(dirty, policy)
-        number = state.head.number + 1
-        failure = self._write(state.tables, dirty, picked.taken, number)
-        taken = _taken(state.tables, dirty)
+        head = Head(state.head.number + 1, seal.version, seal.step, seal.step_end_unix_ns)
+        failure = self._write(state.tables, dirty, picked.taken, head.number)
         backlog = _backlogs(state.tables, dirty)
-        after = replace(state, compared_version=seal.version, backlog=backlog)
-        self._store.advance(_released(after, taken, picked.reason, number, seal))
+        compared = replace(state, compared_version=seal.version, backlog=backlog)
+        self._store.advance(_released(compared, head, _taken(state.tables, dirty), picked.reason))
         if failure:
             raise failure
 
@@ -141,27 +139,25 @@ def _backlog(table: ViewTable, rows: DirtyRows) -> Backlog:
     return Backlog(amount_of(rows, left), table.source.norm, int(since[left].min()) if np.any(left) else 0)
 
 
-def _released(state: ViewState, taken: Amount, reason: str, number: int, seal: Seal) -> ViewState:
+def _released(state: ViewState, head: Head, taken: Amount, reason: str) -> ViewState:
     """The state with the new release; where it took no rows, with the one before and the backlog of now."""
     backlog = total(each.amount for each in state.backlog.values())
     if taken.rows:
-        return replace(state, newest=new_release(number, seal.version, seal, taken, backlog, reason))
+        return replace(state, newest=new_release(head, taken, backlog, reason))
     if state.newest:
         statistics = replace(state.newest.statistics, backlog=backlog)
         return replace(state, newest=replace(state.newest, statistics=statistics))
     return state
 
 
-def new_release(
-    number: int, version: int, seal: Seal, taken: Amount, backlog: Amount, reason: str
-) -> NewestRelease:
-    """The release of that number, made now of the rows of `version`; `seal` is that of the applied cut."""
+def new_release(head: Head, taken: Amount, backlog: Amount, reason: str) -> NewestRelease:
+    """A release that is made now, after which replicas hold `head`."""
     statistics = ReleaseStatistics(
-        number=number,
-        version=version,
+        number=head.number,
+        version=head.version,
         made_unix_ns=time.time_ns(),
         taken=taken,
         backlog=backlog,
         reason=reason,
     )
-    return NewestRelease(Head(number, version, seal.step, seal.step_end_unix_ns), statistics)
+    return NewestRelease(head, statistics)

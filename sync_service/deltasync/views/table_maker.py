@@ -9,6 +9,7 @@ import numpy as np
 from deltasync.core.delivery import Delivery
 from deltasync.core.policy import Policy
 from deltasync.feeds.model import Model
+from deltasync.feeds.release import Head
 from deltasync.storage.mapped import MappedTable
 from deltasync.views.release_maker import new_release
 from deltasync.views.statistics import Amount, Backlog, total
@@ -82,7 +83,8 @@ class TableMaker:
         backlog = {table.source.spec.name: _backlog(table, before) for table in tables}
         left = total(each.amount for each in backlog.values())
         after = replace(before, tables=tables, compared_version=version, backlog=backlog)
-        self._store.install(after, new_release(number, version, seal, taken, left, reason))
+        head = Head(number, version, seal.step, seal.step_end_unix_ns)
+        self._store.install(after, new_release(head, taken, left, reason))
 
 
 def _taken(tables: Iterable[ViewTable]) -> tuple[Amount, str]:
