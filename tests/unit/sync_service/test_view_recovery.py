@@ -170,3 +170,21 @@ def test_a_damaged_record_is_an_error(tmp_path: Path) -> None:
 
     run(tmp_path, before)
     run_again(tmp_path, after)
+
+
+def test_the_newest_release_and_what_it_took_are_known_again(tmp_path: Path) -> None:
+    newest: list[NewestRelease | None] = []
+
+    async def before(local: LocalModel) -> None:
+        view = await local.prepared_view(TOP)
+        await local.cut(changed(1, USER, 3, 4, 5))
+        await view.make_release(TOP, 0)
+        newest.append(view.state.newest)
+
+    async def after(local: LocalModel) -> None:
+        state = local.view().state
+        assert state.newest == newest[0]
+        assert (state.newest is not None, state.backlog_rows) == (True, 2)
+
+    run(tmp_path, before)
+    run_again(tmp_path, after)
