@@ -17,7 +17,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from deltasync.api.admin import AdminServicer
-from deltasync.api.decoding import DecodeInterceptor
+from deltasync.api.call_errors import DecodeInterceptor
 from deltasync.api.http import create_app
 from deltasync.api.publish import PublishServicer
 from deltasync.api.subscribe import SubscribeServicer
@@ -170,7 +170,8 @@ async def _start_grpc(
 
 def _bind(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family)
+    # With the protocol named: asyncio switches Nagle's algorithm off only for sockets that say TCP.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))

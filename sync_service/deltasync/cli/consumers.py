@@ -8,7 +8,7 @@ import click
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.policy_options import policy_of, policy_options
 from deltasync.client.admin import Admin
-from deltasync.wire.policy_message import policy_from_message
+from deltasync.wire.messages import policy_from_message
 
 _EVERYTHING = "everything, as it is"
 

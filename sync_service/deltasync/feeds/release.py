@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from deltasync.core.rows import Ids, Values
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import TableSpec
-from deltasync.storage.mapped import reserve
-from deltasync.wire.codec import chunked
+from deltasync.storage.mapped_table import reserve
+from deltasync.wire.rows import chunked
 
 # Releases together; more are kept in unlinked files, so that slow replicas do not cost memory.
 RELEASES_IN_MEMORY_BYTES = 64 << 20

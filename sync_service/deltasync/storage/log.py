@@ -18,7 +18,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ import xxhash
 
 from deltasync.core.errors import StorageFailed
 from deltasync.core.seal import Seal
+from deltasync.storage.records import seal_of_record, seal_record
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ class Log:
 
     def seal(self, model: str, seal: Seal) -> Future[None]:
         """Make a cut visible: it is part of the history from here on."""
-        key, value = _key(model, seal.version), json.dumps(asdict(seal)).encode()
+        key, value = _key(model, seal.version), json.dumps(seal_record(seal)).encode()
         last = _key(model, seal.version, 2**32 - 1, 2**32 - 1)
 
         def write(txn: lmdb.Transaction) -> None:
@@ -153,7 +154,7 @@ class Log:
         with self._env.begin(db=self._seals) as txn, txn.cursor() as cursor:
             more = cursor.set_range(_key(model, after + 1))
             while more and cursor.key().startswith(prefix):
-                found.append(Seal(**json.loads(cursor.value())))
+                found.append(seal_of_record(json.loads(cursor.value())))
                 more = cursor.next()
         return found
 

@@ -22,7 +22,7 @@ def release_key(consumer: str) -> str:
     return f"release/{consumer}"
 
 
-def head_to_record(head: Head) -> dict[str, Any]:
+def head_record(head: Head) -> dict[str, Any]:
     """The head, as it is written down."""
     return {
         "number": head.number,
@@ -32,7 +32,7 @@ def head_to_record(head: Head) -> dict[str, Any]:
     }
 
 
-def head_from_record(record: Mapping[str, Any]) -> Head:
+def head_of_record(record: Mapping[str, Any]) -> Head:
     """The head that was written down."""
     return Head(
         number=record["number"],
@@ -42,7 +42,7 @@ def head_from_record(record: Mapping[str, Any]) -> Head:
     )
 
 
-def statistics_to_record(statistics: ReleaseStatistics) -> dict[str, Any]:
+def statistics_record(statistics: ReleaseStatistics) -> dict[str, Any]:
     """The statistics of a release, as they are written down."""
     taken, backlog = statistics.taken, statistics.backlog
     return {
@@ -59,7 +59,7 @@ def statistics_to_record(statistics: ReleaseStatistics) -> dict[str, Any]:
     }
 
 
-def statistics_from_record(record: Mapping[str, Any]) -> ReleaseStatistics:
+def statistics_of_record(record: Mapping[str, Any]) -> ReleaseStatistics:
     """The statistics that were written down."""
     return ReleaseStatistics(
         number=record["number"],
@@ -71,7 +71,7 @@ def statistics_from_record(record: Mapping[str, Any]) -> ReleaseStatistics:
     )
 
 
-def table_to_record(table: ViewTable) -> dict[str, Any]:
+def table_record(table: ViewTable) -> dict[str, Any]:
     """What a table of a view is, as it is written down."""
     return {
         "table": table.delivery.spec.name,
@@ -81,6 +81,6 @@ def table_to_record(table: ViewTable) -> dict[str, Any]:
     }
 
 
-def delivery_from_record(record: Mapping[str, Any], spec: TableSpec) -> Delivery:
+def delivery_of_record(record: Mapping[str, Any], spec: TableSpec) -> Delivery:
     """What was written down that replicas are sent of a table, which is `spec`."""
     return Delivery(spec, ValueType(record["value_type"]), Mode(record["mode"]))

@@ -18,7 +18,7 @@ from deltasync.views.ranking import DirtyRows, Floats, Mask, pick
 from deltasync.views.statistics import Amount, Backlog, ReleaseStatistics, amount_of, total
 from deltasync.views.store import NewestRelease, ViewState, ViewStore
 from deltasync.views.table import ViewTable
-from deltasync.wire.codec import CHUNK_BYTES
+from deltasync.wire.rows import CHUNK_BYTES
 
 # Records handed to the log and not yet on disk: what bounds the memory of a large release.
 _UNWRITTEN_RECORDS = 16

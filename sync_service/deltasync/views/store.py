@@ -18,16 +18,16 @@ from deltasync.core.errors import StorageFailed
 from deltasync.feeds.model import Model
 from deltasync.feeds.release import Head
 from deltasync.storage.log import Buffer, Log
-from deltasync.storage.mapped import MappedTable
+from deltasync.storage.mapped_table import MappedTable
 from deltasync.views.history import ReleaseHistory
 from deltasync.views.records import (
-    delivery_from_record,
-    head_from_record,
-    head_to_record,
+    delivery_of_record,
+    head_of_record,
+    head_record,
     release_key,
-    statistics_from_record,
-    statistics_to_record,
-    table_to_record,
+    statistics_of_record,
+    statistics_record,
+    table_record,
     view_key,
 )
 from deltasync.views.statistics import Backlog, ReleaseStatistics
@@ -147,7 +147,7 @@ class ViewStore:
         Raises:
             StorageFailed: the log could not be written.
         """
-        record = {"head": head_to_record(release.head), "account": statistics_to_record(release.statistics)}
+        record = {"head": head_record(release.head), "account": statistics_record(release.statistics)}
         self._log.put_meta(self._release_key, record).result()
 
     # Tables and their files, on any thread.
@@ -207,7 +207,7 @@ class ViewStore:
             "forked": self.history.first_version,
             "flushed": number,
             "seen": state.compared_version,
-            "tables": [table_to_record(table) for table in state.tables],
+            "tables": [table_record(table) for table in state.tables],
         }
         self._log.put_meta(self._view_key, record).result()
         self._log.truncate(self._view_key, number, 0).result()
@@ -238,7 +238,7 @@ class ViewStore:
         return tuple(self._open_table(sources[each["table"]], each) for each in records)
 
     def _open_table(self, source: MappedTable, record: Mapping[str, Any]) -> ViewTable:
-        delivery = delivery_from_record(record, source.spec)
+        delivery = delivery_of_record(record, source.spec)
         return ViewTable(source, delivery, self._directory / record["folder"], new=False)
 
     def _replay(self, tables: Sequence[ViewTable]) -> int:
@@ -255,8 +255,8 @@ class ViewStore:
         record = self._log.meta(self._release_key).get("")
         if record is None:
             return None
-        head = head_from_record(record["head"])
+        head = head_of_record(record["head"])
         if head.number < newest:
             # The log has rows of a release that was not written down: no replica has them, all are to get them.
             head = replace(head, number=newest)
-        return NewestRelease(head, statistics_from_record(record["account"]))
+        return NewestRelease(head, statistics_of_record(record["account"]))

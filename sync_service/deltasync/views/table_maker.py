@@ -10,7 +10,7 @@ from deltasync.core.delivery import Delivery
 from deltasync.core.policy import Policy
 from deltasync.feeds.model import Model
 from deltasync.feeds.release import Head
-from deltasync.storage.mapped import MappedTable
+from deltasync.storage.mapped_table import MappedTable
 from deltasync.views.release_maker import new_release
 from deltasync.views.statistics import Amount, Backlog, total
 from deltasync.views.store import ViewState, ViewStore
