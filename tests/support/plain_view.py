@@ -107,7 +107,7 @@ class PlainModel:
         have = {each.delivery: each for each in self.held}
         begins = not self.held and not self.compared_version
         followed = [each for each in self.tables if policy.follows(each.table)]
-        wanted = [policy.gives(each.table) for each in followed]
+        wanted = [policy.delivery_of(each.table) for each in followed]
         self.held = [have.get(one) or _whole(each, one) for each, one in zip(followed, wanted, strict=True)]
         self.compared_version = self.version if begins else self.compared_version
 

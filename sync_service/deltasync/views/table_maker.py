@@ -46,7 +46,7 @@ class TableMaker:
 
     async def _make(self, policy: Policy) -> None:
         sources = followed(self._model, policy)
-        deliveries = [policy.gives(source.spec) for source in sources]
+        deliveries = [policy.delivery_of(source.spec) for source in sources]
         state = self._store.state
         version = state.compared_version if state.head else self._model.position.number
         # What replicas held of the model before there was a policy need not be sent to them again.

@@ -97,7 +97,7 @@ class View:
 
     def fits(self, policy: Policy) -> bool:
         """Whether it has the tables that the policy follows, in the form that the policy wants."""
-        return self.deliveries == [policy.gives(table.spec) for table in followed(self.model, policy)]
+        return self.deliveries == [policy.delivery_of(table.spec) for table in followed(self.model, policy)]
 
     async def count_lacking(self, number: int, tables: Sequence[ViewTable]) -> list[int]:
         """How many rows of each of these tables a replica at `number` lacks."""

@@ -144,8 +144,8 @@ def test_a_consumer_is_made_with_the_policy_of_the_flags(calls: list[tuple[Any, 
 
 
 def test_an_update_replaces_the_policy_whole_and_says_so(calls: list[tuple[Any, ...]]) -> None:
-    assert run("consumers", "update", "c", "--top-k", "5") == (0, "consumer c is given top_k=5\n")
-    said = "consumer c is given everything, as it is (was top_k=5)\n"
+    assert run("consumers", "update", "c", "--top-k", "5") == (0, "policy of consumer c: top_k=5\n")
+    said = "policy of consumer c: every changed row, in its own type (was top_k=5)\n"
     assert run("consumers", "update", "c") == (0, said)
     assert [call[-1] for call in calls] == [Policy(top_k=5), Policy()]
     assert "replaces the one it has as a whole" in " ".join(run("consumers", "update", "--help")[1].split())

@@ -140,7 +140,7 @@ class Play:
         assert await self.view.count_lacking(0, tables) == from_nothing
 
     async def prepare(self) -> None:
-        if [self.policy.gives(t.table) for t in self.plain.tables if self.policy.follows(t.table)] == [
+        if [self.policy.delivery_of(t.table) for t in self.plain.tables if self.policy.follows(t.table)] == [
             each.delivery for each in self.plain.held
         ]:
             return
