@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
 
 from deltasync.core.policy import Policy
 
@@ -71,9 +73,9 @@ def _wait(seconds: float, since_unix_ns: int, now_unix_ns: int) -> float:
 
 
 def _pace(sealed_unix_ns: Sequence[int]) -> float:
-    """Twice the mean time between the last versions, within bounds."""
+    """Twice the median time between the last versions, within bounds: one outage among them does not count."""
     recent = sealed_unix_ns[-PACE_VERSIONS:]
     if len(recent) < 2:
         return _SHORTEST_SECONDS
-    mean = (recent[-1] - recent[0]) / 1e9 / (len(recent) - 1)
-    return min(max(2 * mean, _SHORTEST_SECONDS), _LONGEST_SECONDS)
+    between = median(later - earlier for earlier, later in pairwise(recent)) / 1e9
+    return min(max(2 * between, _SHORTEST_SECONDS), _LONGEST_SECONDS)

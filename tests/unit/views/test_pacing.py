@@ -70,7 +70,8 @@ def test_a_new_version_is_the_reason_also_while_rows_are_left() -> None:
     ("sealed", "pause"),
     [
         ([9, 6, 3], 6.0),  # twice the time between versions
-        ([9, 8, 3], 6.0),  # the mean of the times between them
+        ([9, 8, 5, 3], 4.0),  # the median of the times between them
+        ([31, 10, 9, 8], 2.0),  # an outage among them
         ([], 0.1),
         ([7], 0.1),
         ([0.003, 0.002, 0.001], 0.1),  # a burst
