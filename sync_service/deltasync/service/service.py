@@ -2,12 +2,10 @@
 
 import asyncio
 import contextlib
-import fcntl
 import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
 from deltasync.consumers.consumer import Consumer, ConsumerOptions
 from deltasync.consumers.registry import ConsumerRegistry
@@ -15,6 +13,7 @@ from deltasync.core.errors import StorageFailed
 from deltasync.core.policy import Policy
 from deltasync.feeds.model import Model
 from deltasync.publish.coordinator import CutCoordinator
+from deltasync.service.data_directory import lock_data_directory
 from deltasync.storage.log import Log, LogOptions
 from deltasync.views.registry import ViewRegistry
 from deltasync.views.view import View
@@ -62,10 +61,9 @@ class Service:
     """
 
     def __init__(self, options: ServiceOptions, tasks: asyncio.TaskGroup) -> None:
-        _make(options.data_dir)
         self._options = options
         self._tasks = tasks
-        self._lock = _lock(options.data_dir)
+        self._lock = lock_data_directory(options.data_dir)
         self.log = Log(LogOptions(directory=options.data_dir / "log", max_bytes=options.log_max_bytes))
         self.registry = ConsumerRegistry(self.log, options.replica_retention_seconds)
         self.views = ViewRegistry(self.log, tasks)
@@ -221,22 +219,3 @@ class Service:
     def _add(self, model: Model) -> None:
         self.models[model.name] = model
         self.coordinators[model.name] = CutCoordinator(model, self._tasks)
-
-
-def _make(data_dir: Path) -> None:
-    try:
-        data_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageFailed(f"{data_dir} cannot be made: {error.strerror}: choose another --data-dir") from error
-
-
-def _lock(data_dir: Path) -> TextIO:
-    lock = (data_dir / "lock").open("w")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.close()
-        raise StorageFailed(
-            f"{data_dir} is in use by another service: give this one a --data-dir of its own"
-        ) from None
-    return lock
