@@ -9,9 +9,12 @@ TORCHREC := 1.8.0
 CUDA ?= $(if $(wildcard $(VENV)/.installed-fbgemm-gpu),1,0)
 FBGEMM := $(if $(filter 1,$(CUDA)),fbgemm-gpu,fbgemm-gpu-cpu)
 STAMP := $(VENV)/.installed-$(FBGEMM)
+# A file's tests run in one worker, which makes what they share once; files go out in their order, quick ones last.
+WORKERS ?= 2
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check bench protos lock format clean
+.PHONY: help install demo unit test check bench protos lock format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -21,8 +24,11 @@ install: $(STAMP)  ## install everything into .venv (CUDA=1 for GPUs)
 demo: install  ## run the whole path: service, trainer of two ranks, two replicas
 	$(BIN)/deltasync demo $(ARGS)
 
-test: check  ## lint, check types and layers, run all tests
-	$(BIN)/python -m pytest $(ARGS)
+unit: install  ## run the tests that start no process
+	$(PYTEST) tests/unit $(ARGS)
+
+test: check  ## lint, check types and layers, run all tests (WORKERS=0: in one process)
+	$(PYTEST) $(ARGS)
 
 check: install  ## lint, format, types, layers
 	$(BIN)/ruff check .
@@ -35,7 +41,7 @@ bench: install  ## print the benchmarks
 	@set -e; for name in $$($(BIN)/deltasync bench --list); do $(BIN)/deltasync bench $$name $(ARGS); done
 
 protos: install  ## generate the stubs anew from the .proto files
-	$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=protos --grpc_python_out=protos \
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=protos --grpc_python_out=protos \
 		--mypy_out=quiet:protos --mypy_grpc_out=quiet:protos protos/deltasync/v1/*.proto
 
 format: install  ## format the code
@@ -45,7 +51,7 @@ format: install  ## format the code
 lock:  ## write requirements.lock anew from pyproject.toml
 	rm -rf build/lock && $(PYTHON) -m venv build/lock
 	$(PYTHON) -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb')); \
-		print(*p['project']['dependencies'], *sum(p['dependency-groups'].values(), []), sep='\n')" > build/lock/wanted.txt
+		print(*p['project']['dependencies'], *p['project']['optional-dependencies']['service'], *sum(p['dependency-groups'].values(), []), sep='\n')" > build/lock/wanted.txt
 	build/lock/bin/pip install -q torch==$(TORCH)
 	build/lock/bin/pip install -q -r build/lock/wanted.txt
 	build/lock/bin/pip freeze --exclude torch --exclude pip --exclude setuptools | grep -vE '^(nvidia|cuda|triton)' > requirements.lock

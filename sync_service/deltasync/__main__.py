@@ -1,6 +1,18 @@
-"""`python -m deltasync` is the `deltasync` command."""
+"""The `deltasync` command, also as `python -m deltasync`."""
 
-from deltasync.cli.main import main
+import sys
+
+
+def main() -> None:
+    """Run the command line, or say what to install where it is missing: the client does without it."""
+    try:
+        from deltasync.cli.main import main as run
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("deltasync"):
+            raise
+        sys.exit(f"Error: the deltasync command needs {error.name}: pip install 'deltasync[service]'")
+    run()
+
 
 if __name__ == "__main__":
     main()

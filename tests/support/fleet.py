@@ -27,7 +27,7 @@ from deltasync.client import (
 from deltasync.core.rows import Values
 from deltasync.core.value_types import ValueType, decode, encode, sent_as
 from deltasync.v1 import subscribe_pb2
-from deltasync.wire.codec import checksums_to_message
+from deltasync.wire.messages import checksums_to_message
 
 WAIT = 20.0
 # Of both, int8 is shorter.

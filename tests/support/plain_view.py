@@ -105,7 +105,7 @@ class PlainModel:
         have = {each.given: each for each in self.held}
         begins = not self.held and not self.seen
         followed = [each for each in self.tables if policy.follows(each.table)]
-        given = [policy.gives(each.table) for each in followed]
+        given = [policy.delivery_of(each.table) for each in followed]
         self.held = [have.get(one) or _whole(each, one) for each, one in zip(followed, given, strict=True)]
         self.seen = self.version if begins else self.seen
 

@@ -5,13 +5,13 @@ from typing import Any
 import grpc.aio
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from deltasync.api.abort import abort
+from deltasync.api.call_errors import abort
 from deltasync.api.token import check_token
 from deltasync.consumers.consumer import Consumer
 from deltasync.core.errors import DeltasyncError
 from deltasync.service.service import Service
 from deltasync.v1 import admin_pb2, admin_pb2_grpc
-from deltasync.wire.policy_message import policy_from_message, policy_to_message
+from deltasync.wire.messages import policy_from_message, policy_to_message
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):

@@ -8,7 +8,6 @@ from starlette.requests import ClientDisconnect
 
 from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.core.errors import InvalidInput
-from deltasync.core.policy import Policy
 
 _MAX_BODY_BYTES = 64 << 10
 
@@ -34,13 +33,12 @@ async def consumer_of(name: str, request: Request) -> ConsumerOptions:
     Raises:
         InvalidInput: it describes none; the message says what is wrong.
     """
-    described = _object("body", _parsed(await _body(request)))
+    described = _parsed(await _body(request))
+    if not isinstance(described, dict):
+        raise InvalidInput("body: expected an object")
     if unknown := sorted(described.keys() - {"model", "policy"}):
         raise InvalidInput(f"body: unknown key {unknown[0]!r}; keys: model, policy")
-    model = described.get("model")
-    if not isinstance(model, str):
-        raise InvalidInput("body: expected the name of a model as 'model'")
-    return ConsumerOptions(name, model, Policy.from_dict(_object("policy", described.get("policy", {}))))
+    return ConsumerOptions.described(name, described.get("model"), described.get("policy", {}))
 
 
 async def _body(request: Request) -> bytes:
@@ -60,9 +58,3 @@ def _parsed(body: bytes) -> Any:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
         raise InvalidInput(f"body: no JSON: {error}") from error
-
-
-def _object(what: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise InvalidInput(f"{what}: expected an object")
-    return value

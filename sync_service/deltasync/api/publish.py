@@ -5,12 +5,13 @@ from typing import Any
 
 import grpc.aio
 
-from deltasync.api.abort import abort
+from deltasync.api.call_errors import abort
 from deltasync.core.errors import DeltasyncError, InvalidInput
-from deltasync.publish.coordinator import PublishSession, check_open
+from deltasync.publish.opening import check_open
+from deltasync.publish.session import PublishSession, open_session
 from deltasync.service.service import Service
 from deltasync.v1 import publish_pb2, publish_pb2_grpc
-from deltasync.wire.codec import position_to_message
+from deltasync.wire.messages import position_to_message
 
 
 class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
@@ -41,7 +42,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
                 raise InvalidInput("a stream begins with one open message, then chunks and closes follow")
             if session is None:
                 opening = check_open(request.open)
-                session = await self._service.coordinator(request.open.model).join(opening)
+                session = await open_session(self._service.coordinator(request.open.model), opening)
                 yield _opened(session)
             elif kind == "chunk":
                 await session.add(request.chunk)
@@ -54,7 +55,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
 def _opened(session: PublishSession) -> publish_pb2.PublishResponse:
     decision = session.decision
     opened = publish_pb2.PublishOpened(
-        head=position_to_message(session.head),
+        head=position_to_message(session.sealed),
         continues=decision.yes,
         reason=decision.reason,
         tables=len(session.tables),

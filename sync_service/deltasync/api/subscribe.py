@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import grpc.aio
 
-from deltasync.api.abort import abort
+from deltasync.api.call_errors import abort
 from deltasync.consumers.consumer import Consumer, Replica
 from deltasync.core.delivery import Delivery
 from deltasync.core.errors import DeltasyncError, InvalidInput, NotFound, ServiceUnavailable, Superseded
@@ -20,14 +20,14 @@ from deltasync.feeds.release import FrozenRelease, Head
 from deltasync.service.service import Service
 from deltasync.v1 import subscribe_pb2, subscribe_pb2_grpc
 from deltasync.views.view import View
-from deltasync.wire.codec import (
+from deltasync.wire.messages import (
     checksums_to_message,
     delivery_to_message,
-    fill_rows,
     mode_to_message,
     position_from_message,
     position_to_message,
 )
+from deltasync.wire.rows import fill_rows
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class ReplicaStream:
         self._deliveries: list[Delivery] = []
         self._ended = asyncio.Event()
         self._replica: Replica = self._registry.connect(self._consumer, message.replica, self._ended)
-        self._proof = ReplicaAudit()
+        self._audit = ReplicaAudit()
         self._budget = message.max_outstanding_bytes or _DEFAULT_OUTSTANDING_BYTES
         self._sent_bytes = 0
         self._received_bytes = 0
@@ -91,7 +91,7 @@ class ReplicaStream:
             async for response in self._responses(acks):
                 yield response
         except _ReplicaLeft:
-            pass  # Its acks have all been taken; nothing more is to be said.
+            pass  # All of its acks were taken; there is nothing more to say.
         finally:
             acks.cancel()
             self._registry.disconnect(self._replica, self._ended)
@@ -105,10 +105,10 @@ class ReplicaStream:
             self._check_current()
             self._check_deliveries()
             self._damaged.clear()
-            repaired = self._proof.begin_repair(time.monotonic())
+            repaired = self._audit.begin_repair(time.monotonic())
             if self._feed.position == self._sent and not repaired:
                 await self._wait(acks, self._feed.changed(), self._damaged.wait())
-                if self._feed.position == self._sent and not self._proof.damaged:
+                if self._feed.position == self._sent and not self._audit.damaged:
                     yield _progress(self._sent, self._feed.version_of(self._sent.number))
                 continue
             async for response in self._send(self._feed.release(self._sent.number, repaired), acks):
@@ -116,7 +116,7 @@ class ReplicaStream:
 
     def _opened(self) -> subscribe_pb2.SubscribeResponse:
         deliveries = self._deliveries = self._feed.deliveries
-        # What the replica is known to hold; what it merely claims must not become its offset.
+        # Only what the replica is known to hold may become its offset, not what it claims.
         decision, self._sent = self._feed.resume(self._claim)
         self._registry.acknowledge(self._consumer, self._replica, self._sent)
         logger.info("replica joined: %s/%s %s", self._consumer.name, self._replica.name, decision.reason)
@@ -132,7 +132,7 @@ class ReplicaStream:
         return subscribe_pb2.SubscribeResponse(opened=opened)
 
     async def _send(self, frozen: asyncio.Task[FrozenRelease], acks: asyncio.Task[None]) -> Responses:
-        # Only here, so that what was sent is not kept while there is nothing to send.
+        # Awaited only here, so that no release is kept in memory while there is nothing to send.
         release = await asyncio.shield(frozen)
         self._check_deliveries()
         for slot, ids, values in release.chunks():
@@ -148,7 +148,7 @@ class ReplicaStream:
         self._consumer.released_rows += release.rows
         if release.head:
             self._sent = Position(self._feed.history, release.head.number)
-            self._proof.expect(release)
+            self._audit.expect(release)
             yield subscribe_pb2.SubscribeResponse(release_end=self._end(release, release.head))
 
     def _end(self, release: FrozenRelease, head: Head) -> subscribe_pb2.ReleaseEnd:
@@ -190,7 +190,7 @@ class ReplicaStream:
         # An earlier ack that is repeated changes nothing.
         if self._replica.stream is not self._ended or applied.number < self._replica.applied.number:
             return
-        damaged = self._proof.check(applied.number, checksums)
+        damaged = self._audit.check(applied.number, checksums)
         if damaged:
             self._report(damaged)
             return
@@ -198,7 +198,7 @@ class ReplicaStream:
         self._registry.acknowledge(self._consumer, self._replica, applied)
 
     def _report(self, damaged: frozenset[int]) -> None:
-        """Tell of a replica that holds other bits than it was given, and have it given the tables whole."""
+        """Report a replica that holds other bits than it was sent, and have the tables sent to it whole."""
         tables = tuple(self._deliveries[slot].spec.name for slot in sorted(damaged))
         self._consumer.damages += len(set(tables) - set(self._replica.damaged))
         self._replica.damaged = tables

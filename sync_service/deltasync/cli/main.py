@@ -1,47 +1,50 @@
-"""The `deltasync` command: verbs of the service, and those that installed extras add."""
+"""The `deltasync` command and its verbs."""
 
 import sys
 from importlib.metadata import EntryPoint, entry_points
 
 import click
 
-from deltasync.cli.consumers import consumers
-from deltasync.cli.lag import lag
-from deltasync.cli.serve import serve
 from deltasync.core.errors import DeltasyncError
 from deltasync.core.process import log_to_stderr
 
 
 class _Verbs(click.Group):
-    """A group that finds further verbs by their entry point, and imports one only when it is used."""
+    """A group that finds its verbs by their entry points, and imports one only when it is used: each has needs of
+    its own, which are installed by extras.
+    """
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted({*super().list_commands(ctx), *_extra_verbs()})
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002  # named by click
+        return sorted(_verbs())
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        known = super().get_command(ctx, cmd_name)
-        extra = _extra_verbs().get(cmd_name)
-        return known if known or not extra else _load(extra)
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        verb = _verbs().get(cmd_name)
+        return _load(verb) if verb else None
 
 
-def _extra_verbs() -> dict[str, EntryPoint]:
+def _verbs() -> dict[str, EntryPoint]:
     return {entry.name: entry for entry in entry_points(group="deltasync.commands")}
 
 
-def _load(entry: EntryPoint) -> click.Command:
+def _load(verb: EntryPoint) -> click.Command:
     try:
-        command = entry.load()
+        command = verb.load()
     except ModuleNotFoundError as error:
-        needs = f"deltasync {entry.name} needs {error.name}"
-        return click.Command(
-            entry.name,
-            help=f"Not available: {needs}.",
-            callback=lambda: _fail(f"{needs}: run `make install`, or pip install 'deltasync[trainer]'"),
-            context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
-        )
+        if (error.name or "").startswith("deltasync"):
+            raise
+        return _unavailable(verb, f"deltasync {verb.name} needs {error.name}")
     if not isinstance(command, click.Command):
-        raise TypeError(f"entry point {entry.name} is a {type(command).__name__}, expected a click command")
+        raise TypeError(f"entry point {verb.name} is a {type(command).__name__}, expected a click command")
     return command
+
+
+def _unavailable(verb: EntryPoint, needs: str) -> click.Command:
+    return click.Command(
+        verb.name,
+        help=f"Not available: {needs}.",
+        callback=lambda: _fail(f"{needs}: pip install 'deltasync[{','.join(verb.extras)}]'"),
+        context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+    )
 
 
 def _fail(message: str) -> None:
@@ -52,11 +55,6 @@ def _fail(message: str) -> None:
 @click.version_option(package_name="deltasync")
 def cli() -> None:
     """Keeps the embedding tables of predictors a moment behind the trainer that is changing them."""
-
-
-cli.add_command(serve)
-cli.add_command(lag)
-cli.add_command(consumers)
 
 
 def main() -> None:

@@ -9,22 +9,13 @@ import click
 from deltasync.api.server import ServerOptions
 from deltasync.api.server import serve as run_server
 from deltasync.cli.config import CONTEXT, config_option, from_config
-from deltasync.cli.configured_consumers import read_consumers
+from deltasync.cli.consumer_settings import consumers_of_file, consumers_of_flags, merged
 from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.service.service import ServiceOptions
 
 
-def _consumers(
-    _ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]
-) -> tuple[ConsumerOptions, ...]:
-    pairs = [tuple(value.split("=", 1)) for value in values]
-    if wrong := [value for value, pair in zip(values, pairs, strict=True) if len(pair) != 2]:
-        raise click.BadParameter(f"{wrong[0]!r}: expected NAME=MODEL")
-    return tuple(ConsumerOptions(pair[0], pair[1]) for pair in pairs)
-
-
 @click.command(context_settings=CONTEXT)
-@config_option(consumers=read_consumers)
+@config_option(consumers=consumers_of_file)
 @click.option(
     "--data-dir",
     type=click.Path(file_okay=False, path_type=Path),
@@ -45,7 +36,7 @@ def _consumers(
     "--consumer",
     "consumer",
     multiple=True,
-    callback=_consumers,
+    callback=consumers_of_flags,
     metavar="NAME=MODEL",
     help="Consumer to make at the start if missing. May be repeated.",
 )
@@ -93,18 +84,5 @@ def serve(consumer: tuple[ConsumerOptions, ...], **settings: Any) -> None:
         service = ServiceOptions(**{name: settings.pop(name) for name in kept})
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    wanted = _merged(consumer, from_config("consumers", ()))
+    wanted = merged(consumer, from_config("consumers", ()))
     asyncio.run(run_server(ServerOptions(service=service, consumers=wanted, **settings)))
-
-
-def _merged(
-    flags: tuple[ConsumerOptions, ...], configured: tuple[ConsumerOptions, ...]
-) -> tuple[ConsumerOptions, ...]:
-    models = {each.name: each.model for each in configured}
-    for each in flags:
-        if models.get(each.name, each.model) != each.model:
-            raise click.UsageError(
-                f"consumer {each.name!r} follows model {each.model!r} by --consumer, but {models[each.name]!r} by "
-                f"[consumers.{each.name}] of the --config file"
-            )
-    return (*(each for each in flags if each.name not in models), *configured)

@@ -17,6 +17,18 @@ from deltasync.client.targets import (
     ReleasedRows,
     Target,
 )
+from deltasync.core.errors import (
+    Contradiction,
+    DeltasyncError,
+    InvalidInput,
+    NotFound,
+    NotPermitted,
+    ResyncRequired,
+    ServiceFailed,
+    ServiceUnavailable,
+    StorageFailed,
+    Superseded,
+)
 from deltasync.core.mode import Mode
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
@@ -27,7 +39,12 @@ from deltasync.core.value_types import ValueType
 __all__ = [
     "Admin",
     "CallbackTarget",
+    "Contradiction",
+    "DeltasyncError",
+    "InvalidInput",
     "Mode",
+    "NotFound",
+    "NotPermitted",
     "NumpyTarget",
     "Part",
     "Policy",
@@ -37,10 +54,15 @@ __all__ = [
     "ReadableTarget",
     "Release",
     "ReleasedRows",
+    "ResyncRequired",
     "RowBatch",
+    "ServiceFailed",
+    "ServiceUnavailable",
     "Shard",
+    "StorageFailed",
     "Subscriber",
     "SubscriberOptions",
+    "Superseded",
     "TableSpec",
     "Target",
     "ValueType",

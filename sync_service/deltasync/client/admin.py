@@ -9,7 +9,7 @@ from deltasync.client.connection import open_channel
 from deltasync.core.policy import Policy
 from deltasync.v1 import admin_pb2, admin_pb2_grpc
 from deltasync.wire.error_codes import from_rpc_error
-from deltasync.wire.policy_message import policy_to_message
+from deltasync.wire.messages import policy_to_message
 
 T = TypeVar("T")
 

@@ -13,13 +13,8 @@ from deltasync.core.rows import Ids, Values
 from deltasync.core.tables import Shard
 from deltasync.core.value_types import decode
 from deltasync.v1 import subscribe_pb2
-from deltasync.wire.codec import (
-    CHUNK_BYTES,
-    decode_rows,
-    delivery_from_message,
-    mode_from_message,
-    position_from_message,
-)
+from deltasync.wire.messages import delivery_from_message, mode_from_message, position_from_message
+from deltasync.wire.rows import CHUNK_BYTES, decode_rows
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +28,7 @@ class ReleaseAssembler:
     """
 
     def __init__(self, max_outstanding_bytes: int, known: set[str]) -> None:
-        """`known` are the tables of the last release of an earlier stream; then they are those of this one."""
+        """`known` are the tables of the last release, on an earlier stream too; updated with each release."""
         self.received_bytes = 0
         self.model_history = ""
         self._known = known
@@ -55,7 +50,7 @@ class ReleaseAssembler:
         self._resync = opened.resync
 
     def add(self, chunk: subscribe_pb2.ReleaseChunk) -> bool:
-        """Take some rows; whether it is time to return credit.
+        """Take some rows; returns whether it is time to return credit.
 
         Raises:
             InvalidInput: rows of no known table, or of another size.

@@ -28,51 +28,51 @@ class _TableChecksum:
 class TargetChecksums:
     """The checksum of each table of a target, at the cost of the rows that change.
 
-    With every release one more block of rows is read again, table by table, so that rows that were changed in
-    another way show in the end, though no release touches them.
+    With every release one more block of rows is read again, table by table: rows that something else has changed
+    are found in the end, even if no release touches them.
     """
 
     def __init__(self, target: ReadableTarget) -> None:
         self._target = target
-        self._held: dict[str, _TableChecksum] = {}
-        self._sweeping = 0  # The table that is being swept, as a place among those kept.
+        self._checksums: dict[str, _TableChecksum] = {}
+        self._sweeping = 0  # Index of the table that is being swept.
 
     def before(self, release: Release) -> None:
         """Take out what a release is about to overwrite."""
         for table in release.tables:
             if release.resets(table):
-                self._held[table.name] = _TableChecksum()
-            elif table.name not in self._held:
-                self._held[table.name] = _TableChecksum(self._digest(table, np.arange(table.rows)))
+                self._checksums[table.name] = _TableChecksum()
+            elif table.name not in self._checksums:
+                self._checksums[table.name] = _TableChecksum(self._digest(table, np.arange(table.rows)))
         for rows in release.rows:
             if not release.resets(rows.table):
-                held, (swept, others) = self._held[rows.table.name], self._digests(rows)
-                held.digest, held.swept = held.digest - swept - others, held.swept - swept
+                checksum, (swept, others) = self._checksums[rows.table.name], self._digests(rows)
+                checksum.digest, checksum.swept = checksum.digest - swept - others, checksum.swept - swept
 
     def after(self, release: Release) -> dict[str, int]:
         """Add what the target holds now: the checksum of each table that it keeps, by name."""
         for rows in release.rows:
-            held, (swept, others) = self._held[rows.table.name], self._digests(rows)
-            held.digest, held.swept = held.digest + swept + others, held.swept + swept
+            checksum, (swept, others) = self._checksums[rows.table.name], self._digests(rows)
+            checksum.digest, checksum.swept = checksum.digest + swept + others, checksum.swept + swept
         no_rows = np.empty(0, np.int64)
         kept = [table for table in release.tables if self._target.read(table, no_rows) is not None]
         if kept:
             self._sweep(kept[self._sweeping % len(kept)])
-        return {table.name: self._held[table.name].digest.checksum for table in kept}
+        return {table.name: self._checksums[table.name].digest.checksum for table in kept}
 
     def _sweep(self, table: TableSpec) -> None:
-        """Read the next block of a table. At its end, what was read takes the place of what was reckoned."""
-        held = self._held[table.name]
-        block = np.arange(held.upto, min(held.upto + BLOCK_ROWS, table.rows))
-        held.swept += self._digest(table, block)
-        held.upto += len(block)
-        if held.upto == table.rows:
-            self._held[table.name] = _TableChecksum(held.swept)
+        """Read the next block of a table. At its end, the digest of what was read replaces the one kept so far."""
+        checksum = self._checksums[table.name]
+        block = np.arange(checksum.upto, min(checksum.upto + BLOCK_ROWS, table.rows))
+        checksum.swept += self._digest(table, block)
+        checksum.upto += len(block)
+        if checksum.upto == table.rows:
+            self._checksums[table.name] = _TableChecksum(checksum.swept)
             self._sweeping += 1
 
     def _digests(self, rows: ReleasedRows) -> tuple[Digest, Digest]:
-        """What the target holds of these rows: of those that were swept, and of the others."""
-        swept = int(np.searchsorted(rows.ids, self._held[rows.table.name].upto))
+        """Digests of these rows as the target holds them: of the swept ones, and of the others."""
+        swept = int(np.searchsorted(rows.ids, self._checksums[rows.table.name].upto))
         return self._digest(rows.table, rows.ids[:swept]), self._digest(rows.table, rows.ids[swept:])
 
     def _digest(self, table: TableSpec, ids: Ids) -> Digest:

@@ -17,15 +17,9 @@ from deltasync.core.position import Position
 from deltasync.core.rows import RowBatch
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.v1 import publish_pb2, publish_pb2_grpc
-from deltasync.wire.codec import (
-    chunked,
-    fill_rows,
-    position_from_message,
-    position_to_message,
-    shard_to_message,
-    table_to_message,
-)
 from deltasync.wire.error_codes import from_rpc_error, is_final
+from deltasync.wire.messages import position_from_message, position_to_message, shard_to_message, table_to_message
+from deltasync.wire.rows import chunked, fill_rows
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +125,7 @@ class Publisher:
                 position = self._deliver(part)
             except Exception as error:  # noqa: BLE001  # handed over to whoever waits for the part
                 self._drop_stream()
-                self._busy = False  # Before who waits is woken, and may publish again at once.
+                self._busy = False  # Before the waiter is woken: it may publish again at once.
                 done.set_exception(error)
             else:
                 self._continues, self._sealed_step = position, part.step

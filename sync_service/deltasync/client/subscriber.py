@@ -16,8 +16,8 @@ from deltasync.client.targets import ReadableTarget, Target
 from deltasync.core.errors import ServiceUnavailable
 from deltasync.core.position import Position
 from deltasync.v1 import subscribe_pb2, subscribe_pb2_grpc
-from deltasync.wire.codec import checksums_to_message, position_from_message, position_to_message
 from deltasync.wire.error_codes import from_rpc_error, is_final
+from deltasync.wire.messages import checksums_to_message, position_from_message, position_to_message
 
 logger = logging.getLogger(__name__)
 
@@ -156,32 +156,32 @@ class Subscriber:
         return subscribe_pb2.SubscribeRequest(open=message)
 
     def _take(self, responses: _Responses, requests: _Requests) -> None:
-        arriving = ReleaseAssembler(self._options.max_outstanding_bytes, self._tables)
+        assembler = ReleaseAssembler(self._options.max_outstanding_bytes, self._tables)
         for response in responses:
             kind = response.WhichOneof("message")
             if kind == "opened":
-                arriving.begin(response.opened)
-            elif kind == "chunk" and arriving.add(response.chunk):
-                requests.put(_ack(arriving.received_bytes))
+                assembler.begin(response.opened)
+            elif kind == "chunk" and assembler.add(response.chunk):
+                requests.put(_ack(assembler.received_bytes))
             elif kind == "progress" and position_from_message(response.progress.head) == self.held:
-                self._hold(self.held, Position(arriving.model_history, response.progress.version))
+                self._hold(self.held, Position(assembler.model_history, response.progress.version))
             elif kind == "release_end":
-                self._apply(arriving, response.release_end, requests)
+                self._apply(assembler, response.release_end, requests)
 
-    def _apply(self, arriving: ReleaseAssembler, end: subscribe_pb2.ReleaseEnd, requests: _Requests) -> None:
-        release = arriving.end(end)
-        held = self._checksums if arriving.has_values else None
+    def _apply(self, assembler: ReleaseAssembler, end: subscribe_pb2.ReleaseEnd, requests: _Requests) -> None:
+        release = assembler.end(end)
+        held = self._checksums if assembler.has_values else None
         if held:
             held.before(release)
         self._target.apply(release)
         checksums = held.after(release) if held else {}
-        requests.put(_ack(arriving.received_bytes, release.position, arriving.by_slot(checksums)))
-        if wrong := arriving.wrong(end, checksums):
+        requests.put(_ack(assembler.received_bytes, release.position, assembler.by_slot(checksums)))
+        if wrong := assembler.wrong(end, checksums):
             text = "replica %s holds other rows than it was given in %s; it will be given all of them"
             logger.error(text, self._options.replica, ", ".join(wrong))
             return
-        # Only now: who waits for the version may close the subscription, and its ack must be on its way.
-        self._hold(release.position, Position(arriving.model_history, release.version))
+        # After the ack is on its way: whoever waits for the version may close the subscription at once.
+        self._hold(release.position, Position(assembler.model_history, release.version))
 
     def _hold(self, position: Position, version: Position) -> None:
         with self._moved:

@@ -1,8 +1,11 @@
 """What a consumer and a replica of it are."""
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from deltasync.core.errors import InvalidInput
+from deltasync.core.names import check_name
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.core.signals import Signal
@@ -38,6 +41,19 @@ class ConsumerOptions:
     name: str
     model: str
     policy: Policy | None = None
+
+    @classmethod
+    def described(cls, name: str, model: object, policy: object) -> "ConsumerOptions":
+        """The consumer of that name that JSON or TOML describes.
+
+        Raises:
+            InvalidInput: a name that cannot be one, or something else than a policy.
+        """
+        if not isinstance(model, str):
+            raise InvalidInput(f"model {model!r}: expected the name of a model")
+        if not isinstance(policy, Mapping):
+            raise InvalidInput("policy: expected an object")
+        return cls(check_name("consumer", name), check_name("model", model), Policy.from_dict(policy))
 
 
 @dataclass

@@ -1,17 +1,12 @@
 """One model: its tables, its part of the log, and how both come back after a restart."""
 
 import asyncio
-import threading
-import uuid
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, TypeVar
-
-import numpy as np
 
 from deltasync.core.delivery import Delivery
 from deltasync.core.errors import Contradiction
@@ -19,15 +14,11 @@ from deltasync.core.position import Decision, Position, resume
 from deltasync.core.rows import RowBatch
 from deltasync.core.seal import Seal
 from deltasync.core.signals import Signal
-from deltasync.core.tables import Shard, TableSpec
+from deltasync.core.tables import TableSpec
 from deltasync.feeds.release import NO_TABLES, FrozenRelease, Head, Releases
 from deltasync.storage.log import Log
-from deltasync.storage.mapped import MappedTable, remove_files
-from deltasync.v1 import publish_pb2
-from deltasync.wire.codec import shards_from_open, table_from_message, unpack_rows
-
-# Seals are kept this long after their rows, so that lag in seconds is known for old offsets too.
-KEPT_SEALS = 100_000
+from deltasync.storage.mapped_table import MappedTable
+from deltasync.storage.model_store import KEPT_SEALS, ModelStore
 
 T = TypeVar("T")
 
@@ -35,14 +26,13 @@ T = TypeVar("T")
 class Model:
     """A training job's set of tables.
 
-    One thread (`run`) applies cuts and freezes releases, so that neither ever sees the other half done.
+    One thread (`run`) applies cuts and freezes releases, so that neither sees the other half done. All else is
+    used in the event loop, but for what is said to block.
 
     Attributes:
         name: the model's name.
-        history: the id made when the model's log was created.
-        tables: the tables, in the order they were added; a table's index is its slot.
-        sealed: the last durable cut, or None.
-        head: the last applied cut, or None: what replicas are given.
+        store: the model's files and records.
+        head: the newest version that replicas can be sent, or None.
         seals: the kept seals in order; the last one is `sealed`.
         published: names of the tables of which some row is in a sealed cut.
         applied: the cut the tables are at; of the model's thread.
@@ -51,20 +41,24 @@ class Model:
 
     def __init__(self, name: str, log: Log, directory: Path) -> None:
         self.name = name
-        self.log = log
-        self.history = uuid.uuid4().hex
-        self.tables: list[MappedTable] = []
+        self.store = ModelStore(log, name, directory)
         self.seals: deque[Seal] = deque(maxlen=KEPT_SEALS)
-        self.head: Seal | None = None
+        self.head: Head | None = None
         self.published: set[str] = set()
         self.applied: Seal | None = None
-        self._directory = directory
-        self._flushed = 0
-        self._flushing = threading.Lock()
-        self._meta_lock = threading.Lock()
         self.signal = Signal()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"model-{name}")
         self._releases = Releases(self.run, lambda: (list(self.tables), _head(self.applied)), directory)
+
+    @property
+    def history(self) -> str:
+        """The id made when the model's log was created."""
+        return self.store.history
+
+    @property
+    def tables(self) -> list[MappedTable]:
+        """The tables, in the order they were added; a table's index is its slot."""
+        return self.store.tables
 
     @property
     def sealed(self) -> Seal | None:
@@ -79,30 +73,29 @@ class Model:
     @property
     def deliveries(self) -> list[Delivery]:
         """What the tables are to replicas of a consumer without a policy."""
-        return [Delivery.unchanged(mapped.spec) for mapped in self.tables]
+        return [Delivery.unchanged(table.spec) for table in self.tables]
 
     @property
     def position(self) -> Position:
         """What a replica that has everything holds."""
-        return Position(self.history, self.head.version if self.head else 0)
+        return Position(self.history, self.head.number if self.head else 0)
 
-    def recover(self, meta: dict[str, Any]) -> None:
+    def recover(self, record: Mapping[str, Any]) -> None:
         """Come back as of the last sealed cut: the flushed tables, and the log after them. Blocks.
 
         Raises:
             StorageFailed: a file is damaged or missing.
         """
-        self.history, self._flushed = meta["history"], meta["flushed"]
-        for table in meta["tables"]:
-            self.tables.append(MappedTable(_table_from_meta(table), self._folder(), new=False))
-        self.seals.extend(self.log.seals(self.name))
-        self.log.drop_unsealed(self.name, self.sealed_version).result()
+        self.store.recover(record)
+        self.seals.extend(self.store.seals())
+        self.store.drop_unsealed(self.sealed_version)
         for seal in self._unflushed():
             self._apply(seal, None)
-        self.head = self.applied = self.sealed
-        for mapped in self.tables:
-            mapped.count_digest()
-        self.published = {mapped.spec.name for mapped in self.tables if mapped.ever_changed()}
+        self.applied = self.sealed
+        self.head = _head(self.applied)
+        for table in self.tables:
+            table.count_digest()
+        self.published = {table.spec.name for table in self.tables if table.ever_changed()}
 
     def close(self) -> None:
         """Flush the tables and stop the thread. Blocks."""
@@ -127,7 +120,7 @@ class Model:
     async def advance(self, seal: Seal, rows: Iterable[RowBatch] | None) -> None:
         """Apply a cut that was just sealed, from `rows` or else from the log, and make it the head."""
         await self.run(self._apply, seal, rows)
-        self.head = seal
+        self.head = _head(seal)
         self.signal.wake()
 
     def unpublished(self, tables: list[TableSpec]) -> list[str]:
@@ -163,15 +156,7 @@ class Model:
         Raises:
             StorageFailed: the log could not be written; nothing was lost.
         """
-        with self._flushing:
-            version = self.position.number
-            if version == self._flushed:
-                return
-            for table in list(self.tables):
-                table.flush()
-            self._record(version, [])
-            self.log.truncate(self.name, version, KEPT_SEALS).result()
-            self._flushed = version
+        self.store.flush(self.position.number)
 
     def should_flush(self, flush_bytes: int) -> bool:
         """Whether the log holds `flush_bytes`, or half of the seals that are kept, more than the tables' files."""
@@ -180,11 +165,11 @@ class Model:
 
     def _unflushed(self) -> list[Seal]:
         """The seals after the last flush, oldest first."""
-        newest_first = takewhile(lambda seal: seal.version > self._flushed, reversed(self.seals))
+        newest_first = takewhile(lambda seal: seal.version > self.store.flushed, reversed(self.seals))
         return list(newest_first)[::-1]
 
     def _unknown(self, tables: list[TableSpec]) -> list[TableSpec]:
-        known = {mapped.spec.name: mapped.spec for mapped in self.tables}
+        known = {table.spec.name: table.spec for table in self.tables}
         for table in tables:
             if known.get(table.name, table) != table:
                 raise Contradiction(
@@ -194,57 +179,19 @@ class Model:
         return [table for table in tables if table.name not in known]
 
     def _apply(self, seal: Seal, rows: Iterable[RowBatch] | None) -> None:
-        by_name = {mapped.spec.name: mapped for mapped in self.tables}
-        for batch in self._logged(seal.version) if rows is None else rows:
+        by_name = {table.spec.name: table for table in self.tables}
+        for batch in self.store.rows(seal.version) if rows is None else rows:
             stored = by_name[batch.shard.table.name]
             stored.apply(batch.ids, batch.values, seal.version, batch.shard.col_offset)
         self.applied = seal
 
-    def _logged(self, version: int) -> Iterator[RowBatch]:
-        """The rows of a cut as the log has them: for each rank what it opened with, then its rows."""
-        shards: list[Shard] = []
-        for _, number, record in self.log.records(self.name, version):
-            if number == 0:
-                header = publish_pb2.PublishOpen.FromString(bytes(record))
-                shards = shards_from_open(header, [table_from_message(table) for table in header.tables])
-            else:
-                yield unpack_rows(record, shards)
-
     def _add(self, tables: list[TableSpec], loop: asyncio.AbstractEventLoop) -> None:
-        folder, new = self._folder(), []
-        with ExitStack() as undo:
-            for table in self._unknown(tables):
-                undo.callback(remove_files, table, folder)
-                new.append(MappedTable(table, folder, new=True))
-            self._record(self._flushed, new)
-            undo.pop_all()
+        self.store.add(self._unknown(tables))
         loop.call_soon_threadsafe(self.signal.wake)
-
-    def _folder(self) -> Path:
-        folder = self._directory / "tables"
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
-
-    def _record(self, flushed: int, new: list[MappedTable]) -> None:
-        """Write down which tables there are, `new` ones among them, and only then have them."""
-        with self._meta_lock:  # So that a flush and a new table do not write over each other.
-            tables = [*self.tables, *new]
-            described = [_table_to_meta(mapped.spec) for mapped in tables]
-            meta = {"history": self.history, "flushed": flushed, "tables": described}
-            self.log.put_meta(f"model/{self.name}", meta).result()
-            self.tables = tables
 
 
 def _shape(table: TableSpec) -> str:
     return f"{table.rows} x {table.dim} {table.dtype}"
-
-
-def _table_to_meta(table: TableSpec) -> dict[str, Any]:
-    return {"name": table.name, "rows": table.rows, "dim": table.dim, "dtype": table.dtype.str}
-
-
-def _table_from_meta(meta: dict[str, Any]) -> TableSpec:
-    return TableSpec(meta["name"], meta["rows"], meta["dim"], np.dtype(meta["dtype"]))
 
 
 def _head(seal: Seal | None) -> Head | None:

@@ -72,7 +72,7 @@ class Service:
         self.models: dict[str, Model] = {}
         self.coordinators: dict[str, CutCoordinator] = {}
         self.draining = asyncio.Event()
-        self._changing = asyncio.Lock()  # Of consumers and their views, which are made and removed together.
+        self._changing = asyncio.Lock()  # A consumer and its view are made and removed together.
 
     async def recover(self) -> None:
         """Come back as of the last sealed cut of every model.
@@ -101,11 +101,11 @@ class Service:
         return self.coordinators[self.model(model).name]
 
     def feed(self, consumer: Consumer) -> "Model | View":
-        """What a consumer's replicas are given: its view, or all of the model."""
+        """What a consumer's replicas are fed from: its view, or the model itself."""
         return self.views.get(consumer) or self.model(consumer.model)
 
     def is_prepared(self, consumer: Consumer) -> bool:
-        """Whether there is what a consumer's replicas are to be given."""
+        """Whether there is something to send a consumer's replicas yet."""
         feed = self.feed(consumer)
         return bool(feed.tables) and (isinstance(feed, Model) or feed.may_serve(consumer.policy))
 
@@ -165,7 +165,7 @@ class Service:
                     await self._flush(model)
             await self.views.flush(0 if full else self._options.flush_bytes)
             if full:
-                self.log.refusing = False  # There is room now, or the next write is refused again.
+                self.log.refusing = False  # If there is still no room, the next write is refused again.
 
     async def wait_idle(self, seconds: float) -> None:
         """Wait until no cut is under way, but no longer than `seconds`."""
@@ -197,7 +197,7 @@ class Service:
 
     async def _update(self, name: str, policy: Policy) -> Consumer:
         before = self.registry.get(name).policy
-        if policy != before:  # One that was taken before goes on, whatever tables have come since.
+        if policy != before:  # A policy accepted earlier goes on, whatever tables were added since.
             self._check(policy, self.registry.get(name).model)
             logger.info(
                 "consumer %s: %s, was %s", name, policy.words or "everything", before.words or "everything"

@@ -8,7 +8,7 @@ Records (keys are big-endian, so that LMDB's order is the log's order):
     meta    text                          ->  JSON                   models, consumers, views, offsets
 
 Parts whose version has no seal belong to a cut that was never finished; recovery drops them.
-One thread writes; it commits whatever has gathered since its last commit at once (group commit).
+One thread writes; it commits all that has gathered since its last commit together (group commit).
 """
 
 import json
@@ -18,7 +18,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ import xxhash
 
 from deltasync.core.errors import StorageFailed
 from deltasync.core.seal import Seal
+from deltasync.storage.records import seal_of_record, seal_record
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class Log:
     """An append-only log of cuts, with the small records that belong to them.
 
     Attributes:
-        refusing: a write was refused for want of room. Who has made room clears it.
+        refusing: a write was refused for want of room; cleared once there is room again.
     """
 
     def __init__(self, options: LogOptions) -> None:
@@ -101,7 +102,7 @@ class Log:
 
     def seal(self, model: str, seal: Seal) -> Future[None]:
         """Make a cut visible: it is part of the history from here on."""
-        key, value = _key(model, seal.version), json.dumps(asdict(seal)).encode()
+        key, value = _key(model, seal.version), json.dumps(seal_record(seal)).encode()
         last = _key(model, seal.version, 2**32 - 1, 2**32 - 1)
 
         def write(txn: lmdb.Transaction) -> None:
@@ -153,7 +154,7 @@ class Log:
         with self._env.begin(db=self._seals) as txn, txn.cursor() as cursor:
             more = cursor.set_range(_key(model, after + 1))
             while more and cursor.key().startswith(prefix):
-                found.append(Seal(**json.loads(cursor.value())))
+                found.append(seal_of_record(json.loads(cursor.value())))
                 more = cursor.next()
         return found
 
@@ -219,7 +220,7 @@ class Log:
 
     def _submit(self, write: Write) -> Future[None]:
         done: Future[None] = Future()
-        done.set_running_or_notify_cancel()  # A write cannot be taken back, even if who waits for it is cancelled.
+        done.set_running_or_notify_cancel()  # A write cannot be taken back, even if its waiter is cancelled.
         self._queue.put((write, done))
         return done
 
@@ -251,7 +252,7 @@ class Log:
                 self.refusing |= isinstance(error, lmdb.MapFullError)
                 batch[0][1].set_exception(_storage_failed(error))
                 return
-            for one in batch:  # What fails must not take the others with it.
+            for one in batch:  # A write that fails must not fail the others.
                 self._commit([one])
             return
         for _, done in batch:
@@ -281,7 +282,7 @@ def _storage_failed(error: lmdb.Error) -> StorageFailed:
 
 
 def _reserve(max_bytes: int) -> int:
-    """Bytes that rows may not take: even deleting needs free pages, more of them the more there is to delete."""
+    """Bytes that rows may not take: deleting needs free pages too, the more the more is deleted."""
     return max(max_bytes // 16, 256 << 10)
 
 

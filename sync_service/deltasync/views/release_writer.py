@@ -12,7 +12,7 @@ from deltasync.core.value_types import encode
 from deltasync.storage.log import Log
 from deltasync.views.ranking import DirtyRows, Floats, Mask
 from deltasync.views.table import ViewTable
-from deltasync.wire.codec import CHUNK_BYTES
+from deltasync.wire.rows import CHUNK_BYTES
 
 # Records handed to the log and not yet on disk: what bounds the memory of a large release.
 _UNWRITTEN_RECORDS = 16

@@ -13,7 +13,7 @@ from deltasync.core.mode import Mode
 from deltasync.core.value_types import ValueType
 from deltasync.feeds.release import Head
 from deltasync.storage.log import Log
-from deltasync.storage.mapped import MappedTable
+from deltasync.storage.mapped_table import MappedTable
 from deltasync.views.statistics import Account
 from deltasync.views.table import ViewTable
 

@@ -14,7 +14,7 @@ from deltasync.core.rows import Ids, Values
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import ID_TYPE
 from deltasync.core.value_types import decode, encode, encoded_table, largest_distances
-from deltasync.storage.mapped import MappedTable, file_of, map_array
+from deltasync.storage.mapped_table import MappedTable, file_of, map_array
 from deltasync.views.ranking import Floats, Mask
 
 _COUNT = struct.Struct("<Q")

@@ -26,7 +26,7 @@ from deltasync.core.stamps import StampedTable
 from deltasync.feeds.model import Model
 from deltasync.feeds.release import NO_TABLES, FrozenRelease, Head, Releases
 from deltasync.storage.log import Log
-from deltasync.storage.mapped import MappedTable
+from deltasync.storage.mapped_table import MappedTable
 from deltasync.views.ranking import pick
 from deltasync.views.release_writer import ReleaseWriter, look
 from deltasync.views.statistics import Account, TableLeft, Taken, account_of, table_left, taken_of, with_left
@@ -127,7 +127,7 @@ class View:
 
     def fits(self, policy: Policy) -> bool:
         """Whether it has the tables that the policy follows, as it wants them given."""
-        return self.deliveries == [policy.gives(table.spec) for table in self._followed(policy)]
+        return self.deliveries == [policy.delivery_of(table.spec) for table in self._followed(policy)]
 
     def may_serve(self, policy: Policy) -> bool:
         """Whether a replica may be given the tables there are: those of the policy, or at least of its mode where
@@ -297,7 +297,7 @@ class View:
 
     async def _make(self, policy: Policy) -> None:
         sources = self._followed(policy)
-        wanted = [policy.gives(source.spec) for source in sources]
+        wanted = [policy.delivery_of(source.spec) for source in sources]
         seen = self.seen if self.head else self.model.position.number
         # What replicas held of the model before there was a policy need not be sent to them again.
         as_it_was = self.head is None and all(each == Delivery.unchanged(each.spec) for each in wanted)

@@ -1,1 +1,1 @@
-"""What TorchRec's tracker does wrong, row by row, done right by ours. Played by ranks, see `ranks.py`."""
+"""What TorchRec's tracker does wrong, row by row of `README.md`, done right by ours. Played by ranks."""

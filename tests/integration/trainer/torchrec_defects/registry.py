@@ -1,4 +1,4 @@
-"""The scenarios, each for a row of the table of defects in TorchRec's tracker."""
+"""The scenarios, each for a row of the table of defects in TorchRec's tracker, `README.md`."""
 
 from collections.abc import Callable
 

@@ -105,11 +105,11 @@ class Rows:
 
 
 async def _measure(folder: Path, rows: int, dim: int, rounds: int) -> dict[str, Any]:
-    async with _model(folder) as model:
+    async with _model(folder) as (model, log):
         changing = Rows(model, rows, dim)
         await model.add_tables([changing.table])
         await changing.change()
-        views = {name: View(name, model, model.log, folder / name) for name in POLICIES}
+        views = {name: View(name, model, log, folder / name) for name in POLICIES}
         for name, view in views.items():
             await view.prepare(POLICIES[name])
         taken = [await _round(changing, views) for _ in range(WARM_UP + rounds)]
@@ -141,11 +141,11 @@ def _figures(
 
 
 @asynccontextmanager
-async def _model(folder: Path) -> AsyncIterator[Model]:
+async def _model(folder: Path) -> AsyncIterator[tuple[Model, Log]]:
     log = Log(LogOptions(directory=folder / "log"))
     model = Model("bench", log, folder)
     try:
-        yield model
+        yield model, log
     finally:
         await asyncio.to_thread(model.close)
         log.close()

@@ -1,0 +1,55 @@
+"""What a rank says of itself when it opens a stream, checked."""
+
+from dataclasses import dataclass
+
+from deltasync.core.errors import InvalidInput
+from deltasync.core.names import check_name
+from deltasync.core.tables import Shard, TableSpec
+from deltasync.publish.runs import Run
+from deltasync.v1 import publish_pb2
+from deltasync.wire.messages import shards_from_open, table_from_message
+
+MAX_WORLD_SIZE = 65_536
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What a rank says of itself: valid in itself, and not yet compared with what the service holds."""
+
+    message: publish_pb2.PublishOpen
+    run: Run
+    tables: list[TableSpec]
+    shards: list[Shard]
+
+
+def check_open(message: publish_pb2.PublishOpen) -> Opening:
+    """Check the message that opens a stream.
+
+    Raises:
+        InvalidInput: a field of the message can never be right.
+    """
+    check_name("model", message.model)
+    tables = _checked_tables(message)
+    return Opening(message, _checked_run(message), tables, shards_from_open(message, tables))
+
+
+def _checked_run(message: publish_pb2.PublishOpen) -> Run:
+    if not 1 <= len(message.run) <= 128:
+        raise InvalidInput(f"run id {message.run!r}: use 1 to 128 characters")
+    if not 1 <= message.world_size <= MAX_WORLD_SIZE:
+        raise InvalidInput(f"world size {message.world_size}: expected 1 to {MAX_WORLD_SIZE}")
+    if message.rank >= message.world_size:
+        raise InvalidInput(f"rank {message.rank} of a world of {message.world_size}: ranks count from 0")
+    return Run(message.run, message.run_started_unix_ns, message.world_size)
+
+
+def _checked_tables(message: publish_pb2.PublishOpen) -> list[TableSpec]:
+    tables = [table_from_message(table) for table in message.tables]
+    if not tables:
+        raise InvalidInput("the run announces no tables: describe at least one")
+    known: set[str] = set()
+    for table in tables:
+        if table.name in known:
+            raise InvalidInput(f"table {table.name!r} is announced twice: tables need distinct names")
+        known.add(table.name)
+    return tables

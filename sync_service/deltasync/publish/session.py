@@ -1,0 +1,154 @@
+"""One rank's stream: its parts, chunk by chunk, until each is closed and its cut sealed."""
+
+import asyncio
+import logging
+from collections import deque
+from concurrent.futures import Future
+
+from deltasync.core.errors import Contradiction, InvalidInput, Superseded
+from deltasync.core.position import Decision, Position
+from deltasync.core.seal import Seal
+from deltasync.publish.coordinator import CutCoordinator, OpenCut
+from deltasync.publish.cuts import Cut, RankPart
+from deltasync.publish.opening import Opening
+from deltasync.publish.runs import continues
+from deltasync.storage.log import Buffer
+from deltasync.storage.records import pack_rows
+from deltasync.v1 import publish_pb2
+from deltasync.wire.messages import position_from_message
+from deltasync.wire.rows import MAX_CHUNK_BYTES, check_rows, decode_rows
+
+logger = logging.getLogger(__name__)
+
+# Chunks per rank that are handed to the log and not on disk yet: bounds the memory that an arriving part takes.
+_UNWRITTEN_CHUNKS = 16
+
+
+async def open_session(coordinator: CutCoordinator, opening: Opening) -> "PublishSession":
+    """Let a rank in. A newer stream of the same rank, or a newer run, takes over.
+
+    Raises:
+        Contradiction: the run, its size or a table differs from what the service holds.
+        StorageFailed: there is no room for a table.
+    """
+    await coordinator.admit(opening.run, opening.tables)
+    session = PublishSession(coordinator, opening)
+    coordinator.sessions[session.rank] = session
+    model, reason = coordinator.model.name, session.decision.reason
+    logger.info("rank joined: model=%s rank=%d %s", model, session.rank, reason)
+    return session
+
+
+class PublishSession:
+    """One rank's stream, once the rank has joined. Used in the event loop."""
+
+    def __init__(self, coordinator: CutCoordinator, opening: Opening) -> None:
+        self.run = opening.run
+        self.rank = opening.message.rank
+        self.tables = opening.tables
+        self._coordinator = coordinator
+        self._model = coordinator.model
+        self._header = opening.message.SerializeToString()
+        self._claim = position_from_message(opening.message.continues)
+        self._shards = opening.shards
+        self._part: tuple[OpenCut, RankPart] | None = None
+        self._unwritten: deque[Future[None]] = deque()
+
+    @property
+    def decision(self) -> Decision:
+        """Whether the run continues the published history as it is now."""
+        model = self._model
+        return continues(self.run, self._claim, model.history, model.sealed, model.unpublished(self.tables))
+
+    @property
+    def sealed(self) -> Position:
+        """The last sealed position."""
+        return Position(self._model.history, self._model.sealed_version)
+
+    async def add(self, chunk: publish_pb2.PartChunk) -> None:
+        """Take some rows of this rank's part.
+
+        Raises:
+            InvalidInput: the rows do not fit what the rank announced.
+            Superseded: a newer stream, run or cut has taken over.
+        """
+        batch = decode_rows(chunk.rows, self._shards)
+        if batch.nbytes > MAX_CHUNK_BYTES:
+            raise InvalidInput(
+                f"a chunk of {batch.nbytes} bytes of ids and values, at most {MAX_CHUNK_BYTES} are allowed"
+            )
+        check_rows(batch)
+        if self._sealed_before(chunk.step) or self._closed_before(chunk.step):
+            return
+        open_cut, part = self._part_of(chunk.step)
+        part.add(chunk.rows.slot, batch.ids)
+        open_cut.cut.keep(part, batch)
+        self._append(open_cut.cut, part, *pack_rows(chunk.rows.slot, batch.ids, batch.values))
+        # Last: while this waits, another stream may begin the part anew.
+        await self._wait_written(_UNWRITTEN_CHUNKS)
+
+    async def close(self, close: publish_pb2.PartClose) -> Position:
+        """End this rank's part; the position the cut was sealed at, once it is durable.
+
+        Raises:
+            InvalidInput: the part is not what its close says.
+            ResyncRequired: the run must publish every row first, and this part does not.
+            Contradiction: the ranks' shards do not make up whole tables, or the step is an old one.
+            Superseded: a newer stream, run or cut has taken over.
+        """
+        self._claim = await self._closed(close)
+        return self._claim
+
+    async def _closed(self, close: publish_pb2.PartClose) -> Position:
+        if sealed := self._sealed_before(close.step):
+            return Position(self._model.history, sealed.version)
+        if open_cut := self._closed_before(close.step):
+            return await asyncio.shield(open_cut.sealed)
+        open_cut, part = self._part_of(close.step)
+        await self._wait_written(0)
+        self._check_current()
+        open_cut.cut.close(part, rows=close.rows, full=close.full, step_end_unix_ns=close.step_end_unix_ns)
+        self._part = None
+        self._coordinator.seal_when_complete()
+        return await asyncio.shield(open_cut.sealed)
+
+    def _sealed_before(self, step: int) -> Seal | None:
+        """The seal of the cut after `step`, if it was sealed before: the answer may have been lost."""
+        self._check_current()
+        sealed = self._model.sealed
+        if sealed is None or sealed.run != self.run.id or step > sealed.step:
+            return None
+        if step < sealed.step:
+            raise Contradiction(f"part of step {step}, but step {sealed.step} of this run is published already")
+        return sealed
+
+    def _closed_before(self, step: int) -> OpenCut | None:
+        """The cut after `step`, if this rank closed its part of it on an earlier stream."""
+        current = self._coordinator.open_cut
+        ours = current and current.cut.run == self.run and current.cut.step == step
+        return current if current and ours and current.cut.closed_by(self.rank) else None
+
+    def _part_of(self, step: int) -> tuple[OpenCut, RankPart]:
+        open_cut = self._coordinator.cut_of(self.run, step)
+        if self._part is None or self._part[0] is not open_cut:
+            open_cut.cut.announce(self.tables)
+            part = open_cut.cut.begin(self.rank, self._shards, must_be_full=not self.decision.yes)
+            self._part = (open_cut, part)
+            dropped = self._model.store.drop_part(open_cut.cut.version, self.rank)
+            self._unwritten.append(dropped)
+            self._append(open_cut.cut, part, self._header)
+        return self._part
+
+    def _append(self, cut: Cut, part: RankPart, *payload: Buffer) -> None:
+        number, part.records = part.records, part.records + 1
+        part.log_bytes += sum(memoryview(piece).nbytes for piece in payload)
+        appended = self._model.store.append(cut.version, self.rank, number, *payload)
+        self._unwritten.append(appended)
+
+    async def _wait_written(self, but: int) -> None:
+        while len(self._unwritten) > but:
+            await asyncio.wrap_future(self._unwritten.popleft())
+
+    def _check_current(self) -> None:
+        if self._coordinator.sessions.get(self.rank) is not self:
+            raise Superseded(f"a newer stream of rank {self.rank}, or a newer run, has taken over")

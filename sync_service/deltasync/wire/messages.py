@@ -1,0 +1,169 @@
+"""Between messages of the wire and what they mean."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from deltasync.core.delivery import Delivery
+from deltasync.core.errors import InvalidInput
+from deltasync.core.mode import Mode
+from deltasync.core.policy import Policy
+from deltasync.core.position import Position
+from deltasync.core.tables import VALUE_TYPES, Shard, TableSpec
+from deltasync.core.value_types import ValueType, own_type
+from deltasync.v1 import admin_pb2, publish_pb2, tables_pb2
+
+_VALUE_TYPES: dict[Any, np.dtype[np.generic]] = {  # The stubs and the generated code type enums differently.
+    tables_pb2.VALUE_TYPE_FP32: VALUE_TYPES[0],
+    tables_pb2.VALUE_TYPE_FP16: VALUE_TYPES[1],
+}
+_SENT_AS: dict[Any, ValueType] = {
+    tables_pb2.VALUE_TYPE_FP32: ValueType.FP32,
+    tables_pb2.VALUE_TYPE_FP16: ValueType.FP16,
+    tables_pb2.VALUE_TYPE_BF16: ValueType.BF16,
+    tables_pb2.VALUE_TYPE_INT8: ValueType.INT8,
+}
+_MODES: dict[Any, Mode] = {
+    tables_pb2.MODE_UNSPECIFIED: Mode.EMBEDDINGS,
+    tables_pb2.MODE_EMBEDDINGS: Mode.EMBEDDINGS,
+    tables_pb2.MODE_IDS: Mode.IDS,
+}
+
+
+def table_from_message(message: tables_pb2.Table) -> TableSpec:
+    """The table a message describes.
+
+    Raises:
+        InvalidInput: a field is out of bounds, or the value type is unknown.
+    """
+    if message.value_type not in _VALUE_TYPES:
+        raise InvalidInput(f"table {message.name!r}: value type {message.value_type}, expected fp32 or fp16")
+    return TableSpec(message.name, message.rows, message.dim, _VALUE_TYPES[message.value_type])
+
+
+def table_to_message(table: TableSpec) -> tables_pb2.Table:
+    """The message that describes a table."""
+    value_type = next(number for number, dtype in _VALUE_TYPES.items() if dtype == table.dtype)
+    return tables_pb2.Table(name=table.name, rows=table.rows, dim=table.dim, value_type=value_type)
+
+
+def value_type_from_message(number: int) -> ValueType | None:
+    """The value type that a number of the wire stands for; None if it is unspecified.
+
+    Raises:
+        InvalidInput: it stands for none.
+    """
+    if number == tables_pb2.VALUE_TYPE_UNSPECIFIED:
+        return None
+    if number not in _SENT_AS:
+        raise InvalidInput(f"value type {number}: expected one of {', '.join(t.value for t in ValueType)}")
+    return _SENT_AS[number]
+
+
+def value_type_to_message(value_type: ValueType) -> Any:
+    """The number that a value type has on the wire."""
+    return next(number for number, known in _SENT_AS.items() if known is value_type)
+
+
+def mode_from_message(number: int) -> Mode:
+    """The mode that a number of the wire stands for.
+
+    Raises:
+        InvalidInput: it stands for none.
+    """
+    if number not in _MODES:
+        raise InvalidInput(f"mode {number}: expected one of {', '.join(mode.value for mode in Mode)}")
+    return _MODES[number]
+
+
+def mode_to_message(mode: Mode) -> Any:
+    """The number that a mode has on the wire."""
+    return tables_pb2.MODE_IDS if mode is Mode.IDS else tables_pb2.MODE_EMBEDDINGS
+
+
+def delivery_from_message(message: tables_pb2.Table, mode: Mode) -> Delivery:
+    """What a subscriber is sent of the table a message describes.
+
+    Raises:
+        InvalidInput: a field is out of bounds, or a value type is unknown.
+    """
+    table = table_from_message(message)
+    return Delivery(table, value_type_from_message(message.sent_as) or own_type(table), mode)
+
+
+def delivery_to_message(delivery: Delivery) -> tables_pb2.Table:
+    """The message that describes what a subscriber is sent of a table."""
+    message = table_to_message(delivery.spec)
+    message.sent_as = value_type_to_message(delivery.value_type)
+    return message
+
+
+def checksums_to_message(checksums: Mapping[int, int]) -> list[tables_pb2.Checksum]:
+    """The messages that carry the checksums of tables, by slot."""
+    return [tables_pb2.Checksum(slot=slot, sum=checksum) for slot, checksum in checksums.items()]
+
+
+def shards_from_open(message: publish_pb2.PublishOpen, tables: list[TableSpec]) -> list[Shard]:
+    """The shards a rank announces.
+
+    Raises:
+        InvalidInput: a shard names no table of the message or lies outside of it.
+    """
+    for number, shard in enumerate(message.shards):
+        if shard.table >= len(tables):
+            raise InvalidInput(f"shard {number} names table {shard.table}, the message has {len(tables)} tables")
+    return [Shard(tables[s.table], s.row_offset, s.rows, s.col_offset, s.cols) for s in message.shards]
+
+
+def shard_to_message(shard: Shard, tables: list[TableSpec]) -> publish_pb2.Shard:
+    """The message that describes a shard."""
+    return publish_pb2.Shard(
+        table=tables.index(shard.table),
+        row_offset=shard.row_offset,
+        rows=shard.rows,
+        col_offset=shard.col_offset,
+        cols=shard.cols,
+    )
+
+
+def position_from_message(message: tables_pb2.Position) -> Position:
+    """The position a message names."""
+    return Position(message.history, message.version)
+
+
+def position_to_message(position: Position) -> tables_pb2.Position:
+    """The message that names a position."""
+    return tables_pb2.Position(history=position.history, version=position.number)
+
+
+def policy_from_message(message: admin_pb2.Policy) -> Policy:
+    """The policy a message describes.
+
+    Raises:
+        InvalidInput: a field is out of bounds, or fields that cannot be met together.
+    """
+    return Policy(
+        tables=tuple(message.tables) or ("*",),
+        mode=mode_from_message(message.mode),
+        top_k=message.top_k or None,
+        top_k_per_table=message.top_k_per_table,
+        max_age_seconds=message.max_age_seconds or None,
+        min_interval_seconds=message.min_interval_seconds,
+        max_bytes=message.max_bytes or None,
+        value_type=value_type_from_message(message.value_type) or ValueType.FP32,
+    )
+
+
+def policy_to_message(policy: Policy) -> admin_pb2.Policy:
+    """The message that describes a policy."""
+    return admin_pb2.Policy(
+        tables=policy.tables,
+        mode=mode_to_message(policy.mode),
+        top_k=policy.top_k or 0.0,
+        top_k_per_table=policy.top_k_per_table,
+        max_age_seconds=policy.max_age_seconds or 0.0,
+        min_interval_seconds=policy.min_interval_seconds,
+        max_bytes=policy.max_bytes or 0,
+        value_type=value_type_to_message(policy.value_type),
+    )

@@ -1,0 +1,399 @@
+"""What can never be right is refused with the right status and a message that says what, and changes nothing."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from tests.support.server import RunningService
+from tests.support.state import state_of
+from tests.support.wire import (
+    ITEM,
+    TABLES,
+    USER,
+    WHOLE,
+    RankStream,
+    ReplicaStream,
+    ack,
+    chunk,
+    close,
+    full_part,
+    part,
+    publish_open,
+    random_rows,
+    subscribe_open,
+)
+
+from deltasync.core.position import Position
+from deltasync.core.tables import Shard, TableSpec
+from deltasync.v1 import admin_pb2, publish_pb2, subscribe_pb2, tables_pb2
+from deltasync.wire.rows import MAX_CHUNK_BYTES
+
+INVALID, CONTRADICTION = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION
+WIDE = TableSpec("wide", 2**20, 1)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningService, Position]]:
+    """A service that holds version 1 of run-1, and that position. Shared, since nothing changes it."""
+    with RunningService(tmp_path_factory.mktemp("bad") / "data") as service, RankStream(service.grpc) as rank:
+        rank.opened()
+        rank.send(*full_part(10, random_rows(0), WHOLE))
+        position = rank.sealed()
+        with ReplicaStream(service.grpc) as replica:
+            replica.release()
+            replica.send(ack(0, position))
+            replica.end()
+            replica.refusal()
+        yield service, position
+
+
+def rows(count: int, cols: int, value: float = 1.0, dtype: Any = "<f4") -> np.ndarray:
+    return np.full((count, cols), value, dtype)
+
+
+def table_message(**wrong: Any) -> tables_pb2.Table:
+    fields: dict[str, Any] = {"name": "t", "rows": 1, "dim": 1, "value_type": tables_pb2.VALUE_TYPE_FP32} | wrong
+    return tables_pb2.Table(**fields)
+
+
+def opening(**wrong: Any) -> publish_pb2.PublishRequest:
+    request = publish_open()
+    for name, value in wrong.items():
+        if isinstance(value, list):
+            request.open.ClearField(name)  # type: ignore[arg-type]
+            getattr(request.open, name).extend(value)
+        else:
+            setattr(request.open, name, value)
+    return request
+
+
+HALF = Shard(USER, 0, 20, 0, 4)
+BAD_OPENS = {
+    "model": (opening(model="a/b"), INVALID, "model name 'a/b'"),
+    "no run": (opening(run=""), INVALID, "run id ''"),
+    "rank": (opening(rank=1), INVALID, "rank 1 of a world of 1"),
+    "world of none": (opening(world_size=0), INVALID, "world size 0"),
+    "vast world": (opening(world_size=65_537), INVALID, "world size 65537"),
+    "no tables": (opening(tables=[], shards=[]), INVALID, "no tables"),
+    "table twice": (publish_open(tables=[USER, USER], shards=[]), INVALID, f"{USER.name!r} is announced twice"),
+    "no rows": (opening(tables=[table_message(rows=0)], shards=[]), INVALID, "table 't': 0 rows"),
+    "no dim": (opening(tables=[table_message(dim=0)], shards=[]), INVALID, "table 't': dim 0"),
+    "vast table": (opening(tables=[table_message(rows=2**63)], shards=[]), INVALID, "table 't'"),
+    "no type": (opening(tables=[table_message(value_type=0)], shards=[]), INVALID, "'t': value type 0"),
+    "no name": (opening(tables=[table_message(name="")], shards=[]), INVALID, "table name ''"),
+    "shard of no table": (opening(shards=[publish_pb2.Shard(table=2, cols=1)]), INVALID, "names table 2"),
+    "rows outside": (
+        opening(shards=[publish_pb2.Shard(table=0, row_offset=1, rows=40, cols=4)]),
+        INVALID,
+        f"{USER.name!r}: rows 1 to 41, the table has 40",
+    ),
+    "columns outside": (
+        opening(shards=[publish_pb2.Shard(table=1, rows=30, col_offset=4, cols=3)]),
+        INVALID,
+        f"{ITEM.name!r}: columns 4 to 7, the table has 6",
+    ),
+    "size of the run": (opening(world_size=2), CONTRADICTION, "run run-1 has 1 ranks, this one says 2"),
+    "older run": (publish_open(run="run-0", started=0), CONTRADICTION, "run run-0 began before run run-1"),
+    "other rows": (
+        publish_open(tables=[TableSpec(USER.name, 41, 4), ITEM], shards=[]),
+        CONTRADICTION,
+        f"table {USER.name!r} of model 'clicks' is 40 x 4 float32, the run has 41 x 4 float32",
+    ),
+    "other dim": (
+        publish_open(tables=[TableSpec(USER.name, 40, 5)], shards=[]),
+        CONTRADICTION,
+        "the run has 40 x 5",
+    ),
+    "other type": (
+        publish_open(tables=[USER, TableSpec(ITEM.name, 30, 6)], shards=[]),
+        CONTRADICTION,
+        "30 x 6 float16, the run has 30 x 6 float32",
+    ),
+    "first a chunk": (chunk(11, 0, [0], rows(1, 4)), INVALID, "begins with one open message"),
+    "first a close": (close(11, 0), INVALID, "begins with one open message"),
+    "first nothing": (publish_pb2.PublishRequest(), INVALID, "begins with one open message"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_OPENS)
+def test_a_bad_open(served: tuple[RunningService, Position], case: str) -> None:
+    request, expected, said = BAD_OPENS[case]
+    service, _ = served
+    before = state_of(service)
+    with RankStream(service.grpc, bare=True) as stream:
+        stream.send(request)
+        code, details = stream.refusal()
+    assert code is expected
+    assert said in details
+    assert state_of(service) == before
+
+
+BAD_PARTS = {
+    "second open": ([publish_open()], INVALID, "begins with one open message"),
+    "nothing": ([publish_pb2.PublishRequest()], INVALID, "begins with one open message"),
+    "id past the table": ([chunk(11, 0, [39, 40], rows(2, 4))], INVALID, f"{USER.name!r}: row id 40 is outside"),
+    "negative id": ([chunk(11, 0, [-1], rows(1, 4))], INVALID, "row id -1 is outside"),
+    "ids not in order": ([chunk(11, 0, [3, 2], rows(2, 4))], INVALID, "strictly ascending"),
+    "id twice": ([chunk(11, 0, [3, 3], rows(2, 4))], INVALID, "strictly ascending"),
+    "id twice in the part": (
+        [chunk(11, 0, [3], rows(1, 4)), chunk(11, 0, [3], rows(1, 4))],
+        INVALID,
+        "row id 3 came after 3",
+    ),
+    "wrong dim": ([chunk(11, 0, [3], rows(1, 5))], INVALID, "20 bytes of values for 1 rows of 4 float32"),
+    "wrong type": (
+        [chunk(11, 1, [3], rows(1, 6))],
+        INVALID,
+        f"{ITEM.name!r}: 24 bytes of values for 1 rows of 6 float16",
+    ),
+    "no such shard": ([chunk(11, 2, [3], rows(1, 4))], INVALID, "slot 2, but only 2"),
+    "no rows": ([chunk(11, 0, [], rows(0, 4))], INVALID, "a chunk without rows"),
+    "nan": ([chunk(11, 0, [5], rows(1, 4, np.nan))], INVALID, f"{USER.name!r}: row 5 holds nan in column 0"),
+    "infinity": ([chunk(11, 1, [5], rows(1, 6, -np.inf, "<f2"))], INVALID, "row 5 holds -inf"),
+    "good, then nan": (
+        [chunk(11, 0, [5], rows(1, 4)), chunk(11, 0, [6], rows(1, 4, np.nan))],
+        INVALID,
+        "row 6 holds nan",
+    ),
+    "half an id": (
+        [publish_pb2.PublishRequest(chunk=publish_pb2.PartChunk(step=11, rows=tables_pb2.Rows(ids=b"1234")))],
+        INVALID,
+        "4 bytes of ids, expected a multiple of 8",
+    ),
+    "fewer rows than closed": ([chunk(11, 0, [5], rows(1, 4)), close(11, 2)], INVALID, "of 2 rows, but 1 arrived"),
+    "more rows than closed": ([chunk(11, 0, [5], rows(1, 4)), close(11, 0)], INVALID, "of 0 rows, but 1 arrived"),
+    "not full": ([chunk(11, 0, [5], rows(1, 4)), close(11, 1, full=True)], INVALID, "its shards have 70"),
+    "full of the same rows": (
+        [
+            chunk(11, 0, np.arange(40), rows(40, 4)),
+            chunk(11, 0, np.arange(30), rows(30, 4)),
+            close(11, 70, full=True),
+        ],
+        INVALID,
+        "row id 0 came after 39",
+    ),
+    "an old step": (part(9, [(0, [1], rows(1, 4))]), CONTRADICTION, "step 10 of this run is published already"),
+    "step back in the cut": (
+        [chunk(13, 0, [5], rows(1, 4)), chunk(12, 0, [6], rows(1, 4))],
+        CONTRADICTION,
+        "part of step 12, but the cut of step 13 is under way",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_PARTS)
+def test_a_bad_part(served: tuple[RunningService, Position], case: str) -> None:
+    requests, expected, said = BAD_PARTS[case]
+    service, position = served
+    before = state_of(service)
+    with RankStream(service.grpc, continues=position) as stream:
+        assert stream.opened().continues
+        stream.send(*requests)
+        code, details = stream.refusal()
+    assert code is expected
+    assert said in details
+    assert state_of(service) == before
+
+
+@pytest.mark.parametrize(
+    ("shards", "requests", "expected", "said"),
+    [
+        (WHOLE, part(1, []), grpc.StatusCode.DATA_LOSS, "rank 0 sent only changed rows"),
+        ([], close(1, 0, full=True), CONTRADICTION, f"{USER.name!r}: rows 0 to 39, columns 0 to 3 are in no"),
+        (
+            [HALF, WHOLE[1]],
+            full_part(1, random_rows(3), [HALF, WHOLE[1]]),
+            CONTRADICTION,
+            f"{USER.name!r}: rows 20 to 39",
+        ),
+        (
+            # As many values as the table has, but some of them twice and others never.
+            [HALF, Shard(USER, 10, 20, 0, 4), WHOLE[1]],
+            full_part(1, random_rows(3), [HALF, Shard(USER, 10, 20, 0, 4), WHOLE[1]]),
+            CONTRADICTION,
+            f"{USER.name!r}: rows 30 to 39",
+        ),
+    ],
+    ids=["not full", "no shards", "rows in no shard", "overlapping shards"],
+)
+def test_a_new_run_that_does_not_publish_everything(
+    tmp_path: Any, shards: list[Shard], requests: Any, expected: grpc.StatusCode, said: str
+) -> None:
+    with RunningService(tmp_path / "data") as service:
+        with RankStream(service.grpc) as rank:
+            rank.opened()
+            rank.send(*full_part(10, random_rows(0), WHOLE))
+            rank.sealed()
+        before = state_of(service)
+        with RankStream(service.grpc, run="run-2", started=2, shards=shards) as stream:
+            assert not stream.opened().continues
+            stream.send(*(requests if isinstance(requests, list) else [requests]))
+            code, details = stream.refusal()
+        assert code is expected
+        assert said in details
+        assert state_of(service) == before
+
+
+def test_an_open_that_is_refused_makes_no_model(served: tuple[RunningService, Position]) -> None:
+    service, _ = served
+    for request in (publish_open(model="typo", rank=9), publish_open(model="typo", tables=[], shards=[])):
+        with RankStream(service.grpc, bare=True) as stream:
+            stream.send(request)
+            assert stream.refusal()[0] is INVALID
+    assert "typo" not in service.get("/metrics")[1]
+
+
+def big_chunk(size: int) -> publish_pb2.PublishRequest:
+    """A request whose chunk is of about this size."""
+    count = size // 12
+    return chunk(1, 0, np.arange(count), np.zeros((count, 1), "<f4"))
+
+
+@pytest.mark.parametrize(
+    ("size", "expected", "said"),
+    [
+        (MAX_CHUNK_BYTES + 100, INVALID, f"at most {MAX_CHUNK_BYTES} are allowed"),
+        (20 << 20, grpc.StatusCode.RESOURCE_EXHAUSTED, "larger than max"),
+    ],
+)
+def test_a_message_over_the_limit(
+    served: tuple[RunningService, Position], size: int, expected: grpc.StatusCode, said: str
+) -> None:
+    service, _ = served
+    whole = [TableSpec("wide", 2**21, 1)]
+    with RankStream(service.grpc, model=f"wide-{size}", tables=whole, shards=[Shard.whole(whole[0])]) as stream:
+        stream.opened()
+        stream.send(big_chunk(size))
+        code, details = stream.refusal()
+    assert code is expected
+    assert said in details
+    assert service.get("/livez")[0] == 200
+    heads = {line["model"]: line["head"] for line in service.get_json("/tables")}
+    assert heads[f"wide-{size}"] == 0
+
+
+BAD_REPLICAS = {
+    "unknown consumer": (subscribe_open(consumer="nobody"), grpc.StatusCode.NOT_FOUND, "predictors, probes"),
+    "replica name": (subscribe_open(replica="a b"), INVALID, "replica name 'a b'"),
+    "no replica name": (subscribe_open(replica=""), INVALID, "replica name ''"),
+    "first an ack": (ack(), INVALID, "begins with an open message"),
+    "first nothing": (subscribe_pb2.SubscribeRequest(), INVALID, "begins with an open message"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_REPLICAS)
+def test_a_bad_subscription(served: tuple[RunningService, Position], case: str) -> None:
+    request, expected, said = BAD_REPLICAS[case]
+    service, _ = served
+    before = state_of(service)
+    with ReplicaStream(service.grpc, bare=True) as stream:
+        stream.send(request)
+        code, details = stream.refusal()
+    assert code is expected
+    assert said in details
+    assert state_of(service) == before
+
+
+def test_a_subscription_that_ends_before_it_begins(served: tuple[RunningService, Position]) -> None:
+    with ReplicaStream(served[0].grpc, bare=True) as stream:
+        stream.end()
+        assert stream.refusal() == (INVALID, "a stream begins with an open message")
+
+
+def bad_acks(position: Position) -> dict[str, tuple[subscribe_pb2.SubscribeRequest, str]]:
+    return {
+        "bytes never sent": (ack(10**9), "acked 1000000000 bytes, only"),
+        "a future version": (ack(0, Position(position.history, 2)), "acked version 2 of history"),
+        "another history": (ack(0, Position("0" * 32, 1)), "of history '000"),
+        "no history": (ack(0, Position("", 1)), "of history ''"),
+        "a second open": (subscribe_open(replica="p1"), "sends only acks"),
+        "nothing": (subscribe_pb2.SubscribeRequest(), "sends only acks"),
+    }
+
+
+@pytest.mark.parametrize("case", bad_acks(Position()))
+def test_a_bad_ack(served: tuple[RunningService, Position], case: str) -> None:
+    service, position = served
+    request, said = bad_acks(position)[case]
+    before = state_of(service)
+    # It holds everything, so that nothing is on its way when it acks.
+    with ReplicaStream(service.grpc, held=position) as stream:
+        stream.until("opened")
+        stream.send(request)
+        code, details = stream.refusal()
+    assert code is INVALID
+    assert said in details
+    assert state_of(service) == before
+
+
+def test_an_ack_of_a_version_that_was_not_sent(served: tuple[RunningService, Position]) -> None:
+    """It exists, but this replica cannot have it: its budget lets only a first chunk through."""
+    service, position = served
+    with ReplicaStream(service.grpc, consumer="probes", replica="early", budget=1) as stream:
+        stream.until("chunk")
+        stream.send(ack(0, position))
+        code, details = stream.refusal()
+    assert code is INVALID
+    assert "acked version 1" in details
+    assert "only version 0" in details
+    lag = service.get_json("/consumers/probes/lag")
+    assert [line["offset"] for line in lag["replicas"] if line["replica"] == "early"] == [0]
+
+
+GARBAGE = {
+    "noise": b"\xff\xff\xff\xff no protobuf",
+    "cut short": publish_open().SerializeToString()[:-1],
+    "text that is no UTF-8": publish_pb2.PublishRequest(open=publish_pb2.PublishOpen(run="xx"))
+    .SerializeToString()
+    .replace(b"xx", b"\xff\xff"),
+}
+
+
+@pytest.mark.parametrize("content", GARBAGE.values(), ids=GARBAGE.keys())
+@pytest.mark.parametrize("method", ["PublishService/Publish", "SubscribeService/Subscribe"])
+def test_bytes_that_are_no_protobuf(served: tuple[RunningService, Position], method: str, content: bytes) -> None:
+    service, _ = served
+    before = state_of(service)
+    with grpc.insecure_channel(service.grpc) as channel:
+        stub: Any = channel.stream_stream(f"/deltasync.v1.{method}")
+        call = stub(iter([content]), timeout=10)
+        with pytest.raises(grpc.RpcError) as refused:
+            list(call)
+    assert refused.value.code() is INVALID
+    assert (
+        refused.value.details() == f"/deltasync.v1.{method}: {len(content)} bytes that are no protobuf of its type"
+    )
+    assert state_of(service) == before
+
+
+def test_bytes_that_are_no_protobuf_in_the_middle_of_a_part(served: tuple[RunningService, Position]) -> None:
+    service, position = served
+    before = state_of(service)
+    requests = [publish_open(continues=position), chunk(14, 0, [5], rows(1, 4))]
+    with grpc.insecure_channel(service.grpc) as channel:
+        stub: Any = channel.stream_stream("/deltasync.v1.PublishService/Publish")
+        call = stub(iter([*(request.SerializeToString() for request in requests), b"\xff"]), timeout=10)
+        with pytest.raises(grpc.RpcError) as refused:
+            list(call)
+    assert refused.value.code() is INVALID
+    assert state_of(service) == before
+
+
+@pytest.mark.parametrize("method", ["CreateConsumer", "DeleteConsumer", "ListConsumers"])
+def test_bytes_that_are_no_protobuf_for_the_admin(served: tuple[RunningService, Position], method: str) -> None:
+    with grpc.insecure_channel(served[0].grpc) as channel:
+        call: Any = channel.unary_unary(f"/deltasync.v1.AdminService/{method}")
+        with pytest.raises(grpc.RpcError) as refused:
+            call(b"\xff", timeout=10)
+        assert refused.value.code() is INVALID
+        listing: Any = channel.unary_unary("/deltasync.v1.AdminService/ListConsumers")
+        listed = listing(b"", timeout=10)
+    assert len(admin_pb2.ListConsumersResponse.FromString(listed).consumers) == 2
+
+
+def test_tables_are_told_apart() -> None:
+    """What the cases above rely on."""
+    assert TABLES == [USER, ITEM]
+    assert USER.dtype != ITEM.dtype

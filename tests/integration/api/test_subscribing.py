@@ -1,0 +1,341 @@
+"""Releases, credit and acks, as a raw replica sees them."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from tests.support.server import RunningService
+from tests.support.state import lag_of, rows_of
+from tests.support.wire import (
+    ITEM,
+    USER,
+    WHOLE,
+    RankStream,
+    ReplicaStream,
+    ack,
+    full_part,
+    part,
+    random_rows,
+    size_of,
+)
+
+from deltasync.client import NumpyTarget, Subscriber, SubscriberOptions
+from deltasync.core.position import Position
+from deltasync.core.tables import Shard, TableSpec
+from deltasync.feeds.release import FrozenRelease, freeze
+from deltasync.v1 import subscribe_pb2
+from deltasync.wire import rows as wire_rows
+
+ONE = np.full((1, 4), 5, "<f4")
+EVERYTHING = USER.rows * USER.row_bytes + ITEM.rows * ITEM.row_bytes
+
+
+@pytest.fixture
+def rank(running: RunningService) -> Iterator[RankStream]:
+    """A rank that has published version 1."""
+    with RankStream(running.grpc) as rank:
+        rank.opened()
+        rank.send(*full_part(1, random_rows(0), WHOLE))
+        assert rank.sealed().number == 1
+        yield rank
+
+
+def publish(rank: RankStream, step: int, *ids: int) -> Position:
+    rank.send(*part(step, [(0, list(ids), np.full((len(ids), 4), step, "<f4"))]))
+    return rank.sealed()
+
+
+def ids_of(rows: Any) -> list[int]:
+    return [int(row) for each in rows for row in np.frombuffer(each.ids, "<i8")]
+
+
+def offset_of(service: RunningService, replica: str) -> int:
+    (line,) = (each for each in lag_of(service)["replicas"] if each["replica"] == replica)
+    offset: int = line["offset"]
+    return offset
+
+
+def offset_reached(service: RunningService, replica: str, offset: int) -> None:
+    """An ack is on its way for a moment; the test's timeout bounds the wait."""
+    while offset_of(service, replica) != offset:
+        pass
+
+
+def test_a_new_replica_is_given_everything(running: RunningService, rank: RankStream) -> None:
+    with ReplicaStream(running.grpc) as replica:
+        opened = replica.until("opened")
+        assert opened.model == "clicks"
+        assert (opened.resync, opened.reason) == (True, "the replica holds nothing")
+        assert [table.name for table in opened.tables] == [USER.name, ITEM.name]
+        rows, end = replica.release()
+        assert len(ids_of(rows)) == end.rows == USER.rows + ITEM.rows
+        assert size_of(rows) == EVERYTHING
+        assert (end.position.version, end.step, end.step_end_unix_ns) == (1, 1, 1000)
+        assert opened.head == end.position
+
+
+def test_a_replica_goes_on_from_what_it_holds(running: RunningService, rank: RankStream) -> None:
+    first = publish(rank, 2, 3, 4)
+    second = publish(rank, 3, 4, 9)
+    with ReplicaStream(running.grpc, held=first) as replica:
+        opened = replica.until("opened")
+        assert (opened.resync, opened.reason) == (False, "the replica holds version 2")
+        rows, end = replica.release()
+        assert (ids_of(rows), end.position.version) == ([4, 9], 3)
+    with ReplicaStream(running.grpc, held=second) as replica:
+        replica.until("opened")
+        publish(rank, 4, 1)
+        rows, end = replica.release()
+        assert (ids_of(rows), end.position.version) == ([1], 4)
+
+
+@pytest.mark.parametrize(
+    ("claim", "said"),
+    [
+        (lambda _: Position("0" * 32, 1), "the replica holds history 000"),
+        (lambda head: Position(head.history, 7), "holds version 7, the newest one is only 2"),
+        (lambda _: Position("", 2), "holds history ,"),
+    ],
+    ids=["another history", "from the future", "no history"],
+)
+def test_a_position_that_cannot_be_continued_is_never_guessed_at(
+    running: RunningService, rank: RankStream, claim: Any, said: str
+) -> None:
+    head = publish(rank, 2, 3)
+    with ReplicaStream(running.grpc, held=claim(head)) as replica:
+        opened = replica.until("opened")
+        assert opened.resync
+        assert said in opened.reason
+        rows, end = replica.release()
+        assert end.rows == USER.rows + ITEM.rows
+        # What it claims to hold is not an offset, and does no harm where lag is computed.
+        assert offset_of(running, "p0") == 0
+        assert running.get("/metrics")[0] == 200
+        replica.send(ack(size_of(rows), head))
+        offset_reached(running, "p0", 2)
+
+
+def test_a_position_from_the_future_is_not_believed_later_either(
+    running: RunningService, rank: RankStream
+) -> None:
+    """The head passes what the replica claimed to hold,"""
+    head = publish(rank, 2, 3)
+    with ReplicaStream(running.grpc, held=Position(head.history, 3)) as replica:
+        publish(rank, 3, 4)
+        assert replica.until("opened").resync
+        rows, _ = replica.release()
+        assert len(ids_of(rows)) == USER.rows + ITEM.rows
+
+
+def test_a_replica_that_comes_before_the_model_waits(running: RunningService) -> None:
+    with ReplicaStream(running.grpc) as replica:
+        progress = replica.until("progress")
+        assert (progress.head.history, progress.head.version) == ("", 0)
+        with RankStream(running.grpc) as rank:
+            rank.opened()
+            assert replica.until("opened").head.version == 0
+            rank.send(*full_part(1, random_rows(0), WHOLE))
+            assert replica.release()[1].position.version == 1
+
+
+def test_a_new_table_sends_replicas_to_reconnect(running: RunningService, rank: RankStream) -> None:
+    target = NumpyTarget()
+    options = SubscriberOptions(service=running.grpc, consumer="predictors", replica="own")
+    with ReplicaStream(running.grpc) as replica, Subscriber(options, target) as own:
+        replica.release()
+        own.wait_for(1, 20)
+        extra = TableSpec("extra", 2, 1)
+        newer = RankStream(running.grpc, run="run-2", started=2, tables=[extra], shards=[Shard.whole(extra)])
+        with newer:
+            newer.opened()
+            code, details = replica.refusal()
+            assert code is grpc.StatusCode.ABORTED
+            assert "is given other tables now" in details
+            newer.send(*part(2, [(0, [0, 1], np.ones((2, 1), "<f4"))], full=True))
+            newer.sealed()
+            own.wait_for(2, 20)
+    assert target.tables["extra"].shape == (2, 1)
+
+
+def test_rows_that_change_meanwhile_come_once_with_their_last_value(
+    running: RunningService, rank: RankStream
+) -> None:
+    """A replica that stays behind costs no more than one that keeps up: nothing is queued for it."""
+    with ReplicaStream(running.grpc, budget=1) as replica:
+        rows: list[Any] = []
+        sent = 0
+        for step in range(2, 30):
+            publish(rank, step, 7)
+        while True:
+            message = replica.until("chunk", "release_end")
+            if isinstance(message, subscribe_pb2.ReleaseEnd):
+                if message.position.version == 29:
+                    break
+                rows.clear()
+                continue
+            rows.append(message.rows)
+            sent += size_of([message.rows])
+            replica.send(ack(sent))
+        assert ids_of(rows) == [7]
+        assert np.frombuffer(rows[0].values, "<f4").tolist() == [29] * 4
+
+
+@pytest.mark.parametrize(("budget", "at_most"), [(1, 96), (95, 96), (150, 96), (200, 192), (700, 700)])
+def test_no_more_is_sent_than_the_budget_allows(
+    running: RunningService, rank: RankStream, monkeypatch: pytest.MonkeyPatch, budget: int, at_most: int
+) -> None:
+    """Or a single chunk, which may be larger. Another replica's releases show that the service had its chance."""
+    monkeypatch.setattr(wire_rows, "CHUNK_BYTES", 100)
+    with ReplicaStream(running.grpc, budget=budget) as replica, ReplicaStream(running.grpc, replica="q") as other:
+        first = replica.until("chunk")
+        for step in range(2, 6):
+            publish(rank, step, step)
+            other.release()
+        replica.end()
+        outstanding = size_of([first.rows]) + sum(
+            size_of([message.chunk.rows]) for message in replica.rest() if message.HasField("chunk")
+        )
+        assert 0 < outstanding <= at_most
+
+
+@pytest.mark.parametrize("budget", [1, 150, 700, 4096])
+def test_what_is_acknowledged_may_be_sent_again(
+    running: RunningService, rank: RankStream, monkeypatch: pytest.MonkeyPatch, budget: int
+) -> None:
+    """A replica that acks as late as it may, when one more chunk might not fit, is given everything."""
+    monkeypatch.setattr(wire_rows, "CHUNK_BYTES", 100)
+    with ReplicaStream(running.grpc, budget=budget) as replica:
+        received = acked = 0
+        while not isinstance(message := replica.until("chunk", "release_end"), subscribe_pb2.ReleaseEnd):
+            received += size_of([message.rows])
+            if received - acked + 100 > budget:
+                replica.send(ack(received))
+                acked = received
+        assert received == EVERYTHING
+
+
+def test_a_replica_that_never_acks_slows_only_itself(
+    running: RunningService, rank: RankStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire_rows, "CHUNK_BYTES", 100)
+    with (
+        ReplicaStream(running.grpc, replica="slow", budget=250) as slow,
+        ReplicaStream(running.grpc, replica="fast") as fast,
+    ):
+        fast.release()
+        outstanding = size_of(slow.until("chunk").rows for _ in range(2))
+        for step in range(2, 12):
+            head = publish(rank, step, step)
+            rows, end = fast.release()
+            assert (ids_of(rows), end.position.version) == ([step], head.number)
+        fast.send(ack(0, head))
+        offset_reached(running, "fast", 11)
+        # It was never given more than its budget while the other had ten releases.
+        assert outstanding <= 250
+        lag = lag_of(running)
+        assert lag["offset"] == 0
+        assert lag["lag"]["versions"] == 11
+        slow.send(ack(outstanding))
+        while isinstance(message := slow.until("chunk", "release_end"), subscribe_pb2.ReleaseChunk):
+            outstanding += size_of([message.rows])
+            slow.send(ack(outstanding))
+        rows, end = slow.release() if message.position.version < 11 else ([], message)
+        assert end.position.version == 11
+
+
+@pytest.mark.parametrize("budget", [1, 610, 4096, 1 << 20])
+def test_a_subscriber_of_any_budget_gets_everything(
+    running: RunningService, rank: RankStream, budget: int
+) -> None:
+    """It acks in time: credit that it keeps for itself must never be what the service waits for."""
+    target, rows = NumpyTarget(), random_rows(0)
+    options = SubscriberOptions(service=running.grpc, consumer="predictors", max_outstanding_bytes=budget)
+    with Subscriber(options, target) as replica:
+        replica.wait_for(1, 20)
+        # A small chunk and then one that fits the budget by itself only.
+        rows[0][3], rows[1][:] = 1, 2
+        rank.send(*part(2, [(0, [3], rows[0][[3]]), (1, range(30), rows[1])]))
+        replica.wait_for(2, 20)
+    for table, expected in zip((USER, ITEM), rows, strict=True):
+        np.testing.assert_array_equal(target.tables[table.name], expected)
+
+
+def test_a_repeated_ack_is_harmless(running: RunningService, rank: RankStream) -> None:
+    with ReplicaStream(running.grpc) as replica:
+        rows, _ = replica.release()
+        first = Position(running.get_json("/consumers/predictors/lag")["history"], 1)
+        second = publish(rank, 2, 3)
+        more, _ = replica.release()
+        replica.send(ack(size_of(rows), first), ack(size_of([*rows, *more]), second))
+        replica.send(ack(size_of(rows), first), ack(size_of([*rows, *more]), second), ack(5), ack(0, first))
+        replica.end()
+        assert replica.refusal()[0] is grpc.StatusCode.OK
+    assert offset_of(running, "p0") == 2
+
+
+def test_a_newer_stream_of_a_replica_replaces_the_older_at_once(
+    running: RunningService, rank: RankStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 1000)
+    with ReplicaStream(running.grpc) as older:
+        older.release()
+        with ReplicaStream(running.grpc) as newer:
+            newer.release()
+            code, details = older.refusal()
+            assert code is grpc.StatusCode.ABORTED
+            assert "a newer stream of replica 'p0'" in details
+            (line,) = running.get_json("/consumers")[:1]
+            assert (line["replicas"], line["connected"]) == (1, 1)
+
+
+def test_the_ack_of_a_replaced_stream_does_not_count(running: RunningService, rank: RankStream) -> None:
+    """Its process may be gone, and the newer one holds less."""
+    with ReplicaStream(running.grpc) as older:
+        older.release()
+        with ReplicaStream(running.grpc) as newer:
+            newer.release()
+            older.send(ack(0, Position(running.get_json("/consumers/predictors/lag")["history"], 1)))
+            older.refusal()
+            assert offset_of(running, "p0") == 0
+
+
+def test_a_replica_that_vanishes_is_away(running: RunningService, rank: RankStream) -> None:
+    with ReplicaStream(running.grpc) as replica:
+        replica.release()
+        assert running.get_json("/consumers/predictors/lag")["state"] == "behind"
+    while running.get_json("/consumers/predictors/lag")["state"] != "away":
+        pass
+    assert rows_of(running).keys() == {USER.name, ITEM.name}
+
+
+def test_idle_replicas_hear_that_the_stream_is_alive(
+    running: RunningService, rank: RankStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 0.01)
+    with ReplicaStream(running.grpc) as replica:
+        replica.release()
+        for _ in range(3):
+            assert replica.until("progress").head.version == 1
+
+
+def test_an_idle_replica_keeps_no_release_alive(
+    running: RunningService, rank: RankStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 0.01)
+    releases: list[weakref.ref[FrozenRelease]] = []
+
+    def noted(*arguments: Any) -> FrozenRelease:
+        frozen = freeze(*arguments)
+        releases.append(weakref.ref(frozen))
+        return frozen
+
+    monkeypatch.setattr("deltasync.feeds.release.freeze", noted)
+    with ReplicaStream(running.grpc) as replica:
+        replica.release()
+        replica.until("progress")
+        gc.collect()
+        assert [release() for release in releases] == [None]

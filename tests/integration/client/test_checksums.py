@@ -1,0 +1,415 @@
+"""Replicas show what they hold, and one that holds other rows is found, shown and repaired.
+
+Checksums are kept at the cost of the rows that change, and with every release one more block of rows is read
+again. A row that was changed behind the subscriber's back therefore is found when it is released the next time,
+when a new process takes up the target, or once the blocks have come round to it.
+"""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import torch
+from tests.support.fleet import (
+    ITEM,
+    USER,
+    WAIT,
+    Keeping,
+    Trainer,
+    as_sent,
+    checked_ack,
+    follow,
+    release_at_once,
+    wait_for_lag,
+    wait_until_in_sync,
+)
+from tests.support.server import RunningService
+from tests.support.wire import ReplicaStream, ack
+from torch import nn
+
+from deltasync.client import NumpyTarget, Position, Release, Target
+from deltasync.client.torch_target import TorchTarget
+from deltasync.core.digests import digest
+from deltasync.core.policy import Policy
+from deltasync.core.value_types import ValueType
+
+POLICIES = {"top": Policy(top_k=0.5, value_type=ValueType.INT8)}
+CONSUMERS = ["top", "predictors"]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left goes out at once."""
+    release_at_once(monkeypatch)
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[RunningService]:
+    with RunningService(tmp_path / "data", policies=POLICIES) as running:
+        yield running
+
+
+class Bags(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.user = nn.EmbeddingBag(USER.rows, USER.dim)
+        self.item = nn.EmbeddingBag(ITEM.rows, ITEM.dim, dtype=torch.float16)
+
+
+class KeepingTorch(TorchTarget):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.releases: list[Release] = []
+
+    def apply(self, release: Release) -> None:
+        super().apply(release)
+        self.releases.append(release)
+
+    def bytes(self) -> dict[str, bytes]:
+        return {name: rows.numpy().tobytes() for name, rows in self.tables().items()}
+
+
+def target_of(kind: str) -> Keeping | KeepingTorch:
+    return Keeping() if kind == "numpy" else KeepingTorch(Bags())
+
+
+def damage(target: Keeping | KeepingTorch, row: int) -> None:
+    rows: Any = target.tables["user"] if isinstance(target, Keeping) else target.tables()["user"]
+    rows[row, 3] += 1
+
+
+def expected(trainer: Trainer, consumer: str) -> dict[str, bytes]:
+    return trainer.expected(ValueType.INT8 if consumer == "top" else ValueType.FP32)
+
+
+def damages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the service's log says of them."""
+    said = [record for record in caplog.records if "holds other rows than it was given in" in record.getMessage()]
+    assert all(record.levelno == logging.ERROR for record in said)
+    return [record.getMessage() for record in said if record.name.startswith("deltasync.api")]
+
+
+@pytest.mark.parametrize("consumer", CONSUMERS)
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_a_row_changed_behind_its_back_is_found_when_it_is_released_again_and_repaired(
+    service: RunningService,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    consumer: str,
+) -> None:
+    target = target_of(kind)
+    with Trainer(service.grpc) as trainer, follow(service, consumer, "a", target) as replica:
+        wait_until_in_sync(service, consumer, trainer.publish_all())
+        monkeypatch.setattr("deltasync.client.checksums.TargetChecksums._sweep", lambda *_: None)
+        damage(target, 7)
+        # Of other rows nothing is found.
+        wait_until_in_sync(service, consumer, trainer.set(USER, 8, 1.5))
+        assert not damages(caplog)
+        assert target.bytes() != expected(trainer, consumer)
+        begun = len(target.releases)
+        head = trainer.set(USER, 7, 2.5)
+        lag = wait_until_in_sync(service, consumer, head)
+        replica.wait_for(Position(lag["history"], lag["offset"]), WAIT)
+        assert target.bytes() == expected(trainer, consumer)
+        assert [release.whole for release in target.releases[begun:]] == [frozenset(), {"user"}]
+        assert lag["replicas"][0]["checked"]
+        assert lag["replicas"][0]["damaged"] == []
+        assert damages(caplog) == [f"replica {consumer}/a holds other rows than it was given in user"]
+        # And once more.
+        damage(target, 9)
+        wait_until_in_sync(service, consumer, trainer.set(USER, 9, 3.5))
+        assert target.bytes() == expected(trainer, consumer)
+        assert len(damages(caplog)) == 2
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_a_row_changed_behind_its_back_is_found_in_the_end_though_only_others_are_released(
+    service: RunningService, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    target = target_of(kind)
+    with Trainer(service.grpc) as trainer, follow(service, "top", "a", target):
+        wait_until_in_sync(service, "top", trainer.publish_all())
+        damage(target, 7)
+        for step in range(4):  # Two blocks, one of each table; the sweep may be in the middle.
+            wait_until_in_sync(service, "top", trainer.set(USER, 8, 1.5 + step))
+        assert damages(caplog) == ["replica top/a holds other rows than it was given in user"]
+        assert target.bytes() == expected(trainer, "top")
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_a_new_process_finds_any_row_that_was_changed(
+    service: RunningService, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    target = target_of(kind)
+    with Trainer(service.grpc) as trainer:
+        with follow(service, "top", "a", target) as replica:
+            wait_until_in_sync(service, "top", trainer.publish_all())
+        damage(target, 7)
+        with follow(service, "top", "a", target, held=replica.held):
+            wait_until_in_sync(service, "top", trainer.set(USER, 8, 1.5))
+        assert target.bytes() == trainer.expected(ValueType.INT8)
+        assert len(damages(caplog)) == 1
+
+
+@pytest.mark.parametrize("consumer", CONSUMERS)
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_a_target_that_outlived_its_process_is_not_taken_for_damaged(
+    service: RunningService, caplog: pytest.LogCaptureFixture, kind: str, consumer: str
+) -> None:
+    target = target_of(kind)
+    with Trainer(service.grpc) as trainer:
+        with follow(service, consumer, "a", target) as replica:
+            wait_until_in_sync(service, consumer, trainer.publish_all())
+        again = target
+        if isinstance(target, KeepingTorch):
+            again = KeepingTorch(target._module)
+        with follow(service, consumer, "a", again, held=replica.held):
+            lag = wait_until_in_sync(service, consumer, trainer.change(3))
+        assert again.bytes() == expected(trainer, consumer)
+        assert damages(caplog) == []
+        assert not any(release.whole for release in again.releases)
+        assert lag["replicas"][0]["checked"]
+
+
+class Forgetful(Keeping):
+    """Loses a row of each of its first releases."""
+
+    def __init__(self, lossy: int, table: str = "user") -> None:
+        super().__init__()
+        self._lossy, self._table = lossy, table
+
+    def apply(self, release: Release) -> None:
+        super().apply(release)
+        if len(self.releases) <= self._lossy:
+            self.tables[self._table][5] = 0
+
+
+@pytest.mark.parametrize("consumer", CONSUMERS)
+@pytest.mark.parametrize("lossy", [1, 3])
+def test_a_first_release_that_arrives_damaged_is_repaired_too(
+    service: RunningService,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    consumer: str,
+    lossy: int,
+) -> None:
+    """Again and again, while the target goes on losing rows; and no longer."""
+    monkeypatch.setattr("deltasync.feeds.audit._PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 0.01)
+    target = Forgetful(lossy)
+    with Trainer(service.grpc) as trainer, follow(service, consumer, "a", target):
+        lag = wait_until_in_sync(service, consumer, trainer.publish_all())
+        assert target.bytes() == expected(trainer, consumer)
+        assert [release.whole for release in target.releases] == [frozenset()] + lossy * [{"user"}]
+        assert len(damages(caplog)) == lossy
+        assert lag["replicas"][0]["checked"]
+
+
+def test_a_damaged_replica_does_not_touch_the_others(
+    service: RunningService, caplog: pytest.LogCaptureFixture
+) -> None:
+    damaged, sound = Keeping(), Keeping()
+    with (
+        Trainer(service.grpc) as trainer,
+        follow(service, "top", "damaged", damaged),
+        follow(service, "top", "sound", sound),
+    ):
+        wait_until_in_sync(service, "top", trainer.publish_all())
+        damage(damaged, 7)
+        wait_until_in_sync(service, "top", trainer.set(USER, 7, 2.5))
+    assert not any(release.whole for release in sound.releases)
+    assert sound.bytes() == damaged.bytes() == trainer.expected(ValueType.INT8)
+    assert len(damages(caplog)) == 1
+
+
+class Raw:
+    """A replica that says whatever a test has it say; its releases are kept by number."""
+
+    def __init__(self, stream: ReplicaStream) -> None:
+        self._stream = stream
+        self.received_bytes = 0
+
+    def take(self) -> tuple[Position, dict[int, int], list[int]]:
+        """The next release: its position, the right checksums, and the slots that it holds whole."""
+        rows, end = self._stream.release()
+        self.received_bytes += sum(len(each.ids) + len(each.values) for each in rows)
+        position = Position(end.position.history, end.position.version)
+        return position, {each.slot: each.sum for each in end.checksums}, list(end.whole)
+
+    def say(self, position: Position, checksums: dict[int, int]) -> None:
+        self._stream.send(checked_ack(self.received_bytes, position, checksums))
+
+    def says_nothing_of_rows(self, position: Position) -> None:
+        self._stream.send(ack(self.received_bytes, position))
+
+
+@pytest.fixture
+def raw(service: RunningService) -> Iterator[Raw]:
+    with ReplicaStream(service.grpc, consumer="top", replica="raw") as stream:
+        yield Raw(stream)
+
+
+def test_a_damaged_replica_is_shown_and_does_not_advance(service: RunningService, raw: Raw) -> None:
+    with Trainer(service.grpc) as trainer:
+        trainer.publish_all()
+        first, right, _ = raw.take()
+        raw.say(first, right)
+        lag = wait_for_lag(service, "top", lambda lag: lag["offset"] == first.number)
+        assert lag["state"] == "in sync"
+        trainer.change(5, [USER])
+        second, right, whole = raw.take()
+        assert whole == []
+        raw.say(second, {0: right[0] ^ 1, 1: right[1]})
+        lag = wait_for_lag(service, "top", lambda lag: lag["state"] == "damaged")
+        assert lag["replicas"][0]["damaged"] == ["user"]
+        assert lag["replicas"][0]["offset"] == lag["offset"] == first.number
+        assert lag["reason"] == "other rows than were given, which are given again whole: raw (user)"
+        repair, right, whole = raw.take()
+        assert (repair, whole) == (second, [0])
+        # It is damaged until it has said that it is not.
+        lag = service.get_json("/consumers/top/lag")
+        assert (lag["state"], lag["offset"]) == ("damaged", first.number)
+        raw.say(repair, right)
+        lag = wait_for_lag(service, "top", lambda lag: lag["offset"] == second.number)
+        assert lag["state"] != "damaged"
+        assert lag["replicas"][0]["damaged"] == []
+        assert lag["replicas"][0]["checked"]
+
+
+def test_one_that_stays_damaged_is_repaired_again_and_again(
+    service: RunningService, raw: Raw, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltasync.feeds.audit._PAUSE_SECONDS", 0.0)
+    with Trainer(service.grpc) as trainer:
+        trainer.publish_all()
+        position, right, whole = raw.take()
+        for _ in range(5):
+            raw.say(position, {0: right[0], 1: right[1] ^ 4})
+            position, right, whole = raw.take()
+            assert whole == [1]
+            lag = service.get_json("/consumers/top/lag")
+            assert (lag["state"], lag["offset"]) == ("damaged", 0)
+        raw.say(position, right)
+        wait_for_lag(service, "top", lambda lag: lag["offset"] == position.number)
+
+
+def test_the_same_ack_twice_is_as_good_as_once(service: RunningService, raw: Raw) -> None:
+    with Trainer(service.grpc) as trainer:
+        trainer.publish_all()
+        position, right, _ = raw.take()
+        raw.say(position, {**right, 0: right[0] ^ 1})
+        raw.say(position, {**right, 0: right[0] ^ 1})
+        repair, right, whole = raw.take()
+        assert whole == [0]
+        assert service.get_json("/consumers/top/lag")["offset"] == 0
+        raw.say(repair, right)
+        raw.say(repair, right)
+        wait_for_lag(service, "top", lambda lag: lag["offset"] == position.number)
+        trainer.change(4)
+        position, right, whole = raw.take()
+        while whole:  # The second ack may have come after the repair was sent, and is taken for one of it.
+            position, right, whole = raw.take()
+        assert position.number > repair.number
+        raw.say(position, right)
+        raw.say(position, right)
+        wait_for_lag(service, "top", lambda lag: lag["offset"] == position.number)
+
+
+def test_an_ack_without_checksums_moves_the_offset_unchecked(service: RunningService, raw: Raw) -> None:
+    with Trainer(service.grpc) as trainer:
+        trainer.publish_all()
+        position, right, _ = raw.take()
+        raw.says_nothing_of_rows(position)
+        lag = wait_for_lag(service, "top", lambda lag: lag["offset"] == position.number)
+        assert not lag["replicas"][0]["checked"]
+        trainer.change(5)
+        position, right, _ = raw.take()
+        raw.say(position, {1: right[1]})
+        lag = wait_for_lag(service, "top", lambda lag: lag["offset"] == position.number)
+        assert lag["replicas"][0]["checked"]
+
+
+def test_acks_of_older_releases_change_nothing(service: RunningService, raw: Raw) -> None:
+    with Trainer(service.grpc) as trainer:
+        trainer.publish_all()
+        first, first_right, _ = raw.take()
+        raw.say(first, first_right)
+        trainer.change(5)
+        second, right, _ = raw.take()
+        raw.say(second, right)
+        wait_for_lag(service, "top", lambda lag: lag["offset"] == second.number)
+        raw.say(first, {0: 1, 1: 2})
+        raw.say(first, first_right)
+        raw.say(second, right)
+        trainer.change(5)
+        third, right, whole = raw.take()
+        assert whole == []
+        lag = service.get_json("/consumers/top/lag")
+        assert lag["offset"] == second.number
+        assert lag["replicas"][0]["damaged"] == []
+        raw.say(third, right)
+        wait_for_lag(service, "top", lambda lag: lag["offset"] == third.number)
+
+
+def test_a_checksum_of_no_table_is_refused(service: RunningService) -> None:
+    with Trainer(service.grpc) as trainer, ReplicaStream(service.grpc, consumer="top") as stream:
+        trainer.publish_all()
+        raw = Raw(stream)
+        position, _, _ = raw.take()
+        raw.say(position, {99: 1})
+        code, said = stream.refusal()
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert "99" in said
+
+
+def test_a_replica_that_comes_back_damaged_is_repaired(service: RunningService) -> None:
+    with Trainer(service.grpc) as trainer:
+        trainer.publish_all()
+        with ReplicaStream(service.grpc, consumer="top", replica="raw") as stream:
+            one = Raw(stream)
+            first, right, _ = one.take()
+            one.say(first, right)
+            wait_for_lag(service, "top", lambda lag: lag["offset"] == first.number)
+            trainer.change(5)
+            second, right, _ = one.take()
+            one.say(second, {**right, 0: 5})
+            wait_for_lag(service, "top", lambda lag: lag["state"] == "damaged")
+        with ReplicaStream(service.grpc, consumer="top", replica="raw", held=first) as stream:
+            one = Raw(stream)
+            # Shown until it is known to be sound.
+            wait_for_lag(service, "top", lambda lag: lag["state"] == "damaged")
+            again, right, _ = one.take()
+            one.say(again, {**right, 0: 5})
+            repair, right, whole = one.take()
+            assert (again, repair, whole) == (second, second, [0])
+            one.say(repair, right)
+            wait_for_lag(service, "top", lambda lag: lag["offset"] == second.number)
+
+
+def test_checksums_are_of_what_values_stand_for(service: RunningService) -> None:
+    """So that a client in another language can find them too."""
+    with Trainer(service.grpc) as trainer:
+        trainer.publish_all()
+        with ReplicaStream(service.grpc, consumer="top", replica="raw") as stream:
+            _, sums, _ = Raw(stream).take()
+        held = [as_sent(table, trainer.rows[table.name], ValueType.INT8) for table in trainer.tables]
+        assert sums == {slot: digest(np.arange(len(rows)), rows).checksum for slot, rows in enumerate(held)}
+
+
+def test_a_target_without_checksums_is_served_unchecked(service: RunningService) -> None:
+    class Plain:
+        def __init__(self) -> None:
+            self._inner = NumpyTarget()
+
+        def apply(self, release: Release) -> None:
+            self._inner.apply(release)
+
+    plain: Target = Plain()
+    with Trainer(service.grpc) as trainer, follow(service, "top", "a", plain):
+        lag = wait_until_in_sync(service, "top", trainer.publish_all())
+        assert not lag["replicas"][0]["checked"]

@@ -1,0 +1,162 @@
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatch
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Stages = dict[str, list[tuple[str, str]]]
+
+
+class _Probed(BaseHTTPRequestHandler):
+    """Answers one path, and everything else with 503."""
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == self.server.healthy else 503)  # type: ignore[attr-defined]
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+        pass
+
+
+@pytest.fixture
+def probed() -> Iterator[ThreadingHTTPServer]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Probed) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def _probe(command: list[str], port: int) -> int:
+    assert command[0] == "python"
+    code = command[-1].replace(":8080/", f":{port}/")
+    env = os.environ | {"DELTASYNC_HTTP_PORT": str(port)}
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True).returncode
+
+
+def _install_lines(stage: list[tuple[str, str]]) -> list[str]:
+    return [rest for word, rest in stage if word == "RUN" and "pip install" in rest]
+
+
+def test_hadolint_finds_nothing(deploy: Path, tool: Callable[[str], str]) -> None:
+    done = subprocess.run([tool("hadolint"), deploy / "Dockerfile"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_image_health_check_follows_livez(stages: Stages, probed: ThreadingHTTPServer) -> None:
+    check = next(rest for word, rest in stages["service"] if word == "HEALTHCHECK")
+    command = json.loads(check.split("CMD", 1)[1])
+    probed.healthy = "/livez"  # type: ignore[attr-defined]
+    assert _probe(command, probed.server_port) == 0
+    probed.healthy = None  # type: ignore[attr-defined]
+    assert _probe(command, probed.server_port) != 0
+
+
+def test_compose_health_check_follows_readyz(compose: dict[str, Any], probed: ThreadingHTTPServer) -> None:
+    command = compose["services"]["service"]["healthcheck"]["test"]
+    assert command[0] == "CMD"
+    probed.healthy = "/readyz"  # type: ignore[attr-defined]
+    assert _probe(command[1:], probed.server_port) == 0
+    probed.healthy = None  # type: ignore[attr-defined]
+    assert _probe(command[1:], probed.server_port) != 0
+
+
+@pytest.mark.parametrize("target", ["service", "trainer"])
+def test_images_run_as_one_numbered_user(stages: Stages, target: str) -> None:
+    user = [rest for word, rest in stages[target] if word == "USER"][-1]
+    created = next(rest for _, rest in stages[target] if "useradd" in rest)
+    assert re.search(r"--uid (\d+)", created)[1] == user.split(":")[0]  # type: ignore[index]
+
+
+def test_service_owns_its_data_folder(stages: Stages) -> None:
+    stage = stages["service"]
+    volume = next(rest for word, rest in stage if word == "VOLUME")
+    assert any(f"DELTASYNC_DATA_DIR={volume}" in rest for word, rest in stage if word == "ENV")
+    user = [rest for word, rest in stage if word == "USER"][-1].split(":")
+    made = next(rest for _, rest in stage if "install --directory" in rest)
+    assert f"--owner {user[0]} --group {user[1]}" in made
+    assert made.endswith(f" {volume}")
+
+
+def test_trainer_installs_in_the_order_that_keeps_the_cpu_build(stages: Stages) -> None:
+    torch, lock, torchrec, wheel = _install_lines(stages["trainer"])
+    assert torch.split()[-1].startswith("torch==")
+    assert "--requirement /requirements.lock" in lock
+    assert "--no-deps torchrec==" in torchrec
+    assert "${FBGEMM}==" in torchrec
+    assert "--no-deps /wheels/" in wheel
+
+
+def test_trainer_pins_are_those_of_the_project(stages: Stages, project: dict[str, Any]) -> None:
+    pins = set(re.findall(r"(?<![\w}])(torch\w*==[\d.]+)", " ".join(_install_lines(stages["trainer"]))))
+    assert pins == {
+        need for need in project["project"]["optional-dependencies"]["trainer"] if need.startswith("torch")
+    }
+
+
+def test_torchrec_and_fbgemm_are_of_one_release(stages: Stages) -> None:
+    line = next(line for line in _install_lines(stages["trainer"]) if "torchrec==" in line)
+    assert len(set(re.findall(r"==([\d.]+)", line))) == 1
+
+
+def test_service_installs_locked_versions_and_no_torch(stages: Stages) -> None:
+    (line,) = _install_lines(stages["service"])
+    assert line.endswith(
+        'pip install --no-cache-dir --constraint /requirements.lock "$(echo /wheels/*.whl)[service]"'
+    )
+
+
+def _ignored(path: str, patterns: list[str]) -> bool:
+    """Whether .dockerignore leaves the path out: the last pattern for it or a folder above it decides."""
+    parts = path.split("/")
+    above = ["/".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
+    ignored = False
+    for pattern in patterns:
+        plain = pattern.removeprefix("!")
+        names = parts if plain.startswith("**/") else above
+        if any(fnmatch(name, plain.removeprefix("**/")) for name in names):
+            ignored = plain == pattern
+    return ignored
+
+
+def test_context_holds_what_the_build_needs_and_little_else(
+    root: Path, project: dict[str, Any], stages: Stages
+) -> None:
+    patterns = (root / ".dockerignore").read_text().split()
+    needed = {"pyproject.toml", project["project"]["readme"], *project["project"]["license-files"]}
+    needed |= {f"{package}/x.py" for package in project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]}
+    mounted = [re.findall(r"type=bind,source=([^,]+)", line) for line in _install_lines(stages["trainer"])]
+    needed |= {source for sources in mounted for source in sources}
+    assert "requirements.lock" in needed
+    assert not {path for path in needed if _ignored(path, patterns)}
+    unwanted = {
+        ".git/config",
+        ".venv/bin/python",
+        "tests/x.py",
+        "trainer/__pycache__/x.pyc",
+        "deploy/compose.yaml",
+    }
+    assert not {path for path in unwanted if not _ignored(path, patterns)}
+
+
+def test_lock_holds_all_that_is_installed_without_dependencies(root: Path, project: dict[str, Any]) -> None:
+    lock = (root / "requirements.lock").read_text()
+    locked = {name.lower().replace("_", "-") for name in re.findall(r"(?m)^([\w.-]+)", lock)}
+    extras = project["project"]["optional-dependencies"]
+    wanted = [
+        *project["project"]["dependencies"],
+        *extras["service"],
+        *project["dependency-groups"]["torchrec-runtime"],
+    ]
+    needed = {re.match(r"[\w.-]+", need)[0].lower() for need in wanted}  # type: ignore[index]
+    assert needed <= locked
+    assert not locked & {"torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu"}

@@ -1,0 +1,231 @@
+"""What a service does with what it finds on a machine: ports, folders, signals."""
+
+import gc
+import http.client
+import os
+import socket
+import threading
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from tests.support.process import ServiceProcess
+from tests.support.server import RunningService
+from tests.support.state import lag_of, rows_of
+from tests.support.wire import (
+    TABLES,
+    USER,
+    WHOLE,
+    RankStream,
+    ReplicaStream,
+    ack,
+    chunk,
+    close,
+    full_part,
+    part,
+    random_rows,
+    size_of,
+)
+
+from deltasync.core.tables import Shard, TableSpec
+from deltasync.wire.messages import position_from_message
+
+
+def refusal(data_dir: Path, *arguments: str) -> str:
+    """What a service that does not start says: one line, after what it logs."""
+    done = ServiceProcess(data_dir, *arguments).run_to_end()
+    assert done.returncode == 1
+    said = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
+    assert done.stderr.rstrip().endswith(said[0]), done.stderr
+    assert len(said) == 1
+    return said[0]
+
+
+def test_two_services_do_not_share_a_folder(running: RunningService) -> None:
+    data_dir = running.options.service.data_dir
+    said = f"Error: {data_dir} is in use by another service: give this one a --data-dir of its own"
+    assert refusal(data_dir) == said
+    assert running.get("/readyz")[0] == 200
+
+
+@pytest.mark.parametrize("option", ["--grpc-port", "--http-port"])
+def test_a_port_in_use_is_an_error_that_says_which(running: RunningService, tmp_path: Path, option: str) -> None:
+    address = running.grpc if option == "--grpc-port" else running.http
+    port = address.rpartition(":")[2]
+    said = refusal(tmp_path / "other", option, port)
+    assert said == f"Error: cannot listen on 127.0.0.1:{port}: choose another {option}, or 0 for any free one"
+
+
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    said = refusal(tmp_path / "file" / "data")
+    assert said == f"Error: {tmp_path}/file/data cannot be made: Not a directory: choose another --data-dir"
+
+
+def test_a_consumer_of_a_wrong_name_is_an_error(tmp_path: Path) -> None:
+    assert refusal(tmp_path / "data", "--consumer", "a/b=m").startswith("Error: consumer name 'a/b'")
+
+
+def test_a_table_that_is_missing_is_an_error(tmp_path: Path) -> None:
+    """Made anew in silence, it would be a table of zeros."""
+    with RunningService(tmp_path / "data") as service, RankStream(service.grpc) as rank:
+        rank.opened()
+        rank.send(*full_part(1, random_rows(0), WHOLE))
+        rank.sealed()
+    (rows,) = (tmp_path / "data").rglob("*user*.rows")
+    rows.unlink()
+    said = refusal(tmp_path / "data")
+    assert said.startswith(f"Error: {rows} is missing")
+    assert "restore the data directory from a copy" in said
+
+
+def test_a_damaged_log_is_an_error(tmp_path: Path) -> None:
+    process = ServiceProcess(tmp_path / "data")
+    with process, RankStream(process.grpc) as rank:
+        rank.opened()
+        rows = random_rows(0)
+        rank.send(*full_part(1, rows, WHOLE))
+        rank.sealed()
+    log = tmp_path / "data" / "log" / "data.mdb"
+    content = log.read_bytes()
+    assert rows[0].tobytes() in content
+    log.write_bytes(content.replace(rows[0].tobytes(), rows[0][::-1].tobytes()))
+    said = refusal(tmp_path / "data")
+    assert said.startswith("Error: log record 1 of rank 0 of version 1 of model 'clicks' is damaged")
+
+
+def log_bytes(service: ServiceProcess) -> float:
+    (line,) = (each for each in service.get("/metrics")[1].splitlines() if each.startswith("deltasync_log_bytes"))
+    return float(line.split()[1])
+
+
+def test_a_drain_lets_the_open_cut_finish(tmp_path: Path) -> None:
+    """On SIGTERM: what was under way is sealed and acknowledged, and is there after the restart."""
+    rows = random_rows(0)
+    process = ServiceProcess(tmp_path / "data", "--consumer", "probes=clicks", "--drain-seconds", "20")
+    held = [[WHOLE[0]], [WHOLE[1]]]
+    with process:
+        with (
+            RankStream(process.grpc, shards=held[0], world_size=2) as first,
+            RankStream(process.grpc, shards=held[1], world_size=2, rank=1) as second,
+        ):
+            first.opened()
+            second.opened()
+            before = log_bytes(process)
+            first.send(*full_part(1, rows, held[0]))
+            while log_bytes(process) < before + rows[0].nbytes:
+                pass  # Until the cut has begun; the test's timeout bounds the wait.
+            with ReplicaStream(process.grpc, consumer="probes") as replica:
+                replica.until("opened")
+                ended = threading.Thread(target=process.terminate)
+                ended.start()
+                assert "shutting down" in replica.refusal()[1]
+            second.send(*full_part(1, rows, held[1]))
+            assert first.sealed() == second.sealed()
+            ended.join()
+        assert process.process is not None
+        assert process.process.returncode == 0
+        process.start()
+        assert rows_of(process)[USER.name].tobytes() == rows[0].tobytes()
+
+
+def test_a_drain_does_not_wait_for_ever(tmp_path: Path) -> None:
+    process = ServiceProcess(tmp_path / "data", "--drain-seconds", "0.1")
+    with process, RankStream(process.grpc, world_size=2) as rank:
+        rank.opened()
+        rank.send(*full_part(1, random_rows(0), WHOLE))
+        assert process.terminate() == 0
+
+
+def test_a_full_log_refuses_parts_and_everything_else_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = random_rows(0)
+    with RunningService(tmp_path / "data", log_max_bytes=2 << 20, flush_bytes=1 << 20) as service:
+        with RankStream(service.grpc) as rank:
+            rank.opened()
+            rank.send(*full_part(1, rows, WHOLE))
+            position = rank.sealed()
+        wide = TableSpec("wide", 2**20, 1)
+        with RankStream(service.grpc, model="wide", tables=[wide], shards=[Shard.whole(wide)]) as rank:
+            rank.opened()
+            values = random_rows(1, [wide])[0][: 1 << 16]
+            for first in range(0, 1 << 20, 1 << 16):
+                rank.send(chunk(2, 0, range(first, first + (1 << 16)), values))
+            rank.send(close(2, 1 << 20))
+            code, details = rank.refusal()
+            assert code.name == "RESOURCE_EXHAUSTED"
+            assert "raise --log-max-bytes" in details
+        with RankStream(service.grpc) as rank, ReplicaStream(service.grpc, held=position) as replica:
+            rank.opened()
+            rank.send(*part(2, [(0, [7], rows[0][:1])]))
+            assert rank.sealed().number == 2
+            found, end = replica.release()
+            assert end.position.version == 2
+            replica.send(ack(size_of(found), position_from_message(end.position)))
+        rows[0][7] = rows[0][0]
+        found_rows = rows_of(service)
+        for table, expected in zip(TABLES, rows, strict=True):
+            assert found_rows[table.name].tobytes() == expected.tobytes()
+        assert lag_of(service)["head"] == 2
+    gc.collect()
+    assert "never retrieved" not in caplog.text
+
+
+def test_what_the_service_keeps_is_its_own_to_read(tmp_path: Path) -> None:
+    with ServiceProcess(tmp_path / "data") as process, RankStream(process.grpc) as rank:
+        rank.opened()
+        rank.send(*full_part(1, random_rows(0), WHOLE))
+        rank.sealed()
+    kept = [process.data_dir, *process.data_dir.rglob("*")]
+    assert {"endpoints.json", "lock", "data.mdb", "tables"} < {path.name for path in kept}
+    modes = {path: path.stat().st_mode & 0o777 for path in kept}
+    assert modes == {path: 0o700 if path.is_dir() else 0o600 for path in kept}
+
+
+def test_a_service_whose_log_is_full_is_not_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltasync.service.service._HOUSEKEEPING_SECONDS", 1000)
+    wide = TableSpec("wide", 2**18, 1)
+    with RunningService(tmp_path / "data", log_max_bytes=2 << 20, flush_bytes=1 << 20) as service:
+        assert service.get("/readyz") == (200, "ok\n")
+        with RankStream(service.grpc, tables=[wide], shards=[Shard.whole(wide)]) as rank:
+            rank.opened()
+            for first in range(0, 1 << 18, 1 << 16):
+                rank.send(chunk(1, 0, range(first, first + (1 << 16)), np.ones((1 << 16, 1), "<f4")))
+            rank.send(close(1, 1 << 18))
+            assert rank.refusal()[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
+        status, body = service.get("/readyz")
+        assert status == 503
+        assert "the log is full" in body
+
+
+def test_answers_on_kept_http_connections_are_not_held_back(running: RunningService) -> None:
+    """By Nagle's algorithm, which asyncio switches off only for sockets that say that they are TCP."""
+    host, port = running.http.removeprefix("http://").split(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=10)
+    connection.request("GET", "/livez")
+    assert connection.getresponse().read() == b"ok\n"
+    (served,) = _sockets_to(connection.sock.getsockname())
+    with served:
+        assert served.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
+    connection.close()
+
+
+def _sockets_to(peer: tuple[str, int]) -> list[socket.socket]:
+    """Copies of this process's sockets that are connected to `peer`."""
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            each = socket.socket(fileno=os.dup(int(link.name)))
+        except OSError:  # Closed meanwhile, or no socket.
+            continue
+        try:
+            same = each.family == socket.AF_INET and each.getpeername() == peer
+        except OSError:  # Not connected.
+            same = False
+        if same:
+            found.append(each)
+        else:
+            each.close()
+    return found

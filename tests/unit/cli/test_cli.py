@@ -1,0 +1,177 @@
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from deltasync.api.server import ServerOptions
+from deltasync.cli import serve as serving
+from deltasync.cli.main import cli
+from deltasync.consumers.consumer import ConsumerOptions
+
+FLAG, FILE = "--grpc-port", "grpc_port"
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[ServerOptions]:
+    """What the server was asked to run with."""
+    options: list[ServerOptions] = []
+
+    async def record(given: ServerOptions) -> None:
+        options.append(given)
+
+    monkeypatch.setattr(serving, "run_server", record)
+    return options
+
+
+def serve(*arguments: str, env: dict[str, str] | None = None) -> Any:
+    return CliRunner().invoke(cli, ["serve", *arguments], env=env)
+
+
+@pytest.mark.parametrize(
+    ("flag", "env", "file", "port"),
+    [
+        (None, None, None, 50051),
+        (None, None, 3, 3),
+        (None, 2, 3, 2),
+        (1, 2, 3, 1),
+        (1, None, 3, 1),
+        (1, 2, None, 1),
+        (0, 2, 3, 0),
+    ],
+)
+def test_a_flag_wins_over_the_environment_and_that_over_the_file(
+    served: list[ServerOptions], tmp_path: Path, flag: int | None, env: int | None, file: int | None, port: int
+) -> None:
+    arguments = [] if flag is None else ["--grpc-port", str(flag)]
+    if file is not None:
+        (tmp_path / "c.toml").write_text(f"grpc_port = {file}")
+        arguments += ["--config", str(tmp_path / "c.toml")]
+    done = serve(*arguments, env={} if env is None else {"DELTASYNC_GRPC_PORT": str(env)})
+    assert done.exit_code == 0, done.output
+    assert served[0].grpc_port == port
+
+
+def test_every_setting_may_be_in_the_file(served: list[ServerOptions], tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text(
+        """
+        data_dir = "/data"
+        host = "0.0.0.0"
+        grpc_port = 1
+        http_port = 2
+        consumer = ["a=m", "b=m2"]
+        admin_token = "t"
+        log_max_bytes = 8_000_000
+        flush_bytes = 3
+        replica_retention_seconds = 4.5
+        drain_seconds = 6
+        """
+    )
+    done = serve(env={"DELTASYNC_CONFIG": str(tmp_path / "c.toml")})
+    assert done.exit_code == 0, done.output
+    (options,) = served
+    assert (options.host, options.grpc_port, options.http_port) == ("0.0.0.0", 1, 2)  # noqa: S104
+    assert (options.consumers, options.admin_token, options.drain_seconds) == (
+        (ConsumerOptions("a", "m"), ConsumerOptions("b", "m2")),
+        "t",
+        6,
+    )
+    kept = options.service
+    assert (kept.data_dir, kept.log_max_bytes, kept.flush_bytes) == (Path("/data"), 8_000_000, 3)
+    assert kept.replica_retention_seconds == 4.5
+    settings = {option.name for option in cli.get_command(click.Context(cli), "serve").params}  # type: ignore[union-attr]
+    assert settings - {"config"} == {
+        "data_dir", "host", "grpc_port", "http_port", "consumer", "admin_token", "log_max_bytes", "flush_bytes",
+        "replica_retention_seconds", "drain_seconds",
+    }  # fmt: skip
+
+
+def test_several_consumers_come_from_flags_or_the_environment(served: list[ServerOptions]) -> None:
+    serve("--consumer", "a=m", "--consumer", "b=m")
+    serve(env={"DELTASYNC_CONSUMER": "a=m b=m"})
+    assert [options.consumers for options in served] == [
+        (ConsumerOptions("a", "m"), ConsumerOptions("b", "m"))
+    ] * 2
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("grcp_port = 1", "unknown setting 'grcp_port'; settings: admin_token, consumer, consumers, data_dir"),
+        ("grpc-port = 1", "unknown setting 'grpc-port'"),
+        ("grpc_port = ", "c.toml: Invalid value"),
+        ('grpc_port = "many"', "Invalid value for '--grpc-port'"),
+        ("grpc_port = 70000", "Invalid value for '--grpc-port'"),
+    ],
+)
+def test_a_wrong_file_is_an_error_that_says_what(
+    served: list[ServerOptions], tmp_path: Path, content: str, said: str
+) -> None:
+    (tmp_path / "c.toml").write_text(content)
+    done = serve("--config", str(tmp_path / "c.toml"))
+    assert done.exit_code == 2
+    assert said in done.output
+    assert not served
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--config", "/nowhere/c.toml"], "/nowhere/c.toml"),
+        (["--consumer", "predictors"], "'predictors': expected NAME=MODEL"),
+        (["--flush-bytes", "0"], "--flush-bytes"),
+        (
+            ["--flush-bytes", "9000000", "--log-max-bytes", "8000000"],
+            "flush_bytes: 9000000, expected 1 to 4000000",
+        ),
+        (["--log-max-bytes", "1"], "--log-max-bytes"),
+        (["--drain-seconds", "-1"], "--drain-seconds"),
+    ],
+)
+def test_a_wrong_flag_is_an_error_that_says_which(
+    served: list[ServerOptions], arguments: list[str], said: str
+) -> None:
+    done = serve(*arguments)
+    assert done.exit_code == 2
+    assert said in done.output
+    assert not served
+
+
+def verbs(command: click.Command, *path: str) -> list[tuple[str, ...]]:
+    if not isinstance(command, click.Group):
+        return [path]
+    context = click.Context(command)
+    found = [(path)]
+    for name in command.list_commands(context):
+        below = command.get_command(context, name)
+        assert below is not None
+        if name in ("bench", "demo"):  # The trainer's, which import torch; tested there.
+            continue
+        found += verbs(below, *path, name)
+    return found
+
+
+@pytest.mark.parametrize("path", verbs(cli), ids=" ".join)
+def test_every_verb_explains_itself(path: tuple[str, ...]) -> None:
+    done = CliRunner().invoke(cli, [*path, "--help"])
+    assert done.exit_code == 0
+    command: click.Command = cli
+    for name in path:
+        assert isinstance(command, click.Group)
+        found = command.get_command(click.Context(command), name)
+        assert found is not None
+        command = found
+    assert command.help
+    shown = " ".join(done.output.split())
+    assert command.help.splitlines()[0] in shown
+    for option in command.params:
+        if isinstance(option, click.Option):
+            assert option.help, f"{path} {option.name}"
+            assert option.opts[0] in done.output
+            assert "_" not in option.opts[0]
+
+
+def test_the_verbs_are_those_of_the_service() -> None:
+    consumers = {f"consumers {verb}" for verb in ("list", "create", "update", "delete")}
+    assert {"serve", "lag", "consumers", *consumers} <= {" ".join(path) for path in verbs(cli)}

@@ -1,0 +1,371 @@
+"""A policy on the command line and in the configuration file, and a lag as text."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deltasync.api.server import ServerOptions
+from deltasync.cli import consumers, serve
+from deltasync.cli.lag_text import lag_text
+from deltasync.cli.main import cli
+from deltasync.cli.policy_options import policy_of, policy_options
+from deltasync.consumers.consumer import ConsumerOptions
+from deltasync.core.mode import Mode
+from deltasync.core.policy import Policy
+from deltasync.core.value_types import ValueType
+from deltasync.status.lag import ConsumerLag, Lag, ReleaseLine, ReplicaLag, TableLag
+from deltasync.v1 import admin_pb2
+from deltasync.wire.messages import policy_to_message
+
+EVERYTHING = Policy(
+    tables=("user*", "item"),
+    mode=Mode.IDS,
+    top_k=0.25,
+    top_k_per_table=True,
+    max_age_seconds=60.0,
+    min_interval_seconds=1.5,
+    max_bytes=4000,
+    value_type=ValueType.BF16,
+)
+FLAGS = {
+    "tables": "--tables",
+    "mode": "--mode",
+    "top_k": "--top-k",
+    "max_age_seconds": "--max-age",
+    "min_interval_seconds": "--min-interval",
+    "max_bytes": "--max-bytes",
+    "value_type": "--value-type",
+}
+
+
+def flags_of(policy: Policy) -> list[str]:
+    """What gives a policy on the command line, with everything that has a flag."""
+    described = policy.as_dict()
+    flags = ["--top-k-per-table"] if described.pop("top_k_per_table") else []
+    for key, value in described.items():
+        for one in value if isinstance(value, list) else [value] if value is not None else []:
+            flags += [FLAGS[key], str(one)]
+    return flags
+
+
+@click.command()
+@policy_options
+def take(**options: Any) -> None:
+    taken.append(policy_of(options))
+
+
+taken: list[Policy] = []
+
+
+def taken_from(*flags: str) -> Policy:
+    taken.clear()
+    take.main(list(flags), standalone_mode=False)
+    return taken[0]
+
+
+@st.composite
+def policies(draw: st.DrawFn) -> Policy:
+    interval = draw(st.floats(0, 100))
+    return Policy(
+        tables=tuple(draw(st.lists(st.text("ab*?[].", min_size=1), min_size=1, max_size=3))),
+        mode=draw(st.sampled_from(Mode)),
+        top_k=draw(st.none() | st.integers(1, 1000).map(float) | st.floats(1e-6, 0.999)),
+        top_k_per_table=draw(st.booleans()),
+        max_age_seconds=draw(st.none() | st.floats(max(interval, 0.001), 1e6)),
+        min_interval_seconds=interval,
+        max_bytes=draw(st.none() | st.integers(10_000, 2**40)),
+        value_type=draw(st.sampled_from(ValueType)),
+    )
+
+
+@given(policies())
+def test_every_policy_can_be_given_by_flags(policy: Policy) -> None:
+    assert taken_from(*flags_of(policy)) == policy
+
+
+def test_without_flags_it_is_the_default_policy() -> None:
+    assert taken_from() == Policy()
+
+
+def test_the_words_of_a_policy_are_what_differs_from_the_default() -> None:
+    assert Policy().words == ""
+    assert Policy(top_k=0.1, value_type=ValueType.INT8).words == "top_k=0.1 value_type=int8"
+    assert Policy(top_k=1234567).words == "top_k=1234567"
+    assert EVERYTHING.words == (
+        "tables=user*,item mode=ids top_k=0.25 top_k_per_table max_age_seconds=60 min_interval_seconds=1.5 "
+        "max_bytes=4000 value_type=bf16"
+    )
+
+
+class RecordedAdmin:
+    """What the command line would have asked a service for."""
+
+    calls: list[tuple[Any, ...]]
+
+    def __init__(self, service: str, token: str) -> None:
+        self._at = (service, token)
+
+    def create_consumer(self, name: str, model: str, policy: Policy) -> None:
+        self.calls.append(("create", *self._at, name, model, policy))
+
+    def update_consumer(self, name: str, policy: Policy) -> None:
+        self.calls.append(("update", *self._at, name, policy))
+
+    def consumers(self) -> list[admin_pb2.Consumer]:
+        updates = [call[-1] for call in self.calls if call[0] == "update"]
+        return [admin_pb2.Consumer(name="c", policy=policy_to_message(policy)) for policy in updates[-1:]]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    RecordedAdmin.calls = []
+    monkeypatch.setattr(consumers, "Admin", RecordedAdmin)
+    return RecordedAdmin.calls
+
+
+def run(*arguments: str, **environment: str) -> tuple[int, str]:
+    done = CliRunner().invoke(
+        cli, arguments, env={f"DELTASYNC_{name.upper()}": v for name, v in environment.items()}
+    )
+    return done.exit_code, done.output
+
+
+def test_a_consumer_is_made_with_the_policy_of_the_flags(calls: list[tuple[Any, ...]]) -> None:
+    flags = flags_of(EVERYTHING)
+    done = run("consumers", "create", "c", "--model", "m", *flags, "--admin-token", "t", service="s:1")
+    assert done == (0, f"consumer c follows model m: {EVERYTHING.words}\n")
+    assert calls == [("create", "s:1", "t", "c", "m", EVERYTHING)]
+
+
+def test_an_update_replaces_the_policy_whole_and_says_so(calls: list[tuple[Any, ...]]) -> None:
+    assert run("consumers", "update", "c", "--top-k", "5") == (0, "policy of consumer c: top_k=5\n")
+    said = "policy of consumer c: every changed row, in its own type (was top_k=5)\n"
+    assert run("consumers", "update", "c") == (0, said)
+    assert [call[-1] for call in calls] == [Policy(top_k=5), Policy()]
+    assert "replaces the one it has as a whole" in " ".join(run("consumers", "update", "--help")[1].split())
+
+
+def test_settings_of_a_policy_may_be_in_the_environment(calls: list[tuple[Any, ...]]) -> None:
+    assert run("consumers", "update", "c", top_k="0.5", max_age="9", tables="a b")[0] == 0
+    assert calls[0][-1] == Policy(top_k=0.5, max_age_seconds=9, tables=("a", "b"))
+
+
+BAD_FLAGS = [
+    (["--top-k", "1.5"], "top_k 1.5: expected a share above 0 and below 1, or a whole number of rows"),
+    (["--top-k", "0"], "top_k 0: expected"),
+    (["--top-k", "nan"], "top_k nan: expected"),
+    (["--top-k", "many"], "Invalid value for '--top-k'"),
+    (["--max-age", "-1"], "max_age_seconds -1: expected more than 0"),
+    (["--max-age", "1", "--min-interval", "5"], "max_age_seconds 1 is shorter than min_interval_seconds 5"),
+    (["--max-bytes", "0"], "max_bytes 0: expected a whole number of bytes, at least 1"),
+    (["--max-bytes", "99", "--top-k", "10"], "max_bytes 99 is less than the 100 bytes"),
+    (["--tables", ""], "name at least one pattern"),
+    (["--mode", "rows"], "Invalid value for '--mode'"),
+    (["--value-type", "fp64"], "Invalid value for '--value-type'"),
+]
+
+
+@pytest.mark.parametrize("command", [["create", "c", "--model", "m"], ["update", "c"]], ids=["create", "update"])
+@pytest.mark.parametrize(("flags", "said"), BAD_FLAGS, ids=[" ".join(flags) for flags, _ in BAD_FLAGS])
+def test_a_policy_that_cannot_be_is_a_wrong_use(
+    calls: list[tuple[Any, ...]], command: list[str], flags: list[str], said: str
+) -> None:
+    code, output = run("consumers", *command, *flags)
+    assert code == 2
+    assert said in output
+    assert calls == []
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[ServerOptions]:
+    """What the server was asked to run with."""
+    options: list[ServerOptions] = []
+
+    async def record(given: ServerOptions) -> None:
+        options.append(given)
+
+    monkeypatch.setattr(serve, "run_server", record)
+    return options
+
+
+def serve_with(path: Path, content: str, *arguments: str) -> tuple[int, str]:
+    path.write_text(content)
+    return run("serve", "--config", str(path), *arguments)
+
+
+def test_consumers_of_the_file_have_the_policy_it_says(served: list[ServerOptions], tmp_path: Path) -> None:
+    content = """
+        consumer = ["plain=m"]
+        [consumers.top]
+        model = "m"
+        top_k = 0.1
+        value_type = "int8"
+        [consumers."all.of-it"]
+        model = "n"
+        tables = ["user*", "item"]
+        mode = "ids"
+        top_k = 0.25
+        top_k_per_table = true
+        max_age_seconds = 60
+        min_interval_seconds = 1.5
+        max_bytes = 4_000
+        value_type = "bf16"
+        [consumers.default]
+        model = "m"
+    """
+    code, output = serve_with(tmp_path / "c.toml", content)
+    assert code == 0, output
+    assert served[0].consumers == (
+        ConsumerOptions("plain", "m"),
+        ConsumerOptions("top", "m", Policy(top_k=0.1, value_type=ValueType.INT8)),
+        ConsumerOptions("all.of-it", "n", EVERYTHING),
+        ConsumerOptions("default", "m", Policy()),
+    )
+
+
+def test_a_consumer_of_flag_and_file_has_the_policy_of_the_file(
+    served: list[ServerOptions], tmp_path: Path
+) -> None:
+    content = '[consumers.c]\nmodel = "m"\ntop_k = 3'
+    assert serve_with(tmp_path / "c.toml", content, "--consumer", "c=m", "--consumer", "d=m")[0] == 0
+    assert served[0].consumers == (ConsumerOptions("d", "m"), ConsumerOptions("c", "m", Policy(top_k=3)))
+    code, output = serve_with(tmp_path / "c.toml", content, "--consumer", "c=other")
+    assert code == 2
+    assert "consumer 'c' follows model 'other' by --consumer, but 'm' by [consumers.c] of the --config file" in (
+        " ".join(output.split())
+    )
+    assert len(served) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("consumers = 3", "consumers: expected tables [consumers.NAME]"),
+        ('consumers = ["c=m"]', "consumers: expected tables [consumers.NAME]"),
+        ('[[consumers]]\nmodel = "m"', "consumers: expected tables [consumers.NAME]"),
+        ('consumers.c = "m"', "[consumers.c]: expected a table"),
+        ("[consumers.c]", "[consumers.c]: model None: expected the name of a model"),
+        ("[consumers.c]\nmodel = 3", "[consumers.c]: model 3: expected the name of a model"),
+        ('[consumers.c]\nmodel = "m/n"', "[consumers.c]: model name 'm/n'"),
+        ('[consumers."a b"]\nmodel = "m"', "[consumers.a b]: consumer name 'a b'"),
+        (
+            '[consumers.c]\nmodel = "m"\ntopk = 3',
+            "[consumers.c]: policy: unknown key 'topk'; keys: max_age_seconds",
+        ),
+        ('[consumers.c]\nmodel = "m"\ntop_k = "3"', "[consumers.c]: top_k '3': expected a number"),
+        ('[consumers.c]\nmodel = "m"\ntop_k = inf', "[consumers.c]: top_k inf: expected a share"),
+        ('[consumers.c]\nmodel = "m"\ntables = "*"', "[consumers.c]: tables '*': expected a list of patterns"),
+        ('[consumers.c]\nmodel = "m"\nmode = []', "[consumers.c]: mode []: expected one of embeddings, ids"),
+        ('[consumers.c]\nmodel = "m"\nvalue_type = "x"', "[consumers.c]: value_type 'x': expected one of fp32"),
+        ('[consumers.c]\nmodel = "m"\n[consumers.c]', "Cannot declare"),
+    ],
+)
+def test_a_wrong_consumer_is_an_error_that_names_file_consumer_and_key(
+    served: list[ServerOptions], tmp_path: Path, content: str, said: str
+) -> None:
+    code, output = serve_with(tmp_path / "c.toml", content)
+    assert code == 2
+    assert f"{tmp_path}/c.toml: " in output
+    assert said in output
+    assert not served
+
+
+def test_a_file_that_is_no_text_is_an_error_that_names_it(served: list[ServerOptions], tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_bytes(b"\xff\xfe")
+    code, output = run("serve", "--config", str(tmp_path / "c.toml"))
+    assert code == 2
+    assert f"{tmp_path}/c.toml: " in output
+    assert not served
+
+
+KNOWN = Lag(3, 20, 800, 7.5, 2.5, 0.0125)
+UNKNOWN = Lag(4, 30, 1200, 9.5)
+RELEASE = ReleaseLine(
+    number=9, version=11, seconds_ago=0.5, rows=7, bytes=280, norm=4.0, left_rows=63, left_bytes=2520,
+    left_norm=12.3456, reason="took 7 of 70 dirty rows: top_k 10 % takes those that have changed most",
+)  # fmt: skip
+RANKED = ConsumerLag(
+    consumer="top",
+    model="clicks",
+    history="h",
+    state="behind",
+    reason="20 rows are still to be applied",
+    head=12,
+    head_step=1200,
+    offset=9,
+    lag=KNOWN,
+    replicas=[
+        ReplicaLag("p0", connected=True, offset=9, lag=KNOWN, seconds_since_ack=1.0, checked=True, damaged=[]),
+        ReplicaLag(
+            "p1", connected=False, offset=8, lag=UNKNOWN, seconds_since_ack=1.0, checked=False, damaged=["u"]
+        ),
+    ],
+    tables=[TableLag("user", 15, 600, 7.5, 2.0, 0.5), TableLag("item", 5, 200)],
+    oldest_row_seconds=7.5,
+    damages=0,
+    release=RELEASE,
+    policy=Policy(top_k=0.1).as_dict(),
+)
+
+
+def test_the_lag_of_a_consumer_with_a_policy_says_what_is_unsent_and_why() -> None:
+    lines = lag_text(asdict(RANKED)).splitlines()
+    assert lines[:2] == ["consumer top  model clicks  head 12  behind", "20 rows are still to be applied"]
+    assert [line.split(maxsplit=1) for line in lines[2:6]] == [
+        ["policy", "top_k=0.1"],
+        ["release", "9 of version 11, 0.5 seconds ago"],
+        ["took", "7 of 70 dirty rows: top_k 10 % takes those that have changed most"],
+        ["took", "7 rows, 280 bytes, norm 4"],
+    ]
+    assert [" ".join(line.split()) for line in lines[6:11]] == [
+        "left 63 rows, 2520 bytes, norm 12.35",
+        "oldest row 7.5 seconds unsent",
+        "unsent norm 2.5, 1.25 % of the tables'",
+        "damaged p1 (u)",
+        "",
+    ]
+    assert [" ".join(line.split()) for line in lines[11:]] == [
+        "release versions rows bytes seconds unsent norm unsent share",
+        "all replicas 9 3 20 800 7.5 2.5 1.25 %",
+        "p0 9 3 20 800 7.5 2.5 1.25 %",
+        "p1 (away) 8 4 30 1200 9.5",
+        "user 15 600 7.5 2 50 %",
+        "item 5 200 0.0",
+    ]
+
+
+def test_columns_of_a_lag_stand_under_their_titles() -> None:
+    titles, everything, *_ = lag_text(asdict(RANKED)).splitlines()[11:]
+    for title, cell in {
+        "release": "9",
+        "versions": "3",
+        "rows": "20",
+        "bytes": "800",
+        "unsent norm": "2.5",
+    }.items():
+        end = titles.index(title) + len(title)
+        assert everything[:end].endswith(f" {cell}"), title
+
+
+def test_what_is_unsent_and_not_known_is_not_told_as_nothing() -> None:
+    text = lag_text(asdict(replace(RANKED, lag=UNKNOWN)))
+    assert "unsent      not known before the newest release is applied" in text
+
+
+def test_the_lag_of_a_consumer_without_a_policy_has_nothing_of_releases() -> None:
+    plain = replace(
+        RANKED, release=None, policy=Policy().as_dict(), replicas=[], tables=[TableLag("user", 15, 600)]
+    )
+    lines = lag_text(asdict(plain)).splitlines()
+    assert [" ".join(line.split()) for line in lines[2:]] == [
+        "",
+        "offset versions rows bytes seconds",
+        "all replicas 9 3 20 800 7.5",
+        "user 15 600",
+    ]

@@ -1,0 +1,113 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deltasync.trainer.clicks.events import DataError, Events, concatenate
+from deltasync.trainer.clicks.ratings import rating_events
+
+MOVIES = Path(__file__).parents[5] / "shared/data/movietweetings-100k/ratings.dat"
+CSV_HEADER = "userId,movieId,rating,timestamp\n"
+
+
+def read(folder: Path, text: str, like_from: float | None = None) -> Events:
+    path = folder / "ratings"
+    path.write_text(text)
+    return concatenate(list(rating_events(path, like_from)))
+
+
+def test_a_user_ordered_file_becomes_time_ordered_and_ties_keep_the_file_order(tmp_path: Path) -> None:
+    events = read(tmp_path, "1::7::5::30\n1::8::3::10\n2::9::4::30\n3::7::1::10\n")
+    assert events.index.tolist() == [0, 1, 2, 3]
+    assert events.timestamp.tolist() == [10, 10, 30, 30]
+    assert events.user.tolist() == [1, 3, 1, 2]
+    assert events.item.tolist() == [8, 7, 7, 9]
+    assert events.label.tolist() == [0, 0, 1, 1]
+    assert events.label.dtype == np.float32
+
+
+def test_many_ties_keep_the_file_order(tmp_path: Path) -> None:
+    events = read(tmp_path, "".join(f"{user}::1::5::{user % 3}\n" for user in range(3000)))
+    assert events.user.tolist() == sorted(range(3000), key=lambda user: user % 3)
+
+
+def test_csv_with_halves_and_windows_line_ends(tmp_path: Path) -> None:
+    text = CSV_HEADER + "5,6,3.5,20\n9223372036854775807,7,4.0,10"
+    events = read(tmp_path, text.replace("\n", "\r\n"))
+    assert events.user.tolist() == [2**63 - 1, 5]
+    assert events.label.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("ratings", "like_from", "labels"),
+    [
+        ((3, 4, 5), None, [0, 1, 1]),
+        ((5, 7, 8), None, [0, 0, 1]),
+        ((3, 4, 5), 4.5, [0, 0, 1]),
+        ((3, 4, 10), 3, [1, 1, 1]),
+        ((0.5, 3.5, 5.0), None, [0, 0, 1]),
+    ],
+)
+def test_what_counts_as_liked(
+    tmp_path: Path, ratings: tuple[float, ...], like_from: float | None, labels: list[int]
+) -> None:
+    text = "".join(f"1::{item}::{rating}::{item}\n" for item, rating in enumerate(ratings))
+    assert read(tmp_path, text, like_from).label.tolist() == labels
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("1::2::3", r"3 field\(s\)"),
+        ("1::2::3::4::5", r"5 field\(s\)"),
+        ("1,2,3,4", r"1 field\(s\), the first being '1,2,3,4'"),
+        ("", r"1 field\(s\), the first being ''"),
+        ("x::2::3::4", "user 'x'"),
+        ("-1::2::3::4", "user '-1'"),
+        ("1::-2::3::4", "item '-2'"),
+        ("1::9223372036854775808::3::4", "item '9223372036854775808'"),
+        ("1::1_0::3::4", "item '1_0'"),
+        ("1::2::nan::4", "rating 'nan'"),
+        ("1::2::inf::4", "rating 'inf'"),
+        ("1::2::::4", "rating ''"),
+        ("1::2::3::4.5", "timestamp '4.5'"),
+        ("1::2::3::\u0663", "timestamp '\u0663'"),
+    ],
+)
+def test_a_bad_line_is_named_with_what_was_found_and_expected(tmp_path: Path, line: str, found: str) -> None:
+    with pytest.raises(DataError, match=rf"ratings, line 2: found {found}.*'user::item::rating::timestamp'"):
+        read(tmp_path, f"1::2::3::4\n{line}\n1::2::3::4\n")
+
+
+def test_a_bad_csv_line_counts_the_header(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"line 3: found rating 'good'.*'user,item,rating,timestamp'"):
+        read(tmp_path, CSV_HEADER + "1,2,3,4\n1,2,good,4\n")
+
+
+@pytest.mark.parametrize("text", ["", CSV_HEADER])
+def test_a_file_without_ratings_is_an_error(tmp_path: Path, text: str) -> None:
+    with pytest.raises(DataError, match="holds no ratings"):
+        read(tmp_path, text)
+
+
+def test_a_missing_file_and_a_folder_are_errors_at_once(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="nowhere: cannot be read"):
+        rating_events(tmp_path / "nowhere")
+    with pytest.raises(DataError, match="cannot be read"):
+        rating_events(tmp_path)
+
+
+def test_like_from_must_be_a_number(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="like_from"):
+        read(tmp_path, "1::2::3::4\n", like_from=float("nan"))
+
+
+def test_the_movietweetings_file() -> None:
+    if not MOVIES.exists():
+        pytest.skip(f"needs the MovieTweetings 100k ratings at {MOVIES}")
+    events = concatenate(list(rating_events(MOVIES)))
+    assert len(events) == 100_000
+    assert len(np.unique(events.user)) == 16_554
+    assert len(np.unique(events.item)) == 10_506
+    assert (np.diff(events.timestamp) >= 0).all()
+    assert events.label.mean() == pytest.approx(0.505, abs=0.001)

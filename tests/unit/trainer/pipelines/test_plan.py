@@ -1,0 +1,254 @@
+"""What a trace says can be done ahead of forward, and what doing it gives."""
+
+from collections import namedtuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torchrec.distributed.types import ShardedModule
+
+from deltasync.trainer.pipelines.lookahead.plan import Plan, compute, make_plan
+
+Pair = namedtuple("Pair", "one other")  # A container that traces take for a function.
+
+
+class Sharded(ShardedModule):  # type: ignore[misc]  # torchrec's types are not followed
+    """Remembers what it was called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def forward(self, *args: Any, **kwargs: Any) -> int:
+        self.called = args, kwargs
+        return 0
+
+    def create_context(self) -> Any: ...
+
+    def input_dist(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def compute(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def output_dist(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    @property
+    def unsharded_module_type(self) -> Any: ...
+
+
+class Words(nn.Module):
+    """Says in words what it was called with."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> str:
+        return f"words({args}, {kwargs})"
+
+
+@dataclass
+class Batch:
+    one: str = "one"
+    other: str = "other"
+    named: Any = None
+
+
+class Model(nn.Module):
+    """Calls what a function says."""
+
+    def __init__(self, call: Callable[[Any, Any], Any], **modules: nn.Module) -> None:
+        super().__init__()
+        self.words, self.sharded = Words(), Sharded()
+        self.parameter = nn.Parameter(torch.zeros(1))
+        self.register_buffer("offset", torch.ones(1))
+        for name, module in modules.items():
+            self.add_module(name, module)
+        self._call = call
+
+    def forward(self, batch: Any) -> Any:
+        return self._call(self, batch)
+
+
+def plan_of(
+    call: Callable[[Any, Any], Any], given_up: Mapping[str, str] | None = None, **modules: nn.Module
+) -> Plan:
+    return make_plan(Model(call, **modules), given_up or {})
+
+
+def done_ahead(model: Model, batch: Any) -> Any:
+    """What the sharded module is going to be called with."""
+    plan = make_plan(model, {})
+    assert plan.reasons == {}
+    node, values = plan.lookups["sharded"], dict[Any, Any]()
+    for needed in plan.nodes:
+        values[needed] = compute(needed, batch, model, plan.preprocessing, values)
+    found: Any = node.args[0]
+    return values[found]
+
+
+def test_accesses_and_modules_are_done_ahead_in_the_order_of_forward() -> None:
+    plan = plan_of(lambda m, b: m.sharded(m.words(b.one, m.words(b.other))))
+    assert [node.op for node in plan.nodes] == [
+        "placeholder",
+        "call_function",
+        "call_module",
+        "call_function",
+        "call_module",
+    ]
+    assert list(plan.lookups) == ["sharded"]
+    assert list(plan.preprocessing) == ["words"]
+    assert plan.reasons == {}
+
+
+def test_what_no_lookup_needs_is_not_done_ahead() -> None:
+    plan = plan_of(lambda m, b: (m.words(b.other), m.sharded(b.one), m.words(b.one, 1)))
+    assert [str(node.op) for node in plan.nodes] == ["placeholder", "call_function"]
+    assert plan.preprocessing == {}
+
+
+def test_named_tuples_are_made_ahead() -> None:
+    plan = plan_of(lambda m, b: m.sharded(Pair(b.one, 1)))
+    assert plan.reasons == {}
+    assert list(plan.lookups) == ["sharded"]
+
+
+def test_nothing_is_done_ahead_in_a_model_without_sharded_modules() -> None:
+    plan = plan_of(lambda m, b: m.words(b.one))
+    assert plan == Plan()
+
+
+@pytest.mark.parametrize(
+    ("call", "reasons"),
+    [
+        (lambda m, b: m.sharded(b.one + "!"), {"sharded": "its input is changed on the way, by add"}),
+        (lambda m, b: m.sharded(b.one.upper()), {"sharded": "its input is changed on the way, by upper"}),
+        (lambda m, b: m.sharded(torch.cat([b.one])), {"sharded": "its input is changed on the way, by cat"}),
+        (lambda m, b: m.sharded([m.words(b.one), {"a": -b.one}]), {"sharded": "changed on the way, by neg"}),
+        (lambda m, b: m.sharded(b.one) + m.sharded(b.one), {"sharded": "it is called 2 times in one forward"}),
+        (lambda m, _: m.sharded(1), {"sharded": "it is called without anything from the batch"}),
+        (lambda m, b: m.sharded(b.one, m.parameter), {"sharded": "its input is the parameter 'parameter'"}),
+        (
+            lambda m, b: m.sharded(m.linear(b.one)),
+            {"sharded": "module 'linear' has parameters to train", "linear": "has parameters to train"},
+        ),
+        (
+            lambda m, _: m.sharded(m.words()),
+            {"sharded": "module 'words' is called without arguments", "words": "called without arguments"},
+        ),
+        (
+            lambda m, b: m.sharded(m.words(m.more(b.one))),
+            {"sharded": "its input comes from the sharded module 'more'", "words": "the sharded module 'more'"},
+        ),
+        (
+            lambda m, b: m.sharded(b.one) if b.one else None,
+            {"sharded": "test_plan.py:", "more": "can't be traced"},
+        ),
+    ],
+)
+def test_reasons(call: Callable[[Any, Any], Any], reasons: dict[str, str]) -> None:
+    plan = plan_of(call, linear=nn.Linear(1, 1), more=Sharded())
+    assert plan.reasons.keys() == reasons.keys()
+    assert all(part in plan.reasons[name] for name, part in reasons.items()), plan.reasons
+    assert "sharded" not in plan.lookups
+
+
+def test_one_sharded_module_is_done_ahead_and_another_is_not() -> None:
+    plan = plan_of(lambda m, b: (m.more(m.words(b.one)), m.sharded(b.other + "!")), more=Sharded())
+    assert list(plan.lookups) == ["more"]
+    assert list(plan.preprocessing) == ["words"]
+    assert list(plan.reasons) == ["sharded"]
+
+
+@pytest.mark.parametrize("name", ["words", "sharded"])
+def test_what_is_given_up_is_not_done_ahead(name: str) -> None:
+    plan = plan_of(lambda m, b: m.sharded(m.words(b.one)), {name: "because"})
+    assert plan.lookups == {}
+    assert plan.nodes == []
+    assert plan.reasons[name] == "because"
+    assert plan.reasons["sharded"] in ("because", "its input comes from module 'words': because")
+
+
+def test_containers_are_made_anew_each_time() -> None:
+    class Keeps(nn.Module):
+        def forward(self, value: Any) -> Any:
+            return value
+
+    model = Model(lambda m, b: m.sharded(m.keeps([b.one, {"a": (b.other,)}, 1])), keeps=Keeps())
+    first, second = done_ahead(model, Batch()), done_ahead(model, Batch())
+    assert first == second == ["one", {"a": ("other",)}, 1]
+    assert first is not second
+    assert first[1] is not second[1]
+
+
+def test_arguments_that_forward_has_defaults_for() -> None:
+    class Defaults(Model):
+        def forward(self, batch: Any, by: int = 3, also: Any = None) -> Any:
+            return self.sharded(self.words(batch.one, by, also))
+
+    model = Defaults(lambda *_: None)
+    model(Batch())
+    assert done_ahead(model, Batch()) == model.sharded.called[0][0] == "words(('one', 3, None), {})"
+
+
+def test_a_chain_in_which_each_result_is_used_twice() -> None:
+    def call(model: Any, batch: Any) -> Any:
+        value = batch.one
+        for _ in range(100):
+            value = model.words(model.words(value, 1), model.words(value, 2))
+        return model.sharded(value)
+
+    assert len(plan_of(call).nodes) == 302
+
+
+SOURCES: list[Callable[[Any, Any], Any]] = [
+    lambda _, b: b,
+    lambda _, b: b.one,
+    lambda _, b: b.other,
+    lambda _, b: b.named["a"],
+    lambda _, b: b.named["b"][1],
+    lambda _, b: b.named["b"][-1:],
+    lambda _, b: b.named.get("a"),
+    lambda _, b: b.named.get("none", b.one),
+    lambda m, _: m.offset,
+]
+CONSTANTS = st.sampled_from((0, 1, True, 1.5, "a", None, (), slice(1, 2), torch.int64))
+# A program is a list of calls. Each takes results before it, and puts them into containers of one kind or another.
+CALLS = st.lists(
+    st.tuples(
+        st.sampled_from(("list", "dict", "tuple", "keywords", "slice", "plain")),
+        st.lists(st.integers(0, 30), min_size=1, max_size=3),
+        CONSTANTS,
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+def _called(model: Any, kind: str, inputs: list[Any], constant: Any) -> Any:
+    match kind:
+        case "list":
+            return model.words([constant, *inputs])
+        case "dict":
+            return model.words({"a": inputs, "b": {"c": constant}})
+        case "tuple":
+            return model.words((constant, (*inputs,)))
+        case "keywords":
+            return model.words(inputs[0], by=inputs[1:], also=constant)
+        case "slice":
+            return model.words(slice(inputs[0], constant), *inputs[1:])
+        case _:
+            return model.words(*inputs, constant)
+
+
+@given(CALLS)
+def test_what_is_done_ahead_is_what_forward_calls_with(program: list[tuple[str, list[int], Any]]) -> None:
+    def call(model: Any, batch: Any) -> Any:
+        values = [source(model, batch) for source in SOURCES]
+        for kind, inputs, constant in program:
+            values.append(_called(model, kind, [values[place % len(values)] for place in inputs], constant))
+        return model.sharded(values[-1])
+
+    model = Model(call)
+    batch = Batch(named={"a": "x", "b": [1, "y", 3]})
+    model(batch)
+    assert done_ahead(model, batch) == model.sharded.called[0][0]

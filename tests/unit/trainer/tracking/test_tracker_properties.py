@@ -1,0 +1,115 @@
+"""Random interleavings of all that can be done to a tracker, against a plain model of sets.
+
+The tables are parameters of a plain module, which the tracker compares; lookups on ranks are in
+tests/integration/trainer/tracking/test_tracker_model.py.
+"""
+
+from collections.abc import Sequence
+from unittest import mock
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.side_by_side import Operation, SideBySide, operations
+from torch import nn
+
+from deltasync.trainer.tracking import TrackerOptions, TrackingMode, host
+
+NAMES = ("a", "a", "b")
+MODES = (TrackingMode.EMBEDDING, TrackingMode.EMBEDDING_LAST, TrackingMode.ID_ONLY)
+# Few, so that rows often become what they were; some compare oddly.
+VALUES = (0.0, 0.0, 1.0, -0.0, -2.5, 1e-6, float("nan"), float("inf"))
+
+
+class Tables(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tall = nn.Parameter(torch.zeros(3, 2))
+        self.short = nn.Parameter(torch.zeros(2, 1, dtype=torch.float16))
+        self.vector = nn.Parameter(torch.zeros(2))
+
+
+class Written(SideBySide):
+    """Rows are written to directly."""
+
+    def write(self, writes: Sequence[tuple[int, int, float]]) -> None:
+        for number, row, value in writes:
+            weight = self.tracker.tables[number].shards[0].weight
+            weight[row % len(weight), -1] = value
+
+
+NAME, TABLE, ROW = st.sampled_from(NAMES), st.integers(0, 2), st.integers(0, 2)
+WRITES = st.lists(st.tuples(TABLE, ROW, st.sampled_from(VALUES)), min_size=1, max_size=5)
+OFTEN = [
+    *2 * [operations("write", WRITES)],
+    *2 * [operations("read", NAME)],
+    *3 * [operations("top_k", NAME, st.sampled_from((1, 1, 2, 3)))],
+    *3 * [operations("acknowledge", st.sampled_from((0, 0, 1, 2)))],
+]
+SELDOM = [
+    operations("acknowledge", st.integers(0, 20)),
+    operations("read_ids", NAME),
+    operations("end_step"),
+    operations("compact"),
+    operations("mark", TABLE, st.lists(ROW, max_size=3)),
+    operations("mark_all", st.none() | TABLE),
+    operations("add", NAME, st.sampled_from(MODES)),
+    operations("add", st.just("c"), st.sampled_from(MODES)),
+    operations("remove", NAME),
+    operations("resync", NAME),
+    operations("clear", st.none() | NAME),
+]
+CHECKPOINTS = [*2 * [operations("reload")], operations("save"), operations("restore")]
+
+
+def run(
+    program: Sequence[Operation],
+    mode: TrackingMode = TrackingMode.EMBEDDING,
+    *,
+    delete_on_read: bool = False,
+) -> None:
+    options = TrackerOptions(consumers=["a", "b"], mode=mode, dense=True, delete_on_read=delete_on_read)
+    Written(Tables(), options).run(program)
+
+
+def programs(*kinds: st.SearchStrategy[Operation]) -> st.SearchStrategy[list[Operation]]:
+    # Left to itself, hypothesis would draw five on average.
+    return st.integers(0, 25).flatmap(lambda size: st.lists(st.one_of(*kinds), min_size=size, max_size=size))
+
+
+@settings(max_examples=400)
+@given(programs(*OFTEN))
+def test_reads_and_acknowledgements(program: list[Operation]) -> None:
+    run(program)
+
+
+@settings(max_examples=300)
+@given(programs(*OFTEN, *SELDOM))
+def test_all_there_is(program: list[Operation]) -> None:
+    run(program)
+
+
+@settings(max_examples=300)
+@given(programs(*OFTEN, *CHECKPOINTS))
+def test_checkpoints(program: list[Operation]) -> None:
+    run(program)
+
+
+@settings(max_examples=100)
+@given(programs(*OFTEN, *SELDOM, *CHECKPOINTS), st.sampled_from(MODES))
+def test_without_first_values(program: list[Operation], mode: TrackingMode) -> None:
+    run(program, mode)
+
+
+@settings(max_examples=200)
+@given(programs(*OFTEN, *SELDOM))
+def test_memory_that_is_used_again(program: list[Operation]) -> None:
+    spare = mock.patch.object(Written, "bytes_under_way", 10_000)
+    with mock.patch.object(host, "_LARGE_BYTES", 0), spare:
+        run(program)
+
+
+@settings(max_examples=100)
+@given(programs(*OFTEN, *SELDOM))
+def test_a_read_that_acknowledges_itself(program: list[Operation]) -> None:
+    run(program, delete_on_read=True)

@@ -1,0 +1,316 @@
+"""Views against a model of plain dictionaries: cuts, policies, releases, replicas, restarts, lost power."""
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.support.local_model import LocalModel, Rows
+from tests.support.plain_view import PlainModel, PlainRelease, PlainTable, norm_of
+
+from deltasync.core.delivery import Delivery
+from deltasync.core.digests import digest
+from deltasync.core.mode import Mode
+from deltasync.core.policy import Policy
+from deltasync.core.position import Position
+from deltasync.core.rows import Values
+from deltasync.core.tables import TableSpec
+from deltasync.core.value_types import ValueType, decode
+from deltasync.feeds.release import FrozenRelease
+
+TABLES = [TableSpec("a", 6, 3), TableSpec("ab", 5, 10, np.dtype("<f2")), TableSpec("c", 4, 1)]
+VALUES = np.array([0.0, 1.0, -1.0, 0.5, -0.0, 3e38, -3e38, 1e-40, 6.5e4, 7.25, 1e20])
+REPLICAS = 3
+
+
+def row_of(table: TableSpec, kind: int) -> Values:
+    values = VALUES[(kind * np.arange(1, table.dim + 1) + kind // 3) % len(VALUES)]
+    largest = float(np.finfo(np.dtype(table.dtype)).max)  # type: ignore[type-var]
+    row: Values = np.clip(values, -largest, largest).astype(table.dtype)
+    return row
+
+
+def changes_of(kinds: Mapping[tuple[int, int], int]) -> Mapping[str, Rows]:
+    changes: dict[str, dict[int, Values]] = {table.name: {} for table in TABLES}
+    for (number, row), kind in kinds.items():
+        table = TABLES[number]
+        changes[table.name][row % table.rows] = row_of(table, kind)
+    return dict(changes)
+
+
+@dataclass
+class PlainReplica:
+    """A replica: what it was told to hold, by table."""
+
+    position: Position = field(default_factory=Position)
+    tables: dict[str, Values] = field(default_factory=dict)
+
+    def begin(self, given: list[Delivery], *, resync: bool) -> None:
+        names = {each.spec.name for each in given}
+        self.tables = {name: rows for name, rows in self.tables.items() if name in names and not resync}
+
+    def take(self, release: FrozenRelease, given: list[Delivery], history: str) -> None:
+        for each in given:
+            table = each.wire_spec if each.mode is Mode.IDS else each.spec
+            rows = self.tables.setdefault(table.name, np.zeros((table.rows, table.dim), table.dtype))
+            if rows.shape != (table.rows, table.dim):
+                self.tables[table.name] = np.zeros((table.rows, table.dim), table.dtype)
+        for slot, ids, values in release.tables:
+            each = given[slot]
+            norms = each.mode is Mode.IDS
+            held = values if norms else decode(values, each.value_type, each.spec.dtype)
+            self.tables[each.spec.name][ids] = held
+        assert release.head
+        self.position = Position(history, release.head.number)
+
+    def checksums(self, given: list[Delivery]) -> tuple[int, ...]:
+        held = [self.tables[each.spec.name] for each in given]
+        return tuple(digest(np.arange(len(rows)), rows).checksum for rows in held)
+
+
+class Play:
+    """A view and the plain model of it, doing the same things; what one holds is held against the other."""
+
+    def __init__(self, directory: Path, policy: Policy) -> None:
+        self.directory, self.policy = directory, policy
+        self.plain = PlainModel()
+        self.local = LocalModel(directory)
+        self.view = self.local.view()
+        self.replicas = [PlainReplica() for _ in range(REPLICAS)]
+        self.at: dict[Position, dict[str, int]] = {}
+        self.files: list[dict[str, bytes]] = []
+
+    async def run(self, operations: list[tuple[str, Any]]) -> None:
+        for table in TABLES[:2]:
+            await self.add(table)
+        for name, argument in [("cut", {(0, 0): 1, (1, 1): 2}), *operations]:
+            await getattr(self, name)(argument)
+            if name != "restart":
+                self.files.append(self._read_files())
+        await self.everything_is_reached()
+
+    # -- operations
+
+    async def add(self, table: TableSpec) -> None:
+        await self.local.add(table)
+        self.plain.tables += [PlainTable(table)] if table not in [t.table for t in self.plain.tables] else []
+
+    async def more(self, _: Any) -> None:
+        await self.add(TABLES[2])
+
+    async def cut(self, kinds: Mapping[tuple[int, int], int]) -> None:
+        names = {each.table.name for each in self.plain.tables}
+        await self._cut({name: rows for name, rows in changes_of(kinds).items() if name in names})
+
+    async def go_back(self, _: Any) -> None:
+        """Dirty rows become what replicas hold."""
+        await self._cut(
+            {held.given.spec.name: {row: held.decoded(row) for row in held.since} for held in self.plain.held}
+        )
+
+    async def change(self, policy: Policy) -> None:
+        self.policy = policy
+
+    async def release(self, overdue: int) -> None:
+        await self.prepare()
+        if not self.view.head:
+            return
+        old = max(0, self.plain.version - overdue) if self.policy.max_age_seconds else 0
+        before = self.view.head.number
+        await self.view.make_release(self.policy, old)
+        expected = self.plain.release(self.policy, old)
+        assert self.view.head.number == before + bool(expected.taken)
+        self.check_held()
+        self.check_account(expected)
+        tables = self.view.view_tables
+        lacking = await self.view.count_lacking(self.view.head.number, tables)
+        assert lacking == [len(each.since) for each in self.plain.held]
+        from_nothing = [len(each.since.keys() | each.rows.keys()) for each in self.plain.held]
+        assert await self.view.count_lacking(0, tables) == from_nothing
+
+    async def prepare(self) -> None:
+        if [self.policy.delivery_of(t.table) for t in self.plain.tables if self.policy.follows(t.table)] == [
+            each.given for each in self.plain.held
+        ]:
+            return
+        await self.view.prepare(self.policy)
+        self.plain.prepare(self.policy)
+        self.check_held()
+        self.files = []
+
+    async def follow(self, number: int) -> None:
+        replica = self.replicas[number % REPLICAS]
+        feed = self.view if self.view.tables else self.local.model
+        decision, position = feed.resume(replica.position)
+        given = feed.deliveries
+        release = await feed.release(position.number)
+        replica.begin(given, resync=not decision.yes)
+        replica.take(release, given, feed.history)
+        checksums = replica.checksums(given)
+        assert checksums == release.checksums
+        # All replicas at the same release hold the same bits; of an empty table it does not matter.
+        held = {each.spec.name: checksum for each, checksum in zip(given, checksums, strict=True) if checksum}
+        assert self.at.setdefault(replica.position, held) == held
+
+    async def flush(self, _: Any) -> None:
+        self.view.flush()
+        self.files = []
+
+    async def restart(self, choices: list[int] | None) -> None:
+        """After a kill, or if there are `choices` after lost power: each file is as it was some time after the
+        last flush.
+        """
+        self.local.close()
+        for name, choice in zip(self._read_files(), choices or (), strict=False):
+            if self.files:
+                (self.local.view_directory / name).write_bytes(self.files[choice % len(self.files)][name])
+        self.local = LocalModel(self.directory)
+        self.view = self.local.view()
+        for name in {replica.position.history for replica in self.replicas} - {"", self.local.model.history}:
+            assert name == self.view.history
+        self.take_over_marks()
+        self.check_held(marks=False)
+
+    async def _cut(self, changes: Mapping[str, Rows]) -> None:
+        await self.local.cut(changes)
+        self.plain.cut(changes)
+
+    # -- checks
+
+    def check_held(self, *, marks: bool = True) -> None:
+        assert self.view.deliveries == [each.given for each in self.plain.held]
+        for kept, plain in zip(self.view._kept, self.plain.held, strict=True):
+            for row in range(plain.given.spec.rows):
+                assert kept.table.held.rows[row].tobytes() == plain.row(row).tobytes(), (plain.given, row)
+            assert {int(row) for row in kept.table.sent.changed_since(0)} == set(plain.rows)
+            if marks:
+                assert {int(r): int(kept.table.since[r]) for r in kept.table.since.nonzero()[0]} == plain.since
+        if marks and self.view.head:
+            assert self.view.seen == self.plain.seen
+
+    def check_account(self, expected: PlainRelease) -> None:
+        account = self.view.account
+        assert account
+        assert account.left_rows == len(expected.left)
+        assert account.left_bytes == sum(row.size for row in expected.left)
+        assert account.left_norm == pytest.approx(norm_of(expected.left), rel=1e-9)
+        for number, held in enumerate(self.plain.held):
+            left = self.view.left[held.given.spec.name]
+            rows = [row for row in expected.left if row.table == number]
+            assert left.rows == len(rows)
+            assert left.norm == pytest.approx(norm_of(rows), rel=1e-9)
+            assert left.since == min(held.since.values(), default=0)
+            assert np.isfinite(left.table_norm)
+        if expected.taken:
+            assert account.version == self.plain.version
+            assert account.rows == len(expected.taken)
+            assert account.bytes == sum(row.size for row in expected.taken)
+            assert account.norm == pytest.approx(norm_of(expected.taken), rel=1e-9)
+            assert all(said in account.reason for said in expected.reasons), (account.reason, expected.reasons)
+
+    def take_over_marks(self) -> None:
+        """Since when a row is dirty may be known less exactly after a restart, but never is it later; no dirty row
+        is overlooked.
+        """
+        assert self.view.seen <= self.plain.seen
+        self.plain.seen = self.view.seen
+        for kept, plain in zip(self.view._kept, self.plain.held, strict=True):
+            marks = {int(row): int(kept.table.since[row]) for row in kept.table.since.nonzero()[0]}
+            for row, since in plain.since.items():
+                assert marks.get(row, 0) <= since
+                assert row in marks or plain.source.versions[row] > self.view.seen, f"row {row} is overlooked"
+            plain.since = marks
+
+    async def everything_is_reached(self) -> None:
+        """Once cuts have stopped, in a bounded number of releases."""
+        await self.release(0)
+        if not self.view.head:
+            return
+        for _ in range(sum(len(each.since) for each in self.plain.held)):
+            await self.release(0)
+        assert not any(each.since for each in self.plain.held)
+        for kept, plain in zip(self.view._kept, self.plain.held, strict=True):
+            for row in plain.source.rows:
+                assert kept.table.held.rows[row].tobytes() == plain.wanted(row).tobytes()
+        for number in range(REPLICAS):
+            await self.follow(number)
+
+    def _read_files(self) -> dict[str, bytes]:
+        root = self.local.view_directory
+        return {
+            str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()
+        }
+
+
+PATTERNS = [("*",), ("a*",), ("ab",), ("a", "c")]
+
+
+@st.composite
+def policies(draw: st.DrawFn) -> Policy:
+    top_k = draw(st.none() | st.sampled_from([1, 2, 3, 0.1, 0.5, 0.34]))
+    smallest = 60 * (int(top_k) if top_k is not None and top_k >= 1 else 1)
+    return Policy(
+        tables=draw(st.sampled_from(PATTERNS)),
+        mode=draw(st.sampled_from([Mode.EMBEDDINGS, Mode.EMBEDDINGS, Mode.EMBEDDINGS, Mode.IDS])),
+        top_k=top_k,
+        top_k_per_table=draw(st.booleans()),
+        max_age_seconds=draw(st.sampled_from([None, 60.0])),
+        max_bytes=draw(st.none() | st.integers(smallest, smallest + 60)),
+        value_type=draw(st.sampled_from(ValueType)),
+    )
+
+
+KINDS = st.dictionaries(st.tuples(st.integers(0, 2), st.integers(0, 5)), st.integers(0, 12), max_size=6)
+OPERATIONS = st.one_of(
+    st.tuples(st.just("cut"), KINDS),
+    st.tuples(st.just("cut"), KINDS),
+    st.tuples(st.just("release"), st.integers(0, 3)),
+    st.tuples(st.just("release"), st.integers(0, 3)),
+    st.tuples(st.just("follow"), st.integers(0, REPLICAS - 1)),
+    st.tuples(st.just("change"), policies()),
+    st.tuples(st.just("go_back"), st.none()),
+    st.tuples(st.just("flush"), st.none()),
+    st.tuples(st.just("more"), st.none()),
+    st.tuples(st.just("restart"), st.none() | st.lists(st.integers(0, 20), min_size=12, max_size=12)),
+)
+
+
+CHOICES = st.lists(st.integers(0, 20), min_size=12, max_size=12)
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> list[tuple[str, Any]]:
+    """Operations, and at the end releases after which the power is lost."""
+    operations = draw(st.lists(OPERATIONS, max_size=12))
+    for _ in range(2):
+        operations += [("cut", draw(KINDS)), ("release", draw(st.integers(0, 3))), ("follow", 0)]
+    return [*operations, ("restart", draw(CHOICES)), ("follow", 0)]
+
+
+def play(policy: Policy, operations: list[tuple[str, Any]]) -> None:
+    folder = Path(tempfile.mkdtemp())
+
+    async def main() -> None:
+        one = Play(folder, policy)
+        try:
+            await one.run(operations)
+        finally:
+            one.local.close()
+
+    try:
+        asyncio.run(main())
+    finally:
+        shutil.rmtree(folder)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(policies(), programs())
+def test_a_view_does_what_plain_dictionaries_do(policy: Policy, operations: list[tuple[str, Any]]) -> None:
+    play(policy, operations)

@@ -1,0 +1,153 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from tests.support.wire import rows_message
+
+from deltasync.core.errors import InvalidInput
+from deltasync.core.position import Position
+from deltasync.core.tables import VALUE_TYPES, Shard, TableSpec
+from deltasync.storage import records
+from deltasync.v1 import publish_pb2, tables_pb2
+from deltasync.wire import messages, rows
+
+USER = TableSpec("user", 100, 4)
+HALF = TableSpec("half", 50, 3, np.dtype("<f2"))
+TABLES = [USER, HALF]
+SHARDS = [Shard(USER, 10, 20, 1, 2), Shard.whole(HALF)]
+
+
+def shards() -> st.SearchStrategy[Shard]:
+    @st.composite
+    def build(draw: st.DrawFn) -> Shard:
+        rows, dim = draw(st.integers(1, 60)), draw(st.integers(1, 9))
+        table = TableSpec("t", rows, dim, draw(st.sampled_from(VALUE_TYPES)))
+        first_row, first_col = draw(st.integers(0, rows - 1)), draw(st.integers(0, dim - 1))
+        height, width = draw(st.integers(1, rows - first_row)), draw(st.integers(1, dim - first_col))
+        return Shard(table, first_row, height, first_col, width)
+
+    return build()
+
+
+@given(st.data(), st.lists(shards(), min_size=1, max_size=3))
+def test_rows_come_back_as_they_were(data: st.DataObject, announced: list[Shard]) -> None:
+    slot = data.draw(st.integers(0, len(announced) - 1))
+    shard = announced[slot]
+    ids = sorted(data.draw(st.sets(st.integers(shard.row_offset, shard.row_offset + shard.rows - 1), min_size=1)))
+    values = data.draw(hnp.arrays(shard.table.dtype, (len(ids), shard.cols)))
+    message = rows_message(slot, ids, values)
+    record = b"".join(records.pack_rows(slot, np.array(ids, np.int64), values))
+    for found in (
+        rows.decode_rows(tables_pb2.Rows.FromString(message.SerializeToString()), announced),
+        records.unpack_rows(memoryview(record), announced),
+    ):
+        assert found.shard is shard
+        assert found.ids.tolist() == ids
+        assert found.values.tobytes() == values.tobytes()
+        assert (found.values.shape, found.values.dtype) == (values.shape, values.dtype)
+
+
+@given(st.integers(0, 40), st.integers(1, 300))
+def test_chunks_are_all_rows_in_bounded_pieces(count: int, chunk_bytes: int) -> None:
+    ids, values = np.arange(count) * 3, np.arange(count * 2, dtype="<f4").reshape(count, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows, "CHUNK_BYTES", chunk_bytes)
+        pieces = list(rows.chunked(ids, values))
+    for some_ids, some_values in pieces:
+        assert len(some_ids) == len(some_values) > 0
+        assert some_ids.nbytes + some_values.nbytes <= max(16, chunk_bytes)
+    assert [row for piece, _ in pieces for row in piece] == ids.tolist()
+    assert b"".join(piece.tobytes() for _, piece in pieces) == values.tobytes()
+
+
+def test_a_chunk_of_the_widest_rows_is_within_the_limit() -> None:
+    for ids, values in rows.chunked(np.arange(10), np.zeros((10, 65_536), "<f4")):
+        message = publish_pb2.PartChunk(step=2**63, rows=rows_message(2**31, ids, values))
+        assert message.ByteSize() <= rows.MAX_CHUNK_BYTES
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_tables_come_back_as_they_were(table: TableSpec) -> None:
+    assert messages.table_from_message(messages.table_to_message(table)) == table
+
+
+def test_shards_and_positions_come_back_as_they_were() -> None:
+    message = publish_pb2.PublishOpen(shards=[messages.shard_to_message(shard, TABLES) for shard in SHARDS])
+    assert messages.shards_from_open(message, TABLES) == SHARDS
+    position = Position("abc", 7)
+    assert messages.position_from_message(messages.position_to_message(position)) == position
+
+
+@pytest.mark.parametrize("value_type", [0, 3, 99])
+def test_an_unknown_value_type_is_refused(value_type: int) -> None:
+    message = tables_pb2.Table(name="t", rows=1, dim=1)
+    message.value_type = value_type  # type: ignore[assignment]
+    with pytest.raises(InvalidInput, match=f"'t': value type {value_type}"):
+        messages.table_from_message(message)
+
+
+def test_a_shard_of_no_table_is_refused() -> None:
+    message = publish_pb2.PublishOpen(shards=[publish_pb2.Shard(table=2, rows=1, cols=1)])
+    with pytest.raises(InvalidInput, match="shard 0 names table 2, the message has 2 tables"):
+        messages.shards_from_open(message, TABLES)
+
+
+def check(message: tables_pb2.Rows) -> None:
+    rows.check_rows(rows.decode_rows(message, SHARDS))
+
+
+TWO = np.ones((2, 2), "<f4")
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        (rows_message(2, [10], TWO[:1]), "slot 2, but only 2"),
+        (tables_pb2.Rows(slot=0, ids=b"1234567", values=b""), "'user': 7 bytes of ids"),
+        (rows_message(0, [10, 11], np.ones((2, 3), "<f4")), "'user': 24 bytes of values for 2 rows of 2 float32"),
+        (rows_message(0, [10, 11], np.ones((2, 2), "<f2")), "expected 16"),
+        (rows_message(1, [1], np.ones((1, 3), "<f4")), "'half': 12 bytes of values for 1 rows of 3 float16"),
+        (rows_message(0, [], TWO[:0]), "'user': a chunk without rows"),
+        (rows_message(0, [11, 10], TWO), "'user': ids must be strictly ascending"),
+        (rows_message(0, [10, 10], TWO), "'user': ids must be strictly ascending"),
+        (rows_message(0, [9, 10], TWO), "'user': row id 9 is outside this rank's rows 10 to 29"),
+        (rows_message(0, [29, 30], TWO), "'user': row id 30 is outside"),
+        (rows_message(0, [-1, 10], TWO), "row id -1"),
+        (rows_message(0, [10, 2**62], TWO), f"row id {2**62}"),
+        (
+            rows_message(0, [10, 11], np.array([[0, 0], [0, np.nan]], "<f4")),
+            "'user': row 11 holds nan in column 2",
+        ),
+        (
+            rows_message(0, [10, 11], np.array([[-np.inf, 0], [0, 0]], "<f4")),
+            "'user': row 10 holds -inf in column 1",
+        ),
+        (rows_message(1, [3], np.array([[1, np.inf, 1]], "<f2")), "'half': row 3 holds inf in column 1"),
+    ],
+)
+def test_malformed_rows_are_refused(message: tables_pb2.Rows, said: str) -> None:
+    with pytest.raises(InvalidInput) as refused:
+        check(message)
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize("ids", [[10, 11], [10, 29]])
+def test_rows_at_the_edges_are_taken(ids: list[int]) -> None:
+    check(rows_message(0, ids, TWO))
+
+
+@given(st.binary(max_size=80), st.binary(max_size=80), st.integers(0, 3))
+def test_any_bytes_are_rows_or_refused(ids: bytes, values: bytes, slot: int) -> None:
+    """Whatever is taken fits its shard."""
+    message = tables_pb2.Rows(slot=slot, ids=ids, values=values)
+    try:
+        batch = rows.decode_rows(message, SHARDS)
+        rows.check_rows(batch)
+    except InvalidInput:
+        return
+    shard, found, array = batch.shard, batch.ids, batch.values
+    last = shard.row_offset + shard.rows
+    assert found.tolist() == sorted(set(found.tolist()))
+    assert all(shard.row_offset <= row < last for row in found.tolist())
+    assert np.isfinite(array).all()
