@@ -41,7 +41,7 @@ bench: install  ## print the benchmarks
 	@set -e; for name in $$($(BIN)/deltasync bench --list); do $(BIN)/deltasync bench $$name $(ARGS); done
 
 protos: install  ## generate the stubs anew from the .proto files
-	$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=protos --grpc_python_out=protos \
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=protos --grpc_python_out=protos \
 		--mypy_out=quiet:protos --mypy_grpc_out=quiet:protos protos/deltasync/v1/*.proto
 
 format: install  ## format the code

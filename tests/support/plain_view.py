@@ -28,24 +28,26 @@ class PlainTable:
 
 @dataclass
 class PlainHeld:
-    """What replicas hold of a table: `given` rows, as stored; and since which version others are dirty."""
+    """What replicas hold of a table: rows as they are sent, and the versions since which others are dirty."""
 
     source: PlainTable
-    given: Delivery
+    delivery: Delivery
     rows: dict[int, Values] = field(default_factory=dict)
-    since: dict[int, int] = field(default_factory=dict)
+    dirty_since: dict[int, int] = field(default_factory=dict)
 
     def row(self, row: int) -> Values:
-        nothing = encode(np.zeros((1, self.given.spec.dim), self.given.spec.dtype), self.given.value_type)[0]
+        nothing = encode(
+            np.zeros((1, self.delivery.spec.dim), self.delivery.spec.dtype), self.delivery.value_type
+        )[0]
         held: Values = self.rows.get(row, nothing)
         return held
 
     def wanted(self, row: int) -> Values:
-        wanted: Values = encode(self.source.rows[row][None], self.given.value_type)[0]
+        wanted: Values = encode(self.source.rows[row][None], self.delivery.value_type)[0]
         return wanted
 
     def decoded(self, row: int) -> Values:
-        values: Values = decode(self.row(row)[None], self.given.value_type, self.given.spec.dtype)[0]
+        values: Values = decode(self.row(row)[None], self.delivery.value_type, self.delivery.spec.dtype)[0]
         return values
 
     def norm(self, row: int) -> float:
@@ -93,7 +95,7 @@ class PlainModel:
         self.version = 0
         self.tables: list[PlainTable] = []
         self.held: list[PlainHeld] = []
-        self.seen = 0
+        self.compared_version = 0
 
     def cut(self, changes: Mapping[str, Rows]) -> None:
         self.version += 1
@@ -102,15 +104,15 @@ class PlainModel:
                 each.rows[row], each.versions[row] = values, self.version
 
     def prepare(self, policy: Policy) -> None:
-        have = {each.given: each for each in self.held}
-        begins = not self.held and not self.seen
+        have = {each.delivery: each for each in self.held}
+        begins = not self.held and not self.compared_version
         followed = [each for each in self.tables if policy.follows(each.table)]
-        given = [policy.gives(each.table) for each in followed]
-        self.held = [have.get(one) or _whole(each, one) for each, one in zip(followed, given, strict=True)]
-        self.seen = self.version if begins else self.seen
+        wanted = [policy.delivery_of(each.table) for each in followed]
+        self.held = [have.get(one) or _whole(each, one) for each, one in zip(followed, wanted, strict=True)]
+        self.compared_version = self.version if begins else self.compared_version
 
     def release(self, policy: Policy, overdue: int) -> PlainRelease:
-        rows = self.look(policy, overdue)
+        rows = self.find_dirty(policy, overdue)
         groups = [[row for row in rows if row.table == one] for one in {row.table for row in rows}]
         wanted = {row for group in (groups if policy.top_k_per_table else [rows]) for row in _top(group, policy)}
         wanted |= {row for row in rows if row.overdue}
@@ -118,23 +120,23 @@ class PlainModel:
         for row in taken:
             held = self.held[row.table]
             held.rows[row.id] = held.wanted(row.id)
-            del held.since[row.id]
+            del held.dirty_since[row.id]
         left = [row for row in rows if row not in set(taken)]
         return PlainRelease(taken, left, len(wanted))
 
-    def look(self, policy: Policy, overdue: int) -> list[DirtyRow]:
+    def find_dirty(self, policy: Policy, overdue: int) -> list[DirtyRow]:
         rows = []
         for number, held in enumerate(self.held):
-            fresh = {row for row, version in held.source.versions.items() if version > self.seen}
+            fresh = {row for row, version in held.source.versions.items() if version > self.compared_version}
             for row in fresh:
-                held.since.setdefault(row, self.seen + 1)
+                held.dirty_since.setdefault(row, self.compared_version + 1)
                 if held.wanted(row).tobytes() == held.row(row).tobytes():
-                    del held.since[row]
-            size = policy.row_bytes(held.given.spec)
-            for row, since in sorted(held.since.items()):
+                    del held.dirty_since[row]
+            size = policy.row_bytes(held.delivery.spec)
+            for row, since in sorted(held.dirty_since.items()):
                 norm, before = held.norm(row), row in held.rows
                 rows.append(DirtyRow(before, -norm, number, row, norm, since <= overdue, size))
-        self.seen = self.version
+        self.compared_version = self.version
         return rows
 
 
@@ -142,8 +144,8 @@ def norm_of(rows: Sequence[DirtyRow]) -> float:
     return math.sqrt(math.fsum(row.norm**2 for row in rows))
 
 
-def _whole(source: PlainTable, given: Delivery) -> PlainHeld:
-    held = PlainHeld(source, given)
+def _whole(source: PlainTable, delivery: Delivery) -> PlainHeld:
+    held = PlainHeld(source, delivery)
     held.rows = {row: held.wanted(row) for row in source.rows}
     return held
 

@@ -76,12 +76,12 @@ def same_as_the_model(held: dict[str, Values], local: LocalModel) -> bool:
 
 def is_due(view: View, policy: Policy) -> bool:
     """Whether a release will be made, though nothing more is published."""
-    assert view.account
+    assert view.state.newest
     situation = Situation(
-        head=view.model.position.number,
-        seen=view.seen,
-        left=view.account.left_rows,
-        left_unix_ns=0,
+        newest_version=view.model.position.number,
+        compared_version=view.state.compared_version,
+        backlog_rows=view.state.backlog_rows,
+        oldest_dirty_unix_ns=0,
         released_unix_ns=0,
         sealed_unix_ns=[],
         ready=True,

@@ -40,7 +40,7 @@ class Consumer(_message.Message):
 
     @_builtins.property
     def policy(self) -> Global___Policy:
-        """policy is what its replicas are given; unset means everything, as it is, at once."""
+        """policy is what its replicas are sent; unset means every changed row, in its own type, at once."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ Global___Consumer: _TypeAlias = Consumer  # noqa: Y015
 
 @_typing.final
 class Policy(_message.Message):
-    """Policy is which rows the replicas of a consumer are given, how many, when, and in which type."""
+    """Policy is which rows the replicas of a consumer are sent, how many, when, and in which type."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -174,7 +174,7 @@ class UpdateConsumerRequest(_message.Message):
     """name is the consumer's name. Required."""
     @_builtins.property
     def policy(self) -> Global___Policy:
-        """policy replaces the one it has, whole; unset means everything, as it is, at once."""
+        """policy replaces the one it has, whole; unset means every changed row, in its own type, at once."""
 
     def __init__(
         self,

@@ -55,7 +55,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
 def _opened(session: PublishSession) -> publish_pb2.PublishResponse:
     decision = session.decision
     opened = publish_pb2.PublishOpened(
-        head=position_to_message(session.head),
+        head=position_to_message(session.sealed),
         continues=decision.yes,
         reason=decision.reason,
         tables=len(session.tables),

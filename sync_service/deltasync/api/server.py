@@ -58,7 +58,7 @@ class ServerOptions:
         host: address to listen on.
         grpc_port: port for trainers and replicas; 0 = any free one.
         http_port: port for operators; 0 = any free one.
-        consumers: consumers to make at the start if missing; those that exist are given these policies.
+        consumers: consumers to make at the start if missing; those that exist get these policies.
         admin_token: token for calls that change something; None, or an empty one, refuses them all.
         drain_seconds: how long open cuts may take to finish on SIGTERM.
     """
@@ -88,7 +88,7 @@ async def serve(options: ServerOptions) -> None:
         ServiceUnavailable: a port is in use.
     """
     keep_freed_memory()
-    os.umask(0o077)  # The rows of a model are nobody else's to read.
+    os.umask(0o077)  # Only the service's own user may read a model's rows.
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
@@ -117,7 +117,7 @@ async def run(options: ServerOptions, stopping: asyncio.Event) -> None:
 async def _listen(
     service: Service, options: ServerOptions, tasks: asyncio.TaskGroup, stopping: asyncio.Event
 ) -> None:
-    # Before gRPC: a server of it that has started cannot simply be left behind.
+    # Before gRPC, whose server would have to be stopped again if this failed.
     listener = _bind(options.host, options.http_port)
     server, healthy, grpc_port = await _start_grpc(service, options)
     app = create_app(service, options.admin_token)
@@ -144,7 +144,7 @@ async def _start_grpc(
             ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
             # Otherwise a second service on the same port would take half of the streams.
             ("grpc.so_reuseport", 0),
-            # Below the client's keepalive interval, or it is sent away for pinging too often.
+            # Below the client's keepalive interval, or clients are refused for pinging too often.
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.keepalive_time_ms", 20_000),
@@ -175,7 +175,7 @@ def _bind(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-        listener.listen()  # So that who reads endpoints.json can connect at once.
+        listener.listen()  # Whoever reads endpoints.json can connect at once.
     except OSError as error:
         listener.close()
         raise ServiceUnavailable(_taken("--http-port", host, port)) from error
@@ -191,7 +191,7 @@ def _endpoints(options: ServerOptions) -> Path:
 
 
 def _announce(options: ServerOptions, grpc_port: int, http_port: int) -> None:
-    """Leave where the service listens in its data directory, whole or not at all."""
+    """Write where the service listens into its data directory, atomically."""
     endpoints = {
         "pid": os.getpid(),
         "grpc": f"{options.host}:{grpc_port}",

@@ -91,7 +91,7 @@ class ReplicaStream:
             async for response in self._responses(acks):
                 yield response
         except _ReplicaLeft:
-            pass  # Its acks have all been taken; nothing more is to be said.
+            pass  # All of its acks were taken; there is nothing more to say.
         finally:
             acks.cancel()
             self._registry.disconnect(self._replica, self._ended)
@@ -116,7 +116,7 @@ class ReplicaStream:
 
     def _opened(self) -> subscribe_pb2.SubscribeResponse:
         deliveries = self._deliveries = self._feed.deliveries
-        # What the replica is known to hold; what it merely claims must not become its offset.
+        # Only what the replica is known to hold may become its offset, not what it claims.
         decision, self._sent = self._feed.resume(self._claim)
         self._registry.acknowledge(self._consumer, self._replica, self._sent)
         logger.info("replica joined: %s/%s %s", self._consumer.name, self._replica.name, decision.reason)
@@ -132,7 +132,7 @@ class ReplicaStream:
         return subscribe_pb2.SubscribeResponse(opened=opened)
 
     async def _send(self, frozen: asyncio.Task[FrozenRelease], acks: asyncio.Task[None]) -> Responses:
-        # Only here, so that what was sent is not kept while there is nothing to send.
+        # Awaited only here, so that no release is kept in memory while there is nothing to send.
         release = await asyncio.shield(frozen)
         self._check_deliveries()
         for slot, ids, values in release.chunks():
@@ -198,7 +198,7 @@ class ReplicaStream:
         self._registry.acknowledge(self._consumer, self._replica, applied)
 
     def _report(self, damaged: frozenset[int]) -> None:
-        """Tell of a replica that holds other bits than it was given, and have it given the tables whole."""
+        """Report a replica that holds other bits than it was sent, and have the tables sent to it whole."""
         tables = tuple(self._deliveries[slot].spec.name for slot in sorted(damaged))
         self._consumer.damages += len(set(tables) - set(self._replica.damaged))
         self._replica.damaged = tables

@@ -55,7 +55,7 @@ def config_option(**readers: Reader) -> Callable[[F], F]:
 
 
 def from_config(key: str, default: Any) -> Any:
-    """What the reader of a further key has made of the value in the command's `--config` file."""
+    """The value of a further key of the `--config` file, as its reader returned it."""
     return click.get_current_context().meta.get(_meta_key(key), default)
 
 

@@ -10,7 +10,7 @@ from deltasync.cli.policy_options import policy_of, policy_options
 from deltasync.client.admin import Admin
 from deltasync.wire.messages import policy_from_message
 
-_EVERYTHING = "everything, as it is"
+_EVERYTHING = "every changed row, in its own type"
 
 
 @click.group()
@@ -51,7 +51,7 @@ def list_consumers(service: str) -> None:
 def create_consumer(name: str, model: str, service: str, admin_token: str, **options: Any) -> None:
     """Make consumer NAME; making an equal one again changes nothing.
 
-    Without options of a policy its replicas are given everything, as it is, as soon as it is there.
+    Without options of a policy its replicas are sent every changed row, in its own type, at once.
     """
     policy = policy_of(options)
     Admin(service, admin_token).create_consumer(name, model, policy)
@@ -67,15 +67,15 @@ def create_consumer(name: str, model: str, service: str, admin_token: str, **opt
 def update_consumer(name: str, service: str, admin_token: str, **options: Any) -> None:
     """Give consumer NAME another policy, which replaces the one it has as a whole.
 
-    What is not given here is as in the default, whatever it was before: without options of a policy its replicas
-    are given everything, as it is, as soon as it is there. They keep their place; but where --mode becomes ids,
-    those that take values stop with an error.
+    Options that are left out take their defaults, whatever they were before: without any, replicas are sent every
+    changed row, in its own type, at once. Replicas keep their place; but where --mode becomes ids, those that
+    take values stop with an error.
     """
     policy, admin = policy_of(options), Admin(service, admin_token)
     before = [policy_from_message(consumer.policy) for consumer in admin.consumers() if consumer.name == name]
     admin.update_consumer(name, policy)
     was = f" (was {before[0].words or _EVERYTHING})" if before and before[0] != policy else ""
-    click.echo(f"consumer {name} is given {policy.words or _EVERYTHING}{was}")
+    click.echo(f"policy of consumer {name}: {policy.words or _EVERYTHING}{was}")
 
 
 @consumers.command("delete", context_settings=CONTEXT)

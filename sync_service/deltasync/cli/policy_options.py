@@ -1,4 +1,4 @@
-"""A policy on the command line: the options that give one, and the words that show one."""
+"""A policy on the command line."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -62,14 +62,14 @@ _KEYS = {"max_age": "max_age_seconds", "min_interval": "min_interval_seconds"}
 
 
 def policy_options(function: F) -> F:
-    """The options of a command that is given a policy; it makes one of them by `policy_of`."""
+    """The options that describe a policy; `policy_of` makes one of their values."""
     for option in reversed((*_WHICH_OPTIONS, *_RELEASE_OPTIONS)):
         function = option(function)
     return function
 
 
 def release_options(function: F) -> F:
-    """Those of them that say how much of all tables' values is sent, and when."""
+    """Those of them that say how much is sent, and when: all but `--tables` and `--mode`."""
     for option in reversed(_RELEASE_OPTIONS):
         function = option(function)
     return function

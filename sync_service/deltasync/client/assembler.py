@@ -28,7 +28,7 @@ class ReleaseAssembler:
     """
 
     def __init__(self, max_outstanding_bytes: int, known: set[str]) -> None:
-        """`known` are the tables of the last release of an earlier stream; then they are those of this one."""
+        """`known` are the tables of the last release, on an earlier stream too; updated with each release."""
         self.received_bytes = 0
         self.model_history = ""
         self._known = known
@@ -50,7 +50,7 @@ class ReleaseAssembler:
         self._resync = opened.resync
 
     def add(self, chunk: subscribe_pb2.ReleaseChunk) -> bool:
-        """Take some rows; whether it is time to return credit.
+        """Take some rows; returns whether it is time to return credit.
 
         Raises:
             InvalidInput: rows of no known table, or of another size.

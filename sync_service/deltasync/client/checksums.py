@@ -28,14 +28,14 @@ class _TableChecksum:
 class TargetChecksums:
     """The checksum of each table of a target, at the cost of the rows that change.
 
-    With every release one more block of rows is read again, table by table, so that rows that were changed in
-    another way show in the end, though no release touches them.
+    With every release one more block of rows is read again, table by table: rows that something else has changed
+    are found in the end, even if no release touches them.
     """
 
     def __init__(self, target: ReadableTarget) -> None:
         self._target = target
         self._checksums: dict[str, _TableChecksum] = {}
-        self._sweeping = 0  # The table that is being swept, as a place among those kept.
+        self._sweeping = 0  # Index of the table that is being swept.
 
     def before(self, release: Release) -> None:
         """Take out what a release is about to overwrite."""
@@ -61,7 +61,7 @@ class TargetChecksums:
         return {table.name: self._checksums[table.name].digest.checksum for table in kept}
 
     def _sweep(self, table: TableSpec) -> None:
-        """Read the next block of a table. At its end, what was read takes the place of what was reckoned."""
+        """Read the next block of a table. At its end, the digest of what was read replaces the one kept so far."""
         checksum = self._checksums[table.name]
         block = np.arange(checksum.upto, min(checksum.upto + BLOCK_ROWS, table.rows))
         checksum.swept += self._digest(table, block)
@@ -71,7 +71,7 @@ class TargetChecksums:
             self._sweeping += 1
 
     def _digests(self, rows: ReleasedRows) -> tuple[Digest, Digest]:
-        """What the target holds of these rows: of those that were swept, and of the others."""
+        """Digests of these rows as the target holds them: of the swept ones, and of the others."""
         swept = int(np.searchsorted(rows.ids, self._checksums[rows.table.name].upto))
         return self._digest(rows.table, rows.ids[:swept]), self._digest(rows.table, rows.ids[swept:])
 

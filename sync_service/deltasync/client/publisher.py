@@ -125,7 +125,7 @@ class Publisher:
                 position = self._deliver(part)
             except Exception as error:  # noqa: BLE001  # handed over to whoever waits for the part
                 self._drop_stream()
-                self._busy = False  # Before who waits is woken, and may publish again at once.
+                self._busy = False  # Before the waiter is woken: it may publish again at once.
                 done.set_exception(error)
             else:
                 self._continues, self._sealed_step = position, part.step

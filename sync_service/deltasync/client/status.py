@@ -37,7 +37,7 @@ def fetch_lag(service: str, consumer: str, timeout_seconds: float = 10.0) -> dic
 
 
 def _printable(error: Exception) -> str:
-    """An error's text; that of an answer which is no HTTP holds the answer's raw bytes."""
+    """An error's text, unless that holds the raw bytes of an answer that is no HTTP."""
     text = str(error).strip()
     return text if text.isprintable() else f"{type(error).__name__}: no HTTP answer"
 

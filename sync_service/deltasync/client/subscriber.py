@@ -180,7 +180,7 @@ class Subscriber:
             text = "replica %s holds other rows than it was given in %s; it will be given all of them"
             logger.error(text, self._options.replica, ", ".join(wrong))
             return
-        # Only now: who waits for the version may close the subscription, and its ack must be on its way.
+        # After the ack is on its way: whoever waits for the version may close the subscription at once.
         self._hold(release.position, Position(assembler.model_history, release.version))
 
     def _hold(self, position: Position, version: Position) -> None:

@@ -44,7 +44,7 @@ class Release:
         step_end_unix_ns: when that step ended, nanoseconds since 1970.
         resync: all tables must be reset to zero first: the release holds everything.
         tables: every table the consumer follows, changed or not.
-        rows: the changed rows; a table may appear several times, with other rows each time.
+        rows: the changed rows; a table may appear several times, with different rows each time.
         whole: names of the tables that must be reset to zero first, where it is no resync: the release holds all
             of their rows. Ask `resets`.
         version: the model's version that the release was made of.

@@ -1,1 +1,1 @@
-"""Who follows a model: consumers, their replicas and their offsets."""
+"""Consumers of a model, their replicas and their offsets."""

@@ -1,4 +1,4 @@
-"""What a consumer and a replica of it are."""
+"""Consumers and their replicas."""
 
 import asyncio
 from collections.abc import Mapping
@@ -17,12 +17,12 @@ class Replica:
 
     Attributes:
         name: its name inside the fleet.
-        applied: the last position it has acknowledged.
+        applied: the position it last acknowledged.
         acked_unix_ns: when it last acknowledged, nanoseconds since 1970.
         stream: ends its open stream when set; None while it is away.
         away_since_unix_ns: when its last stream ended, or the service started without it.
-        checked: whether its last ack had the checksums of what it holds, and they were right.
-        damaged: tables of which it holds other bits than it was given; it is being given them whole.
+        checked: whether its last ack had checksums of what it holds, and they were right.
+        damaged: tables of which it holds other bits than it was sent; they are being sent to it whole.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Replica:
 
 @dataclass(frozen=True)
 class ConsumerOptions:
-    """A consumer there is to be; without a policy it keeps the one it has."""
+    """A consumer that is wanted. Without a policy an existing one keeps its own."""
 
     name: str
     model: str
@@ -61,8 +61,10 @@ class Consumer:
     """A named subscription to a model.
 
     Attributes:
-        signal: wakes who waits for its policy, a replica or an offset to change.
+        released_rows: rows sent to its replicas since the service started.
+        released_bytes: bytes of their ids and values.
         damages: how often a table of a replica was found to be damaged, since the service started.
+        signal: wakes all who wait for a change of the policy, of a replica or of an offset.
     """
 
     name: str

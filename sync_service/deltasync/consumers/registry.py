@@ -110,33 +110,33 @@ class ConsumerRegistry:
             replica.stream, replica.away_since_unix_ns = None, time.time_ns()
 
     def acknowledge(self, consumer: Consumer, replica: Replica, applied: Position) -> None:
-        """Move a replica's offset. It is kept before long, not at once: delivery is at least once anyway."""
+        """Move a replica's offset, without waiting for the disk: delivery is at least once anyway."""
         replica.applied, replica.acked_unix_ns = applied, time.time_ns()
         consumer.signal.wake()
         if self.consumers.get(consumer.name) is not consumer:
-            return  # Deleted meanwhile: nothing of it is to be kept.
-        self._keep(f"offset/{consumer.name}/{replica.name}", _offset_meta(replica))
+            return  # Deleted meanwhile: nothing of it is to be written down.
+        self._put(f"offset/{consumer.name}/{replica.name}", _offset_meta(replica))
 
     def forget_the_gone(self) -> None:
         """Forget replicas that have been away for long, so that they no longer hold their consumer's offset."""
         for consumer in self.consumers.values():
             for name in forgettable(list(consumer.replicas.values()), time.time_ns(), self._retention_ns):
                 del consumer.replicas[name]
-                self._keep(f"offset/{consumer.name}/{name}", None)
+                self._put(f"offset/{consumer.name}/{name}", None)
 
     async def _write(self, consumer: Consumer, policy: Policy) -> None:
         created = consumer.created_unix_ns
         meta = {"model": consumer.model, "created_unix_ns": created, "policy": policy.as_dict()}
         await asyncio.wrap_future(self._log.put_meta(f"consumer/{consumer.name}", meta))
 
-    def _keep(self, name: str, meta: dict[str, Any] | None) -> None:
-        """Keep what nobody waits for."""
+    def _put(self, name: str, meta: dict[str, Any] | None) -> None:
+        """Write down a record without waiting for the disk; None removes it."""
         self._log.put_meta(name, meta).add_done_callback(partial(_report, name))
 
 
 def _report(name: str, written: Future[None]) -> None:
     if error := written.exception():
-        logger.error("%s is not kept; a restart goes back to what was kept before: %s", name, error)
+        logger.error("%s could not be written; after a restart the one written before counts: %s", name, error)
 
 
 def _end_stream(replica: Replica) -> None:

@@ -22,7 +22,7 @@ class Delivery:
 
     @property
     def wire_spec(self) -> TableSpec:
-        """The table in the form in which its rows travel."""
+        """The shape and type in which its rows travel."""
         if self.mode is Mode.IDS:
             return TableSpec(self.spec.name, self.spec.rows, 1)
         return encoded_table(self.spec, self.value_type)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from deltasync.core.rows import Ids, Values
 
-# Rows are taken in blocks of which all scratch memory stays in the processor's cache.
+# Rows are taken in blocks whose scratch memory fits the processor's cache.
 BLOCK_ROWS = 4096
 
 _LARGEST = np.float32(np.finfo(np.float32).max)
@@ -55,7 +55,7 @@ def _of_block(ids: Ids, values: Values, weights: NDArray[np.uint64]) -> Digest:
     rows = np.einsum("ij,j->i", bits, weights)
     exact = values.astype(np.float32, copy=False)
     with np.errstate(over="ignore"):
-        # By the row, in fp32: the same number whichever rows it is added or subtracted with.
+        # Each row by itself, in fp32: its number must not depend on the rows beside it.
         squares = np.minimum(np.vecdot(exact, exact), _LARGEST)
     checksum = int((rows * _odd(ids.astype(np.uint64), 2)).sum())
     return Digest(checksum, float(squares.sum(dtype=np.float64)))

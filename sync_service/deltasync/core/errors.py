@@ -1,13 +1,13 @@
 """Every error deltasync raises on purpose.
 
     DeltasyncError
-    ├── InvalidInput        what was given can never be right; nothing was changed
+    ├── InvalidInput        an input that can never be right; nothing was changed
     ├── NotFound            a name that does not exist; the message lists those that do
     ├── Contradiction       right in itself, but not with what the service holds
     ├── Superseded          a newer stream, run or cut has taken this one's place
     ├── NotPermitted        the admin token is missing or wrong
-    ├── StorageFailed       the log could not be written or read back whole
-    ├── ServiceFailed       (client) the service has failed at what should work; its log says more
+    ├── StorageFailed       files or the log could not be written, or not be read back whole
+    ├── ServiceFailed       (client) the service met an error of its own; its log says more
     ├── ServiceUnavailable  the service cannot be reached, or is draining; try again
     └── ResyncRequired      the service does not hold what this run builds on: publish every row
 
@@ -20,7 +20,7 @@ class DeltasyncError(Exception):
 
 
 class InvalidInput(DeltasyncError, ValueError):
-    """What was given can never be right; nothing was changed."""
+    """An input that can never be right; nothing was changed."""
 
 
 class NotFound(DeltasyncError, LookupError):
@@ -40,11 +40,11 @@ class NotPermitted(DeltasyncError):
 
 
 class StorageFailed(DeltasyncError):
-    """The log could not be written, or not be read back whole."""
+    """Files or the log could not be written, or not be read back whole."""
 
 
 class ServiceFailed(DeltasyncError):
-    """The service has failed at what should work; its log says more."""
+    """The service met an error of its own; its log says more."""
 
 
 class ServiceUnavailable(DeltasyncError):

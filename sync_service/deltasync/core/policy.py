@@ -1,4 +1,4 @@
-"""A consumer's policy: which rows its replicas are given, how many, when, and in which type."""
+"""A consumer's policy: which rows its replicas are sent, how many, when, and in which type."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -22,18 +22,18 @@ _MOST_SECONDS = 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What a consumer wants. The default is everything, as it is, as soon as it is there.
+    """What a consumer wants. The default is every changed row, in its own type, at once.
 
     Attributes:
         tables: patterns (`*`, `?`, `[...]`) of the names of the tables it follows.
         mode: values, or ids and norms only.
-        top_k: of the rows that have changed, only the ones that have changed most go out at once: this many, or
-            below 1 this share of them (rounded up). None = all.
+        top_k: of the rows that have changed, a release takes those that have changed most: this many, or, below 1,
+            this share of them (rounded up). None = all.
         top_k_per_table: whether `top_k` counts in every table by itself.
-        max_age_seconds: a row that is unsent for longer goes out whatever its norm. None = no limit.
-        min_interval_seconds: time between two releases, at least.
-        max_bytes: ids and values of a release, at most. None = no limit.
-        value_type: what values are sent as; rows that take no more bytes as they are, are sent so.
+        max_age_seconds: a row that has been unsent for longer is sent whatever its norm. None = no limit.
+        min_interval_seconds: the least time between two releases.
+        max_bytes: the most bytes of ids and values in a release. None = no limit.
+        value_type: what values are sent as. A table whose rows would not get smaller keeps its own type.
 
     Raises:
         InvalidInput: a field is out of bounds, or fields that cannot be met together.
@@ -68,20 +68,20 @@ class Policy:
 
     @property
     def sends_everything(self) -> bool:
-        """Whether it lets every row out at once, as it is: its replicas then read the model's own tables."""
+        """Whether every row is sent at once and unchanged: replicas then read the model's own tables."""
         return self == Policy()
 
     def follows(self, table: TableSpec) -> bool:
         """Whether the consumer follows a table."""
         return any(fnmatchcase(table.name, pattern) for pattern in self.tables)
 
-    def gives(self, table: TableSpec) -> Delivery:
-        """What replicas are given of a table."""
+    def delivery_of(self, table: TableSpec) -> Delivery:
+        """What replicas are sent of a table."""
         return Delivery(table, sent_as(table, self.value_type), self.mode)
 
     def row_bytes(self, table: TableSpec) -> int:
         """Bytes that one of a table's rows takes in a release: id and values, or id and norm."""
-        return self.gives(table).wire_spec.row_bytes
+        return self.delivery_of(table).wire_spec.row_bytes
 
     def check(self, tables: Sequence[TableSpec]) -> None:
         """Check the policy against the tables there are.
@@ -194,7 +194,7 @@ def _patterns(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _is_text(value: str) -> bool:
-    """Whether it can be sent: JSON also knows halves of characters."""
+    """Whether it can be sent: JSON also allows lone surrogates, which UTF-8 does not."""
     return not any(0xD800 <= ord(each) <= 0xDFFF for each in value)
 
 

@@ -1,4 +1,4 @@
-"""Points of a history, and whether who holds one can go on from there."""
+"""Points of a history, and whether a replica can go on from one."""
 
 from dataclasses import dataclass
 

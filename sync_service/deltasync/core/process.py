@@ -23,6 +23,6 @@ def keep_freed_memory() -> bool:
 
 
 def log_to_stderr() -> None:
-    """Log what our packages have to say, and of the others only warnings."""
+    """Log our own messages from INFO on, and warnings of other packages."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s")
     logging.getLogger("deltasync").setLevel(logging.INFO)

@@ -26,12 +26,12 @@ class Seal:
 
 
 def age(version: int, seals: Sequence[Seal], now_unix_ns: int) -> float:
-    """Seconds since a version was sealed; 0 where it is yet to be."""
+    """Seconds since a version was sealed; 0 if it is not sealed yet."""
     if not seals or version > seals[-1].version:
         return 0.0
     return round(max(0, now_unix_ns - seal_of(version, seals).sealed_unix_ns) / 1e9, 3)
 
 
 def seal_of(version: int, seals: Sequence[Seal]) -> Seal:
-    """The seal of a version; of one whose seal is no longer kept, or not there yet, the nearest one."""
+    """The seal of a version, or the nearest one where that is no longer kept or not there yet."""
     return seals[min(max(0, version - seals[0].version), len(seals) - 1)]

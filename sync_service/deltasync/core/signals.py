@@ -24,7 +24,7 @@ class Signal:
 async def first_of(
     *events: Awaitable[object], seconds: float | None, task: asyncio.Task[Any] | None = None
 ) -> None:
-    """Wait for one of the events, or for a task to end, which goes on otherwise; but no longer than `seconds`."""
+    """Wait for the first of some events, or for a task to end (it is not cancelled), for at most `seconds`."""
     waiting = [asyncio.ensure_future(each) for each in events]
     try:
         also = [task] if task else []

@@ -15,12 +15,12 @@ from deltasync.core.tables import TableSpec
 
 # Stamps are scanned in blocks so that a scan's scratch memory stays in the processor's cache.
 _SCAN_ROWS = 1 << 20
-# A sum that was so much larger once has lost what is left of it to rounding.
+# Once a sum has shrunk to this share of what it was, rounding has eaten the rest of it.
 _EXACT_SHARE = 2.0**-30
 
 
 def _contiguous(ids: Ids) -> slice | None:
-    """The slice that strictly ascending `ids` amount to, if they leave no gap."""
+    """The slice that strictly ascending `ids` cover, if they leave no gap."""
     if len(ids) and int(ids[-1]) - int(ids[0]) + 1 == len(ids):
         return slice(int(ids[0]), int(ids[-1]) + 1)
     return None
@@ -33,7 +33,7 @@ class StampedTable:
         spec: what the table is.
         rows: [N, D] values, in the table's dtype.
         stamps: [N] int64, 0 = never changed.
-        digest: of all rows, as who is given them holds them.
+        digest: of all rows, as replicas hold them.
     """
 
     def __init__(self, spec: TableSpec, rows: Values, stamps: NDArray[np.int64]) -> None:
@@ -63,13 +63,14 @@ class StampedTable:
         where: slice | Ids = _contiguous(ids) or ids
         columns = slice(col_offset, col_offset + values.shape[1])
         before = digest(ids, self.decoded(self.rows[where, columns]), col_offset)
-        # The stamp first: a row whose stamp is lost with the process would be believed to be the old one.
+        # The stamp first: if the process dies between the two, a row with a new stamp is sent again, while one
+        # with an old stamp would be taken for the old row.
         self.stamps[where] = version
         self.rows[where, columns] = values
         self.digest += digest(ids, self.decoded(values), col_offset) - before
 
     def decoded(self, rows: Values) -> Values:
-        """What who is given `rows` ([n, cols], as stored) then holds."""
+        """What a replica holds that has applied `rows` ([n, cols], as stored)."""
         return rows
 
     @property

@@ -1,4 +1,4 @@
-"""What a table, a shard of it and a position in a history are."""
+"""What a table and a shard of it are."""
 
 from dataclasses import dataclass
 

@@ -19,7 +19,7 @@ from deltasync.core.tables import SCALE_AND_BIAS_BYTES, VALUE_TYPES, TableSpec
 _LARGEST_FP16 = np.float32(np.finfo(np.float16).max)
 _LARGEST_BF16_BITS = np.uint32(0x7F7F0000)
 _EPSILON = np.float32(1e-8)
-# By how much of it a number is rounded, of the types of tables.
+# Relative rounding of the types that tables have.
 _EPS = {VALUE_TYPES[0]: 2.0**-23, VALUE_TYPES[1]: 2.0**-10}
 _LARGEST_FP32 = float(np.finfo(np.float32).max)
 
@@ -49,7 +49,7 @@ def own_type(table: TableSpec) -> ValueType:
 
 
 def sent_as(table: TableSpec, wanted: ValueType) -> ValueType:
-    """The type to send a table's rows in: the wanted one, unless rows as they are take no more bytes."""
+    """The type to send a table's rows in: the wanted one, or the table's own where that is no larger."""
     return wanted if row_bytes(table, wanted) < row_bytes(table, own_type(table)) else own_type(table)
 
 
@@ -90,13 +90,13 @@ def decode(encoded: Encoded, value_type: ValueType, dtype: np.dtype[np.generic])
 
 
 def largest_distances(encoded: Encoded, decoded: Values, value_type: ValueType) -> NDArray[np.float64]:
-    """How far (L2) a row can lie from what it is encoded as, at most: [n], by the encoded rows and what they stand
-    for. Never too little; infinite where there is no bound.
+    """An upper bound of how far (L2) each row lies from what it is encoded as: [n] float64, from the encoded rows
+    and what they decode to. Infinite where there is no bound.
     """
     root = math.sqrt(decoded.shape[1])
     if value_type is ValueType.INT8:
         scale, bias = np.ascontiguousarray(encoded[:, -8:]).view("<f4").astype(np.float64).T
-        # Half a step; what is added to the range of a row; and rounding to the table's type.
+        # Half a step, the epsilon added to a row's range, and rounding to the table's type.
         each: NDArray[np.float64] = 0.501 * scale + 1e-7 + 2 * _EPS[decoded.dtype] * (np.abs(bias) + 255 * scale)
         return root * each
     if encoded.dtype == decoded.dtype:
@@ -149,8 +149,8 @@ def _to_int8_wide(values: NDArray[np.float32]) -> Encoded:
 
 
 def _from_fp16(encoded: Encoded) -> NDArray[np.float32]:
-    """Of finite numbers; six times as fast as NumPy's conversion. The bits are moved to where fp32 has them, and
-    the biases of the exponents differ by 112.
+    """Finite numbers only; six times as fast as NumPy's conversion. The bits are moved to where fp32 has them; the
+    exponents' biases differ by 112.
     """
     bits = np.ascontiguousarray(encoded).view(np.int16).astype(np.int32)
     bits <<= np.int32(13)
@@ -167,8 +167,8 @@ def _append(encoded: Encoded, scale: NDArray[np.float32], bias: NDArray[np.float
 
 
 def _from_int8(encoded: Encoded) -> NDArray[np.float32]:
-    """`code * scale + bias` in fp64, then rounded: what fbgemm's fused multiply-add gives, but for the last bit of
-    rows whose bias is some million times smaller than their scale.
+    """`code * scale + bias` in fp64, then rounded: what fbgemm's fused multiply-add gives, except in the last bit
+    of rows whose bias is about a million times smaller than their scale.
     """
     scale_and_bias = np.ascontiguousarray(encoded[:, -8:]).view("<f4").astype(np.float64)
     exact = encoded[:, :-8].astype(np.float64)

@@ -1,4 +1,4 @@
-"""Whether a replica holds what it was given: its checksums beside the service's."""
+"""Whether a replica holds what it was sent: its checksums beside the service's."""
 
 import math
 from collections import deque
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from deltasync.feeds.release import NO_TABLES, FrozenRelease
 
-# Releases older than these are not compared any more, should a replica ever acknowledge them.
+# Acknowledgements of releases older than these are not compared any more.
 _KEPT_RELEASES = 1024
-# Between a repair that did not help and the next; after each further one that much longer.
+# The pause after a repair that did not help; it grows by as much with each further one.
 _PAUSE_SECONDS = 5.0
 
 
@@ -26,7 +26,7 @@ class ReplicaAudit:
     """The releases sent on one stream, and what the replica says that it holds after each.
 
     Attributes:
-        damaged: slots of the tables that are to be given whole.
+        damaged: slots of the tables that are to be sent whole.
     """
 
     def __init__(self) -> None:
@@ -43,9 +43,9 @@ class ReplicaAudit:
             self._sent.append(_Sent(release.head.number, release.checksums, release.whole))
 
     def begin_repair(self, now: float) -> frozenset[int]:
-        """The tables to give whole with the next release; they count as being repaired from now on.
+        """Slots of the tables to send whole with the next release; from now on they are being repaired.
 
-        None while the last repair, which did not help, is not long ago: `now` are seconds by any clock.
+        Empty during the pause after a repair that did not help. `now` is in seconds, by any clock.
         """
         if not self.damaged or now < self._repaired_at + _PAUSE_SECONDS * self._repairs:
             return NO_TABLES
@@ -54,9 +54,9 @@ class ReplicaAudit:
         return self._repairing
 
     def check(self, applied: int, checksums: Mapping[int, int]) -> frozenset[int]:
-        """The tables of which a replica that has applied release `applied` holds other bits than it should.
+        """Slots of the tables that differ in a replica that has applied up to the number `applied`.
 
-        A table that is being repaired is not repaired once more for what was sent before.
+        A table that is being repaired is not repaired again for releases that were sent before.
         """
         sent = self._take(applied)
         repairing = self._repairing.union(*(each.whole for each in self._sent))
@@ -76,5 +76,5 @@ class ReplicaAudit:
 
 
 def _at(checksums: tuple[int, ...], slot: int) -> int:
-    """Of a table that was added after the release was frozen there are no rows."""
+    """0 for a table that was added after the release was frozen: it has no rows there."""
     return checksums[slot] if slot < len(checksums) else 0

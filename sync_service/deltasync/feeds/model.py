@@ -26,7 +26,8 @@ T = TypeVar("T")
 class Model:
     """A training job's set of tables.
 
-    One thread (`run`) applies cuts and freezes releases, so that neither ever sees the other half done.
+    One thread (`run`) applies cuts and freezes releases, so that neither sees the other half done. All else is
+    used in the event loop, but for what is said to block.
 
     Attributes:
         name: the model's name.

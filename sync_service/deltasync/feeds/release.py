@@ -18,7 +18,7 @@ from deltasync.core.tables import TableSpec
 from deltasync.storage.mapped_table import reserve
 from deltasync.wire.rows import chunked
 
-# Releases together; more are kept in unlinked files, so that slow replicas do not cost memory.
+# Of all releases together; beyond it they are kept in unlinked files, so that slow replicas cost no memory.
 RELEASES_IN_MEMORY_BYTES = 64 << 20
 
 NO_TABLES: frozenset[int] = frozenset()
@@ -73,7 +73,7 @@ class FrozenRelease:
 
 
 class Releases:
-    """The releases of one set of tables. Replicas that lack the same share one, as long as one holds on to it."""
+    """The releases of one set of tables. Replicas that lack the same rows share one while any of them uses it."""
 
     def __init__(
         self,
@@ -81,11 +81,11 @@ class Releases:
         state: Callable[[], tuple[Sequence[StampedTable], Head | None]],
         scratch: Path,
     ) -> None:
-        """`run` runs a function on the thread that changes the tables; there, `state` says what there is."""
+        """`run` runs a function on the thread that changes the tables, where `state` returns them and the head."""
         self._run = run
         self._state = state
         self._scratch = scratch
-        self._frozen: list[ref[FrozenRelease]] = []  # Of the thread.
+        self._frozen: list[ref[FrozenRelease]] = []  # Used on that thread.
         self._tasks: WeakValueDictionary[_Lack, asyncio.Task[FrozenRelease]] = WeakValueDictionary()
 
     def get(self, after: int, whole: frozenset[int], head: int) -> asyncio.Task[FrozenRelease]:

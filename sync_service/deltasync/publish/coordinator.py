@@ -1,4 +1,4 @@
-"""Taking cuts from the ranks of a run: who may, in which order, and when a cut is sealed."""
+"""Taking cuts from the ranks of a run: who may publish, in which order, and when a cut is sealed."""
 
 import asyncio
 import logging
@@ -31,7 +31,7 @@ class CutCoordinator:
         self.model = model
         self._tasks = tasks
         self.run = _run_of(model.sealed)
-        self.sessions: dict[int, object] = {}  # By rank; a newer one takes the place of an older one.
+        self.sessions: dict[int, object] = {}  # By rank: only the newest session of a rank publishes.
         self.open_cut: OpenCut | None = None
         self.rows = self.bytes = 0  # Of the cuts sealed since the service started.
         self._applying: asyncio.Task[None] | None = None

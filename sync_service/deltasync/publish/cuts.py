@@ -31,7 +31,7 @@ class RankPart:
     kept: list[RowBatch] = field(default_factory=list)
 
     def add(self, slot: int, ids: Ids) -> None:
-        """Count rows that arrived. In order means at most once, so that a part as long as its shards has all rows.
+        """Count rows that arrived. Since ids ascend, none comes twice: a part as long as its shards has all rows.
 
         Raises:
             InvalidInput: a row came before, or out of order.
@@ -161,7 +161,7 @@ class Cut:
 
 
 def _gap(table: TableSpec, shards: Iterable[Shard]) -> str | None:
-    """A block of the table that the shards, which may overlap, leave out."""
+    """A block of the table that no shard covers (shards may overlap), or None."""
     blocks = [(s.row_offset, s.row_offset + s.rows, s.col_offset, s.col_offset + s.cols) for s in shards]
     edges = np.array(blocks, np.int64).reshape(-1, 4)
     rows = np.unique([0, table.rows, *edges[:, :2].flat])

@@ -14,7 +14,7 @@ MAX_WORLD_SIZE = 65_536
 
 @dataclass(frozen=True)
 class Opening:
-    """What a rank says of itself: right in itself, if not yet compared with what the service holds."""
+    """What a rank says of itself: valid in itself, and not yet compared with what the service holds."""
 
     message: publish_pb2.PublishOpen
     run: Run

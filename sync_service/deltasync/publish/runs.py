@@ -42,32 +42,34 @@ def may_publish(run: Run, current: Run | None, now_unix_ns: int) -> Decision:
 
 
 def _ahead(run: Run, now_unix_ns: int) -> bool:
-    """Whether a run says that it began in the future, from which no other run could take over."""
+    """Whether a run claims to have begun in the future: no other run could ever take over from it."""
     return run.started_unix_ns - now_unix_ns > MAX_AHEAD_NS
 
 
-def continues(run: Run, claim: Position, history: str, head: Seal | None, unpublished: Sequence[str]) -> Decision:
-    """Whether what `run` holds is known to build on `head`.
+def continues(
+    run: Run, claim: Position, history: str, newest: Seal | None, unpublished: Sequence[str]
+) -> Decision:
+    """Whether what `run` holds is known to build on the newest version.
 
     Args:
         run: the run.
         claim: the position it claims to hold.
         history: the service's history.
-        head: the newest seal.
+        newest: the newest seal.
         unpublished: tables of the run of which no row was ever published.
     """
-    if head is None:
+    if newest is None:
         return Decision(False, "nothing is published yet")
     if claim.history and claim.history != history:
         return Decision(False, f"the run holds history {claim.history}, the service history {history}")
-    if claim.number > head.version:
-        return Decision(False, f"the run holds version {claim.number}, the newest one is only {head.version}")
+    if claim.number > newest.version:
+        return Decision(False, f"the run holds version {claim.number}, the newest one is only {newest.version}")
     if unpublished:
         return Decision(False, f"no row of table {unpublished[0]!r} was ever published")
-    if run.id == head.run:
-        return Decision(True, f"run {run.id} published version {head.version} itself")
-    if claim.number == head.version and claim.history == history:
-        return Decision(True, f"the run holds version {head.version}, the newest one")
+    if run.id == newest.run:
+        return Decision(True, f"run {run.id} published version {newest.version} itself")
+    if claim.number == newest.version and claim.history == history:
+        return Decision(True, f"the run holds version {newest.version}, the newest one")
     if claim.number:
-        return Decision(False, f"the run holds version {claim.number}, the newest one is {head.version}")
-    return Decision(False, f"the run holds no version, the newest one is {head.version}")
+        return Decision(False, f"the run holds version {claim.number}, the newest one is {newest.version}")
+    return Decision(False, f"the run holds no version, the newest one is {newest.version}")

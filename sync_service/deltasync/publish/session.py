@@ -20,7 +20,7 @@ from deltasync.wire.rows import MAX_CHUNK_BYTES, check_rows, decode_rows
 
 logger = logging.getLogger(__name__)
 
-# Chunks handed to the log and not yet on disk, per rank: what bounds the service's memory while a part arrives.
+# Chunks per rank that are handed to the log and not on disk yet: bounds the memory that an arriving part takes.
 _UNWRITTEN_CHUNKS = 16
 
 
@@ -61,7 +61,7 @@ class PublishSession:
         return continues(self.run, self._claim, model.history, model.sealed, model.unpublished(self.tables))
 
     @property
-    def head(self) -> Position:
+    def sealed(self) -> Position:
         """The last sealed position."""
         return Position(self._model.history, self._model.sealed_version)
 
@@ -84,7 +84,7 @@ class PublishSession:
         part.add(chunk.rows.slot, batch.ids)
         open_cut.cut.keep(part, batch)
         self._append(open_cut.cut, part, *pack_rows(chunk.rows.slot, batch.ids, batch.values))
-        # Not before: while this waits, another stream may begin the part anew.
+        # Last: while this waits, another stream may begin the part anew.
         await self._wait_written(_UNWRITTEN_CHUNKS)
 
     async def close(self, close: publish_pb2.PartClose) -> Position:
@@ -113,7 +113,7 @@ class PublishSession:
         return await asyncio.shield(open_cut.sealed)
 
     def _sealed_before(self, step: int) -> Seal | None:
-        """The seal of the cut after `step`, if it came through before: its answer may have been lost."""
+        """The seal of the cut after `step`, if it was sealed before: the answer may have been lost."""
         self._check_current()
         sealed = self._model.sealed
         if sealed is None or sealed.run != self.run.id or step > sealed.step:

@@ -2,12 +2,10 @@
 
 import asyncio
 import contextlib
-import fcntl
 import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
 from deltasync.consumers.consumer import Consumer, ConsumerOptions
 from deltasync.consumers.registry import ConsumerRegistry
@@ -15,6 +13,7 @@ from deltasync.core.errors import StorageFailed
 from deltasync.core.policy import Policy
 from deltasync.feeds.model import Model
 from deltasync.publish.coordinator import CutCoordinator
+from deltasync.service.data_directory import lock_data_directory
 from deltasync.storage.log import Log, LogOptions
 from deltasync.views.registry import ViewRegistry
 from deltasync.views.view import View
@@ -62,17 +61,16 @@ class Service:
     """
 
     def __init__(self, options: ServiceOptions, tasks: asyncio.TaskGroup) -> None:
-        _make(options.data_dir)
         self._options = options
         self._tasks = tasks
-        self._lock = _lock(options.data_dir)
+        self._lock = lock_data_directory(options.data_dir)
         self.log = Log(LogOptions(directory=options.data_dir / "log", max_bytes=options.log_max_bytes))
         self.registry = ConsumerRegistry(self.log, options.replica_retention_seconds)
         self.views = ViewRegistry(self.log, tasks)
         self.models: dict[str, Model] = {}
         self.coordinators: dict[str, CutCoordinator] = {}
         self.draining = asyncio.Event()
-        self._changing = asyncio.Lock()  # Of consumers and their views, which are made and removed together.
+        self._changing = asyncio.Lock()  # A consumer and its view are made and removed together.
 
     async def recover(self) -> None:
         """Come back as of the last sealed cut of every model.
@@ -101,11 +99,11 @@ class Service:
         return self.coordinators[self.model(model).name]
 
     def feed(self, consumer: Consumer) -> "Model | View":
-        """What a consumer's replicas are given: its view, or all of the model."""
+        """What a consumer's replicas are fed from: its view, or the model itself."""
         return self.views.get(consumer) or self.model(consumer.model)
 
     def is_prepared(self, consumer: Consumer) -> bool:
-        """Whether there is what a consumer's replicas are to be given."""
+        """Whether there is something to send a consumer's replicas yet."""
         feed = self.feed(consumer)
         return bool(feed.tables) and (isinstance(feed, Model) or feed.may_serve(consumer.policy))
 
@@ -165,7 +163,7 @@ class Service:
                     await self._flush(model)
             await self.views.flush(0 if full else self._options.flush_bytes)
             if full:
-                self.log.refusing = False  # There is room now, or the next write is refused again.
+                self.log.refusing = False  # If there is still no room, the next write is refused again.
 
     async def wait_idle(self, seconds: float) -> None:
         """Wait until no cut is under way, but no longer than `seconds`."""
@@ -197,7 +195,7 @@ class Service:
 
     async def _update(self, name: str, policy: Policy) -> Consumer:
         before = self.registry.get(name).policy
-        if policy != before:  # One that was taken before goes on, whatever tables have come since.
+        if policy != before:  # A policy accepted earlier goes on, whatever tables were added since.
             self._check(policy, self.registry.get(name).model)
             logger.info(
                 "consumer %s: %s, was %s", name, policy.words or "everything", before.words or "everything"
@@ -221,22 +219,3 @@ class Service:
     def _add(self, model: Model) -> None:
         self.models[model.name] = model
         self.coordinators[model.name] = CutCoordinator(model, self._tasks)
-
-
-def _make(data_dir: Path) -> None:
-    try:
-        data_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageFailed(f"{data_dir} cannot be made: {error.strerror}: choose another --data-dir") from error
-
-
-def _lock(data_dir: Path) -> TextIO:
-    lock = (data_dir / "lock").open("w")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.close()
-        raise StorageFailed(
-            f"{data_dir} is in use by another service: give this one a --data-dir of its own"
-        ) from None
-    return lock

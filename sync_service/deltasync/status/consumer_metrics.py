@@ -1,23 +1,30 @@
 """Metrics of consumers, of their tables and of their replicas. What is not known has no sample."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from prometheus_client.core import Metric
 
 from deltasync.consumers.consumer import Consumer
-from deltasync.status.lag import ConsumerLag, ReplicaLag
+from deltasync.status.lag import ConsumerLag, Lag, ReplicaLag
 from deltasync.status.metric_families import counter, gauge
 
-_UNITS = {
-    "versions": "Sealed versions {who} has not applied.",
-    "rows": "Rows {who} does not hold as the model has them.",
-    "bytes": "Bytes of ids and values of the rows {who} does not hold as the model has them.",
-    "seconds": "For how long {who} has lacked the oldest row or version that it lacks.",
+_LAG: dict[str, tuple[Callable[[Lag], float], str]] = {
+    "versions": (lambda lag: lag.versions, "Sealed versions that {who} has not applied."),
+    "rows": (lambda lag: lag.rows, "Rows that {who} does not hold as the model has them."),
+    "bytes": (
+        lambda lag: lag.bytes,
+        "Bytes of ids and values of the rows that {who} does not hold as the model has them.",
+    ),
+    "seconds": (lambda lag: lag.seconds, "For how long {who} has lacked the oldest row or version that it lacks."),
 }
-_UNSENT = {
-    "norm": "L2 norm of what the model has less what the replicas hold, as of the last release.",
-    "share": "The same as a share of the norm of the tables: 0.1 is 10 %.",
+_UNSENT: dict[str, tuple[Callable[[Lag], float | None], str]] = {
+    "norm": (
+        lambda lag: lag.unsent_norm,
+        "L2 norm of what the model has less what the replicas hold, as of the last release.",
+    ),
+    "share": (lambda lag: lag.unsent_share, "The same as a share of the norm of the tables: 0.1 is 10 %."),
 }
+# The keys are those of the lag's `release`.
 _RELEASE = {
     "release": ("number", "Number of the newest release."),
     "release_rows": ("rows", "Rows the newest release took."),
@@ -47,33 +54,32 @@ def _lag_metrics(lags: list[ConsumerLag]) -> list[Metric]:
             f"consumer_lag_{unit}",
             text.format(who=who),
             ["consumer"],
-            [([each.consumer], getattr(each.lag, unit)) for each in lags],
+            [([each.consumer], value(each.lag)) for each in lags],
         )
-        for unit, text in _UNITS.items()
+        for unit, (value, text) in _LAG.items()
     ]
 
 
 def _release_metrics(lags: list[ConsumerLag]) -> list[Metric]:
     released = [(each, each.release) for each in lags if each.release]
-    known = [each for each in lags if each.lag.unsent_norm is not None]
     return [
         *[
             gauge(
                 f"consumer_{name}",
                 text,
                 ["consumer"],
-                [([each.consumer], getattr(release, field)) for each, release in released],
+                [([each.consumer], release[key]) for each, release in released],
             )
-            for name, (field, text) in _RELEASE.items()
+            for name, (key, text) in _RELEASE.items()
         ],
         *[
             gauge(
                 f"consumer_unsent_{name}",
                 text,
                 ["consumer"],
-                [([each.consumer], getattr(each.lag, f"unsent_{name}")) for each in known],
+                [([each.consumer], known) for each in lags if (known := value(each.lag)) is not None],
             )
-            for name, text in _UNSENT.items()
+            for name, (value, text) in _UNSENT.items()
         ],
         gauge(
             "consumer_oldest_row_seconds",
@@ -136,9 +142,9 @@ def _replica_metrics(lags: list[ConsumerLag]) -> list[Metric]:
                 f"replica_lag_{unit}",
                 text.format(who="the replica"),
                 ["consumer", "replica"],
-                [(names, getattr(lag, unit)) for names, lag in replicas],
+                [(names, value(lag)) for names, lag in replicas],
             )
-            for unit, text in _UNITS.items()
+            for unit, (value, text) in _LAG.items()
         ],
         gauge(
             "replica_unsent_norm",

@@ -1,4 +1,4 @@
-"""Lag: the distance from head to offset. Pure functions over what the service holds."""
+"""Lag: how far a consumer's offset is behind the head of its feed. Pure functions."""
 
 import math
 from collections.abc import Sequence
@@ -7,22 +7,22 @@ from typing import Any, Literal
 
 from deltasync.consumers.consumer import Replica
 from deltasync.core.seal import Seal, age
-from deltasync.views.statistics import TableLeft
+from deltasync.views.statistics import Backlog
 
 State = Literal["in sync", "current", "behind", "damaged", "away", "empty"]
 
 
 @dataclass(frozen=True)
 class Lag:
-    """How far an offset is behind the head.
+    """How far a replica at some offset is behind the model.
 
     Attributes:
-        versions: sealed versions after the one the offset was made of.
-        rows: rows that are not held as the model has them.
+        versions: sealed versions that are newer than the rows it holds.
+        rows: rows that it does not hold as the model has them.
         bytes: bytes of these rows' ids and values, as they are sent.
-        seconds: age of the oldest version, or release, that is not applied; 0 when there is none.
-        unsent_norm: L2 norm of what the model has less what is held, as of the last release. None where it is not
-            known: without a policy, or before the newest release is applied.
+        seconds: age of the oldest version, or release, that it has not applied; 0 when there is none.
+        unsent_norm: L2 norm of what the model has less what it holds, as of the last release. None where it is not
+            known: without a policy, or before it has applied the newest release.
         unsent_share: the same as a share of the norm of the tables.
     """
 
@@ -36,7 +36,7 @@ class Lag:
 
 @dataclass(frozen=True)
 class TableLag:
-    """How far one table of a consumer is behind; `oldest_row_seconds` is for how long its oldest row is dirty."""
+    """How far one table of a consumer is behind; its oldest dirty row is dirty for `oldest_row_seconds`."""
 
     table: str
     rows: int
@@ -44,22 +44,6 @@ class TableLag:
     oldest_row_seconds: float = 0.0
     unsent_norm: float | None = None
     unsent_share: float | None = None
-
-
-@dataclass(frozen=True)
-class ReleaseLine:
-    """What the newest release of a consumer with a policy took and left; norms are L2."""
-
-    number: int
-    version: int
-    seconds_ago: float
-    rows: int
-    bytes: int
-    norm: float
-    left_rows: int
-    left_bytes: int
-    left_norm: float
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -73,7 +57,7 @@ class ReplicaLag:
         lag: how far that is behind.
         seconds_since_ack: when it last said so.
         checked: whether it then showed by checksums that it holds the right rows.
-        damaged: tables of which it holds other rows than it was given, and is being given them whole.
+        damaged: tables of which it holds other rows than it was sent; they are being sent to it whole.
     """
 
     replica: str
@@ -89,7 +73,8 @@ class ReplicaLag:
 class ConsumerLag:
     """How far a consumer's fleet is behind: as far as the last of its replicas.
 
-    Without a policy `offset` is a version, and there is no `release`; with one it is the number of a release.
+    Without a policy `offset` is a version, and there is no `release`; with one it is the number of a release, and
+    `release` says what the newest one took and left.
     `damages` is how often a table of a replica was found to be damaged since the service started.
     """
 
@@ -106,7 +91,7 @@ class ConsumerLag:
     tables: list[TableLag]
     oldest_row_seconds: float
     damages: int
-    release: ReleaseLine | None
+    release: dict[str, Any] | None
     policy: dict[str, Any]
 
 
@@ -118,33 +103,33 @@ def measure(
     now_unix_ns: int,
     since: int | None = None,
 ) -> Lag:
-    """The lag of who holds `version`.
+    """The lag of a replica that holds the rows of `version`.
 
     Args:
         version: a version.
-        seals: the kept seals, oldest first; of a version whose seal is no longer kept, the lag in seconds is
-            that of the oldest kept.
+        seals: the seals there still are, oldest first; a version whose seal is gone counts as old as the oldest.
         row_bytes: what a row of each table takes on the wire.
-        lacking: how many rows of each table are not held as the model has them.
+        lacking: how many rows of each table the replica does not hold as the model has them.
         now_unix_ns: the time, nanoseconds since 1970.
-        since: the oldest version that is not applied; None = the one after `version`.
+        since: the oldest version that it has not applied; None = the one after `version`.
     """
-    head = seals[-1].version if seals else 0
+    newest = seals[-1].version if seals else 0
     oldest = version + 1 if since is None else since
-    if head <= version and not sum(lacking):
+    if newest <= version and not sum(lacking):
         return Lag(0, 0, 0, 0.0)
     size = sum(rows * each for rows, each in zip(lacking, row_bytes, strict=True))
-    return Lag(max(0, head - version), sum(lacking), size, age(oldest, seals, now_unix_ns))
+    return Lag(max(0, newest - version), sum(lacking), size, age(oldest, seals, now_unix_ns))
 
 
-def unsent(left: Sequence[TableLeft]) -> tuple[float, float]:
-    """The L2 norm of what was left of some tables, absolute and as a share of theirs."""
-    norm, whole = math.hypot(*(each.norm for each in left)), math.hypot(*(each.table_norm for each in left))
+def unsent(backlogs: Sequence[Backlog]) -> tuple[float, float]:
+    """The L2 norm of what is left of some tables for later, and that as a share of the norm of the tables."""
+    norm = math.hypot(*(each.amount.norm for each in backlogs))
+    whole = math.hypot(*(each.table_norm for each in backlogs))
     return norm, norm / whole if whole else 0.0
 
 
 def state(replicas: Sequence[Replica], lag: Lag, *, newest_release: bool = False) -> tuple[State, str]:
-    """How a fleet is doing, and why that is said; `newest_release`: all of it holds the newest release."""
+    """How a fleet is doing, and why; `newest_release` says that all of its replicas hold the newest release."""
     away = [replica.name for replica in replicas if replica.stream is None]
     if not replicas:
         return "empty", "no replica has ever subscribed"
@@ -152,7 +137,7 @@ def state(replicas: Sequence[Replica], lag: Lag, *, newest_release: bool = False
         return "away", f"none of {len(replicas)} replicas is connected"
     if damaged := [replica for replica in replicas if replica.damaged]:
         names = ", ".join(f"{replica.name} ({', '.join(replica.damaged)})" for replica in damaged)
-        return "damaged", f"other rows than were given, which are given again whole: {names}"
+        return "damaged", f"other rows than were sent, in tables that are being sent again whole: {names}"
     if lag.versions == 0 and lag.rows == 0:
         return "in sync", f"all {len(replicas)} replicas hold the newest version"
     if newest_release:

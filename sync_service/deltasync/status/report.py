@@ -3,6 +3,7 @@
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from deltasync.consumers.consumer import Consumer, Replica
 from deltasync.consumers.offsets import consumer_offset, offset_in
@@ -10,8 +11,8 @@ from deltasync.core.policy import Policy
 from deltasync.core.seal import Seal, age
 from deltasync.feeds.model import Model
 from deltasync.service.service import Service
-from deltasync.status.lag import ConsumerLag, Lag, ReleaseLine, ReplicaLag, TableLag, measure, state, unsent
-from deltasync.views.statistics import Account, TableLeft
+from deltasync.status.lag import ConsumerLag, Lag, ReplicaLag, TableLag, measure, state, unsent
+from deltasync.views.statistics import Backlog, ReleaseStatistics
 from deltasync.views.view import View
 
 
@@ -21,19 +22,28 @@ class _Table:
 
     name: str
     row_bytes: int
-    left: TableLeft | None
+    backlog: Backlog | None  # None = not known.
 
 
 @dataclass(frozen=True)
 class _Facts:
-    """What a lag is measured by, taken at one moment: acks, cuts and releases go on while rows are counted."""
+    """What a lag is measured by, taken at one moment: acks, cuts and releases go on while rows are counted.
+
+    Attributes:
+        history: the id of the history that offsets belong to.
+        newest_release: its number; None without a policy.
+        tables: the tables that the consumer follows.
+        count: how many rows of each table a replica at an offset lacks.
+        version_of: the version of the rows that a replica at an offset holds.
+        release: what the newest release took and left; None if there is none.
+    """
 
     history: str
-    newest: int | None
+    newest_release: int | None
     tables: list[_Table]
     count: Callable[[int], Awaitable[list[int]]]
     version_of: Callable[[int], int]
-    account: Account | None
+    release: ReleaseStatistics | None
 
 
 async def lag_of(service: Service, consumer: Consumer) -> ConsumerLag:
@@ -51,7 +61,7 @@ async def report(consumer: Consumer, model: Model, view: View | None) -> Consume
     counts = {each: await facts.count(each) for each in {offset, *offsets}}
     now = time.time_ns()
     lags = {each: _lag(each, rows, facts, seals, now) for each, rows in counts.items()}
-    found, reason = state(replicas, lags[offset], newest_release=offset == facts.newest)
+    found, reason = state(replicas, lags[offset], newest_release=offset == facts.newest_release)
     if view and view.trouble:
         reason = f"{reason}; the policy is not in force: {view.trouble}"
     tables = [_table_line(each, rows, seals, now) for each, rows in zip(facts.tables, counts[offset], strict=True)]
@@ -65,11 +75,11 @@ async def report(consumer: Consumer, model: Model, view: View | None) -> Consume
         head_step=seals[-1].step if seals else 0,
         offset=offset,
         lag=lags[offset],
-        replicas=[_line(replica, held, lags[held], now) for replica, held in zip(replicas, offsets, strict=True)],
+        replicas=[_line(replica, each, lags[each], now) for replica, each in zip(replicas, offsets, strict=True)],
         tables=tables,
         oldest_row_seconds=max((table.oldest_row_seconds for table in tables), default=0.0),
         damages=consumer.damages,
-        release=_release_line(facts.account, now) if facts.account else None,
+        release=_release_answer(facts.release, now) if facts.release else None,
         policy=consumer.policy.as_dict(),
     )
 
@@ -77,62 +87,63 @@ async def report(consumer: Consumer, model: Model, view: View | None) -> Consume
 def _facts(consumer: Consumer, model: Model, view: View | None) -> _Facts:
     if view is None:
         return _facts_of_model(model, consumer.policy)
-    if view.head is None:  # Its replicas are given the first release once one is connected.
-        return replace(_facts_of_model(model, consumer.policy), history=view.history, newest=0)
-    return _facts_of_view(view, looking=any(replica.stream for replica in consumer.replicas.values()))
+    if view.state.newest is None:  # Its first release is made once a replica is connected.
+        return replace(_facts_of_model(model, consumer.policy), history=view.history, newest_release=0)
+    return _facts_of_view(view, connected=any(replica.stream for replica in consumer.replicas.values()))
 
 
 def _facts_of_model(model: Model, policy: Policy) -> _Facts:
     mapped = tuple(each for each in model.tables if policy.follows(each.spec))
     return _Facts(
         history=model.history,
-        newest=None,
+        newest_release=None,
         tables=[_Table(each.spec.name, policy.row_bytes(each.spec), None) for each in mapped],
         count=lambda offset: model.count_changed_since(offset, mapped),
         version_of=lambda offset: offset,
-        account=None,
+        release=None,
     )
 
 
-def _facts_of_view(view: View, *, looking: bool) -> _Facts:
-    tables = view.view_tables
-    # While nobody is connected nobody looks at what is dirty.
-    left = view.left if looking or view.seen == view.model.position.number else {}
+def _facts_of_view(view: View, *, connected: bool) -> _Facts:
+    state = view.state
+    # No releases are made, and so no rows compared, while no replica is connected.
+    known = connected or state.compared_version == view.model.position.number
+    backlog = state.backlog if known else {}
     return _Facts(
         history=view.history,
-        newest=view.position.number,
+        newest_release=state.head.number if state.head else 0,
         tables=[
-            _Table(each.delivery.spec.name, each.sent.spec.row_bytes, left.get(each.delivery.spec.name))
-            for each in tables
+            _Table(each.delivery.spec.name, each.sent.spec.row_bytes, backlog.get(each.delivery.spec.name))
+            for each in state.tables
         ],
-        count=lambda release: view.count_lacking(release, tables),
+        count=lambda offset: view.count_lacking(offset, state.tables),
         version_of=view.version_of,
-        account=view.account,
+        release=state.newest.statistics if state.newest else None,
     )
 
 
 def _lag(offset: int, rows: list[int], facts: _Facts, seals: Sequence[Seal], now: int) -> Lag:
     version = facts.version_of(offset)
     lag = measure(version, seals, [table.row_bytes for table in facts.tables], rows, now, _since(offset, facts))
-    left = [table.left for table in facts.tables if table.left]
-    if offset != facts.newest or len(left) < len(facts.tables):
+    backlogs = [table.backlog for table in facts.tables if table.backlog]
+    if offset != facts.newest_release or len(backlogs) < len(facts.tables):
         return lag
-    norm, share = unsent(left)
+    norm, share = unsent(backlogs)
     return replace(lag, unsent_norm=norm, unsent_share=share)
 
 
 def _since(offset: int, facts: _Facts) -> int | None:
-    """The oldest version that who holds `offset` has not applied; None = the one after that it was made of."""
-    # Of releases that it lacks the first may have been made of the same version.
-    return None if facts.newest in (None, offset) else facts.version_of(offset)
+    """The oldest version that a replica at `offset` has not applied; None = the one after that of its rows."""
+    # The first release that it lacks may have been made at the same version.
+    return None if facts.newest_release in (None, offset) else facts.version_of(offset)
 
 
 def _table_line(table: _Table, rows: int, seals: Sequence[Seal], now: int) -> TableLag:
     line = TableLag(table.name, rows, rows * table.row_bytes)
-    if table.left is None:
+    if table.backlog is None:
         return line
-    norm, share = unsent([table.left])
-    oldest = age(table.left.since, seals, now) if table.left.rows else 0.0
+    norm, share = unsent([table.backlog])
+    oldest = age(table.backlog.oldest_version, seals, now) if table.backlog.amount.rows else 0.0
     return replace(line, oldest_row_seconds=oldest, unsent_norm=norm, unsent_share=share)
 
 
@@ -148,6 +159,17 @@ def _line(replica: Replica, offset: int, lag: Lag, now: int) -> ReplicaLag:
     )
 
 
-def _release_line(account: Account, now: int) -> ReleaseLine:
-    facts = {name: value for name, value in vars(account).items() if name != "made_unix_ns"}
-    return ReleaseLine(**facts, seconds_ago=round(max(0, now - account.made_unix_ns) / 1e9, 3))
+def _release_answer(release: ReleaseStatistics, now: int) -> dict[str, Any]:
+    """What operators are told of a release; norms are L2."""
+    return {
+        "number": release.number,
+        "version": release.version,
+        "seconds_ago": round(max(0, now - release.made_unix_ns) / 1e9, 3),
+        "rows": release.taken.rows,
+        "bytes": release.taken.bytes,
+        "norm": release.taken.norm,
+        "left_rows": release.backlog.rows,
+        "left_bytes": release.backlog.bytes,
+        "left_norm": release.backlog.norm,
+        "reason": release.reason,
+    }

@@ -8,7 +8,7 @@ Records (keys are big-endian, so that LMDB's order is the log's order):
     meta    text                          ->  JSON                   models, consumers, views, offsets
 
 Parts whose version has no seal belong to a cut that was never finished; recovery drops them.
-One thread writes; it commits whatever has gathered since its last commit at once (group commit).
+One thread writes; it commits all that has gathered since its last commit together (group commit).
 """
 
 import json
@@ -63,7 +63,7 @@ class Log:
     """An append-only log of cuts, with the small records that belong to them.
 
     Attributes:
-        refusing: a write was refused for want of room. Who has made room clears it.
+        refusing: a write was refused for want of room; cleared once there is room again.
     """
 
     def __init__(self, options: LogOptions) -> None:
@@ -220,7 +220,7 @@ class Log:
 
     def _submit(self, write: Write) -> Future[None]:
         done: Future[None] = Future()
-        done.set_running_or_notify_cancel()  # A write cannot be taken back, even if who waits for it is cancelled.
+        done.set_running_or_notify_cancel()  # A write cannot be taken back, even if its waiter is cancelled.
         self._queue.put((write, done))
         return done
 
@@ -252,7 +252,7 @@ class Log:
                 self.refusing |= isinstance(error, lmdb.MapFullError)
                 batch[0][1].set_exception(_storage_failed(error))
                 return
-            for one in batch:  # What fails must not take the others with it.
+            for one in batch:  # A write that fails must not fail the others.
                 self._commit([one])
             return
         for _, done in batch:
@@ -282,7 +282,7 @@ def _storage_failed(error: lmdb.Error) -> StorageFailed:
 
 
 def _reserve(max_bytes: int) -> int:
-    """Bytes that rows may not take: even deleting needs free pages, more of them the more there is to delete."""
+    """Bytes that rows may not take: deleting needs free pages too, the more the more is deleted."""
     return max(max_bytes // 16, 256 << 10)
 
 

@@ -36,7 +36,7 @@ class MappedTable(StampedTable):
 
 
 def remove_files(table: TableSpec, directory: Path) -> None:
-    """Remove what there is of a table's files."""
+    """Remove a table's files, as far as they exist."""
     for file in _files(table, directory):
         file.unlink(missing_ok=True)
 
@@ -54,7 +54,7 @@ def reserve(file: BinaryIO, size: int, what: str) -> None:
 
 
 def file_of(table: TableSpec, directory: Path, kind: str) -> Path:
-    """The file of one of a table's arrays, of a name that is its own, however long the table's name is."""
+    """The file of one of a table's arrays; its name is unique and short, however long the table's name is."""
     stem = f"{quote(table.name, safe='')[:100]}-{xxhash.xxh3_64_hexdigest(table.name.encode())}"
     return directory / f"{stem}.{kind}"
 
@@ -95,7 +95,7 @@ def _allocate(path: Path, size: int) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Put a folder's entries on disk: a table's files must not be lost once the log names the table."""
+    """Flush a folder's entries: a table's files must not be lost once the log names the table."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -117,7 +117,7 @@ class ModelStore:
                 yield unpack_rows(record, shards)
 
     def _describe(self, new: Sequence[MappedTable], flushed: int) -> None:
-        """Write down what there is, and only then have it."""
+        """Write down which tables there are, and only then have them."""
         with self._describing:
             tables = [*self.tables, *new]
             record = {

@@ -59,7 +59,7 @@ def seal_of_record(record: Mapping[str, Any]) -> Seal:
         log_bytes=record["log_bytes"],
         step_end_unix_ns=record["step_end_unix_ns"],
         sealed_unix_ns=record["sealed_unix_ns"],
-        resync=record.get("resync", False),  # Once, seals did not tell runs apart.
+        resync=record.get("resync", False),  # Seals of earlier versions lack it.
     )
 
 

@@ -1,1 +1,19 @@
-"""Consumers with a policy: what their replicas hold, and the releases that bring them nearer to the model."""
+"""Consumers with a policy: what their replicas hold, and the releases that bring them nearer to the model.
+
+In the order in which a release goes through them:
+
+    registry       the views there are; each has a release loop
+    pacing         when a release is due, and why
+    release_loop   making releases as they become due
+    view           what replicas are given, and what moves it on
+    table_maker    the tables that a policy follows, made while the model changes
+    release_maker  one release: find dirty rows, pick some, write them to the log and then into the tables
+    table          one table of a view: what replicas hold of it, and which rows are dirty
+    ranking        which dirty rows a release takes
+    statistics     what a release took, and what it left
+    store          the view's state, in memory and on disk: a release is written down before replicas get it
+    records        the format of what is written down
+    history        which version each release was made of, and from where a replica can go on
+
+`feeds.release` then freezes what a replica lacks of it, and `api.subscribe` sends that.
+"""

@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
 
 from deltasync.core.policy import Policy
 
-# Between two releases while nothing new is published: versions may have come in one burst, or hours apart.
+# Bounds of the pause between two releases while nothing new is published: versions may have come in one burst, or
+# hours apart.
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 0.1, 10.0
 # How many of the last versions tell how fast they come.
 PACE_VERSIONS = 8
@@ -24,19 +27,19 @@ class Situation:
     """What there is to decide on. Times are nanoseconds since 1970.
 
     Attributes:
-        head: the newest version.
-        seen: the version the last release was made at.
-        left: dirty rows that release has left.
-        left_unix_ns: when the version was sealed since which the oldest of these is dirty.
-        released_unix_ns: when it was made; 0 = never.
+        newest_version: the model's newest version.
+        compared_version: the version at which rows were last picked for a release.
+        backlog_rows: dirty rows that were left then.
+        oldest_dirty_unix_ns: when the version was sealed since which the oldest of these is dirty.
+        released_unix_ns: when the last release was made; 0 = never.
         sealed_unix_ns: when the last few versions were sealed, oldest first.
         ready: whether a connected replica holds the last release.
     """
 
-    head: int
-    seen: int
-    left: int
-    left_unix_ns: int
+    newest_version: int
+    compared_version: int
+    backlog_rows: int
+    oldest_dirty_unix_ns: int
     released_unix_ns: int
     sealed_unix_ns: Sequence[int]
     ready: bool
@@ -47,32 +50,32 @@ def due(policy: Policy, now: Situation, now_unix_ns: int) -> Due:
 
     One release is made for each new version, no sooner than the policy's minimum interval after the last one.
     While there is no new version, rows that were left go out at the pace at which versions came, or once the
-    oldest reaches the policy's maximum age. No release is made before a connected replica holds the last one: more
-    of them would only be merged again.
+    oldest reaches the policy's maximum age. No release is made before a connected replica holds the last one: it
+    would get both at once anyway.
     """
     if not now.ready:
         return Due(None, "no connected replica holds the last release yet")
-    if now.head == now.seen and not now.left:
+    if now.newest_version == now.compared_version and not now.backlog_rows:
         return Due(None, "nothing has changed since the last release")
     at_once = _wait(policy.min_interval_seconds, now.released_unix_ns, now_unix_ns)
-    if now.head != now.seen:
-        return Due(at_once, f"version {now.head} is new")
+    if now.newest_version != now.compared_version:
+        return Due(at_once, f"version {now.newest_version} is new")
     paced = _wait(_pace(now.sealed_unix_ns), now.released_unix_ns, now_unix_ns)
     if policy.max_age_seconds is not None:
-        paced = min(paced, _wait(policy.max_age_seconds, now.left_unix_ns, now_unix_ns))
-    return Due(max(at_once, paced), f"{now.left} rows are left of the last release")
+        paced = min(paced, _wait(policy.max_age_seconds, now.oldest_dirty_unix_ns, now_unix_ns))
+    return Due(max(at_once, paced), f"{now.backlog_rows} rows are left of the last release")
 
 
 def _wait(seconds: float, since_unix_ns: int, now_unix_ns: int) -> float:
-    """What is left of a pause; nothing where the clock was set back, which would make it endless."""
+    """What remains of a pause; nothing where the clock was set back, since the pause would then not end."""
     waited = (now_unix_ns - since_unix_ns) / 1e9
     return max(0.0, seconds - waited) if waited >= 0 else 0.0
 
 
 def _pace(sealed_unix_ns: Sequence[int]) -> float:
-    """Twice the mean time between the last versions, within bounds."""
+    """Twice the median time between the last versions, within bounds: one outage among them does not count."""
     recent = sealed_unix_ns[-PACE_VERSIONS:]
     if len(recent) < 2:
         return _SHORTEST_SECONDS
-    mean = (recent[-1] - recent[0]) / 1e9 / (len(recent) - 1)
-    return min(max(2 * mean, _SHORTEST_SECONDS), _LONGEST_SECONDS)
+    between = median(later - earlier for earlier, later in pairwise(recent)) / 1e9
+    return min(max(2 * between, _SHORTEST_SECONDS), _LONGEST_SECONDS)

@@ -21,10 +21,10 @@ class DirtyRows:
 
     Attributes:
         ids: [n] row ids, strictly ascending.
-        norms: [n] L2 norms (float64) of what the table holds less what the replicas hold; never NaN.
-        never_sent: [n] whether no replica was ever given the row.
+        norms: [n] float64, L2 norms of the deltas: the model's row less the row that replicas hold; never NaN.
+        never_sent: [n] whether the row was never sent to any replica.
         overdue: [n] whether it is dirty for longer than the policy's maximum age.
-        row_bytes: what one of the rows takes in a release.
+        row_bytes: bytes of one of the rows in a release.
     """
 
     ids: Ids
@@ -36,7 +36,7 @@ class DirtyRows:
 
 @dataclass(frozen=True)
 class Pick:
-    """What a release takes: for each table a mask over its dirty rows, and why these, in one sentence."""
+    """What a release takes: a mask over the dirty rows of each table, and in one sentence why these rows."""
 
     taken: list[Mask]
     reason: str
@@ -45,9 +45,9 @@ class Pick:
 def pick(tables: Sequence[DirtyRows], policy: Policy) -> Pick:
     """What the next release takes.
 
-    Rows are ranked: those never sent first, then by the norm of their delta; of equal ones the first, in the order
-    of tables and row ids. The first `top_k` go out, and rows that are overdue besides. Where these are more than
-    `max_bytes`, overdue rows come first, and then the first of the ranking. At least one row is taken.
+    Rows are ranked: first those that were never sent, then by the norm of their delta, and equal ones by table and
+    row id. The release takes the first `top_k` rows, and all that are overdue. If these do not fit `max_bytes`, it
+    takes overdue rows first, then the others in the order of the ranking. It takes at least one row.
     """
     ranks = [_ranks(table) for table in tables]
     wanted = [table.overdue | top for table, top in zip(tables, _top(ranks, policy), strict=True)]
@@ -56,7 +56,7 @@ def pick(tables: Sequence[DirtyRows], policy: Policy) -> Pick:
 
 
 def _ranks(table: DirtyRows) -> Ranks:
-    """Numbers that order rows: a norm's bits, which order as it does, and above them whether it was never sent."""
+    """Numbers that order rows: the bits of the norm, which order as norms do; the topmost bit is `never_sent`."""
     return np.abs(table.norms).view(np.uint64) | table.never_sent.astype(np.uint64) << np.uint64(63)
 
 

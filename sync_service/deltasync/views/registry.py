@@ -10,6 +10,7 @@ from deltasync.consumers.consumer import Consumer
 from deltasync.core.errors import StorageFailed
 from deltasync.feeds.model import Model
 from deltasync.storage.log import Log
+from deltasync.views.records import view_key
 from deltasync.views.release_loop import ReleaseLoop
 from deltasync.views.view import View
 
@@ -18,79 +19,82 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Entry:
-    """A view, and what keeps it moving."""
+    """A view, and the task that makes its releases."""
 
     view: View
-    feeding: ReleaseLoop
+    loop: ReleaseLoop
     task: asyncio.Task[None]
 
 
 class ViewRegistry:
-    """Makes, feeds, flushes and removes views. Views are made and removed by one call at a time."""
+    """Makes, flushes and removes views, in the event loop. They are made and removed by one call at a time."""
 
     def __init__(self, log: Log, tasks: asyncio.TaskGroup) -> None:
         self._log = log
         self._tasks = tasks
-        self._fed: dict[str, _Entry] = {}
+        self._entries: dict[str, _Entry] = {}
 
     def get(self, consumer: Consumer) -> View | None:
         """The view of a consumer; None if it never had a policy, so that its replicas read the model's tables."""
-        fed = self._fed.get(consumer.name)
-        return fed.view if fed else None
+        entry = self._entries.get(consumer.name)
+        return entry.view if entry else None
 
     async def follow(self, consumer: Consumer, model: Model, directory: Path) -> None:
-        """Have a view of a consumer, if it needs one; the one there was before a restart, if there was one.
+        """Have a view of a consumer, if it needs one: the one there was before a restart, or else a new one.
 
         Raises:
-            StorageFailed: a file is damaged or missing.
+            StorageFailed: the log could not be written.
         """
-        meta = self._log.meta(f"view/{consumer.name}").get("")
-        if consumer.name in self._fed or (consumer.policy.sends_everything and meta is None):
+        record = self._log.meta(view_key(consumer.name)).get("")
+        if consumer.name in self._entries or (consumer.policy.sends_everything and record is None):
             return
-        view = await asyncio.to_thread(self._view, consumer.name, model, directory, meta)
-        feeding = ReleaseLoop(consumer, view)
-        self._fed[consumer.name] = _Entry(view, feeding, self._tasks.create_task(feeding.run()))
+        view = await asyncio.to_thread(self._view, consumer.name, model, directory, record)
+        loop = ReleaseLoop(consumer, view)
+        self._entries[consumer.name] = _Entry(view, loop, self._tasks.create_task(loop.run()))
         model.signal.wake()  # Streams that read the model's own tables are to end.
 
-    def _view(self, name: str, model: Model, directory: Path, meta: dict[str, Any] | None) -> View:
-        """The view there was, or a new one: what replicas hold of one that cannot be read is not known."""
-        if meta is not None:
+    def _view(self, name: str, model: Model, directory: Path, record: dict[str, Any] | None) -> View:
+        """The view there was, or a new one. Blocks."""
+        if record is not None:
             view = View(name, model, self._log, directory)
             try:
-                view.recover(meta)
+                view.recover(record)
             except StorageFailed as error:
-                logger.error("the view of consumer %s is begun anew, its replicas get everything: %s", name, error)
+                # What replicas hold is not known any more.
+                logger.error(
+                    "consumer %s: its view cannot be read, so its replicas get every row: %s", name, error
+                )
             else:
                 return view
         view = View(name, model, self._log, directory)
-        view.discard()  # What a crash may have left of another one, too.
+        view.discard()  # Removes what an earlier one has left.
         return view
 
     async def forget(self, name: str) -> None:
         """Remove the view of a consumer, if it has one."""
-        if fed := self._fed.pop(name, None):
-            await _stopped(fed)
-            await asyncio.to_thread(fed.view.discard)
+        if entry := self._entries.pop(name, None):
+            await _stop(entry)
+            await asyncio.to_thread(entry.view.discard)
 
     async def flush(self, flush_bytes: int) -> None:
         """Flush the views of which the log holds so many bytes."""
-        for name, fed in list(self._fed.items()):
-            if fed.view.should_flush(flush_bytes):
-                await self._flush(name, fed.view)
+        for name, entry in list(self._entries.items()):
+            if entry.view.should_flush(flush_bytes):
+                await self._flush(name, entry.view)
 
     async def drain(self) -> None:
         """Finish what is under way and put everything on disk."""
-        for name, fed in self._fed.items():
-            await _stopped(fed)
-            await self._flush(name, fed.view)
+        for name, entry in self._entries.items():
+            await _stop(entry)
+            await self._flush(name, entry.view)
 
     async def _flush(self, name: str, view: View) -> None:
         try:
             await asyncio.to_thread(view.flush)
         except StorageFailed as error:
-            logger.error("the view of consumer %s is flushed again later: %s", name, error)
+            logger.error("consumer %s: its view could not be flushed, which is tried again: %s", name, error)
 
 
-async def _stopped(fed: _Entry) -> None:
-    fed.feeding.stop()
-    await fed.task
+async def _stop(entry: _Entry) -> None:
+    entry.loop.stop()
+    await entry.task

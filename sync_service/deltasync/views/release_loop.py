@@ -1,4 +1,4 @@
-"""Keeping a consumer's view moving: making its releases as they become due."""
+"""Making the releases of a consumer's view as they become due."""
 
 import asyncio
 import logging
@@ -18,19 +18,19 @@ from deltasync.views.view import View
 logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 1.0
-# Tables of a view are made anew, which is more work.
+# Longer, since all tables of a view are made again.
 _PREPARE_AGAIN_SECONDS = 10.0
 
 
 class ReleaseLoop:
-    """Makes the releases of one consumer, until it is stopped."""
+    """Makes the releases of one consumer, in the event loop, until it is stopped."""
 
     def __init__(self, consumer: Consumer, view: View) -> None:
         self._consumer = consumer
         self._view = view
         self._stopping = asyncio.Event()
         self._prepare_at = 0.0
-        self._refused: Policy | None = None  # The one there was no room for.
+        self._refused: Policy | None = None  # The policy for whose tables there was no room.
 
     def stop(self) -> None:
         """End `run` once what is under way is done."""
@@ -42,13 +42,17 @@ class ReleaseLoop:
             try:
                 seconds = await self._advance()
             except StorageFailed as error:
-                logger.error("consumer %s: rows of a release are given later: %s", self._consumer.name, error)
+                logger.error(
+                    "consumer %s: rows of a release could not be written, they go out later: %s",
+                    self._consumer.name,
+                    error,
+                )
                 seconds = _RETRY_SECONDS
             if seconds != 0:
                 await self._wait(seconds)
 
     async def _advance(self) -> float | None:
-        """Do what is due; in how many seconds to look again, None = once something changes."""
+        """Do what is due. In how many seconds to look again; None = once something changes."""
         if not self._connected():
             return None
         await self._prepare()
@@ -61,7 +65,7 @@ class ReleaseLoop:
         return decision.seconds
 
     async def _prepare(self) -> None:
-        """Have the tables that the policy wants; where there is no room, go on with those there are for now."""
+        """Have the tables that the policy wants. If there is no room, go on with the old ones for now."""
         if time.monotonic() < self._prepare_at and self._consumer.policy == self._refused:
             return
         try:
@@ -74,22 +78,23 @@ class ReleaseLoop:
         return any(replica.stream for replica in self._consumer.replicas.values())
 
     def _situation(self) -> Situation:
-        view, account, position = self._view, self._view.account, self._view.position
-        recent = [seal.sealed_unix_ns for seal in islice(reversed(view.model.seals), PACE_VERSIONS)]
+        state, seals, position = self._view.state, self._view.model.seals, self._view.position
+        oldest, recent = state.oldest_dirty_version, islice(reversed(seals), PACE_VERSIONS)
         replicas = self._consumer.replicas.values()
         return Situation(
-            head=view.model.position.number,
-            seen=view.seen,
-            left=view.left_rows,
-            left_unix_ns=seal_of(view.oldest, view.model.seals).sealed_unix_ns if view.oldest else 0,
-            released_unix_ns=account.made_unix_ns if account else 0,
-            sealed_unix_ns=recent[::-1],
-            ready=view.head is not None and any(r.stream and r.applied == position for r in replicas),
+            newest_version=self._view.model.position.number,
+            compared_version=state.compared_version,
+            backlog_rows=state.backlog_rows,
+            oldest_dirty_unix_ns=seal_of(oldest, seals).sealed_unix_ns if oldest else 0,
+            released_unix_ns=state.newest.statistics.made_unix_ns if state.newest else 0,
+            sealed_unix_ns=[seal.sealed_unix_ns for seal in recent][::-1],
+            ready=state.newest is not None and any(r.stream and r.applied == position for r in replicas),
         )
 
     def _unless_resync(self, policy: Policy) -> Policy:
-        """The policy; without bounds where another run has begun, whose rows do not go with those before."""
-        newer = takewhile(lambda seal: seal.version > self._view.seen, reversed(self._view.model.seals))
+        """The policy; without bounds once another run has begun: its rows do not fit those of the run before."""
+        compared_version = self._view.state.compared_version
+        newer = takewhile(lambda seal: seal.version > compared_version, reversed(self._view.model.seals))
         if any(seal.resync for seal in newer):
             return replace(policy, top_k=None, top_k_per_table=False, max_bytes=None)
         return policy

@@ -1,135 +1,262 @@
-"""Where a view is kept: files of its tables in a folder, and what they are in the log."""
+"""Where a view is, in memory and on disk: its tables' files in a folder, its records and rows in the log.
+
+Rows of a release are in the log before they are in the view's files, and the release is written down before any
+replica can be given it: what a replica holds is never lost to the view in a crash.
+"""
 
 import shutil
+import threading
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from deltasync.core.delivery import Delivery
 from deltasync.core.errors import StorageFailed
-from deltasync.core.mode import Mode
-from deltasync.core.value_types import ValueType
+from deltasync.feeds.model import Model
 from deltasync.feeds.release import Head
-from deltasync.storage.log import Log
+from deltasync.storage.log import Buffer, Log
 from deltasync.storage.mapped_table import MappedTable
-from deltasync.views.statistics import Account
+from deltasync.views.history import ReleaseHistory
+from deltasync.views.records import (
+    delivery_of_record,
+    head_of_record,
+    head_record,
+    release_key,
+    statistics_of_record,
+    statistics_record,
+    table_record,
+    view_key,
+)
+from deltasync.views.statistics import Backlog, ReleaseStatistics
 from deltasync.views.table import ViewTable
 
 
 @dataclass(frozen=True)
-class StoredTable:
-    """A table of a view, and the folder of its files."""
+class NewestRelease:
+    """The newest release of a view: what replicas can be given, and what it took."""
 
-    table: ViewTable
-    folder: str
+    head: Head
+    statistics: ReleaseStatistics
 
 
 @dataclass(frozen=True, kw_only=True)
-class ViewRecord:
-    """What the log says of a view as of its last flush.
+class ViewState:
+    """Where a view is at one moment. Replaced as a whole, so that any thread can read what belongs together.
 
     Attributes:
-        history: the id of the view.
-        model_history: the model's.
-        forked: the version at which the view began.
-        flushed: the release the files are at, or after.
-        seen: the version up to which rows that changed are known to be dirty.
+        tables: what replicas hold; a table's index is its slot.
+        newest: the newest release; None = replicas can be given nothing yet.
+        compared_version: the version of the model at which its rows were last compared with those of the view.
+        backlog: what was left of each table then, by the table's name. After a restart it is not known, and empty.
     """
 
-    history: str
-    model_history: str
-    forked: int
-    flushed: int
-    seen: int
+    tables: tuple[ViewTable, ...] = ()
+    newest: NewestRelease | None = None
+    compared_version: int = 0
+    backlog: Mapping[str, Backlog] = field(default_factory=dict)
+
+    @property
+    def head(self) -> Head | None:
+        """The newest release; None = replicas can be given nothing yet."""
+        return self.newest.head if self.newest else None
+
+    @property
+    def backlog_rows(self) -> int:
+        """Dirty rows that are left for later releases."""
+        return self.newest.statistics.backlog.rows if self.newest else 0
+
+    @property
+    def oldest_dirty_version(self) -> int:
+        """The version since which the oldest of these rows is dirty; 0 = there is none."""
+        return min((each.oldest_version for each in self.backlog.values() if each.amount.rows), default=0)
 
 
 class ViewStore:
-    """The files and records of one view. Everything blocks."""
+    """The state of one view, in memory and on disk. Every method blocks.
 
-    def __init__(self, log: Log, consumer: str, directory: Path) -> None:
+    The state is replaced on the model's thread, but for `recover`, which comes before all other calls, and
+    `discard`, which comes after the last release. A flush may run on another thread at any time.
+
+    Attributes:
+        history: the releases there were.
+        state: where the view is.
+    """
+
+    def __init__(self, consumer: str, model: Model, log: Log, directory: Path) -> None:
+        self.history = ReleaseHistory()
+        self.state = ViewState()
+        self._model = model
         self._log = log
         self._directory = directory
-        self.name = f"view/{consumer}"
-        self._last_release = f"release/{consumer}"
+        self._view_key = view_key(consumer)
+        self._release_key = release_key(consumer)
+        self._next: ViewState | None = None  # The state to go on to once its release is written down.
+        self._flushed = 0
+        self._flushing = threading.Lock()
+        self._appended_bytes = 0  # Written on the model's thread only.
+        self._dropped_bytes = 0  # Of these, those that flushes have dropped.
 
-    def make(self, source: MappedTable, delivery: Delivery) -> StoredTable:
+    # Releases, on the model's thread.
+
+    def append(self, number: int, slot: int, index: int, *record: Buffer) -> Future[None]:
+        """Hand record `index`, in pieces, of a table's rows in release `number` to the log."""
+        self._appended_bytes += sum(memoryview(piece).nbytes for piece in record)
+        return self._log.append(self._view_key, number, slot, index, *record)
+
+    def advance(self, state: ViewState) -> None:
+        """Go on to `state`. A newer release in it is written down first.
+
+        Raises:
+            StorageFailed: the log could not be written; `retry` tries again.
+        """
+        self._next = state
+        self.retry()
+
+    def retry(self) -> None:
+        """Go on to the state whose release could not be written down before, if there is one.
+
+        Raises:
+            StorageFailed: the log could not be written this time either.
+        """
+        state = self._next
+        if state is None:
+            return
+        if state.newest and state.head != self.state.head:
+            self.write_release(state.newest)
+            self.history.add(state.newest.head)
+        self.state, self._next = state, None
+
+    def install(self, state: ViewState, release: NewestRelease) -> None:
+        """Go on to a state with other tables, whose files are on disk, and to the release that has them.
+
+        Raises:
+            StorageFailed: the log could not be written; the view is as it was.
+        """
+        with self._flushing:
+            self.write_release(release)
+            self._write_view(state, release.head.number)
+            self.history.add(release.head)
+            self.state = replace(state, newest=release)
+
+    def write_release(self, release: NewestRelease) -> None:
+        """Write down what the newest release is.
+
+        Raises:
+            StorageFailed: the log could not be written.
+        """
+        record = {"head": head_record(release.head), "account": statistics_record(release.statistics)}
+        self._log.put_meta(self._release_key, record).result()
+
+    # Tables and their files, on any thread.
+
+    def make_table(self, source: MappedTable, delivery: Delivery) -> ViewTable:
         """Make a table's files, all zero.
 
         Raises:
             StorageFailed: there is no room.
         """
-        folder = uuid.uuid4().hex
+        folder = self._directory / uuid.uuid4().hex
         try:
-            (self._directory / folder).mkdir(parents=True)
-            return StoredTable(ViewTable(source, delivery, self._directory / folder, new=True), folder)
+            folder.mkdir(parents=True)
+            return ViewTable(source, delivery, folder, new=True)
         except OSError as error:
-            raise StorageFailed(f"{self._directory / folder} cannot be made: {error.strerror}") from error
+            raise StorageFailed(f"{folder} cannot be made: {error.strerror}") from error
 
-    def open(
-        self, tables: Iterable[dict[str, Any]], sources: Mapping[str, MappedTable]
-    ) -> tuple[StoredTable, ...]:
-        """The tables that were written down.
-
-        Raises:
-            StorageFailed: a file is missing or damaged.
-        """
-        return tuple(self._open(sources[each["table"]], each) for each in tables)
-
-    def write(self, record: ViewRecord, kept: Iterable[StoredTable]) -> None:
-        """Write down what the files are, once they are on disk, and drop what the log no longer needs to hold.
-
-        Raises:
-            StorageFailed: the log could not be written.
-        """
-        tables = [_described(each) for each in kept]
-        self._log.put_meta(self.name, {**vars(record), "tables": tables}).result()
-        self._log.truncate(self.name, record.flushed, 0).result()
-
-    def write_release(self, head: Head, account: Account) -> None:
-        """Write down what the newest release is; before that, no replica may be given it.
-
-        Raises:
-            StorageFailed: the log could not be written.
-        """
-        self._log.put_meta(self._last_release, {"head": vars(head), "account": vars(account)}).result()
-
-    def last_release(self) -> tuple[Head, Account] | None:
-        """What was written down of the newest release."""
-        meta = self._log.meta(self._last_release).get("")
-        return (Head(**meta["head"]), Account(**meta["account"])) if meta else None
-
-    def records(self, after: int) -> Iterator[tuple[int, int, memoryview]]:
-        """Release, slot and payload of every record of the releases after `after`.
-
-        Raises:
-            StorageFailed: a record is damaged.
-        """
-        return self._log.records_after(self.name, after)
-
-    def remove_unused(self, kept: Iterable[StoredTable]) -> None:
-        """Remove the files of tables that are not among these."""
-        used = {each.folder for each in kept}
+    def remove_unused(self) -> None:
+        """Remove the files of tables that the view does not have."""
+        used = {table.folder.name for table in self.state.tables}
         for folder in self._directory.iterdir() if self._directory.exists() else ():
             if folder.name not in used:
                 shutil.rmtree(folder, ignore_errors=True)  # Or at the next change.
 
+    def should_flush(self, flush_bytes: int) -> bool:
+        """Whether the log holds so many bytes of releases that are not flushed."""
+        return self._appended_bytes - self._dropped_bytes >= flush_bytes
+
+    def flush(self) -> None:
+        """Put the view's files on disk and drop its rows from the log.
+
+        Raises:
+            StorageFailed: the log could not be written; nothing was lost.
+        """
+        with self._flushing:
+            appended, state = self._appended_bytes, self.state
+            if state.head and state.head.number != self._flushed:
+                for table in state.tables:
+                    table.flush()
+                self._write_view(state, state.head.number)
+                self._dropped_bytes = appended
+
     def discard(self) -> None:
         """Remove everything there is of the view."""
-        self._log.put_meta(self.name, None).result()
-        self._log.put_meta(self._last_release, None).result()
-        self._log.truncate(self.name, 2**63, 0).result()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        with self._flushing:
+            self.state, self._next = replace(self.state, newest=None), None
+            self._log.put_meta(self._view_key, None).result()
+            self._log.put_meta(self._release_key, None).result()
+            self._log.truncate(self._view_key, 2**63, 0).result()
+            shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _open(self, source: MappedTable, meta: dict[str, Any]) -> StoredTable:
-        delivery = Delivery(source.spec, ValueType(meta["value_type"]), Mode(meta["mode"]))
-        return StoredTable(
-            ViewTable(source, delivery, self._directory / meta["folder"], new=False), meta["folder"]
-        )
+    def _write_view(self, state: ViewState, number: int) -> None:
+        """Write down that the files are at release `number`, or later; the log need not hold the rows up to it."""
+        record = {
+            "history": self.history.id,
+            "model_history": self._model.history,
+            "forked": self.history.first_version,
+            "flushed": number,
+            "seen": state.compared_version,
+            "tables": [table_record(table) for table in state.tables],
+        }
+        self._log.put_meta(self._view_key, record).result()
+        self._log.truncate(self._view_key, number, 0).result()
+        self._flushed = number
 
+    # Coming back.
 
-def _described(kept: StoredTable) -> dict[str, Any]:
-    delivery = kept.table.delivery
-    plain = {"table": delivery.spec.name, "value_type": delivery.value_type.value, "mode": delivery.mode.value}
-    return {**plain, "folder": kept.folder}
+    def recover(self, record: Mapping[str, Any]) -> None:
+        """Come back as of the last flush, which left `record`, and the log after it.
+
+        Raises:
+            StorageFailed: a file is damaged or missing, or a record of the log is damaged.
+        """
+        if record["model_history"] != self._model.history:
+            self.discard()  # What replicas hold is of another model: they need everything anyway.
+            return
+        self.history = ReleaseHistory(record["history"], record["forked"])
+        self._flushed = record["flushed"]
+        tables = self._open_tables(record["tables"])
+        newest = self._recover_release(self._replay(tables))
+        self.state = ViewState(tables=tables, newest=newest, compared_version=record["seen"])
+        if newest:
+            self.history.add(newest.head)
+        self.remove_unused()
+
+    def _open_tables(self, records: Sequence[Mapping[str, Any]]) -> tuple[ViewTable, ...]:
+        sources = {table.spec.name: table for table in self._model.tables}
+        return tuple(self._open_table(sources[each["table"]], each) for each in records)
+
+    def _open_table(self, source: MappedTable, record: Mapping[str, Any]) -> ViewTable:
+        delivery = delivery_of_record(record, source.spec)
+        return ViewTable(source, delivery, self._directory / record["folder"], new=False)
+
+    def _replay(self, tables: Sequence[ViewTable]) -> int:
+        """Write the rows that the log has into the tables; the newest release of which it has any."""
+        newest = self._flushed
+        for newest, slot, payload in self._log.records_after(self._view_key, self._flushed):
+            tables[slot].replay(payload, newest)
+            self._appended_bytes += len(payload)
+        for table in tables:
+            table.count_digests()
+        return newest
+
+    def _recover_release(self, newest: int) -> NewestRelease | None:
+        record = self._log.meta(self._release_key).get("")
+        if record is None:
+            return None
+        head = head_of_record(record["head"])
+        if head.number < newest:
+            # The log has rows of a release that was not written down: no replica has them, all are to get them.
+            head = replace(head, number=newest)
+        return NewestRelease(head, statistics_of_record(record["account"]))

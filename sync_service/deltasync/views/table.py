@@ -1,4 +1,4 @@
-"""What the replicas of a consumer hold of one table, and which of its rows are dirty: they should hold another."""
+"""What the replicas of a consumer hold of one table, and which of its rows are dirty."""
 
 import struct
 from collections.abc import Iterator
@@ -23,100 +23,108 @@ _SCAN_ROWS = 1 << 20
 
 
 class EncodedTable(MappedTable):
-    """Rows in a value type, stamped with the release that gave them; its digest is of what they stand for."""
+    """Rows encoded in a value type, stamped with the release that has them; its digest is of the decoded rows."""
 
     def __init__(self, delivery: Delivery, directory: Path, *, new: bool) -> None:
         super().__init__(encoded_table(delivery.spec, delivery.value_type), directory, new=new)
         self._delivery = delivery
 
     def decoded(self, rows: Values) -> Values:
-        """The values that encoded rows stand for."""
+        """The values that a replica makes of encoded rows."""
         return decode(rows, self._delivery.value_type, self._delivery.spec.dtype)
 
 
 class ViewTable:
-    """One table of a view: used on the model's thread only, but for `flush`.
+    """One table of a view. Used on the model's thread only, but for `flush`.
+
+    A row is dirty while replicas at the newest release hold something else than the model's row, as it is sent.
 
     Attributes:
         source: the model's table.
-        delivery: what replicas are given of it.
+        delivery: what replicas are sent of it.
+        folder: where its files are.
         held: what replicas at the newest release hold, in the value type.
         sent: what replicas are sent: `held`, or the norms.
-        since: [N] int64, the version since which a row is dirty, 0 = it is not.
+        dirty_since: [N] int64, the version since which a row is dirty, 0 = it is not.
     """
 
-    def __init__(self, source: StampedTable, delivery: Delivery, directory: Path, *, new: bool) -> None:
+    def __init__(self, source: StampedTable, delivery: Delivery, folder: Path, *, new: bool) -> None:
         self.source = source
         self.delivery = delivery
-        self.held = EncodedTable(delivery, directory, new=new)
+        self.folder = folder
+        self.held = EncodedTable(delivery, folder, new=new)
         self.sent: MappedTable = self.held
         if delivery.mode is Mode.IDS:
-            self.sent = MappedTable(delivery.wire_spec, _norms_folder(directory, new), new=new)
-        since = file_of(delivery.spec, directory, "since")
+            self.sent = MappedTable(delivery.wire_spec, _norms_folder(folder, new), new=new)
+        since = file_of(delivery.spec, folder, "since")
         self._mapped_since = map_array(since, np.dtype(np.int64), (delivery.spec.rows,), new=new)
-        self.since: NDArray[np.int64] = self._mapped_since
-        # Of dirty rows, as of the last look: what has not changed since is as far off as it was. None = not known.
+        self.dirty_since: NDArray[np.int64] = self._mapped_since
+        # [N], as of the last comparison, and right for dirty rows only: one that has not changed since then is as
+        # far off as it was. None = not known.
         self._norms: Floats | None = None
 
-    def copy(self, ids: Ids, release: int | None) -> None:
-        """Take over rows of the source as they are. They are stamped with `release`, or else as in the source."""
+    def copy(self, ids: Ids, number: int | None) -> None:
+        """Take over rows of the source as they are. Stamp them with `number`; None = as in the source."""
         rows = self.source.rows_of(ids)
-        self.give(ids, encode(rows, self.delivery.value_type), norms_of(rows), release or 1)
-        if release is None:
+        self.write(ids, encode(rows, self.delivery.value_type), norms_of(rows), number or 1)
+        if number is None:
             self.held.stamps[ids] = self.source.stamps[ids]
 
-    def look(self, seen: int) -> tuple[Ids, Floats]:
-        """The dirty rows: sorted ids [n], and the norms [n] of what the source holds less what replicas hold.
+    def find_dirty(self, compared_version: int) -> tuple[Ids, Floats]:
+        """The dirty rows: sorted ids [n], and the L2 norms [n] of the source's rows less those that replicas hold.
 
         Args:
-            seen: the version at the last look; rows that have not changed since are still as dirty as they were.
+            compared_version: the version at the last comparison; rows that have not changed after it are as dirty
+                as they were.
         """
-        changed = self.source.changed_since(seen)
-        self.since[changed[self.since[changed] == 0]] = seen + 1
+        changed = self.source.changed_since(compared_version)
+        self.dirty_since[changed[self.dirty_since[changed] == 0]] = compared_version + 1
         if self._norms is None:
-            self._norms = np.zeros(len(self.since))
-            changed = np.flatnonzero(self.since)
+            self._norms = np.zeros(len(self.dirty_since))
+            changed = np.flatnonzero(self.dirty_since)
         for block in _blocks(len(changed), BLOCK_ROWS):
             ids = changed[block]
-            self._norms[ids], differ = self._compare(ids, seen)
-            self.since[ids[~differ]] = 0
-        dirty = np.flatnonzero(self.since)
+            self._norms[ids], differ = self._compare(ids, compared_version)
+            self.dirty_since[ids[~differ]] = 0
+        dirty = np.flatnonzero(self.dirty_since)
         return dirty, self._norms[dirty]
 
     def never_sent(self, ids: Ids) -> Mask:
-        """Which of these rows no replica was ever given."""
+        """Which of these rows no replica was ever sent."""
         never: Mask = self.sent.stamps[ids] == 0
         return never
 
-    def give(self, ids: Ids, encoded: Values, norms: Floats, release: int) -> None:
-        """Note that replicas at `release` hold these rows ([n, width], encoded): they are no longer dirty."""
-        self.held.apply(ids, encoded, release)
+    def write(self, ids: Ids, encoded: Values, norms: Floats, number: int) -> None:
+        """Note that replicas at release `number` hold these rows ([n, width], encoded): they are not dirty now."""
+        self.held.apply(ids, encoded, number)
         if self.sent is not self.held:
-            self.sent.apply(ids, _as_fp32(norms)[:, None], release)
-        self.since[ids] = 0
+            self.sent.apply(ids, _as_fp32(norms)[:, None], number)
+        self.dirty_since[ids] = 0
 
     def record(self, ids: Ids, encoded: Values, norms: Floats) -> tuple[bytes | memoryview, ...]:
-        """The log's record of rows about to be given, in pieces; `replay` takes it back."""
+        """The log's record of rows about to be written, in pieces; `replay` takes it back."""
         pieces = (_COUNT.pack(len(ids)), ids.data, np.ascontiguousarray(encoded).data)
         return pieces if self.sent is self.held else (*pieces, _as_fp32(norms).data)
 
-    def replay(self, record: memoryview, release: int) -> None:
-        """Give the rows of a record once more."""
+    def replay(self, record: memoryview, number: int) -> None:
+        """Write the rows of a record of release `number`."""
         (count,) = _COUNT.unpack_from(record)
         width, dtype = self.held.spec.dim, self.held.spec.dtype
         ids = np.frombuffer(record, ID_TYPE, count, _COUNT.size)
         encoded = np.frombuffer(record, dtype, count * width, _COUNT.size + ids.nbytes)
         norms = np.frombuffer(record, np.float32, -1, _COUNT.size + ids.nbytes + encoded.nbytes)
-        self.give(ids, encoded.reshape(count, width), norms.astype(np.float64), release)
+        self.write(ids, encoded.reshape(count, width), norms.astype(np.float64), number)
 
-    def count_lacking(self, release: int, seen: int) -> int:
-        """How many rows a replica at `release` does not hold as the source has them."""
+    def count_lacking(self, number: int, compared_version: int) -> int:
+        """How many rows a replica at `number` does not hold as the source has them: those sent after it, the dirty
+        ones, and those that changed after `compared_version`, of which it is not known whether they are dirty.
+        """
         return sum(
             int(
                 np.count_nonzero(
-                    (self.sent.stamps[block] > release)
-                    | (self.since[block] > 0)
-                    | (self.source.stamps[block] > seen)
+                    (self.sent.stamps[block] > number)
+                    | (self.dirty_since[block] > 0)
+                    | (self.source.stamps[block] > compared_version)
                 )
             )
             for block in _blocks(self.source.spec.rows, _SCAN_ROWS)
@@ -128,7 +136,13 @@ class ViewTable:
             mapped.flush()
         self._mapped_since.flush()
 
-    def _compare(self, ids: Ids, seen: int) -> tuple[Floats, Mask]:
+    def count_digests(self) -> None:
+        """Find the digests anew, after a restart."""
+        for mapped in {self.held, self.sent}:
+            mapped.count_digest()
+
+    def _compare(self, ids: Ids, compared_version: int) -> tuple[Floats, Mask]:
+        """The norms of the deltas of these rows, and which of them are dirty."""
         rows, held = self.source.rows_of(ids), self.held.rows_of(ids)
         decoded, value_type = self.held.decoded(held), self.delivery.value_type
         # In fp64, in which no difference of two fp32 numbers overflows, nor its square.
@@ -136,15 +150,10 @@ class ViewTable:
         norms: Floats = np.sqrt(np.einsum("ij,ij->i", delta, delta))
         # Rows further away than encoding can explain need not be encoded to see that they differ.
         near = ~(norms > largest_distances(held, decoded, value_type))
-        unsure = np.flatnonzero(near & (self.source.stamps[ids] > seen))
+        unsure = np.flatnonzero(near & (self.source.stamps[ids] > compared_version))
         differ = np.ones(len(ids), np.bool_)
         differ[unsure] = _bits_differ(encode(rows[unsure], value_type), held[unsure])
         return norms, differ
-
-    def count_digests(self) -> None:
-        """Find the digests anew, after a restart."""
-        for mapped in {self.held, self.sent}:
-            mapped.count_digest()
 
 
 def norms_of(rows: Values) -> Floats:
@@ -154,8 +163,8 @@ def norms_of(rows: Values) -> Floats:
     return norms
 
 
-def _norms_folder(directory: Path, new: bool) -> Path:
-    folder = directory / "norms"
+def _norms_folder(folder: Path, new: bool) -> Path:
+    folder = folder / "norms"
     if new:
         folder.mkdir()
     return folder
@@ -166,7 +175,7 @@ def _as_fp32(norms: Floats) -> Values:
 
 
 def _bits_differ(some: Values, others: Values) -> Mask:
-    """Whether two rows ([n, width]) differ in any bit."""
+    """Which rows ([n, width]) differ in any bit."""
     bits = f"u{some.itemsize}"
     differ = np.ascontiguousarray(some).view(bits) != np.ascontiguousarray(others).view(bits)
     anywhere: Mask = differ @ np.ones(some.shape[1], np.bool_)  # Faster than any() along the second axis.

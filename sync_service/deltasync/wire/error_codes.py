@@ -22,12 +22,12 @@ _CODES: list[tuple[type[DeltasyncError], grpc.StatusCode, int]] = [
     (Contradiction, grpc.StatusCode.FAILED_PRECONDITION, 409),
     (Superseded, grpc.StatusCode.ABORTED, 409),
     (ResyncRequired, grpc.StatusCode.DATA_LOSS, 410),
-    (ServiceFailed, grpc.StatusCode.UNKNOWN, 500),  # What gRPC answers for an exception nobody foresaw.
+    (ServiceFailed, grpc.StatusCode.UNKNOWN, 500),  # What gRPC answers for an unforeseen exception.
     (ServiceUnavailable, grpc.StatusCode.UNAVAILABLE, 503),
     (StorageFailed, grpc.StatusCode.RESOURCE_EXHAUSTED, 507),
 ]
 
-# gRPC's own answer to a message over the limit, which no repetition mends.
+# gRPC's own answer to a message over the limit, which stays too large however often it is sent.
 _TOO_LARGE = "larger than max"
 
 

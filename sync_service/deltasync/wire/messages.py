@@ -49,7 +49,7 @@ def table_to_message(table: TableSpec) -> tables_pb2.Table:
 
 
 def value_type_from_message(number: int) -> ValueType | None:
-    """The value type that a number of the wire stands for; None if it says nothing.
+    """The value type that a number of the wire stands for; None if it is unspecified.
 
     Raises:
         InvalidInput: it stands for none.
@@ -83,7 +83,7 @@ def mode_to_message(mode: Mode) -> Any:
 
 
 def delivery_from_message(message: tables_pb2.Table, mode: Mode) -> Delivery:
-    """What a subscriber is given of the table a message describes.
+    """What a subscriber is sent of the table a message describes.
 
     Raises:
         InvalidInput: a field is out of bounds, or a value type is unknown.
@@ -93,7 +93,7 @@ def delivery_from_message(message: tables_pb2.Table, mode: Mode) -> Delivery:
 
 
 def delivery_to_message(delivery: Delivery) -> tables_pb2.Table:
-    """The message that describes what a subscriber is given of a table."""
+    """The message that describes what a subscriber is sent of a table."""
     message = table_to_message(delivery.spec)
     message.sent_as = value_type_to_message(delivery.value_type)
     return message

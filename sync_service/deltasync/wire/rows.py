@@ -15,7 +15,7 @@ MAX_CHUNK_BYTES = 1 << 20
 
 
 def chunked(ids: Ids, values: Values) -> Iterator[tuple[Ids, Values]]:
-    """Slices of `ids` ([n] int64) and `values` ([n, cols]) of at most `CHUNK_BYTES`, but at least one row."""
+    """Slices of `ids` ([n] int64) and `values` ([n, cols]), each of at most `CHUNK_BYTES` or of one row."""
     step = max(1, CHUNK_BYTES // (ID_TYPE.itemsize + values.shape[1] * values.itemsize))
     for start in range(0, len(ids), step):
         yield ids[start : start + step], values[start : start + step]
@@ -24,7 +24,7 @@ def chunked(ids: Ids, values: Values) -> Iterator[tuple[Ids, Values]]:
 def fill_rows(message: tables_pb2.Rows, slot: int, ids: Ids, values: Values) -> None:
     """Let a message carry `ids` ([n] int64) and their `values` ([n, cols]).
 
-    The message is filled where it lies: assigning it to another one's field would copy it.
+    The message is filled in place: assigning a filled one to a field of another would copy it.
     """
     message.slot = slot
     message.ids = ids.astype(ID_TYPE, copy=False).tobytes()
@@ -43,7 +43,7 @@ def decode_rows(message: tables_pb2.Rows, shards: list[Shard]) -> RowBatch:
 
 
 def check_rows(batch: RowBatch) -> None:
-    """Check what only bad or broken senders get wrong.
+    """Check rows against the rules that every sender has to keep.
 
     Raises:
         InvalidInput: no rows, ids outside the shard or not strictly ascending, NaN or infinity.

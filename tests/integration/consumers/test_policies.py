@@ -210,9 +210,9 @@ def test_the_command_line_sets_changes_and_shows_policies(running: RunningServic
     assert (code, said) == (1, "Error: consumer 'new' exists with another policy: update it instead\n")
     changed = deltasync("consumers", "update", "new", "--value-type", "int8", "--max-bytes", "4000", *at)
     before = "(was tables=*user top_k=0.1)"
-    assert changed == (0, f"consumer new is given max_bytes=4000 value_type=int8 {before}\n", "")
+    assert changed == (0, f"policy of consumer new: max_bytes=4000 value_type=int8 {before}\n", "")
     assert policies_of(running)["new"] == {"max_bytes": 4000, "value_type": "int8"}
-    said = "consumer new is given everything, as it is (was max_bytes=4000 value_type=int8)\n"
+    said = "policy of consumer new: every changed row, in its own type (was max_bytes=4000 value_type=int8)\n"
     assert deltasync("consumers", "update", "new", *at) == (0, said, "")
     assert policies_of(running)["new"] == {}
 

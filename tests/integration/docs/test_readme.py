@@ -1,29 +1,166 @@
-"""The README's examples run as they are, against a real service."""
+"""The examples of all README files run as they are, one after the other, against a real service."""
 
-import re
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.documents import DOCUMENTS, README, document
 from tests.support.process import ServiceProcess
+from tests.support.prompt import PythonPrompt
 
-README = (Path(__file__).parents[3] / "README.md").read_text()
-EXAMPLES = dict(re.findall(r"<!-- run: (\w+) -->\n```python\n(.*?)```", README, re.DOTALL))
-
-
-def run(name: str, service: ServiceProcess, capsys: pytest.CaptureFixture[str]) -> str:
-    code = EXAMPLES[name].replace("localhost:50051", service.grpc)
-    assert service.grpc in code
-    exec(compile(code, f"README {name}", "exec"), {})  # noqa: S102
-    return capsys.readouterr().out
+TRAINER = "trainer_example.py"
+SERVICE, PROTOCOL = document("sync_service/README.md"), document("protos/README.md")
+# Blocks of each file, in their order.
+RUN = {
+    "README.md": ["serve", "publish", "subscribe", TRAINER, "train", "predict", "lag", "policy"],
+    "sync_service/README.md": ["serve", "publisher", "numpy", "torch", "callback", "policy", "admin"],
+    "protos/README.md": ["checksum", "replica"],
+    "trainer/README.md": ["step", "checkpoint"],
+    "trainer/deltasync/trainer/tracking/README.md": ["tracker"],
+    "trainer/deltasync/trainer/pipelines/README.md": ["model", "pipeline", "tensordicts"],
+}
 
 
 def test_every_example_is_run() -> None:
-    assert set(EXAMPLES) == {"publisher", "numpy", "torch", "callback"}
-    assert all(len(code.splitlines()) <= 13 for code in EXAMPLES.values())
+    named = {each.name: [block.name for block in each.blocks() if block.name] for each in DOCUMENTS}
+    assert {name: blocks for name, blocks in named.items() if blocks} == RUN
 
 
-def test_the_examples_run(service: ServiceProcess, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "number=1" in run("publisher", service, capsys)
-    assert "[1. 1. 1." in run("numpy", service, capsys)
-    assert "tensor([1., 1." in run("torch", service, capsys)
-    assert "1 user [  0   1   2" in run("callback", service, capsys)
+class Visitor:
+    """Somebody who pastes what a README file says, with the addresses of a service that has ports of its own."""
+
+    def __init__(self, service: ServiceProcess, folder: Path) -> None:
+        self.service = service
+        self.folder = folder
+        self._environment = {
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "DELTASYNC_SERVICE": service.grpc,
+            "DELTASYNC_HTTP": service.http,
+        }
+
+    def here(self, code: str) -> str:
+        """A block with the service's addresses."""
+        return code.replace("localhost:50051", self.service.grpc).replace(
+            "http://localhost:8080", self.service.http
+        )
+
+    def shell(self, code: str) -> list[str]:
+        """What each line of a shell block prints."""
+        return [self._line(line) for line in self.here(code).splitlines()]
+
+    def script(self, code: str) -> str:
+        """What a block of Python prints that is run as a file."""
+        (self.folder / "script.py").write_text(self.here(code))
+        return self._line("python script.py")
+
+    def _line(self, line: str) -> str:
+        done = subprocess.run(  # noqa: S602  # as it is pasted
+            line,
+            shell=True,
+            cwd=self.folder,
+            env=self._environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+        return done.stdout
+
+
+def _arguments(code: str) -> list[str]:
+    """The arguments of the `deltasync serve` line in a block, but for the folder of its data."""
+    words = shlex.split(code)
+    assert words[:2] == ["deltasync", "serve"]
+    found = words[2:]
+    if "--data-dir" in found:
+        at = found.index("--data-dir")
+        del found[at : at + 2]
+    return found
+
+
+@pytest.fixture
+def visitor(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Visitor]:
+    """A visitor of the README file that the test names, whose service is the one it starts."""
+    arguments = _arguments(request.param.block("serve"))
+    with ServiceProcess(tmp_path / "data", *arguments) as service:
+        yield Visitor(service, tmp_path)
+
+
+def _visits(name: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("visitor", [document(name)], ids=[name], indirect=True)
+
+
+def needs_curl() -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("curl is not installed")
+
+
+@_visits("README.md")
+def test_rows_are_published_and_read_at_the_prompt(visitor: Visitor) -> None:
+    with PythonPrompt(visitor.folder) as prompt:
+        assert "number=2" in prompt.paste(visitor.here(README.block("publish")))
+        assert "[5. 5. 5. 5.]\n [1. 1. 1. 1.]" in prompt.paste(visitor.here(README.block("subscribe")))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@_visits("README.md")
+def test_the_first_steps_can_be_pasted_in_their_order(visitor: Visitor) -> None:
+    needs_curl()
+    with PythonPrompt(visitor.folder) as prompt, PythonPrompt(visitor.folder) as other:
+        prompt.paste(visitor.here(README.block("publish")))
+        prompt.paste(visitor.here(README.block("subscribe")))
+        (visitor.folder / TRAINER).write_text(visitor.here(README.block(TRAINER)))
+        alone, ranks = visitor.shell(README.block("train"))
+        assert alone.count("number=") == 1
+        assert ranks.count("number=") == 2
+        predicted = other.paste(visitor.here(README.block("predict")))
+        assert "number=" in predicted
+        assert "tensor([" in predicted
+        answer, table = visitor.shell(README.block("lag"))
+        assert '"state":"in sync"' in answer
+        assert "predictor-0" in table
+    made, listed = visitor.shell(README.block("policy"))
+    assert made == "consumer mobile follows model clicks: top_k=0.1 value_type=int8\n"
+    assert listed.count("\n") == 3
+
+
+@_visits("sync_service/README.md")
+def test_the_service_s_examples_run(visitor: Visitor) -> None:
+    needs_curl()
+    blocks = SERVICE.named("python")
+    printed = visitor.script("".join(blocks[name] for name in ("publisher", "numpy", "torch", "callback")))
+    expected = ["number=1", "[1. 1. 1.", "tensor([1., 1.", "1 user [  0   1   2"]
+    assert [each for each in expected if each in printed] == expected
+    _, updated, put = visitor.shell(SERVICE.block("policy"))
+    assert "top_k=0.05 value_type=int8 (was" in updated
+    assert '"top_k":0.05' in put
+    assert visitor.script(blocks["admin"]) == "['edge', 'mobile', 'predictors']\n"
+
+
+@_visits("sync_service/README.md")
+def test_the_protocol_s_replica_takes_what_is_published(visitor: Visitor) -> None:
+    visitor.script(SERVICE.block("publisher"))
+    printed = visitor.script("".join(PROTOCOL.named("python").values()))
+    assert printed == f"{1000 * (8 + 64 * 4)} bytes of rows taken\n"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@_visits("README.md")
+def test_the_examples_of_the_trainer_go_on_from_that_of_the_readme(visitor: Visitor) -> None:
+    setup = README.block(TRAINER).partition("with DeltaSync(")[0]
+    trainer = document("trainer/README.md").named("python")
+    tracker = document("trainer/deltasync/trainer/tracking/README.md").named("python")
+    pipeline = document("trainer/deltasync/trainer/pipelines/README.md").named("python")
+    blocks = [setup, *trainer.values(), *tracker.values(), *pipeline.values(), "dist.destroy_process_group()\n"]
+    printed = visitor.script("\n".join(blocks))
+    assert "sparse.embedding_bags.user" in printed
+    assert "40 Position(" in printed

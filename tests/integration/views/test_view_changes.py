@@ -202,17 +202,17 @@ def test_a_replica_that_joins_while_tables_change_is_given_them_as_they_were_ann
     """It waits for what the policy wants to be there."""
     target, joining = Recorder(), Recorder()
     changing, go = threading.Event(), threading.Event()
-    write = ViewStore.write
+    install = ViewStore.install
 
     def held_back(store: ViewStore, *arguments: Any) -> None:
         changing.set()
         assert go.wait(WAIT)
-        write(store, *arguments)
+        install(store, *arguments)
 
     with Trainer(service.grpc) as trainer, follow(service, "top", "a", target):
         head = trainer.publish_all()
         wait_until_in_sync(service, "top", head)
-        monkeypatch.setattr(ViewStore, "write", held_back)
+        monkeypatch.setattr(ViewStore, "install", held_back)
         policy = Policy(value_type=ValueType.INT8)
         admin.update_consumer("top", policy)
         assert changing.wait(WAIT)

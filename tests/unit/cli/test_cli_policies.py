@@ -19,7 +19,7 @@ from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.core.mode import Mode
 from deltasync.core.policy import Policy
 from deltasync.core.value_types import ValueType
-from deltasync.status.lag import ConsumerLag, Lag, ReleaseLine, ReplicaLag, TableLag
+from deltasync.status.lag import ConsumerLag, Lag, ReplicaLag, TableLag
 from deltasync.v1 import admin_pb2
 from deltasync.wire.messages import policy_to_message
 
@@ -144,8 +144,8 @@ def test_a_consumer_is_made_with_the_policy_of_the_flags(calls: list[tuple[Any, 
 
 
 def test_an_update_replaces_the_policy_whole_and_says_so(calls: list[tuple[Any, ...]]) -> None:
-    assert run("consumers", "update", "c", "--top-k", "5") == (0, "consumer c is given top_k=5\n")
-    said = "consumer c is given everything, as it is (was top_k=5)\n"
+    assert run("consumers", "update", "c", "--top-k", "5") == (0, "policy of consumer c: top_k=5\n")
+    said = "policy of consumer c: every changed row, in its own type (was top_k=5)\n"
     assert run("consumers", "update", "c") == (0, said)
     assert [call[-1] for call in calls] == [Policy(top_k=5), Policy()]
     assert "replaces the one it has as a whole" in " ".join(run("consumers", "update", "--help")[1].split())
@@ -286,10 +286,18 @@ def test_a_file_that_is_no_text_is_an_error_that_names_it(served: list[ServerOpt
 
 KNOWN = Lag(3, 20, 800, 7.5, 2.5, 0.0125)
 UNKNOWN = Lag(4, 30, 1200, 9.5)
-RELEASE = ReleaseLine(
-    number=9, version=11, seconds_ago=0.5, rows=7, bytes=280, norm=4.0, left_rows=63, left_bytes=2520,
-    left_norm=12.3456, reason="took 7 of 70 dirty rows: top_k 10 % takes those that have changed most",
-)  # fmt: skip
+RELEASE = {
+    "number": 9,
+    "version": 11,
+    "seconds_ago": 0.5,
+    "rows": 7,
+    "bytes": 280,
+    "norm": 4.0,
+    "left_rows": 63,
+    "left_bytes": 2520,
+    "left_norm": 12.3456,
+    "reason": "took 7 of 70 dirty rows: top_k 10 % takes those that have changed most",
+}
 RANKED = ConsumerLag(
     consumer="top",
     model="clicks",

@@ -292,4 +292,4 @@ def test_a_row_takes_its_id_and_its_values_or_its_norm(
 @pytest.mark.parametrize(("dim", "sent"), [(2, ValueType.FP32), (3, ValueType.INT8)])
 def test_narrow_rows_are_sent_as_they_are(dim: int, sent: ValueType) -> None:
     table = TableSpec("narrow", 1, dim)
-    assert Policy(value_type=ValueType.INT8).gives(table).value_type is sent
+    assert Policy(value_type=ValueType.INT8).delivery_of(table).value_type is sent

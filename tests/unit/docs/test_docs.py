@@ -1,84 +1,189 @@
-"""The docs say what is true: every command, setting, route and metric is in them, and nothing else is."""
+"""The README files say what is true: every command, setting, route, metric and public name is in them."""
 
+import importlib
 import re
-from pathlib import Path
+import shlex
+import tomllib
+from collections.abc import Iterator
 
 import click
 import pytest
 from click.testing import CliRunner
+from tests.support.documents import DOCUMENTS, EVERYTHING, README, ROOT, Document
+from tests.support.metrics import METRICS
 
+from deltasync.api.http import create_app
 from deltasync.cli.main import cli
 from deltasync.cli.serve import serve
 
-ROOT = Path(__file__).parents[3]
-README = (ROOT / "README.md").read_text()
-DESIGN_WORDS = (
+VOCABULARY = (
     "model",
     "table",
+    "rank",
     "shard",
     "step",
     "cut",
     "part",
     "version",
     "history",
+    "head",
     "consumer",
+    "policy",
+    "view",
     "release",
     "replica",
+    "offset",
+    "lag",
 )
+PUBLIC = ("deltasync.client", "deltasync.trainer.tracking", "deltasync.trainer.pipelines")
+# Others than these have no blocks that a test could not run.
+SHOWN_ONLY = {"console", "json", "mermaid", "toml", "sh"}
+
+each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
 
 
-def test_every_command_is_in_the_readme() -> None:
+def test_the_first_page_is_short() -> None:
+    assert len(README.path.read_bytes()) < 10_000
+
+
+def test_every_command_is_documented() -> None:
     context = click.Context(cli)
     for name in cli.list_commands(context):
-        assert f"`deltasync {name}" in README, name
+        assert f"`deltasync {name}" in EVERYTHING, name
 
 
 def _flags(command: click.Command) -> set[str]:
     return {flag for option in command.params if isinstance(option, click.Option) for flag in option.opts}
 
 
-def test_every_setting_of_serve_is_in_the_readme_and_no_other() -> None:
-    documented = set(re.findall(r"^\| `(--[a-z-]+)", README, re.MULTILINE))
+def test_every_setting_of_serve_is_documented_and_no_other() -> None:
+    service = (ROOT / "sync_service" / "README.md").read_text()
+    settings = service.partition("\n## Settings\n")[2].partition("\n## ")[0]
+    documented = set(re.findall(r"^\| `(--[a-z-]+)", settings, re.MULTILINE))
     assert documented == _flags(serve) - {"--config", "--help", "-h"}
 
 
-def test_options_in_the_readmes_commands_exist() -> None:
+def _command_lines(text: str) -> Iterator[tuple[str, str]]:
+    """Each `deltasync` or `make` command in a text: the verb, and the rest of its line."""
+    yield from re.findall(r"(?:deltasync|make) (\w+)((?: [^`\n]*)?)", text)
+
+
+@each_document
+def test_options_of_commands_exist(document: Document) -> None:
     context = click.Context(cli)
-    for name, rest in re.findall(r"(?:deltasync|make) (\w+)((?: [^`\n]*)?)", README):
+    for name, rest in _command_lines(document.text.replace("\\\n", " ")):
         command = cli.get_command(context, name)
         if command:
-            for flag in re.findall(r"(--[a-z-]+)", rest.split("#")[0]):
+            for flag in re.findall(r"(?<![\w-])(--[a-z-]+)", rest.split("#")[0]):
                 known = _flags(command) | {
                     f for sub in getattr(command, "commands", {}).values() for f in _flags(sub)
                 }
                 assert flag in known, f"deltasync {name} {flag}"
 
 
+def test_options_of_the_torchrun_entry_exist() -> None:
+    main = importlib.import_module("deltasync.trainer.train").main
+    section = (ROOT / "trainer" / "README.md").read_text().partition("\n## train.py\n")[2].partition("\n## ")[0]
+    flags = set(re.findall(r"(?<![\w-])(--[a-z-]+)", section)) - {"--nproc-per-node"}
+    assert flags
+    assert flags <= _flags(main)
+
+
+@each_document
+def test_every_make_target_exists(document: Document) -> None:
+    targets = _targets()
+    for target in re.findall(r"(?:`|^\$ )make ([a-z]+)", document.text, re.MULTILINE):
+        assert target in targets, target
+
+
 def test_every_make_target_is_explained() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    phony = re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
-    assert phony
-    for target in phony[1].split():
+    for target in _targets():
         assert re.search(rf"^{target}:.*## ", makefile, re.MULTILINE), target
-    for target in re.findall(r"(?:`|\$ )make ([a-z]+)", README):
-        assert target in phony[1].split(), target
 
 
-@pytest.mark.parametrize("word", DESIGN_WORDS)
+def _targets() -> list[str]:
+    phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert phony
+    return phony[1].split()
+
+
+@pytest.mark.parametrize("word", VOCABULARY)
 def test_the_vocabulary_is_defined(word: str) -> None:
-    assert f"**{word}**" in README
+    assert f"**{word}** " in EVERYTHING
 
 
-def test_files_the_readme_points_to_exist() -> None:
-    for path in re.findall(r"\]\(([^)#:]+)\)", README):
-        assert (ROOT / path).exists(), path
-    for cell in re.findall(r"^\| (`(?:protos|sync_service|trainer)/.*?) \|", README, re.MULTILINE):
-        folder = ROOT
-        for name in re.findall(r"`([^`]+)`", cell):
-            top = name.startswith(("protos/", "sync_service/", "trainer/"))
-            path = (ROOT / name) if top else folder / name
-            folder = (ROOT / name.split("/")[0]) if top else folder
-            assert list(path.parent.glob(path.name)) if "*" in name else path.exists(), name
+def test_every_route_is_documented() -> None:
+    service = (ROOT / "sync_service" / "README.md").read_text()
+    documented = set(re.findall(r"`(?:GET|PUT|DELETE) (/[^`]*)`", service))
+    app = create_app(None, None)  # type: ignore[arg-type]  # its routes are not called
+    routes = {path.replace("{", "<").replace("}", ">") for path in app.openapi()["paths"]}
+    assert documented == routes
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_every_metric_is_documented(metric: str) -> None:
+    assert f"`{metric}`" in EVERYTHING
+
+
+def test_every_documented_metric_exists() -> None:
+    service = (ROOT / "sync_service" / "README.md").read_text()
+    assert set(re.findall(r"`(deltasync_[a-z_]+[a-z])`", service)) == set(METRICS)
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_every_public_name_is_documented(module: str) -> None:
+    for name in importlib.import_module(module).__all__:
+        assert f"`{name}`" in EVERYTHING, name
+
+
+@each_document
+def test_links_lead_somewhere(document: Document) -> None:
+    for path, anchor in re.findall(r"\]\(([^)#:]*)(#[^)]*)?\)", document.text):
+        target = document.path.parent / path if path else document.path
+        assert target.exists(), path
+        if anchor:
+            assert anchor in _anchors(target.read_text()), f"{path}{anchor}"
+
+
+def _anchors(text: str) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {"#" + re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@each_document
+def test_paths_in_tables_exist(document: Document) -> None:
+    for name in re.findall(
+        r"^\| `((?:protos|sync_service|trainer|deploy|tests)(?:/[^`]*)?)` \|", document.text, re.MULTILINE
+    ):
+        assert (ROOT / name).exists(), name
+
+
+@each_document
+def test_every_python_block_is_run(document: Document) -> None:
+    shown = {block.language for block in document.blocks() if block.name is None}
+    assert shown <= SHOWN_ONLY
+
+
+@each_document
+def test_shell_blocks_can_be_pasted(document: Document) -> None:
+    for block in document.blocks():
+        if block.language == "sh":
+            for line in block.code.replace("\\\n", " ").splitlines():
+                assert not line.startswith("$ ")
+                assert shlex.split(line, comments=True)
+
+
+def test_the_lines_that_install_a_trainer_name_what_the_makefile_installs() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    versions = dict(re.findall(r"^(TORCH|TORCHREC) := (.*)$", makefile, re.MULTILINE))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    needed = {re.split("[<>=]", each)[0] for each in project["dependency-groups"]["torchrec-runtime"]}
+    [lines] = [block.code for block in README.blocks() if "torch==" in block.code]
+    torch, rest, torchrec = lines.splitlines()
+    assert torch == f"pip install torch=={versions['TORCH']}"
+    assert {name.partition("==")[0] for name in rest.split()[3:]} == needed
+    assert torchrec.split()[3:] == [f"{name}=={versions['TORCHREC']}" for name in ("torchrec", "fbgemm-gpu-cpu")]
 
 
 def test_help_of_every_command_names_its_options() -> None:
@@ -94,5 +199,6 @@ def test_help_of_every_command_names_its_options() -> None:
                 assert option.help, f"{name} {option.opts[0]}"
 
 
-def test_nothing_is_left_to_be_filled_in() -> None:
-    assert not re.findall(r"\b[A-Z]+_(?:OUTPUT|SECONDS)\b|TODO|FIXME", README)
+@each_document
+def test_nothing_is_left_to_be_filled_in(document: Document) -> None:
+    assert not re.findall(r"\b[A-Z]+_(?:OUTPUT|SECONDS)\b|TODO|FIXME", document.text)

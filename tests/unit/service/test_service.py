@@ -153,7 +153,7 @@ def test_a_cut_given_up_while_its_last_part_reaches_the_disk_stays_given_up(
             await slow
         assert not service.log.seals("clicks")
         position = await send(ranks[0], full_part(2, rows, shards[0]))
-        assert await other == position == Position(ranks[0].head.history, 1)
+        assert await other == position == Position(ranks[0].sealed.history, 1)
 
     run(tmp_path, scenario)
 
@@ -180,7 +180,7 @@ def test_a_part_of_which_a_record_is_not_on_disk_is_not_sealed(
                 await send(session, full_part(1, random_rows(0), WHOLE))
         assert not service.log.seals("clicks")
         again = await join(service)
-        assert await send(again, full_part(1, random_rows(0), WHOLE)) == Position(again.head.history, 1)
+        assert await send(again, full_part(1, random_rows(0), WHOLE)) == Position(again.sealed.history, 1)
 
     run(tmp_path, scenario)
 
@@ -195,7 +195,7 @@ def test_an_ack_while_lag_is_counted_does_no_harm(tmp_path: Path, monkeypatch: p
         coordinator = service.coordinator("clicks")
         await coordinator.drain()
         consumer = await service.registry.create("c", "clicks", Policy())
-        held = Position(session.head.history, 1)
+        held = Position(session.sealed.history, 1)
         replica = service.registry.connect(consumer, "p", asyncio.Event())
         other = service.registry.connect(consumer, "q", asyncio.Event())
         service.registry.acknowledge(consumer, other, held)
@@ -203,7 +203,7 @@ def test_an_ack_while_lag_is_counted_does_no_harm(tmp_path: Path, monkeypatch: p
 
         async def meanwhile(version: int, tables: Any) -> list[int]:
             counts = await counting(version, tables)
-            service.registry.acknowledge(consumer, replica, Position(session.head.history, 2))
+            service.registry.acknowledge(consumer, replica, Position(session.sealed.history, 2))
             await join(service, tables=[TableSpec("another", 3, 1)], shards=[])
             return counts
 
@@ -354,7 +354,7 @@ def test_a_flush_that_fails_is_tried_again_and_nothing_else_stops(
         monkeypatch.setattr(Log, "truncate", works)
         await flushed.wait()
         housekeeping.cancel()
-        assert (await send(session, part(2, []))) == Position(session.head.history, 2)
+        assert (await send(session, part(2, []))) == Position(session.sealed.history, 2)
 
     run(tmp_path, scenario, flush_bytes=1)
 
@@ -633,5 +633,5 @@ def test_an_offset_that_could_not_be_kept_is_reported(
             service.registry.acknowledge(consumer, replica, Position("h", 3))
 
     run(tmp_path, scenario)
-    assert "offset/c/p is not kept" in caplog.text
+    assert "offset/c/p could not be written" in caplog.text
     assert "the disk is gone" in caplog.text

@@ -1,6 +1,7 @@
 """The lag of a consumer with a policy: what is known is said, and nothing else."""
 
 import asyncio
+from dataclasses import asdict
 from pathlib import Path
 
 from tests.support.local_model import LocalModel
@@ -18,6 +19,12 @@ async def lag_at(view: View, release: int, *, connected: bool = True) -> Consume
     """Of a consumer whose replica holds that release."""
     replica = Replica("a", Position(view.history, release), stream=asyncio.Event() if connected else None)
     return await report(Consumer("top", "clicks", 0, replicas={"a": replica}), view.model, view)
+
+
+ANSWER = ["consumer", "model", "history", "state", "reason", "head", "head_step", "offset", "lag", "replicas"]
+ANSWER += ["tables", "oldest_row_seconds", "damages", "release", "policy"]
+RELEASE = ["number", "version", "seconds_ago", "rows", "bytes", "norm", "left_rows", "left_bytes", "left_norm"]
+RELEASE += ["reason"]
 
 
 async def release_all(view: View, local: LocalModel, versions: int) -> None:
@@ -80,5 +87,20 @@ def test_who_has_every_release_is_as_late_as_what_was_published_since(tmp_path: 
         lag = await lag_at(view, view.position.number)
         assert lag.lag.versions == 1
         assert 0 < lag.lag.seconds <= lag.oldest_row_seconds
+
+    run(tmp_path, scenario)
+
+
+def test_the_answer_has_the_keys_that_tools_read_in_their_order(tmp_path: Path) -> None:
+    async def scenario(local: LocalModel) -> None:
+        view = await local.prepared_view(TOP)
+        await local.cut(changed(1, USER, 3, 4))
+        await view.make_release(TOP, 0)
+        answer = asdict(await lag_at(view, view.position.number))
+        assert list(answer) == ANSWER
+        assert list(answer["release"]) == RELEASE
+        assert (answer["release"]["rows"], answer["release"]["left_rows"]) == (1, 1)
+        assert (answer["release"]["bytes"], answer["release"]["left_bytes"]) == (40, 40)
+        assert answer["release"]["norm"] >= answer["release"]["left_norm"] > 0
 
     run(tmp_path, scenario)

@@ -29,7 +29,8 @@ from deltasync.core.tables import TableSpec
 from deltasync.core.value_types import ValueType
 from deltasync.status.lag import ConsumerLag
 from deltasync.status.report import report
-from deltasync.views.release_writer import ReleaseWriter
+from deltasync.views.release_maker import ReleaseMaker
+from deltasync.views.statistics import Amount
 from deltasync.views.store import ViewStore
 from deltasync.views.view import View
 
@@ -41,24 +42,25 @@ def test_rows_that_went_back_are_not_left_any_more(tmp_path: Path) -> None:
         view = await local.prepared_view(TOP)
         await local.cut(changed(1, USER, 3, 4, 5))
         await view.make_release(TOP, 0)
-        assert view.account
-        assert view.account.left_rows == 2
+        assert view.state.backlog_rows == 2
         await local.cut(changed(0, USER, 3, 4, 5))
         await view.make_release(TOP, 0)
-        assert view.account.left_rows == 0  # The one that had gone out has gone back.
+        assert view.state.backlog_rows == 0  # The one that had gone out has gone back.
         await local.cut(changed(1, USER, 6, 7))
         await view.make_release(TOP, 0)
         await local.cut(changed(0, USER, 6, 7))
         await view.make_release(TOP, 0)
         await local.cut(changed(1, ITEM, 1, 2))
         await view.make_release(TOP, 0)
-        assert view.account.left_rows == 1
-        number = view.account.number
-        gone_back = {row: view._kept[1].table.held.rows[row].copy() for row in (1, 2)}
+        assert view.state.newest
+        assert view.state.newest.statistics.backlog.rows == 1
+        number = view.state.newest.statistics.number
+        gone_back = {row: view.state.tables[1].held.rows[row].copy() for row in (1, 2)}
         await local.cut({ITEM.name: gone_back})
         await view.make_release(TOP, 0)
         assert view.position.number == number
-        assert (view.account.left_rows, view.account.left_bytes, view.account.left_norm) == (0, 0, 0.0)
+        assert view.state.newest
+        assert view.state.newest.statistics.backlog == Amount(rows=0, bytes=0, norm=0.0)
         assert not is_due(view, TOP)
 
     run(tmp_path, scenario)
@@ -104,9 +106,9 @@ def test_a_dirty_row_that_changes_again_is_as_old_as_it_was(tmp_path: Path) -> N
         for seed in range(1, 4):
             await local.cut(changed(seed, USER, 3, 4, 5, 6, 7))
             await view.make_release(TOP, 0)
-            assert view.oldest == 2
+            assert view.state.oldest_dirty_version == 2
         await view.make_release(Policy(top_k=1, max_age_seconds=60), 2)
-        assert view.oldest in (0, 3, 4)
+        assert view.state.oldest_dirty_version in (0, 3, 4)
 
     run(tmp_path, scenario)
 
@@ -114,7 +116,7 @@ def test_a_dirty_row_that_changes_again_is_as_old_as_it_was(tmp_path: Path) -> N
 def test_rows_for_which_the_log_had_no_room_are_given_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deltasync.views.release_writer.CHUNK_BYTES", 40_000)
+    monkeypatch.setattr("deltasync.views.release_maker.CHUNK_BYTES", 40_000)
     big = TableSpec("big", 4000, 128)
     policy = Policy(tables=("big",), value_type=ValueType.FP16, top_k=0.9)
 
@@ -125,19 +127,18 @@ def test_rows_for_which_the_log_had_no_room_are_given_later(
         await local.cut({"big": dict(enumerate(random_rows(1, [big])[0]))})
         with pytest.raises(StorageFailed, match="the log is full"):
             await view.make_release(policy, 0)
-        dirty = int(np.count_nonzero(view._kept[0].table.since))
+        (table,) = view.state.tables
+        dirty = int(np.count_nonzero(table.dirty_since))
         assert 400 < dirty < 4000
-        assert view.account
-        assert view.account.left_rows == dirty
-        assert view.account.rows == 4000 - dirty
-        assert view.left["big"].rows == dirty
+        assert view.state.newest
+        assert view.state.newest.statistics.backlog.rows == dirty
+        assert view.state.newest.statistics.taken.rows == 4000 - dirty
+        assert view.state.backlog["big"].amount.rows == dirty
         assert is_due(view, policy)
         replica = await held_by_a_replica(view)
-        assert (
-            replica["big"].tobytes() == view._kept[0].table.held.decoded(view._kept[0].table.held.rows).tobytes()
-        )
+        assert replica["big"].tobytes() == table.held.decoded(table.held.rows).tobytes()
         view.flush()
-        while view.account.left_rows:
+        while view.state.backlog_rows:
             await view.make_release(policy, 0)
             view.flush()
         wanted = random_rows(1, [big])[0].astype(np.float16).astype(np.float32)
@@ -182,8 +183,7 @@ def test_what_was_left_is_not_forgotten_when_tables_are_added(tmp_path: Path) ->
         await local.cut(changed(1, USER, 3, 4, 5))
         await view.make_release(narrow, 0)
         await view.prepare(wide)
-        assert view.account
-        assert view.account.left_rows == 2
+        assert view.state.backlog_rows == 2
         assert is_due(view, wide)
         while is_due(view, wide):
             await view.make_release(wide, 0)
@@ -198,10 +198,10 @@ def test_what_was_left_of_a_table_that_is_not_followed_any_more_is_forgotten(tmp
         view = await local.prepared_view(wide)
         await local.cut(changed(1, USER, 3, 4, 5))
         await view.make_release(wide, 0)
-        assert view.oldest == 2
+        assert view.state.oldest_dirty_version == 2
         await view.prepare(narrow)
-        assert view.oldest == 0
-        assert view.left.keys() <= {"item"}
+        assert view.state.oldest_dirty_version == 0
+        assert view.state.backlog.keys() <= {"item"}
         assert not is_due(view, narrow)
 
     run(tmp_path, scenario)
@@ -252,13 +252,13 @@ def test_a_version_is_not_held_before_its_release_is_made(tmp_path: Path, monkey
         view = await local.prepared_view(TOP)
         number, found = view.position.number, list[int]()
         await local.cut(changed(1, USER, 3))
-        give = ReleaseWriter.give
+        write = ReleaseMaker._write
 
         def noted(*arguments: Any) -> StorageFailed | None:
             found.append(view.version_of(number))
-            return give(*arguments)
+            return write(*arguments)
 
-        monkeypatch.setattr(ReleaseWriter, "give", noted)
+        monkeypatch.setattr(ReleaseMaker, "_write", noted)
         await view.make_release(TOP, 0)
         assert found == [1]
         assert view.version_of(number) == 1

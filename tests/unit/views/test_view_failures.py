@@ -79,16 +79,16 @@ def test_releases_go_on_in_the_tables_there_are_until_there_is_room(
     async def scenario(local: LocalModel) -> None:
         view = await local.prepared_view(TOP)
         replica = Replica("a", view.position, stream=asyncio.Event())
-        feeding = ReleaseLoop(Consumer("top", "clicks", 0, INT8, {"a": replica}), view)
+        loop = ReleaseLoop(Consumer("top", "clicks", 0, INT8, {"a": replica}), view)
 
         def released() -> bool:
             replica.applied = view.position
-            return view.seen == local.model.position.number and not view.left_rows
+            return view.state.compared_version == local.model.position.number and not view.state.backlog_rows
 
         async with asyncio.TaskGroup() as tasks:
             with monkeypatch.context() as patch:
                 patch.setattr(Path, "mkdir", no_space)
-                tasks.create_task(feeding.run())
+                tasks.create_task(loop.run())
                 await becomes(lambda: "No space left" in view.trouble)
                 await local.cut(changed(1, USER, 3, 4, 5))
                 await becomes(released)
@@ -96,7 +96,7 @@ def test_releases_go_on_in_the_tables_there_are_until_there_is_room(
                 assert view.trouble
             await becomes(lambda: not view.trouble)
             assert view.fits(INT8)
-            feeding.stop()
+            loop.stop()
 
     run(tmp_path, scenario)
 
@@ -187,15 +187,16 @@ def test_versions_of_releases_are_found_while_others_are_made(tmp_path: Path) ->
 
     async def scenario(local: LocalModel) -> None:
         view = await local.prepared_view(TOP)
+        history = view._store.history
 
         @dataclass(frozen=True)
         class Meanwhile(Head):
             def __getattribute__(self, name: str) -> Any:
                 if name == "number":
-                    view._heads.append(Head(99, 9, 0, 0))
+                    history.add(Head(99, 9, 0, 0))
                 return super().__getattribute__(name)
 
-        view._heads = deque([Head(10, 2, 0, 0), Meanwhile(11, 3, 0, 0), Meanwhile(12, 4, 0, 0)])
+        history._heads = deque([Head(10, 2, 0, 0), Meanwhile(11, 3, 0, 0), Meanwhile(12, 4, 0, 0)])
         assert [view.version_of(number) for number in (12, 11, 10)] == [4, 3, 2]
 
     run(tmp_path, scenario)

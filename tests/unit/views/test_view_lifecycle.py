@@ -49,19 +49,19 @@ def test_a_consumer_has_a_view_from_its_first_policy_on(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
-class Held:
+class Gate:
     """Holds back a method of the views, until it is let go."""
 
     def __init__(self, patch: pytest.MonkeyPatch, name: str) -> None:
         self.begun, self.go = asyncio.Event(), asyncio.Event()
         original = getattr(ViewRegistry, name)
 
-        async def held(views: ViewRegistry, *arguments: Any) -> None:
+        async def gated(views: ViewRegistry, *arguments: Any) -> None:
             self.begun.set()
             await self.go.wait()
             await original(views, *arguments)
 
-        patch.setattr(ViewRegistry, name, held)
+        patch.setattr(ViewRegistry, name, gated)
 
 
 @pytest.mark.parametrize("policy", [TOP, Policy()])
@@ -71,7 +71,7 @@ def test_a_consumer_that_is_made_while_the_one_of_its_name_is_deleted_has_a_view
     async def scenario(service: Service) -> None:
         consumer = await service.create_consumer("top", "clicks", TOP)
         old = service.feed(consumer)
-        forgetting = Held(monkeypatch, "forget")
+        forgetting = Gate(monkeypatch, "forget")
         deleting = asyncio.create_task(service.delete_consumer("top"))
         await forgetting.begun.wait()
         creating = asyncio.create_task(service.create_consumer("top", "clicks", policy))
@@ -93,7 +93,7 @@ def test_a_consumer_that_is_deleted_while_its_view_is_made_leaves_none(
     """Else the next of its name would be given releases by the policy of one that is gone."""
 
     async def scenario(service: Service) -> None:
-        following = Held(monkeypatch, "follow")
+        following = Gate(monkeypatch, "follow")
         creating = asyncio.create_task(service.create_consumer("top", "clicks", TOP))
         await following.begun.wait()
         deleting = asyncio.create_task(service.delete_consumer("top"))

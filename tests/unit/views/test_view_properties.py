@@ -3,7 +3,7 @@
 import asyncio
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.local_model import LocalModel, Rows
-from tests.support.plain_view import PlainModel, PlainRelease, PlainTable, norm_of
+from tests.support.plain_view import DirtyRow, PlainModel, PlainRelease, PlainTable, norm_of
 
 from deltasync.core.delivery import Delivery
 from deltasync.core.digests import digest
@@ -24,6 +24,7 @@ from deltasync.core.rows import Values
 from deltasync.core.tables import TableSpec
 from deltasync.core.value_types import ValueType, decode
 from deltasync.feeds.release import FrozenRelease
+from deltasync.views.statistics import Amount
 
 TABLES = [TableSpec("a", 6, 3), TableSpec("ab", 5, 10, np.dtype("<f2")), TableSpec("c", 4, 1)]
 VALUES = np.array([0.0, 1.0, -1.0, 0.5, -0.0, 3e38, -3e38, 1e-40, 6.5e4, 7.25, 1e20])
@@ -112,7 +113,10 @@ class Play:
     async def go_back(self, _: Any) -> None:
         """Dirty rows become what replicas hold."""
         await self._cut(
-            {held.given.spec.name: {row: held.decoded(row) for row in held.since} for held in self.plain.held}
+            {
+                held.delivery.spec.name: {row: held.decoded(row) for row in held.dirty_since}
+                for held in self.plain.held
+            }
         )
 
     async def change(self, policy: Policy) -> None:
@@ -120,24 +124,24 @@ class Play:
 
     async def release(self, overdue: int) -> None:
         await self.prepare()
-        if not self.view.head:
+        if not self.view.state.head:
             return
         old = max(0, self.plain.version - overdue) if self.policy.max_age_seconds else 0
-        before = self.view.head.number
+        before = self.view.state.head.number
         await self.view.make_release(self.policy, old)
         expected = self.plain.release(self.policy, old)
-        assert self.view.head.number == before + bool(expected.taken)
+        assert self.view.state.head.number == before + bool(expected.taken)
         self.check_held()
-        self.check_account(expected)
-        tables = self.view.view_tables
-        lacking = await self.view.count_lacking(self.view.head.number, tables)
-        assert lacking == [len(each.since) for each in self.plain.held]
-        from_nothing = [len(each.since.keys() | each.rows.keys()) for each in self.plain.held]
+        self.check_statistics(expected)
+        tables = self.view.state.tables
+        lacking = await self.view.count_lacking(self.view.state.head.number, tables)
+        assert lacking == [len(each.dirty_since) for each in self.plain.held]
+        from_nothing = [len(each.dirty_since.keys() | each.rows.keys()) for each in self.plain.held]
         assert await self.view.count_lacking(0, tables) == from_nothing
 
     async def prepare(self) -> None:
-        if [self.policy.gives(t.table) for t in self.plain.tables if self.policy.follows(t.table)] == [
-            each.given for each in self.plain.held
+        if [self.policy.delivery_of(t.table) for t in self.plain.tables if self.policy.follows(t.table)] == [
+            each.delivery for each in self.plain.held
         ]:
             return
         await self.view.prepare(self.policy)
@@ -185,60 +189,60 @@ class Play:
     # -- checks
 
     def check_held(self, *, marks: bool = True) -> None:
-        assert self.view.deliveries == [each.given for each in self.plain.held]
-        for kept, plain in zip(self.view._kept, self.plain.held, strict=True):
-            for row in range(plain.given.spec.rows):
-                assert kept.table.held.rows[row].tobytes() == plain.row(row).tobytes(), (plain.given, row)
-            assert {int(row) for row in kept.table.sent.changed_since(0)} == set(plain.rows)
+        assert self.view.deliveries == [each.delivery for each in self.plain.held]
+        for table, plain in zip(self.view.state.tables, self.plain.held, strict=True):
+            for row in range(plain.delivery.spec.rows):
+                assert table.held.rows[row].tobytes() == plain.row(row).tobytes(), (plain.delivery, row)
+            assert {int(row) for row in table.sent.changed_since(0)} == set(plain.rows)
             if marks:
-                assert {int(r): int(kept.table.since[r]) for r in kept.table.since.nonzero()[0]} == plain.since
-        if marks and self.view.head:
-            assert self.view.seen == self.plain.seen
+                assert {
+                    int(r): int(table.dirty_since[r]) for r in table.dirty_since.nonzero()[0]
+                } == plain.dirty_since
+        if marks and self.view.state.head:
+            assert self.view.state.compared_version == self.plain.compared_version
 
-    def check_account(self, expected: PlainRelease) -> None:
-        account = self.view.account
-        assert account
-        assert account.left_rows == len(expected.left)
-        assert account.left_bytes == sum(row.size for row in expected.left)
-        assert account.left_norm == pytest.approx(norm_of(expected.left), rel=1e-9)
+    def check_statistics(self, expected: PlainRelease) -> None:
+        state = self.view.state
+        assert state.newest
+        statistics = state.newest.statistics
+        check_amount(statistics.backlog, expected.left)
         for number, held in enumerate(self.plain.held):
-            left = self.view.left[held.given.spec.name]
-            rows = [row for row in expected.left if row.table == number]
-            assert left.rows == len(rows)
-            assert left.norm == pytest.approx(norm_of(rows), rel=1e-9)
-            assert left.since == min(held.since.values(), default=0)
-            assert np.isfinite(left.table_norm)
+            backlog = state.backlog[held.delivery.spec.name]
+            check_amount(backlog.amount, [row for row in expected.left if row.table == number])
+            assert backlog.oldest_version == min(held.dirty_since.values(), default=0)
+            assert np.isfinite(backlog.table_norm)
         if expected.taken:
-            assert account.version == self.plain.version
-            assert account.rows == len(expected.taken)
-            assert account.bytes == sum(row.size for row in expected.taken)
-            assert account.norm == pytest.approx(norm_of(expected.taken), rel=1e-9)
-            assert all(said in account.reason for said in expected.reasons), (account.reason, expected.reasons)
+            assert statistics.version == self.plain.version
+            check_amount(statistics.taken, expected.taken)
+            reason = statistics.reason
+            assert all(said in reason for said in expected.reasons), (reason, expected.reasons)
 
     def take_over_marks(self) -> None:
         """Since when a row is dirty may be known less exactly after a restart, but never is it later; no dirty row
         is overlooked.
         """
-        assert self.view.seen <= self.plain.seen
-        self.plain.seen = self.view.seen
-        for kept, plain in zip(self.view._kept, self.plain.held, strict=True):
-            marks = {int(row): int(kept.table.since[row]) for row in kept.table.since.nonzero()[0]}
-            for row, since in plain.since.items():
+        assert self.view.state.compared_version <= self.plain.compared_version
+        self.plain.compared_version = self.view.state.compared_version
+        for table, plain in zip(self.view.state.tables, self.plain.held, strict=True):
+            marks = {int(row): int(table.dirty_since[row]) for row in table.dirty_since.nonzero()[0]}
+            for row, since in plain.dirty_since.items():
                 assert marks.get(row, 0) <= since
-                assert row in marks or plain.source.versions[row] > self.view.seen, f"row {row} is overlooked"
-            plain.since = marks
+                assert row in marks or plain.source.versions[row] > self.view.state.compared_version, (
+                    f"row {row} is overlooked"
+                )
+            plain.dirty_since = marks
 
     async def everything_is_reached(self) -> None:
         """Once cuts have stopped, in a bounded number of releases."""
         await self.release(0)
-        if not self.view.head:
+        if not self.view.state.head:
             return
-        for _ in range(sum(len(each.since) for each in self.plain.held)):
+        for _ in range(sum(len(each.dirty_since) for each in self.plain.held)):
             await self.release(0)
-        assert not any(each.since for each in self.plain.held)
-        for kept, plain in zip(self.view._kept, self.plain.held, strict=True):
+        assert not any(each.dirty_since for each in self.plain.held)
+        for table, plain in zip(self.view.state.tables, self.plain.held, strict=True):
             for row in plain.source.rows:
-                assert kept.table.held.rows[row].tobytes() == plain.wanted(row).tobytes()
+                assert table.held.rows[row].tobytes() == plain.wanted(row).tobytes()
         for number in range(REPLICAS):
             await self.follow(number)
 
@@ -247,6 +251,12 @@ class Play:
         return {
             str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()
         }
+
+
+def check_amount(amount: Amount, rows: Sequence[DirtyRow]) -> None:
+    assert amount.rows == len(rows)
+    assert amount.bytes == sum(row.size for row in rows)
+    assert amount.norm == pytest.approx(norm_of(rows), rel=1e-9)
 
 
 PATTERNS = [("*",), ("a*",), ("ab",), ("a", "c")]

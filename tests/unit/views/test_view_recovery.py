@@ -1,7 +1,6 @@
 """Views that come back after a crash: as of the last flush, and the log after it."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.support.local_model import LocalModel
@@ -22,8 +21,7 @@ from deltasync.core.mode import Mode
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.core.rows import Values
-from deltasync.views.store import ViewStore
-from deltasync.views.view import View
+from deltasync.views.store import NewestRelease, ViewStore
 
 
 def test_what_was_left_is_not_forgotten_when_tables_are_added_after_a_restart(tmp_path: Path) -> None:
@@ -52,7 +50,9 @@ def test_files_that_a_crash_left_behind_are_removed(tmp_path: Path) -> None:
 
     async def after(local: LocalModel) -> None:
         view = local.view()
-        assert {kept.folder for kept in view._kept} == {each.name for each in local.view_directory.iterdir()}
+        assert {table.folder.name for table in view.state.tables} == {
+            each.name for each in local.view_directory.iterdir()
+        }
 
     run(tmp_path, before)
     run_again(tmp_path, after)
@@ -89,13 +89,13 @@ def test_a_flush_in_the_middle_of_a_release_loses_nothing(tmp_path: Path, monkey
         await local.cut(changed(1, USER, 3))
         await view.make_release(TOP, 0)
         await local.cut(changed(1, USER, 4, 5))
-        advance = View._advance
+        write_release = ViewStore.write_release
 
-        def flush_and_advance(one: View, *arguments: Any) -> None:
-            one.flush()
-            advance(one, *arguments)
+        def write_and_flush(store: ViewStore, release: NewestRelease) -> None:
+            write_release(store, release)
+            store.flush()
 
-        monkeypatch.setattr(View, "_advance", flush_and_advance)
+        monkeypatch.setattr(ViewStore, "write_release", write_and_flush)
         await view.make_release(Policy(), 0)
         assert [release for release, _, _ in local.log.records_after("view/top", 0)] == [view.position.number]
 
@@ -167,6 +167,24 @@ def test_a_damaged_record_is_an_error(tmp_path: Path) -> None:
     async def after(local: LocalModel) -> None:
         with pytest.raises(StorageFailed, match="is damaged"):
             local.view()
+
+    run(tmp_path, before)
+    run_again(tmp_path, after)
+
+
+def test_the_newest_release_and_what_it_took_are_known_again(tmp_path: Path) -> None:
+    newest: list[NewestRelease | None] = []
+
+    async def before(local: LocalModel) -> None:
+        view = await local.prepared_view(TOP)
+        await local.cut(changed(1, USER, 3, 4, 5))
+        await view.make_release(TOP, 0)
+        newest.append(view.state.newest)
+
+    async def after(local: LocalModel) -> None:
+        state = local.view().state
+        assert state.newest == newest[0]
+        assert (state.newest is not None, state.backlog_rows) == (True, 2)
 
     run(tmp_path, before)
     run_again(tmp_path, after)

@@ -35,14 +35,14 @@ def test_a_row_that_was_left_is_as_far_off_as_before_also_after_a_restart(
 ) -> None:
     table = viewed(source, kind, tmp_path)
     source.apply(np.array([3, 9]), np.full((2, 16), 5, np.float32), 2)
-    ids, norms = table.look(1)
+    ids, norms = table.find_dirty(1)
     source.apply(np.array([20]), np.full((1, 16), 7, np.float32), 3)
-    again, more = table.look(2)
+    again, more = table.find_dirty(2)
     assert (ids.tolist(), again.tolist()) == ([3, 9], [3, 9, 20])
     assert more[:2].tolist() == norms.tolist()
     table.flush()
     restarted = ViewTable(source, table.delivery, tmp_path, new=False)
-    assert restarted.look(3)[1].tolist() == more.tolist()
+    assert restarted.find_dirty(3)[1].tolist() == more.tolist()
 
 
 @pytest.mark.parametrize("kind", LOSSY)
@@ -55,4 +55,4 @@ def test_a_row_that_is_encoded_as_what_replicas_hold_is_not_dirty(
     order = np.argsort(moved, axis=1)[:, 1:-1]
     np.put_along_axis(moved, order, np.take_along_axis(moved, order, 1) * np.float32(1 + 1e-7), 1)
     source.apply(np.array([5, 6]), moved, 2)
-    assert table.look(1)[0].tolist() == []
+    assert table.find_dirty(1)[0].tolist() == []

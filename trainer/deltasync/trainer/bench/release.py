@@ -41,7 +41,7 @@ from deltasync.core.value_types import ValueType
 from deltasync.feeds.model import Model
 from deltasync.storage.log import Log, LogOptions
 from deltasync.trainer.bench.spread import spread_of
-from deltasync.views.statistics import Account
+from deltasync.views.statistics import ReleaseStatistics
 from deltasync.views.view import View
 
 TOP_K = 0.1
@@ -49,8 +49,12 @@ POLICIES = {kind.value: Policy(top_k=TOP_K, value_type=kind) for kind in ValueTy
 # The first rounds touch every page of tables and log for the first time.
 WARM_UP = 2
 _BARE, _BLOCKED, _BARE_CALLS = "bare", "blocked", 3
-# The parts of a release, and the functions that do them.
-_PARTS = {"look": "release_writer.py", "pick": "ranking.py", "give": "release_writer.py"}
+# The parts of a release: the files and functions of `deltasync.views` that do them.
+_PARTS = {
+    "look": ("release_maker.py", "find_dirty"),
+    "pick": ("ranking.py", "pick"),
+    "give": ("release_maker.py", "_write"),
+}
 
 Floats = NDArray[Any]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -113,15 +117,15 @@ async def _measure(folder: Path, rows: int, dim: int, rounds: int) -> dict[str, 
         for name, view in views.items():
             await view.prepare(POLICIES[name])
         taken = [await _round(changing, views) for _ in range(WARM_UP + rounds)]
-        accounts = {name: view.account for name, view in views.items() if view.account}
+        releases = {name: view.state.newest.statistics for name, view in views.items() if view.state.newest}
         await changing.change()
         parts = {name: await _parts(view, POLICIES[name]) for name, view in views.items()}
     sizes = {"rows": rows, "table_rows": changing.table.rows, "dim": dim, "rounds": rounds}
-    return _figures(taken[WARM_UP:], parts, accounts) | sizes
+    return _figures(taken[WARM_UP:], parts, releases) | sizes
 
 
 def _figures(
-    rounds: Sequence[Round], parts: Mapping[str, Mapping[str, float]], accounts: Mapping[str, Account]
+    rounds: Sequence[Round], parts: Mapping[str, Mapping[str, float]], releases: Mapping[str, ReleaseStatistics]
 ) -> dict[str, Any]:
     kinds = {
         name: {
@@ -129,11 +133,11 @@ def _figures(
             **spread_of("blocked_time_ratio", [one[name] / one[_BLOCKED] for one in rounds]),
             "seconds": statistics.median(one[name] for one in rounds),
             "parts": parts[name],
-            "released_rows": account.rows,
-            "released_bytes": account.bytes,
-            "dirty_rows": account.rows + account.left_rows,
+            "released_rows": release.taken.rows,
+            "released_bytes": release.taken.bytes,
+            "dirty_rows": release.taken.rows + release.backlog.rows,
         }
-        for name, account in accounts.items()
+        for name, release in releases.items()
     }
     ratios = {f"release_{key}": value for key, value in kinds["fp32"].items() if "time_ratio" in key}
     bare = {f"{name}_seconds": statistics.median(one[name] for one in rounds) for name in (_BARE, _BLOCKED)}
@@ -180,16 +184,16 @@ async def _parts(view: View, policy: Policy) -> dict[str, float]:
     await view.model.run(profile.enable)
     await view.make_release(policy, 0)
     await view.model.run(profile.disable)
-    return {name: _cumulative(profile, file, name) for name, file in _PARTS.items()}
+    return {name: _cumulative(profile, *part) for name, part in _PARTS.items()}
 
 
-def _cumulative(profile: Profile, file: str, name: str) -> float:
+def _cumulative(profile: Profile, file: str, function: str) -> float:
     found: dict[tuple[str, int, str], tuple[int, int, float, float, Any]]
     found = pstats.Stats(profile).stats  # type: ignore[attr-defined]
     return sum(
         line[3]
-        for (path, _, function), line in found.items()
-        if function == name and Path(path).parts[-2:] == ("views", file)
+        for (path, _, name), line in found.items()
+        if name == function and Path(path).parts[-2:] == ("views", file)
     )
 
 

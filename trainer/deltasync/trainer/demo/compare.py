@@ -62,7 +62,7 @@ def as_given(tables: Tables, policy: Policy) -> Tables:
 
 def _as_given(name: str, rows: NDArray[Any], policy: Policy) -> NDArray[Any]:
     table = TableSpec(name, len(rows), rows.shape[1], rows.dtype)
-    value_type = policy.gives(table).value_type
+    value_type = policy.delivery_of(table).value_type
     return decode(encode(rows, value_type), value_type, table.dtype)
 
 

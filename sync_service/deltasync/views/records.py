@@ -1,0 +1,86 @@
+"""The small records of a view in the log: their keys are part of the data directory's format."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from deltasync.core.delivery import Delivery
+from deltasync.core.mode import Mode
+from deltasync.core.tables import TableSpec
+from deltasync.core.value_types import ValueType
+from deltasync.feeds.release import Head
+from deltasync.views.statistics import Amount, ReleaseStatistics
+from deltasync.views.table import ViewTable
+
+
+def view_key(consumer: str) -> str:
+    """The key of what is written down of a consumer's view, and of its rows in the log."""
+    return f"view/{consumer}"
+
+
+def release_key(consumer: str) -> str:
+    """The key of what is written down of its newest release."""
+    return f"release/{consumer}"
+
+
+def head_record(head: Head) -> dict[str, Any]:
+    """The head, as it is written down."""
+    return {
+        "number": head.number,
+        "version": head.version,
+        "step": head.step,
+        "step_end_unix_ns": head.step_end_unix_ns,
+    }
+
+
+def head_of_record(record: Mapping[str, Any]) -> Head:
+    """The head that was written down."""
+    return Head(
+        number=record["number"],
+        version=record["version"],
+        step=record["step"],
+        step_end_unix_ns=record["step_end_unix_ns"],
+    )
+
+
+def statistics_record(statistics: ReleaseStatistics) -> dict[str, Any]:
+    """The statistics of a release, as they are written down."""
+    taken, backlog = statistics.taken, statistics.backlog
+    return {
+        "number": statistics.number,
+        "version": statistics.version,
+        "made_unix_ns": statistics.made_unix_ns,
+        "rows": taken.rows,
+        "bytes": taken.bytes,
+        "norm": taken.norm,
+        "reason": statistics.reason,
+        "left_rows": backlog.rows,
+        "left_bytes": backlog.bytes,
+        "left_norm": backlog.norm,
+    }
+
+
+def statistics_of_record(record: Mapping[str, Any]) -> ReleaseStatistics:
+    """The statistics that were written down."""
+    return ReleaseStatistics(
+        number=record["number"],
+        version=record["version"],
+        made_unix_ns=record["made_unix_ns"],
+        taken=Amount(record["rows"], record["bytes"], record["norm"]),
+        backlog=Amount(record["left_rows"], record["left_bytes"], record["left_norm"]),
+        reason=record["reason"],
+    )
+
+
+def table_record(table: ViewTable) -> dict[str, Any]:
+    """What a table of a view is, as it is written down."""
+    return {
+        "table": table.delivery.spec.name,
+        "value_type": table.delivery.value_type.value,
+        "mode": table.delivery.mode.value,
+        "folder": table.folder.name,
+    }
+
+
+def delivery_of_record(record: Mapping[str, Any], spec: TableSpec) -> Delivery:
+    """What was written down that replicas are sent of a table, which is `spec`."""
+    return Delivery(spec, ValueType(record["value_type"]), Mode(record["mode"]))

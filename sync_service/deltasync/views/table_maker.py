@@ -1,0 +1,114 @@
+"""Making the tables of a view, as a policy wants them, while cuts go on being applied to the model."""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from deltasync.core.delivery import Delivery
+from deltasync.core.policy import Policy
+from deltasync.feeds.model import Model
+from deltasync.feeds.release import Head
+from deltasync.storage.mapped_table import MappedTable
+from deltasync.views.release_maker import new_release
+from deltasync.views.statistics import Amount, Backlog, total
+from deltasync.views.store import ViewState, ViewStore
+from deltasync.views.table import ViewTable
+
+# Rows copied at once on the model's thread; between two copies cuts may be applied.
+_COPIED_ROWS = 1 << 16
+
+
+def followed(model: Model, policy: Policy) -> list[MappedTable]:
+    """The model's tables that a policy follows."""
+    return [table for table in model.tables if policy.follows(table.spec)]
+
+
+class TableMaker:
+    """Gives a view the tables that a policy follows. Used in the event loop, by one call at a time."""
+
+    def __init__(self, model: Model, store: ViewStore) -> None:
+        self._model = model
+        self._store = store
+
+    async def make(self, policy: Policy) -> None:
+        """Have the tables that the policy follows. Those the view lacks are made, and go out whole as one release.
+
+        Raises:
+            StorageFailed: there is no room; the view is as it was.
+        """
+        try:
+            await self._model.run(self._store.retry)
+            await self._make(policy)
+        finally:
+            await asyncio.to_thread(self._store.remove_unused)
+
+    async def _make(self, policy: Policy) -> None:
+        sources = followed(self._model, policy)
+        deliveries = [policy.delivery_of(source.spec) for source in sources]
+        state = self._store.state
+        version = state.compared_version if state.head else self._model.position.number
+        # What replicas held of the model before there was a policy need not be sent to them again.
+        as_it_was = state.head is None and all(each == Delivery.unchanged(each.spec) for each in deliveries)
+        number = version if as_it_was else state.head.number + 1 if state.head else version + 1
+        # All of them are made first: where there is no room for one, nothing need be copied.
+        tables = await asyncio.to_thread(self._found_or_made, sources, deliveries)
+        for table in tables:
+            if table not in state.tables:
+                await self._copy(table, None if as_it_was else number)
+        await asyncio.to_thread(_flush, tables)
+        await self._model.run(self._install, tables, number, version)
+
+    def _found_or_made(
+        self, sources: Sequence[MappedTable], deliveries: Sequence[Delivery]
+    ) -> tuple[ViewTable, ...]:
+        existing = {table.delivery: table for table in self._store.state.tables}
+        pairs = zip(sources, deliveries, strict=True)
+        return tuple(existing.get(each) or self._store.make_table(source, each) for source, each in pairs)
+
+    async def _copy(self, table: ViewTable, number: int | None) -> None:
+        ids = await self._model.run(table.source.changed_since, 0)
+        for start in range(0, len(ids), _COPIED_ROWS):
+            await self._model.run(table.copy, ids[start : start + _COPIED_ROWS], number)
+
+    def _install(self, tables: tuple[ViewTable, ...], number: int, version: int) -> None:
+        """Have these tables from now on, on the model's thread; new ones were copied at `version` or later."""
+        seal, before = self._model.applied, self._store.state
+        if seal is None:
+            raise RuntimeError("a view is made of a model of which nothing is published")
+        if before.head is None:
+            self._store.history.first_version, number = version, max(number, seal.version)
+        taken, reason = _taken(table for table in tables if table not in before.tables)
+        backlog = {table.source.spec.name: _backlog(table, before) for table in tables}
+        left = total(each.amount for each in backlog.values())
+        after = replace(before, tables=tables, compared_version=version, backlog=backlog)
+        head = Head(number, version, seal.step, seal.step_end_unix_ns)
+        self._store.install(after, new_release(head, taken, left, reason))
+
+
+def _taken(tables: Iterable[ViewTable]) -> tuple[Amount, str]:
+    """What a release takes that has these tables whole, and why."""
+    new = list(tables)
+    taken = total(_whole(table) for table in new)
+    reason = f"took all {taken.rows} rows of {len(new)} tables that the replicas did not have in this form"
+    return taken, reason
+
+
+def _whole(table: ViewTable) -> Amount:
+    rows = table.sent.count_changed_since(0)
+    return Amount(rows, rows * table.sent.spec.row_bytes, table.held.norm)
+
+
+def _backlog(table: ViewTable, before: ViewState) -> Backlog:
+    """What is left of a table; nothing of one that is new."""
+    source = table.source
+    known = before.backlog.get(source.spec.name) if table in before.tables else None
+    # After a restart it is only known which rows are dirty.
+    dirty = int(np.count_nonzero(table.dirty_since))
+    return known or Backlog(Amount(dirty, dirty * table.sent.spec.row_bytes), source.norm)
+
+
+def _flush(tables: Sequence[ViewTable]) -> None:
+    for table in tables:
+        table.flush()

@@ -1,0 +1,48 @@
+"""Python's prompt, into which a test pastes."""
+
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+_END = "pasted to here"
+
+
+class PythonPrompt:
+    """An interactive Python in a folder of its own, whose errors are those of a terminal."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._errors = folder / "prompt.stderr"
+
+    def __enter__(self) -> Self:
+        with self._errors.open("w") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-iqu"],
+                cwd=self._folder,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def paste(self, code: str) -> str:
+        """What the code prints, with an empty line after it. It fails where Python complains."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin
+        assert stdout
+        stdin.write(f"{code}\nprint({_END!r})\n")
+        stdin.flush()
+        lines = iter(stdout.readline, "")
+        printed = "".join(line for line in iter(lambda: next(lines, f"{_END}\n"), f"{_END}\n"))
+        errors = self._errors.read_text()
+        assert "Error" not in errors, errors
+        return printed
