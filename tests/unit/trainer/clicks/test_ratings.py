@@ -7,7 +7,9 @@ import pytest
 from deltasync.trainer.clicks.events import DataError, Events, concatenate
 from deltasync.trainer.clicks.ratings import rating_events
 
-EXCERPT = Path(__file__).parents[3] / "fixtures/movietweetings/ratings.dat"
+ROOT = Path(__file__).parents[4]
+EXCERPT = ROOT / "tests/fixtures/movietweetings/ratings.dat"
+WHOLE = ROOT.parent / "shared/data/movietweetings-100k/ratings.dat"
 CSV_HEADER = "userId,movieId,rating,timestamp\n"
 
 
@@ -113,10 +115,10 @@ def test_the_first_lines_of_movietweetings() -> None:
 
 
 def test_the_movietweetings_file() -> None:
-    movies = os.environ.get("MOVIETWEETINGS_100K")
-    if movies is None:
-        pytest.skip("needs the environment variable MOVIETWEETINGS_100K: the path of the 100,000 ratings")
-    events = concatenate(list(rating_events(Path(movies))))
+    movies = Path(os.environ.get("MOVIETWEETINGS_100K", WHOLE))
+    if not movies.exists():
+        pytest.skip(f"needs the 100,000 ratings at {movies}, or where MOVIETWEETINGS_100K says")
+    events = concatenate(list(rating_events(movies)))
     assert len(events) == 100_000
     assert len(np.unique(events.user)) == 16_554
     assert len(np.unique(events.item)) == 10_506
