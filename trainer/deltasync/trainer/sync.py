@@ -15,6 +15,7 @@ from torch import nn
 
 from deltasync.client import Part, Position, Publisher, PublisherOptions, RowBatch
 from deltasync.core.errors import DeltasyncError, InvalidInput, ResyncRequired, ServiceUnavailable
+from deltasync.trainer.checks import check_whole
 from deltasync.trainer.distributed.agreement import Agreement
 from deltasync.trainer.tracking.delta import Delta, Token
 from deltasync.trainer.tracking.modes import TrackingMode
@@ -47,8 +48,7 @@ class SyncOptions:
     dense: bool = True
 
     def __post_init__(self) -> None:
-        if self.publish_every < 1:
-            raise ValueError(f"publish_every: {self.publish_every}, expected at least 1")
+        check_whole("publish_every", self.publish_every)
 
 
 @dataclass

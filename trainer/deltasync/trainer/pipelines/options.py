@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from deltasync.core.errors import InvalidInput
+from deltasync.trainer.checks import check_names, check_positive, check_whole
 
 _AMP_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -36,12 +37,9 @@ class PipelineOptions:
     not_ahead: Collection[str] = ()
 
     def __post_init__(self) -> None:
-        if self.grad_accum < 1:
-            raise InvalidInput(f"grad_accum: {self.grad_accum}, expected at least 1")
-        if not 0 < self.loss_scale < float("inf"):
-            raise InvalidInput(f"loss_scale: {self.loss_scale}, expected a positive number")
-        if isinstance(self.not_ahead, str):
-            raise InvalidInput(f"not_ahead: {self.not_ahead!r}, expected a collection of names")
+        check_whole("grad_accum", self.grad_accum)
+        check_positive("loss_scale", self.loss_scale)
+        check_names("not_ahead", self.not_ahead)
         if self.amp_dtype not in _AMP_DTYPES:
             raise InvalidInput(f"amp_dtype: {self.amp_dtype}, expected torch.bfloat16 or torch.float16")
 

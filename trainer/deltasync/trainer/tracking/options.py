@@ -3,6 +3,8 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from deltasync.core.errors import InvalidInput
+from deltasync.trainer.checks import check_names
 from deltasync.trainer.tracking.modes import TrackingMode
 
 DEFAULT_CONSUMER = "default"
@@ -32,3 +34,9 @@ class TrackerOptions:
     fqns_to_skip: Collection[str] = ()
     dense: bool = False
     replicas: bool = True
+
+    def __post_init__(self) -> None:
+        check_names("consumers", self.consumers)
+        check_names("fqns_to_skip", self.fqns_to_skip)
+        if not isinstance(self.mode, TrackingMode):
+            raise InvalidInput(f"mode: {self.mode!r}, expected a TrackingMode")
