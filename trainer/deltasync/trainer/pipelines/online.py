@@ -105,7 +105,8 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         self.start_sparse_data_dist(self.batches[0], self.contexts[0])
         self._receive(0)
         self._set_module_context(self.contexts[0])
-        hand_over(self.batches[0], self._data_dist_stream)
+        with record_function(f"## wait_for_batch {self.contexts[0].index} ##"):
+            hand_over(self.batches[0], self._data_dist_stream)
         if len(self.batches) > 1:
             self.start_sparse_data_dist(self.batches[1], self.contexts[1])
         self.enqueue_batch(dataloader_iter)
@@ -208,7 +209,7 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
     def _forward(self, batch: In) -> tuple[torch.Tensor, Out]:
         self._ahead.in_forward = True
         try:
-            with autocast(self._options, self._device):
+            with record_function(f"## forward {self.contexts[0].index} ##"), autocast(self._options, self._device):
                 found = self._model(batch)
         except BaseException:
             self.contexts[0] = self._create_context()  # What was sent out ahead may have been used.
@@ -229,7 +230,8 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
     def _train(self) -> Out:
         if self._cycle.begins:
             self._cycle.open()
-            self._optimizer.zero_grad()
+            with record_function("## zero_grad ##"):
+                self._optimizer.zero_grad()
         closes = self._cycle.closes(last=len(self.batches) == 1)
         with self._cycle.micro_batch(closes=closes):
             losses, output = self._forward(self.batches[0])
