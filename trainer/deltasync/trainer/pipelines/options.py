@@ -26,7 +26,10 @@ class PipelineOptions:
         loss_scale: by how much the loss is multiplied at first, with float16. Halved whenever gradients are not
             finite, doubled after 2,000 steps without that.
         not_ahead: FQNs of modules to leave to forward: preprocessing, or sharded modules that are given one part
-            of a batch at one time, and another at another.
+            of a batch at one time, and another at another. Preprocessing that others change between steps
+            belongs here. Such a change raises `Contradiction` where it is seen: in attributes, and in the first
+            1,000 items of the dicts, lists, tuples and sets among them. It is not seen in objects of other kinds:
+            the result of one batch may then come from before the change.
     """
 
     grad_accum: int = 1

@@ -20,14 +20,14 @@ class Call:
     Attributes:
         arguments: positional ones by number, others by name.
         result: what the module returned.
-        era: of the module, by then.
+        revision: of the module, by then; others have changed it if it is another later.
         seen: what is within the arguments; of tensors, how often each had been written to by then.
         untouched: the module's buffers and the tensors within the result, likewise.
     """
 
     arguments: dict[Any, Any]
     result: Any
-    era: int
+    revision: int
     seen: dict[Path, tuple[Any, int]]
     untouched: list[tuple[torch.Tensor, int]]
 
@@ -37,14 +37,14 @@ class Call:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         result: Any = None,
-        era: int = 0,
+        revision: int = 0,
         buffers: Iterable[torch.Tensor] = (),
     ) -> "Call":
         """Note a call that has just been made."""
         arguments = _named(args, kwargs)
         seen = {path: (leaf, version(leaf)) for path, leaf in leaves_in(arguments)}
         untouched = [*buffers, *(tensor for _, tensor in tensors_in(result))]
-        return cls(arguments, result, era, seen, [(tensor, version(tensor)) for tensor in untouched])
+        return cls(arguments, result, revision, seen, [(tensor, version(tensor)) for tensor in untouched])
 
     def why_different(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
         """Why this call does not stand for one with these arguments; empty if it does."""

@@ -14,7 +14,7 @@ from deltasync.core.errors import Contradiction
 from deltasync.trainer.pipelines.batches import record_stream
 from deltasync.trainer.pipelines.lookahead.calls import Call
 from deltasync.trainer.pipelines.lookahead.plan import arguments
-from deltasync.trainer.pipelines.lookahead.state import Eras
+from deltasync.trainer.pipelines.lookahead.state import ModuleRevisions
 
 
 @dataclass
@@ -85,7 +85,7 @@ class PreprocessingForward:
 
     def __init__(self, owner: Owner, name: str, module: nn.Module, stream: torch.Stream | None) -> None:
         self._owner, self.name, self._stream = owner, name, stream
-        self._module, self._eras = module, Eras(module)
+        self._module, self._revisions = module, ModuleRevisions(module)
         self._compute: Callable[..., Any] = module.forward
         self._context = LookAheadContext(version=1)
 
@@ -95,28 +95,28 @@ class PreprocessingForward:
 
     def ahead(self, context: LookAheadContext, *args: Any, **kwargs: Any) -> Any:
         """Compute what forward is going to ask for."""
-        era, before = self._eras.now(), Call.made(args, kwargs)
+        revision, before = self._revisions.current(), Call.made(args, kwargs)
         result = self._compute(*args, **kwargs)
-        self._eras.called()
+        self._revisions.called()
         if reason := before.why_different(args, kwargs):
             raise Contradiction(
                 f"module {self.name!r} has been called ahead of forward, and {reason}; it cannot be pipelined: "
                 f"name it in PipelineOptions.not_ahead"
             )
-        call = Call.made(args, kwargs, result, era, self._module.buffers())
+        call = Call.made(args, kwargs, result, revision, self._module.buffers())
         context.calls.setdefault(self.name, []).append(call)
         return result
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The result that was computed for these arguments; computed now if there is none."""
         calls = self._context.calls.get(self.name, []) if self._owner.in_forward else []
-        era = self._eras.now()
+        revision = self._revisions.current()
         for call in calls:
-            if call.era == era and not call.why_different(args, kwargs):
+            if call.revision == revision and not call.why_different(args, kwargs):
                 calls.remove(call)
                 if self._stream:  # It was made on that one; the batch has been waited for.
                     record_stream(call.result, torch.get_device_module(self._stream.device).current_stream())
                 return call.result
         result = self._compute(*args, **kwargs)
-        self._eras.called()
+        self._revisions.called()
         return result
