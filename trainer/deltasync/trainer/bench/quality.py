@@ -22,7 +22,7 @@ from deltasync.trainer.clicks.model import ModelOptions
 from deltasync.trainer.clicks.stream_options import StreamOptions
 from deltasync.trainer.clicks.training_options import TrainingOptions
 from deltasync.trainer.demo.compare import quality
-from deltasync.trainer.demo.run import RELEASED, DemoOptions, Fleet, play
+from deltasync.trainer.demo.run import RELEASED, DemoOptions, Fleet, checked, play
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -87,10 +87,11 @@ def _measure(
         start_file=None,
         model=ModelOptions(),
     )
-    options = DemoOptions(stream=stream, training=TrainingOptions(), ranks=1, publish_every=publish_every)
+    demo = DemoOptions(stream=stream, training=TrainingOptions(), ranks=1, publish_every=publish_every)
+    options = checked(demo)
     with tempfile.TemporaryDirectory(prefix="deltasync-bench-") as folder:
-        played, _ = play(options, FLEETS, Path(folder), console, until=RELEASED)
-        return _figures(Path(folder), (played.events or 0) // 2)
+        play(options, FLEETS, Path(folder), console, until=RELEASED)
+        return _figures(Path(folder), (options.stream.events or 0) // 2)
 
 
 def _figures(folder: Path, first: int) -> dict[str, Any]:
