@@ -22,7 +22,7 @@ from deltasync.trainer.clicks.model import ModelOptions
 from deltasync.trainer.clicks.stream_options import StreamOptions
 from deltasync.trainer.clicks.training_options import TrainingOptions
 from deltasync.trainer.demo.compare import quality
-from deltasync.trainer.demo.run import RELEASED, DemoOptions, Fleet, checked, play
+from deltasync.trainer.demo.run import CURRENT, DemoOptions, Fleet, checked, play
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -90,7 +90,7 @@ def _measure(
     demo = DemoOptions(stream=stream, training=TrainingOptions(), ranks=1, publish_every=publish_every)
     options = checked(demo)
     with tempfile.TemporaryDirectory(prefix="deltasync-bench-") as folder:
-        play(options, FLEETS, Path(folder), console, until=RELEASED)
+        play(options, FLEETS, Path(folder), console, until=CURRENT)
         return _figures(Path(folder), (options.stream.events or 0) // 2)
 
 

@@ -101,11 +101,11 @@ def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("versions", f"{report['versions']:,} of {report['steps']:,} steps, {report['rows_published']:,} rows"),
         (
             "bytes",
-            f"{sent / 1e6:.1f} MB published; full pushes: {full / 1e6:.1f} MB, {full / sent:.1f} times as many",
+            f"{sent / 1e6:.1f} MB published; full pushes: {full / 1e6:.1f} MB, {full / sent:.1f} times as much",
         ),
         (
             "received",
-            f"{received / 1e6:.1f} MB by a replica: 1/{sent / received:.1f} of what was published, "
+            f"{received / 1e6:.1f} MB by a replica, {100 * received / sent:.0f} % of what was published, "
             f"1/{full / received:.0f} of full pushes",
         ),
         ("restarts", f"{report['service_restarts']} of the service"),

@@ -22,9 +22,9 @@ from deltasync.trainer.demo.progress import DemoProgress
 from deltasync.trainer.demo.report import build_report
 
 MODEL = "clicks"
-# States of a fleet: all of its replicas hold every row as the model has it, or every release that there is.
-NOTHING_LACKS = frozenset({"in sync"})
-RELEASED = frozenset({"in sync", "current"})
+# States of a fleet whose replicas all hold every row as the model has it, or every release that there is.
+IN_SYNC = frozenset({"in sync"})
+CURRENT = frozenset({"in sync", "current"})
 _POLL_SECONDS = 0.2
 _READY_SECONDS = 120.0
 _CATCH_UP_SECONDS = 300.0
@@ -116,7 +116,7 @@ def play(
     fleets: Sequence[Fleet],
     folder: Path,
     console: Console,
-    until: frozenset[str] = NOTHING_LACKS,
+    until: frozenset[str] = IN_SYNC,
 ) -> int:
     """Run a service, a trainer and some fleets to the end of the stream, and on until all fleets are in one of the
     states `until`; returns how often the service was started again.
@@ -158,13 +158,12 @@ class _Demo:
             self._start_trainer(processes, service.grpc)
             self._start_replicas(processes, service.grpc)
             progress.say("starting the trainer and the replicas, and waiting until these hold its first model")
-            self._await(processes, service, NOTHING_LACKS, _READY_SECONDS)
+            self._await(processes, service, IN_SYNC, _READY_SECONDS)
             (self._folder / "start.new").write_text(str(time.time() + _HEAD_START_SECONDS))
             (self._folder / "start.new").rename(self._folder / "start")
             self._watch(processes, service, progress)
-            progress.say(
-                f"all {self._steps} steps are trained; waiting until the replicas have been sent every row"
-            )
+            lacking = "row" if until == IN_SYNC else "release"
+            progress.say(f"all {self._steps} steps are trained; waiting until the replicas hold every {lacking}")
             progress.show(self._await(processes, service, until, _CATCH_UP_SECONDS, progress.show_wait))
             progress.say("stopping the replicas and the service")
             for name in (*self._replicas, Service.NAME):
