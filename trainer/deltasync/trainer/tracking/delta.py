@@ -57,19 +57,19 @@ class DeltaRows:
 
 @dataclass(frozen=True, eq=False)
 class Token:
-    """Says that a delta was taken. It is good for the consumer that was read, and for nothing else.
+    """Stands for a delta that was read. It is good for the consumer that was read, and for nothing else.
 
     Attributes:
         consumer: its name.
         cursor: everything marked up to here was in the delta, or is carried over.
-        taken: the rows of the delta, by FQN.
+        rows: those of the delta, by FQN.
         carried: global ids that were due but left for later, by FQN.
         registration: tells the consumer from another of its name, before or after it.
     """
 
     consumer: str
     cursor: int
-    taken: Mapping[str, DeltaRows]
+    rows: Mapping[str, DeltaRows]
     carried: Mapping[str, torch.Tensor]
     registration: object
 

@@ -99,8 +99,11 @@ class TrackedTable:
         """Table and rows, for messages."""
         return f"{self.name}[{self.row_offset}-{self.row_offset + self.rows}]"
 
-    def held(self, ids: torch.Tensor) -> torch.Tensor:
-        """Local ids of those of some global ids that are held here.
+    def local_ids(self, ids: torch.Tensor) -> torch.Tensor:
+        """The same rows counted from the first on this rank: int64 [m], without those of other ranks.
+
+        Args:
+            ids: global row ids, [n] of any integer type.
 
         Raises:
             InvalidInput: they are no list of ids, or one is none of the table's.

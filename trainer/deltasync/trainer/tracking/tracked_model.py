@@ -1,4 +1,4 @@
-"""The tables of a model, and what each lookup of a kernel will change of them."""
+"""What of a model is tracked: its tables, and which of them the lookups of each kernel change."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ Lookups = dict[nn.Module, list[Lookup]]
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a model has that can be tracked.
+class TrackedModel:
+    """What of a model is tracked on this rank.
 
     Attributes:
         modules: sharded modules by FQN.
-        tables: what this rank holds.
+        tables: the rows that this rank has of each table.
         lookups: what each kernel looks up.
     """
 
@@ -35,8 +35,8 @@ class Found:
     lookups: Lookups
 
 
-def find(model: nn.Module, options: TrackerOptions) -> Found:
-    """The tables of a model that `options` let through.
+def tracked_model(model: nn.Module, options: TrackerOptions) -> TrackedModel:
+    """The tables of a model that `options` do not leave out.
 
     Raises:
         InvalidInput: some have rows that cannot be tracked, or nothing is called as one of `fqns_to_skip`.
@@ -54,7 +54,8 @@ def find(model: nn.Module, options: TrackerOptions) -> Found:
     everything = [table for tables in kernels.values() for table in tables]
     tables = [table for table in merged(everything + outside) if _is_wanted(table, options)]
     numbers = {table.name: number for number, table in enumerate(tables) if table.fused}
-    return Found(modules, tables, {kernel: _lookups(found, numbers) for kernel, found in kernels.items()})
+    lookups = {kernel: _lookups(of_kernel, numbers) for kernel, of_kernel in kernels.items()}
+    return TrackedModel(modules, tables, lookups)
 
 
 def _lookups(tables: list[TrackedTable], numbers: dict[str, int]) -> list[Lookup]:
