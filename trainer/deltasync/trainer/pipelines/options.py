@@ -1,4 +1,4 @@
-"""What a pipeline is asked to do beside training on one batch after the other."""
+"""Options of the training pipeline."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -21,15 +21,16 @@ class PipelineOptions:
             micro-batches, instead of in the backward of each. Costs one lookup more per optimizer step, and the
             memory of the looked-up ids and of their gradients.
         enable_amp: run forward under autocast.
-        amp_dtype: what autocast computes in: bfloat16, or float16, whose small gradients a grad scaler rescues.
-            With float16, tables are updated as with `accumulate_tables`, since the scale must not reach them.
-        loss_scale: by how much the loss is multiplied at first, with float16. Halved whenever gradients are not
-            finite, doubled after 2,000 steps without that.
-        not_ahead: FQNs of modules to leave to forward: preprocessing, or sharded modules that are given one part
-            of a batch at one time, and another at another. Preprocessing that others change between steps
-            belongs here. Such a change raises `Contradiction` where it is seen: in attributes, and in the first
-            1,000 items of the dicts, lists, tuples and sets among them. It is not seen in objects of other kinds:
-            the result of one batch may then come from before the change.
+        amp_dtype: what autocast computes in: bfloat16, or float16 with a grad scaler, without which small
+            gradients would become 0. With float16, tables are updated as with `accumulate_tables`, after the scale
+            is divided out of their gradients.
+        loss_scale: factor of the loss at first, with float16. Halved whenever gradients are not finite, doubled
+            after 2,000 steps in which they were.
+        not_ahead: FQNs of modules that are only called by forward, never ahead of it: preprocessing, or sharded
+            modules whose features are another part of the batch in some forwards. Preprocessing that others change
+            between steps belongs here. Such a change raises `Contradiction` where it is seen: in attributes, and
+            in the first 1,000 items of the dicts, lists, tuples and sets among them. It is not seen in objects of
+            other kinds: the result of one batch may then come from before the change.
     """
 
     grad_accum: int = 1
@@ -48,7 +49,7 @@ class PipelineOptions:
 
     @property
     def scales_loss(self) -> bool:
-        """Whether gradients are too small for their type unless the loss is scaled up."""
+        """Whether the loss is scaled up, for gradients too small for their type."""
         return self.enable_amp and self.amp_dtype == torch.float16
 
     @property
