@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def choose_device(gpus: int, local_ranks: int, cuda_kernels: bool) -> tuple[str, str]:
-    """Train on "cuda" or "cpu", and why.
+    """Where to train, "cuda" or "cpu", and why.
 
     Args:
         gpus: GPUs of this machine.

@@ -83,8 +83,8 @@ class ConsumerCursor:
     def most_changed(self, delta: Delta, k: int) -> Delta:
         """The rows of a delta with the `k` largest norms. The others are carried over.
 
-        So are those that are as they were: the receiver may have had another value of them in between, in a delta
-        that was not acknowledged.
+        Carried over are even rows with a norm of 0: a delta that was not acknowledged may have given the receiver
+        another value of them.
         """
         chosen = largest({fqn: rows.norms() for fqn, rows in delta.rows.items()}, k)
         rows = {fqn: delta.rows[fqn].select(mask) for fqn, mask in chosen.items() if mask.any()}

@@ -1,8 +1,8 @@
 """A tracker's state for a checkpoint, and its way into another world size or sharding.
 
-Every rank saves its own rows, named by table and global row id; a rank that loads takes those it holds now from
-whoever has saved them. Clocks of ranks differ: they are aligned at the moment of saving, which only the distance
-to a stamp matters for. Where ranks disagree, the answer is the one that offers more rows.
+Every rank saves its own rows, named by table and global row id; a rank that loads takes its rows from whichever
+rank has saved them. Clocks of ranks differ: stamps are shifted so that all clocks show the same at the time of
+saving. Where ranks disagree, more rows are offered rather than fewer.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -14,9 +14,9 @@ from deltasync.trainer.tracking.modules import is_skipped, sharded_modules, tabl
 from deltasync.trainer.tracking.options import TrackerOptions
 from deltasync.trainer.tracking.shards import TrackedTable, dense_tables, kernel_tables, lookups_of, merged
 
-# Number of a table whose lookups are to be marked (None: they need not be), and of its features.
+# Which table is marked (None: none), and how many features are looked up in it.
 Lookup = tuple[int | None, int]
-# What each kernel looks up, in its order.
+# The lookups of each kernel, in its order.
 Lookups = dict[nn.Module, list[Lookup]]
 
 
@@ -59,7 +59,7 @@ def tracked_model(model: nn.Module, options: TrackerOptions) -> TrackedModel:
 
 
 def _lookups(tables: list[TrackedTable], numbers: dict[str, int]) -> list[Lookup]:
-    """Several shards of columns of one table are looked up with the same ids: marking those of one is enough."""
+    """Shards of columns of one table are looked up with the same ids: only the first one's are marked."""
     seen = set[str]()
     lookups: list[Lookup] = []
     for table in tables:
@@ -70,8 +70,8 @@ def _lookups(tables: list[TrackedTable], numbers: dict[str, int]) -> list[Lookup
 
 
 def ids_by_table(lookups: list[Lookup], features: KeyedJaggedTensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Number of the table and local ids of each feature looked up. The lengths were on the host before."""
-    if len(lookups) == 1 and lookups[0][0] is not None:  # Nothing to sort out.
+    """Number of the table and local ids of each feature looked up. Nothing is copied from a GPU for it."""
+    if len(lookups) == 1 and lookups[0][0] is not None:  # All ids are of one table.
         yield lookups[0][0], features.values()
         return
     ids_by_feature = features.values().split(features.length_per_key())
