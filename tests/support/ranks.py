@@ -12,7 +12,9 @@ def run_ranks(*arguments: str, ranks: int = 2) -> str:
     """Run `torchrun ... ARGUMENTS`; its output. A rank that fails, fails the test."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("DELTASYNC_")}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    # What the tests import, the ranks import too.
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     done = subprocess.run(
         [*torchrun, *arguments],
         cwd=ROOT,
