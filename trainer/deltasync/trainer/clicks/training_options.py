@@ -1,4 +1,4 @@
-"""Options of how the click model is trained, shared by the trainer and by whoever starts it."""
+"""Options of the click model's training, shared by the trainer and the commands that start it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

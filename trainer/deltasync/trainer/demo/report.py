@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deltasync.core.policy import Policy
-from deltasync.trainer.demo.compare import as_given, freshness, quality, trainer_tables, unequal_rows
+from deltasync.trainer.demo.compare import as_released, freshness, quality, trainer_tables, unequal_rows
 
 
 def build_report(
@@ -23,7 +23,7 @@ def build_report(
     """
     facts = [json.loads((folder / f"trainer-{rank}.json").read_text()) for rank in range(ranks)]
     trainer = trainer_tables(folder, ranks)
-    expected = as_given(trainer, policy)
+    expected = as_released(trainer, policy)
     unequal = {name: _unequal(folder, expected, name) for name in replicas}
     received = [sum(_facts(folder, name)["received_bytes"]) for name in replicas]
     found = quality(folder, ranks, replicas[0], replicas[-1], events // 2)

@@ -135,10 +135,10 @@ def play(
         DemoFailed: a process failed.
     """
     stream = replace(options.stream, start_file=folder / "start")
-    return _Demo(replace(options, stream=stream), fleets, folder, console).run(until)
+    return _DemoRun(replace(options, stream=stream), fleets, folder, console).run(until)
 
 
-class _Demo:
+class _DemoRun:
     """One run in a folder of its own."""
 
     def __init__(self, options: DemoOptions, fleets: Sequence[Fleet], folder: Path, console: Console) -> None:
