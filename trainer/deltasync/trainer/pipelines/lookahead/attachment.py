@@ -195,17 +195,17 @@ class LookAhead:
                 before.owner.detach()
 
     def _make_plan(self, batch: Any) -> Plan:
-        plan = self._plan_alike()
+        plan = self._common_plan()
         while early := self._why_not_early(plan, batch):
             self._exclusions |= early
-            plan = self._plan_alike()
+            plan = self._common_plan()
         if plan.lookups:
             logger.info("done ahead of forward: %s", ", ".join([*plan.preprocessing, *plan.lookups]))
         for name, reason in plan.reasons.items():
             self._log_not_ahead(name, reason)
         return plan
 
-    def _plan_alike(self) -> Plan:
+    def _common_plan(self) -> Plan:
         """A plan that is the same on all ranks: forward may depend on the rank, but lookups are collectives."""
         plan = make_plan(self._model, self._exclusions)
         sharded = [name for name, module in self._model.named_modules() if isinstance(module, ShardedModule)]
