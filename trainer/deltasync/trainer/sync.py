@@ -1,4 +1,9 @@
-"""Publishing what a model's training changes: tracker, agreement of the ranks and publisher put together."""
+"""Publishing what training changes in a model.
+
+`DeltaSync` belongs to the thread that trains: it marks, decides with the other ranks whether to cut, and gathers
+the rows of a cut there. The publisher sends them from threads of its own, which the training thread never waits
+for in `step`. When a cut is sealed, the next `step` takes note.
+"""
 
 import logging
 import math
@@ -15,6 +20,7 @@ from torch import nn
 
 from deltasync.client import Part, Position, Publisher, PublisherOptions, RowBatch
 from deltasync.core.errors import DeltasyncError, InvalidInput, ResyncRequired, ServiceUnavailable
+from deltasync.trainer.checks import check_whole
 from deltasync.trainer.distributed.agreement import Agreement
 from deltasync.trainer.tracking.delta import Delta, Token
 from deltasync.trainer.tracking.modes import TrackingMode
@@ -25,8 +31,8 @@ from deltasync.trainer.tracking.tracker import Tracker
 logger = logging.getLogger(__name__)
 
 _CONSUMER = "publisher"
-_HEAR_SECONDS = 0.05
-_KEPT_CUTS = 100_000
+_PEER_POLL_SECONDS = 0.05
+_CUTS_IN_STATS = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +42,8 @@ class SyncOptions:
     Attributes:
         service: where the service answers gRPC, as HOST:PORT.
         model: name of the set of tables.
-        publish_every: steps between cuts; a cut still under way then is waited for by none: the next one
-            takes its rows along.
+        publish_every: steps between cuts. Where the last cut is not sealed by then, this one is left out: the next
+            one publishes its rows.
         dense: whether to publish the parameters outside of embedding tables too.
     """
 
@@ -47,8 +53,7 @@ class SyncOptions:
     dense: bool = True
 
     def __post_init__(self) -> None:
-        if self.publish_every < 1:
-            raise ValueError(f"publish_every: {self.publish_every}, expected at least 1")
+        check_whole("publish_every", self.publish_every)
 
 
 @dataclass
@@ -57,13 +62,13 @@ class SyncStats:
 
     Attributes:
         cuts: version, step and end of the step (nanoseconds since 1970) of the last 100,000 sealed cuts.
-        absorbed: publishing steps at which a cut was still under way.
+        absorbed: cuts that were left out because the one before was not sealed yet.
         rows: rows of the sealed parts.
         bytes: bytes of their ids and values.
-        step_seconds: what the trainer's thread has spent in `DeltaSync.step`.
+        step_seconds: time that the thread that trains has spent in `DeltaSync.step`.
     """
 
-    cuts: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=_KEPT_CUTS))
+    cuts: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=_CUTS_IN_STATS))
     absorbed: int = 0
     rows: int = 0
     bytes: int = 0
@@ -71,7 +76,9 @@ class SyncStats:
 
 
 @dataclass(frozen=True)
-class _UnderWay:
+class _PendingCut:
+    """A cut that is published and not known to be sealed; `changes` are the tracker's when it was made."""
+
     part: Part
     token: Token
     changes: int
@@ -93,7 +100,7 @@ class DeltaSync:
 
     def __init__(self, model: nn.Module, options: SyncOptions) -> None:
         self._agreement = Agreement()
-        # What all ranks hold alike is published by the first.
+        # Copies that all ranks have are published by the first.
         first = self._agreement.rank == 0
         self.tracker = Tracker(
             model,
@@ -109,7 +116,7 @@ class DeltaSync:
         self._options = options
         self._tables = tables_of(model, dense=options.dense)
         self._publisher: Publisher | None = None
-        self._under_way: _UnderWay | None = None
+        self._pending: _PendingCut | None = None
         self._position = Position()
         self._resync = True
         self._published_step = self._published_changes = -1
@@ -123,9 +130,9 @@ class DeltaSync:
         started = time.perf_counter()
         self.tracker.step()
         if self.tracker.steps % self._options.publish_every == 0:
-            before = self._under_way
+            before = self._pending
             self._cut(time.time_ns())
-            self.stats.absorbed += self._under_way is before
+            self.stats.absorbed += self._pending is before
         self.stats.step_seconds += time.perf_counter() - started
 
     def flush(self, timeout_seconds: float | None = None) -> Position:
@@ -147,18 +154,22 @@ class DeltaSync:
         return self._position
 
     def mark_all(self) -> None:
-        """Note that rows were changed from outside, say by a load: all are published with the next cut."""
+        """Note that rows were changed from outside, say by a load: the next cut publishes all of them."""
         self.tracker.mark_all()
 
     def close(self, timeout_seconds: float | None = None) -> Position:
-        """Flush, and close the connection."""
+        """Flush, and close the connection.
+
+        Raises:
+            DeltasyncError: as `flush`; the connection is closed then, too.
+        """
         try:
             return self.flush(timeout_seconds)
         finally:
             self.abort()
 
     def abort(self) -> None:
-        """Close the connection at once: what is not sealed yet stays unpublished."""
+        """Close the connection at once: cuts that are not sealed may be lost."""
         if self._publisher:
             self._publisher.close()
 
@@ -173,7 +184,7 @@ class DeltaSync:
             self.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint of this rank must carry, to go on without publishing every row anew."""
+        """What this rank adds to a checkpoint, so that a run from there need not publish every row anew."""
         return {
             "rank": self._agreement.rank,
             "world_size": self._agreement.world_size,
@@ -204,38 +215,38 @@ class DeltaSync:
         self._resync = self._position.number == 0
 
     def _wait(self, deadline: float) -> DeltasyncError | None:
-        """Wait for the cut under way, but only so long that other ranks can be heard in between."""
-        if self._under_way is None:
+        """Wait a moment for the pending cut, then let the ranks agree again; the error if it is too late."""
+        if self._pending is None:
             return None
-        wait_for([self._under_way.sealed], max(0.0, min(_HEAR_SECONDS, deadline - time.monotonic())))
-        if self._under_way.sealed.done() or time.monotonic() < deadline:
+        wait_for([self._pending.sealed], max(0.0, min(_PEER_POLL_SECONDS, deadline - time.monotonic())))
+        if self._pending.sealed.done() or time.monotonic() < deadline:
             return None
         return ServiceUnavailable(
-            f"the cut of step {self._under_way.part.step} was not sealed in time by {self._options.service}; "
-            f"what that answered, if it did, is in the log"
+            f"{self._options.service} did not seal the cut of step {self._pending.part.step} in time; "
+            f"its answers, if there were any, are in this process's log"
         )
 
     def _cut(self, step_end_unix_ns: int, late: DeltasyncError | None = None) -> bool:
-        """Begin a cut if the ranks agree that they can; whether all of them have published everything."""
+        """Publish a cut if all ranks are ready for one; whether all of them had nothing to publish."""
         failure = late or self._settle()
         unpublished = self._resync or self._published_changes != self.tracker.changes
-        ready, failed = self._under_way is None, failure is not None
+        ready, failed = self._pending is None, failure is not None
         agreed = self._agreement.of(ready=ready, resync=self._resync, unpublished=unpublished, failed=failed)
         if failure:
             raise failure
         if agreed.failed:
             raise DeltasyncError("another rank cannot publish: its log says why")
         if agreed.ready and agreed.unpublished:
-            if self._published_step == self.tracker.steps:  # Marks from outside: a cut has a step of its own.
+            if self._published_step == self.tracker.steps:  # Marks from outside: each cut needs its own step.
                 self.tracker.step()
             self._publish(step_end_unix_ns, full=agreed.resync)
         return agreed.ready and not agreed.unpublished
 
     def _settle(self) -> Exception | None:
-        """Take note of how the cut under way has ended, if it has; the error that cannot be mended, if any."""
-        if self._under_way is None or not self._under_way.sealed.done():
+        """Take note of the pending cut's end, if it has come; the error, if it failed for good."""
+        if self._pending is None or not self._pending.sealed.done():
             return None
-        ended, self._under_way = self._under_way, None
+        ended, self._pending = self._pending, None
         error = ended.sealed.exception()
         if isinstance(error, ResyncRequired):
             logger.warning("%s", error)
@@ -243,10 +254,10 @@ class DeltaSync:
             return None
         if isinstance(error, Exception):
             return error
-        self._sealed(ended, ended.sealed.result())
+        self._note_sealed(ended, ended.sealed.result())
         return None
 
-    def _sealed(self, ended: _UnderWay, position: Position) -> None:
+    def _note_sealed(self, ended: _PendingCut, position: Position) -> None:
         self.tracker.acknowledge(ended.token)
         self._position = position
         part = ended.part
@@ -267,20 +278,20 @@ class DeltaSync:
             rows=self._shard_rows(delta),
             full=full,
         )
-        self._under_way = _UnderWay(part, delta.token, self.tracker.changes, self._connected().publish(part))
+        self._pending = _PendingCut(part, delta.token, self.tracker.changes, self._connected().publish(part))
 
     def _shard_rows(self, delta: Delta) -> list[RowBatch]:
-        """The same rows by shard."""
-        found, number = [], 0
+        """A delta's rows by shard."""
+        batches, number = [], 0
         for table in self.tracker.tables:
             rows = delta.rows.get(table.name)
             if rows is not None and rows.values is not None:
                 widths = [cols for _, cols in rows.columns]
                 for place, values in enumerate(torch.split(rows.values, widths, dim=1)):
                     shard = self.tracker.shards[number + place].shard
-                    found.append(RowBatch(shard, rows.ids.numpy(), values.contiguous().numpy()))
+                    batches.append(RowBatch(shard, rows.ids.numpy(), values.contiguous().numpy()))
             number += len(table.shards)
-        return found
+        return batches
 
     def _connected(self) -> Publisher:
         if self._publisher is None:

@@ -11,7 +11,7 @@ from tests.support.programs import run_program
 
 from deltasync.trainer.bench.command import bench
 from deltasync.trainer.bench.pipelines.options import NAMES, Sizes
-from deltasync.trainer.bench.pipelines.variants import VARIANTS, with_compared
+from deltasync.trainer.bench.pipelines.variants import VARIANTS, with_references
 
 SMALL = {
     "ranks": 2,
@@ -86,5 +86,5 @@ def test_a_turn_is_whole_cycles_of_accumulation() -> None:
 
 
 def test_a_variant_brings_along_what_it_is_compared_with() -> None:
-    assert list(with_compared(["tensordict"])) == ["sparse_dist", "ours", "tensordict"]
-    assert list(with_compared([])) == list(VARIANTS)
+    assert list(with_references(["tensordict"])) == ["sparse_dist", "ours", "tensordict"]
+    assert list(with_references([])) == list(VARIANTS)

@@ -16,7 +16,7 @@ from deltasync.core.value_types import ValueType
 from deltasync.trainer.bench.command import bench
 from deltasync.trainer.bench.consumers import EIGHT, FLEETS, ONE
 from deltasync.trainer.bench.process import TICK_SECONDS, cpu_seconds, resident_bytes
-from deltasync.trainer.bench.spread import spread_of
+from deltasync.trainer.bench.timing import spread_of
 
 KINDS = {"fp32": 4 * 8, "fp16": 2 * 8, "bf16": 2 * 8, "int8": 8 + 8}
 ID_BYTES = 8

@@ -166,5 +166,5 @@ def test_types_and_shapes() -> None:
 @pytest.mark.parametrize("name", ["users", "items", "cross_buckets", "history_length"])
 def test_options_are_checked(name: str) -> None:
     options = {"users": 1, "items": 1, "cross_buckets": 1, "history_length": 1}
-    with pytest.raises(ValueError, match=f"{name} must be at least 1, not 0"):
+    with pytest.raises(ValueError, match=f"{name}: 0, expected a whole number of at least 1"):
         FeatureOptions(**{**options, name: 0})

@@ -82,6 +82,39 @@ def test_a_bad_line_is_named_with_what_was_found_and_expected(tmp_path: Path, li
         read(tmp_path, f"1::2::3::4\n{line}\n1::2::3::4\n")
 
 
+@pytest.mark.parametrize("separator", ["::", ",", "\t"])
+@pytest.mark.parametrize("header", [False, True])
+def test_fields_may_be_apart_by_colons_commas_or_tabs(tmp_path: Path, separator: str, header: bool) -> None:
+    lines = ["userId::movieId::rating::timestamp"] * header + ["1::7::5::30", "2::8::3.5::10"]
+    events = read(tmp_path, "".join(f"{line}\n" for line in lines).replace("::", separator))
+    assert (events.user.tolist(), events.item.tolist()) == ([2, 1], [8, 7])
+    assert (events.label.tolist(), events.timestamp.tolist()) == ([0, 1], [10, 30])
+
+
+@pytest.mark.parametrize("end", ["\n", "\n\n\n", "\r\n\r\n", "\n  \n\t\n"])
+def test_blank_lines_at_the_end_are_no_ratings(tmp_path: Path, end: str) -> None:
+    for separator in ("::", ",", "\t"):
+        assert len(read(tmp_path, "1::2::3::4\n5::6::3::4".replace("::", separator) + end)) == 2
+
+
+def test_a_blank_line_before_others_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"ratings, line 2: found 1 field\(s\), the first being ''; expected"):
+        read(tmp_path, "1::2::3::4\n\n\n1::2::3::4\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("user,item,rating,timestamp", "found user 'user', .*; expected 'user,item,rating,timestamp' in numbers"),
+        ("1\t2\t3", r"found 3 field\(s\), .*; expected 'user\\titem\\trating\\ttimestamp' in numbers"),
+        ("1;2;3;4", "expected 'user::item::rating::timestamp' in numbers, or the same with commas or tabs"),
+    ],
+)
+def test_a_bad_first_line_is_told_what_it_looks_like(tmp_path: Path, line: str, expected: str) -> None:
+    with pytest.raises(DataError, match=f"ratings, line 1: .*{expected}"):
+        read(tmp_path, f"{line}\n1::2::3::4\n")
+
+
 def test_a_bad_csv_line_counts_the_header(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"line 3: found rating 'good'.*'user,item,rating,timestamp'"):
         read(tmp_path, CSV_HEADER + "1,2,3,4\n1,2,good,4\n")

@@ -110,7 +110,7 @@ def test_a_stale_model_is_clearly_worse_than_a_fresh_one() -> None:
 
 @pytest.mark.parametrize("name", ["users", "items", "block", "factors", "turnover", "quality_period"])
 def test_sizes_must_be_positive(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} must be at least 1, not 0"):
+    with pytest.raises(ValueError, match=f"{name}: 0, expected a whole number of at least 1"):
         replace(SMALL, **{name: 0})
 
 

@@ -12,14 +12,14 @@ FLOAT16 = {"enable_amp": True, "amp_dtype": torch.float16}
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"grad_accum": 0}, "grad_accum: 0, expected at least 1"),
-        ({"grad_accum": -3}, "grad_accum: -3, expected at least 1"),
+        ({"grad_accum": 0}, "grad_accum: 0, expected a whole number of at least 1"),
+        ({"grad_accum": -3}, "grad_accum: -3, expected a whole number of at least 1"),
         ({"loss_scale": 0.0}, "loss_scale: 0.0, expected a positive number"),
         ({"loss_scale": -1.0}, "loss_scale: -1.0, expected a positive number"),
         ({"loss_scale": float("inf")}, "loss_scale: inf, expected a positive number"),
         ({"loss_scale": float("nan")}, "loss_scale: nan, expected a positive number"),
         ({"amp_dtype": torch.float32}, "amp_dtype: torch.float32, expected torch.bfloat16 or torch.float16"),
-        ({"not_ahead": "hash"}, "not_ahead: 'hash', expected a collection of names"),
+        ({"not_ahead": "hash"}, "not_ahead: 'hash', expected several names"),
         ({"amp_dtype": torch.float64}, "amp_dtype: torch.float64, expected torch.bfloat16 or torch.float16"),
     ],
 )

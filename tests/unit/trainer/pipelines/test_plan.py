@@ -70,9 +70,9 @@ class Model(nn.Module):
 
 
 def plan_of(
-    call: Callable[[Any, Any], Any], given_up: Mapping[str, str] | None = None, **modules: nn.Module
+    call: Callable[[Any, Any], Any], exclusions: Mapping[str, str] | None = None, **modules: nn.Module
 ) -> Plan:
-    return make_plan(Model(call, **modules), given_up or {})
+    return make_plan(Model(call, **modules), exclusions or {})
 
 
 def done_ahead(model: Model, batch: Any) -> Any:

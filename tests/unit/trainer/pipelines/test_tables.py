@@ -181,7 +181,7 @@ def test_a_kept_lookup_is_updated_as_by_one_batch() -> None:
         assert lookup.rows.grad is None
     deferred.apply()
     assert is_as_of_one_batch(lookup)
-    assert deferred.kept == []
+    assert deferred.pending == []
 
 
 def test_what_is_kept_does_not_change_with_the_batch() -> None:
@@ -214,7 +214,7 @@ def test_a_lookup_without_gradients_is_not_kept() -> None:
     deferred = deferring(SumOfRows())
     with torch.no_grad():
         assert not deferred(ids_of(FIRST)).requires_grad
-    assert deferred.kept == []
+    assert deferred.pending == []
 
 
 def test_outside_of_its_forward_a_lookup_is_as_it_was() -> None:
@@ -222,7 +222,7 @@ def test_outside_of_its_forward_a_lookup_is_as_it_was() -> None:
     deferred = DeferredLookup(DeferredTables(nn.Sequential(), Running(False)), "lookup", lookup)
     train(deferred, ids_of(FIRST))
     assert lookup.rows.grad is not None
-    assert deferred.kept == []
+    assert deferred.pending == []
 
 
 def test_features_that_cannot_be_kept_are_refused_by_name() -> None:

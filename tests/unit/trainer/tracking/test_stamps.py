@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode, tracker
+from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode, cursors
 from deltasync.trainer.tracking.stamps import CLOCK_END, differing_rows, forget
 
 # Bits, among them -0.0, two NaNs and the smallest number.
@@ -79,7 +79,7 @@ STEP = st.one_of(
 def test_nothing_is_lost_when_the_clock_starts_over(steps: list[tuple[str, int | str]], ticks: int) -> None:
     options = TrackerOptions(consumers=["a", "b"], mode=TrackingMode.EMBEDDING, dense=True)
     model, number = Rows(), 0.0
-    with mock.patch.object(tracker, "CLOCK_END", 3 + ticks):
+    with mock.patch.object(cursors, "CLOCK_END", 3 + ticks):
         tracking = Tracker(model, options)
         receivers = {name: Receiver(name, model.t.data) for name in "ab"}
         for what, which in steps:

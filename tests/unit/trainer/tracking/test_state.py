@@ -17,7 +17,7 @@ from deltasync.core.errors import InvalidInput
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.trainer.sync import DeltaSync, SyncOptions
 from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode
-from deltasync.trainer.tracking.consumers import Consumer
+from deltasync.trainer.tracking.cursors import ConsumerCursor
 from deltasync.trainer.tracking.shards import TrackedShard, TrackedTable
 from deltasync.trainer.tracking.stamps import RowStamps
 from deltasync.trainer.tracking.state import load, save
@@ -80,7 +80,7 @@ def saved(piece: Piece, rows: dict[str, set[int]], ticks: int) -> dict[str, Any]
     for _ in range(ticks):
         stamps.tick()
     stamps.stamp(0, piece.local(rows["acknowledged"]))
-    consumer = Consumer.starting("c", TrackingMode.EMBEDDING, stamps.tick(), [table])
+    consumer = ConsumerCursor.at(stamps.tick(), "c", TrackingMode.EMBEDDING, [table])
     stamps.stamp(0, piece.local(rows["due"]))
     consumer.carried["t"] = piece.local(rows["carried"]) + table.row_offset
     return save([table], stamps, [consumer]) | {"steps": 1}
@@ -106,7 +106,7 @@ def test_first_values_find_their_columns(
         consumer = load([table], stamps, states)["c"]
         ids = consumer.due(table, stamps.later(0, consumer.cursor))
         assert torch.equal(ids, piece.local(expected))
-        first = consumer.first(table, ids)
+        first = consumer.first_rows(table, ids)
         assert first is not None
         assert torch.equal(first, piece.slice(HELD)[ids])
 
@@ -121,13 +121,13 @@ def test_one_value_per_shard_fits_the_same_shard_only(before: list[Piece], after
     for piece in before:
         table = piece.table(HELD, momentum_of)
         stamps = RowStamps([table])
-        consumer = Consumer.starting("c", TrackingMode.MOMENTUM_DIFF, stamps.tick(), [table])
+        consumer = ConsumerCursor.at(stamps.tick(), "c", TrackingMode.MOMENTUM_DIFF, [table])
         stamps.stamp_all(0)
         states.append(save([table], stamps, [consumer]) | {"steps": 1})
         known |= {(row, columns) for row in range(*piece.rows) for columns in piece.columns}
     for piece in after:
         table = piece.table(HELD, lambda _columns: -1.0)
-        first = load([table], RowStamps([table]), states)["c"].first(table, torch.arange(table.rows))
+        first = load([table], RowStamps([table]), states)["c"].first_rows(table, torch.arange(table.rows))
         assert first is not None
         for row, momenta in zip(range(*piece.rows), first.tolist(), strict=True):
             for columns, value in zip(piece.columns, momenta, strict=True):

@@ -1,10 +1,10 @@
 """What the service takes for eight consumers with different policies, for one, and for one without a policy.
 
 Each of the three fleets has a service of its own, a publisher, and a replica of every consumer in other processes.
-The services have turns: in each, a few cuts of a twentieth of the rows are published, each once all replicas have
-rows of the one before. CPU time is that of a service's process from the beginning of its turn to that of its next
-one: what it gives meanwhile of rows that were left is counted too. Memory is what is resident beside the files of
-tables and views.
+The services take turns. In each turn a few cuts of a twentieth of the rows are published, each when all replicas
+have rows of the one before. CPU time is that of the service's process from the beginning of one of its turns to
+the next, and so includes rows that a policy releases later. Memory is what is resident beside the files of tables
+and views.
 """
 
 import json
@@ -36,7 +36,7 @@ from deltasync.client import (
 from deltasync.core.rows import Ids
 from deltasync.trainer.bench.children import Children, Peer
 from deltasync.trainer.bench.process import TICK_SECONDS, cpu_seconds, resident_bytes
-from deltasync.trainer.bench.spread import spread_of
+from deltasync.trainer.bench.timing import spread_of
 
 ONE = {"top-share-int8": Policy(top_k=0.1, value_type=ValueType.INT8)}
 EIGHT = {
@@ -74,14 +74,14 @@ def run(console: Console, rows: int, dim: int, rounds: int) -> dict[str, Any]:
     """Measure, print and return the figures."""
     tables = [TableSpec(name, rows // len(_TABLES), dim) for name in _TABLES]
     with ExitStack() as stack:
-        fleets = {name: stack.enter_context(_started(FLEETS[name], tables)) for name in FLEETS}
+        fleets = {name: stack.enter_context(_running_fleet(FLEETS[name], tables)) for name in FLEETS}
         for _ in range(_WARM_UP + rounds):
             for fleet in fleets.values():
                 fleet.turn()
-        taken = {name: fleet.cpu_per_version()[_WARM_UP:] for name, fleet in fleets.items()}
+        seconds = {name: fleet.cpu_per_version()[_WARM_UP:] for name, fleet in fleets.items()}
         others = {name: fleet.figures() for name, fleet in fleets.items()}
-    lines = {name: spread_of("cpu_seconds_per_version", taken[name]) | others[name] for name in fleets}
-    figures = {**_ratios(taken), "rows": rows, "dim": dim, "rounds": rounds, "fleets": lines}
+    lines = {name: spread_of("cpu_seconds_per_version", seconds[name]) | others[name] for name in fleets}
+    figures = {**_ratios(seconds), "rows": rows, "dim": dim, "rounds": rounds, "fleets": lines}
     _print(console, figures)
     return figures
 
@@ -105,18 +105,18 @@ class Fleet:
         """Publish a few cuts, each once the replicas have the one before."""
         self._cpu.append(cpu_seconds(self._pid))
         for _ in range(_CUTS_OF_A_TURN):
-            self._given = self._cut()
+            self._deliveries = self._cut()
 
     def cpu_per_version(self) -> list[float]:
         """CPU seconds per version, in each turn; none is less than what the kernel's clock can tell."""
-        taken = pairwise([*self._cpu, cpu_seconds(self._pid)])
-        return [max(after - before, TICK_SECONDS) / _CUTS_OF_A_TURN for before, after in taken]
+        seconds = pairwise([*self._cpu, cpu_seconds(self._pid)])
+        return [max(after - before, TICK_SECONDS) / _CUTS_OF_A_TURN for before, after in seconds]
 
     def figures(self) -> dict[str, Any]:
         """Memory, and what each consumer was given after the first cut, which has all rows."""
-        given = {
+        delivered = {
             name: {"releases": releases - self._first[name][0], "rows": rows - self._first[name][1]}
-            for name, (releases, rows) in self._given.items()
+            for name, (releases, rows) in self._deliveries.items()
         }
         resident = resident_bytes(self._pid)
         files = sum(size for path, size in resident.items() if _is_of_a_table(path))
@@ -124,7 +124,7 @@ class Fleet:
             "versions": self._step - 1,
             "file_bytes": files,
             "rest_bytes": sum(resident.values()) - files,
-            "consumers": given,
+            "consumers": delivered,
         }
 
     def _cut(self) -> dict[str, tuple[int, int]]:
@@ -137,10 +137,10 @@ class Fleet:
         part = Part(step=self._step, step_end_unix_ns=time.time_ns(), rows=rows, full=self._step == 0)
         version = self._publisher.publish(part).result().number
         self._step += 1
-        given: dict[str, tuple[int, int]] = {}
+        delivered: dict[str, tuple[int, int]] = {}
         for names, peer in self._replicas.items():
-            given |= dict(zip(names, json.loads(peer.ask(str(version))), strict=True))
-        return given
+            delivered |= dict(zip(names, json.loads(peer.ask(str(version))), strict=True))
+        return delivered
 
     def _changed(self, table: TableSpec) -> Ids:
         if self._step == 0:
@@ -149,7 +149,7 @@ class Fleet:
 
 
 @contextmanager
-def _started(policies: Mapping[str, Policy], tables: list[TableSpec]) -> Iterator[Fleet]:
+def _running_fleet(policies: Mapping[str, Policy], tables: list[TableSpec]) -> Iterator[Fleet]:
     token = secrets.token_hex()
     with Children() as children:
         service = children.service("--admin-token", token)
@@ -172,8 +172,8 @@ def _is_of_a_table(path: str) -> bool:
     return f"{os.sep}models{os.sep}" in path and not path.endswith("(deleted)")
 
 
-def _ratios(taken: Mapping[str, list[float]]) -> dict[str, float]:
-    eight, one, everything = taken["eight"], taken["one"], taken["everything"]
+def _ratios(seconds: Mapping[str, list[float]]) -> dict[str, float]:
+    eight, one, everything = seconds["eight"], seconds["one"], seconds["everything"]
     return {
         **spread_of("service_cpu_per_version_ratio", [a / b for a, b in zip(eight, one, strict=True)]),
         **spread_of("policy_cpu_per_version_ratio", [a / b for a, b in zip(one, everything, strict=True)]),

@@ -29,7 +29,7 @@ from deltasync.wire.rows import chunked
 
 
 class Sink(publish_pb2_grpc.PublishServiceServicer):
-    """Takes a stream as the service does, and does nothing with it."""
+    """Receives a stream as the service does, and throws it away."""
 
     async def Publish(  # noqa: N802  # named as in the .proto file
         self,
@@ -82,7 +82,7 @@ def replica(service: str) -> None:
             _answer(str(subscriber.wait_for(int(line), 120).number))
 
 
-class Member:
+class FleetReplica:
     """A replica that knows which version its rows were made of, and what it was given.
 
     Attributes:
@@ -129,7 +129,7 @@ def fleet(service: str, consumers: Sequence[str]) -> None:
     """Follow consumers; at every line, wait until the replica of each has rows of the version it names, and answer
     with the releases and rows that each was given by then.
     """
-    members = [Member(service, consumer) for consumer in consumers]
+    members = [FleetReplica(service, consumer) for consumer in consumers]
     _answer("ready")
     for line in sys.stdin:
         for member in members:

@@ -17,12 +17,12 @@ from rich.console import Console
 from rich.table import Table
 
 from deltasync.client import Policy, ValueType
-from deltasync.trainer.bench.quality_plot import draw
+from deltasync.core.errors import NotFound
 from deltasync.trainer.clicks.model import ModelOptions
 from deltasync.trainer.clicks.stream_options import StreamOptions
 from deltasync.trainer.clicks.training_options import TrainingOptions
 from deltasync.trainer.demo.compare import quality
-from deltasync.trainer.demo.run import RELEASED, DemoOptions, Fleet, play
+from deltasync.trainer.demo.run import CURRENT, DemoOptions, Fleet, checked, play
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -87,10 +87,11 @@ def _measure(
         start_file=None,
         model=ModelOptions(),
     )
-    options = DemoOptions(stream=stream, training=TrainingOptions(), ranks=1, publish_every=publish_every)
+    demo = DemoOptions(stream=stream, training=TrainingOptions(), ranks=1, publish_every=publish_every)
+    options = checked(demo)
     with tempfile.TemporaryDirectory(prefix="deltasync-bench-") as folder:
-        played, _ = play(options, FLEETS, Path(folder), console, until=RELEASED)
-        return _figures(Path(folder), (played.events or 0) // 2)
+        play(options, FLEETS, Path(folder), console, until=CURRENT)
+        return _figures(Path(folder), (options.stream.events or 0) // 2)
 
 
 def _figures(folder: Path, first: int) -> dict[str, Any]:
@@ -158,3 +159,35 @@ def _print(console: Console, name: str, figures: dict[str, Any]) -> None:
         f"  at most {_AIM_LOSS} AUC below full fp32: {figures['times_fewer_bytes']:.0f} times fewer bytes than "
         f"full pushes (aim: {_AIM_TIMES})"
     )
+
+
+def draw(streams: dict[str, dict[str, Any]], file: Path) -> None:
+    """Draw AUC over bytes sent, a panel for each stream, into a PNG.
+
+    Raises:
+        NotFound: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise NotFound(
+            "the plot needs matplotlib: run `make install`, or pip install 'deltasync[bench]'"
+        ) from error
+    figure = Figure(figsize=(6.5 * len(streams), 4.5), layout="constrained")
+    panels = figure.subplots(1, len(streams), squeeze=False)[0]
+    for panel, (name, figures) in zip(panels, streams.items(), strict=True):
+        _panel(panel, name, figures)
+    figure.savefig(file, dpi=120)
+
+
+def _panel(panel: Any, name: str, figures: dict[str, Any]) -> None:
+    for line in figures["lines"]:
+        panel.plot(line["bytes"] / 1e6, line["auc"], "o", label=line["policy"])
+    panel.axvline(figures["full_push_bytes"] / 1e6, linestyle=":", color="gray", label="bytes of full pushes")
+    for key, text in {"trainer_auc": "trainer", "frozen_auc": "frozen at half time"}.items():
+        panel.axhline(figures[key], linestyle="--", color="gray", linewidth=1)
+        panel.text(0.01, figures[key], text, transform=panel.get_yaxis_transform(), va="bottom", fontsize=9)
+    panel.set_xscale("log")
+    panel.xaxis.set_major_formatter("{x:g}")
+    panel.legend(loc="center", fontsize=9)
+    panel.set(title=f"{name}: quality against bytes", xlabel="MB sent to a replica", ylabel="AUC")

@@ -6,13 +6,13 @@ thread, but in this process. The bare figure is one line on the same arrays, in 
 
     np.linalg.norm(table[ids] - view[ids], axis=1)
 
-Before each round every dirty row gets new values, so that none of them is known to be dirty yet. A fifth of the
-table is never touched: rows with gaps between them must be gathered. The rows of the view are those of the view
-in fp32; releases in other types are held against the same bare figure.
+Before each round every dirty row gets new values, so that the view has to look at all of them again. A fifth of
+the table never changes: rows with gaps between them must be gathered. The bare line reads the view in fp32;
+releases in other types are compared with the same figure.
 
 The line makes four arrays of the size of all dirty rows. It is called a few times in a round and the quickest call
-counts: at others the machine has to find the memory first. A second figure is the same line over blocks of rows,
-which makes small arrays only and is quicker.
+counts, since the others include the time to find memory. A second figure is the same line over blocks of rows,
+which makes only small arrays and is quicker.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ from deltasync.core.tables import Shard, TableSpec
 from deltasync.core.value_types import ValueType
 from deltasync.feeds.model import Model
 from deltasync.storage.log import Log, LogOptions
-from deltasync.trainer.bench.spread import spread_of
+from deltasync.trainer.bench.timing import spread_of
 from deltasync.views.statistics import ReleaseStatistics
 from deltasync.views.view import View
 
@@ -81,7 +81,7 @@ def run(console: Console, rows: int, dim: int, rounds: int) -> dict[str, Any]:
     return figures
 
 
-class Rows:
+class ChangingTable:
     """The rows of a model's one table, which all change at every cut.
 
     Attributes:
@@ -110,18 +110,18 @@ class Rows:
 
 async def _measure(folder: Path, rows: int, dim: int, rounds: int) -> dict[str, Any]:
     async with _model(folder) as (model, log):
-        changing = Rows(model, rows, dim)
+        changing = ChangingTable(model, rows, dim)
         await model.add_tables([changing.table])
         await changing.change()
         views = {name: View(name, model, log, folder / name) for name in POLICIES}
         for name, view in views.items():
             await view.prepare(POLICIES[name])
-        taken = [await _round(changing, views) for _ in range(WARM_UP + rounds)]
+        seconds = [await _round(changing, views) for _ in range(WARM_UP + rounds)]
         releases = {name: view.state.newest.statistics for name, view in views.items() if view.state.newest}
         await changing.change()
         parts = {name: await _parts(view, POLICIES[name]) for name, view in views.items()}
     sizes = {"rows": rows, "table_rows": changing.table.rows, "dim": dim, "rounds": rounds}
-    return _figures(taken[WARM_UP:], parts, releases) | sizes
+    return _figures(seconds[WARM_UP:], parts, releases) | sizes
 
 
 def _figures(
@@ -155,27 +155,27 @@ async def _model(folder: Path) -> AsyncIterator[tuple[Model, Log]]:
         log.close()
 
 
-async def _round(changing: Rows, views: Mapping[str, View]) -> Round:
+async def _round(changing: ChangingTable, views: Mapping[str, View]) -> Round:
     await changing.change()
     table, view = (np.asarray(each.rows) for each in (changing.model.tables[0], views["fp32"].tables[0]))
     blocks = np.split(changing.ids, range(BLOCK_ROWS, len(changing.ids), BLOCK_ROWS))
-    taken = {_BARE: _bare(table, view, [changing.ids]), _BLOCKED: _bare(table, view, blocks)}
+    seconds = {_BARE: _bare(table, view, [changing.ids]), _BLOCKED: _bare(table, view, blocks)}
     for name, one in views.items():
         started = time.perf_counter()
         await one.make_release(POLICIES[name], 0)
-        taken[name] = time.perf_counter() - started
-    return taken
+        seconds[name] = time.perf_counter() - started
+    return seconds
 
 
 def _bare(table: Floats, view: Floats, blocks: Sequence[Ids]) -> float:
     """Seconds of the quickest of a few calls."""
-    taken = []
+    seconds = []
     for _ in range(_BARE_CALLS):
         started = time.perf_counter()
         for ids in blocks:
             np.linalg.norm(table[ids] - view[ids], axis=1)
-        taken.append(time.perf_counter() - started)
-    return min(taken)
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
 
 
 async def _parts(view: View, policy: Policy) -> dict[str, float]:

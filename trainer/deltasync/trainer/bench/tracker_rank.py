@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from deltasync.trainer.bench.tracker_contest import Contest
 from deltasync.trainer.bench.tracker_model import DIM, Training, batches
+from deltasync.trainer.bench.tracker_pair import TrackerPair
 from deltasync.trainer.distributed.ranks import join_ranks
 from deltasync.trainer.tracking.modes import TrackingMode
 
@@ -73,35 +73,35 @@ def main(json_file: Path) -> None:
 
 def _windows(device: torch.device) -> Iterator[Window]:
     training = Training(ROWS, device)
-    contests = [Contest(training, mode, ["reader"]) for mode in MODES]
+    pairs = [TrackerPair(training, mode, ["reader"]) for mode in MODES]
     for skew, count in SKEWS.items():
         stream = batches(ROWS, IDS, skew, device)
         for number in range(count + 1):
-            taken = _window(training, contests, list(islice(stream, STEPS_PER_READ)), skew, number)
+            windows = _window(training, pairs, list(islice(stream, STEPS_PER_READ)), skew, number)
             if number:  # The first meets pages that were never touched.
-                yield from taken
+                yield from windows
 
 
 def _window(
-    training: Training, contests: list[Contest], some: list[KeyedJaggedTensor], skew: float, number: int
+    training: Training, pairs: list[TrackerPair], some: list[KeyedJaggedTensor], skew: float, number: int
 ) -> list[Window]:
-    before = [(contest.ours.seconds, contest.theirs.seconds) for contest in contests]
+    before = [(pair.ours.seconds, pair.theirs.seconds) for pair in pairs]
     for batch in some:
-        _step(training, contests, batch)
-    taken = []
-    for contest, (ours, theirs) in zip(contests, before, strict=True):
-        rows = contest.read("reader", ours_first=number % 2 == 0)
-        seconds = contest.ours.seconds - ours, contest.theirs.seconds - theirs
-        taken.append(Window(contest.mode.value, skew, rows, *seconds))
-    return taken
+        _step(training, pairs, batch)
+    windows = []
+    for pair, (ours, theirs) in zip(pairs, before, strict=True):
+        rows = pair.read("reader", ours_first=number % 2 == 0)
+        seconds = pair.ours.seconds - ours, pair.theirs.seconds - theirs
+        windows.append(Window(pair.mode.value, skew, rows, *seconds))
+    return windows
 
 
-def _step(training: Training, contests: list[Contest], batch: KeyedJaggedTensor) -> None:
-    for contest in contests:
-        contest.theirs.begin_step()
+def _step(training: Training, pairs: list[TrackerPair], batch: KeyedJaggedTensor) -> None:
+    for pair in pairs:
+        pair.theirs.begin_step()
     training.step(batch)
-    for contest in contests:
-        contest.ours.end_step()
+    for pair in pairs:
+        pair.ours.end_step()
 
 
 def _summary(windows: list[Window], mode: TrackingMode, skew: float) -> dict[str, Any]:
@@ -120,21 +120,21 @@ def _summary(windows: list[Window], mode: TrackingMode, skew: float) -> dict[str
 def _memory(mode: TrackingMode, device: torch.device) -> dict[str, Any]:
     """Bytes held at the start and at the end, with a consumer that never reads beside one that does."""
     training = Training(SMALL_ROWS, device)
-    contest = Contest(training, mode, ["reader", "absent"])
+    pair = TrackerPair(training, mode, ["reader", "absent"])
     stream = batches(SMALL_ROWS, SMALL_IDS, next(iter(SKEWS)), device)
-    ours_at_start = contest.ours.nbytes
+    ours_at_start = pair.ours.nbytes
     for number, batch in enumerate(islice(stream, SMALL_STEPS), 1):
-        _step(training, [contest], batch)
+        _step(training, [pair], batch)
         if number % STEPS_PER_READ == 0:
-            contest.read("reader")
+            pair.read("reader")
     return {
         "mode": mode.value,
         "rows": SMALL_ROWS,
         "steps": SMALL_STEPS,
         "ids_per_step": SMALL_IDS,
         "ours_bytes_at_start": ours_at_start,
-        "ours_bytes": contest.ours.nbytes,
-        "theirs_bytes": contest.theirs.nbytes,
+        "ours_bytes": pair.ours.nbytes,
+        "theirs_bytes": pair.theirs.nbytes,
     }
 
 

@@ -1,9 +1,9 @@
 """The ranks that measure step times, under torchrun.
 
-The demo's model trains a few steps without a tracker and a few with one that is read like a publishing one; given
-a service, a copy of it trains a few that are published. They take turns, there and back again, so that a change
-of the machine's speed meets all of them alike. It is one model with and without, since copies differ by chance in
-where their memory lies, which no number of turns would average out.
+The demo's model trains a few steps without a tracker and a few with one that is read as for publishing; if there
+is a service, a copy of the model trains a few steps that are published. They take turns, there and back again, so
+that a change of the machine's speed concerns all of them. With and without a tracker it is the same model: copies
+lie elsewhere in memory, which changes their speed, and no number of turns would average that out.
 """
 
 import json
@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.distributed import TrainPipelineSparseDist
 
-from deltasync.trainer.bench.spread import interval
-from deltasync.trainer.bench.turns import Taken, tracked
+from deltasync.trainer.bench.timing import Duration, interval
+from deltasync.trainer.bench.tracker_reads import tracked
 from deltasync.trainer.clicks.batch import ClickBatch, click_batch
 from deltasync.trainer.clicks.features import FeatureOptions, Featurizer
 from deltasync.trainer.clicks.model import ClickModel, ModelOptions
@@ -57,17 +57,17 @@ class _Training:
         self._batches = _batches(options)
         self._load(AHEAD)
 
-    def turn(self, mode: _Mode) -> Taken:
+    def turn(self, mode: _Mode) -> Duration:
         """Some steps, until all ranks have done them."""
         self._load(TURN)
         with mode() as after_step:
             dist.barrier()
-            started = Taken.now()
+            started = Duration.now()
             for _ in range(TURN):
                 self._pipeline.progress(self._stream)
                 after_step()
             dist.barrier()
-            return Taken.since(started)
+            return Duration.since(started)
 
     def _load(self, batches: int) -> None:
         self._waiting.extend(islice(self._batches, batches))
@@ -103,21 +103,21 @@ def main(service: str | None, rounds: int, json_file: Path) -> None:
     device = join_ranks()
     training = _Training(ModelOptions(), device)
     tracking = _Tracking(training.model)
-    turns: list[Callable[[], Taken]] = [
+    turns: list[Callable[[], Duration]] = [
         partial(training.turn, lambda: nullcontext(lambda: None)),
         partial(training.turn, tracking.turn),
     ]
     with ExitStack() as stack:
         if service:
             turns.append(_publishing(stack, _Training(ModelOptions(), device), service))
-        taken = [_round(turns) for _ in range(WARM_UP + rounds)][WARM_UP:]
+        durations = [_round(turns) for _ in range(WARM_UP + rounds)][WARM_UP:]
     if dist.get_rank() == 0:
-        json_file.write_text(json.dumps(_figures(taken, tracking)))
+        json_file.write_text(json.dumps(_figures(durations, tracking)))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _publishing(stack: ExitStack, training: _Training, service: str) -> Callable[[], Taken]:
+def _publishing(stack: ExitStack, training: _Training, service: str) -> Callable[[], Duration]:
     sync = DeltaSync(training.model, SyncOptions(service=service, model="bench", publish_every=PUBLISH_EVERY))
     stack.enter_context(sync).flush()
     return partial(training.turn, lambda: nullcontext(sync.step))
@@ -131,14 +131,14 @@ def _batches(options: ModelOptions) -> Iterator[ClickBatch]:
         yield click_batch(featurizer.features(events), dist.get_rank(), dist.get_world_size())
 
 
-def _round(turns: list[Callable[[], Taken]]) -> list[list[Taken]]:
+def _round(turns: list[Callable[[], Duration]]) -> list[list[Duration]]:
     """What each turn took on the way there, and on the way back."""
     there = [turn() for turn in turns]
     back = [turn() for turn in reversed(turns)]
     return [there, back[::-1]]
 
 
-def _figures(rounds: list[list[list[Taken]]], tracking: _Tracking) -> dict[str, float]:
+def _figures(rounds: list[list[list[Duration]]], tracking: _Tracking) -> dict[str, float]:
     ways = [way for both in rounds for way in both]
     step = statistics.median(way[0].seconds for way in ways) / TURN
     share = tracking.seconds / tracking.steps / step

@@ -14,7 +14,7 @@ from deltasync.trainer.sync import DeltaSync
 
 def save_checkpoint(folder: Path, model: nn.Module, optimizer: CombinedOptimizer, sync: DeltaSync) -> None:
     """Write a checkpoint into `folder`. Called by all ranks together, between steps."""
-    if dist.get_rank() == 0:  # Weights that are newer than what is known of them would not be published.
+    if dist.get_rank() == 0:  # With older sync files, changes of the newer weights would not be published.
         for stale in _sync_files(folder):
             stale.unlink()
     dist.barrier()
@@ -26,7 +26,7 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: CombinedOptimizer
     """Go on from a checkpoint, of however many ranks, before the first step; whether there is one.
 
     Raises:
-        InvalidInput: what was published is not known of all its ranks: it was being written when the run ended.
+        InvalidInput: the sync state of a rank is missing: the run ended while the checkpoint was written.
     """
     if not (folder / ".metadata").exists():
         return False
@@ -34,7 +34,7 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: CombinedOptimizer
     load(state, checkpoint_id=folder)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
-    # Mapped: of what other ranks have saved, only this rank's rows are read.
+    # Mapped, since only this rank's rows are read of other ranks' files.
     sync.load_state_dict([torch.load(file, weights_only=True, mmap=True) for file in _sync_files(folder)])
     return True
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from deltasync.trainer.checks import check_whole
 from deltasync.trainer.clicks.events import Events
 from deltasync.trainer.clicks.hashing import hash_to
 
@@ -29,8 +30,7 @@ class FeatureOptions:
 
     def __post_init__(self) -> None:
         for name in ("users", "items", "cross_buckets", "history_length"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+            check_whole(name, getattr(self, name))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

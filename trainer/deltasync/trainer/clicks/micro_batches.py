@@ -1,4 +1,4 @@
-"""What each rank trains on."""
+"""The micro-batches that each rank trains on."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +13,7 @@ from deltasync.trainer.clicks.training_options import TrainingOptions
 
 
 def micro_batches(stream: StreamOptions, training: TrainingOptions, past: int) -> Iterator[Any]:
-    """This rank's micro-batches after the first `past` steps, of which only the features need to know."""
+    """This rank's micro-batches after the first `past` steps, whose events only count for later features."""
     featurizer, rank, ranks = Featurizer(stream.features), dist.get_rank(), dist.get_world_size()
     for step, events in enumerate(stream.batches(past=past)):
         for part in batches(iter([events]), stream.batch_size // training.grad_accum):

@@ -9,6 +9,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from deltasync.trainer.checks import check_whole
 from deltasync.trainer.clicks.batch import SPARSE_FEATURES, ClickBatch
 from deltasync.trainer.clicks.features import DENSE_FEATURES, HOURS_OF_WEEK
 
@@ -36,8 +37,7 @@ class ModelOptions:
 
     def __post_init__(self) -> None:
         for name in ("users", "items", "cross_buckets", "dim", "hidden"):
-            if getattr(self, name) < 2:
-                raise ValueError(f"{name}: {getattr(self, name)}, expected at least 2")
+            check_whole(name, getattr(self, name), least=2)
         if self.dim % 2:
             raise ValueError(f"dim: {self.dim}, expected an even number: one table is sharded by columns")
 

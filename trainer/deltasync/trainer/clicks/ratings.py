@@ -1,4 +1,4 @@
-"""Events from a file of movie ratings: MovieLens-1M (`::`) or MovieLens csv."""
+"""Events from a file of movie ratings, as MovieLens has had them: apart by `::`, by tabs or by commas."""
 
 import math
 import re
@@ -16,7 +16,8 @@ from deltasync.trainer.clicks.events import DataError, Events
 _BLOCK = 8192
 _LARGEST = 2**63 - 1
 _FIELDS = ("user", "item", "rating", "timestamp")
-_CSV_HEADER = b"userId,movieId,rating,timestamp"
+_HEADER = [b"userId", b"movieId", b"rating", b"timestamp"]
+_SEPARATORS = (b"::", b"\t", b",")
 _WHOLE = re.compile(rb"[0-9]{1,19}")
 _DECIMAL = re.compile(rb"-?[0-9]{1,19}(?:\.[0-9]+)?")
 
@@ -34,7 +35,8 @@ class _Columns:
 def rating_events(path: Path | str, like_from: float | None = None) -> Iterator[Events]:
     """Read all ratings of a file now and return them as events in time order, equal times in file order.
 
-    A file holds lines `user::item::rating::timestamp` or csv with header `userId,movieId,rating,timestamp`.
+    A file holds lines `user::item::rating::timestamp`, or the same with tabs or commas instead of colons. The
+    first line may be the header `userId,movieId,rating,timestamp`, and the last ones may be blank.
     A rating of at least `like_from` has label 1; by default 8 if the largest rating is above 5, else 4.
     The whole file is held in arrays: about 80 bytes a rating while it is read, 36 bytes afterwards.
     Raises DataError for a file that cannot be read, holds no rating, or has a line that is not a rating.
@@ -71,23 +73,36 @@ def _read(path: Path) -> _Columns:
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error}); name a ratings file") from error
     if not columns.rating:
-        raise DataError(f"{path}: holds no ratings; expected lines like {_example(b'::')!r}")
+        raise DataError(f"{path}: holds no ratings; expected lines like {_example(None)}")
     return columns
 
 
 def _parse(path: Path, file: BinaryIO) -> _Columns:
     """Return the columns of the file, whose first line shows its format."""
-    is_csv = file.readline().rstrip(b"\r\n") == _CSV_HEADER
-    separator, first = (b",", 2) if is_csv else (b"::", 1)
-    if not is_csv:
+    first = _stripped(file.readline())
+    separator = next((one for one in _SEPARATORS if one in first), None)
+    has_header = first.split(separator or b"::") == _HEADER
+    if not has_header:
         file.seek(0)
     columns = _Columns()
-    for number, line in enumerate(file, start=first):
+    for number, line in _without_blank_end(file, start=2 if has_header else 1):
         try:
-            _append(columns, line.rstrip(b"\r\n").split(separator))
+            _append(columns, line.split(separator or b"::"))
         except ValueError as error:
-            raise DataError(f"{path}, line {number}: {error}; expected {_example(separator)!r}") from error
+            raise DataError(f"{path}, line {number}: {error}; expected {_example(separator)}") from error
     return columns
+
+
+def _without_blank_end(file: BinaryIO, start: int) -> Iterator[tuple[int, bytes]]:
+    """Yield lines and their numbers, but not the blank ones that no other line follows."""
+    blank: list[tuple[int, bytes]] = []
+    for number, line in enumerate(map(_stripped, file), start):
+        if line.strip():
+            yield from blank[:1]
+            blank.clear()
+            yield number, line
+        elif not blank:  # The first of several is the one to tell of.
+            blank.append((number, line))
 
 
 def _append(columns: _Columns, texts: list[bytes]) -> None:
@@ -112,5 +127,11 @@ def _shown(text: bytes) -> str:
     return repr(text[:40].decode("utf-8", "backslashreplace"))
 
 
-def _example(separator: bytes) -> str:
-    return separator.decode().join(_FIELDS)
+def _stripped(line: bytes) -> bytes:
+    return line.rstrip(b"\r\n")
+
+
+def _example(separator: bytes | None) -> str:
+    """What a line is like; without a separator, as the file has none of those known."""
+    example = repr((separator or b"::").decode().join(_FIELDS)) + " in numbers"
+    return example if separator else f"{example}, or the same with commas or tabs"

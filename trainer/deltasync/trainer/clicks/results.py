@@ -1,4 +1,4 @@
-"""What a training process leaves behind for whoever compares it with the replicas: scores and tables."""
+"""Results of a training process, to be compared with those of replicas: scores and tables."""
 
 import json
 import time

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from deltasync.trainer.checks import check_positive
 from deltasync.trainer.clicks.events import DataError, Events, concatenate
 from deltasync.trainer.clicks.ratings import rating_events
 from deltasync.trainer.clicks.synthetic import SyntheticOptions, synthetic_events
@@ -82,8 +83,7 @@ class Pace:
     def __post_init__(self) -> None:
         if not math.isfinite(self.start_unix):
             raise ValueError(f"start_unix must be a finite unix time in seconds, not {self.start_unix}")
-        if not 0 < self.events_per_second < math.inf:
-            raise ValueError(f"events_per_second must be above 0 and finite, not {self.events_per_second}")
+        check_positive("events_per_second", self.events_per_second)
 
     def arrival(self, index: int) -> float:
         """Return the unix time, in seconds, at which event `index` of the stream arrives."""

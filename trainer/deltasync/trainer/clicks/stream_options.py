@@ -47,7 +47,7 @@ class StreamOptions:
         return FeatureOptions(users=model.users, items=model.items, cross_buckets=model.cross_buckets)
 
     def batches(self, sleep: Callable[[float], None] = time.sleep, past: int = 0) -> Iterator[Events]:
-        """The batches, each at the time its last event arrives; the first `past` ones have arrived before."""
+        """The batches, each when its last event arrives; the first `past` of them at once."""
         synthetic = SyntheticOptions(seed=self.seed, users=self.model.users, items=self.model.items)
         events = open_stream(self.data, events=self.events, synthetic=synthetic)
         start = self._start(sleep) - past * self.batch_size / self.events_per_second

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from deltasync.trainer.checks import check_positive, check_whole
 from deltasync.trainer.clicks.events import Events
 
 _WORLD, _BLOCK = 0, 1
@@ -36,13 +37,10 @@ class SyntheticOptions:
 
     def __post_init__(self) -> None:
         for name in ("users", "items", "block", "factors", "turnover", "quality_period"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+            check_whole(name, getattr(self, name))
         for name in ("seed", "start_unix"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
-        if not 0 < self.seconds_per_event < float("inf"):
-            raise ValueError(f"seconds_per_event must be above 0 and finite, not {self.seconds_per_event}")
+            check_whole(name, getattr(self, name), least=0)
+        check_positive("seconds_per_event", self.seconds_per_event)
 
 
 def synthetic_events(options: SyntheticOptions) -> Iterator[Events]:

@@ -1,4 +1,4 @@
-"""Options of how the click model is trained, shared by the trainer and by whoever starts it."""
+"""Options of the click model's training, shared by the trainer and the commands that start it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import click
 
+from deltasync.trainer.checks import check_whole
 from deltasync.trainer.pipelines import PipelineOptions
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -27,6 +28,9 @@ class TrainingOptions:
     accumulate_tables: bool = False
     amp: bool = False
     input: str = "kjt"
+
+    def __post_init__(self) -> None:
+        check_whole("grad_accum", self.grad_accum)
 
     @property
     def pipeline(self) -> PipelineOptions:

@@ -44,6 +44,8 @@ def demo(json_file: Path | None, **settings: Any) -> None:
     frozen at half time. At the end every row of both replicas is compared with the trainer's. --top-k and its
     like are the consumer's policy: what its replicas are given.
     """
+    if json_file and not json_file.parent.is_dir():  # Not only at the end, when everything has run.
+        raise click.UsageError(f"--json {json_file}: there is no folder {json_file.parent}")
     if settings["data"] == "synthetic" and settings["events"] is None:
         settings["events"] = _SYNTHETIC_EVENTS
     stream, training = take_stream_options(settings), take_training_options(settings)

@@ -55,12 +55,12 @@ def _bits(values: NDArray[Any]) -> NDArray[Any]:
     return np.ascontiguousarray(values).view(f"u{values.dtype.itemsize}")
 
 
-def as_given(tables: Tables, policy: Policy) -> Tables:
-    """What replicas of a consumer with a policy are to hold of these tables."""
-    return {name: _as_given(name, rows, policy) for name, rows in tables.items()}
+def as_released(tables: Tables, policy: Policy) -> Tables:
+    """The values of these tables as a policy's value type lets replicas have them."""
+    return {name: _as_released(name, rows, policy) for name, rows in tables.items()}
 
 
-def _as_given(name: str, rows: NDArray[Any], policy: Policy) -> NDArray[Any]:
+def _as_released(name: str, rows: NDArray[Any], policy: Policy) -> NDArray[Any]:
     table = TableSpec(name, len(rows), rows.shape[1], rows.dtype)
     value_type = policy.delivery_of(table).value_type
     return decode(encode(rows, value_type), value_type, table.dtype)

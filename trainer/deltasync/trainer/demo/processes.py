@@ -139,10 +139,10 @@ class Service:
         self.grpc, self.http = endpoints["grpc"], endpoints["http"]
 
     def keep_alive(self) -> None:
-        """Start it again if it was killed.
+        """Start it again if it was killed with SIGKILL.
 
         Raises:
-            DemoFailed: it ended in another way, which a restart would not mend.
+            DemoFailed: it ended in another way, and would do so again.
         """
         if self._processes.killed(self.NAME):
             self.restarts += 1

@@ -1,5 +1,7 @@
 """The demo's progress: a bar on a terminal, a line now and then elsewhere."""
 
+import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
@@ -7,15 +9,17 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 _LINES = 10
+_WAIT_LINE_SECONDS = 2.0
 
 
 class DemoProgress:
     """Shows steps, versions and lag while the demo runs."""
 
-    def __init__(self, console: Console, steps: int) -> None:
-        self._console = console
+    def __init__(self, console: Console, steps: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console, self._clock = console, clock
         self._steps = steps
         self._printed = 0
+        self._next_wait_line = 0.0
         self._bar = Progress(
             TextColumn("steps"),
             BarColumn(),
@@ -38,6 +42,17 @@ class DemoProgress:
         if not self._console.is_terminal and part > self._printed:
             self._printed = part
             self._console.print(f"step {step}/{self._steps}  {text}", highlight=False, soft_wrap=True)
+
+    def show_wait(self, lag: dict[str, Any]) -> None:
+        """Show what the replicas still lack, after the last step; nothing if they lack nothing."""
+        behind = lag["lag"]
+        if not behind["rows"] and not behind["versions"]:
+            return
+        text = f"the replicas lack {behind['rows']:,} rows, {behind['versions']} versions"
+        self._bar.update(self._task, completed=self._steps, description=text)
+        if not self._console.is_terminal and self._clock() >= self._next_wait_line:
+            self._next_wait_line = self._clock() + _WAIT_LINE_SECONDS
+            self.say(f"  {text}")
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""

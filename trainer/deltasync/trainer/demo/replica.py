@@ -30,7 +30,7 @@ from deltasync.trainer.demo.scorer import Scorer
 _CHECK_SECONDS = 0.5
 
 
-class Stopped(Exception):
+class Stop(Exception):
     """The process was asked to end."""
 
 
@@ -52,9 +52,10 @@ class Replica:
         self._scoring = threading.Condition()
 
     def apply(self, release: Release) -> None:
-        """Take a release; if releases are held, once every batch that it has learnt from is scored.
+        """Apply a release; if releases are held, wait first until every batch that it was trained on is scored.
 
-        A predictor knows an event before the trainer does, whatever the two processes' share of the processor.
+        A predictor has to score an event before the trainer learns from it, however busy the processor is. Called
+        by the subscriber's thread; scoring happens in the main thread.
         """
         with self._scoring:
             while self._hold_releases and self.scorer.batches < release.step and not self._stop.is_set():
@@ -107,7 +108,7 @@ def main(results: Path | None, freeze_at: int | None, hold_releases: bool, **set
             _score(replica, stream, stop)
             while not stop.wait(_CHECK_SECONDS):
                 subscriber.check()
-        except Stopped:
+        except Stop:
             logging.getLogger(__name__).info("stopped before the end of the stream")
         subscriber.check()
     if results:
@@ -117,7 +118,7 @@ def main(results: Path | None, freeze_at: int | None, hold_releases: bool, **set
 def _score(replica: Replica, stream: StreamOptions, stop: threading.Event) -> None:
     def pause(seconds: float) -> None:
         if stop.wait(seconds):
-            raise Stopped
+            raise Stop
 
     for events in stream.batches(sleep=pause):
         replica.score(events)

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deltasync.core.policy import Policy
-from deltasync.trainer.demo.compare import as_given, freshness, quality, trainer_tables, unequal_rows
+from deltasync.trainer.demo.compare import as_released, freshness, quality, trainer_tables, unequal_rows
 
 
 def build_report(
@@ -23,7 +23,7 @@ def build_report(
     """
     facts = [json.loads((folder / f"trainer-{rank}.json").read_text()) for rank in range(ranks)]
     trainer = trainer_tables(folder, ranks)
-    expected = as_given(trainer, policy)
+    expected = as_released(trainer, policy)
     unequal = {name: _unequal(folder, expected, name) for name in replicas}
     received = [sum(_facts(folder, name)["received_bytes"]) for name in replicas]
     found = quality(folder, ranks, replicas[0], replicas[-1], events // 2)
@@ -101,11 +101,11 @@ def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("versions", f"{report['versions']:,} of {report['steps']:,} steps, {report['rows_published']:,} rows"),
         (
             "bytes",
-            f"{sent / 1e6:.1f} MB published; full pushes: {full / 1e6:.1f} MB, {full / sent:.1f} times as many",
+            f"{sent / 1e6:.1f} MB published; full pushes: {full / 1e6:.1f} MB, {full / sent:.1f} times as much",
         ),
         (
             "received",
-            f"{received / 1e6:.1f} MB by a replica: 1/{sent / received:.1f} of what was published, "
+            f"{received / 1e6:.1f} MB by a replica, {100 * received / sent:.0f} % of what was published, "
             f"1/{full / received:.0f} of full pushes",
         ),
         ("restarts", f"{report['service_restarts']} of the service"),

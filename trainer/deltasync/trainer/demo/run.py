@@ -4,7 +4,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from rich.console import Console
 
 from deltasync.client import Admin, Policy
 from deltasync.client.status import fetch_lag
-from deltasync.core.errors import InvalidInput, ServiceUnavailable
+from deltasync.core.errors import DeltasyncError, InvalidInput, ServiceUnavailable
 from deltasync.trainer.clicks.stream import open_stream
 from deltasync.trainer.clicks.stream_options import StreamOptions
 from deltasync.trainer.clicks.training_options import TrainingOptions, why_not_shared
@@ -22,9 +22,9 @@ from deltasync.trainer.demo.progress import DemoProgress
 from deltasync.trainer.demo.report import build_report
 
 MODEL = "clicks"
-# States of a fleet: all of its replicas hold every row as the model has it, or every release that there is.
-NOTHING_LACKS = frozenset({"in sync"})
-RELEASED = frozenset({"in sync", "current"})
+# States of a fleet whose replicas all hold every row as the model has it, or every release that there is.
+IN_SYNC = frozenset({"in sync"})
+CURRENT = frozenset({"in sync", "current"})
 _POLL_SECONDS = 0.2
 _READY_SECONDS = 120.0
 _CATCH_UP_SECONDS = 300.0
@@ -68,21 +68,47 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
 
     Raises:
         DemoFailed: a process failed; the folder of logs is kept.
-        DataError: the events cannot be read.
+        InvalidInput: the options do not go together, or the events cannot be read; nothing was started.
     """
+    options = checked(options)
     fleet = Fleet("predictors", ("replica-0", "replica-1"), options.policy)
     folder = Path(tempfile.mkdtemp(prefix="deltasync-demo-"))
+    keep = options.keep
     try:
-        stream, restarts = play(options, [fleet], folder, console)
-        facts = {"ranks": options.ranks, "events": stream.events or 0, "restarts": restarts}
+        restarts = play(options, [fleet], folder, console)
+        facts = {"ranks": options.ranks, "events": options.stream.events or 0, "restarts": restarts}
         report = build_report(folder, replicas=fleet.replicas, policy=fleet.policy, **facts)
-    except DemoFailed as error:
+        keep = keep or not report["rows_equal"]
+    except DeltasyncError as error:
+        keep = True
         raise DemoFailed(f"{error}\nlogs and results: {folder}") from error
-    if options.keep or not report["rows_equal"]:
+    finally:
+        if not keep:
+            shutil.rmtree(folder)
+    if keep:
         console.print(f"logs and results: {folder}", highlight=False, soft_wrap=True)
-    else:
-        shutil.rmtree(folder)
     return report
+
+
+def checked(options: DemoOptions) -> DemoOptions:
+    """The same options, with as many events as there are for every rank to have equally many.
+
+    Raises:
+        InvalidInput: they do not go together, or the events cannot be read, or are too few.
+    """
+    stream = options.stream
+    if reason := why_not_shared(stream.batch_size, options.ranks, options.training):
+        raise InvalidInput(reason)
+    events = _count_events(stream)
+    if events < 2 * stream.batch_size:
+        raise InvalidInput(f"{events} events: the demo needs at least two batches of {stream.batch_size}")
+    return replace(options, stream=replace(stream, events=events - events % options.ranks))
+
+
+def _count_events(stream: StreamOptions) -> int:
+    if stream.data == "synthetic" and stream.events is not None:
+        return stream.events
+    return sum(len(block) for block in open_stream(stream.data, events=stream.events))
 
 
 def play(
@@ -90,42 +116,29 @@ def play(
     fleets: Sequence[Fleet],
     folder: Path,
     console: Console,
-    until: frozenset[str] = NOTHING_LACKS,
-) -> tuple[StreamOptions, int]:
+    until: frozenset[str] = IN_SYNC,
+) -> int:
     """Run a service, a trainer and some fleets to the end of the stream, and on until all fleets are in one of the
-    states `until`; returns the stream, and how often the service was started again.
+    states `until`; returns how often the service was started again.
 
     What the processes have found is in `folder`. The last replica of the last fleet also scores with a copy that
     is frozen at half time.
 
+    Args:
+        options: `checked` ones.
+        fleets: consumers and their replicas.
+        folder: for logs and results.
+        console: where progress is shown.
+        until: the states to wait for after the last step.
+
     Raises:
         DemoFailed: a process failed.
-        DataError: the events cannot be read.
     """
-    _check(options)
-    stream = replace(options.stream, events=_count_events(options), start_file=folder / "start")
-    demo = _Demo(replace(options, stream=stream), fleets, folder, console)
-    return stream, demo.run(until)
+    stream = replace(options.stream, start_file=folder / "start")
+    return _DemoRun(replace(options, stream=stream), fleets, folder, console).run(until)
 
 
-def _check(options: DemoOptions) -> None:
-    if reason := why_not_shared(options.stream.batch_size, options.ranks, options.training):
-        raise InvalidInput(reason)
-
-
-def _count_events(options: DemoOptions) -> int:
-    """How many events there are, for every rank to have as many."""
-    wanted = options.stream.events
-    if options.stream.data == "synthetic" and wanted is not None:
-        found = wanted
-    else:
-        found = sum(len(block) for block in open_stream(options.stream.data, events=wanted))
-    if found < 2 * options.stream.batch_size:
-        raise DemoFailed(f"{found} events: the demo needs at least two batches of {options.stream.batch_size}")
-    return found - found % options.ranks
-
-
-class _Demo:
+class _DemoRun:
     """One run in a folder of its own."""
 
     def __init__(self, options: DemoOptions, fleets: Sequence[Fleet], folder: Path, console: Console) -> None:
@@ -144,11 +157,15 @@ class _Demo:
             service = self._start_service(processes, progress)
             self._start_trainer(processes, service.grpc)
             self._start_replicas(processes, service.grpc)
-            self._await(processes, service, NOTHING_LACKS, _READY_SECONDS)
+            progress.say("starting the trainer and the replicas, and waiting until these hold its first model")
+            self._await(processes, service, IN_SYNC, _READY_SECONDS)
             (self._folder / "start.new").write_text(str(time.time() + _HEAD_START_SECONDS))
             (self._folder / "start.new").rename(self._folder / "start")
             self._watch(processes, service, progress)
-            progress.show(self._await(processes, service, until, _CATCH_UP_SECONDS))
+            lacking = "row" if until == IN_SYNC else "release"
+            progress.say(f"all {self._steps} steps are trained; waiting until the replicas hold every {lacking}")
+            progress.show(self._await(processes, service, until, _CATCH_UP_SECONDS, progress.show_wait))
+            progress.say("stopping the replicas and the service")
             for name in (*self._replicas, Service.NAME):
                 processes.stop(name)
         return service.restarts
@@ -194,14 +211,21 @@ class _Demo:
             progress.say(f"step {step}: the service was killed with SIGKILL")
 
     def _await(
-        self, processes: Processes, service: Service, states: frozenset[str], seconds: float
+        self,
+        processes: Processes,
+        service: Service,
+        states: frozenset[str],
+        seconds: float,
+        show: Callable[[dict[str, Any]], None] = lambda _: None,
     ) -> dict[str, Any]:
-        """Wait until all fleets are whole and in one of these states; the lag of the first."""
+        """Wait until all fleets are whole and in one of these states; `show` and return the lag of the first."""
         deadline = time.monotonic() + seconds
         while True:
             lags = self._poll(processes, service)
             if lags and all(_is_in(states, *each) for each in zip(lags, self._fleets, strict=True)):
                 return lags[0]
+            if lags:
+                show(lags[0])
             if time.monotonic() > deadline:
                 raise DemoFailed(f"the replicas did not hold the model within {seconds:.0f} s: {lags}")
             time.sleep(_POLL_SECONDS)

@@ -1,4 +1,4 @@
-"""What ranks agree on: before a cut, so that their parts always meet, and wherever their collectives have to."""
+"""Agreements of ranks: before a cut, of which all or none publish a part, and before other collectives."""
 
 import time
 import uuid
@@ -9,14 +9,14 @@ import torch.distributed as dist
 
 
 @dataclass(frozen=True)
-class Agreed:
-    """What holds for the ranks together.
+class Consensus:
+    """The state of all ranks together.
 
     Attributes:
-        ready: no rank has a part under way.
-        resync: at least one must publish every row.
-        unpublished: at least one has something to publish.
-        failed: at least one cannot go on.
+        ready: no rank has a cut that is not sealed.
+        resync: at least one rank must publish every row.
+        unpublished: at least one rank has something to publish.
+        failed: at least one rank cannot go on.
     """
 
     ready: bool
@@ -28,24 +28,24 @@ class Agreed:
 def on_any_rank(
     flags: list[bool], group: dist.ProcessGroup | None = None, device: torch.device | None = None
 ) -> list[bool]:
-    """Which of the flags are set on at least one rank of a group. Called by all of its ranks together.
+    """Which of the flags are set on at least one rank of a group. A collective: all of its ranks call it.
 
     Args:
-        flags: of this rank, equally many on all.
-        group: None is the default group; without any there is one rank, which agrees with itself.
-        device: that the group's backend exchanges tensors of; None is the CPU.
+        flags: of this rank; all ranks have the same number of them.
+        group: None is the default group. Without a process group there is one rank.
+        device: where the group's backend takes tensors from; None is the CPU.
     """
     if not flags or not dist.is_initialized() or dist.get_world_size(group) == 1:
         return flags
-    found = torch.tensor(flags, dtype=torch.int32, device=device)
-    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-    return [bool(flag) for flag in found.tolist()]
+    values = torch.tensor(flags, dtype=torch.int32, device=device)
+    dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
+    return [bool(flag) for flag in values.tolist()]
 
 
 class Agreement:
-    """One small collective, over a gloo group of its own: it stays off the GPUs and out of training's way.
+    """One small collective, over a gloo group of its own: it uses no GPU, and no group that training uses.
 
-    Without a process group there is one rank, which agrees with itself.
+    Without a process group there is one rank, and nothing is exchanged. In the thread that trains.
     """
 
     def __init__(self) -> None:
@@ -53,10 +53,10 @@ class Agreement:
         self.rank = dist.get_rank() if self._group else 0
         self.world_size = dist.get_world_size() if self._group else 1
 
-    def of(self, *, ready: bool, resync: bool, unpublished: bool, failed: bool) -> Agreed:
-        """What holds for all ranks, given what holds for this one."""
+    def of(self, *, ready: bool, resync: bool, unpublished: bool, failed: bool) -> Consensus:
+        """The state of all ranks; the arguments are this one's."""
         busy, *others = on_any_rank([not ready, resync, unpublished, failed], self._group)
-        return Agreed(not busy, *others)
+        return Consensus(not busy, *others)
 
     def run(self) -> tuple[str, int]:
         """A new run id, and when the run began (nanoseconds since 1970): the first rank's, on all ranks."""

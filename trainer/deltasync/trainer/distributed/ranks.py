@@ -1,4 +1,4 @@
-"""Joining the other ranks under torchrun."""
+"""Ranks: joining the others under torchrun, and the group of those that train a model."""
 
 import logging
 import os
@@ -6,12 +6,15 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.model_parallel import ShardedModule
 
 logger = logging.getLogger(__name__)
 
 
 def choose_device(gpus: int, local_ranks: int, cuda_kernels: bool) -> tuple[str, str]:
-    """Train on "cuda" or "cpu", and why.
+    """Where to train, "cuda" or "cpu", and why.
 
     Args:
         gpus: GPUs of this machine.
@@ -39,6 +42,21 @@ def join_ranks() -> torch.device:
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     return device
+
+
+def group_of(model: nn.Module) -> dist.ProcessGroup | None:
+    """The ranks that have copies of a model's parameters, or else those that share its tables.
+
+    None is the default group.
+    """
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            group: dist.ProcessGroup = module.process_group
+            return group
+    environments = (
+        getattr(module, "_env", None) for module in model.modules() if isinstance(module, ShardedModule)
+    )
+    return next((environment.process_group for environment in environments if environment), None)
 
 
 def _installed(package: str) -> bool:

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from deltasync.core.errors import Contradiction
 
-# Whose gradients a model's parameters hold.
+# The cycle whose gradients are in a model's parameters.
 _OPEN = WeakKeyDictionary[nn.Module, "ref[AccumulationCycle]"]()
 
 
@@ -43,24 +43,24 @@ class AccumulationCycle:
         _OPEN[self._model] = ref(self)
 
     def closes(self, *, last: bool) -> bool:
-        """Whether a step is due after the next micro-batch; always, after the `last` that there is."""
+        """Whether a step is due after the next micro-batch: always after the `last` of the data."""
         return last or self._done + 1 == self._micro_batches
 
     def share(self, loss: torch.Tensor) -> torch.Tensor:
-        """What a micro-batch's loss has in the step's."""
+        """A micro-batch's share in the loss of its step."""
         return loss / self._micro_batches if self._micro_batches > 1 else loss
 
     @contextmanager
     def micro_batch(self, *, closes: bool) -> Iterator[None]:
         """Forward and backward of one. Ranks exchange gradients only in one that closes the step."""
         with ExitStack() as stack:
-            for reducer in [] if closes else self._waiting():
+            for reducer in [] if closes else self._reducers_to_pause():
                 stack.enter_context(reducer.no_sync())
             yield
         self._done += 1
 
     def close(self) -> float:
-        """End the cycle; what its gradients have to be multiplied by to be the mean over its micro-batches."""
+        """End the cycle; the factor that makes its gradients the mean over the micro-batches that it had."""
         correction = self._micro_batches / self._done
         self.restart()
         return correction
@@ -69,11 +69,11 @@ class AccumulationCycle:
         """Begin a cycle anew."""
         self._done = 0
 
-    def _waiting(self) -> list[DistributedDataParallel]:
+    def _reducers_to_pause(self) -> list[DistributedDataParallel]:
         """All of the model's DDP modules: the outermost, and those around data-parallel tables.
 
-        One with a static graph has to exchange gradients in the very first backward, where it learns the graph;
-        the mean of what it exchanged there stays what it is when it is averaged again.
+        One with a static graph learns the graph in the very first backward and has to exchange gradients there;
+        a mean that is averaged over ranks again, in the last micro-batch, stays the same.
         """
         if self._reducers is None:
             self._reducers = [

@@ -16,7 +16,7 @@ from deltasync.core.errors import InvalidInput
 # Where a tensor is inside of a value.
 Path = tuple[Any, ...]
 _PLAIN = frozenset({int, float, bool, str, type(None)})
-# What a jagged tensor is made of: all else that it holds is computed from these.
+# What a jagged tensor is made of; it computes all its other attributes from these.
 _OF_JAGGED = ("_values", "_weights", "_lengths", "_offsets", "_stride_per_key_per_rank", "_inverse_indices")
 
 
@@ -32,17 +32,17 @@ def to_device(batch: Any, device: torch.device) -> Any:
             )
         return _to_device(batch, device, non_blocking=True)
     if all(tensor.device == device for _, tensor in tensors_in(batch)):
-        return batch.copy()  # `to` would ask each nested tensor by way of Python.
-    copied = batch.to(device, non_blocking=True).copy()  # Which is not locked, and has the same tensors.
+        return batch.copy()  # `to` would go through Python for each nested tensor.
+    copied = batch.to(device, non_blocking=True).copy()  # A copy has the same tensors, and is not locked.
     for key in list(copied.keys()):
         value = copied[key]
-        if isinstance(value, Pipelineable) or is_tensor_collection(value):  # No tensors to it: they have stayed.
+        if isinstance(value, Pipelineable) or is_tensor_collection(value):  # `to` leaves these where they are.
             copied[key] = to_device(value, device)
     return copied
 
 
 def hand_over(value: Any, stream: torch.Stream | None) -> None:
-    """Have the current stream wait for what another one does to a value, and keep its memory until it is used."""
+    """Have the current stream wait for what another one does to a value, whose memory both need until then."""
     if stream is None:
         return
     current = torch.get_device_module(stream.device).current_stream()
@@ -51,7 +51,7 @@ def hand_over(value: Any, stream: torch.Stream | None) -> None:
 
 
 def record_stream(value: Any, stream: torch.Stream) -> None:
-    """Keep the memory of a value until a stream has done what it has been given by the time it is freed."""
+    """Keep the memory of a value, once nobody refers to it, until a stream has done its work up to then."""
     if isinstance(value, Multistreamable):
         value.record_stream(stream)
         return
@@ -73,7 +73,7 @@ def leaves_in(value: Any) -> list[tuple[Path, Any]]:
 
 
 def _collect(value: Any, path: Path, found: list[tuple[Path, Any]]) -> None:
-    # Asked anything else than for its attributes, a nested tensor answers by way of Python, slowly.
+    # Nested tensors are slow: all but their attributes goes through Python.
     if type(value) in _PLAIN or (isinstance(value, torch.Tensor) and not isinstance(value, NestedTensor)):
         found.append((path, value))
         return
@@ -82,9 +82,9 @@ def _collect(value: Any, path: Path, found: list[tuple[Path, Any]]) -> None:
 
 
 def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
-    if isinstance(value, NestedTensor):  # Its own version does not tell when its values are written to.
+    if isinstance(value, NestedTensor):  # Its own version does not count writes to its values.
         return [(name, getattr(value, name)) for name in ("_values", "_offsets", "_lengths")]
-    if isinstance(value, JaggedTensor | KeyedJaggedTensor):  # It fills in what it lacks, once it is asked for it.
+    if isinstance(value, JaggedTensor | KeyedJaggedTensor):  # It computes the others when they are needed.
         return [(name, part) for name in _OF_JAGGED if (part := vars(value).get(name)) is not None]
     if isinstance(value, list | tuple):
         return enumerate(value)

@@ -1,8 +1,8 @@
 """Features in the order in which a sharded module expects them.
 
-TorchRec takes features by position, in the order in which a module's first batch had them. Of a TensorDict it
-takes the keys by position too, and remembers from then on whether features have to be reordered. Here they are put
-in that order by name.
+TorchRec takes features by position, in the order that a module's first batch had, and decides at that batch
+whether they have to be reordered. It takes the keys of a TensorDict by position too. Here features are put in that
+order by their names.
 """
 
 from typing import Any
@@ -16,8 +16,8 @@ from deltasync.core.errors import InvalidInput
 from deltasync.trainer.pipelines.features import to_kjt
 
 
-class InOrder:
-    """In the place of a sharded module's `input_dist`, which knows features by their place in its first batch."""
+class OrderedInputDist:
+    """Takes the place of a sharded module's `input_dist`, and hands it features in the order that it expects."""
 
     def __init__(self, module: Any, *, weighted: bool | None) -> None:
         """Take the place, before or after the module's first batch; `weighted` as in `to_kjt`."""
@@ -33,7 +33,7 @@ class InOrder:
         """Send the features out, in the module's order.
 
         Raises:
-            InvalidInput: a feature is missing, or is no ids.
+            InvalidInput: a feature is missing, or does not consist of ids.
         """
         return self._input_dist(ctx, self._in_order(features))
 
@@ -48,7 +48,7 @@ class InOrder:
         return self._permuted(features, self._order)
 
     def _first_order(self, features: KeyedJaggedTensor | TensorDictBase) -> list[str]:
-        """As a batch has them, unless it has others too; as the module needs them then."""
+        """As the first batch has them; if that has others too, as the module needs them."""
         if isinstance(features, TensorDictBase):
             return self._needed
         keys: list[str] = features.keys()
@@ -73,7 +73,7 @@ def _all_in(keys: tuple[str, ...], order: list[str]) -> list[str]:
 
 
 def refuse_tensorclass(features: Any) -> None:
-    """Tensorclasses look like TensorDicts to some modules, and like neither to others."""
+    """Some modules take a tensorclass for a TensorDict and some do not: refuse it before any of them."""
     if is_tensorclass(features):
         raise InvalidInput(f"{type(features).__name__} is a tensorclass: give its `to_tensordict()`")
 
@@ -86,7 +86,7 @@ def _features_by_sharding(module: Any) -> list[str]:
 
 
 def _order_of_first(module: Any) -> list[str] | None:
-    """The keys of the first batch of a module that has had one; None where it had keys that are not needed."""
+    """The keys of a module's first batch, which is over; None if that had keys that are not needed."""
     needed = _features_by_sharding(module)
     places: list[int] = module._features_order
     if not places:
@@ -96,7 +96,7 @@ def _order_of_first(module: Any) -> list[str] | None:
 
 
 def _expect(module: Any, order: list[str]) -> None:
-    """Have a module take its features by their place in this order, not in that of its first batch."""
+    """Have a module expect its features in this order, not in that of its first batch."""
     places = [order.index(feature) for feature in _features_by_sharding(module)]
     module._features_order, module._has_features_permute = places, True
     module._features_order_tensor = torch.tensor(places, dtype=torch.int32, device=module._device)

@@ -49,7 +49,7 @@ def _jagged(features: TensorDictBase, key: str) -> JaggedTensor:
         there = ", ".join(map(str, features.keys()))
         raise InvalidInput(f"key {key!r} is not in the TensorDict, which has {there}")
     value = features[key]  # `get` hands out a JaggedTensor in a wrapper.
-    # Asked anything else than for its attributes, a nested tensor answers by way of Python, slowly.
+    # Nested tensors are slow: all but their attributes goes through Python.
     if isinstance(value, NestedTensor) and value._values.dim() == 1:
         whole: Any = value if value._lengths is None else value.contiguous()  # A narrowed one has gaps.
         value = JaggedTensor(values=whole._values, offsets=whole._offsets)

@@ -40,14 +40,17 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
     preprocessing they need, and the one after that is copied to the device. The model's forward takes a batch and
     returns `(loss, output)`; batches are Pipelineable, or TensorDicts.
 
-    Every batch is trained on exactly once, in the order of the iterator, and one that was loaded while the model
-    was in training mode is trained on, whatever is evaluated meanwhile. An iterator that ends, or yields None, may
-    come back: all that it had is trained on, then it is asked again, and `progress` raises StopIteration if there
-    is still nothing. All ranks have to see equally many (see `LockstepBatches`). A batch is not to be written to
-    once it is handed out.
+    Every batch is trained on exactly once, in the order of the iterator. A batch that was loaded while the model
+    was in training mode is trained on later, even if others are evaluated in between. An iterator may end, or
+    yield None, for a while: the batches in flight are trained on, then the iterator is asked again, and `progress`
+    raises StopIteration if there is still nothing. All ranks need the same number of batches (see
+    `LockstepBatches`). Do not write to a batch once the pipeline has it.
+
+    Everything runs in the thread that calls `progress`, but for the hooks of backward, which run in autograd's. On
+    a GPU, copies and the work ahead run on streams of their own.
 
     Attributes:
-        stepped: the last `progress` completed an optimizer step, or left it out for an overflow.
+        stepped: the last `progress` ended an optimizer step, even one that was left out for an overflow.
         trained: batches trained on so far.
     """
 
@@ -73,7 +76,7 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
             options: how to train.
 
         Raises:
-            InvalidInput: the model can't be trained as the options ask for.
+            InvalidInput: the model can't be trained as the options say.
         """
         options = options or PipelineOptions()
         accept_tensordicts(model)
@@ -105,7 +108,8 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         self.start_sparse_data_dist(self.batches[0], self.contexts[0])
         self._receive(0)
         self._set_module_context(self.contexts[0])
-        hand_over(self.batches[0], self._data_dist_stream)
+        with record_function(f"## wait_for_batch {self.contexts[0].index} ##"):
+            hand_over(self.batches[0], self._data_dist_stream)
         if len(self.batches) > 1:
             self.start_sparse_data_dist(self.batches[1], self.contexts[1])
         self.enqueue_batch(dataloader_iter)
@@ -121,7 +125,7 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
             pass
 
     def copy_batch_to_gpu(self, dataloader_iter: Iterator[In]) -> tuple[In | None, LookAheadContext]:
-        """Take a batch, if there is one, and copy it to the device."""
+        """Take a batch, if there is one, and copy it to the device, on the stream for copies."""
         context = self._create_context()
         with (
             record_function(f"## copy_batch_to_gpu {context.index} ##"),
@@ -131,7 +135,7 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
             return (None if batch is None else to_device(batch, self._device)), context
 
     def start_sparse_data_dist(self, batch: In | None, context: LookAheadContext) -> None:
-        """Do a batch's preprocessing and send its ids out, as soon as it is on the device."""
+        """Do a batch's preprocessing and send its ids out, on the stream for that, once it is on the device."""
         if batch is None or context.started:
             return
         with (
@@ -158,7 +162,7 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
             self._ahead.attach(self.batches[0])
 
     def detach(self) -> nn.Module:
-        """Give the model back as it was, but for its taking TensorDicts.
+        """Give the model back as it was, but that it takes TensorDicts.
 
         Batches in flight, and the gradients of an incomplete step, are kept for when `progress` attaches again.
         """
@@ -208,20 +212,20 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
     def _forward(self, batch: In) -> tuple[torch.Tensor, Out]:
         self._ahead.in_forward = True
         try:
-            with autocast(self._options, self._device):
+            with record_function(f"## forward {self.contexts[0].index} ##"), autocast(self._options, self._device):
                 found = self._model(batch)
         except BaseException:
             self.contexts[0] = self._create_context()  # What was sent out ahead may have been used.
             raise
         finally:
             self._ahead.in_forward = False
-        self._ahead.prove()
+        self._ahead.confirm()
         if not (isinstance(found, Sequence) and len(found) == 2):
             raise InvalidInput(f"the model's forward returned a {type(found).__name__}, expected (loss, output)")
         return found[0], found[1]
 
     def _evaluate(self) -> Out:
-        with torch.no_grad():  # Tables that wait for the step would keep what they look up.
+        with torch.no_grad():  # Else deferred tables would keep the lookup for the next step.
             _, output = self._forward(self.batches[0])
         self._receive(1)
         return output
@@ -229,7 +233,8 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
     def _train(self) -> Out:
         if self._cycle.begins:
             self._cycle.open()
-            self._optimizer.zero_grad()
+            with record_function("## zero_grad ##"):
+                self._optimizer.zero_grad()
         closes = self._cycle.closes(last=len(self.batches) == 1)
         with self._cycle.micro_batch(closes=closes):
             losses, output = self._forward(self.batches[0])
@@ -243,7 +248,7 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         return output
 
     def _receive(self, place: int) -> None:
-        """Have the ids of a batch in flight come in, if there is one and they do not already."""
+        """Begin to receive the ids of a batch in flight, unless there is none or that has begun."""
         if len(self.contexts) > place and self.contexts[place].fused_splits_awaitables:
             self.wait_sparse_data_dist(self.contexts[place])
 
@@ -260,7 +265,7 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
                 self._step.step()
 
     def _close_cycle(self) -> None:
-        """A cycle that ended early, with the data, steps by the mean over the micro-batches that it had."""
+        """End the cycle; one that ended early, with the data, steps by the mean over the micro-batches it had."""
         correction = self._cycle.close()
         if correction != 1:
             torch._foreach_mul_(self._step.gradients, correction)

@@ -1,4 +1,4 @@
-"""What a pipeline is asked to do beside training on one batch after the other."""
+"""Options of the training pipeline."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from deltasync.core.errors import InvalidInput
+from deltasync.trainer.checks import check_names, check_positive, check_whole
 
 _AMP_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -20,12 +21,16 @@ class PipelineOptions:
             micro-batches, instead of in the backward of each. Costs one lookup more per optimizer step, and the
             memory of the looked-up ids and of their gradients.
         enable_amp: run forward under autocast.
-        amp_dtype: what autocast computes in: bfloat16, or float16, whose small gradients a grad scaler rescues.
-            With float16, tables are updated as with `accumulate_tables`, since the scale must not reach them.
-        loss_scale: by how much the loss is multiplied at first, with float16. Halved whenever gradients are not
-            finite, doubled after 2,000 steps without that.
-        not_ahead: FQNs of modules to leave to forward: preprocessing, or sharded modules that are given one part
-            of a batch at one time, and another at another.
+        amp_dtype: what autocast computes in: bfloat16, or float16 with a grad scaler, without which small
+            gradients would become 0. With float16, tables are updated as with `accumulate_tables`, after the scale
+            is divided out of their gradients.
+        loss_scale: factor of the loss at first, with float16. Halved whenever gradients are not finite, doubled
+            after 2,000 steps in which they were.
+        not_ahead: FQNs of modules that are only called by forward, never ahead of it: preprocessing, or sharded
+            modules whose features are another part of the batch in some forwards. Preprocessing that others change
+            between steps belongs here. Such a change raises `Contradiction` where it is seen: in attributes, and
+            in the first 1,000 items of the dicts, lists, tuples and sets among them. It is not seen in objects of
+            other kinds: the result of one batch may then come from before the change.
     """
 
     grad_accum: int = 1
@@ -36,18 +41,15 @@ class PipelineOptions:
     not_ahead: Collection[str] = ()
 
     def __post_init__(self) -> None:
-        if self.grad_accum < 1:
-            raise InvalidInput(f"grad_accum: {self.grad_accum}, expected at least 1")
-        if not 0 < self.loss_scale < float("inf"):
-            raise InvalidInput(f"loss_scale: {self.loss_scale}, expected a positive number")
-        if isinstance(self.not_ahead, str):
-            raise InvalidInput(f"not_ahead: {self.not_ahead!r}, expected a collection of names")
+        check_whole("grad_accum", self.grad_accum)
+        check_positive("loss_scale", self.loss_scale)
+        check_names("not_ahead", self.not_ahead)
         if self.amp_dtype not in _AMP_DTYPES:
             raise InvalidInput(f"amp_dtype: {self.amp_dtype}, expected torch.bfloat16 or torch.float16")
 
     @property
     def scales_loss(self) -> bool:
-        """Whether gradients are too small for their type unless the loss is scaled up."""
+        """Whether the loss is scaled up, for gradients too small for their type."""
         return self.enable_amp and self.amp_dtype == torch.float16
 
     @property

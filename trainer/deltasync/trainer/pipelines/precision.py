@@ -11,8 +11,8 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torchrec.optim.keyed import KeyedOptimizer
 
+from deltasync.trainer.distributed.ranks import group_of
 from deltasync.trainer.pipelines.options import PipelineOptions
-from deltasync.trainer.pipelines.ranks import group_of
 from deltasync.trainer.pipelines.tables import DeferredTables
 
 
@@ -22,9 +22,9 @@ def autocast(options: PipelineOptions, device: torch.device) -> AbstractContextM
 
 
 class Step:
-    """An optimizer step: of everything that a gradient reaches, deferred tables among it, or of nothing.
+    """An optimizer step of parameters and deferred tables together.
 
-    Looks like an optimizer to a grad scaler, which then finds in one place all gradients that it has scaled.
+    A grad scaler takes it for one optimizer, and so finds all gradients that it has scaled in one place.
     """
 
     def __init__(self, optimizer: KeyedOptimizer | torch.optim.Optimizer, tables: DeferredTables | None) -> None:
@@ -41,7 +41,7 @@ class Step:
 
     @property
     def gradients(self) -> list[torch.Tensor]:
-        """All gradients that there are."""
+        """The gradients of all of these."""
         return [parameter.grad for parameter in self.param_groups[0]["params"]]
 
     def step(self) -> None:
@@ -59,7 +59,7 @@ class Step:
 class LossScale:
     """Multiplies the loss, and divides all gradients by as much before they are applied.
 
-    A step with gradients that are not finite on one of the ranks is left out on all of them, tables included.
+    If gradients are not finite on one rank, all ranks leave the step out, for tables too.
     After "Mixed Precision Training" (Micikevicius et al., 2018).
     """
 
@@ -71,7 +71,7 @@ class LossScale:
         return self._scaler.scale(loss)
 
     def step(self, step: Step, prepare: Callable[[], None]) -> None:
-        """Divide the gradients, `prepare` them, apply them if all are finite, and choose the next scale."""
+        """Divide the gradients, call `prepare`, apply them if all are finite, and choose the next scale."""
         self._scaler.unscale_(step)  # type: ignore[arg-type]
         prepare()
         self._scaler.step(step)  # type: ignore[arg-type]

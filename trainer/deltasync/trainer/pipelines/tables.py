@@ -20,13 +20,13 @@ from torchrec.distributed.mc_modules import ShardedManagedCollisionCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from deltasync.core.errors import InvalidInput
-from deltasync.trainer.pipelines.swaps import Swaps
+from deltasync.trainer.pipelines.patches import AttributePatches
 from deltasync.trainer.tracking.modules import named_modules, sharded_modules
 from deltasync.trainer.tracking.shards import lookups_of
 
 
-class InForward(Protocol):
-    """Knows whether its forward runs."""
+class ForwardState(Protocol):
+    """Whether a pipeline's forward runs."""
 
     in_forward: bool
 
@@ -34,7 +34,7 @@ class InForward(Protocol):
 class DeferredTables:
     """The fused tables of a model, whose gradients are kept until they are applied."""
 
-    def __init__(self, model: nn.Module, pipeline: "InForward") -> None:
+    def __init__(self, model: nn.Module, pipeline: "ForwardState") -> None:
         """Attach to nothing yet.
 
         Args:
@@ -44,34 +44,34 @@ class DeferredTables:
         Raises:
             InvalidInput: a table's gradients cannot be kept.
         """
-        _refuse_what_cannot_wait(model)
+        _refuse_undeferrable(model)
         self._lookups = [
             DeferredLookup(self, f"lookup of module {name!r}", lookup)
             for name, module in sharded_modules(model)
             for lookup in lookups_of(module)
             if any(map(_is_fused, _kernels(lookup)))
         ]
-        self._swaps = Swaps()
+        self._patches = AttributePatches()
         self.pipeline = pipeline
 
     def attach(self) -> None:
-        """Cut the lookups off, from now on. Whoever has done so before no longer does."""
+        """Keep the gradients of lookups from now on, instead of another pipeline that did."""
         for deferred in self._lookups:
             before = vars(deferred.lookup).get("forward")
             if before is deferred:
                 continue
             if isinstance(before, DeferredLookup):
                 before.tables.detach()
-            self._swaps.put(deferred.lookup, "forward", deferred)
+            self._patches.replace(deferred.lookup, "forward", deferred)
 
     def detach(self) -> None:
-        """Have lookups update their tables in backward again. Gradients stay kept."""
-        self._swaps.undo()
+        """Have lookups update their tables in backward again. What is pending stays."""
+        self._patches.undo()
 
     @property
     def outputs(self) -> list[torch.Tensor]:
         """The lookups' outputs that are kept; their `grad` is what is going to be applied."""
-        return [kept.output for deferred in self._lookups for kept in deferred.kept]
+        return [lookup.output for deferred in self._lookups for lookup in deferred.pending]
 
     def apply(self) -> None:
         """Update the tables with all gradients kept."""
@@ -81,11 +81,13 @@ class DeferredTables:
     def clear(self) -> None:
         """Forget the gradients."""
         for deferred in self._lookups:
-            deferred.kept.clear()
+            deferred.pending.clear()
 
 
 @dataclass
-class _Kept:
+class _PendingLookup:
+    """A lookup whose table is not updated yet; the gradient is that of its output."""
+
     features: KeyedJaggedTensor
     output: torch.Tensor
 
@@ -95,10 +97,10 @@ class DeferredLookup:
 
     def __init__(self, tables: DeferredTables, name: str, lookup: Any) -> None:
         self.tables, self._name, self.lookup = tables, name, lookup
-        self.kept: list[_Kept] = []
+        self.pending: list[_PendingLookup] = []
 
     def __call__(self, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
-        """Look up, and keep what comes back.
+        """Look up, and leave the table's update for later.
 
         Raises:
             InvalidInput: the gradients of these features cannot be kept.
@@ -106,27 +108,27 @@ class DeferredLookup:
         if not self.tables.pipeline.in_forward:
             return self._look_up(sparse_features)
         if not torch.is_grad_enabled():
-            with _unnoticed(_kernels(self.lookup)):
+            with _iterations_preserved(_kernels(self.lookup)):
                 return self._look_up(sparse_features)
         reason = why_not_deferred(sparse_features)
         if reason:
             raise InvalidInput(f"{self._name}: {reason}, so that its tables can't be updated once per step only")
-        with torch.no_grad(), _unnoticed(_kernels(self.lookup)):
+        with torch.no_grad(), _iterations_preserved(_kernels(self.lookup)):
             output = self._look_up(sparse_features).detach().requires_grad_()
-        self.kept.append(_Kept(_copy(sparse_features), output))
+        self.pending.append(_PendingLookup(_copy(sparse_features), output))
         return output
 
     def apply(self) -> None:
         """Update the tables with what was kept, as if it had come in one batch."""
-        kept = [one for one in self.kept if one.output.grad is not None]
-        self.kept.clear()
-        if not kept:
+        lookups = [lookup for lookup in self.pending if lookup.output.grad is not None]
+        self.pending.clear()
+        if not lookups:
             return
         for kernel in self.lookup._emb_modules:
             if _is_fused(kernel.emb_module):
-                kernel.fused_optimizer.step()  # Takes up the learning rate of now.
-        features = [one.features for one in kept]
-        gradients = [one.output.grad for one in kept if one.output.grad is not None]
+                kernel.fused_optimizer.step()  # Hands the current learning rate to the kernel.
+        features = [lookup.features for lookup in lookups]
+        gradients = [lookup.output.grad for lookup in lookups if lookup.output.grad is not None]
         with torch.enable_grad():
             output = self._look_up(one_batch(features))
         output.backward(self._one_gradient(features, gradients))  # type: ignore[no-untyped-call]
@@ -177,7 +179,7 @@ def _feature_by_feature(batches: list[torch.Tensor], sizes: list[list[int]]) -> 
 
 
 def _copy(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Where there is one rank only, ids lie where its batch does, which may be filled anew."""
+    """A copy of features: where there is one rank only they share the batch's memory, which may be reused."""
     weights = features.weights_or_none()
     return KeyedJaggedTensor(
         keys=features.keys(),
@@ -190,8 +192,8 @@ def _copy(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 
 @contextmanager
-def _unnoticed(kernels: list[Any]) -> Iterator[None]:
-    """A kernel's forward counts as one of its optimizer's iterations: these are to leave no trace."""
+def _iterations_preserved(kernels: list[Any]) -> Iterator[None]:
+    """Have lookups not counted: a kernel's forward counts as one of its optimizer's iterations."""
     fused = [kernel for kernel in kernels if _is_fused(kernel)]
     before = [(kernel.training, int(kernel.iter_cpu), kernel.iter.clone()) for kernel in fused]
     for kernel in fused:
@@ -213,8 +215,8 @@ def _is_fused(kernel: Any) -> bool:
     return isinstance(kernel, SplitTableBatchedEmbeddingBagsCodegen)
 
 
-def _refuse_what_cannot_wait(model: nn.Module) -> None:
-    """Here, where every rank sees it, and not only those that have such a table."""
+def _refuse_undeferrable(model: nn.Module) -> None:
+    """When a pipeline is made, so that every rank raises, not only those that have such a table."""
     for name, module in named_modules(model):
         if isinstance(module, ShardedManagedCollisionCollection):
             reason = "gives rows to other ids between micro-batches (managed collision)"

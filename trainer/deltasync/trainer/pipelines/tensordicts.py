@@ -15,10 +15,10 @@ from torchrec.modules.mc_embedding_modules import (
 )
 
 from deltasync.core.errors import InvalidInput
-from deltasync.trainer.pipelines.feature_order import InOrder, refuse_tensorclass
+from deltasync.trainer.pipelines.feature_order import OrderedInputDist, refuse_tensorclass
 from deltasync.trainer.pipelines.features import to_kjt
 
-_DO_MORE = (
+_WITHOUT_TENSORDICTS = (
     FeatureProcessedEmbeddingBagCollection,
     ManagedCollisionEmbeddingBagCollection,
     ManagedCollisionEmbeddingCollection,
@@ -29,16 +29,16 @@ _SHARDED = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
 def accept_tensordicts(model: nn.Module) -> None:
     """Let a model's embedding modules take TensorDicts, beside KeyedJaggedTensors, with their keys in any order.
 
-    For each of its features, a module takes what is under the key of that name; it does not look at other keys.
-    Pipelines of this package do this for their model. After sharding; doing it twice changes nothing.
+    A module takes for each of its features what is under the key of that name, and ignores other keys. To be
+    called after sharding; calling it twice does no harm. `OnlinePipeline` calls it for its model.
     """
     for module in model.modules():
         if isinstance(module, ShardedEmbeddingModule):
             _accept_in_sharded(module)
         elif isinstance(module, EmbeddingBagCollection | EmbeddingCollection):
-            _before_forward(module, _Unsharded(_keys(_configs(module)), _is_weighted(module)))
-        elif isinstance(module, _DO_MORE):
-            _before_forward(module, _Refusing())
+            _before_forward(module, _TensorDictConversion(_keys(_configs(module)), _is_weighted(module)))
+        elif isinstance(module, _WITHOUT_TENSORDICTS):
+            _before_forward(module, _TensorDictRefusal())
 
 
 def _before_forward(module: nn.Module, hook: Any) -> None:
@@ -50,35 +50,37 @@ def _accept_in_sharded(module: Any) -> None:
     if "input_dist" in vars(module):
         return
     looks_up = isinstance(module, _SHARDED)
-    module.input_dist = InOrder(module, weighted=_is_weighted(module)) if looks_up else _NoTensorDicts(module)
+    module.input_dist = (
+        OrderedInputDist(module, weighted=_is_weighted(module)) if looks_up else _KeyedInputDist(module)
+    )
 
 
-class _Unsharded:
-    """Before the forward of an unsharded module."""
+class _TensorDictConversion:
+    """A hook before the forward of an unsharded module: TensorDicts become KeyedJaggedTensors."""
 
     def __init__(self, keys: list[str], weighted: bool | None) -> None:
         self._keys, self._weighted = keys, weighted
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return tuple(map(self._taken, args)), {name: self._taken(value) for name, value in kwargs.items()}
+        return tuple(map(self._converted, args)), {name: self._converted(value) for name, value in kwargs.items()}
 
-    def _taken(self, features: Any) -> Any:
+    def _converted(self, features: Any) -> Any:
         refuse_tensorclass(features)
         if not isinstance(features, TensorDictBase):
             return features
         return to_kjt(features, self._keys, weighted=self._weighted)
 
 
-class _Refusing:
-    """Before the forward of an unsharded module that does more with its features than looking them up."""
+class _TensorDictRefusal:
+    """A hook before the forward of an unsharded module that does more with features than looking them up."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for features in (*args, *kwargs.values()):
             _refuse_tensordict(features, type(module).__name__)
 
 
-class _NoTensorDicts:
-    """In the place of the `input_dist` of a module that does more with its features than looking them up."""
+class _KeyedInputDist:
+    """The `input_dist` of a sharded module that does more with features than looking them up: no TensorDicts."""
 
     def __init__(self, module: Any) -> None:
         self._input_dist, self._kind = module.input_dist, type(module).__name__

@@ -28,7 +28,7 @@ class TrackerCost:
     reading_bytes: int = 0
 
     def __post_init__(self) -> None:
-        self._reading = threading.Lock()  # Several may read at once; the rest happens one at a time.
+        self._reading = threading.Lock()  # Several threads may read at once; all else is done within the gate.
 
     @property
     def seconds(self) -> float:
@@ -47,7 +47,7 @@ class TrackerCost:
 
     @contextmanager
     def timed_reading(self) -> Iterator[None]:
-        """Add the time within."""
+        """Add the time spent within."""
         started = time.perf_counter()
         try:
             yield

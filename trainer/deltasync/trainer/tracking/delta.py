@@ -31,7 +31,7 @@ class DeltaRows:
 
     @property
     def states(self) -> torch.Tensor | None:
-        """What TorchRec's tracker calls so: first rows, the last momentum, or how much the momentum has grown."""
+        """The `states` of TorchRec's tracker: first rows, the last momentum, or by how much momentum has grown."""
         if self.values is None or self.first is None:
             return self.values
         return self.first if self.mode is TrackingMode.EMBEDDING else self.values - self.first
@@ -40,7 +40,7 @@ class DeltaRows:
         """L2 norm of what has changed in each row, or of the last momentum: float32 [n].
 
         Raises:
-            InvalidInput: the mode keeps nothing that would tell.
+            InvalidInput: the mode, or a read of ids only, has no values to tell it from.
         """
         check_ranked(self.mode)
         if self.values is None:
@@ -51,25 +51,25 @@ class DeltaRows:
 
     def select(self, rows: torch.Tensor) -> "DeltaRows":
         """Some of the rows, by a bool mask [n]."""
-        values, first = (None if kept is None else kept[rows] for kept in (self.values, self.first))
+        values, first = (None if all_rows is None else all_rows[rows] for all_rows in (self.values, self.first))
         return DeltaRows(self.ids[rows], self.columns, values, first, self.mode)
 
 
 @dataclass(frozen=True, eq=False)
 class Token:
-    """Says that a delta was taken. It is good for the consumer that was read, and for nothing else.
+    """Stands for a delta that was read. It is good for the consumer that was read, and for nothing else.
 
     Attributes:
         consumer: its name.
         cursor: everything marked up to here was in the delta, or is carried over.
-        taken: the rows of the delta, by FQN.
+        rows: those of the delta, by FQN.
         carried: global ids that were due but left for later, by FQN.
         registration: tells the consumer from another of its name, before or after it.
     """
 
     consumer: str
     cursor: int
-    taken: Mapping[str, DeltaRows]
+    rows: Mapping[str, DeltaRows]
     carried: Mapping[str, torch.Tensor]
     registration: object
 
@@ -94,15 +94,15 @@ class Delta:
     @property
     def nbytes(self) -> int:
         """Bytes of ids and values, first ones too."""
-        kept = [part for rows in self.rows.values() for part in (rows.ids, rows.values, rows.first)]
-        return sum(part.nbytes for part in kept if part is not None)
+        tensors = [part for rows in self.rows.values() for part in (rows.ids, rows.values, rows.first)]
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def check_ranked(mode: TrackingMode, k: int = 1) -> None:
-    """See that a mode tells by how much a row has changed, and that `k` is a number of rows.
+    """Check that a mode tells by how much a row has changed, and that `k` is a number of rows.
 
     Raises:
-        InvalidInput: it does not, or it is none.
+        InvalidInput: it does not tell, or `k` is below 1.
     """
     if mode in (TrackingMode.ID_ONLY, TrackingMode.EMBEDDING_LAST):
         raise InvalidInput(
@@ -114,9 +114,9 @@ def check_ranked(mode: TrackingMode, k: int = 1) -> None:
 
 
 def largest(norms: Mapping[str, torch.Tensor], k: int) -> dict[str, torch.Tensor]:
-    """Which rows have the `k` largest norms of all tables, as a mask [n] by FQN. A NaN is above all numbers."""
-    together = torch.cat(list(norms.values())) if norms else torch.empty(0)
-    chosen = torch.zeros(len(together), dtype=torch.bool)
-    chosen[torch.topk(together, min(k, len(together))).indices] = True
+    """Which rows have the `k` largest norms of all tables, as a bool mask [n] by FQN. NaN is the largest."""
+    every = torch.cat(list(norms.values())) if norms else torch.empty(0)
+    chosen = torch.zeros(len(every), dtype=torch.bool)
+    chosen[torch.topk(every, min(k, len(every))).indices] = True
     masks = torch.split(chosen, [len(part) for part in norms.values()])
     return dict(zip(norms, masks, strict=True))

@@ -10,10 +10,11 @@ from deltasync.core.errors import DeltasyncError
 
 
 class UpdateGate:
-    """Rows change between the first mark of a step and the step's end; reads happen outside of that.
+    """Rows change between the first mark of a step and the step's end; reads happen at other times.
 
-    The thread that trains never waits for itself: when it reads, its backward is over. On a GPU, reads run on a
-    stream of their own; streams wait for each other there, and the host waits for neither.
+    The thread that trains reads without waiting: its backward is over by then. Other threads wait for the end of
+    the step. On a GPU, reads run on a stream of their own; streams wait for each other there, threads for no
+    stream.
 
     Attributes:
         updating: rows may be changing.
@@ -26,7 +27,7 @@ class UpdateGate:
         self._streams = _Streams(device) if device.type == "cuda" else None
 
     def __enter__(self) -> None:
-        """Nothing else of the tracker goes on meanwhile; on a GPU, what is launched comes after the last read."""
+        """Keep other threads out; on a GPU, what is launched from now on runs after the last read."""
         self._settled.acquire()
         if self._streams:
             self._streams.after_reads()
@@ -45,14 +46,14 @@ class UpdateGate:
         self.updating = True
 
     def end_updates(self) -> None:
-        """The step is complete: rows stay as they are until the next begins."""
+        """The step is complete: rows do not change until the next begins."""
         with self:
             self.updating = False
             self._settled.notify_all()
 
     @contextmanager
     def reading(self, timeout_seconds: float | None) -> Iterator[None]:
-        """No row changes meanwhile. From another thread than the training one, waits for the end of the step.
+        """Within, no row changes. Another thread than the one that trains waits for the end of the step first.
 
         Raises:
             DeltasyncError: the step did not end in time.
@@ -66,14 +67,14 @@ class UpdateGate:
             if not self._streams:
                 yield
                 return
-            if training:  # Its step may not have been noted yet.
+            if training:  # It may read before it calls `step()`.
                 self._streams.before_reads()
             with self._streams.reading():
                 yield
 
     @contextmanager
     def side_stream(self) -> Iterator[None]:
-        """Where copies of what was read run on; complete when this ends."""
+        """Copies to the host that are launched within run on the stream of reads, and are complete at the end."""
         if not self._streams:
             yield
             return
@@ -91,12 +92,12 @@ class _Streams:
         self._read: torch.cuda.Event | None = None
 
     def before_reads(self) -> None:
-        """Reads come after what this thread's stream has been given by now."""
+        """Have reads run after all work launched on this thread's stream so far."""
         stream = torch.cuda.current_stream(self._device)
         self._changed[stream] = stream.record_event()
 
     def after_reads(self) -> None:
-        """What this thread's stream is given from now on comes after the last read."""
+        """Have work launched on this thread's stream from now on run after the last read."""
         if self._read:
             torch.cuda.current_stream(self._device).wait_event(self._read)
 

@@ -1,7 +1,8 @@
 """Listening to TorchRec: to lookups, to output dists, and to evictions.
 
-TorchRec has room for one function in each place. `Listeners` sits there and calls several, also one that was
-there before. Whoever puts another function in its place later takes it out; `Hooks.check` finds that.
+TorchRec has room for one function in each place. `Listeners` takes the place and calls several, among them the one
+that was there. Another function that is put there later takes the place away; `Hooks.check` finds that. TorchRec
+calls them in the thread that trains.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,7 @@ _Listener = Callable[..., None]
 
 
 class Listeners:
-    """Functions that share a place with room for one; each is called with what the place is called with."""
+    """Functions that share a place that has room for one, and get its arguments."""
 
     def __init__(self, owner: Any, attribute: str) -> None:
         """Take the place `owner.attribute`."""
@@ -35,16 +36,16 @@ class Listeners:
         return there if isinstance(there, cls) else cls(owner, attribute)
 
     def __call__(self, *arguments: Any) -> None:
-        """Call them all, in the order in which they came."""
+        """Call them all, in their order."""
         for listener in self._listeners:
             listener(*arguments)
 
     def add(self, listener: _Listener, *, first: bool = False) -> None:
-        """Call this one too: after the others, or before them."""
+        """Call this function too: after the others, or before them."""
         self._listeners.insert(0 if first else len(self._listeners), listener)
 
     def remove(self, listener: _Listener) -> None:
-        """No longer call this one."""
+        """Call this function no longer."""
         self._listeners.remove(listener)
 
     @property
@@ -54,25 +55,25 @@ class Listeners:
 
 
 class Hooks:
-    """Functions that listen at several places of a model, put there and taken away together."""
+    """Functions that listen at several places of a model, and are removed together."""
 
     def __init__(self) -> None:
         self._placed: list[tuple[str, Any, str, Listeners]] = []
         self._undo: list[Callable[[], object]] = []
 
     def listen(self, what: str, owner: Any, attribute: str, listener: _Listener, *, first: bool = False) -> None:
-        """Call `listener` at a place, before all others if it has to; `what` says which that is, for a message."""
+        """Call `listener` at a place, before all others if `first`; `what` names the place in messages."""
         listeners = Listeners.at(owner, attribute)
         listeners.add(listener, first=first)
         self._placed.append((what, owner, attribute, listeners))
         self._undo.append(lambda: listeners.remove(listener))
 
     def undo_with(self, undo: Callable[[], object]) -> None:
-        """Call this too when the others are taken away."""
+        """Call `undo` too when the functions are removed."""
         self._undo.append(undo)
 
     def check(self) -> None:
-        """See that all are still called.
+        """Check that all are still called.
 
         Raises:
             Contradiction: another function was put in the place of one.
@@ -113,7 +114,8 @@ def listen_to_output_dists(hooks: Hooks, model: nn.Module, listener: _Listener) 
 def listen_to_evictions(hooks: Hooks, model: nn.Module, listener: _Listener) -> None:
     """Call `listener(name of the embedding module, module, evicted)` before managed collision resets rows.
 
-    TorchRec has no hook for it: the method of the module that does it is the place, and the last that is called.
+    TorchRec has no hook for it. The place is the module's method that resets them, which is called after the
+    listeners.
     """
     for name, module in named_modules(model):
         if hasattr(module, "_evict") and hasattr(module, "_embedding_module"):
@@ -123,7 +125,7 @@ def listen_to_evictions(hooks: Hooks, model: nn.Module, listener: _Listener) -> 
 
 
 def listen_to_gradients(hooks: Hooks, model: nn.Module, listener: Callable[[torch.Tensor], None]) -> None:
-    """Call `listener(parameter)` when the gradient of a parameter outside of tables is complete."""
+    """Call `listener(parameter)` when the gradient of a parameter outside of tables is complete, in backward."""
     for _, parameter in outside_of_tables(model):
         if parameter.requires_grad:
             handle = parameter.register_post_accumulate_grad_hook(listener)  # type: ignore[no-untyped-call]

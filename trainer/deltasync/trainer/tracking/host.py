@@ -13,8 +13,8 @@ _LARGE_BYTES = 32 << 20
 class ReadMemory:
     """Host memory for what reads return.
 
-    Touching new memory costs more than copying rows into it. What a read has returned is used again by a later
-    one, once nobody holds it any more; what that one does not need is given back to the system.
+    Touching new memory costs more than copying rows into it. Once nobody refers to what a read has returned, the
+    next read uses its memory again, and gives back to the system what it does not need.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class ReadMemory:
         return torch.index_select(rows, 0, ids, out=copies)
 
     def trim(self) -> None:
-        """Give back what the read that ends here has not used."""
+        """Give back to the system what the read that ends now has not used."""
         self._free.clear()
 
     def _take(self, nbytes: int) -> NDArray[np.uint8]:
@@ -42,9 +42,9 @@ class ReadMemory:
         fitting = [(block.nbytes, key) for key, block in blocks if nbytes <= block.nbytes <= 4 * nbytes]
         # Pages that are never touched cost nothing.
         block = self._free.pop(min(fitting)[1]) if fitting else np.empty(1 << (nbytes - 1).bit_length(), np.uint8)
-        taken = block[:nbytes]
-        weakref.finalize(taken, self._free.__setitem__, id(block), block).atexit = False
-        return taken
+        used = block[:nbytes]
+        weakref.finalize(used, self._free.__setitem__, id(block), block).atexit = False
+        return used
 
 
 def replace_rows(rows: torch.Tensor, ids: torch.Tensor, values: torch.Tensor) -> None:

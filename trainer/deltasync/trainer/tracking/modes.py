@@ -1,4 +1,4 @@
-"""What a consumer is given beside the ids of changed rows."""
+"""Modes: what a consumer is given beside the ids of changed rows."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -31,23 +31,23 @@ class TrackingMode(Enum):
 
 
 @dataclass(frozen=True)
-class _Reading:
+class _Contents:
     momentum: bool
     first: bool
 
 
-_READINGS = {
-    TrackingMode.EMBEDDING_LAST: _Reading(momentum=False, first=False),
-    TrackingMode.EMBEDDING: _Reading(momentum=False, first=True),
-    TrackingMode.MOMENTUM_LAST: _Reading(momentum=True, first=False),
-    TrackingMode.MOMENTUM_DIFF: _Reading(momentum=True, first=True),
-    TrackingMode.ROWWISE_ADAGRAD: _Reading(momentum=True, first=True),
+_CONTENTS = {
+    TrackingMode.EMBEDDING_LAST: _Contents(momentum=False, first=False),
+    TrackingMode.EMBEDDING: _Contents(momentum=False, first=True),
+    TrackingMode.MOMENTUM_LAST: _Contents(momentum=True, first=False),
+    TrackingMode.MOMENTUM_DIFF: _Contents(momentum=True, first=True),
+    TrackingMode.ROWWISE_ADAGRAD: _Contents(momentum=True, first=True),
 }
 
 
 def keeps_first(mode: TrackingMode) -> bool:
-    """Whether the mode offers first values too."""
-    return mode in _READINGS and _READINGS[mode].first
+    """Whether consumers of the mode keep first values."""
+    return mode in _CONTENTS and _CONTENTS[mode].first
 
 
 def sources(table: TrackedTable, mode: TrackingMode) -> list[torch.Tensor]:
@@ -56,9 +56,9 @@ def sources(table: TrackedTable, mode: TrackingMode) -> list[torch.Tensor]:
     Raises:
         InvalidInput: the table has no such state.
     """
-    if mode not in _READINGS:
+    if mode not in _CONTENTS:
         return []
-    if not _READINGS[mode].momentum:
+    if not _CONTENTS[mode].momentum:
         return [tracked.weight for tracked in table.shards]
     return [_momentum(table, tracked, mode) for tracked in table.shards]
 

@@ -1,11 +1,15 @@
-"""From stamps to rows in host memory."""
+"""Reading: from stamps to rows in host memory. Any thread may; one that does not train waits for a step's end."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
 
-from deltasync.trainer.tracking.consumers import Consumer
-from deltasync.trainer.tracking.delta import DeltaRows
+from deltasync.trainer.tracking.cost import TrackerCost
+from deltasync.trainer.tracking.cursors import ConsumerCursor, Cursors
+from deltasync.trainer.tracking.delta import Delta, DeltaRows, Token
+from deltasync.trainer.tracking.gate import UpdateGate
+from deltasync.trainer.tracking.marking import RowMarking
 from deltasync.trainer.tracking.modes import TrackingMode, gather, sources
 from deltasync.trainer.tracking.shards import TrackedTable
 from deltasync.trainer.tracking.stamps import RowStamps
@@ -14,20 +18,71 @@ from deltasync.trainer.tracking.stamps import RowStamps
 Gathered = dict[TrackedTable, tuple[torch.Tensor, torch.Tensor | None]]
 
 
-def gather_due(
-    consumer: Consumer, mode: TrackingMode, tables: Sequence[TrackedTable], stamps: RowStamps
-) -> Gathered:
-    """The rows that are due to a consumer, as they are now, in copies where the tables are."""
-    found: Gathered = {}
-    for number, table in enumerate(tables):
-        ids = consumer.due(table, stamps.later(number, consumer.cursor))
-        live = sources(table, mode)
-        if len(ids):
-            found[table] = ids, gather(live, ids, consumer.memory) if live else None
-    return found
+class DeltaReader:
+    """Reads the rows that are due to consumers."""
+
+    def __init__(
+        self,
+        tables: Sequence[TrackedTable],
+        stamps: RowStamps,
+        gate: UpdateGate,
+        marking: RowMarking,
+        cursors: Cursors,
+        cost: TrackerCost,
+    ) -> None:
+        self._tables, self._stamps, self._gate = tables, stamps, gate
+        self._marking, self._cursors, self._cost = marking, cursors, cost
+
+    def read(
+        self,
+        cursor: ConsumerCursor,
+        timeout_seconds: float | None = None,
+        *,
+        values: bool = True,
+        k: int | None = None,
+    ) -> Delta:
+        """What a consumer has not acknowledged yet.
+
+        Args:
+            cursor: the consumer's.
+            timeout_seconds: how long another thread than the training one waits for the end of a step.
+            values: those of rows are wanted; a mode with first values reads them anyway.
+            k: only so many rows, those that have changed most; None for all.
+
+        Raises:
+            DeltasyncError: the step did not end in time.
+        """
+        # Who keeps first values must be given the current ones: they are the first after an acknowledgement.
+        mode = cursor.mode if values or cursor.first_values else TrackingMode.ID_ONLY
+        with ExitStack() as stack:
+            with self._gate.reading(timeout_seconds):
+                # Not before: the thread that trains may need the cursor to end the step that is waited for.
+                stack.enter_context(cursor.lock)
+                self._marking.compact_here()  # It has a count of its own.
+                stack.enter_context(self._cost.timed_reading())
+                self._marking.settle()
+                gathered = self._gather_due(cursor, mode)
+                position = self._cursors.tick()
+            with self._gate.side_stream():
+                gathered = _in_host_memory(gathered)
+            rows = _delta_rows(cursor, gathered)
+            delta = Delta(rows, Token(cursor.name, position, rows if cursor.first_values else {}, {}, cursor))
+            delta = delta if k is None else cursor.most_changed(delta, k)
+            cursor.memory.trim()
+        return delta
+
+    def _gather_due(self, cursor: ConsumerCursor, mode: TrackingMode) -> Gathered:
+        """The rows that are due, as they are now, in copies where the tables are."""
+        gathered: Gathered = {}
+        for number, table in enumerate(self._tables):
+            ids = cursor.due(table, self._stamps.later(number, cursor.cursor))
+            live = sources(table, mode)
+            if len(ids):
+                gathered[table] = ids, gather(live, ids, cursor.memory) if live else None
+        return gathered
 
 
-def to_host(gathered: Gathered) -> Gathered:
+def _in_host_memory(gathered: Gathered) -> Gathered:
     """The same in host memory: on a GPU, once its stream is done."""
     return {
         table: (_to_host(ids), None if values is None else _to_host(values))
@@ -35,15 +90,15 @@ def to_host(gathered: Gathered) -> Gathered:
     }
 
 
-def delta_rows(consumer: Consumer, gathered: Gathered) -> dict[str, DeltaRows]:
+def _delta_rows(cursor: ConsumerCursor, gathered: Gathered) -> dict[str, DeltaRows]:
     """Rows in host memory as the consumer is given them, by FQN."""
     return {
         table.name: DeltaRows(
             ids + table.row_offset if table.row_offset else ids,
             table.columns,
             values,
-            consumer.first(table, ids),
-            consumer.mode,
+            cursor.first_rows(table, ids),
+            cursor.mode,
         )
         for table, (ids, values) in gathered.items()
     }

@@ -1,4 +1,4 @@
-"""What a rank holds of a model: ranges of rows of its tables, and the live tensors they are read from."""
+"""A rank's share of a model: ranges of rows of its tables, and the live tensors they are read from."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -40,7 +40,7 @@ class TrackedShard:
         momentum: [rows, cols], or [rows, 1] where the optimizer keeps one value per row: the first state of the
             fused optimizer. None where there is none.
         rowwise_adagrad: the momentum is that of row-wise Adagrad.
-        cached_in: the kernel that holds the newest rows in a cache of its own, to be flushed before a read.
+        cached_in: the kernel whose cache has the newest rows, and is flushed before a read; None without a cache.
     """
 
     shard: Shard
@@ -52,14 +52,14 @@ class TrackedShard:
 
 @dataclass(frozen=True, eq=False)
 class TrackedTable:
-    """What a rank holds of a table: one range of rows, in one shard or more of columns.
+    """A rank's share of a table: one range of rows, in one shard or more of columns.
 
     Attributes:
         table: the table, named as in the model's `state_dict`.
-        shards: what is held of its columns, by column.
+        shards: of its columns, by column.
         features: the features that are looked up in it.
-        fused: only rows that were looked up change, in backward. Others belong to a dense optimizer, which may
-            change any row at every step (momentum, weight decay).
+        fused: only rows that were looked up change, in backward. The rows of a table that is not fused belong to a
+            dense optimizer, which may change any of them at every step (momentum, weight decay).
         replicated: every rank holds the same.
     """
 
@@ -99,8 +99,11 @@ class TrackedTable:
         """Table and rows, for messages."""
         return f"{self.name}[{self.row_offset}-{self.row_offset + self.rows}]"
 
-    def held(self, ids: torch.Tensor) -> torch.Tensor:
-        """Local ids of those of some global ids that are held here.
+    def local_ids(self, ids: torch.Tensor) -> torch.Tensor:
+        """The same rows counted from the first on this rank: int64 [m], without those of other ranks.
+
+        Args:
+            ids: global row ids, [n] of any integer type.
 
         Raises:
             InvalidInput: they are no list of ids, or one is none of the table's.

@@ -1,7 +1,8 @@
 """A stamp per row: when it last changed, by a clock that ticks at every read.
 
-What is marked after a read, be it by a step or from outside between two steps, is later than the cursor the read
-returned. Stamps are 32-bit: they cost a GPU half the memory, and the clock can start over (`restart_clock`).
+Whatever is marked after a read, by a step or from outside, has a later stamp than the cursor that the read
+returned. Stamps have 32 bits, half the memory of 64; when the clock has used them up it starts over
+(`restart_clock`).
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ import torch
 
 from deltasync.trainer.tracking.shards import TrackedTable
 
-# "Has nothing": every row is later, also one that was never marked.
+# The cursor of who has nothing: every row is later, even one that was never marked.
 NOTHING = -1
 STAMP_BYTES = 4
 CLOCK_END = torch.iinfo(torch.int32).max
@@ -31,7 +32,7 @@ class RowStamps:
         self.clock = 1
         self.stamps = [torch.zeros(table.rows, dtype=torch.int32, device=table.device) for table in tables]
         self._tables = tables
-        # What cannot be seen to change in a lookup is compared with what it was.
+        # No lookup tells when these change: they are compared with copies.
         self._compared = {
             number: [tracked.weight.clone() for tracked in table.shards]
             for number, table in enumerate(tables)
@@ -47,15 +48,15 @@ class RowStamps:
     def stamp(self, table: int, ids: torch.Tensor) -> None:
         """Stamp rows (local ids, any integer type, in any order and number).
 
-        An id that is none of the table's stands for row 0, which FBGEMM takes instead and trains.
+        An id outside of the table stamps row 0, which FBGEMM trains in its place.
         """
         stamps = self.stamps[table]
         if stamps.is_cuda:
-            # Whoever let go of them did so on another stream.
+            # They were allocated on another stream, which must not reuse their memory yet.
             ids.record_stream(torch.cuda.current_stream(ids.device))
             stamps.index_fill_(0, _bounded(ids, len(stamps)).long(), self.clock)
         elif len(ids):
-            # Taken for unsigned, a negative id is a large one.
+            # As unsigned numbers, negative ids are large ones.
             inside = ids.numpy().view(f"u{ids.element_size()}").max() < len(stamps)
             stamps.numpy()[(ids if inside else _bounded(ids, len(stamps))).numpy()] = self.clock
 
@@ -72,7 +73,7 @@ class RowStamps:
                 copy.index_copy_(0, ids, tracked.weight.index_select(0, ids))
 
     def restore(self, clock: int, stamps: Sequence[torch.Tensor]) -> None:
-        """Go on from other stamps, and take the rows as they are now for what they were."""
+        """Go on from other stamps; rows are compared with what they are now from here on."""
         self.clock = clock
         for ours, theirs in zip(self.stamps, stamps, strict=True):
             ours.copy_(theirs)
@@ -88,12 +89,12 @@ class RowStamps:
         return torch.from_numpy(np.flatnonzero(stamps.numpy() > cursor))
 
     def tick(self) -> int:
-        """The cursor that lies after all that is stamped by now."""
-        taken, self.clock = self.clock, self.clock + 1
-        return taken
+        """The cursor after all stamps so far; later ones are greater."""
+        cursor, self.clock = self.clock, self.clock + 1
+        return cursor
 
     def restart_clock(self) -> None:
-        """Begin anew, with every row marked: a cursor of 0 has all of them before it."""
+        """Start over, with every row marked: for a cursor of 0, all of them have changed."""
         self.clock = 1
         for stamps in self.stamps:
             stamps.fill_(self.clock)
@@ -110,5 +111,5 @@ def differing_rows(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
 
 
 def forget(rows: torch.Tensor, ids: torch.Tensor | slice) -> None:
-    """Make rows NaN, of bits that no computation leaves: nothing else is equal to them."""
+    """Make rows NaN, of bits that no computation results in: no row of a model equals them."""
     rows.view(_BITS[rows.element_size()])[ids] = -1

@@ -1,8 +1,8 @@
 """A tracker's state for a checkpoint, and its way into another world size or sharding.
 
-Every rank saves its own rows, named by table and global row id; a rank that loads takes those it holds now from
-whoever has saved them. Clocks of ranks differ: they are aligned at the moment of saving, which only the distance
-to a stamp matters for. Where ranks disagree, the answer is the one that offers more rows.
+Every rank saves its own rows, named by table and global row id; a rank that loads takes its rows from whichever
+rank has saved them. Clocks of ranks differ: stamps are shifted so that all clocks show the same at the time of
+saving. Where ranks disagree, more rows are offered rather than fewer.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from deltasync.core.errors import InvalidInput
-from deltasync.trainer.tracking.consumers import Consumer
+from deltasync.trainer.tracking.cursors import ConsumerCursor
 from deltasync.trainer.tracking.modes import TrackingMode
 from deltasync.trainer.tracking.shards import TrackedTable
 from deltasync.trainer.tracking.stamps import NOTHING, RowStamps, forget
@@ -20,20 +20,20 @@ _Saved = Mapping[str, Any]
 _KEYS = {"clock", "tables", "consumers", "steps"}
 
 
-def save(tables: Sequence[TrackedTable], stamps: RowStamps, consumers: Sequence[Consumer]) -> dict[str, Any]:
-    """Stamps of all rows; of consumers their cursors, and first values only of rows that are due to them."""
+def save(tables: Sequence[TrackedTable], stamps: RowStamps, cursors: Sequence[ConsumerCursor]) -> dict[str, Any]:
+    """Stamps of all rows; cursors, and first values only of rows that are due to their consumers."""
     return {
         "clock": stamps.clock,
         "tables": {
             table.name: {"row_offset": table.row_offset, "columns": table.columns, "stamps": kept.cpu().clone()}
             for table, kept in zip(tables, stamps.stamps, strict=True)
         },
-        "consumers": {consumer.name: _save_consumer(consumer, tables, stamps) for consumer in consumers},
+        "consumers": {cursor.name: _save_cursor(cursor, tables, stamps) for cursor in cursors},
     }
 
 
-def load(tables: Sequence[TrackedTable], stamps: RowStamps, states: Sequence[_Saved]) -> dict[str, Consumer]:
-    """Set the stamps of `tables` from the states of all ranks that saved; the consumers they had.
+def load(tables: Sequence[TrackedTable], stamps: RowStamps, states: Sequence[_Saved]) -> dict[str, ConsumerCursor]:
+    """Set the stamps of `tables` from the states of all ranks that saved; the cursors they had, by consumer.
 
     Raises:
         InvalidInput: something else was saved, or a table lacks what a consumer's mode reads. Nothing has changed.
@@ -48,29 +48,31 @@ def load(tables: Sequence[TrackedTable], stamps: RowStamps, states: Sequence[_Sa
         raise InvalidInput(f"this is no state of a tracker, or one of another version: {error!r}") from error
 
 
-def _load(tables: Sequence[TrackedTable], stamps: RowStamps, states: Sequence[_Saved]) -> dict[str, Consumer]:
+def _load(
+    tables: Sequence[TrackedTable], stamps: RowStamps, states: Sequence[_Saved]
+) -> dict[str, ConsumerCursor]:
     clock = max(int(one["clock"]) for one in states)
     found = [_stamps_of(table, states, clock) for table in tables]
     names = dict.fromkeys(name for one in states for name in one["consumers"])
-    consumers = {name: _load_consumer(name, tables, states, clock) for name in names}
-    for consumer in consumers.values():
-        for table, its in zip(tables, found, strict=True) if consumer.view else ():
-            forget(consumer.view[table.name], its < 0)
+    cursors = {name: _load_cursor(name, tables, states, clock) for name in names}
+    for cursor in cursors.values():
+        for table, its in zip(tables, found, strict=True) if cursor.first_values else ():
+            forget(cursor.first_values[table.name], its < 0)
     # Rows that no state knows have changed just now.
     stamps.restore(clock, [its.masked_fill(its < 0, clock) for its in found])
-    return consumers
+    return cursors
 
 
-def _save_consumer(consumer: Consumer, tables: Sequence[TrackedTable], stamps: RowStamps) -> dict[str, Any]:
+def _save_cursor(cursor: ConsumerCursor, tables: Sequence[TrackedTable], stamps: RowStamps) -> dict[str, Any]:
     first = {}
-    with consumer.lock:
-        for number, table in enumerate(tables if consumer.view else ()):
-            ids = consumer.due(table, stamps.later(number, consumer.cursor)).cpu()
-            first[table.name] = {"ids": ids + table.row_offset, "values": consumer.first(table, ids)}
+    with cursor.lock:
+        for number, table in enumerate(tables if cursor.first_values else ()):
+            ids = cursor.due(table, stamps.later(number, cursor.cursor)).cpu()
+            first[table.name] = {"ids": ids + table.row_offset, "values": cursor.first_rows(table, ids)}
         return {
-            "mode": consumer.mode.value,
-            "cursor": consumer.cursor,
-            "carried": dict(consumer.carried),
+            "mode": cursor.mode.value,
+            "cursor": cursor.cursor,
+            "carried": dict(cursor.carried),
             "first": first,
         }
 
@@ -97,38 +99,40 @@ def _overlap(table: TrackedTable, row_offset: int, rows: int) -> tuple[slice, sl
     return slice(low - table.row_offset, high - table.row_offset), slice(low - row_offset, high - row_offset)
 
 
-def _load_consumer(name: str, tables: Sequence[TrackedTable], states: Sequence[_Saved], clock: int) -> Consumer:
+def _load_cursor(
+    name: str, tables: Sequence[TrackedTable], states: Sequence[_Saved], clock: int
+) -> ConsumerCursor:
     saved = [(one, one["consumers"][name]) for one in states if name in one["consumers"]]
-    cursors = [int(its["cursor"]) + clock - int(one["clock"]) for one, its in saved if its["cursor"] != NOTHING]
-    cursor = min(cursors) if len(cursors) == len(saved) else NOTHING
-    consumer = Consumer.starting(name, TrackingMode(saved[0][1]["mode"]), cursor, tables)
+    positions = [int(its["cursor"]) + clock - int(one["clock"]) for one, its in saved if its["cursor"] != NOTHING]
+    position = min(positions) if len(positions) == len(saved) else NOTHING
+    cursor = ConsumerCursor.at(position, name, TrackingMode(saved[0][1]["mode"]), tables)
     for table in tables:
         carried = [its["carried"][table.name] for _, its in saved if table.name in its["carried"]]
         if carried:
             ids = torch.unique(torch.cat(carried))
-            consumer.carried[table.name] = ids[_held(table, ids)]
+            cursor.carried[table.name] = ids[_is_local(table, ids)]
         for one, its in saved:
-            if consumer.view and table.name in its["first"]:
+            if cursor.first_values and table.name in its["first"]:
                 columns = one["tables"][table.name]["columns"]
-                _restore_first(table, consumer.view[table.name], columns, **its["first"][table.name])
-    return consumer
+                _restore_first(table, cursor.first_values[table.name], columns, **its["first"][table.name])
+    return cursor
 
 
 def _restore_first(
     table: TrackedTable,
-    view: torch.Tensor,
+    first_values: torch.Tensor,
     columns: list[tuple[int, int]],
     ids: torch.Tensor,
     values: torch.Tensor,
 ) -> None:
-    held = _held(table, ids)
-    rows, values = ids[held] - table.row_offset, values[held]
-    row_wise = values.shape[1] == len(columns) and view.shape[1] == len(table.columns)
+    local = _is_local(table, ids)
+    rows, values = ids[local] - table.row_offset, values[local]
+    row_wise = values.shape[1] == len(columns) and first_values.shape[1] == len(table.columns)
     for ours, theirs in _shared_columns(table.columns, columns, row_wise):
         if theirs is None:
-            forget(view[:, ours], rows)
+            forget(first_values[:, ours], rows)
         else:
-            view[rows, ours] = values[:, theirs]
+            first_values[rows, ours] = values[:, theirs]
 
 
 def _shared_columns(
@@ -157,5 +161,5 @@ def _placed(columns: list[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
         at += width
 
 
-def _held(table: TrackedTable, ids: torch.Tensor) -> torch.Tensor:
+def _is_local(table: TrackedTable, ids: torch.Tensor) -> torch.Tensor:
     return (ids >= table.row_offset) & (ids < table.row_offset + table.rows)

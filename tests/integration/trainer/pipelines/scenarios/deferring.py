@@ -207,4 +207,4 @@ def evaluation_keeps_nothing() -> None:
     through(pipeline, micro_batches(5))
     assert pipeline._tables is not None
     assert pipeline._tables.outputs == []
-    assert not any(deferred.kept for deferred in pipeline._tables._lookups)
+    assert not any(deferred.pending for deferred in pipeline._tables._lookups)

@@ -15,9 +15,11 @@ from tests.integration.trainer.pipelines.prepared import Prepared, Shift, rich
 from tests.integration.trainer.pipelines.registry import SCENARIOS
 from tests.integration.trainer.pipelines.sources import Failing, Lost, Paused, despite_losses
 from tests.integration.trainer.pipelines.training import Training, sgd, through
-from tests.integration.trainer.torchrec_defects.models import bags
+from tests.integration.trainer.torchrec_defects.models import CPU, bags
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import profile
+from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSparseDist
 
 from deltasync.core.errors import InvalidInput
 
@@ -219,3 +221,20 @@ class _Dense(nn.Module):
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         loss = nn.functional.mse_loss(self.over(batch.dense).squeeze(1), batch.label)
         return loss, loss.detach()
+
+
+@scenario
+def a_profile_has_the_ranges_of_torchrecs_pipeline() -> None:
+    ours, theirs = _pair()
+    pipeline = TrainPipelineSparseDist(theirs.model, theirs.optimizer, CPU)
+    expected, found = _ranges(pipeline), _ranges(ours.pipeline())
+    assert {"## zero_grad ##", "## wait_for_batch 0 ##", "## forward 0 ##", "## backward 0 ##"} <= expected.keys()
+    assert expected.keys() <= found.keys()
+    assert found["## zero_grad ##"] == expected["## zero_grad ##"] == BATCHES
+
+
+def _ranges(pipeline: Any) -> dict[str, int]:
+    """How often each range that a pipeline names is entered while it trains."""
+    with profile() as profiled:
+        through(pipeline, batches(BATCHES))
+    return {event.key: event.count for event in profiled.key_averages() if event.key.startswith("## ")}

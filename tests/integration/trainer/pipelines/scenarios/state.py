@@ -106,6 +106,41 @@ def an_attribute_that_is_changed_after_its_use_is_refused_once_it_is_seen() -> N
     is_refused(lambda: Prepares(Offset(), after=salt))
 
 
+class OffsetOfItems(nn.Module):
+    """Adds what is in containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.salts: dict[str, Any] = {"all": 1, "each": [1, 2], "of": (torch.ones(1, dtype=torch.int64), {3})}
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        tensor, numbers = self.salts["of"]
+        return shifted(features, self.salts["all"] + sum(self.salts["each"]) + tensor + sum(numbers))
+
+
+@scenario
+def an_item_of_an_attribute_that_is_changed_between_steps_is_refused_once_it_is_seen() -> None:
+    changes: list[Callable[[dict[str, Any]], object]] = [
+        lambda salts: salts.update(all=2),
+        lambda salts: salts["each"].append(3),
+        lambda salts: salts["of"][0].add_(1),
+        lambda salts: salts["of"][1].add(4),
+    ]
+    for change in changes:
+        training = Training(Prepares(OffsetOfItems()), BOTH_RANKS)
+        pipeline, stream = training.pipeline(), batches(6)
+        for _ in range(2):
+            pipeline.progress(stream)
+        change(training.model.module.prepare.salts)
+        with pytest.raises(Contradiction, match=r"module 'bags'.*not_ahead"):
+            pipeline.progress(stream)
+
+
+@scenario
+def items_that_nobody_changes_leave_a_module_ahead() -> None:
+    is_like_plain(lambda: Prepares(OffsetOfItems()))
+
+
 @scenario
 def the_mode_of_a_module_that_is_changed_between_steps_is_refused_once_it_is_seen() -> None:
     training = Training(Prepares(Offset()), BOTH_RANKS)

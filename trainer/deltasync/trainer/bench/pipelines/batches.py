@@ -12,7 +12,7 @@ from deltasync.trainer.bench.pipelines.model import table_names
 from deltasync.trainer.bench.pipelines.options import Sizes
 from deltasync.trainer.clicks.batch import FieldsBatch
 
-# More than a round uses of them: rows are not looked up again at once.
+# More than a round uses, so that rows are not looked up again soon.
 _DIFFERENT = 32
 
 
@@ -61,7 +61,7 @@ class Examples:
         return Examples(self.keys, *(getattr(self, f.name).pin_memory() for f in fields(self) if f.name != "keys"))
 
     def batch(self) -> Batch:
-        """One that remembers nothing of having been used, as what a loader hands out."""
+        """A new batch of the same tensors, with nothing cached in it, as from a loader."""
         sparse = KeyedJaggedTensor(keys=self.keys, values=self.ids, lengths=self.lengths)
         return Batch(sparse=sparse, dense=self.dense, label=self.label)
 

@@ -6,11 +6,10 @@ from typing import Any
 
 from deltasync.trainer.bench.pipelines.options import ratio_name
 from deltasync.trainer.bench.pipelines.variants import VARIANTS
-from deltasync.trainer.bench.spread import spread_of
-from deltasync.trainer.bench.turns import Taken
+from deltasync.trainer.bench.timing import Duration, spread_of
 
 # What a step took in each turn, by variant.
-Rounds = Sequence[Mapping[str, Taken]]
+Rounds = Sequence[Mapping[str, Duration]]
 
 
 def figures(rounds: Rounds, memory: Mapping[str, tuple[int, int]], losses: Mapping[str, float]) -> dict[str, Any]:

@@ -39,8 +39,8 @@ class BagModel(nn.Module):
 
     def loss(self, features: Any, dense: torch.Tensor, label: torch.Tensor) -> Output:
         """Of what is looked up, for pipelines; and the same to look at."""
-        together = torch.cat([self.sparse(features).values(), self.bottom(dense)], dim=1)
-        loss = nn.functional.binary_cross_entropy_with_logits(self.top(together).squeeze(1), label)
+        inputs = torch.cat([self.sparse(features).values(), self.bottom(dense)], dim=1)
+        loss = nn.functional.binary_cross_entropy_with_logits(self.top(inputs).squeeze(1), label)
         return loss, loss.detach()
 
     def forward(self, batch: Any) -> Output:
@@ -57,7 +57,7 @@ class TensorDictModel(BagModel):
 
 
 class PreprocessedModel(BagModel):
-    """The same, which looks up other ids than it is given: two modules, one after the other, choose them."""
+    """The same, after preprocessing: two modules, one after the other, map ids to other ones."""
 
     def __init__(self, sizes: Sizes, device: torch.device) -> None:
         super().__init__(sizes, device)

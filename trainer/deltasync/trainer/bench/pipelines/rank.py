@@ -1,8 +1,8 @@
 """The ranks of the pipeline benchmark, under torchrun.
 
-Each variant has a model of its own, and all models begin with the same values. A pipeline never runs dry: a turn
-takes as many batches in as it trains on. Turns of all variants make a round, in an order that is another one in
-each, so that a change of the machine's speed meets all of them alike; what is compared are turns of one round.
+Each variant has a model of its own, and all models begin with the same values. A turn loads as many batches as it
+trains on, so that pipelines stay full. A round has a turn of every variant, in an order that changes from round to
+round, so that a change of the machine's speed concerns all of them; turns of the same round are compared.
 """
 
 import gc
@@ -25,8 +25,8 @@ from deltasync.trainer.bench.pipelines.figures import figures
 from deltasync.trainer.bench.pipelines.memory import Memory, memory_of
 from deltasync.trainer.bench.pipelines.model import sharded
 from deltasync.trainer.bench.pipelines.options import Sizes, pipelines_options
-from deltasync.trainer.bench.pipelines.variants import VARIANTS, Surroundings, Variant, with_compared
-from deltasync.trainer.bench.turns import Taken
+from deltasync.trainer.bench.pipelines.variants import VARIANTS, Variant, VariantContext, with_references
+from deltasync.trainer.bench.timing import Duration
 from deltasync.trainer.distributed.ranks import join_ranks
 
 # What a pipeline loads ahead is there before its turn.
@@ -46,32 +46,32 @@ class Training:
         sizes: Sizes,
         examples: list[Examples],
         device: torch.device,
-        around: Surroundings,
+        context: VariantContext,
         stack: ExitStack,
     ) -> None:
         model, optimizer = sharded(variant.model, sizes, device)
-        self._after_step = stack.enter_context(variant.beside(model, around))
+        self._after_step = stack.enter_context(variant.beside(model, context))
         self._pipeline = variant.pipeline(model, optimizer, device)
         self._device = device
         self._waiting: deque[Any] = deque()
-        self._stream = self._taken()
+        self._stream = self._loaded()
         self._batches = without_end(examples, tensordicts=variant.tensordicts)
         self.loss = torch.tensor(0.0)
         self._load(_AHEAD)
 
-    def turn(self, steps: int) -> Taken:
+    def turn(self, steps: int) -> Duration:
         """What each of some steps took, until all ranks have done them."""
         self._load(steps)
         self._meet()
-        started = Taken.now()
+        started = Duration.now()
         for _ in range(steps):
             self.loss = self._pipeline.progress(self._stream)
             self._after_step()
         self._meet()
-        return Taken(*(value / steps for value in Taken.since(started)))
+        return Duration(*(value / steps for value in Duration.since(started)))
 
     def finish(self) -> None:
-        """Train on what was loaded ahead. A rank that left before would leave the ids on their way to it."""
+        """Train on what was loaded ahead: a rank that ends before has not received ids that others sent it."""
         while True:
             try:
                 self._pipeline.progress(self._stream)
@@ -79,7 +79,7 @@ class Training:
                 return
             self._after_step()
 
-    def _taken(self) -> Iterator[Any]:
+    def _loaded(self) -> Iterator[Any]:
         while self._waiting:
             yield self._waiting.popleft()
 
@@ -93,7 +93,7 @@ class Training:
         dist.barrier()
 
 
-class Bench:
+class PipelineBench:
     """Variants in training.
 
     Attributes:
@@ -104,11 +104,11 @@ class Bench:
         self,
         sizes: Sizes,
         variants: Mapping[str, Variant],
-        around: Surroundings,
+        context: VariantContext,
         device: torch.device,
         stack: ExitStack,
     ) -> None:
-        self._sizes, self._around, self._device, self._stack = sizes, around, device, stack
+        self._sizes, self._context, self._device, self._stack = sizes, context, device, stack
         self._examples = draw(sizes, dist.get_rank(), device)
         memory = memory_of(device)
         with ExitStack() as first:  # What a process needs once is not counted as the first variant's.
@@ -118,7 +118,7 @@ class Bench:
         for name, variant in variants.items():
             self._trainings[name], self.bytes[name] = self._measured(variant, memory)
 
-    def rounds(self) -> list[dict[str, Taken]]:
+    def rounds(self) -> list[dict[str, Duration]]:
         """The turns of all rounds, by variant."""
         rounds = [self._round(number) for number in range(_WARM_UP_ROUNDS + self._sizes.rounds)]
         return rounds[_WARM_UP_ROUNDS:]
@@ -143,11 +143,11 @@ class Bench:
 
     def _started(self, variant: Variant, stack: ExitStack) -> Training:
         """A training that has run for a while, so that each cut to come falls into the middle of a turn."""
-        training = Training(variant, self._sizes, self._examples, self._device, self._around, stack)
+        training = Training(variant, self._sizes, self._examples, self._device, self._context, stack)
         training.turn(self._sizes.steps + self._sizes.steps // 2)
         return training
 
-    def _round(self, number: int) -> dict[str, Taken]:
+    def _round(self, number: int) -> dict[str, Duration]:
         order = random.Random(number).sample(list(self._trainings), len(self._trainings))  # noqa: S311  # On all ranks.
         gc.collect()
         return {name: self._trainings[name].turn(self._sizes.steps) for name in order}
@@ -162,7 +162,9 @@ def main(service: str, json_file: Path, variants: Sequence[str], **settings: Any
     sizes = Sizes(**settings)
     device = join_ranks()
     with ExitStack() as stack:
-        bench = Bench(sizes, with_compared(variants), Surroundings(service, sizes.steps), device, stack)
+        bench = PipelineBench(
+            sizes, with_references(variants), VariantContext(service, sizes.steps), device, stack
+        )
         rounds = bench.rounds()
         found = figures(rounds, _most(bench.bytes, device), bench.losses)
         bench.finish()

@@ -12,7 +12,7 @@ from torchrec.distributed import TrainPipelineBase, TrainPipelineSparseDist
 
 from deltasync.trainer.bench.pipelines.model import BagModel, PreprocessedModel, TensorDictModel
 from deltasync.trainer.bench.pipelines.options import GRAD_ACCUM
-from deltasync.trainer.bench.turns import tracked
+from deltasync.trainer.bench.tracker_reads import tracked
 from deltasync.trainer.pipelines import OnlinePipeline, PipelineOptions
 from deltasync.trainer.sync import DeltaSync, SyncOptions
 
@@ -25,8 +25,8 @@ class Pipeline(Protocol):
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """What a variant may need beside its model.
+class VariantContext:
+    """What a variant needs beside its model.
 
     Attributes:
         service: where to publish.
@@ -45,19 +45,19 @@ def _nothing() -> None:
 
 
 @contextmanager
-def _alone(_model: nn.Module, _around: Surroundings) -> Iterator[_Step]:
+def _alone(_model: nn.Module, _context: VariantContext) -> Iterator[_Step]:
     yield _nothing
 
 
 @contextmanager
-def _tracked(model: nn.Module, around: Surroundings) -> Iterator[_Step]:
-    with tracked(model, around.cut_every) as (_, after_step):
+def _tracked(model: nn.Module, context: VariantContext) -> Iterator[_Step]:
+    with tracked(model, context.cut_every) as (_, after_step):
         yield after_step
 
 
 @contextmanager
-def _published(model: nn.Module, around: Surroundings) -> Iterator[_Step]:
-    options = SyncOptions(service=around.service, model="bench", publish_every=around.cut_every)
+def _published(model: nn.Module, context: VariantContext) -> Iterator[_Step]:
+    options = SyncOptions(service=context.service, model="bench", publish_every=context.cut_every)
     with DeltaSync(model, options) as sync:
         sync.flush()
         yield sync.step
@@ -83,7 +83,7 @@ class Variant:
 
     pipeline: Callable[..., Pipeline] = _ours
     model: type[BagModel] = BagModel
-    beside: Callable[[nn.Module, Surroundings], AbstractContextManager[_Step]] = _alone
+    beside: Callable[[nn.Module, VariantContext], AbstractContextManager[_Step]] = _alone
     tensordicts: bool = False
     against: str | None = "ours"
 
@@ -106,8 +106,8 @@ VARIANTS = {
 """By name. Those named `sparse_dist...` are TorchRec's pipelines, as is `base`; all others are ours."""
 
 
-def with_compared(names: Collection[str]) -> dict[str, Variant]:
-    """The variants of these names, and those that they are compared with; without names, all."""
+def with_references(names: Collection[str]) -> dict[str, Variant]:
+    """The variants of these names, and those that they are compared with; all variants, if there are no names."""
     wanted = set(names or VARIANTS)
     for name in list(wanted):
         while against := VARIANTS[name].against:

@@ -1,4 +1,4 @@
-"""Attaching a pipeline to a model, and taking it off again."""
+"""Attaching a pipeline to a model, and detaching it. All of it runs in the thread that trains."""
 
 import logging
 from collections.abc import Collection, Iterator
@@ -12,6 +12,7 @@ from torchrec.distributed.train_pipeline.runtime_forwards import BaseForward, KJ
 
 from deltasync.core.errors import Contradiction, InvalidInput
 from deltasync.trainer.distributed.agreement import on_any_rank
+from deltasync.trainer.distributed.ranks import group_of
 from deltasync.trainer.pipelines.lookahead.forwards import (
     LookAheadContext,
     LookupArguments,
@@ -20,8 +21,7 @@ from deltasync.trainer.pipelines.lookahead.forwards import (
 )
 from deltasync.trainer.pipelines.lookahead.plan import Plan, compute, make_plan
 from deltasync.trainer.pipelines.lookahead.trial import why_not_early
-from deltasync.trainer.pipelines.ranks import group_of
-from deltasync.trainer.pipelines.swaps import Swaps
+from deltasync.trainer.pipelines.patches import AttributePatches
 
 logger = logging.getLogger(__name__)
 
@@ -31,9 +31,9 @@ class LookAhead:
 
     Attributes:
         modules: sharded modules whose ids are sent out ahead.
-        preprocessing: what stands in for the forwards of preprocessing modules.
+        preprocessing: stand-ins for the forwards of preprocessing modules.
         in_forward: forward is running, of the batch whose context the forwards have.
-        attached: the model's modules have other forwards than their own.
+        attached: this pipeline's forwards are in the places of the modules' own.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class LookAhead:
         Args:
             model: whose modules they are.
             device: where the model is.
-            stream: what is done ahead is given to this one.
+            stream: where the work ahead runs; None on a CPU.
             not_ahead: FQNs of modules that are not done ahead.
 
         Raises:
@@ -56,21 +56,21 @@ class LookAhead:
         for name in not_ahead:
             if name not in modules:
                 raise InvalidInput(f"not_ahead: the model has no module {name!r}")
-        self._given_up = dict.fromkeys(not_ahead, "it is named in not_ahead")
+        self._exclusions = dict.fromkeys(not_ahead, "it is named in not_ahead")
         self.modules: list[ShardedModule] = []
         self.preprocessing: list[PreprocessingForward] = []
         self.in_forward = False
         self.attached = False
         self._plan = Plan()
-        # By mode of the model, whose forward may be another in each.
+        # By mode of the model: its forward may differ between training and evaluation.
         self._plans: dict[bool, Plan] = {}
-        self._proven = set[bool]()
-        self._swaps: dict[str, Swaps] = {}
+        self._confirmed = set[bool]()
+        self._patches: dict[str, AttributePatches] = {}
         self._sharing_splits = False
         self._logged = set[tuple[str, str]]()
 
     def attach(self, batch: Any) -> None:
-        """Put other forwards in the places of the modules' own. Whoever was attached to the model is taken off.
+        """Put stand-ins in the places of the modules' forwards. Another `OnlinePipeline` on the model is detached.
 
         Args:
             batch: a first one, to try on a copy what can be done ahead.
@@ -79,18 +79,18 @@ class LookAhead:
             Contradiction: another kind of pipeline is attached.
         """
         self._detach_others()
-        if self._stream:  # What is done ahead may need tensors of the model.
+        if self._stream:  # The work ahead may read tensors of the model.
             self._stream.wait_stream(torch.get_device_module(self._device).current_stream())
         mode = self._model.training
         if mode not in self._plans:
             self._plans[mode] = self._make_plan(batch)
         self._plan = self._plans[mode]
         for name in self._plan.lookups:
-            self._swap_lookup(name, self._model.get_submodule(name))
+            self._patch_lookup(name, self._model.get_submodule(name))
         for name, module in self._plan.preprocessing.items():
             forward = PreprocessingForward(self, name, module, self._stream)
             self.preprocessing.append(forward)
-            self._swap(name, module, "forward", forward)
+            self._patch(name, module, "forward", forward)
         self.attached, self._sharing_splits = True, False
 
     def detach(self) -> None:
@@ -100,9 +100,9 @@ class LookAhead:
             Contradiction: others have been put there.
         """
         self.check()
-        for swaps in self._swaps.values():
-            swaps.undo()
-        self._swaps.clear()
+        for patches in self._patches.values():
+            patches.undo()
+        self._patches.clear()
         self.modules.clear()
         self.preprocessing.clear()
         self.attached = False
@@ -110,7 +110,7 @@ class LookAhead:
     def goes_on(self, name: str, reason: str) -> bool:
         """Whether to use what a sharded module has sent out ahead.
 
-        In the first forward under a plan, ranks find out together: a module whose features were others than
+        In the first forward under a plan, ranks find out together: a module whose features were not those that
         forward has, on any rank, is no longer done ahead on all of them.
 
         Args:
@@ -120,7 +120,7 @@ class LookAhead:
         Raises:
             Contradiction: it happens in a later forward, when other ranks go on.
         """
-        if self._model.training in self._proven:
+        if self._model.training in self._confirmed:
             if reason:
                 raise Contradiction(
                     f"module {name!r} is called with other features than in the forwards before: {reason}; it "
@@ -129,21 +129,21 @@ class LookAhead:
             return True
         if not self._on_any_rank([bool(reason)])[0]:
             return True
-        self._give_up(name, reason or "its features are not those of the traced forward on another rank")
+        self._exclude(name, reason or "its features are not those of the traced forward on another rank")
         return False
 
-    def prove(self) -> None:
-        """Note that a forward has run as the plan says."""
+    def confirm(self) -> None:
+        """Note that a forward has run as the plan has it."""
         if not self.outdated:
-            self._proven.add(self._model.training)
+            self._confirmed.add(self._model.training)
 
-    def _give_up(self, name: str, reason: str) -> None:
-        """No longer do a sharded module's work ahead, from the call on that it is in."""
+    def _exclude(self, name: str, reason: str) -> None:
+        """Do a sharded module's work ahead no longer: not in the call that it is in, and not later."""
         self._log_not_ahead(name, reason)
-        self._given_up[name] = reason
+        self._exclusions[name] = reason
         self._plans.clear()
-        self._proven.clear()
-        self._swaps.pop(name).undo()
+        self._confirmed.clear()
+        self._patches.pop(name).undo()
         self.modules[:] = [module for module in self.modules if isinstance(module.forward, LookupForward)]
 
     @property
@@ -152,20 +152,20 @@ class LookAhead:
         return not self._plans
 
     def check(self) -> None:
-        """See that the forwards are still in their places.
+        """Check that the forwards are still in their places.
 
         Raises:
             Contradiction: others have been put there.
         """
-        for name, swaps in self._swaps.items():
-            if not swaps.in_place:
+        for name, patches in self._patches.items():
+            if not patches.in_place:
                 raise Contradiction(
                     f"module {name!r}: something else has taken the place of this pipeline's forward; detach() "
                     f"that one first"
                 )
 
     def compute(self, batch: Any, context: LookAheadContext) -> None:
-        """Do what comes before the lookups: accesses to the batch and preprocessing."""
+        """Compute for a batch what comes before its lookups: accesses to the batch, and preprocessing."""
         modules = {forward.name: partial(forward.ahead, context) for forward in self.preprocessing}
         for node in self._plan.nodes:
             try:
@@ -178,15 +178,15 @@ class LookAhead:
                 raise
 
     def share_splits(self) -> None:
-        """Have modules say together how much they are going to send. Once they have been given a batch."""
+        """Have modules exchange in one collective how much each is going to send. After their first batch."""
         if self._sharing_splits:
             return
         self._sharing_splits = True
         for module in self.modules:
             for dist in _all_to_alls(module):
                 if not isinstance(dist.forward, KJTAllToAllForward):
-                    together = KJTAllToAllForward(pg=dist._pg, splits=dist._splits, stagger=dist._stagger)
-                    self._swap(module.forward.name, dist, "forward", together)
+                    combined = KJTAllToAllForward(pg=dist._pg, splits=dist._splits, stagger=dist._stagger)
+                    self._patch(module.forward.name, dist, "forward", combined)
 
     def _detach_others(self) -> None:
         for module in self._model.modules():
@@ -195,29 +195,29 @@ class LookAhead:
                 before.owner.detach()
 
     def _make_plan(self, batch: Any) -> Plan:
-        plan = self._plan_alike()
+        plan = self._common_plan()
         while early := self._why_not_early(plan, batch):
-            self._given_up |= early
-            plan = self._plan_alike()
+            self._exclusions |= early
+            plan = self._common_plan()
         if plan.lookups:
             logger.info("done ahead of forward: %s", ", ".join([*plan.preprocessing, *plan.lookups]))
         for name, reason in plan.reasons.items():
             self._log_not_ahead(name, reason)
         return plan
 
-    def _plan_alike(self) -> Plan:
-        """Forward's code may depend on the rank: what not all ranks look up ahead, none does."""
-        plan = make_plan(self._model, self._given_up)
+    def _common_plan(self) -> Plan:
+        """A plan that is the same on all ranks: forward may depend on the rank, but lookups are collectives."""
+        plan = make_plan(self._model, self._exclusions)
         sharded = [name for name, module in self._model.named_modules() if isinstance(module, ShardedModule)]
         missing = self._on_any_rank([name not in plan.lookups for name in sharded])
         lacking = {name for name, flag in zip(sharded, missing, strict=True) if flag} & plan.lookups.keys()
         if not lacking:
             return plan
-        self._given_up |= dict.fromkeys(lacking, "it is not called ahead on another rank")
-        return make_plan(self._model, self._given_up)
+        self._exclusions |= dict.fromkeys(lacking, "it is not called ahead on another rank")
+        return make_plan(self._model, self._exclusions)
 
     def _why_not_early(self, plan: Plan, batch: Any) -> dict[str, str]:
-        """Ranks have other batches, and may find other reasons."""
+        """Of all ranks: each tries the plan on a batch of its own, and may find other reasons."""
         reasons = why_not_early(plan, self._model, batch)
         names = [name for name, _ in self._model.named_modules()]
         found = self._on_any_rank([name in reasons for name in names])
@@ -225,21 +225,21 @@ class LookAhead:
         return {name: reasons.get(name, elsewhere) for name, flag in zip(names, found, strict=True) if flag}
 
     def _log_not_ahead(self, name: str, reason: str) -> None:
-        """Once, although plans are made for each mode, and again when a module is given up."""
+        """Once for each reason: plans are made for each mode, and anew when a module is excluded."""
         if (name, reason) not in self._logged:
             self._logged.add((name, reason))
             logger.warning("module %r is not pipelined: %s", name, reason)
 
-    def _swap_lookup(self, name: str, module: Any) -> None:
+    def _patch_lookup(self, name: str, module: Any) -> None:
         if isinstance(vars(module).get("forward"), BaseForward):
             raise Contradiction(f"module {name!r} is attached to another pipeline; detach() that one first")
         arguments = LookupArguments(name, self._plan.lookups[name])
-        self._swap(name, module, "forward", LookupForward(self, arguments, module, self._stream))
-        self._swap(name, module, "is_pipelined", True)
+        self._patch(name, module, "forward", LookupForward(self, arguments, module, self._stream))
+        self._patch(name, module, "is_pipelined", True)
         self.modules.append(module)
 
-    def _swap(self, name: str, owner: Any, attribute: str, value: Any) -> None:
-        self._swaps.setdefault(name, Swaps()).put(owner, attribute, value)
+    def _patch(self, name: str, owner: Any, attribute: str, value: Any) -> None:
+        self._patches.setdefault(name, AttributePatches()).replace(owner, attribute, value)
 
 
 def _all_to_alls(module: nn.Module) -> Iterator[Any]:

@@ -20,31 +20,31 @@ class Call:
     Attributes:
         arguments: positional ones by number, others by name.
         result: what the module returned.
-        era: of the module, by then.
-        seen: what is within the arguments; of tensors, how often each had been written to by then.
-        untouched: the module's buffers and the tensors within the result, likewise.
+        revision: of the module at that time.
+        leaves: what is within the arguments, and how often each tensor there had been written to.
+        results: the module's buffers and the tensors within the result, likewise.
     """
 
     arguments: dict[Any, Any]
     result: Any
-    era: int
-    seen: dict[Path, tuple[Any, int]]
-    untouched: list[tuple[torch.Tensor, int]]
+    revision: int
+    leaves: dict[Path, tuple[Any, int]]
+    results: list[tuple[torch.Tensor, int]]
 
     @classmethod
-    def made(
+    def of(
         cls,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         result: Any = None,
-        era: int = 0,
+        revision: int = 0,
         buffers: Iterable[torch.Tensor] = (),
     ) -> "Call":
         """Note a call that has just been made."""
         arguments = _named(args, kwargs)
-        seen = {path: (leaf, version(leaf)) for path, leaf in leaves_in(arguments)}
-        untouched = [*buffers, *(tensor for _, tensor in tensors_in(result))]
-        return cls(arguments, result, era, seen, [(tensor, version(tensor)) for tensor in untouched])
+        leaves = {path: (leaf, version(leaf)) for path, leaf in leaves_in(arguments)}
+        results = [*buffers, *(tensor for _, tensor in tensors_in(result))]
+        return cls(arguments, result, revision, leaves, [(tensor, version(tensor)) for tensor in results])
 
     def why_different(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
         """Why this call does not stand for one with these arguments; empty if it does."""
@@ -57,10 +57,10 @@ class Call:
         return self._why_outdated()
 
     def _why_outdated(self) -> str:
-        if any(version(tensor) != before for tensor, before in self.untouched):
+        if any(version(tensor) != before for tensor, before in self.results):
             return "its buffers, or its result, have been written to since"
         now = dict(leaves_in(self.arguments))
-        for path, (leaf, before) in self.seen.items():
+        for path, (leaf, before) in self.leaves.items():
             if not _is_untouched(leaf, now.get(path)) or version(leaf) != before:
                 return f"its argument {'.'.join(map(str, path))} is written to on the way"
         return ""

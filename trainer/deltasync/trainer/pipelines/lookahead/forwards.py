@@ -1,4 +1,4 @@
-"""What stands in for the forwards of modules whose work may have been done ahead."""
+"""Stand-ins for the forwards of modules whose work may have been done ahead."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from deltasync.core.errors import Contradiction
 from deltasync.trainer.pipelines.batches import record_stream
 from deltasync.trainer.pipelines.lookahead.calls import Call
 from deltasync.trainer.pipelines.lookahead.plan import arguments
-from deltasync.trainer.pipelines.lookahead.state import Eras
+from deltasync.trainer.pipelines.lookahead.state import ModuleRevisions
 
 
 @dataclass
@@ -22,7 +22,7 @@ class LookAheadContext(TrainPipelineContext):  # type: ignore[misc]  # torchrec'
     """What is known of a batch on its way through the pipeline.
 
     Attributes:
-        started: its work ahead has been done, or is under way.
+        started: its work ahead has begun.
         values: of the plan's nodes.
         calls: of preprocessing modules, those that forward has not asked for yet, by FQN.
         lookups: what sharded modules were called with, by FQN.
@@ -35,7 +35,7 @@ class LookAheadContext(TrainPipelineContext):  # type: ignore[misc]  # torchrec'
 
 
 class Owner(Protocol):
-    """Who put the forwards in their places."""
+    """The pipeline's part that put the stand-ins in their places."""
 
     in_forward: bool
 
@@ -43,12 +43,12 @@ class Owner(Protocol):
         """Put the modules' own forwards back."""
 
     def goes_on(self, name: str, reason: str) -> bool:
-        """Whether to use what a module has sent out ahead, given why not; else its own forward is back."""
+        """Whether to use what a module has sent out ahead; if not, its own forward is back in its place."""
 
 
 @dataclass(frozen=True)
 class LookupArguments:
-    """Gets a sharded module's arguments from what has been computed ahead; TorchRec's place to ask for them."""
+    """Tells TorchRec with which arguments a sharded module is going to be called, as computed ahead."""
 
     name: str
     node: fx.Node
@@ -56,12 +56,12 @@ class LookupArguments:
     def build_args_kwargs(self, context: LookAheadContext) -> tuple[list[Any], dict[str, Any]]:
         """Arguments of the call that forward is going to make."""
         args, kwargs = arguments(self.node, context.values)
-        context.lookups[self.name] = Call.made(args, kwargs)
+        context.lookups[self.name] = Call.of(args, kwargs)
         return args, kwargs
 
 
 class LookupForward(PipelinedForward):  # type: ignore[misc]
-    """Of a sharded module: goes on with the ids that have been sent out ahead, if it is called with those."""
+    """Of a sharded module: looks up the ids that have been sent out ahead, if it is called with those."""
 
     def __init__(
         self, owner: Owner, arguments: LookupArguments, module: ShardedModule, stream: torch.Stream | None
@@ -81,11 +81,11 @@ class LookupForward(PipelinedForward):  # type: ignore[misc]
 
 
 class PreprocessingForward:
-    """Of a preprocessing module: hands out what was computed ahead, to the call that it was computed for."""
+    """Of a preprocessing module: returns what was computed ahead to the call that it was computed for."""
 
     def __init__(self, owner: Owner, name: str, module: nn.Module, stream: torch.Stream | None) -> None:
         self._owner, self.name, self._stream = owner, name, stream
-        self._module, self._eras = module, Eras(module)
+        self._module, self._revisions = module, ModuleRevisions(module)
         self._compute: Callable[..., Any] = module.forward
         self._context = LookAheadContext(version=1)
 
@@ -94,29 +94,33 @@ class PreprocessingForward:
         self._context = context
 
     def ahead(self, context: LookAheadContext, *args: Any, **kwargs: Any) -> Any:
-        """Compute what forward is going to ask for."""
-        era, before = self._eras.now(), Call.made(args, kwargs)
+        """Compute what forward is going to ask for, before it runs.
+
+        Raises:
+            Contradiction: the module writes to its arguments.
+        """
+        revision, before = self._revisions.current(), Call.of(args, kwargs)
         result = self._compute(*args, **kwargs)
-        self._eras.called()
+        self._revisions.called()
         if reason := before.why_different(args, kwargs):
             raise Contradiction(
                 f"module {self.name!r} has been called ahead of forward, and {reason}; it cannot be pipelined: "
                 f"name it in PipelineOptions.not_ahead"
             )
-        call = Call.made(args, kwargs, result, era, self._module.buffers())
+        call = Call.of(args, kwargs, result, revision, self._module.buffers())
         context.calls.setdefault(self.name, []).append(call)
         return result
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The result that was computed for these arguments; computed now if there is none."""
         calls = self._context.calls.get(self.name, []) if self._owner.in_forward else []
-        era = self._eras.now()
+        revision = self._revisions.current()
         for call in calls:
-            if call.era == era and not call.why_different(args, kwargs):
+            if call.revision == revision and not call.why_different(args, kwargs):
                 calls.remove(call)
                 if self._stream:  # It was made on that one; the batch has been waited for.
                     record_stream(call.result, torch.get_device_module(self._stream.device).current_stream())
                 return call.result
         result = self._compute(*args, **kwargs)
-        self._eras.called()
+        self._revisions.called()
         return result

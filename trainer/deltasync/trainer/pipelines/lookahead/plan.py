@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx, nn
 from torchrec.distributed.model_parallel import ShardedModule
 
-from deltasync.trainer.pipelines.lookahead.tracing import held, place_of, trace
+from deltasync.trainer.pipelines.lookahead.tracing import place_of, tensor_of, trace
 
 # Read something out of a batch, and leave it as it is. Named tuples are made too.
 _ACCESSES = (getattr, operator.getitem)
@@ -32,7 +32,7 @@ class Plan:
 
     def tensors_of(self, model: nn.Module) -> dict[fx.Node, Any]:
         """The tensors of the model that are needed."""
-        return {node: held(model, node) for node in self.nodes if node.op == "get_attr"}
+        return {node: tensor_of(model, node) for node in self.nodes if node.op == "get_attr"}
 
     def without(self, node: fx.Node, error: str) -> dict[str, str]:
         """Why what needs a node is not done ahead, by FQN: the module that it calls, or lookups."""
@@ -42,12 +42,12 @@ class Plan:
         return dict.fromkeys(needing, f"its features can't be made ahead: {error}")
 
 
-def make_plan(model: nn.Module, given_up: Mapping[str, str]) -> Plan:
+def make_plan(model: nn.Module, exclusions: Mapping[str, str]) -> Plan:
     """Trace a model, in the mode it is in.
 
     Args:
         model: without what parallel training puts around modules.
-        given_up: FQNs of modules that are not to be done ahead, and why.
+        exclusions: FQNs of modules that are not to be done ahead, and why.
     """
     try:
         graph = trace(model)
@@ -55,12 +55,12 @@ def make_plan(model: nn.Module, given_up: Mapping[str, str]) -> Plan:
         sharded = [name for name, module in model.named_modules() if isinstance(module, ShardedModule)]
         reason = f"the model's forward can't be traced: {place_of(error)}: {type(error).__name__}: {error}"
         return Plan(reasons=dict.fromkeys(sharded, reason))
-    return _Planner(model, graph, given_up).plan()
+    return _Planner(model, graph, exclusions).plan()
 
 
 class _Planner:
-    def __init__(self, model: nn.Module, graph: fx.Graph, given_up: Mapping[str, str]) -> None:
-        self._model, self._graph, self._given_up = model, graph, given_up
+    def __init__(self, model: nn.Module, graph: fx.Graph, exclusions: Mapping[str, str]) -> None:
+        self._model, self._graph, self._exclusions = model, graph, exclusions
         self._calls: dict[str, list[fx.Node]] = {}
         for node in graph.nodes:
             if node.op == "call_module":
@@ -79,13 +79,13 @@ class _Planner:
         nodes = [node for node in self._graph.nodes if node in needed]
         called = {str(node.target): self._module(node) for node in nodes if node.op == "call_module"}
         found = {str(node.target): reason for node, reason in self._reasons.items() if _is_call(node)}
-        preprocessing = {name: self._given_up.get(name, reason) for name, reason in found.items()}
+        preprocessing = {name: self._exclusions.get(name, reason) for name, reason in found.items()}
         every = {**preprocessing, **reasons}
         return Plan(nodes, lookups, called, {name: reason for name, reason in every.items() if reason})
 
     def _why_not_looked_up(self, name: str, calls: list[fx.Node]) -> str:
-        if name in self._given_up:
-            return self._given_up[name]
+        if name in self._exclusions:
+            return self._exclusions[name]
         if len(calls) > 1:
             return f"it is called {len(calls)} times in one forward"
         if not calls[0].all_input_nodes:
@@ -116,8 +116,8 @@ class _Planner:
 
     def _why_not_module(self, node: fx.Node) -> str:
         name = str(node.target)
-        if name in self._given_up:
-            return f"its input comes from module {name!r}: {self._given_up[name]}"
+        if name in self._exclusions:
+            return f"its input comes from module {name!r}: {self._exclusions[name]}"
         if self._is_sharded(name):
             return f"its input comes from the sharded module {name!r}"
         if any(True for _ in self._module(node).parameters()):
@@ -130,7 +130,7 @@ class _Planner:
         return isinstance(self._model.get_submodule(name), ShardedModule)
 
     def _is_parameter(self, node: fx.Node) -> bool:
-        return isinstance(held(self._model, node), nn.Parameter)
+        return isinstance(tensor_of(self._model, node), nn.Parameter)
 
     def _module(self, node: fx.Node) -> nn.Module:
         return self._model.get_submodule(str(node.target))
@@ -155,7 +155,7 @@ def compute(
     if node.op == "placeholder":  # Forward is called with the batch alone; the others have defaults.
         return node.args[0] if node.prev.op == "placeholder" else batch
     if node.op == "get_attr":
-        return held(model, node)
+        return tensor_of(model, node)
     args, kwargs = arguments(node, values)
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)

@@ -16,8 +16,8 @@ def random_states() -> list[Any]:
 
 
 @contextmanager
-def random_states_kept() -> Iterator[None]:
-    """Draw as if nothing had been drawn within."""
+def random_states_preserved() -> Iterator[None]:
+    """Draw after this as if nothing had been drawn within."""
     of_python, of_numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(_gpus()):
         try:

@@ -1,4 +1,4 @@
-"""Tracing a model's forward without leaving a trace."""
+"""Tracing a model's forward, and leaving the model as it was."""
 
 import operator
 import traceback
@@ -12,7 +12,7 @@ from torch import fx, nn
 from torchrec.distributed.model_parallel import ShardedModule
 from torchrec.distributed.train_pipeline.tracing import Tracer
 
-from deltasync.trainer.pipelines.lookahead.randomness import random_states_kept
+from deltasync.trainer.pipelines.lookahead.randomness import random_states_preserved
 
 # Torch's and TorchRec's code, and ours.
 _TORCH, _HERE = str(Path(torch.__file__).parents[1] / "torch"), str(Path(__file__).parent)
@@ -21,7 +21,7 @@ _TORCH, _HERE = str(Path(torch.__file__).parents[1] / "torch"), str(Path(__file_
 def trace(model: nn.Module) -> fx.Graph:
     """The graph of a model's forward, in the mode it is in; the model and random numbers are as they were."""
     # Compiled modules are traced too, whatever they are set to say to that.
-    with torch._dynamo.config.patch(error_on_nested_fx_trace=False), random_states_kept(), _kept(model):
+    with torch._dynamo.config.patch(error_on_nested_fx_trace=False), random_states_preserved(), _preserved(model):
         graph: fx.Graph = _Tracer().trace(model)
         for node in graph.nodes:
             if node.op == "get_attr":  # Tensors that forward makes are there only while it is traced.
@@ -30,8 +30,8 @@ def trace(model: nn.Module) -> fx.Graph:
 
 
 @contextmanager
-def _kept(model: nn.Module) -> Iterator[None]:
-    """Leave modules as they are: what forward does with them, it also does when it is traced."""
+def _preserved(model: nn.Module) -> Iterator[None]:
+    """Undo what forward does to modules: it does so when it is traced, too."""
     around = list(_around_sharded(model))
     attributes = [(where, dict(where)) for module in around for where in (vars(module), module._buffers)]
     values = [(buffer, buffer._version, buffer.clone()) for module in around for buffer in module.buffers(False)]
@@ -73,7 +73,7 @@ def place_of(error: Exception) -> str:
     return f"{own[-1].filename}:{own[-1].lineno}" if own else "in torch"
 
 
-def held(model: nn.Module, node: fx.Node) -> Any:
+def tensor_of(model: nn.Module, node: fx.Node) -> Any:
     """A tensor of the model as it is now; one that was there only while it was traced, as it was."""
     try:
         return operator.attrgetter(str(node.target))(model)

@@ -1,4 +1,4 @@
-"""Trying a plan on copies, to see whether anybody could tell that modules were called early."""
+"""Trying a plan on copies: whether calling modules early has effects beside their results."""
 
 import copy
 from typing import Any
@@ -8,7 +8,7 @@ from torch import fx, nn
 from deltasync.trainer.pipelines.batches import tensors_in
 from deltasync.trainer.pipelines.lookahead.calls import version
 from deltasync.trainer.pipelines.lookahead.plan import Plan, compute
-from deltasync.trainer.pipelines.lookahead.randomness import random_states, random_states_kept
+from deltasync.trainer.pipelines.lookahead.randomness import random_states, random_states_preserved
 
 
 def why_not_early(plan: Plan, model: nn.Module, batch: Any) -> dict[str, str]:
@@ -23,20 +23,20 @@ def why_not_early(plan: Plan, model: nn.Module, batch: Any) -> dict[str, str]:
         tensors = {node: copy.deepcopy(tensor) for node, tensor in plan.tensors_of(model).items()}
     except Exception as error:  # noqa: BLE001  # Anything can refuse to be copied, each in its way.
         return dict.fromkeys(plan.preprocessing, f"it can't be tried on a copy: {_described(error)}")
-    with random_states_kept():
+    with random_states_preserved():
         for node in plan.nodes:
-            watched = _Watched(modules.get(str(node.target)), [batch, *values.values()])
+            effects = _CallEffects(modules.get(str(node.target)), [batch, *values.values()])
             try:
                 values[node] = tensors[node] if node in tensors else compute(node, batch, model, modules, values)
             except Exception as error:  # noqa: BLE001  # Forward may never make this call with this batch.
                 return reasons | plan.without(node, _described(error))
-            if reason := watched.changes():
+            if reason := effects.changes():
                 reasons[str(node.target)] = reason
     return reasons
 
 
-class _Watched:
-    """What a call of a module may not change."""
+class _CallEffects:
+    """What a call of a module does beside returning a result."""
 
     def __init__(self, module: nn.Module | None, inputs: Any) -> None:
         self._tensors = {"its input": [tensor for _, tensor in tensors_in(inputs)]}
@@ -44,7 +44,7 @@ class _Watched:
         self._before, self._random = self._versions(), random_states()
 
     def changes(self) -> str:
-        """What has changed since, in words; empty if nothing has."""
+        """What others could notice of the call, in words; empty if nothing."""
         if random_states() != self._random:
             return "it draws random numbers, which others would then get instead"
         now = self._versions()

@@ -1,4 +1,4 @@
-"""The tables of a model, and what each lookup of a kernel will change of them."""
+"""What of a model is tracked: its tables, and which of them the lookups of each kernel change."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,19 +14,19 @@ from deltasync.trainer.tracking.modules import is_skipped, sharded_modules, tabl
 from deltasync.trainer.tracking.options import TrackerOptions
 from deltasync.trainer.tracking.shards import TrackedTable, dense_tables, kernel_tables, lookups_of, merged
 
-# Number of a table whose lookups are to be marked (None: they need not be), and of its features.
+# Which table is marked (None: none), and how many features are looked up in it.
 Lookup = tuple[int | None, int]
-# What each kernel looks up, in its order.
+# The lookups of each kernel, in its order.
 Lookups = dict[nn.Module, list[Lookup]]
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a model has that can be tracked.
+class TrackedModel:
+    """What of a model is tracked on this rank.
 
     Attributes:
         modules: sharded modules by FQN.
-        tables: what this rank holds.
+        tables: the rows that this rank has of each table.
         lookups: what each kernel looks up.
     """
 
@@ -35,8 +35,8 @@ class Found:
     lookups: Lookups
 
 
-def find(model: nn.Module, options: TrackerOptions) -> Found:
-    """The tables of a model that `options` let through.
+def tracked_model(model: nn.Module, options: TrackerOptions) -> TrackedModel:
+    """The tables of a model that `options` do not leave out.
 
     Raises:
         InvalidInput: some have rows that cannot be tracked, or nothing is called as one of `fqns_to_skip`.
@@ -54,11 +54,12 @@ def find(model: nn.Module, options: TrackerOptions) -> Found:
     everything = [table for tables in kernels.values() for table in tables]
     tables = [table for table in merged(everything + outside) if _is_wanted(table, options)]
     numbers = {table.name: number for number, table in enumerate(tables) if table.fused}
-    return Found(modules, tables, {kernel: _lookups(found, numbers) for kernel, found in kernels.items()})
+    lookups = {kernel: _lookups(of_kernel, numbers) for kernel, of_kernel in kernels.items()}
+    return TrackedModel(modules, tables, lookups)
 
 
 def _lookups(tables: list[TrackedTable], numbers: dict[str, int]) -> list[Lookup]:
-    """Several shards of columns of one table are looked up with the same ids: marking those of one is enough."""
+    """Shards of columns of one table are looked up with the same ids: only the first one's are marked."""
     seen = set[str]()
     lookups: list[Lookup] = []
     for table in tables:
@@ -69,8 +70,8 @@ def _lookups(tables: list[TrackedTable], numbers: dict[str, int]) -> list[Lookup
 
 
 def ids_by_table(lookups: list[Lookup], features: KeyedJaggedTensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Number of the table and local ids of each feature looked up. The lengths were on the host before."""
-    if len(lookups) == 1 and lookups[0][0] is not None:  # Nothing to sort out.
+    """Number of the table and local ids of each feature looked up. Nothing is copied from a GPU for it."""
+    if len(lookups) == 1 and lookups[0][0] is not None:  # All ids are of one table.
         yield lookups[0][0], features.values()
         return
     ids_by_feature = features.values().split(features.length_per_key())

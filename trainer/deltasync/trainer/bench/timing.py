@@ -1,8 +1,27 @@
-"""How sure a median is."""
+"""How long turns of a benchmark took, and how sure their median is."""
 
 import math
 import statistics
+import time
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Self
+
+
+class Duration(NamedTuple):
+    """Seconds by the clock, and seconds in which a core worked for this process."""
+
+    seconds: float
+    cpu_seconds: float
+
+    @classmethod
+    def now(cls) -> Self:
+        """By both clocks, to be given to `since`."""
+        return cls(time.perf_counter(), time.process_time())
+
+    @classmethod
+    def since(cls, started: "Duration") -> Self:
+        """What has passed by now."""
+        return cls(*(now - then for now, then in zip(cls.now(), started, strict=True)))
 
 
 def interval(ordered: Sequence[float]) -> tuple[float, float]:

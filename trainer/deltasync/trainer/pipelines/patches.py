@@ -1,21 +1,21 @@
-"""Putting something else in the place of attributes for a while."""
+"""Attributes that are replaced for a while."""
 
 from typing import Any
 
 _MISSING = object()
 
 
-class Swaps:
-    """Attributes of objects that have been replaced, and what they were before.
+class AttributePatches:
+    """What was put in the place of attributes of objects, and what was there before.
 
-    A method replaced on one object hides that of its class; taking it away brings that one back. Modules keep
-    their place, and so the names of their parameters, whatever is put in the place of their `forward`.
+    A method replaced on one object hides that of its class until it is put back. A module whose `forward` is
+    replaced stays where it is, and so do the names of its parameters.
     """
 
     def __init__(self) -> None:
         self._before: list[tuple[Any, str, Any, Any]] = []
 
-    def put(self, owner: Any, name: str, value: Any) -> None:
+    def replace(self, owner: Any, name: str, value: Any) -> None:
         """Replace `owner.name`."""
         self._before.append((owner, name, value, vars(owner).get(name, _MISSING)))
         setattr(owner, name, value)

@@ -20,7 +20,7 @@ from deltasync.trainer.tracking.tracker import Tracker
 _FQN = "sparse.embeddings.table"
 
 
-class Watch:
+class Stopwatch:
     """Adds up seconds, those of a GPU too.
 
     Attributes:
@@ -47,12 +47,12 @@ class Watch:
             torch.cuda.synchronize()
 
 
-class Theirs(ModelDeltaTrackerTrec):  # type: ignore[misc]  # torchrec's types are not followed
+class TorchRecTracker(ModelDeltaTrackerTrec):  # type: ignore[misc]  # torchrec's types are not followed
     """TorchRec's tracker."""
 
     def __init__(self, training: Training, mode: TrackingMode, consumers: list[str]) -> None:
-        self._watch = Watch(training.device)
-        # There is room for one of them at a time, which is not what is measured here.
+        self._watch = Stopwatch(training.device)
+        # TorchRec has room for one tracker at a time: the others are put back beside this one.
         place = training.model.module.sparse
         others, place.post_lookup_tracker_fn = place.post_lookup_tracker_fn, None
         super().__init__(training.model, consumers=consumers, mode=TheirMode(mode.value))
@@ -87,11 +87,11 @@ class Theirs(ModelDeltaTrackerTrec):  # type: ignore[misc]  # torchrec's types a
         return sum(tensor.nbytes for tensor in kept if tensor is not None)
 
 
-class Ours(Tracker):
+class WatchedTracker(Tracker):
     """Our tracker."""
 
     def __init__(self, training: Training, mode: TrackingMode, consumers: list[str]) -> None:
-        self._watch = Watch(training.device)
+        self._watch = Stopwatch(training.device)
         super().__init__(training.model, TrackerOptions(mode=mode, consumers=consumers))
 
     def record_lookup(self, *arguments: Any) -> None:
@@ -113,11 +113,11 @@ class Ours(Tracker):
 
     @property
     def seconds(self) -> float:
-        """Spent in it so far. What it does within backward, it has measured itself."""
+        """Spent in it so far. The tracker itself measures what it does in backward."""
         return self._watch.seconds + self.cost.marking_seconds
 
 
-class Contest:
+class TrackerPair:
     """Both, in the same mode on the same model.
 
     Attributes:
@@ -128,8 +128,8 @@ class Contest:
 
     def __init__(self, training: Training, mode: TrackingMode, consumers: list[str]) -> None:
         self.mode = mode
-        self.theirs = Theirs(training, mode, consumers)
-        self.ours = Ours(training, mode, consumers)
+        self.theirs = TorchRecTracker(training, mode, consumers)
+        self.ours = WatchedTracker(training, mode, consumers)
 
     def read(self, consumer: str, *, ours_first: bool = True) -> int:
         """Read both; the number of rows.

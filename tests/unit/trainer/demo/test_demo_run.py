@@ -1,0 +1,127 @@
+"""What the demo does before its first process, and what it says after the last step."""
+
+import io
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+from deltasync.core.errors import DeltasyncError
+from deltasync.trainer.clicks.model import ModelOptions
+from deltasync.trainer.clicks.stream_options import StreamOptions
+from deltasync.trainer.clicks.training_options import TrainingOptions
+from deltasync.trainer.demo.command import demo
+from deltasync.trainer.demo.processes import DemoFailed, Processes
+from deltasync.trainer.demo.progress import DemoProgress
+from deltasync.trainer.demo.report import print_report
+from deltasync.trainer.demo.run import DemoOptions, run_demo
+
+STREAM = StreamOptions(
+    data="synthetic",
+    events=1000,
+    events_per_second=1000.0,
+    batch_size=64,
+    seed=0,
+    start_file=None,
+    model=ModelOptions(),
+)
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder for temporary ones."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("stream", "training", "why"),
+    [
+        ({"data": "kafka"}, {}, "unknown data 'kafka'"),
+        ({"data": "ratings:nowhere"}, {}, "nowhere: cannot be read"),
+        ({"events": 100}, {}, "100 events: the demo needs at least two batches of 64"),
+        ({}, {"grad_accum": 3}, "2 ranks share it evenly, 3 micro-batches each"),
+    ],
+)
+def test_what_cannot_be_run_leaves_nothing(
+    temporary: Path, stream: dict[str, Any], training: dict[str, Any], why: str
+) -> None:
+    options = DemoOptions(stream=replace(STREAM, **stream), training=TrainingOptions(**training))
+    with pytest.raises(DeltasyncError, match=why):
+        run_demo(options, Console(file=io.StringIO()))
+    assert not list(temporary.iterdir())
+
+
+@pytest.mark.parametrize("arguments", [["--json", "nowhere/report.json"], ["--dim", "5"], ["--top-k", "-1"]])
+def test_a_wrong_use_leaves_nothing(temporary: Path, arguments: list[str]) -> None:
+    assert CliRunner().invoke(demo, arguments).exit_code == 2
+    assert not list(temporary.iterdir())
+
+
+def test_an_interrupt_leaves_nothing(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        assert list(temporary.iterdir())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Processes, "start", interrupted)
+    options = DemoOptions(stream=STREAM, training=TrainingOptions())
+    with pytest.raises(KeyboardInterrupt):
+        run_demo(options, Console(file=io.StringIO()))
+    assert not list(temporary.iterdir())
+
+
+def test_the_logs_of_a_failure_are_kept_and_named(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise DemoFailed("service ended with status 1")
+
+    monkeypatch.setattr(Processes, "start", fails)
+    options = DemoOptions(stream=STREAM, training=TrainingOptions())
+    with pytest.raises(DemoFailed) as failed:
+        run_demo(options, Console(file=io.StringIO()))
+    [folder] = temporary.iterdir()
+    assert str(failed.value) == f"service ended with status 1\nlogs and results: {folder}"
+
+
+def test_what_is_waited_for_after_the_last_step_is_said_now_and_then() -> None:
+    now, said = 0.0, io.StringIO()
+    with DemoProgress(Console(file=said, width=200), steps=10, clock=lambda: now) as progress:
+        progress.show_wait({"lag": {"versions": 2, "rows": 1234}})
+        progress.show_wait({"lag": {"versions": 2, "rows": 1200}})
+        now = 2.0
+        progress.show_wait({"lag": {"versions": 1, "rows": 30}})
+        progress.show_wait({"lag": {"versions": 0, "rows": 0}})
+    assert said.getvalue().splitlines() == [
+        "  the replicas lack 1,234 rows, 2 versions",
+        "  the replicas lack 30 rows, 1 versions",
+    ]
+
+
+def test_what_a_replica_received_is_a_share_of_what_was_published() -> None:
+    report = {
+        "freshness_seconds": {"p50": 0.1, "p99": 0.2, "max": 0.3},
+        "bytes_full_push": 1_024_300_000,
+        "bytes_published": 29_400_000,
+        "bytes_received": 28_500_000,
+        "policy": {"value_type": "fp32", "top_k": None},
+        "rows_equal": True,
+        "versions": 294,
+        "steps": 586,
+        "rows_published": 471_537,
+        "service_restarts": 0,
+        "rows_compared": 108_506,
+        "events_evaluated": 1000,
+        "auc": dict.fromkeys(("trainer", "synced", "frozen"), 0.5),
+        "log_loss": dict.fromkeys(("trainer", "synced", "frozen"), 0.5),
+    }
+    printed = io.StringIO()
+    print_report(report, Console(file=printed, width=200))
+    assert (
+        "received      28.5 MB by a replica, 97 % of what was published, 1/36 of full pushes\n"
+        in printed.getvalue()
+    )

@@ -1,0 +1,106 @@
+"""Changes of what a preprocessing module's results depend on."""
+
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deltasync.trainer.pipelines.lookahead.state import MOST_ITEMS, ModuleRevisions
+
+
+class Holder(nn.Module):
+    """Has an attribute, and a module within that has another."""
+
+    def __init__(self, attribute: Any = None) -> None:
+        super().__init__()
+        self.attribute = attribute
+        self.inner = nn.Identity()
+        self.inner.other = [1]  # type: ignore[assignment]
+        self.register_buffer("buffer", torch.zeros(2))
+
+
+def _revised(attribute: Any, change: Callable[[Any], object]) -> bool:
+    holder = Holder(attribute)
+    revisions = ModuleRevisions(holder)
+    before = revisions.current()
+    assert revisions.current() == before
+    change(holder)
+    return revisions.current() != before
+
+
+@pytest.mark.parametrize(
+    ("attribute", "change"),
+    [
+        (1, lambda its: setattr(its, "attribute", 2)),
+        (1, lambda its: setattr(its, "attribute", 1.0)),
+        ({"salt": 1}, lambda its: its.attribute.update(salt=2)),
+        ({"salt": 1}, lambda its: its.attribute.update(salt=True)),
+        ({"salt": 1}, lambda its: its.attribute.update(more=2)),
+        ({"salt": 1, "more": 2}, lambda its: its.attribute.pop("more")),
+        ({"a": 1, "b": 2}, lambda its: its.attribute.update(c=its.attribute.pop("b"))),
+        (OrderedDict(a=1, b=2), lambda its: its.attribute.move_to_end("a")),
+        (defaultdict(int, a=1), lambda its: its.attribute["b"]),
+        ([1, 2], lambda its: its.attribute.append(3)),
+        ([1, 2], lambda its: its.attribute.reverse()),
+        ([1, [2]], lambda its: setattr(its, "attribute", [[1], 2])),
+        ([(1, [2])], lambda its: its.attribute[0][1].append(3)),
+        (deque([1]), lambda its: its.attribute.append(2)),
+        ({1, 2}, lambda its: its.attribute.add(3)),
+        ({"of": {"sets": {1}}}, lambda its: its.attribute["of"]["sets"].remove(1)),
+        ({"weights": torch.ones(3)}, lambda its: its.attribute["weights"].add_(1)),
+        ({"weights": torch.ones(3)}, lambda its: its.attribute.update(weights=torch.ones(3))),
+        (torch.ones(3), lambda its: its.attribute.add_(1)),
+        (None, lambda its: its.inner.other.append(2)),
+        (None, lambda its: setattr(its, "buffer", torch.zeros(2))),
+        (None, lambda its: its.eval()),
+        (dict.fromkeys(range(MOST_ITEMS + 1)), lambda its: its.attribute.pop(0)),
+        ([[row] for row in range(2 * MOST_ITEMS)], lambda its: its.attribute.pop()),
+        ({"large": list(range(MOST_ITEMS + 1)), "salt": 1}, lambda its: its.attribute.update(salt=2)),
+    ],
+)
+def test_a_change_by_others_is_another_revision(attribute: Any, change: Callable[[Any], object]) -> None:
+    assert _revised(attribute, change)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "change"),
+    [
+        (None, lambda _: None),
+        ({"salt": 1}, lambda its: its.attribute.update(salt=1)),
+        ({"salt": 10**6}, lambda its: its.attribute.update(salt=int("1000000"))),
+        ({"salt": "x"}, lambda its: setattr(its, "attribute", {"salt": "x"})),
+        ({1, 2, 3}, lambda its: (its.attribute.remove(1), its.attribute.add(1))),
+        (float("nan"), lambda _: None),
+        ([torch.tensor([[1, 2]]), None], lambda its: its.attribute[0].sum()),
+        (None, lambda its: its.register_forward_hook(lambda *_: None)),
+        (object(), lambda _: None),
+    ],
+)
+def test_what_stays_as_it_is_is_the_same_revision(attribute: Any, change: Callable[[Any], object]) -> None:
+    assert not _revised(attribute, change)
+
+
+def test_what_the_module_does_itself_is_no_revision() -> None:
+    holder = Holder({"calls": 0})
+    revisions = ModuleRevisions(holder)
+    before = revisions.current()
+    holder.attribute["calls"] += 1
+    revisions.called()
+    assert revisions.current() == before
+    holder.attribute["calls"] += 1
+    assert revisions.current() != before
+
+
+def test_containers_may_hold_themselves() -> None:
+    def grow(its: Any) -> None:
+        its.attribute.append(2)
+
+    endless: list[Any] = [1]
+    endless.append(endless)
+    assert _revised(endless, grow)
+    endless = [1]
+    endless.append({"again": endless})
+    assert not _revised(endless, lambda _: None)

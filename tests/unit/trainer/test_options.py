@@ -1,0 +1,84 @@
+"""Options that are refused when they are made, with the field and its value."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deltasync.trainer.clicks.features import FeatureOptions
+from deltasync.trainer.clicks.model import ModelOptions
+from deltasync.trainer.clicks.stream import Pace
+from deltasync.trainer.clicks.synthetic import SyntheticOptions
+from deltasync.trainer.clicks.training_options import TrainingOptions
+from deltasync.trainer.pipelines import PipelineOptions
+from deltasync.trainer.sync import SyncOptions
+from deltasync.trainer.tracking import TrackerOptions, TrackingMode
+
+# The whole numbers of each kind of options; what else it needs.
+COUNTS: list[tuple[Callable[..., Any], str, dict[str, Any]]] = [
+    (PipelineOptions, "grad_accum", {}),
+    (SyncOptions, "publish_every", {"service": "localhost:1", "model": "clicks"}),
+    (TrainingOptions, "grad_accum", {}),
+    *((ModelOptions, name, {}) for name in ("users", "items", "cross_buckets", "dim", "hidden")),
+    *(
+        (FeatureOptions, name, {"users": 2, "items": 2, "cross_buckets": 2})
+        for name in ("users", "items", "cross_buckets", "history_length")
+    ),
+    *(
+        (SyntheticOptions, name, {})
+        for name in ("users", "items", "block", "factors", "turnover", "quality_period")
+    ),
+]
+NUMBERS: list[tuple[Callable[..., Any], str, dict[str, Any]]] = [
+    (PipelineOptions, "loss_scale", {}),
+    (Pace, "events_per_second", {"start_unix": 0.0}),
+    (SyntheticOptions, "seconds_per_event", {}),
+]
+
+
+@pytest.mark.parametrize("value", [2.5, 2.0, True, False, 0, -3, "2", None])
+@pytest.mark.parametrize(("options", "name", "others"), COUNTS)
+def test_a_number_that_is_not_whole_and_positive_is_refused(
+    options: Callable[..., Any], name: str, others: dict[str, Any], value: object
+) -> None:
+    with pytest.raises(ValueError, match="expected a whole number of at least") as refused:
+        options(**others | {name: value})
+    assert str(refused.value).startswith(f"{name}: {value!r}, ")
+
+
+@pytest.mark.parametrize(("options", "name", "others"), COUNTS)
+def test_a_whole_number_of_numpy_is_one(options: Callable[..., Any], name: str, others: dict[str, Any]) -> None:
+    assert getattr(options(**others | {name: np.int64(4)}), name) == 4
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan"), True, "2", None])
+@pytest.mark.parametrize(("options", "name", "others"), NUMBERS)
+def test_a_number_that_is_not_positive_and_finite_is_refused(
+    options: Callable[..., Any], name: str, others: dict[str, Any], value: object
+) -> None:
+    with pytest.raises(ValueError, match="expected a positive number") as refused:
+        options(**others | {name: value})
+    assert str(refused.value).startswith(f"{name}: {value!r}, ")
+
+
+@pytest.mark.parametrize(("options", "name"), [
+    (PipelineOptions, "not_ahead"), (TrackerOptions, "consumers"), (TrackerOptions, "fqns_to_skip"),
+])  # fmt: skip
+def test_a_name_in_the_place_of_several_is_refused(options: Callable[..., Any], name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}: 'abc', expected several names"):
+        options(**{name: "abc"})
+
+
+def test_a_mode_that_is_only_its_name_is_refused() -> None:
+    with pytest.raises(ValueError, match="mode: 'embedding', expected a TrackingMode"):
+        TrackerOptions(mode="embedding")  # type: ignore[arg-type]
+    assert TrackerOptions(mode=TrackingMode.EMBEDDING).mode is TrackingMode.EMBEDDING
+
+
+@pytest.mark.parametrize("name", ["seed", "start_unix"])
+@pytest.mark.parametrize("value", [-1, 0.5, True])
+def test_what_may_be_zero_is_still_a_whole_number(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"{name}: {value!r}, expected a whole number of at least 0"):
+        SyntheticOptions(**{name: value})  # type: ignore[arg-type]
+    assert getattr(SyntheticOptions(**{name: 0}), name) == 0

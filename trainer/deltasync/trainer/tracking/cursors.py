@@ -1,0 +1,189 @@
+"""Where the consumers of the tracker are: each has a cursor, and may keep the values it was last given."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from deltasync.core.errors import Contradiction, NotFound
+from deltasync.trainer.tracking.delta import Delta, Token, largest
+from deltasync.trainer.tracking.gate import UpdateGate
+from deltasync.trainer.tracking.host import ReadMemory, replace_rows
+from deltasync.trainer.tracking.modes import TrackingMode, keeps_first, sources
+from deltasync.trainer.tracking.options import DEFAULT_CONSUMER
+from deltasync.trainer.tracking.shards import TrackedTable
+from deltasync.trainer.tracking.stamps import CLOCK_END, NOTHING, RowStamps, forget
+
+
+@dataclass(eq=False)
+class ConsumerCursor:
+    """A consumer's position in what changes. Any thread may use it, with its `lock`.
+
+    Attributes:
+        name: the consumer's.
+        mode: what the consumer is given beside ids.
+        cursor: what is stamped later is new to the consumer.
+        row_offsets: global id of this rank's first row, by FQN.
+        first_values: for modes with first values, the rows as they were at the cursor, by FQN, in host memory;
+            NaN for those the consumer does not have.
+        carried: global ids, ascending, of rows that are due although not stamped later, by FQN.
+        memory: for what reads return.
+        lock: to be taken before any of these is used, and after the gate.
+    """
+
+    name: str
+    mode: TrackingMode
+    cursor: int
+    row_offsets: dict[str, int]
+    first_values: dict[str, torch.Tensor] = field(default_factory=dict)
+    carried: dict[str, torch.Tensor] = field(default_factory=dict)
+    memory: ReadMemory = field(default_factory=ReadMemory)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+    @classmethod
+    def at(cls, cursor: int, name: str, mode: TrackingMode, tables: Sequence[TrackedTable]) -> "ConsumerCursor":
+        """Of a consumer that has the rows as they are now: what is stamped after `cursor` is new to it.
+
+        Raises:
+            InvalidInput: a table does not have what the mode reads.
+        """
+        live = {table.name: sources(table, mode) for table in tables}
+        first_values = {fqn: _copy(tensors) for fqn, tensors in live.items()} if keeps_first(mode) else {}
+        return cls(name, mode, cursor, {table.name: table.row_offset for table in tables}, first_values)
+
+    def emptied(self) -> "ConsumerCursor":
+        """A cursor for the same consumer as if it had nothing, which takes this one's place and its memory."""
+        for rows in self.first_values.values():
+            forget(rows, slice(None))
+        return self.moved_to(NOTHING)
+
+    def moved_to(self, cursor: int) -> "ConsumerCursor":
+        """Another cursor for the same consumer; tokens of this one do not move it."""
+        return replace(self, cursor=cursor, carried={}, memory=ReadMemory(), lock=threading.RLock())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        tensors = [*self.first_values.values(), *self.carried.values()]
+        return sum(int(tensor.nbytes) for tensor in tensors) + self.memory.nbytes
+
+    def due(self, table: TrackedTable, changed: torch.Tensor) -> torch.Tensor:
+        """Local ids of rows stamped after the cursor, and of those carried over: ascending, each once."""
+        carried = self.carried.get(table.name)
+        if carried is None:
+            return changed
+        due: torch.Tensor = torch.unique(torch.cat([changed, carried.to(changed.device) - table.row_offset]))
+        return due
+
+    def first_rows(self, table: TrackedTable, ids: torch.Tensor) -> torch.Tensor | None:
+        """Values at the cursor of rows with these local ids; None if the mode has none."""
+        return self.memory.select(self.first_values[table.name], ids) if self.first_values else None
+
+    def most_changed(self, delta: Delta, k: int) -> Delta:
+        """The rows of a delta with the `k` largest norms. The others are carried over.
+
+        Carried over are even rows with a norm of 0: a delta that was not acknowledged may have given the receiver
+        another value of them.
+        """
+        chosen = largest({fqn: rows.norms() for fqn, rows in delta.rows.items()}, k)
+        rows = {fqn: delta.rows[fqn].select(mask) for fqn, mask in chosen.items() if mask.any()}
+        carried = {fqn: delta.rows[fqn].ids[~mask] for fqn, mask in chosen.items() if not mask.all()}
+        return Delta(rows, replace(delta.token, rows=rows, carried=carried))
+
+    def advance(self, token: Token) -> bool:
+        """Move the cursor to that of a token, unless it has been there already; whether it moved."""
+        if token.cursor <= self.cursor:
+            return False
+        self.cursor, self.carried = token.cursor, dict(token.carried)
+        for fqn, rows in token.rows.items() if self.first_values else ():
+            if rows.values is not None:
+                replace_rows(self.first_values[fqn], rows.ids - self.row_offsets[fqn], rows.values)
+        return True
+
+
+class Cursors:
+    """The cursors of all consumers, which share the clock of the stamps."""
+
+    def __init__(self, tables: Sequence[TrackedTable], stamps: RowStamps, gate: UpdateGate) -> None:
+        self._tables, self._stamps, self._gate = tables, stamps, gate
+        self._cursors: dict[str, ConsumerCursor] = {}
+
+    def __iter__(self) -> Iterator[ConsumerCursor]:
+        return iter(list(self._cursors.values()))
+
+    def __getitem__(self, consumer: str | None) -> ConsumerCursor:
+        """That of a consumer; None is "default", or the only one there is.
+
+        Raises:
+            NotFound: there is no such consumer.
+        """
+        name = consumer or (DEFAULT_CONSUMER if DEFAULT_CONSUMER in self._cursors else None)
+        if name is None and len(self._cursors) == 1:
+            return next(iter(self._cursors.values()))
+        if name not in self._cursors:
+            raise NotFound(f"no consumer {name or DEFAULT_CONSUMER!r}; there are: {', '.join(self._cursors)}")
+        return self._cursors[name]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return sum(cursor.nbytes for cursor in self)
+
+    def add(self, name: str, mode: TrackingMode) -> None:
+        """Begin one for a consumer. Within the gate's `reading`, with all marks settled.
+
+        Raises:
+            Contradiction: there is one of that name.
+            InvalidInput: a table does not have what the mode reads.
+        """
+        if name in self._cursors:
+            raise Contradiction(f"there is a consumer {name!r} already: remove it first, or take another name")
+        self._cursors[name] = ConsumerCursor.at(self.tick(), name, mode, self._tables)
+
+    def remove(self, name: str) -> None:
+        """Forget that of a consumer.
+
+        Raises:
+            NotFound: there is no such consumer.
+        """
+        with self._gate:
+            del self._cursors[self[name].name]
+
+    def resync(self, consumer: str | None) -> None:
+        """Put one before every row. Tokens of earlier reads move nothing.
+
+        Raises:
+            NotFound: there is no such consumer.
+        """
+        with self._gate:
+            cursor = self[consumer]
+            with cursor.lock:
+                self._cursors[cursor.name] = cursor.emptied()
+
+    def acknowledge(self, token: Token) -> bool:
+        """Move one to where a token's read was; whether it moved."""
+        cursor = self._cursors.get(token.consumer)
+        if cursor is None:
+            return False
+        with cursor.lock:
+            return token.registration is cursor and cursor.advance(token)
+
+    def tick(self) -> int:
+        """The position after all that is stamped by now. Within the gate."""
+        if self._stamps.clock == CLOCK_END:
+            self._stamps.restart_clock()
+            self._cursors = {name: cursor.moved_to(0) for name, cursor in self._cursors.items()}
+        return self._stamps.tick()
+
+    def restore(self, restored: dict[str, ConsumerCursor]) -> None:
+        """Go on with those of a checkpoint; consumers that it does not know begin now. Within the gate."""
+        for name, cursor in self._cursors.items():
+            if name not in restored:
+                restored[name] = ConsumerCursor.at(self._stamps.clock, name, cursor.mode, self._tables)
+        self._cursors = restored
+        self.tick()
+
+
+def _copy(live: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.cpu() for tensor in live], dim=1)

@@ -1,0 +1,232 @@
+"""Marking: the rows of a rank are stamped when they change.
+
+The thread that trains looks rows up and ends steps. Rows change in backward, whose hooks run in threads of
+autograd. Threads that read settle marks too, between steps. Whoever touches marks or stamps has the gate.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.distributed.embedding_types import ShardedEmbeddingModule
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from deltasync.core.errors import NotFound
+from deltasync.trainer.tracking.cost import TrackerCost
+from deltasync.trainer.tracking.gate import UpdateGate
+from deltasync.trainer.tracking.hooks import (
+    Hooks,
+    listen_to_evictions,
+    listen_to_gradients,
+    listen_to_lookups,
+    listen_to_output_dists,
+)
+from deltasync.trainer.tracking.modules import table_fqn
+from deltasync.trainer.tracking.shards import flush_caches
+from deltasync.trainer.tracking.stamps import STAMP_BYTES, RowStamps
+from deltasync.trainer.tracking.tracked_model import Lookups, TrackedModel, ids_by_table
+
+_MOST_BYTES, _MOST_LOOKUPS = 64 << 20, 1024
+
+
+class LookupMarks:
+    """The ids of lookups, which are not copied, until there is time to sort them out by table.
+
+    Attributes:
+        nbytes: bytes of these ids.
+    """
+
+    def __init__(self, lookups: Lookups, stamps: RowStamps, cost: TrackerCost) -> None:
+        self._lookups, self._stamps, self._cost = lookups, stamps, cost
+        self._waiting: list[tuple[KeyedJaggedTensor, nn.Module]] = []
+        self.nbytes = 0
+
+    def knows(self, kernel: nn.Module) -> bool:
+        """Whether tables that a kernel looks up are tracked."""
+        return kernel in self._lookups
+
+    def add(self, features: KeyedJaggedTensor, kernel: nn.Module) -> None:
+        """Add the ids of a lookup of a kernel."""
+        started = time.perf_counter()
+        nbytes = features.values().nbytes
+        self._waiting.append((features, kernel))
+        self.nbytes += nbytes
+        self._cost.marking_bytes += nbytes
+        self._cost.marking_seconds += time.perf_counter() - started
+        if self.nbytes > _MOST_BYTES or len(self._waiting) > _MOST_LOOKUPS:  # Nobody ends steps or reads.
+            self.compact()
+
+    def compact(self) -> None:
+        """Stamp the rows that were looked up."""
+        if not self._waiting:
+            return
+        started = time.perf_counter()
+        for features, kernel in self._waiting:
+            for number, ids in ids_by_table(self._lookups[kernel], features):
+                self._stamps.stamp(number, ids)
+                self._cost.compaction_bytes += len(ids) * STAMP_BYTES
+        self.clear()
+        self._cost.compaction_seconds += time.perf_counter() - started
+
+    def clear(self) -> None:
+        """Forget them."""
+        self._waiting.clear()
+        self.nbytes = 0
+
+
+class RowMarking:
+    """Stamps the rows of a tracked model: after lookups, evictions and dense updates, and where outsiders say so.
+
+    Attributes:
+        steps: optimizer steps completed.
+        changes: those, and marks from outside.
+    """
+
+    def __init__(
+        self, tracked: TrackedModel, stamps: RowStamps, gate: UpdateGate, cost: TrackerCost, *, overlaps: bool
+    ) -> None:
+        """Listen to nothing yet.
+
+        Args:
+            tracked: the model.
+            stamps: of its tables.
+            gate: keeps reads away while rows change.
+            cost: where the time of marking is added.
+            overlaps: stamp the rows of a step during the next one's output dists, not at the step's end.
+        """
+        self._tables, self._stamps, self._gate, self._overlaps = tracked.tables, stamps, gate, overlaps
+        self._numbers = {table.name: number for number, table in enumerate(tracked.tables)}
+        self._marks = LookupMarks(tracked.lookups, stamps, cost)
+        self._hooks = Hooks()
+        self._paused = threading.local()
+        self._steps_uncompacted = 0
+        self.steps = 0
+        self.changes = 0
+
+    def listen(self, model: nn.Module, record_lookup: Callable[..., None], *, dense: bool) -> None:
+        """Have TorchRec tell of what happens: of lookups to `record_lookup`, of all else to this object."""
+        listen_to_lookups(self._hooks, model, record_lookup)
+        listen_to_evictions(self._hooks, model, self._mark_evicted)
+        if dense:
+            listen_to_gradients(self._hooks, model, self._begin_updates)
+        if self._overlaps:
+            listen_to_output_dists(self._hooks, model, self.compact)
+
+    def close(self) -> None:
+        """Listen no longer."""
+        self._hooks.remove()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of marks that wait to be stamped."""
+        return self._marks.nbytes
+
+    def record_lookup(self, features: KeyedJaggedTensor, output: torch.Tensor, kernel: nn.Module) -> None:
+        """See to it that the rows of a lookup are marked when they change. In the thread that trains."""
+        # They change in backward, which some pipelines run a step later than the lookup: marking now, or in
+        # `register_post_odist_tracker_fn`, could offer a row before its update and never again. Evaluation has
+        # no backward, and marks nothing.
+        if not output.requires_grad or not self._marks.knows(kernel):
+            return
+        if getattr(self._paused, "depth", 0):  # Not marked, but others must not read rows half changed.
+            output.register_hook(self._begin_updates)  # type: ignore[no-untyped-call]
+        else:
+            self._gate.training_here()
+            output.register_hook(lambda _gradient: self._mark_lookup(features, kernel))  # type: ignore[no-untyped-call]
+
+    def end_step(self) -> None:
+        """An optimizer step is complete. In the thread that trains.
+
+        Raises:
+            Contradiction: another function was put in the place of a hook.
+        """
+        self._hooks.check()
+        self._gate.training_here()
+        if not self._overlaps or self._steps_uncompacted:
+            self.compact()
+        self._steps_uncompacted += 1
+        self._gate.end_updates()
+        self.steps += 1
+        self.changes += 1
+
+    def compact(self) -> None:
+        """Stamp the rows of the lookups seen so far."""
+        with self._gate:
+            self.compact_here()
+
+    def compact_here(self) -> None:
+        """The same for who is within the gate."""
+        self._steps_uncompacted = 0
+        self._marks.compact()
+
+    def settle(self) -> None:
+        """Stamp all that has changed by now, seen in a lookup or not. Within the gate's `reading`."""
+        self.compact_here()
+        flush_caches(self._tables)
+        self._stamps.compare()
+
+    def mark(self, table: str, ids: torch.Tensor) -> None:
+        """Stamp rows of a table that were changed from outside, by global ids.
+
+        Raises:
+            NotFound: there is no such table.
+            InvalidInput: an id is none of the table's.
+        """
+        number = self._number(table)
+        local = self._tables[number].local_ids(ids)
+        with self._gate:
+            self._stamps.stamp(number, local)
+            self.changes += 1
+
+    def mark_all(self, table: str | None) -> None:
+        """Stamp every row of a table, or of all.
+
+        Raises:
+            NotFound: there is no such table.
+        """
+        numbers = range(len(self._tables)) if table is None else [self._number(table)]
+        with self._gate:
+            for number in numbers:
+                self._stamps.stamp_all(number)
+            self.changes += 1
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Lookups made meanwhile by this thread mark nothing."""
+        self._paused.depth = getattr(self._paused, "depth", 0) + 1
+        try:
+            yield
+        finally:
+            self._paused.depth -= 1
+
+    def restore(self, steps: int) -> None:
+        """Go on after so many steps, whose stamps are restored. Within the gate."""
+        self._marks.clear()
+        self.steps = steps
+
+    def _mark_lookup(self, features: KeyedJaggedTensor, kernel: nn.Module) -> None:
+        with self._gate:
+            self._gate.begin_updates()
+            self._marks.add(features, kernel)
+
+    def _begin_updates(self, _gradient: torch.Tensor) -> None:
+        if not self._gate.updating:
+            with self._gate:
+                self._gate.begin_updates()
+
+    def _mark_evicted(self, name: str, module: ShardedEmbeddingModule, evicted: Mapping[str, Any]) -> None:
+        # It is told of every lookup, in evaluation too, and mostly of no eviction: then no row changes.
+        found = {table_fqn(name, module, table): ids for table, ids in evicted.items() if ids is not None}
+        with self._gate:
+            for fqn in self._numbers.keys() & found.keys():
+                self._gate.begin_updates()
+                self._stamps.stamp(self._numbers[fqn], found[fqn])
+
+    def _number(self, table: str) -> int:
+        if table not in self._numbers:
+            raise NotFound(f"no table {table!r} is tracked on this rank; there are: {', '.join(self._numbers)}")
+        return self._numbers[table]
