@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from unittest import mock
 
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.support.side_by_side import Operation, SideBySide, operations
 from torch import nn
@@ -83,8 +83,18 @@ def test_reads_and_acknowledgements(program: list[Operation]) -> None:
     run(program)
 
 
+# A consumer that cannot be added for its name changes nothing: nor is what was written until then noted.
+_REFUSED = [
+    Operation("add", ("c", TrackingMode.EMBEDDING)),
+    Operation("write", ([(0, 0, 1.0)],)),
+    Operation("add", ("c", TrackingMode.EMBEDDING)),
+    Operation("write", ([(0, 0, 0.0)],)),
+]
+
+
 @settings(max_examples=300)
 @given(programs(*OFTEN, *SELDOM))
+@example(_REFUSED)
 def test_all_there_is(program: list[Operation]) -> None:
     run(program)
 

@@ -130,15 +130,21 @@ class Cursors:
         """Bytes in memory."""
         return sum(cursor.nbytes for cursor in self)
 
-    def add(self, name: str, mode: TrackingMode) -> None:
-        """Begin one for a consumer. Within the gate's `reading`, with all marks settled.
+    def check_new(self, name: str) -> None:
+        """Check that a consumer of that name can be added. Within the gate.
 
         Raises:
             Contradiction: there is one of that name.
-            InvalidInput: a table does not have what the mode reads.
         """
         if name in self._cursors:
             raise Contradiction(f"there is a consumer {name!r} already: remove it first, or take another name")
+
+    def add(self, name: str, mode: TrackingMode) -> None:
+        """Begin one for a new consumer. Within the gate's `reading`, with all marks settled.
+
+        Raises:
+            InvalidInput: a table does not have what the mode reads.
+        """
         self._cursors[name] = ConsumerCursor.at(self.tick(), name, mode, self._tables)
 
     def remove(self, name: str) -> None:

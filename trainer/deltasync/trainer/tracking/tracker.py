@@ -148,6 +148,7 @@ class Tracker:
             DeltasyncError: the step did not end in time.
         """
         with self._gate.reading(timeout_seconds):
+            self._cursors.check_new(name)  # Before anything changes.
             self._marking.settle()
             self._cursors.add(name, mode or self._options.mode)
 
