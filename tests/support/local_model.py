@@ -57,7 +57,7 @@ class LocalModel:
         seal = replace(sealed(self.model.sealed_version + 1), sealed_unix_ns=self.model.sealed_version + 1)
         self.log.seal("clicks", seal).result()
         self.model.seals.append(seal)
-        await self.model.advance(seal, rows)
+        await self.model.apply_cut(seal, rows)
         self.model.flush()  # So that it needs no records of its cuts to come back.
 
     async def cut_all(self, rows: Sequence[Values]) -> None:

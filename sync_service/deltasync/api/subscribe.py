@@ -14,9 +14,9 @@ from deltasync.core.delivery import Delivery
 from deltasync.core.errors import DeltasyncError, InvalidInput, NotFound, ServiceUnavailable, Superseded
 from deltasync.core.position import Position
 from deltasync.core.signals import first_of
-from deltasync.feeds.audit import ReplicaAudit
+from deltasync.feeds.frozen_release import FrozenRelease, Head
 from deltasync.feeds.model import Model
-from deltasync.feeds.release import FrozenRelease, Head
+from deltasync.feeds.replica_audit import ReplicaAudit
 from deltasync.service.service import Service
 from deltasync.v1 import subscribe_pb2, subscribe_pb2_grpc
 from deltasync.views.view import View
@@ -27,7 +27,7 @@ from deltasync.wire.messages import (
     position_from_message,
     position_to_message,
 )
-from deltasync.wire.rows import fill_rows
+from deltasync.wire.row_messages import fill_rows
 
 logger = logging.getLogger(__name__)
 

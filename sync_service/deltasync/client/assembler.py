@@ -14,7 +14,7 @@ from deltasync.core.tables import Shard
 from deltasync.core.value_types import decode
 from deltasync.v1 import subscribe_pb2
 from deltasync.wire.messages import delivery_from_message, mode_from_message, position_from_message
-from deltasync.wire.rows import CHUNK_BYTES, decode_rows
+from deltasync.wire.row_messages import CHUNK_BYTES, decode_rows
 
 logger = logging.getLogger(__name__)
 

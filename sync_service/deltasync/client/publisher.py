@@ -19,7 +19,7 @@ from deltasync.core.tables import Shard, TableSpec
 from deltasync.v1 import publish_pb2, publish_pb2_grpc
 from deltasync.wire.error_codes import from_rpc_error, is_final
 from deltasync.wire.messages import position_from_message, position_to_message, shard_to_message, table_to_message
-from deltasync.wire.rows import chunked, fill_rows
+from deltasync.wire.row_messages import chunked, fill_rows
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,9 @@ class Publisher:
         self._tables = tables
         self._shards = shards
         self._slots = {shard: slot for slot, shard in enumerate(shards)}
+        if len(self._slots) < len(shards):
+            twice = next(shard for slot, shard in enumerate(shards) if self._slots[shard] != slot)
+            raise InvalidInput(f"{twice} is announced twice: name each shard once")
         self._continues = options.continues
         self._parts: queue.SimpleQueue[tuple[Part, Future[Position]] | None] = queue.SimpleQueue()
         self._closing = threading.Event()

@@ -50,7 +50,9 @@ class ConsumerOptions:
             InvalidInput: a name that cannot be one, or something else than a policy.
         """
         if not isinstance(model, str):
-            raise InvalidInput(f"model {model!r}: expected the name of a model")
+            raise InvalidInput(
+                "model: expected the name of a model" + (f", got {model!r}" if model is not None else "")
+            )
         if not isinstance(policy, Mapping):
             raise InvalidInput("policy: expected an object")
         return cls(check_name("consumer", name), check_name("model", model), Policy.from_dict(policy))

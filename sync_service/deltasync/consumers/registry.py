@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from deltasync.consumers.consumer import Consumer, Replica
-from deltasync.consumers.offsets import forgettable
+from deltasync.consumers.fleet import forgettable
 from deltasync.core.errors import Contradiction, NotFound
 from deltasync.core.names import check_name
 from deltasync.core.policy import Policy

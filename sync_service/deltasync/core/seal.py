@@ -25,7 +25,7 @@ class Seal:
     resync: bool = False
 
 
-def age(version: int, seals: Sequence[Seal], now_unix_ns: int) -> float:
+def seconds_since_sealed(version: int, seals: Sequence[Seal], now_unix_ns: int) -> float:
     """Seconds since a version was sealed; 0 if it is not sealed yet."""
     if not seals or version > seals[-1].version:
         return 0.0

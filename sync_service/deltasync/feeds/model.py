@@ -15,7 +15,7 @@ from deltasync.core.rows import RowBatch
 from deltasync.core.seal import Seal
 from deltasync.core.signals import Signal
 from deltasync.core.tables import TableSpec
-from deltasync.feeds.release import NO_TABLES, FrozenRelease, Head, Releases
+from deltasync.feeds.frozen_release import NO_TABLES, FrozenRelease, Head, Releases
 from deltasync.storage.log import Log
 from deltasync.storage.mapped_table import MappedTable
 from deltasync.storage.model_store import KEPT_SEALS, ModelStore
@@ -26,8 +26,8 @@ T = TypeVar("T")
 class Model:
     """A training job's set of tables.
 
-    One thread (`run`) applies cuts and freezes releases, so that neither sees the other half done. All else is
-    used in the event loop, but for what is said to block.
+    One thread (`on_thread`) applies cuts and freezes releases, so that neither sees the other half done. All else
+    is used in the event loop, but for what is said to block.
 
     Attributes:
         name: the model's name.
@@ -48,7 +48,7 @@ class Model:
         self.applied: Seal | None = None
         self.signal = Signal()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"model-{name}")
-        self._releases = Releases(self.run, lambda: (list(self.tables), _head(self.applied)), directory)
+        self._releases = Releases(self.on_thread, lambda: (list(self.tables), _head(self.applied)), directory)
 
     @property
     def history(self) -> str:
@@ -102,7 +102,7 @@ class Model:
         self._thread.shutdown()
         self.flush()
 
-    async def run(self, function: Callable[..., T], *args: object) -> T:
+    async def on_thread(self, function: Callable[..., T], *args: object) -> T:
         """Run `function` on the model's thread, after what was asked of it before."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
 
@@ -115,11 +115,11 @@ class Model:
         """
         if self._unknown(tables):
             # All of it on the model's thread: a rank that disconnects now must not stop it half way.
-            await self.run(self._add, tables, asyncio.get_running_loop())
+            await self.on_thread(self._add, tables, asyncio.get_running_loop())
 
-    async def advance(self, seal: Seal, rows: Iterable[RowBatch] | None) -> None:
+    async def apply_cut(self, seal: Seal, rows: Iterable[RowBatch] | None) -> None:
         """Apply a cut that was just sealed, from `rows` or else from the log, and make it the head."""
-        await self.run(self._apply, seal, rows)
+        await self.on_thread(self._apply, seal, rows)
         self.head = _head(seal)
         self.signal.wake()
 
@@ -148,7 +148,7 @@ class Model:
         """How many rows of each of these tables changed after `version`."""
         if version == self.position.number:
             return [0] * len(tables)
-        return await self.run(lambda: [table.count_changed_since(version) for table in tables])
+        return await self.on_thread(lambda: [table.count_changed_since(version) for table in tables])
 
     def flush(self) -> None:
         """Put the tables as of the head on disk and drop the log up to there. Blocks; any thread.

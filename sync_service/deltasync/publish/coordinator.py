@@ -10,7 +10,7 @@ from deltasync.core.position import Decision, Position
 from deltasync.core.seal import Seal
 from deltasync.core.tables import TableSpec
 from deltasync.feeds.model import Model
-from deltasync.publish.cuts import Cut
+from deltasync.publish.cut import Cut
 from deltasync.publish.runs import Run, may_publish
 
 logger = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ class CutCoordinator:
         self.model.published |= cut.tables_with_rows
         self.rows += seal.rows
         self.bytes += seal.bytes
-        self._applying = self._tasks.create_task(self.model.advance(seal, cut.rows_in_memory()))
+        self._applying = self._tasks.create_task(self.model.apply_cut(seal, cut.rows_in_memory()))
         return Position(self.model.history, seal.version)
 
 

@@ -9,14 +9,14 @@ from deltasync.core.errors import Contradiction, InvalidInput, Superseded
 from deltasync.core.position import Decision, Position
 from deltasync.core.seal import Seal
 from deltasync.publish.coordinator import CutCoordinator, OpenCut
-from deltasync.publish.cuts import Cut, RankPart
+from deltasync.publish.cut import Cut, RankPart
 from deltasync.publish.opening import Opening
 from deltasync.publish.runs import continues
 from deltasync.storage.log import Buffer
 from deltasync.storage.records import pack_rows
 from deltasync.v1 import publish_pb2
 from deltasync.wire.messages import position_from_message
-from deltasync.wire.rows import MAX_CHUNK_BYTES, check_rows, decode_rows
+from deltasync.wire.row_messages import MAX_CHUNK_BYTES, decode_rows
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class PublishSession:
             raise InvalidInput(
                 f"a chunk of {batch.nbytes} bytes of ids and values, at most {MAX_CHUNK_BYTES} are allowed"
             )
-        check_rows(batch)
+        batch.check()
         if self._sealed_before(chunk.step) or self._closed_before(chunk.step):
             return
         open_cut, part = self._part_of(chunk.step)

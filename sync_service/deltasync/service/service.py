@@ -13,7 +13,7 @@ from deltasync.core.errors import StorageFailed
 from deltasync.core.policy import Policy
 from deltasync.feeds.model import Model
 from deltasync.publish.coordinator import CutCoordinator
-from deltasync.service.data_directory import lock_data_directory
+from deltasync.storage.data_directory import lock_data_directory
 from deltasync.storage.log import Log, LogOptions
 from deltasync.views.registry import ViewRegistry
 from deltasync.views.view import View

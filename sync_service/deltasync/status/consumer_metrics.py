@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from prometheus_client.core import Metric
 
 from deltasync.consumers.consumer import Consumer
-from deltasync.status.lag import ConsumerLag, Lag, ReplicaLag
+from deltasync.status.lag import ConsumerLag, Lag, ReleaseLag, ReplicaLag
 from deltasync.status.metric_families import counter, gauge
 
 _LAG: dict[str, tuple[Callable[[Lag], float], str]] = {
@@ -25,14 +25,23 @@ _UNSENT: dict[str, tuple[Callable[[Lag], float | None], str]] = {
     "share": (lambda lag: lag.unsent_share, "The same as a share of the norm of the tables: 0.1 is 10 %."),
 }
 # The keys are those of the lag's `release`.
-_RELEASE = {
-    "release": ("number", "Number of the newest release."),
-    "release_rows": ("rows", "Rows the newest release took."),
-    "release_bytes": ("bytes", "Bytes of ids and values of the rows the newest release took."),
-    "release_norm": ("norm", "L2 norm of what these rows changed by."),
-    "left_rows": ("left_rows", "Rows that have changed and that the newest release left for later."),
-    "left_bytes": ("left_bytes", "Bytes of ids and values of the rows the newest release left for later."),
-    "left_norm": ("left_norm", "L2 norm of what is unsent of these rows."),
+_RELEASE: dict[str, tuple[Callable[[ReleaseLag], float], str]] = {
+    "release": (lambda it: it.number, "Number of the newest release."),
+    "release_rows": (lambda it: it.rows, "Rows the newest release took."),
+    "release_bytes": (
+        lambda it: it.bytes,
+        "Bytes of ids and values of the rows the newest release took.",
+    ),
+    "release_norm": (lambda it: it.norm, "L2 norm of what these rows changed by."),
+    "left_rows": (
+        lambda it: it.left_rows,
+        "Rows that have changed and that the newest release left for later.",
+    ),
+    "left_bytes": (
+        lambda it: it.left_bytes,
+        "Bytes of ids and values of the changed rows that it left.",
+    ),
+    "left_norm": (lambda it: it.left_norm, "L2 norm of what is unsent of these rows."),
 }
 
 
@@ -68,9 +77,9 @@ def _release_metrics(lags: list[ConsumerLag]) -> list[Metric]:
                 f"consumer_{name}",
                 text,
                 ["consumer"],
-                [([each.consumer], release[key]) for each, release in released],
+                [([each.consumer], value(release)) for each, release in released],
             )
-            for name, (key, text) in _RELEASE.items()
+            for name, (value, text) in _RELEASE.items()
         ],
         *[
             gauge(

@@ -1,4 +1,4 @@
-"""Lag: how far a consumer's offset is behind the head of its feed. Pure functions."""
+"""Lag: how far replicas are behind the model. Pure functions."""
 
 import math
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from deltasync.consumers.consumer import Replica
-from deltasync.core.seal import Seal, age
+from deltasync.core.seal import Seal, seconds_since_sealed
 from deltasync.views.statistics import Backlog
 
 State = Literal["in sync", "current", "behind", "damaged", "away", "empty"]
@@ -70,6 +70,22 @@ class ReplicaLag:
 
 
 @dataclass(frozen=True)
+class ReleaseLag:
+    """What the newest release of a consumer with a policy took and left; norms are L2."""
+
+    number: int
+    version: int
+    seconds_ago: float
+    rows: int
+    bytes: int
+    norm: float
+    left_rows: int
+    left_bytes: int
+    left_norm: float
+    reason: str
+
+
+@dataclass(frozen=True)
 class ConsumerLag:
     """How far a consumer's fleet is behind: as far as the last of its replicas.
 
@@ -91,7 +107,7 @@ class ConsumerLag:
     tables: list[TableLag]
     oldest_row_seconds: float
     damages: int
-    release: dict[str, Any] | None
+    release: ReleaseLag | None
     policy: dict[str, Any]
 
 
@@ -118,7 +134,7 @@ def measure(
     if newest <= version and not sum(lacking):
         return Lag(0, 0, 0, 0.0)
     size = sum(rows * each for rows, each in zip(lacking, row_bytes, strict=True))
-    return Lag(max(0, newest - version), sum(lacking), size, age(oldest, seals, now_unix_ns))
+    return Lag(max(0, newest - version), sum(lacking), size, seconds_since_sealed(oldest, seals, now_unix_ns))
 
 
 def unsent(backlogs: Sequence[Backlog]) -> tuple[float, float]:

@@ -3,15 +3,14 @@
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from deltasync.consumers.consumer import Consumer, Replica
-from deltasync.consumers.offsets import consumer_offset, offset_in
+from deltasync.consumers.fleet import consumer_offset, offset_in
 from deltasync.core.policy import Policy
-from deltasync.core.seal import Seal, age
+from deltasync.core.seal import Seal, seconds_since_sealed
 from deltasync.feeds.model import Model
 from deltasync.service.service import Service
-from deltasync.status.lag import ConsumerLag, Lag, ReplicaLag, TableLag, measure, state, unsent
+from deltasync.status.lag import ConsumerLag, Lag, ReleaseLag, ReplicaLag, TableLag, measure, state, unsent
 from deltasync.views.statistics import Backlog, ReleaseStatistics
 from deltasync.views.view import View
 
@@ -79,7 +78,7 @@ async def report(consumer: Consumer, model: Model, view: View | None) -> Consume
         tables=tables,
         oldest_row_seconds=max((table.oldest_row_seconds for table in tables), default=0.0),
         damages=consumer.damages,
-        release=_release_answer(facts.release, now) if facts.release else None,
+        release=_release_lag(facts.release, now) if facts.release else None,
         policy=consumer.policy.as_dict(),
     )
 
@@ -143,7 +142,7 @@ def _table_line(table: _Table, rows: int, seals: Sequence[Seal], now: int) -> Ta
     if table.backlog is None:
         return line
     norm, share = unsent([table.backlog])
-    oldest = age(table.backlog.oldest_version, seals, now) if table.backlog.amount.rows else 0.0
+    oldest = seconds_since_sealed(table.backlog.oldest_version, seals, now) if table.backlog.amount.rows else 0.0
     return replace(line, oldest_row_seconds=oldest, unsent_norm=norm, unsent_share=share)
 
 
@@ -159,17 +158,16 @@ def _line(replica: Replica, offset: int, lag: Lag, now: int) -> ReplicaLag:
     )
 
 
-def _release_answer(release: ReleaseStatistics, now: int) -> dict[str, Any]:
-    """What operators are told of a release; norms are L2."""
-    return {
-        "number": release.number,
-        "version": release.version,
-        "seconds_ago": round(max(0, now - release.made_unix_ns) / 1e9, 3),
-        "rows": release.taken.rows,
-        "bytes": release.taken.bytes,
-        "norm": release.taken.norm,
-        "left_rows": release.backlog.rows,
-        "left_bytes": release.backlog.bytes,
-        "left_norm": release.backlog.norm,
-        "reason": release.reason,
-    }
+def _release_lag(release: ReleaseStatistics, now: int) -> ReleaseLag:
+    return ReleaseLag(
+        number=release.number,
+        version=release.version,
+        seconds_ago=round(max(0, now - release.made_unix_ns) / 1e9, 3),
+        rows=release.taken.rows,
+        bytes=release.taken.bytes,
+        norm=release.taken.norm,
+        left_rows=release.backlog.rows,
+        left_bytes=release.backlog.bytes,
+        left_norm=release.backlog.norm,
+        reason=release.reason,
+    )

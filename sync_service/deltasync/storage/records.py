@@ -26,7 +26,7 @@ def unpack_rows(record: memoryview, shards: list[Shard]) -> RowBatch:
     """
     slot, count = _RECORD.unpack_from(record)
     ids_end = _RECORD.size + count * ID_TYPE.itemsize
-    return RowBatch.from_bytes(shards[slot], record[_RECORD.size : ids_end], record[ids_end:])
+    return RowBatch.from_bytes(shards, slot, record[_RECORD.size : ids_end], record[ids_end:])
 
 
 def seal_record(seal: Seal) -> dict[str, Any]:

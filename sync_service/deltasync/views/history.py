@@ -4,7 +4,7 @@ import uuid
 from collections import deque
 
 from deltasync.core.position import Decision, Position, resume
-from deltasync.feeds.release import Head
+from deltasync.feeds.frozen_release import Head
 
 # Of releases older than these, which version they were made of is no longer known.
 _REMEMBERED_RELEASES = 10_000

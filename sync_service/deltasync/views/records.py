@@ -7,7 +7,7 @@ from deltasync.core.delivery import Delivery
 from deltasync.core.mode import Mode
 from deltasync.core.tables import TableSpec
 from deltasync.core.value_types import ValueType
-from deltasync.feeds.release import Head
+from deltasync.feeds.frozen_release import Head
 from deltasync.views.statistics import Amount, ReleaseStatistics
 from deltasync.views.table import ViewTable
 

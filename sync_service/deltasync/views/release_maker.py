@@ -12,13 +12,13 @@ from deltasync.core.errors import StorageFailed
 from deltasync.core.policy import Policy
 from deltasync.core.rows import Ids, Values
 from deltasync.core.value_types import encode
+from deltasync.feeds.frozen_release import Head
 from deltasync.feeds.model import Model
-from deltasync.feeds.release import Head
 from deltasync.views.ranking import DirtyRows, Floats, Mask, pick
 from deltasync.views.statistics import Amount, Backlog, ReleaseStatistics, amount_of, total
 from deltasync.views.store import NewestRelease, ViewState, ViewStore
 from deltasync.views.table import ViewTable
-from deltasync.wire.rows import CHUNK_BYTES
+from deltasync.wire.row_messages import CHUNK_BYTES
 
 # Records handed to the log and not yet on disk: what bounds the memory of a large release.
 _UNWRITTEN_RECORDS = 16

@@ -15,8 +15,8 @@ from typing import Any
 
 from deltasync.core.delivery import Delivery
 from deltasync.core.errors import StorageFailed
+from deltasync.feeds.frozen_release import Head
 from deltasync.feeds.model import Model
-from deltasync.feeds.release import Head
 from deltasync.storage.log import Buffer, Log
 from deltasync.storage.mapped_table import MappedTable
 from deltasync.views.history import ReleaseHistory

@@ -8,8 +8,8 @@ import numpy as np
 
 from deltasync.core.delivery import Delivery
 from deltasync.core.policy import Policy
+from deltasync.feeds.frozen_release import Head
 from deltasync.feeds.model import Model
-from deltasync.feeds.release import Head
 from deltasync.storage.mapped_table import MappedTable
 from deltasync.views.release_maker import new_release
 from deltasync.views.statistics import Amount, Backlog, total
@@ -39,7 +39,7 @@ class TableMaker:
             StorageFailed: there is no room; the view is as it was.
         """
         try:
-            await self._model.run(self._store.retry)
+            await self._model.on_thread(self._store.retry)
             await self._make(policy)
         finally:
             await asyncio.to_thread(self._store.remove_unused)
@@ -58,7 +58,7 @@ class TableMaker:
             if table not in state.tables:
                 await self._copy(table, None if as_it_was else number)
         await asyncio.to_thread(_flush, tables)
-        await self._model.run(self._install, tables, number, version)
+        await self._model.on_thread(self._install, tables, number, version)
 
     def _found_or_made(
         self, sources: Sequence[MappedTable], deliveries: Sequence[Delivery]
@@ -68,9 +68,9 @@ class TableMaker:
         return tuple(existing.get(each) or self._store.make_table(source, each) for source, each in pairs)
 
     async def _copy(self, table: ViewTable, number: int | None) -> None:
-        ids = await self._model.run(table.source.changed_since, 0)
+        ids = await self._model.on_thread(table.source.changed_since, 0)
         for start in range(0, len(ids), _COPIED_ROWS):
-            await self._model.run(table.copy, ids[start : start + _COPIED_ROWS], number)
+            await self._model.on_thread(table.copy, ids[start : start + _COPIED_ROWS], number)
 
     def _install(self, tables: tuple[ViewTable, ...], number: int, version: int) -> None:
         """Have these tables from now on, on the model's thread; new ones were copied at `version` or later."""

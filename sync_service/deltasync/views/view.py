@@ -11,8 +11,8 @@ from deltasync.core.policy import Policy
 from deltasync.core.position import Decision, Position
 from deltasync.core.signals import Signal
 from deltasync.core.stamps import StampedTable
+from deltasync.feeds.frozen_release import NO_TABLES, FrozenRelease, Head, Releases
 from deltasync.feeds.model import Model
-from deltasync.feeds.release import NO_TABLES, FrozenRelease, Head, Releases
 from deltasync.storage.log import Log
 from deltasync.views.release_maker import ReleaseMaker
 from deltasync.views.store import ViewState, ViewStore
@@ -37,7 +37,7 @@ class View:
         self._store = ViewStore(consumer, model, log, directory)
         self._tables = TableMaker(model, self._store)
         self._maker = ReleaseMaker(model, self._store)
-        self._releases = Releases(model.run, self._freezable, directory)
+        self._releases = Releases(model.on_thread, self._freezable, directory)
         self._signal = Signal()
 
     @property
@@ -101,7 +101,7 @@ class View:
 
     async def count_lacking(self, number: int, tables: Sequence[ViewTable]) -> list[int]:
         """How many rows of each of these tables a replica at `number` lacks."""
-        return await self.model.run(self._count_lacking, number, tables)
+        return await self.model.on_thread(self._count_lacking, number, tables)
 
     # Moving on: one call at a time.
 
@@ -128,7 +128,7 @@ class View:
             StorageFailed: not all of it could be written; rows that were not are still dirty.
         """
         try:
-            await self.model.run(self._maker.make, policy, overdue_version)
+            await self.model.on_thread(self._maker.make, policy, overdue_version)
         finally:
             self._signal.wake()
 

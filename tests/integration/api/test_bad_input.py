@@ -28,7 +28,7 @@ from tests.support.wire import (
 from deltasync.core.position import Position
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.v1 import admin_pb2, publish_pb2, subscribe_pb2, tables_pb2
-from deltasync.wire.rows import MAX_CHUNK_BYTES
+from deltasync.wire.row_messages import MAX_CHUNK_BYTES
 
 INVALID, CONTRADICTION = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION
 WIDE = TableSpec("wide", 2**20, 1)

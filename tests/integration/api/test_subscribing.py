@@ -26,9 +26,9 @@ from tests.support.wire import (
 from deltasync.client import NumpyTarget, Subscriber, SubscriberOptions
 from deltasync.core.position import Position
 from deltasync.core.tables import Shard, TableSpec
-from deltasync.feeds.release import FrozenRelease, freeze
+from deltasync.feeds.frozen_release import FrozenRelease, freeze
 from deltasync.v1 import subscribe_pb2
-from deltasync.wire import rows as wire_rows
+from deltasync.wire import row_messages as wire_rows
 
 ONE = np.full((1, 4), 5, "<f4")
 EVERYTHING = USER.rows * USER.row_bytes + ITEM.rows * ITEM.row_bytes
@@ -333,7 +333,7 @@ def test_an_idle_replica_keeps_no_release_alive(
         releases.append(weakref.ref(frozen))
         return frozen
 
-    monkeypatch.setattr("deltasync.feeds.release.freeze", noted)
+    monkeypatch.setattr("deltasync.feeds.frozen_release.freeze", noted)
     with ReplicaStream(running.grpc) as replica:
         replica.release()
         replica.until("progress")

@@ -123,6 +123,12 @@ MISFITS = [
 ]
 
 
+def test_a_shard_that_is_announced_twice_is_refused() -> None:
+    options = PublisherOptions(service="localhost:1", model="clicks", run="r", run_started_unix_ns=1)
+    with pytest.raises(InvalidInput, match="announced twice"):
+        Publisher(options, TABLES, [*WHOLE, WHOLE[0]])
+
+
 def test_rows_that_do_not_fit_are_refused_before_they_are_sent(running: RunningService) -> None:
     with publisher(running.grpc) as trainer:
         for rows, said in MISFITS:

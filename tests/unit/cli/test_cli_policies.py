@@ -19,7 +19,7 @@ from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.core.mode import Mode
 from deltasync.core.policy import Policy
 from deltasync.core.value_types import ValueType
-from deltasync.status.lag import ConsumerLag, Lag, ReplicaLag, TableLag
+from deltasync.status.lag import ConsumerLag, Lag, ReleaseLag, ReplicaLag, TableLag
 from deltasync.v1 import admin_pb2
 from deltasync.wire.messages import policy_to_message
 
@@ -250,8 +250,8 @@ def test_a_consumer_of_flag_and_file_has_the_policy_of_the_file(
         ('consumers = ["c=m"]', "consumers: expected tables [consumers.NAME]"),
         ('[[consumers]]\nmodel = "m"', "consumers: expected tables [consumers.NAME]"),
         ('consumers.c = "m"', "[consumers.c]: expected a table"),
-        ("[consumers.c]", "[consumers.c]: model None: expected the name of a model"),
-        ("[consumers.c]\nmodel = 3", "[consumers.c]: model 3: expected the name of a model"),
+        ("[consumers.c]", "[consumers.c]: model: expected the name of a model"),
+        ("[consumers.c]\nmodel = 3", "[consumers.c]: model: expected the name of a model, got 3"),
         ('[consumers.c]\nmodel = "m/n"', "[consumers.c]: model name 'm/n'"),
         ('[consumers."a b"]\nmodel = "m"', "[consumers.a b]: consumer name 'a b'"),
         (
@@ -286,18 +286,18 @@ def test_a_file_that_is_no_text_is_an_error_that_names_it(served: list[ServerOpt
 
 KNOWN = Lag(3, 20, 800, 7.5, 2.5, 0.0125)
 UNKNOWN = Lag(4, 30, 1200, 9.5)
-RELEASE = {
-    "number": 9,
-    "version": 11,
-    "seconds_ago": 0.5,
-    "rows": 7,
-    "bytes": 280,
-    "norm": 4.0,
-    "left_rows": 63,
-    "left_bytes": 2520,
-    "left_norm": 12.3456,
-    "reason": "took 7 of 70 dirty rows: top_k 10 % takes those that have changed most",
-}
+RELEASE = ReleaseLag(
+    number=9,
+    version=11,
+    seconds_ago=0.5,
+    rows=7,
+    bytes=280,
+    norm=4.0,
+    left_rows=63,
+    left_bytes=2520,
+    left_norm=12.3456,
+    reason="took 7 of 70 dirty rows: top_k 10 % takes those that have changed most",
+)
 RANKED = ConsumerLag(
     consumer="top",
     model="clicks",

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.support.seals import sealed
 
 from deltasync.consumers.consumer import Replica
-from deltasync.consumers.offsets import consumer_offset, forgettable, offset_in
+from deltasync.consumers.fleet import consumer_offset, forgettable, offset_in
 from deltasync.core.position import Position
 from deltasync.core.seal import Seal
 from deltasync.core.tables import TableSpec

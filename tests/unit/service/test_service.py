@@ -19,9 +19,9 @@ from deltasync.core.errors import Contradiction, DeltasyncError, StorageFailed, 
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.core.tables import Shard, TableSpec
+from deltasync.feeds import frozen_release as releases
 from deltasync.feeds import model as models
-from deltasync.feeds import release as releases
-from deltasync.feeds.release import FrozenRelease
+from deltasync.feeds.frozen_release import FrozenRelease
 from deltasync.publish.opening import check_open
 from deltasync.publish.session import PublishSession, open_session
 from deltasync.service import service as services

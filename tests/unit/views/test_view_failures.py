@@ -28,8 +28,8 @@ from deltasync.consumers.consumer import Consumer, ConsumerOptions, Replica
 from deltasync.core.errors import StorageFailed
 from deltasync.core.policy import Policy
 from deltasync.core.value_types import ValueType
-from deltasync.feeds.audit import ReplicaAudit
-from deltasync.feeds.release import FrozenRelease, Head
+from deltasync.feeds.frozen_release import FrozenRelease, Head
+from deltasync.feeds.replica_audit import ReplicaAudit
 from deltasync.service.service import Service, ServiceOptions
 from deltasync.storage.log import Log, LogOptions
 from deltasync.views.release_loop import ReleaseLoop
@@ -133,7 +133,7 @@ def test_a_release_that_could_not_be_frozen_is_frozen_anew_for_the_next_who_asks
 ) -> None:
     async def scenario(local: LocalModel) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr("deltasync.feeds.release.freeze", refuse)
+            patch.setattr("deltasync.feeds.frozen_release.freeze", refuse)
             failed = local.model.release(0)
             with pytest.raises(StorageFailed):
                 await failed

@@ -23,7 +23,7 @@ from deltasync.core.position import Position
 from deltasync.core.rows import Values
 from deltasync.core.tables import TableSpec
 from deltasync.core.value_types import ValueType, decode
-from deltasync.feeds.release import FrozenRelease
+from deltasync.feeds.frozen_release import FrozenRelease
 from deltasync.views.statistics import Amount
 
 TABLES = [TableSpec("a", 6, 3), TableSpec("ab", 5, 10, np.dtype("<f2")), TableSpec("c", 4, 1)]

@@ -25,7 +25,7 @@ from deltasync.client import NumpyTarget, Release, Subscriber, SubscriberOptions
 from deltasync.core.process import keep_freed_memory
 from deltasync.core.rows import Ids, Values
 from deltasync.v1 import publish_pb2, publish_pb2_grpc, tables_pb2
-from deltasync.wire.rows import chunked
+from deltasync.wire.row_messages import chunked
 
 
 class Sink(publish_pb2_grpc.PublishServiceServicer):

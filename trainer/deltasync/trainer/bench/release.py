@@ -105,7 +105,7 @@ class ChangingTable:
         self._version += 1
         seal = _sealed(self._version, len(self.ids), self.table)
         self.model.seals.append(seal)
-        await self.model.advance(seal, [RowBatch(Shard.whole(self.table), self.ids, self._values)])
+        await self.model.apply_cut(seal, [RowBatch(Shard.whole(self.table), self.ids, self._values)])
 
 
 async def _measure(folder: Path, rows: int, dim: int, rounds: int) -> dict[str, Any]:
@@ -181,9 +181,9 @@ def _bare(table: Floats, view: Floats, blocks: Sequence[Ids]) -> float:
 async def _parts(view: View, policy: Policy) -> dict[str, float]:
     """Seconds of each part of one more release, under the profiler, which makes it a little longer."""
     profile = Profile()
-    await view.model.run(profile.enable)
+    await view.model.on_thread(profile.enable)
     await view.make_release(policy, 0)
-    await view.model.run(profile.disable)
+    await view.model.on_thread(profile.disable)
     return {name: _cumulative(profile, *part) for name, part in _PARTS.items()}
 
 

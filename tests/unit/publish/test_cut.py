@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from deltasync.core.errors import Contradiction, InvalidInput, ResyncRequired
 from deltasync.core.rows import RowBatch
 from deltasync.core.tables import Shard, TableSpec
-from deltasync.publish import cuts
-from deltasync.publish.cuts import Cut, RankPart
+from deltasync.publish import cut as cuts
+from deltasync.publish.cut import Cut, RankPart
 from deltasync.publish.runs import Run
 
 TABLE = TableSpec("user", 12, 4)

@@ -1,7 +1,7 @@
 """What acks say of what a replica holds."""
 
-from deltasync.feeds.audit import ReplicaAudit
-from deltasync.feeds.release import FrozenRelease, Head
+from deltasync.feeds.frozen_release import FrozenRelease, Head
+from deltasync.feeds.replica_audit import ReplicaAudit
 
 RIGHT = {0: 10, 1: 20}
 WRONG = {0: 11, 1: 20}

@@ -10,7 +10,7 @@ from tests.support.wire import random_rows
 from deltasync.core.errors import StorageFailed
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import TableSpec
-from deltasync.feeds.release import FrozenRelease, freeze
+from deltasync.feeds.frozen_release import FrozenRelease, freeze
 
 TABLES = [TableSpec("a", 40, 3), TableSpec("b", 20, 2, np.dtype("<f2")), TableSpec("c", 5, 1)]
 

@@ -16,7 +16,7 @@ from deltasync.core.rows import Ids, Values
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import TableSpec
 from deltasync.storage.mapped_table import reserve
-from deltasync.wire.rows import chunked
+from deltasync.wire.row_messages import chunked
 
 # Of all releases together; beyond it they are kept in unlinked files, so that slow replicas cost no memory.
 RELEASES_IN_MEMORY_BYTES = 64 << 20

@@ -10,7 +10,8 @@ from deltasync.core.position import Position
 from deltasync.core.tables import VALUE_TYPES, Shard, TableSpec
 from deltasync.storage import records
 from deltasync.v1 import publish_pb2, tables_pb2
-from deltasync.wire import messages, rows
+from deltasync.wire import messages
+from deltasync.wire import row_messages as rows
 
 USER = TableSpec("user", 100, 4)
 HALF = TableSpec("half", 50, 3, np.dtype("<f2"))
@@ -94,7 +95,7 @@ def test_a_shard_of_no_table_is_refused() -> None:
 
 
 def check(message: tables_pb2.Rows) -> None:
-    rows.check_rows(rows.decode_rows(message, SHARDS))
+    rows.decode_rows(message, SHARDS).check()
 
 
 TWO = np.ones((2, 2), "<f4")
@@ -132,6 +133,12 @@ def test_malformed_rows_are_refused(message: tables_pb2.Rows, said: str) -> None
     assert said in str(refused.value)
 
 
+def test_a_record_of_a_shard_that_is_not_there_is_refused() -> None:
+    record = b"".join(records.pack_rows(5, np.array([10]), TWO[:1]))
+    with pytest.raises(InvalidInput, match="rows for slot 5, but only 2 were announced"):
+        records.unpack_rows(memoryview(record), SHARDS)
+
+
 @pytest.mark.parametrize("ids", [[10, 11], [10, 29]])
 def test_rows_at_the_edges_are_taken(ids: list[int]) -> None:
     check(rows_message(0, ids, TWO))
@@ -143,7 +150,7 @@ def test_any_bytes_are_rows_or_refused(ids: bytes, values: bytes, slot: int) -> 
     message = tables_pb2.Rows(slot=slot, ids=ids, values=values)
     try:
         batch = rows.decode_rows(message, SHARDS)
-        rows.check_rows(batch)
+        batch.check()
     except InvalidInput:
         return
     shard, found, array = batch.shard, batch.ids, batch.values

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from deltasync.feeds.release import NO_TABLES, FrozenRelease
+from deltasync.feeds.frozen_release import NO_TABLES, FrozenRelease
 
 # Acknowledgements of releases older than these are not compared any more.
 _KEPT_RELEASES = 1024
