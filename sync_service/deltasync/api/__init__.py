@@ -1,1 +1,1 @@
-"""The service's process, and its gRPC and HTTP sides."""
+"""The service's process, and its gRPC and HTTP sides. Internal."""

@@ -24,6 +24,7 @@ from deltasync.api.subscribe import SubscribeServicer
 from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.core.errors import ServiceUnavailable
 from deltasync.core.process import keep_freed_memory
+from deltasync.service.housekeeping import housekeeping
 from deltasync.service.service import Service, ServiceOptions
 from deltasync.v1 import (
     admin_pb2,
@@ -107,9 +108,9 @@ async def run(options: ServerOptions, stopping: asyncio.Event) -> None:
         await service.recover()
         for consumer in options.consumers:
             await service.ensure_consumer(consumer)
-        housekeeping = tasks.create_task(service.housekeeping())
+        keeper = tasks.create_task(housekeeping(service))
         await _listen(service, options, tasks, stopping)
-        housekeeping.cancel()
+        keeper.cancel()
         await service.drain()
     logger.info("stopped")
 

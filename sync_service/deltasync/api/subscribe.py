@@ -184,7 +184,7 @@ class ReplicaStream:
     def _acknowledge(self, applied: Position, checksums: dict[int, int]) -> None:
         if applied.history != self._sent.history or applied.number > self._sent.number:
             raise InvalidInput(
-                f"acked version {applied.number} of history {applied.history!r}, only version "
+                f"acked number {applied.number} of history {applied.history!r}, only number "
                 f"{self._sent.number} of {self._sent.history!r} was sent"
             )
         # An earlier ack that is repeated changes nothing.
@@ -203,7 +203,7 @@ class ReplicaStream:
         self._consumer.damages += len(set(tables) - set(self._replica.damaged))
         self._replica.damaged = tables
         where = f"{self._consumer.name}/{self._replica.name}"
-        logger.error("replica %s holds other rows than it was given in %s", where, ", ".join(tables))
+        logger.error("replica %s holds other rows than it was sent in %s", where, ", ".join(tables))
         self._damaged.set()
 
     async def _wait(self, acks: asyncio.Task[None], *events: Awaitable[object]) -> None:
@@ -221,7 +221,7 @@ class ReplicaStream:
         """Check that slots still mean the tables the replica was told of."""
         if self._feed.deliveries != self._deliveries:
             raise Superseded(
-                f"consumer {self._consumer.name!r} is given other tables now, or in another form; reconnect"
+                f"consumer {self._consumer.name!r} is sent other tables now, or in another form; reconnect"
             )
 
     def _check_current(self) -> None:

@@ -1,1 +1,1 @@
-"""The `deltasync` command: one verb per file."""
+"""The `deltasync` command: one verb per file. Internal."""

@@ -2,7 +2,9 @@
 
     from deltasync.client import NumpyTarget, Publisher, Subscriber
 
-The torch target is in `deltasync.client.torch_target`, so that nothing else needs torch.
+Public are the names in `__all__`, `deltasync.client.torch_target.TorchTarget`, which needs torch, and
+`deltasync.client.status.fetch_lag`. The other modules of this package, and the other packages of the service, are
+internal.
 """
 
 from deltasync.client.admin import Admin

@@ -9,6 +9,8 @@ from typing import Any
 
 from deltasync.core.errors import DeltasyncError, InvalidInput, NotFound, ServiceUnavailable
 
+__all__ = ["fetch_lag"]
+
 # Inside the trusted network there is no proxy; one meant for the package index must not be asked.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -32,7 +34,7 @@ def fetch_lag(service: str, consumer: str, timeout_seconds: float = 10.0) -> dic
         raise _refused(error, url) from error
     except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
         raise ServiceUnavailable(
-            f"{url}: {_printable(error)}: is the service running, and --http right?"
+            f"{url}: {_printable(error)}: is the service running, and is this its HTTP address?"
         ) from error
 
 

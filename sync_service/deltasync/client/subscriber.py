@@ -74,8 +74,8 @@ class Subscriber:
         self.check()
         if not self._reached(wanted):
             trouble = f"; last trouble: {self._trouble}" if self._trouble else ""
-            held = f"replica {self._options.replica!r} holds version {self.version.number}"
-            raise TimeoutError(f"{held}, not {wanted}{trouble}")
+            replica = f"replica {self._options.replica!r}"
+            raise TimeoutError(f"{replica} holds version {self.version.number}, not {wanted}{trouble}")
         return self.held
 
     def check(self) -> None:
@@ -170,14 +170,14 @@ class Subscriber:
 
     def _apply(self, assembler: ReleaseAssembler, end: subscribe_pb2.ReleaseEnd, requests: _Requests) -> None:
         release = assembler.end(end)
-        held = self._checksums if assembler.has_values else None
-        if held:
-            held.before(release)
+        checksums_of = self._checksums if assembler.has_values else None
+        if checksums_of:
+            checksums_of.before(release)
         self._target.apply(release)
-        checksums = held.after(release) if held else {}
+        checksums = checksums_of.after(release) if checksums_of else {}
         requests.put(_ack(assembler.received_bytes, release.position, assembler.by_slot(checksums)))
         if wrong := assembler.wrong(end, checksums):
-            text = "replica %s holds other rows than it was given in %s; it will be given all of them"
+            text = "replica %s holds other rows than it was sent in %s; it will be sent all of them"
             logger.error(text, self._options.replica, ", ".join(wrong))
             return
         # After the ack is on its way: whoever waits for the version may close the subscription at once.

@@ -14,6 +14,8 @@ from deltasync.core.errors import Contradiction, NotFound
 from deltasync.core.rows import Ids, Values
 from deltasync.core.tables import TableSpec
 
+__all__ = ["TorchTarget"]
+
 logger = logging.getLogger(__name__)
 
 

@@ -1,1 +1,1 @@
-"""Consumers of a model, their replicas and their offsets."""
+"""Consumers of a model, their replicas and their offsets. Internal."""

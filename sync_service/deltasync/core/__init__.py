@@ -1,1 +1,4 @@
-"""What rows, tables, positions, policies and errors are. NumPy only: no file, no socket, no thread."""
+"""What rows, tables, positions, policies and errors are. NumPy only: no file, no socket, no thread.
+
+Internal: `deltasync.client` exports what users need of it.
+"""

@@ -48,24 +48,24 @@ class StampedTable:
         """A table in memory that has never changed."""
         return cls(spec, np.zeros((spec.rows, spec.dim), spec.dtype), np.zeros(spec.rows, np.int64))
 
-    def apply(self, ids: Ids, values: Values, version: int, col_offset: int = 0) -> None:
+    def apply(self, ids: Ids, values: Values, number: int, col_offset: int = 0) -> None:
         """Overwrite the rows `ids` ([n], strictly ascending) from column `col_offset` on with `values`
-        ([n, cols]) and stamp them with `version`.
+        ([n, cols]) and stamp them with `number`.
         """
         for start in range(0, len(ids), BLOCK_ROWS):
             block = slice(start, start + BLOCK_ROWS)
-            self._apply_block(ids[block], values[block], version, col_offset)
+            self._apply_block(ids[block], values[block], number, col_offset)
         self._largest_sum = max(self._largest_sum, self.digest.square_sum)
         if self.digest.square_sum < self._largest_sum * _EXACT_SHARE:
             self.count_digest()
 
-    def _apply_block(self, ids: Ids, values: Values, version: int, col_offset: int) -> None:
+    def _apply_block(self, ids: Ids, values: Values, number: int, col_offset: int) -> None:
         where: slice | Ids = _contiguous(ids) or ids
         columns = slice(col_offset, col_offset + values.shape[1])
         before = digest(ids, self.decoded(self.rows[where, columns]), col_offset)
         # The stamp first: if the process dies between the two, a row with a new stamp is sent again, while one
         # with an old stamp would be taken for the old row.
-        self.stamps[where] = version
+        self.stamps[where] = number
         self.rows[where, columns] = values
         self.digest += digest(ids, self.decoded(values), col_offset) - before
 
@@ -91,10 +91,10 @@ class StampedTable:
         run = _contiguous(ids)
         return self.rows[run] if run is not None else np.take(self.rows, ids, axis=0)
 
-    def changed_since(self, version: int) -> Ids:
-        """Sorted unique ids ([n] int64) of the rows stamped after `version`."""
+    def changed_since(self, number: int) -> Ids:
+        """Sorted unique ids ([n] int64) of the rows stamped after `number`."""
         blocks = [
-            np.flatnonzero(self.stamps[start : start + _SCAN_ROWS] > version) + start
+            np.flatnonzero(self.stamps[start : start + _SCAN_ROWS] > number) + start
             for start in range(0, len(self.stamps), _SCAN_ROWS)
         ]
         return np.concatenate(blocks)
@@ -104,10 +104,10 @@ class StampedTable:
         starts = range(0, len(self.stamps), _SCAN_ROWS)
         return any(self.stamps[start : start + _SCAN_ROWS].any() for start in starts)
 
-    def count_changed_since(self, version: int) -> int:
-        """How many rows are stamped after `version`."""
+    def count_changed_since(self, number: int) -> int:
+        """How many rows are stamped after `number`."""
         starts = range(0, len(self.stamps), _SCAN_ROWS)
-        return sum(int(np.count_nonzero(self.stamps[start : start + _SCAN_ROWS] > version)) for start in starts)
+        return sum(int(np.count_nonzero(self.stamps[start : start + _SCAN_ROWS] > number)) for start in starts)
 
     def read(self, ids: Ids, out: Values) -> None:
         """Copy the current values of the rows `ids` ([n], strictly ascending) into `out` ([n, D])."""

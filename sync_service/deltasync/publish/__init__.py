@@ -1,1 +1,1 @@
-"""Taking cuts from the ranks of a run."""
+"""Taking cuts from the ranks of a run. Internal."""

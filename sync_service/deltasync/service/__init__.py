@@ -1,1 +1,1 @@
-"""The service's state put together."""
+"""The service's state put together. Internal."""

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from deltasync.consumers.consumer import Consumer, ConsumerOptions
 from deltasync.consumers.registry import ConsumerRegistry
-from deltasync.core.errors import StorageFailed
 from deltasync.core.policy import Policy
 from deltasync.feeds.model import Model
 from deltasync.publish.coordinator import CutCoordinator
@@ -19,8 +18,6 @@ from deltasync.views.registry import ViewRegistry
 from deltasync.views.view import View
 
 logger = logging.getLogger(__name__)
-
-_HOUSEKEEPING_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +49,7 @@ class Service:
     """Everything the APIs work on. Made and used in one event loop.
 
     Attributes:
+        options: what it keeps, and where.
         log: what outlives the process.
         models: by name.
         coordinators: of the ranks that publish them, by the model's name.
@@ -61,7 +59,7 @@ class Service:
     """
 
     def __init__(self, options: ServiceOptions, tasks: asyncio.TaskGroup) -> None:
-        self._options = options
+        self.options = options
         self._tasks = tasks
         self._lock = lock_data_directory(options.data_dir)
         self.log = Log(LogOptions(directory=options.data_dir / "log", max_bytes=options.log_max_bytes))
@@ -152,19 +150,6 @@ class Service:
             await self.views.forget(name)
         logger.info("consumer %s deleted", name)
 
-    async def housekeeping(self) -> None:
-        """Flush tables whose log has grown or is full, and forget replicas long gone. Runs until cancelled."""
-        while True:
-            await asyncio.sleep(_HOUSEKEEPING_SECONDS)
-            self.registry.forget_the_gone()
-            full = self.log.refusing
-            for model in list(self.models.values()):
-                if full or model.should_flush(self._options.flush_bytes):
-                    await self._flush(model)
-            await self.views.flush(0 if full else self._options.flush_bytes)
-            if full:
-                self.log.refusing = False  # If there is still no room, the next write is refused again.
-
     async def wait_idle(self, seconds: float) -> None:
         """Wait until no cut is under way, but no longer than `seconds`."""
         busy = [coordinator.idle() for coordinator in self.coordinators.values()]
@@ -179,12 +164,6 @@ class Service:
             await asyncio.to_thread(model.close)
         await asyncio.to_thread(self.log.close)
         self._lock.close()
-
-    async def _flush(self, model: Model) -> None:
-        try:
-            await asyncio.to_thread(model.flush)
-        except StorageFailed as error:
-            logger.error("model %s is flushed again later: %s", model.name, error)
 
     async def _create(self, name: str, model: str, policy: Policy) -> Consumer:
         self._check(policy, model)
@@ -214,7 +193,7 @@ class Service:
         )
 
     def _directory(self, model: str) -> Path:
-        return self._options.data_dir / "models" / model
+        return self.options.data_dir / "models" / model
 
     def _add(self, model: Model) -> None:
         self.models[model.name] = model

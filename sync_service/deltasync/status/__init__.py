@@ -1,1 +1,1 @@
-"""What operators ask: lag and metrics."""
+"""What operators ask: lag and metrics. Internal."""

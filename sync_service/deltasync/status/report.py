@@ -123,7 +123,14 @@ def _facts_of_view(view: View, *, connected: bool) -> _Facts:
 
 def _lag(offset: int, rows: list[int], facts: _Facts, seals: Sequence[Seal], now: int) -> Lag:
     version = facts.version_of(offset)
-    lag = measure(version, seals, [table.row_bytes for table in facts.tables], rows, now, _since(offset, facts))
+    lag = measure(
+        version,
+        seals,
+        [table.row_bytes for table in facts.tables],
+        rows,
+        now,
+        _oldest_unapplied_version(offset, facts),
+    )
     backlogs = [table.backlog for table in facts.tables if table.backlog]
     if offset != facts.newest_release or len(backlogs) < len(facts.tables):
         return lag
@@ -131,8 +138,8 @@ def _lag(offset: int, rows: list[int], facts: _Facts, seals: Sequence[Seal], now
     return replace(lag, unsent_norm=norm, unsent_share=share)
 
 
-def _since(offset: int, facts: _Facts) -> int | None:
-    """The oldest version that a replica at `offset` has not applied; None = the one after that of its rows."""
+def _oldest_unapplied_version(offset: int, facts: _Facts) -> int | None:
+    """The oldest version that a replica at `offset` has not applied; None: the one after that of its rows."""
     # The first release that it lacks may have been made at the same version.
     return None if facts.newest_release in (None, offset) else facts.version_of(offset)
 

@@ -1,1 +1,1 @@
-"""What outlives the process: the log, and tables mapped from files."""
+"""What outlives the process: the log, and tables mapped from files. Internal."""

@@ -1,4 +1,4 @@
-"""Consumers with a policy: what their replicas hold, and the releases that bring them nearer to the model.
+"""Consumers with a policy: what replicas hold, and the releases that bring them nearer to the model. Internal.
 
 In the order in which a release goes through them:
 

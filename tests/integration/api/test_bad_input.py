@@ -305,7 +305,7 @@ def test_a_subscription_that_ends_before_it_begins(served: tuple[RunningService,
 def bad_acks(position: Position) -> dict[str, tuple[subscribe_pb2.SubscribeRequest, str]]:
     return {
         "bytes never sent": (ack(10**9), "acked 1000000000 bytes, only"),
-        "a future version": (ack(0, Position(position.history, 2)), "acked version 2 of history"),
+        "a future version": (ack(0, Position(position.history, 2)), "acked number 2 of history"),
         "another history": (ack(0, Position("0" * 32, 1)), "of history '000"),
         "no history": (ack(0, Position("", 1)), "of history ''"),
         "a second open": (subscribe_open(replica="p1"), "sends only acks"),
@@ -336,8 +336,8 @@ def test_an_ack_of_a_version_that_was_not_sent(served: tuple[RunningService, Pos
         stream.send(ack(0, position))
         code, details = stream.refusal()
     assert code is INVALID
-    assert "acked version 1" in details
-    assert "only version 0" in details
+    assert "acked number 1" in details
+    assert "only number 0" in details
     lag = service.get_json("/consumers/probes/lag")
     assert [line["offset"] for line in lag["replicas"] if line["replica"] == "early"] == [0]
 

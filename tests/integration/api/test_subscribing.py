@@ -154,7 +154,7 @@ def test_a_new_table_sends_replicas_to_reconnect(running: RunningService, rank: 
             newer.opened()
             code, details = replica.refusal()
             assert code is grpc.StatusCode.ABORTED
-            assert "is given other tables now" in details
+            assert "is sent other tables now" in details
             newer.send(*part(2, [(0, [0, 1], np.ones((2, 1), "<f4"))], full=True))
             newer.sealed()
             own.wait_for(2, 20)

@@ -244,7 +244,7 @@ def test_the_command_line_says_what_is_wrong(running: RunningService) -> None:
     for wrong in ("http://127.0.0.1:1", f"http://{running.grpc}"):
         code, _, said = deltasync("lag", "predictors", "--http", wrong)
         assert code == 1
-        assert "is the service running, and --http right?" in said
+        assert "is the service running, and is this its HTTP address?" in said
     assert deltasync("lag", "predictors", "--http", running.grpc)[0] == 2
     code, _, said = deltasync("consumers", "list", "--service", "127.0.0.1:1")
     assert code == 1

@@ -185,7 +185,7 @@ def test_what_the_service_keeps_is_its_own_to_read(tmp_path: Path) -> None:
 
 
 def test_a_service_whose_log_is_full_is_not_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltasync.service.service._HOUSEKEEPING_SECONDS", 1000)
+    monkeypatch.setattr("deltasync.service.housekeeping._SECONDS", 1000)
     wide = TableSpec("wide", 2**18, 1)
     with RunningService(tmp_path / "data", log_max_bytes=2 << 20, flush_bytes=1 << 20) as service:
         assert service.get("/readyz") == (200, "ok\n")

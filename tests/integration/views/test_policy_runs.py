@@ -210,7 +210,7 @@ def test_a_number_to_wait_for_is_a_version_not_a_release(service: RunningService
 
 
 def test_rows_of_another_run_all_go_out_at_once(service: RunningService) -> None:
-    """Half of one model and half of another is nothing to serve from."""
+    """A predictor must not serve half of one model and half of another."""
     target = Recorder()
     with follow(service, "top", "a", target):
         with Trainer(service.grpc) as trainer:

@@ -24,7 +24,7 @@ from deltasync.feeds import model as models
 from deltasync.feeds.frozen_release import FrozenRelease
 from deltasync.publish.opening import check_open
 from deltasync.publish.session import PublishSession, open_session
-from deltasync.service import service as services
+from deltasync.service.housekeeping import housekeeping
 from deltasync.service.service import Service, ServiceOptions
 from deltasync.status.report import report
 from deltasync.storage import model_store
@@ -328,7 +328,7 @@ def test_many_small_cuts_are_flushed_too(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_flush_that_fails_is_tried_again_and_nothing_else_stops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(services, "_HOUSEKEEPING_SECONDS", 0.001)
+    monkeypatch.setattr("deltasync.service.housekeeping._SECONDS", 0.001)
     failed_again, flushed = asyncio.Event(), asyncio.Event()
     truncate, tries = Log.truncate, list[str]()
 
@@ -346,14 +346,14 @@ def test_a_flush_that_fails_is_tried_again_and_nothing_else_stops(
             return truncate(log, *arguments)
 
         monkeypatch.setattr(Log, "truncate", full)
-        housekeeping = asyncio.create_task(service.housekeeping())
+        keeper = asyncio.create_task(housekeeping(service))
         session = await join(service)
         await send(session, full_part(1, random_rows(0), WHOLE))
         await failed_again.wait()
         assert "model clicks is flushed again later: the log is full" in tries[1]
         monkeypatch.setattr(Log, "truncate", works)
         await flushed.wait()
-        housekeeping.cancel()
+        keeper.cancel()
         assert (await send(session, part(2, []))) == Position(session.sealed.history, 2)
 
     run(tmp_path, scenario, flush_bytes=1)
@@ -567,7 +567,7 @@ def test_what_parts_open_with_counts_as_bytes_of_the_log(tmp_path: Path) -> None
 
 
 def test_a_full_log_is_flushed_and_takes_parts_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(services, "_HOUSEKEEPING_SECONDS", 0.001)
+    monkeypatch.setattr("deltasync.service.housekeeping._SECONDS", 0.001)
     monkeypatch.setattr(models.Model, "should_flush", lambda *_: False)
     wide = TableSpec("wide", 1 << 14, 4)
     rows = np.ones((wide.rows, wide.dim), "<f4")
@@ -585,13 +585,13 @@ def test_a_full_log_is_flushed_and_takes_parts_again(tmp_path: Path, monkeypatch
         with pytest.raises(StorageFailed, match="the log is full"):
             await publish_on()
         assert service.log.refusing
-        housekeeping = asyncio.create_task(service.housekeeping())
+        keeper = asyncio.create_task(housekeeping(service))
         while service.log.refusing:
             await asyncio.sleep(0.001)
         position = await send(await join(service, **fields), part(step, [(0, range(wide.rows), rows)], full=True))
         assert position
         assert position.number == step
-        housekeeping.cancel()
+        keeper.cancel()
 
     run(tmp_path, scenario, log_max_bytes=2 << 20, flush_bytes=1)
 
