@@ -54,7 +54,9 @@ class LocalModel:
             for name, some in changes.items()
             if some
         ]
-        seal = replace(sealed(self.model.sealed_version + 1), sealed_unix_ns=self.model.sealed_version + 1)
+        seal = replace(
+            sealed(self.model.seals.newest_version + 1), sealed_unix_ns=self.model.seals.newest_version + 1
+        )
         self.log.seal("clicks", seal).result()
         self.model.seals.append(seal)
         await self.model.apply_cut(seal, rows)

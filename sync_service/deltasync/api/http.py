@@ -40,7 +40,7 @@ def create_app(service: Service, token: str | None) -> FastAPI:
     async def tables() -> list[TableLine]:
         """All tables of all models."""
         return [
-            TableLine(name, t.name, t.rows, t.dim, str(t.dtype), t.nbytes, model.sealed_version)
+            TableLine(name, t.name, t.rows, t.dim, str(t.dtype), t.nbytes, model.seals.newest_version)
             for name, model in sorted(service.models.items())
             for t in (table.spec for table in model.tables)
         ]

@@ -1,7 +1,9 @@
 """The seal of a cut: what makes it a version of a history."""
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +25,25 @@ class Seal:
     step_end_unix_ns: int
     sealed_unix_ns: int
     resync: bool = False
+
+
+class SealHistory(deque[Seal]):
+    """The seals of a model's last cuts, oldest first."""
+
+    @property
+    def newest(self) -> Seal | None:
+        """The last seal; None before the first cut."""
+        return self[-1] if self else None
+
+    @property
+    def newest_version(self) -> int:
+        """The last version; 0 before the first cut."""
+        return self[-1].version if self else 0
+
+    def after(self, version: int) -> list[Seal]:
+        """The seals of later versions, oldest first."""
+        newest_first = takewhile(lambda seal: seal.version > version, reversed(self))
+        return list(newest_first)[::-1]
 
 
 def seconds_since_sealed(version: int, seals: Sequence[Seal], now_unix_ns: int) -> float:

@@ -1,10 +1,8 @@
 """One model: its tables, its part of the log, and how both come back after a restart."""
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -12,7 +10,7 @@ from deltasync.core.delivery import Delivery
 from deltasync.core.errors import Contradiction
 from deltasync.core.position import Decision, Position, resume
 from deltasync.core.rows import RowBatch
-from deltasync.core.seal import Seal
+from deltasync.core.seal import Seal, SealHistory
 from deltasync.core.signals import Signal
 from deltasync.core.tables import TableSpec
 from deltasync.feeds.frozen_release import NO_TABLES, FrozenRelease, Head, Releases
@@ -33,7 +31,7 @@ class Model:
         name: the model's name.
         store: the model's files and records.
         head: the newest version that replicas can be sent, or None.
-        seals: the kept seals in order; the last one is `sealed`.
+        seals: those of the last durable cuts, which may not be applied yet.
         published: names of the tables of which some row is in a sealed cut.
         applied: the cut the tables are at; of the model's thread.
         signal: wakes who waits for the head to move, or for a table.
@@ -42,7 +40,7 @@ class Model:
     def __init__(self, name: str, log: Log, directory: Path) -> None:
         self.name = name
         self.store = ModelStore(log, name, directory)
-        self.seals: deque[Seal] = deque(maxlen=KEPT_SEALS)
+        self.seals = SealHistory(maxlen=KEPT_SEALS)
         self.head: Head | None = None
         self.published: set[str] = set()
         self.applied: Seal | None = None
@@ -59,16 +57,6 @@ class Model:
     def tables(self) -> list[MappedTable]:
         """The tables, in the order they were added; a table's index is its slot."""
         return self.store.tables
-
-    @property
-    def sealed(self) -> Seal | None:
-        """The last durable cut."""
-        return self.seals[-1] if self.seals else None
-
-    @property
-    def sealed_version(self) -> int:
-        """The last durable version; 0 = none."""
-        return self.seals[-1].version if self.seals else 0
 
     @property
     def deliveries(self) -> list[Delivery]:
@@ -88,10 +76,10 @@ class Model:
         """
         self.store.recover(record)
         self.seals.extend(self.store.seals())
-        self.store.drop_unsealed(self.sealed_version)
-        for seal in self._unflushed():
+        self.store.drop_unsealed(self.seals.newest_version)
+        for seal in self.seals.after(self.store.flushed):
             self._apply(seal, None)
-        self.applied = self.sealed
+        self.applied = self.seals.newest
         self.head = _head(self.applied)
         for table in self.tables:
             table.count_digest()
@@ -160,13 +148,8 @@ class Model:
 
     def should_flush(self, flush_bytes: int) -> bool:
         """Whether the log holds `flush_bytes`, or half of the seals that are kept, more than the tables' files."""
-        unflushed = self._unflushed()
+        unflushed = self.seals.after(self.store.flushed)
         return sum(seal.log_bytes for seal in unflushed) >= flush_bytes or len(unflushed) >= KEPT_SEALS // 2
-
-    def _unflushed(self) -> list[Seal]:
-        """The seals after the last flush, oldest first."""
-        newest_first = takewhile(lambda seal: seal.version > self.store.flushed, reversed(self.seals))
-        return list(newest_first)[::-1]
 
     def _unknown(self, tables: list[TableSpec]) -> list[TableSpec]:
         known = {table.spec.name: table.spec for table in self.tables}

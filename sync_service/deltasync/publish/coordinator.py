@@ -30,7 +30,7 @@ class CutCoordinator:
     def __init__(self, model: Model, tasks: asyncio.TaskGroup) -> None:
         self.model = model
         self._tasks = tasks
-        self.run = _run_of(model.sealed)
+        self.run = _run_of(model.seals.newest)
         self.sessions: dict[int, object] = {}  # By rank: only the newest session of a rank publishes.
         self.open_cut: OpenCut | None = None
         self.rows = self.bytes = 0  # Of the cuts sealed since the service started.
@@ -63,7 +63,7 @@ class CutCoordinator:
         if current and step < current.cut.step:
             raise Contradiction(f"part of step {step}, but the cut of step {current.cut.step} is under way")
         self.abandon(f"abandoned for the cut of step {step}")
-        cut = Cut(self.model.sealed_version + 1, step, run)
+        cut = Cut(self.model.seals.newest_version + 1, step, run)
         self.open_cut = OpenCut(cut, asyncio.get_running_loop().create_future())
         return self.open_cut
 

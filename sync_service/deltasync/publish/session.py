@@ -58,12 +58,12 @@ class PublishSession:
     def decision(self) -> Decision:
         """Whether the run continues the published history as it is now."""
         model = self._model
-        return continues(self.run, self._claim, model.history, model.sealed, model.unpublished(self.tables))
+        return continues(self.run, self._claim, model.history, model.seals.newest, model.unpublished(self.tables))
 
     @property
     def sealed(self) -> Position:
         """The last sealed position."""
-        return Position(self._model.history, self._model.sealed_version)
+        return Position(self._model.history, self._model.seals.newest_version)
 
     async def add(self, chunk: publish_pb2.PartChunk) -> None:
         """Take some rows of this rank's part.
@@ -115,7 +115,7 @@ class PublishSession:
     def _sealed_before(self, step: int) -> Seal | None:
         """The seal of the cut after `step`, if it was sealed before: the answer may have been lost."""
         self._check_current()
-        sealed = self._model.sealed
+        sealed = self._model.seals.newest
         if sealed is None or sealed.run != self.run.id or step > sealed.step:
             return None
         if step < sealed.step:

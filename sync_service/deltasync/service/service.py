@@ -82,7 +82,9 @@ class Service:
             await asyncio.to_thread(model.recover, meta)
             self._add(model)
             seconds = time.monotonic() - started
-            logger.info("model recovered: model=%s version=%d seconds=%.2f", name, model.sealed_version, seconds)
+            logger.info(
+                "model recovered: model=%s version=%d seconds=%.2f", name, model.seals.newest_version, seconds
+            )
         for consumer in self.registry.consumers.values():
             await self._follow(consumer)
 

@@ -40,7 +40,7 @@ def _model_metrics(service: Service) -> list[Metric]:
             "head_version",
             "Newest sealed version.",
             ["model"],
-            [([name], model.sealed_version) for name, model in models.items()],
+            [([name], model.seals.newest_version) for name, model in models.items()],
         ),
         counter(
             "published_rows",

@@ -5,7 +5,7 @@ import logging
 import time
 from bisect import bisect_right
 from dataclasses import replace
-from itertools import islice, takewhile
+from itertools import islice
 
 from deltasync.consumers.consumer import Consumer
 from deltasync.core.errors import StorageFailed
@@ -94,8 +94,7 @@ class ReleaseLoop:
     def _unless_resync(self, policy: Policy) -> Policy:
         """The policy; without bounds once another run has begun: its rows do not fit those of the run before."""
         compared_version = self._view.state.compared_version
-        newer = takewhile(lambda seal: seal.version > compared_version, reversed(self._view.model.seals))
-        if any(seal.resync for seal in newer):
+        if any(seal.resync for seal in self._view.model.seals.after(compared_version)):
             return replace(policy, top_k=None, top_k_per_table=False, max_bytes=None)
         return policy
 
