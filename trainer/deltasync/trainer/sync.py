@@ -282,15 +282,13 @@ class DeltaSync:
 
     def _shard_rows(self, delta: Delta) -> list[RowBatch]:
         """A delta's rows by shard."""
-        batches, number = [], 0
+        batches = []
         for table in self.tracker.tables:
             rows = delta.rows.get(table.name)
             if rows is not None and rows.values is not None:
                 widths = [cols for _, cols in rows.columns]
-                for place, values in enumerate(torch.split(rows.values, widths, dim=1)):
-                    shard = self.tracker.shards[number + place].shard
-                    batches.append(RowBatch(shard, rows.ids.numpy(), values.contiguous().numpy()))
-            number += len(table.shards)
+                for tracked, values in zip(table.shards, torch.split(rows.values, widths, dim=1), strict=True):
+                    batches.append(RowBatch(tracked.shard, rows.ids.numpy(), values.contiguous().numpy()))
         return batches
 
     def _connected(self) -> Publisher:
