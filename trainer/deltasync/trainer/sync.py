@@ -231,7 +231,7 @@ class DeltaSync:
         failure = late or self._settle()
         unpublished = self._resync or self._published_changes != self.tracker.changes
         ready, failed = self._pending is None, failure is not None
-        agreed = self._agreement.of(ready=ready, resync=self._resync, unpublished=unpublished, failed=failed)
+        agreed = self._agreement.reach(ready=ready, resync=self._resync, unpublished=unpublished, failed=failed)
         if failure:
             raise failure
         if agreed.failed:
@@ -294,7 +294,7 @@ class DeltaSync:
     def _connected(self) -> Publisher:
         if self._publisher is None:
             shards = [tracked.shard for tracked in self.tracker.shards]
-            run, started = self._agreement.run()
+            run, started = self._agreement.new_run()
             options = PublisherOptions(
                 service=self._options.service,
                 model=self._options.model,

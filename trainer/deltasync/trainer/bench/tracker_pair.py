@@ -12,9 +12,9 @@ from torchrec.distributed.model_tracker.types import UniqueRows
 
 from deltasync.trainer.bench.tracker_model import Training
 from deltasync.trainer.tracking.delta import DeltaRows
-from deltasync.trainer.tracking.hooks import Listeners
 from deltasync.trainer.tracking.modes import TrackingMode
 from deltasync.trainer.tracking.options import TrackerOptions
+from deltasync.trainer.tracking.torchrec_hooks import Listeners
 from deltasync.trainer.tracking.tracker import Tracker
 
 _FQN = "sparse.embeddings.table"

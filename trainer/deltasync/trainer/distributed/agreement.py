@@ -53,12 +53,12 @@ class Agreement:
         self.rank = dist.get_rank() if self._group else 0
         self.world_size = dist.get_world_size() if self._group else 1
 
-    def of(self, *, ready: bool, resync: bool, unpublished: bool, failed: bool) -> Consensus:
+    def reach(self, *, ready: bool, resync: bool, unpublished: bool, failed: bool) -> Consensus:
         """The state of all ranks; the arguments are this one's."""
         busy, *others = on_any_rank([not ready, resync, unpublished, failed], self._group)
         return Consensus(not busy, *others)
 
-    def run(self) -> tuple[str, int]:
+    def new_run(self) -> tuple[str, int]:
         """A new run id, and when the run began (nanoseconds since 1970): the first rank's, on all ranks."""
         run = torch.frombuffer(bytearray(uuid.uuid4().bytes), dtype=torch.int64)
         values = torch.cat([run, torch.tensor([time.time_ns()])])

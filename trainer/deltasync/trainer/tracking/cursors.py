@@ -7,13 +7,14 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from deltasync.core.errors import Contradiction, NotFound
-from deltasync.trainer.tracking.delta import Delta, Token, largest
-from deltasync.trainer.tracking.gate import UpdateGate
-from deltasync.trainer.tracking.host import ReadMemory, replace_rows
+from deltasync.trainer.tracking.delta import Delta, Token
+from deltasync.trainer.tracking.host_memory import ReadMemory, replace_rows
 from deltasync.trainer.tracking.modes import TrackingMode, keeps_first, sources
 from deltasync.trainer.tracking.options import DEFAULT_CONSUMER
+from deltasync.trainer.tracking.ranking import largest
 from deltasync.trainer.tracking.shards import TrackedTable
 from deltasync.trainer.tracking.stamps import CLOCK_END, NOTHING, RowStamps, forget
+from deltasync.trainer.tracking.update_gate import UpdateGate
 
 
 @dataclass(eq=False)

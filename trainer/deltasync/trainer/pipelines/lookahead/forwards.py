@@ -13,8 +13,8 @@ from torchrec.distributed.train_pipeline.runtime_forwards import PipelinedForwar
 from deltasync.core.errors import Contradiction
 from deltasync.trainer.pipelines.batches import record_stream
 from deltasync.trainer.pipelines.lookahead.calls import Call
+from deltasync.trainer.pipelines.lookahead.module_revisions import ModuleRevisions
 from deltasync.trainer.pipelines.lookahead.plan import arguments
-from deltasync.trainer.pipelines.lookahead.state import ModuleRevisions
 
 
 @dataclass

@@ -8,11 +8,11 @@ import torch
 from deltasync.trainer.tracking.cost import TrackerCost
 from deltasync.trainer.tracking.cursors import ConsumerCursor, Cursors
 from deltasync.trainer.tracking.delta import Delta, DeltaRows, Token
-from deltasync.trainer.tracking.gate import UpdateGate
-from deltasync.trainer.tracking.marking import RowMarking
 from deltasync.trainer.tracking.modes import TrackingMode, gather, sources
+from deltasync.trainer.tracking.row_marking import RowMarking
 from deltasync.trainer.tracking.shards import TrackedTable
 from deltasync.trainer.tracking.stamps import RowStamps
+from deltasync.trainer.tracking.update_gate import UpdateGate
 
 # Local ids of rows, and their values where they are wanted.
 Gathered = dict[TrackedTable, tuple[torch.Tensor, torch.Tensor | None]]

@@ -17,18 +17,18 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from deltasync.core.errors import NotFound
 from deltasync.trainer.tracking.cost import TrackerCost
-from deltasync.trainer.tracking.gate import UpdateGate
-from deltasync.trainer.tracking.hooks import (
+from deltasync.trainer.tracking.modules import table_fqn
+from deltasync.trainer.tracking.shards import flush_caches
+from deltasync.trainer.tracking.stamps import STAMP_BYTES, RowStamps
+from deltasync.trainer.tracking.torchrec_hooks import (
     Hooks,
     listen_to_evictions,
     listen_to_gradients,
     listen_to_lookups,
     listen_to_output_dists,
 )
-from deltasync.trainer.tracking.modules import table_fqn
-from deltasync.trainer.tracking.shards import flush_caches
-from deltasync.trainer.tracking.stamps import STAMP_BYTES, RowStamps
 from deltasync.trainer.tracking.tracked_model import Lookups, TrackedModel, ids_by_table
+from deltasync.trainer.tracking.update_gate import UpdateGate
 
 _MOST_BYTES, _MOST_LOOKUPS = 64 << 20, 1024
 

@@ -15,11 +15,11 @@ from torchrec.distributed.train_pipeline.utils import _start_data_dist
 from deltasync.core.errors import Contradiction, InvalidInput
 from deltasync.trainer.pipelines.accumulation import AccumulationCycle
 from deltasync.trainer.pipelines.batches import hand_over, to_device
+from deltasync.trainer.pipelines.deferred_tables import DeferredTables
 from deltasync.trainer.pipelines.lookahead.attachment import LookAhead
 from deltasync.trainer.pipelines.lookahead.forwards import LookAheadContext
 from deltasync.trainer.pipelines.options import PipelineOptions
 from deltasync.trainer.pipelines.precision import LossScale, Step, autocast
-from deltasync.trainer.pipelines.tables import DeferredTables
 from deltasync.trainer.pipelines.tensordicts import accept_tensordicts
 
 
