@@ -28,6 +28,8 @@ from deltasync.trainer.tracking.options import TrackerOptions
 from deltasync.trainer.tracking.shards import tables_of
 from deltasync.trainer.tracking.tracker import Tracker
 
+__all__ = ["DeltaSync", "SyncOptions", "SyncStats"]
+
 logger = logging.getLogger(__name__)
 
 _CONSUMER = "publisher"

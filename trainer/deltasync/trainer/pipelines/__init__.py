@@ -1,4 +1,4 @@
-"""What TorchRec's training pipelines lack."""
+"""A training pipeline for data that never end, and TensorDicts as input of embedding modules."""
 
 from deltasync.trainer.pipelines.lockstep import LockstepBatches
 from deltasync.trainer.pipelines.online_pipeline import OnlinePipeline

@@ -58,7 +58,7 @@ class DeltaRows:
 
 @dataclass(frozen=True, eq=False)
 class Token:
-    """Stands for a delta that was read. It is good for the consumer that was read, and for nothing else.
+    """Stands for a delta that was read. It acknowledges that delta for its consumer, and nothing else.
 
     Attributes:
         consumer: its name.

@@ -224,7 +224,7 @@ class Tracker:
         check_ranked(cursor.mode, k)
         return self._handed_out(self._reader.read(cursor, timeout_seconds, k=k))
 
-    # -- what TorchRec's tracker tells too
+    # -- as in TorchRec's tracker, and what is held
 
     def get_tracked_modules(self) -> dict[str, ShardedEmbeddingModule]:
         """The sharded modules by FQN."""
