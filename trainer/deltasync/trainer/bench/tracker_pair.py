@@ -70,7 +70,7 @@ class TorchRecTracker(ModelDeltaTrackerTrec):  # type: ignore[misc]  # torchrec'
             self.step()
 
     def read(self, consumer: str) -> UniqueRows:
-        """What has changed, which it forgets."""
+        """What has changed; it is not offered again."""
         with self._watch.running():
             return self.get_unique(consumer)[_FQN]
 
@@ -105,7 +105,7 @@ class WatchedTracker(Tracker):
             self.step()
 
     def read(self, consumer: str) -> DeltaRows:
-        """What has changed, which is acknowledged."""
+        """What has changed; it is acknowledged at once."""
         with self._watch.running():
             delta = self.get_delta(consumer)
             self.acknowledge(delta.token)
