@@ -35,7 +35,12 @@ VOCABULARY = (
     "offset",
     "lag",
 )
-PUBLIC = ("deltasync.client", "deltasync.trainer.tracking", "deltasync.trainer.pipelines")
+PUBLIC = (
+    "deltasync.client",
+    "deltasync.trainer.sync",
+    "deltasync.trainer.tracking",
+    "deltasync.trainer.pipelines",
+)
 # Others than these have no blocks that a test could not run.
 SHOWN_ONLY = {"console", "json", "mermaid", "toml", "sh"}
 

@@ -28,6 +28,8 @@ from deltasync.trainer.tracking.options import TrackerOptions
 from deltasync.trainer.tracking.shards import tables_of
 from deltasync.trainer.tracking.tracker import Tracker
 
+__all__ = ["DeltaSync", "SyncOptions", "SyncStats"]
+
 logger = logging.getLogger(__name__)
 
 _CONSUMER = "publisher"
@@ -231,7 +233,7 @@ class DeltaSync:
         failure = late or self._settle()
         unpublished = self._resync or self._published_changes != self.tracker.changes
         ready, failed = self._pending is None, failure is not None
-        agreed = self._agreement.of(ready=ready, resync=self._resync, unpublished=unpublished, failed=failed)
+        agreed = self._agreement.reach(ready=ready, resync=self._resync, unpublished=unpublished, failed=failed)
         if failure:
             raise failure
         if agreed.failed:
@@ -282,21 +284,19 @@ class DeltaSync:
 
     def _shard_rows(self, delta: Delta) -> list[RowBatch]:
         """A delta's rows by shard."""
-        batches, number = [], 0
+        batches = []
         for table in self.tracker.tables:
             rows = delta.rows.get(table.name)
             if rows is not None and rows.values is not None:
                 widths = [cols for _, cols in rows.columns]
-                for place, values in enumerate(torch.split(rows.values, widths, dim=1)):
-                    shard = self.tracker.shards[number + place].shard
-                    batches.append(RowBatch(shard, rows.ids.numpy(), values.contiguous().numpy()))
-            number += len(table.shards)
+                for tracked, values in zip(table.shards, torch.split(rows.values, widths, dim=1), strict=True):
+                    batches.append(RowBatch(tracked.shard, rows.ids.numpy(), values.contiguous().numpy()))
         return batches
 
     def _connected(self) -> Publisher:
         if self._publisher is None:
             shards = [tracked.shard for tracked in self.tracker.shards]
-            run, started = self._agreement.run()
+            run, started = self._agreement.new_run()
             options = PublisherOptions(
                 service=self._options.service,
                 model=self._options.model,

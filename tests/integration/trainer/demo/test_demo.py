@@ -36,6 +36,8 @@ def test_rows_are_equal_although_the_service_is_killed(tmp_path: Path) -> None:
     assert set(report["auc"]) == {"trainer", "synced", "frozen"}
     assert all(0 < value < 1 for value in report["auc"].values())
     assert set(report["freshness_seconds"]) == {"p50", "p99", "max"}
+    # How many cuts are absorbed, the machine decides; the last steps are always a version of their own.
+    assert report["versions"] > 1
     assert report["versions"] + report["cuts_absorbed"] > 10
     assert 0 < report["bytes_published"] < report["bytes_full_push"]
     assert report["rows_published"] > 0

@@ -14,6 +14,7 @@ from deltasync.core.errors import DeltasyncError
 from deltasync.trainer.clicks.model import ModelOptions
 from deltasync.trainer.clicks.stream_options import StreamOptions
 from deltasync.trainer.clicks.training_options import TrainingOptions
+from deltasync.trainer.demo import run
 from deltasync.trainer.demo.command import demo
 from deltasync.trainer.demo.processes import DemoFailed, Processes
 from deltasync.trainer.demo.progress import DemoProgress
@@ -86,6 +87,37 @@ def test_the_logs_of_a_failure_are_kept_and_named(temporary: Path, monkeypatch: 
         run_demo(options, Console(file=io.StringIO()))
     [folder] = temporary.iterdir()
     assert str(failed.value) == f"service ended with status 1\nlogs and results: {folder}"
+
+
+@pytest.mark.parametrize(("keep", "unexpected"), [(False, KeyError), (False, OSError), (True, KeyboardInterrupt)])
+def test_the_logs_are_kept_and_named_after_an_unexpected_error_and_on_demand(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch, keep: bool, unexpected: type[BaseException]
+) -> None:
+    def fails(folder: Path, **_: object) -> None:
+        (folder / "trainer.log").touch()
+        raise unexpected
+
+    monkeypatch.setattr(run, "play", lambda *_: 0)
+    monkeypatch.setattr(run, "build_report", fails)
+    options, said = DemoOptions(stream=STREAM, training=TrainingOptions(), keep=keep), io.StringIO()
+    with pytest.raises(unexpected):
+        run_demo(options, Console(file=said))
+    [folder] = temporary.iterdir()
+    assert (folder / "trainer.log").exists()
+    assert said.getvalue() == f"logs and results: {folder}\n"
+
+
+@pytest.mark.parametrize(("keep", "rows_equal", "left"), [(False, True, 0), (True, True, 1), (False, False, 1)])
+def test_the_logs_are_removed_once_all_rows_are_equal(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch, keep: bool, rows_equal: bool, left: int
+) -> None:
+    monkeypatch.setattr(run, "play", lambda *_: 0)
+    monkeypatch.setattr(run, "build_report", lambda *_, **__: {"rows_equal": rows_equal})
+    options, said = DemoOptions(stream=STREAM, training=TrainingOptions(), keep=keep), io.StringIO()
+    run_demo(options, Console(file=said))
+    folders = list(temporary.iterdir())
+    assert len(folders) == left
+    assert said.getvalue() == "".join(f"logs and results: {folder}\n" for folder in folders)
 
 
 def test_what_is_waited_for_after_the_last_step_is_said_now_and_then() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from deltasync.core.errors import InvalidInput
 from deltasync.trainer.tracking import DeltaRows, Tracker, TrackerOptions, TrackingMode
-from deltasync.trainer.tracking.delta import largest
+from deltasync.trainer.tracking.ranking import largest
 
 NORMS = st.floats(width=32).map(abs) | st.sampled_from((0.0, 1.0, math.inf, math.nan))
 

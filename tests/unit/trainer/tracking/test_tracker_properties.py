@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.support.side_by_side import Operation, SideBySide, operations
 from torch import nn
 
-from deltasync.trainer.tracking import TrackerOptions, TrackingMode, host
+from deltasync.trainer.tracking import TrackerOptions, TrackingMode, host_memory
 
 NAMES = ("a", "a", "b")
 MODES = (TrackingMode.EMBEDDING, TrackingMode.EMBEDDING_LAST, TrackingMode.ID_ONLY)
@@ -115,7 +115,7 @@ def test_without_first_values(program: list[Operation], mode: TrackingMode) -> N
 @given(programs(*OFTEN, *SELDOM))
 def test_memory_that_is_used_again(program: list[Operation]) -> None:
     spare = mock.patch.object(Written, "bytes_under_way", 10_000)
-    with mock.patch.object(host, "_LARGE_BYTES", 0), spare:
+    with mock.patch.object(host_memory, "_LARGE_BYTES", 0), spare:
         run(program)
 
 

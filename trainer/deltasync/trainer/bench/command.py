@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 
 from deltasync.cli.config import CONTEXT
-from deltasync.trainer.bench import consumers, memory, publish, quality, release, tracker, tracking
+from deltasync.trainer.bench import consumers, memory, publish, quality, release, step_time, tracker
 from deltasync.trainer.bench.consumers import consumers_options
 from deltasync.trainer.bench.pipelines import run as pipelines
 from deltasync.trainer.bench.pipelines.options import pipelines_options
@@ -68,7 +68,7 @@ _add(
 )
 _add(
     "tracking",
-    _command(tracking.run),
+    _command(step_time.run),
     "Step time of the demo's model with tracking and publishing on, against off.",
 )
 _add(

@@ -128,7 +128,7 @@ class Fleet:
         }
 
     def _cut(self) -> dict[str, tuple[int, int]]:
-        """Publish one; the releases and rows that every replica was given once it has rows of it."""
+        """Publish a cut; the releases and rows that every replica was given once it has rows of it."""
         rows = [
             RowBatch(Shard.whole(table), ids, self._values.standard_normal((len(ids), table.dim), np.float32))
             for table in self._tables

@@ -1,4 +1,4 @@
-"""What another process takes, by Linux's account."""
+"""CPU time and memory of another process, as Linux counts them."""
 
 import os
 from collections import Counter

@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 
 from deltasync.trainer.bench.children import Children
-from deltasync.trainer.bench.tracking import RANKS, ratio_of, step_times
+from deltasync.trainer.bench.step_time import RANKS, ratio_of, step_times
 
 _ROUNDS = 80
 _AIMS = {"id_only": 0.2, "embedding": 0.05}

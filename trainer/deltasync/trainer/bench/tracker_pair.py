@@ -12,9 +12,9 @@ from torchrec.distributed.model_tracker.types import UniqueRows
 
 from deltasync.trainer.bench.tracker_model import Training
 from deltasync.trainer.tracking.delta import DeltaRows
-from deltasync.trainer.tracking.hooks import Listeners
 from deltasync.trainer.tracking.modes import TrackingMode
 from deltasync.trainer.tracking.options import TrackerOptions
+from deltasync.trainer.tracking.torchrec_hooks import Listeners
 from deltasync.trainer.tracking.tracker import Tracker
 
 _FQN = "sparse.embeddings.table"
@@ -70,7 +70,7 @@ class TorchRecTracker(ModelDeltaTrackerTrec):  # type: ignore[misc]  # torchrec'
             self.step()
 
     def read(self, consumer: str) -> UniqueRows:
-        """What has changed, which it forgets."""
+        """What has changed; it is not offered again."""
         with self._watch.running():
             return self.get_unique(consumer)[_FQN]
 
@@ -105,7 +105,7 @@ class WatchedTracker(Tracker):
             self.step()
 
     def read(self, consumer: str) -> DeltaRows:
-        """What has changed, which is acknowledged."""
+        """What has changed; it is acknowledged at once."""
         with self._watch.running():
             delta = self.get_delta(consumer)
             self.acknowledge(delta.token)

@@ -67,27 +67,34 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
     """Run the demo; its report.
 
     Raises:
-        DemoFailed: a process failed; the folder of logs is kept.
+        DemoFailed: a process failed; the folder of logs is kept, as after any error.
         InvalidInput: the options do not go together, or the events cannot be read; nothing was started.
     """
     options = checked(options)
     fleet = Fleet("predictors", ("replica-0", "replica-1"), options.policy)
     folder = Path(tempfile.mkdtemp(prefix="deltasync-demo-"))
-    keep = options.keep
     try:
         restarts = play(options, [fleet], folder, console)
         facts = {"ranks": options.ranks, "events": options.stream.events or 0, "restarts": restarts}
         report = build_report(folder, replicas=fleet.replicas, policy=fleet.policy, **facts)
-        keep = keep or not report["rows_equal"]
+    except (KeyboardInterrupt, SystemExit):
+        _leave(folder, console, keep=options.keep)
+        raise
     except DeltasyncError as error:
-        keep = True
         raise DemoFailed(f"{error}\nlogs and results: {folder}") from error
-    finally:
-        if not keep:
-            shutil.rmtree(folder)
+    except Exception:
+        _leave(folder, console, keep=True)
+        raise
+    _leave(folder, console, keep=options.keep or not report["rows_equal"])
+    return report
+
+
+def _leave(folder: Path, console: Console, *, keep: bool) -> None:
+    """Name the folder of logs and results if it is to be kept, else remove it."""
     if keep:
         console.print(f"logs and results: {folder}", highlight=False, soft_wrap=True)
-    return report
+    else:
+        shutil.rmtree(folder)
 
 
 def checked(options: DemoOptions) -> DemoOptions:

@@ -53,13 +53,13 @@ class Agreement:
         self.rank = dist.get_rank() if self._group else 0
         self.world_size = dist.get_world_size() if self._group else 1
 
-    def of(self, *, ready: bool, resync: bool, unpublished: bool, failed: bool) -> Consensus:
-        """The state of all ranks; the arguments are this one's."""
+    def reach(self, *, ready: bool, resync: bool, unpublished: bool, failed: bool) -> Consensus:
+        """The state of all ranks together, from this rank's. A collective: all ranks call it."""
         busy, *others = on_any_rank([not ready, resync, unpublished, failed], self._group)
         return Consensus(not busy, *others)
 
-    def run(self) -> tuple[str, int]:
-        """A new run id, and when the run began (nanoseconds since 1970): the first rank's, on all ranks."""
+    def new_run(self) -> tuple[str, int]:
+        """The id of a new run and when it began (nanoseconds since 1970): the first rank's. A collective."""
         run = torch.frombuffer(bytearray(uuid.uuid4().bytes), dtype=torch.int64)
         values = torch.cat([run, torch.tensor([time.time_ns()])])
         if self._group:

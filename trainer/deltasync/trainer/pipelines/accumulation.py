@@ -52,7 +52,7 @@ class AccumulationCycle:
 
     @contextmanager
     def micro_batch(self, *, closes: bool) -> Iterator[None]:
-        """Forward and backward of one. Ranks exchange gradients only in one that closes the step."""
+        """Forward and backward of a micro-batch. Ranks exchange gradients only in one that closes the step."""
         with ExitStack() as stack:
             for reducer in [] if closes else self._reducers_to_pause():
                 stack.enter_context(reducer.no_sync())

@@ -13,7 +13,7 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from deltasync.core.errors import InvalidInput
-from deltasync.trainer.pipelines.features import to_kjt
+from deltasync.trainer.pipelines.tensordict_to_kjt import to_kjt
 
 
 class OrderedInputDist:

@@ -12,8 +12,8 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torchrec.optim.keyed import KeyedOptimizer
 
 from deltasync.trainer.distributed.ranks import group_of
+from deltasync.trainer.pipelines.deferred_tables import DeferredTables
 from deltasync.trainer.pipelines.options import PipelineOptions
-from deltasync.trainer.pipelines.tables import DeferredTables
 
 
 def autocast(options: PipelineOptions, device: torch.device) -> AbstractContextManager[Any]:

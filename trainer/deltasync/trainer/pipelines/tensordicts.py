@@ -16,7 +16,7 @@ from torchrec.modules.mc_embedding_modules import (
 
 from deltasync.core.errors import InvalidInput
 from deltasync.trainer.pipelines.feature_order import OrderedInputDist, refuse_tensorclass
-from deltasync.trainer.pipelines.features import to_kjt
+from deltasync.trainer.pipelines.tensordict_to_kjt import to_kjt
 
 _WITHOUT_TENSORDICTS = (
     FeatureProcessedEmbeddingBagCollection,

@@ -1,4 +1,4 @@
-"""Where the consumers of the tracker are: each has a cursor, and may keep the values it was last given."""
+"""The cursors of the tracker's consumers: what each has acknowledged, and in some modes the rows of that time."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -7,13 +7,14 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from deltasync.core.errors import Contradiction, NotFound
-from deltasync.trainer.tracking.delta import Delta, Token, largest
-from deltasync.trainer.tracking.gate import UpdateGate
-from deltasync.trainer.tracking.host import ReadMemory, replace_rows
+from deltasync.trainer.tracking.delta import Delta, Token
+from deltasync.trainer.tracking.host_memory import ReadMemory, replace_rows
 from deltasync.trainer.tracking.modes import TrackingMode, keeps_first, sources
 from deltasync.trainer.tracking.options import DEFAULT_CONSUMER
+from deltasync.trainer.tracking.ranking import largest
 from deltasync.trainer.tracking.shards import TrackedTable
 from deltasync.trainer.tracking.stamps import CLOCK_END, NOTHING, RowStamps, forget
+from deltasync.trainer.tracking.update_gate import UpdateGate
 
 
 @dataclass(eq=False)
@@ -43,7 +44,7 @@ class ConsumerCursor:
 
     @classmethod
     def at(cls, cursor: int, name: str, mode: TrackingMode, tables: Sequence[TrackedTable]) -> "ConsumerCursor":
-        """Of a consumer that has the rows as they are now: what is stamped after `cursor` is new to it.
+        """The cursor of a consumer that has the rows as they are now: what is stamped after `cursor` is new to it.
 
         Raises:
             InvalidInput: a table does not have what the mode reads.
@@ -83,8 +84,8 @@ class ConsumerCursor:
     def most_changed(self, delta: Delta, k: int) -> Delta:
         """The rows of a delta with the `k` largest norms. The others are carried over.
 
-        Carried over are even rows with a norm of 0: a delta that was not acknowledged may have given the receiver
-        another value of them.
+        Even rows with a norm of 0 are carried over: the receiver may have another value of them, from a delta that
+        was not acknowledged.
         """
         chosen = largest({fqn: rows.norms() for fqn, rows in delta.rows.items()}, k)
         rows = {fqn: delta.rows[fqn].select(mask) for fqn, mask in chosen.items() if mask.any()}
@@ -113,7 +114,7 @@ class Cursors:
         return iter(list(self._cursors.values()))
 
     def __getitem__(self, consumer: str | None) -> ConsumerCursor:
-        """That of a consumer; None is "default", or the only one there is.
+        """The cursor of a consumer; None is "default", or the only consumer there is.
 
         Raises:
             NotFound: there is no such consumer.
@@ -140,7 +141,7 @@ class Cursors:
             raise Contradiction(f"there is a consumer {name!r} already: remove it first, or take another name")
 
     def add(self, name: str, mode: TrackingMode) -> None:
-        """Begin one for a new consumer. Within the gate's `reading`, with all marks settled.
+        """Begin a cursor for a new consumer. Within the gate's `reading`, with all marks settled.
 
         Raises:
             InvalidInput: a table does not have what the mode reads.
@@ -148,7 +149,7 @@ class Cursors:
         self._cursors[name] = ConsumerCursor.at(self.tick(), name, mode, self._tables)
 
     def remove(self, name: str) -> None:
-        """Forget that of a consumer.
+        """Forget the cursor of a consumer.
 
         Raises:
             NotFound: there is no such consumer.
@@ -157,7 +158,7 @@ class Cursors:
             del self._cursors[self[name].name]
 
     def resync(self, consumer: str | None) -> None:
-        """Put one before every row. Tokens of earlier reads move nothing.
+        """Move a consumer's cursor before every row. Tokens of earlier reads move nothing.
 
         Raises:
             NotFound: there is no such consumer.
@@ -168,7 +169,7 @@ class Cursors:
                 self._cursors[cursor.name] = cursor.emptied()
 
     def acknowledge(self, token: Token) -> bool:
-        """Move one to where a token's read was; whether it moved."""
+        """Move a consumer's cursor to that of a token; whether it moved."""
         cursor = self._cursors.get(token.consumer)
         if cursor is None:
             return False
@@ -183,7 +184,7 @@ class Cursors:
         return self._stamps.tick()
 
     def restore(self, restored: dict[str, ConsumerCursor]) -> None:
-        """Go on with those of a checkpoint; consumers that it does not know begin now. Within the gate."""
+        """Go on with the cursors of a checkpoint; consumers that it does not know begin now. Within the gate."""
         for name, cursor in self._cursors.items():
             if name not in restored:
                 restored[name] = ConsumerCursor.at(self._stamps.clock, name, cursor.mode, self._tables)

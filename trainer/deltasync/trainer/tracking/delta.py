@@ -7,6 +7,7 @@ import torch
 
 from deltasync.core.errors import InvalidInput
 from deltasync.trainer.tracking.modes import TrackingMode
+from deltasync.trainer.tracking.ranking import check_ranked
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +58,7 @@ class DeltaRows:
 
 @dataclass(frozen=True, eq=False)
 class Token:
-    """Stands for a delta that was read. It is good for the consumer that was read, and for nothing else.
+    """Stands for a delta that was read. It acknowledges that delta for its consumer, and nothing else.
 
     Attributes:
         consumer: its name.
@@ -96,27 +97,3 @@ class Delta:
         """Bytes of ids and values, first ones too."""
         tensors = [part for rows in self.rows.values() for part in (rows.ids, rows.values, rows.first)]
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
-
-
-def check_ranked(mode: TrackingMode, k: int = 1) -> None:
-    """Check that a mode tells by how much a row has changed, and that `k` is a number of rows.
-
-    Raises:
-        InvalidInput: it does not tell, or `k` is below 1.
-    """
-    if mode in (TrackingMode.ID_ONLY, TrackingMode.EMBEDDING_LAST):
-        raise InvalidInput(
-            f"mode {mode.value!r} does not tell by how much a row has changed: "
-            f"use {TrackingMode.EMBEDDING.value!r}"
-        )
-    if k < 1:
-        raise InvalidInput(f"k: {k}, expected at least 1")
-
-
-def largest(norms: Mapping[str, torch.Tensor], k: int) -> dict[str, torch.Tensor]:
-    """Which rows have the `k` largest norms of all tables, as a bool mask [n] by FQN. NaN is the largest."""
-    every = torch.cat(list(norms.values())) if norms else torch.empty(0)
-    chosen = torch.zeros(len(every), dtype=torch.bool)
-    chosen[torch.topk(every, min(k, len(every))).indices] = True
-    masks = torch.split(chosen, [len(part) for part in norms.values()])
-    return dict(zip(norms, masks, strict=True))

@@ -6,7 +6,7 @@ from enum import Enum
 import torch
 
 from deltasync.core.errors import InvalidInput
-from deltasync.trainer.tracking.host import ReadMemory
+from deltasync.trainer.tracking.host_memory import ReadMemory
 from deltasync.trainer.tracking.shards import TrackedShard, TrackedTable
 
 

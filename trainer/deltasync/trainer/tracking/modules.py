@@ -14,7 +14,7 @@ from deltasync.core.errors import InvalidInput
 
 # Feature-processed and managed-collision modules hold one of these, which does their lookups.
 _TRACKED = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
-# Holds the state that maps ids to rows, and no rows.
+# Maps ids to rows, and has no rows of its own.
 _WITHOUT_TABLES = (ShardedManagedCollisionCollection,)
 
 

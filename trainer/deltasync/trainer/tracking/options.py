@@ -15,7 +15,7 @@ class TrackerOptions:
     """What to track, and for whom.
 
     Attributes:
-        consumers: names of those who read; more can be added later.
+        consumers: their names; more can be added later.
         mode: what they are given beside ids.
         delete_on_read: a read acknowledges itself at once, as in TorchRec's tracker: its rows are not offered
             again, even if they get lost afterwards.

@@ -12,7 +12,7 @@ import torch
 
 from deltasync.trainer.tracking.shards import TrackedTable
 
-# The cursor of who has nothing: every row is later, even one that was never marked.
+# The cursor of a consumer that has nothing: every stamp is later, even that of a row that was never marked.
 NOTHING = -1
 STAMP_BYTES = 4
 CLOCK_END = torch.iinfo(torch.int32).max

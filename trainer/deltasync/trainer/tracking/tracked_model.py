@@ -1,4 +1,4 @@
-"""What of a model is tracked: its tables, and which of them the lookups of each kernel change."""
+"""The tracked part of a model: its tables, and which of them the lookups of each kernel change."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ Lookups = dict[nn.Module, list[Lookup]]
 
 @dataclass(frozen=True)
 class TrackedModel:
-    """What of a model is tracked on this rank.
+    """The tracked part of a model, on this rank.
 
     Attributes:
         modules: sharded modules by FQN.

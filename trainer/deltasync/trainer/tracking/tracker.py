@@ -20,18 +20,19 @@ from torch import nn
 from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from deltasync.trainer.tracking import state
+from deltasync.trainer.tracking import tracker_state
 from deltasync.trainer.tracking.cost import TrackerCost
 from deltasync.trainer.tracking.cursors import Cursors
-from deltasync.trainer.tracking.delta import Delta, Token, check_ranked
-from deltasync.trainer.tracking.gate import UpdateGate
-from deltasync.trainer.tracking.marking import RowMarking
+from deltasync.trainer.tracking.delta import Delta, Token
+from deltasync.trainer.tracking.delta_reader import DeltaReader
 from deltasync.trainer.tracking.modes import TrackingMode
 from deltasync.trainer.tracking.options import TrackerOptions
-from deltasync.trainer.tracking.reading import DeltaReader
+from deltasync.trainer.tracking.ranking import check_ranked
+from deltasync.trainer.tracking.row_marking import RowMarking
 from deltasync.trainer.tracking.shards import TrackedShard, flush_caches
 from deltasync.trainer.tracking.stamps import RowStamps
 from deltasync.trainer.tracking.tracked_model import tracked_model
+from deltasync.trainer.tracking.update_gate import UpdateGate
 
 
 class Tracker:
@@ -223,7 +224,7 @@ class Tracker:
         check_ranked(cursor.mode, k)
         return self._handed_out(self._reader.read(cursor, timeout_seconds, k=k))
 
-    # -- what TorchRec's tracker tells too
+    # -- as in TorchRec's tracker, and what is held
 
     def get_tracked_modules(self) -> dict[str, ShardedEmbeddingModule]:
         """The sharded modules by FQN."""
@@ -253,7 +254,7 @@ class Tracker:
         """What this rank knows, for a checkpoint: tensors and plain values."""
         with self._gate.reading(None):
             self._marking.settle()
-            return state.save(self.tables, self._stamps, list(self._cursors)) | {"steps": self.steps}
+            return tracker_state.save(self.tables, self._stamps, list(self._cursors)) | {"steps": self.steps}
 
     def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Go on from a checkpoint, whose weights the model has by now. Every rank calls it, before the first step.
@@ -271,7 +272,7 @@ class Tracker:
         states = [saved] if isinstance(saved, Mapping) else list(saved)
         with self._gate.reading(None):
             flush_caches(self.tables)
-            self._cursors.restore(state.load(self.tables, self._stamps, states))
+            self._cursors.restore(tracker_state.load(self.tables, self._stamps, states))
             self._marking.restore(max(int(one["steps"]) for one in states))
 
     def _handed_out(self, delta: Delta) -> Delta:

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from deltasync.trainer.bench.children import Children
 from deltasync.trainer.bench.pipelines.options import NAMES, Sizes, ratio_name, variant_arguments
-from deltasync.trainer.bench.tracking import ratio_of
+from deltasync.trainer.bench.step_time import ratio_of
 
 
 def run(console: Console, variants: Sequence[str] = (), **settings: Any) -> dict[str, Any]:

@@ -217,7 +217,7 @@ class LookAhead:
         return make_plan(self._model, self._exclusions)
 
     def _why_not_early(self, plan: Plan, batch: Any) -> dict[str, str]:
-        """Of all ranks: each tries the plan on a batch of its own, and may find other reasons."""
+        """The reasons of all ranks: each tries the plan on a batch of its own, and may find other ones."""
         reasons = why_not_early(plan, self._model, batch)
         names = [name for name, _ in self._model.named_modules()]
         found = self._on_any_rank([name in reasons for name in names])
@@ -225,7 +225,7 @@ class LookAhead:
         return {name: reasons.get(name, elsewhere) for name, flag in zip(names, found, strict=True) if flag}
 
     def _log_not_ahead(self, name: str, reason: str) -> None:
-        """Once for each reason: plans are made for each mode, and anew when a module is excluded."""
+        """Log each reason once: plans are made for each mode, and anew when a module is excluded."""
         if (name, reason) not in self._logged:
             self._logged.add((name, reason))
             logger.warning("module %r is not pipelined: %s", name, reason)

@@ -13,13 +13,13 @@ from torchrec.distributed.train_pipeline.runtime_forwards import PipelinedForwar
 from deltasync.core.errors import Contradiction
 from deltasync.trainer.pipelines.batches import record_stream
 from deltasync.trainer.pipelines.lookahead.calls import Call
+from deltasync.trainer.pipelines.lookahead.module_revisions import ModuleRevisions
 from deltasync.trainer.pipelines.lookahead.plan import arguments
-from deltasync.trainer.pipelines.lookahead.state import ModuleRevisions
 
 
 @dataclass
 class LookAheadContext(TrainPipelineContext):  # type: ignore[misc]  # torchrec's types are not followed
-    """What is known of a batch on its way through the pipeline.
+    """The work ahead of a batch on its way through the pipeline.
 
     Attributes:
         started: its work ahead has begun.
@@ -61,7 +61,7 @@ class LookupArguments:
 
 
 class LookupForward(PipelinedForward):  # type: ignore[misc]
-    """Of a sharded module: looks up the ids that have been sent out ahead, if it is called with those."""
+    """The forward of a sharded module: looks up the ids that were sent out ahead, if it is called with those."""
 
     def __init__(
         self, owner: Owner, arguments: LookupArguments, module: ShardedModule, stream: torch.Stream | None
@@ -81,7 +81,7 @@ class LookupForward(PipelinedForward):  # type: ignore[misc]
 
 
 class PreprocessingForward:
-    """Of a preprocessing module: returns what was computed ahead to the call that it was computed for."""
+    """The forward of a preprocessing module: returns what was computed ahead for the same call."""
 
     def __init__(self, owner: Owner, name: str, module: nn.Module, stream: torch.Stream | None) -> None:
         self._owner, self.name, self._stream = owner, name, stream

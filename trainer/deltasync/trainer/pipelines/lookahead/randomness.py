@@ -1,4 +1,4 @@
-"""Where random numbers come from."""
+"""The generators of random numbers: comparing their states, and putting them back."""
 
 import random
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ import torch
 
 
 def random_states() -> list[Any]:
-    """Of torch, Python and NumPy, to be compared."""
+    """The states of torch's, Python's and NumPy's generators, to be compared."""
     of_torch = [torch.get_rng_state(), *(torch.cuda.get_rng_state(gpu) for gpu in _gpus())]
     return [*(state.tolist() for state in of_torch), random.getstate(), repr(np.random.get_state())]
 

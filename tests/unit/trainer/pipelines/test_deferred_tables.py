@@ -12,7 +12,7 @@ from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from deltasync.core.errors import InvalidInput
-from deltasync.trainer.pipelines.tables import (
+from deltasync.trainer.pipelines.deferred_tables import (
     DeferredLookup,
     DeferredTables,
     _feature_by_feature,

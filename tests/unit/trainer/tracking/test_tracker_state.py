@@ -20,7 +20,7 @@ from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode
 from deltasync.trainer.tracking.cursors import ConsumerCursor
 from deltasync.trainer.tracking.shards import TrackedShard, TrackedTable
 from deltasync.trainer.tracking.stamps import RowStamps
-from deltasync.trainer.tracking.state import load, save
+from deltasync.trainer.tracking.tracker_state import load, save
 
 ROWS, COLUMNS = 7, 6
 TABLE = TableSpec("t", ROWS, COLUMNS, np.dtype("<f4"))

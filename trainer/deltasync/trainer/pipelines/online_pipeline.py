@@ -1,4 +1,4 @@
-"""The pipeline for online training."""
+"""TorchRec's training pipeline, for data that never end."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -15,11 +15,11 @@ from torchrec.distributed.train_pipeline.utils import _start_data_dist
 from deltasync.core.errors import Contradiction, InvalidInput
 from deltasync.trainer.pipelines.accumulation import AccumulationCycle
 from deltasync.trainer.pipelines.batches import hand_over, to_device
+from deltasync.trainer.pipelines.deferred_tables import DeferredTables
 from deltasync.trainer.pipelines.lookahead.attachment import LookAhead
 from deltasync.trainer.pipelines.lookahead.forwards import LookAheadContext
 from deltasync.trainer.pipelines.options import PipelineOptions
 from deltasync.trainer.pipelines.precision import LossScale, Step, autocast
-from deltasync.trainer.pipelines.tables import DeferredTables
 from deltasync.trainer.pipelines.tensordicts import accept_tensordicts
 
 
@@ -118,7 +118,7 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         return output
 
     def fill_pipeline(self, dataloader_iter: Iterator[In]) -> None:
-        """Take up to two batches, unless there are some. An iterator that had no more is asked again."""
+        """Take up to two batches, unless some are in flight. An iterator that had no more is asked again."""
         if not self.batches:
             self._dataloader_exhausted = False
         while len(self.batches) < 2 and self.enqueue_batch(dataloader_iter):
@@ -162,7 +162,7 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
             self._ahead.attach(self.batches[0])
 
     def detach(self) -> nn.Module:
-        """Give the model back as it was, but that it takes TensorDicts.
+        """Give the model back as it was, except that it still takes TensorDicts.
 
         Batches in flight, and the gradients of an incomplete step, are kept for when `progress` attaches again.
         """

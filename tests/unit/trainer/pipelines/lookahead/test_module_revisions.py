@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from deltasync.trainer.pipelines.lookahead.state import MOST_ITEMS, ModuleRevisions
+from deltasync.trainer.pipelines.lookahead.module_revisions import MOST_ITEMS, ModuleRevisions
 
 
 class Holder(nn.Module):

@@ -1,7 +1,7 @@
 """Marking: the rows of a rank are stamped when they change.
 
 The thread that trains looks rows up and ends steps. Rows change in backward, whose hooks run in threads of
-autograd. Threads that read settle marks too, between steps. Whoever touches marks or stamps has the gate.
+autograd. Threads that read settle marks too, between steps. Marks and stamps are only touched within the gate.
 """
 
 import threading
@@ -17,18 +17,18 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from deltasync.core.errors import NotFound
 from deltasync.trainer.tracking.cost import TrackerCost
-from deltasync.trainer.tracking.gate import UpdateGate
-from deltasync.trainer.tracking.hooks import (
+from deltasync.trainer.tracking.modules import table_fqn
+from deltasync.trainer.tracking.shards import flush_caches
+from deltasync.trainer.tracking.stamps import STAMP_BYTES, RowStamps
+from deltasync.trainer.tracking.torchrec_hooks import (
     Hooks,
     listen_to_evictions,
     listen_to_gradients,
     listen_to_lookups,
     listen_to_output_dists,
 )
-from deltasync.trainer.tracking.modules import table_fqn
-from deltasync.trainer.tracking.shards import flush_caches
-from deltasync.trainer.tracking.stamps import STAMP_BYTES, RowStamps
 from deltasync.trainer.tracking.tracked_model import Lookups, TrackedModel, ids_by_table
+from deltasync.trainer.tracking.update_gate import UpdateGate
 
 _MOST_BYTES, _MOST_LOOKUPS = 64 << 20, 1024
 
@@ -57,11 +57,12 @@ class LookupMarks:
         self.nbytes += nbytes
         self._cost.marking_bytes += nbytes
         self._cost.marking_seconds += time.perf_counter() - started
-        if self.nbytes > _MOST_BYTES or len(self._waiting) > _MOST_LOOKUPS:  # Nobody ends steps or reads.
+        # Steps and reads stamp them; without any, they would pile up.
+        if self.nbytes > _MOST_BYTES or len(self._waiting) > _MOST_LOOKUPS:
             self.compact()
 
     def compact(self) -> None:
-        """Stamp the rows that were looked up."""
+        """Stamp the rows that were looked up. Within the gate."""
         if not self._waiting:
             return
         started = time.perf_counter()
@@ -79,7 +80,7 @@ class LookupMarks:
 
 
 class RowMarking:
-    """Stamps the rows of a tracked model: after lookups, evictions and dense updates, and where outsiders say so.
+    """Stamps the rows of a tracked model: those of lookups, evictions and dense updates, and those marked by hand.
 
     Attributes:
         steps: optimizer steps completed.
@@ -159,7 +160,7 @@ class RowMarking:
             self.compact_here()
 
     def compact_here(self) -> None:
-        """The same for who is within the gate."""
+        """As `compact`, for callers that hold the gate already."""
         self._steps_uncompacted = 0
         self._marks.compact()
 
@@ -219,7 +220,7 @@ class RowMarking:
                 self._gate.begin_updates()
 
     def _mark_evicted(self, name: str, module: ShardedEmbeddingModule, evicted: Mapping[str, Any]) -> None:
-        # It is told of every lookup, in evaluation too, and mostly of no eviction: then no row changes.
+        # TorchRec calls it at every lookup, in evaluation too, and mostly nothing is evicted: no row changes.
         found = {table_fqn(name, module, table): ids for table, ids in evicted.items() if ids is not None}
         with self._gate:
             for fqn in self._numbers.keys() & found.keys():

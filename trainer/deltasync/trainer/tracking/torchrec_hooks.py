@@ -1,8 +1,10 @@
-"""Listening to TorchRec: to lookups, to output dists, and to evictions.
+"""Listening to lookups, output dists and evictions of TorchRec, and to the gradients of other parameters.
 
 TorchRec has room for one function in each place. `Listeners` takes the place and calls several, among them the one
 that was there. Another function that is put there later takes the place away; `Hooks.check` finds that. TorchRec
 calls them in the thread that trains.
+
+PyTorch has room for any number of functions on a gradient. It calls them within backward, in autograd's threads.
 """
 
 from collections.abc import Callable
@@ -125,7 +127,10 @@ def listen_to_evictions(hooks: Hooks, model: nn.Module, listener: _Listener) -> 
 
 
 def listen_to_gradients(hooks: Hooks, model: nn.Module, listener: Callable[[torch.Tensor], None]) -> None:
-    """Call `listener(parameter)` when the gradient of a parameter outside of tables is complete, in backward."""
+    """Call `listener(parameter)` when the gradient of a parameter outside of tables is complete.
+
+    Within backward, in a thread of autograd.
+    """
     for _, parameter in outside_of_tables(model):
         if parameter.requires_grad:
             handle = parameter.register_post_accumulate_grad_hook(listener)  # type: ignore[no-untyped-call]

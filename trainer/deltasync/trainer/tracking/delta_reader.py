@@ -1,4 +1,7 @@
-"""Reading: from stamps to rows in host memory. Any thread may; one that does not train waits for a step's end."""
+"""Reading the rows that are due to a consumer into host memory.
+
+Any thread may read. One that does not train waits for the end of a step.
+"""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -8,13 +11,13 @@ import torch
 from deltasync.trainer.tracking.cost import TrackerCost
 from deltasync.trainer.tracking.cursors import ConsumerCursor, Cursors
 from deltasync.trainer.tracking.delta import Delta, DeltaRows, Token
-from deltasync.trainer.tracking.gate import UpdateGate
-from deltasync.trainer.tracking.marking import RowMarking
 from deltasync.trainer.tracking.modes import TrackingMode, gather, sources
+from deltasync.trainer.tracking.row_marking import RowMarking
 from deltasync.trainer.tracking.shards import TrackedTable
 from deltasync.trainer.tracking.stamps import RowStamps
+from deltasync.trainer.tracking.update_gate import UpdateGate
 
-# Local ids of rows, and their values where they are wanted.
+# Local ids of rows by table, and their values if those are read.
 Gathered = dict[TrackedTable, tuple[torch.Tensor, torch.Tensor | None]]
 
 
@@ -46,13 +49,13 @@ class DeltaReader:
         Args:
             cursor: the consumer's.
             timeout_seconds: how long another thread than the training one waits for the end of a step.
-            values: those of rows are wanted; a mode with first values reads them anyway.
+            values: whether to read values; those of a mode with first values are read in any case.
             k: only so many rows, those that have changed most; None for all.
 
         Raises:
             DeltasyncError: the step did not end in time.
         """
-        # Who keeps first values must be given the current ones: they are the first after an acknowledgement.
+        # Current values become the first values when they are acknowledged.
         mode = cursor.mode if values or cursor.first_values else TrackingMode.ID_ONLY
         with ExitStack() as stack:
             with self._gate.reading(timeout_seconds):

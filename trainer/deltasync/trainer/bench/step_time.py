@@ -24,10 +24,10 @@ def run(console: Console) -> dict[str, Any]:
 
 
 def step_times(children: Children, rounds: int, *arguments: str) -> dict[str, Any]:
-    """What `tracking_ranks` measures, on ranks of its own."""
+    """What `step_time_ranks` measures, on ranks of its own."""
     found = children.processes.folder / "steps.json"
     options = ["--rounds", str(rounds), "--json", str(found), *arguments]
-    children.run_ranks(RANKS, "deltasync.trainer.bench.tracking_ranks", options)
+    children.run_ranks(RANKS, "deltasync.trainer.bench.step_time_ranks", options)
     figures: dict[str, Any] = json.loads(found.read_text())
     return figures
 

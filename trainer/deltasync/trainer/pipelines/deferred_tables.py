@@ -55,7 +55,7 @@ class DeferredTables:
         self.pipeline = pipeline
 
     def attach(self) -> None:
-        """Keep the gradients of lookups from now on, instead of another pipeline that did."""
+        """Keep the gradients of lookups from now on; another pipeline that kept them no longer does."""
         for deferred in self._lookups:
             before = vars(deferred.lookup).get("forward")
             if before is deferred:
@@ -216,7 +216,7 @@ def _is_fused(kernel: Any) -> bool:
 
 
 def _refuse_undeferrable(model: nn.Module) -> None:
-    """When a pipeline is made, so that every rank raises, not only those that have such a table."""
+    """Called when a pipeline is made, so that every rank raises, not only those that have such a table."""
     for name, module in named_modules(model):
         if isinstance(module, ShardedManagedCollisionCollection):
             reason = "gives rows to other ids between micro-batches (managed collision)"

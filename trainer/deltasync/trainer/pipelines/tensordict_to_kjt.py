@@ -65,7 +65,7 @@ def _jagged(features: TensorDictBase, key: str) -> JaggedTensor:
 
 
 def _lengths(found: dict[str, JaggedTensor]) -> torch.Tensor:
-    """Of all keys [keys, B]."""
+    """The lengths of all keys: [keys, B]."""
     lengths = [jagged.lengths_or_none() for jagged in found.values()]
     examples = [
         jagged.offsets().numel() - 1 if length is None else length.numel()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deltasync.core.errors import DeltasyncError
-from deltasync.trainer.tracking.gate import UpdateGate
+from deltasync.trainer.tracking.update_gate import UpdateGate
 
 CPU = torch.device("cpu")
 

@@ -1,4 +1,4 @@
-"""A tracker's state for a checkpoint, and its way into another world size or sharding.
+"""What a checkpoint holds of a tracker, and loading it on another number of ranks or in another sharding.
 
 Every rank saves its own rows, named by table and global row id; a rank that loads takes its rows from whichever
 rank has saved them. Clocks of ranks differ: stamps are shifted so that all clocks show the same at the time of
@@ -21,7 +21,7 @@ _KEYS = {"clock", "tables", "consumers", "steps"}
 
 
 def save(tables: Sequence[TrackedTable], stamps: RowStamps, cursors: Sequence[ConsumerCursor]) -> dict[str, Any]:
-    """Stamps of all rows; cursors, and first values only of rows that are due to their consumers."""
+    """Stamps of all rows, all cursors, and first values of the rows alone that are due to their consumers."""
     return {
         "clock": stamps.clock,
         "tables": {
@@ -78,7 +78,7 @@ def _save_cursor(cursor: ConsumerCursor, tables: Sequence[TrackedTable], stamps:
 
 
 def _stamps_of(table: TrackedTable, states: Sequence[_Saved], clock: int) -> torch.Tensor:
-    """-1 for rows that no state knows."""
+    """The stamps that were saved of a table's rows, by the clock that shows `clock`; -1 for rows not saved."""
     found = torch.full((table.rows,), -1, dtype=torch.int32)
     for one in states:
         if saved := one["tables"].get(table.name):
