@@ -1,0 +1,76 @@
+"""A service in the test's own event loop, without sockets."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.wire import publish_open
+
+from deltasync.core.position import Position
+from deltasync.publish.opening import check_open
+from deltasync.publish.session import PublishSession, open_session
+from deltasync.service.service import Service, ServiceOptions
+from deltasync.storage.log import Log
+
+Scenario = Callable[[Service], Coroutine[Any, Any, None]]
+
+
+@asynccontextmanager
+async def opened(data_dir: Path, **settings: Any) -> AsyncIterator[Service]:
+    async with asyncio.TaskGroup() as tasks:
+        service = Service(ServiceOptions(data_dir=data_dir, **settings), tasks)
+        await service.recover()
+        try:
+            yield service
+        finally:
+            await service.drain()
+
+
+def run(data_dir: Path, scenario: Scenario, **settings: Any) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(20), opened(data_dir, **settings) as service:
+            await scenario(service)
+
+    asyncio.run(main())
+
+
+async def join(service: Service, **fields: Any) -> PublishSession:
+    return await open_session(service.coordinator("clicks"), check_open(publish_open(**fields).open))
+
+
+async def send(session: PublishSession, requests: list[Any]) -> Position | None:
+    position = None
+    for request in requests:
+        if request.HasField("close"):
+            position = await session.close(request.close)
+        else:
+            await session.add(request.chunk)
+    return position
+
+
+class HeldWrites:
+    """Holds back what goes to the log as `name`, until it is let go."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, name: str) -> None:
+        self.begun = asyncio.Event()
+        self._let_go = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        original = getattr(Log, name)
+
+        def held(log: Log, *arguments: Any) -> Future[None]:
+            self.begun.set()
+
+            async def later() -> None:
+                await self._let_go.wait()
+                await asyncio.wrap_future(original(log, *arguments))
+
+            return asyncio.run_coroutine_threadsafe(later(), self._loop)
+
+        patch.setattr(Log, name, held)
+
+    def let_go(self) -> None:
+        self._let_go.set()

@@ -1,0 +1,222 @@
+"""Races and failures of a model's tables and releases: what must hold whichever comes first."""
+
+import asyncio
+import gc
+import os
+import threading
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.local_service import join, run, send
+from tests.support.wire import WHOLE, full_part, part, publish_open, random_rows
+
+from deltasync.core.errors import StorageFailed
+from deltasync.core.tables import Shard, TableSpec
+from deltasync.feeds import frozen_release as releases
+from deltasync.feeds.frozen_release import FrozenRelease
+from deltasync.publish.opening import check_open
+from deltasync.publish.session import PublishSession, open_session
+from deltasync.service.service import Service
+from deltasync.storage.log import Log
+
+
+def test_a_flush_cuts_the_log_and_what_is_left_is_enough(tmp_path: Path) -> None:
+    rows = random_rows(0)
+
+    async def first(service: Service) -> None:
+        session = await join(service)
+        for step in (1, 2):
+            await send(session, full_part(step, rows, WHOLE))
+        model = service.model("clicks")
+        await service.coordinator("clicks").drain()
+        assert model.should_flush(1)
+        await asyncio.gather(*(asyncio.to_thread(model.flush) for _ in range(3)))
+        assert not model.should_flush(1)
+        assert not list(service.log.records("clicks", 1))
+        assert not list(service.log.records("clicks", 2))
+        assert [seal.version for seal in service.log.seals("clicks")] == [1, 2]
+
+    async def second(service: Service) -> None:
+        model = service.model("clicks")
+        assert model.position.number == 2
+        for table, expected in zip(model.tables, rows, strict=True):
+            np.testing.assert_array_equal(table.rows, expected)
+
+    run(tmp_path, first)
+    run(tmp_path, second)
+
+
+def test_a_flush_meanwhile_does_not_forget_a_new_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both write down which tables there are: who has read last must write last."""
+    extra = TableSpec("extra", 2, 1)
+    put_meta = Log.put_meta
+    joining: list[Future[PublishSession]] = []
+
+    async def first(service: Service) -> None:
+        loop = asyncio.get_running_loop()
+        await send(await join(service), full_part(1, random_rows(0), WHOLE))
+        await service.coordinator("clicks").drain()
+
+        def slow(log: Log, *arguments: Any) -> Future[None]:
+            if not joining:
+                another = join(service, run="run-2", started=2, tables=[extra], shards=[])
+                joining.append(asyncio.run_coroutine_threadsafe(another, loop))
+                # It either overtakes what is written here, or has to wait for it.
+                wait(joining, 0.2)
+            return put_meta(log, *arguments)
+
+        monkeypatch.setattr(Log, "put_meta", slow)
+        await asyncio.to_thread(service.model("clicks").flush)
+        await asyncio.wrap_future(joining[0])
+
+    async def second(service: Service) -> None:
+        tables = service.model("clicks").tables
+        assert [each.spec for each in tables] == [WHOLE[0].table, WHOLE[1].table, extra]
+
+    run(tmp_path, first)
+    run(tmp_path, second)
+
+
+def test_what_was_not_sealed_is_dropped_at_the_start(tmp_path: Path) -> None:
+    async def first(service: Service) -> None:
+        session = await join(service)
+        await send(session, full_part(1, random_rows(0), WHOLE))
+        await send(session, part(2, [(0, [1], np.ones((1, 4), "<f4"))])[:-1])
+
+    async def second(service: Service) -> None:
+        assert list(service.log.records("clicks", 2)) == []
+        assert service.model("clicks").position.number == 1
+
+    run(tmp_path, first)
+    run(tmp_path, second)
+
+
+def test_replicas_that_lack_the_same_share_one_release(tmp_path: Path) -> None:
+    async def scenario(service: Service) -> None:
+        session = await join(service)
+        await send(session, full_part(1, random_rows(0), WHOLE))
+        await service.coordinator("clicks").drain()
+        model = service.model("clicks")
+        first, second = model.release(0), model.release(0)
+        assert (await first) is (await second)
+        other = model.release(1)
+        assert (await other).rows == 0
+        assert other is not first
+
+    run(tmp_path, scenario)
+
+
+def test_two_models_do_not_mix(tmp_path: Path) -> None:
+    async def first(service: Service) -> None:
+        for model, seed in (("clicks", 0), ("click", 1)):
+            opening = check_open(publish_open(model=model).open)
+            session = await open_session(service.coordinator(model), opening)
+            await send(session, full_part(1, random_rows(seed), WHOLE))
+
+    async def second(service: Service) -> None:
+        for model, seed in (("clicks", 0), ("click", 1)):
+            for table, expected in zip(service.model(model).tables, random_rows(seed), strict=True):
+                np.testing.assert_array_equal(table.rows, expected)
+
+    run(tmp_path, first)
+    run(tmp_path, second)
+
+
+def test_a_table_that_finds_no_room_leaves_the_model_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    async def scenario(service: Service) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr("os.posix_fallocate", full)
+            with pytest.raises(StorageFailed, match="No space left on device"):
+                await join(service)
+        assert service.model("clicks").tables == []
+        assert service.coordinator("clicks").sessions == {}
+        # Another shape of the same table: nothing of the failed try is in the way.
+        small = TableSpec(WHOLE[0].table.name, 5, 1)
+        session = await join(service, tables=[small], shards=[Shard.whole(small)])
+        assert await send(session, part(1, [(0, range(5), np.ones((5, 1), "<f4"))], full=True))
+
+    run(tmp_path, scenario)
+
+
+def test_tables_that_are_not_written_down_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else cuts of theirs would be acknowledged, and be gone after a restart."""
+    rows = random_rows(0)
+
+    def fails(*_: Any) -> Future[None]:
+        failed: Future[None] = Future()
+        failed.set_exception(StorageFailed("the log is full"))
+        return failed
+
+    async def first(service: Service) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(Log, "put_meta", fails)
+            with pytest.raises(StorageFailed, match="the log is full"):
+                await join(service)
+        assert service.model("clicks").tables == []
+        assert not [path for path in (tmp_path / "models").rglob("*") if path.is_file()]
+        await send(await join(service), full_part(1, rows, WHOLE))
+
+    async def second(service: Service) -> None:
+        for table, expected in zip(service.model("clicks").tables, rows, strict=True):
+            np.testing.assert_array_equal(table.rows, expected)
+
+    run(tmp_path, first)
+    run(tmp_path, second)
+
+
+def test_tables_are_written_down_even_if_the_rank_has_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, making, go = random_rows(0), threading.Event(), threading.Event()
+    allocate = os.posix_fallocate
+
+    def slow(*arguments: int) -> None:
+        making.set()
+        assert go.wait(20)
+        allocate(*arguments)
+
+    async def first(service: Service) -> None:
+        monkeypatch.setattr(os, "posix_fallocate", slow)
+        gone = asyncio.create_task(join(service))
+        await asyncio.to_thread(making.wait)
+        gone.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+        go.set()
+        await send(await join(service), full_part(1, rows, WHOLE))
+
+    async def second(service: Service) -> None:
+        for table, expected in zip(service.model("clicks").tables, rows, strict=True):
+            np.testing.assert_array_equal(table.rows, expected)
+
+    run(tmp_path, first)
+    run(tmp_path, second)
+
+
+def test_releases_share_the_memory_there_is_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def spilled(release: FrozenRelease) -> bool:
+        return any(isinstance(values, np.memmap) for *_, values in release.tables)
+
+    async def scenario(service: Service) -> None:
+        session = await join(service)
+        await send(session, full_part(1, random_rows(0), WHOLE))
+        await send(session, full_part(2, random_rows(1), WHOLE))
+        await service.coordinator("clicks").drain()
+        model = service.model("clicks")
+        first = await model.release(0)
+        monkeypatch.setattr(releases, "RELEASES_IN_MEMORY_BYTES", 2 * first.memory_bytes - 1)
+        second = await model.release(1)
+        assert (spilled(first), spilled(second), second.memory_bytes) == (False, True, 0)
+        del first
+        gc.collect()
+        assert not spilled(await model.release(0))
+
+    run(tmp_path, scenario)

@@ -1,0 +1,168 @@
+"""Races and failures of ranks that publish: what must hold whichever comes first."""
+
+import asyncio
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.local_service import HeldWrites, join, run, send
+from tests.support.wire import ITEM, USER, WHOLE, full_part, part, random_rows
+
+from deltasync.core.errors import DeltasyncError, StorageFailed, Superseded
+from deltasync.core.position import Position
+from deltasync.core.tables import Shard, TableSpec
+from deltasync.publish.session import PublishSession
+from deltasync.service.service import Service
+from deltasync.storage.log import Log
+
+
+def test_a_run_that_takes_over_while_a_cut_is_sealed_is_not_taken_for_its_publisher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its changed rows alone would be accepted, on top of another run's."""
+
+    async def scenario(service: Service) -> None:
+        sealing = HeldWrites(monkeypatch, "seal")
+        old = await join(service)
+        last = asyncio.create_task(send(old, full_part(5, random_rows(0), WHOLE)))
+        await sealing.begun.wait()
+        new = await join(service, run="run-2", started=2)
+        delta = part(5, [(0, [1], np.ones((1, 4), "<f4"))])
+        with pytest.raises(Superseded, match="step 5 is just being sealed"):
+            await send(new, delta)
+        sealing.let_go()
+        await last
+        (seal,) = service.log.seals("clicks")
+        assert (seal.run, seal.world_size) == ("run-1", 1)
+        assert not new.decision.yes
+        with pytest.raises(DeltasyncError, match="publish every row first"):
+            await send(new, delta)
+
+    run(tmp_path, scenario)
+
+
+def test_a_rank_that_cannot_continue_publishes_everything_whatever_the_others_claim(tmp_path: Path) -> None:
+    async def scenario(service: Service) -> None:
+        first = await join(service)
+        position = await send(first, full_part(1, random_rows(0), WHOLE))
+        shards = [[WHOLE[0]], [WHOLE[1]]]
+        ranks = [
+            await join(
+                service, run="run-2", started=2, world_size=2, rank=rank, shards=shards[rank], continues=claim
+            )
+            for rank, claim in enumerate([position, None])
+        ]
+        waiting = asyncio.create_task(send(ranks[0], part(2, [])))
+        with pytest.raises(DeltasyncError, match="rank 1 sent only changed rows"):
+            await send(ranks[1], part(2, []))
+        sealed = await send(ranks[1], full_part(2, random_rows(1), shards[1]))
+        assert await waiting == sealed
+
+    run(tmp_path, scenario)
+
+
+def test_a_cut_given_up_while_its_last_part_reaches_the_disk_stays_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(service: Service) -> None:
+        shards = [[WHOLE[0]], [WHOLE[1]]]
+        ranks = [await join(service, world_size=2, rank=rank, shards=shards[rank]) for rank in range(2)]
+        rows = random_rows(0)
+        with monkeypatch.context() as patch:
+            appending = HeldWrites(patch, "append")
+            slow = asyncio.create_task(send(ranks[0], full_part(1, rows, shards[0])))
+            await appending.begun.wait()
+        other = asyncio.create_task(send(ranks[1], full_part(2, rows, shards[1])))
+        await asyncio.sleep(0)
+        appending.let_go()
+        with pytest.raises(Superseded, match="cut of step 1: abandoned for the cut of step 2"):
+            await slow
+        assert not service.log.seals("clicks")
+        position = await send(ranks[0], full_part(2, rows, shards[0]))
+        assert await other == position == Position(ranks[0].sealed.history, 1)
+
+    run(tmp_path, scenario)
+
+
+def test_a_part_of_which_a_record_is_not_on_disk_is_not_sealed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append = Log.append
+
+    def first_chunk_fails(
+        log: Log, model: str, version: int, rank: int, number: int, *payload: Any
+    ) -> Future[None]:
+        if number != 1:
+            return append(log, model, version, rank, number, *payload)
+        failed: Future[None] = Future()
+        failed.set_exception(StorageFailed("the log is full"))
+        return failed
+
+    async def scenario(service: Service) -> None:
+        session = await join(service)
+        with monkeypatch.context() as patch:
+            patch.setattr(Log, "append", first_chunk_fails)
+            with pytest.raises(StorageFailed, match="the log is full"):
+                await send(session, full_part(1, random_rows(0), WHOLE))
+        assert not service.log.seals("clicks")
+        again = await join(service)
+        assert await send(again, full_part(1, random_rows(0), WHOLE)) == Position(again.sealed.history, 1)
+
+    run(tmp_path, scenario)
+
+
+def test_a_new_table_is_published_whole_whichever_rank_brought_it(tmp_path: Path) -> None:
+    """Also by a rank that finds it made already, and after a restart in between."""
+    rows, heads = random_rows(0), list[Position]()
+    shards = [[Shard(USER, 0, 40, 0, 4), Shard(ITEM, 0, 15, 0, 6)], [Shard(ITEM, 15, 15, 0, 6)]]
+
+    async def joined(service: Service, rank: int) -> PublishSession:
+        claim = heads[0]
+        return await join(
+            service, run="run-2", started=2, world_size=2, rank=rank, shards=shards[rank], continues=claim
+        )
+
+    async def first(service: Service) -> None:
+        session = await join(service, tables=[USER], shards=WHOLE[:1])
+        heads.append(await send(session, full_part(1, rows, WHOLE[:1])) or Position())
+        for rank in (0, 1):
+            decision = (await joined(service, rank)).decision
+            assert (decision.yes, decision.reason) == (False, f"no row of table {ITEM.name!r} was ever published")
+
+    async def second(service: Service) -> None:
+        ranks = [await joined(service, rank) for rank in (0, 1)]
+        with pytest.raises(DeltasyncError, match="publish every row first"):
+            await send(ranks[1], part(2, []))
+        cut = [send(session, full_part(2, rows, held)) for session, held in zip(ranks, shards, strict=True)]
+        await asyncio.gather(*cut)
+        assert all(session.decision.yes for session in ranks)
+        delta = [send(session, part(3, [])) for session in ranks]
+        assert {position.number for position in await asyncio.gather(*delta) if position} == {3}
+
+    async def third(service: Service) -> None:
+        session = await join(service, run="run-3", started=3, continues=Position(heads[0].history, 3))
+        assert session.decision.yes
+
+    for scenario in (first, second, third):
+        run(tmp_path, scenario)
+
+
+def test_what_parts_open_with_counts_as_bytes_of_the_log(tmp_path: Path) -> None:
+    """With many tables it is more than the rows."""
+    tables = [TableSpec(f"{'long' * 100}{number}", 1, 1) for number in range(50)]
+
+    async def scenario(service: Service) -> None:
+        session = await join(service, tables=tables, shards=[Shard.whole(table) for table in tables])
+        whole = part(1, [(slot, [0], np.ones((1, 1), "<f4")) for slot in range(50)], full=True)
+        await send(session, whole)
+        model = service.model("clicks")
+        before = model.seals[-1].log_bytes
+        await send(session, part(2, [(0, [0], np.ones((1, 1), "<f4"))]))
+        assert model.seals[-1].bytes == 12
+        assert model.seals[-1].log_bytes > 50 * 400
+        logged = [record for version in (1, 2) for *_, record in service.log.records("clicks", version)]
+        assert before + model.seals[-1].log_bytes == sum(len(record) for record in logged)
+
+    run(tmp_path, scenario)
