@@ -10,7 +10,8 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("deltasync"):
             raise
-        sys.exit(f"Error: the deltasync command needs {error.name}: pip install 'deltasync[service]'")
+        install = "pip install 'deltasync[service]', or '.[service]' in a checkout"
+        sys.exit(f"Error: the deltasync command needs {error.name}: {install}")
     run()
 
 

@@ -39,10 +39,11 @@ def _load(verb: EntryPoint) -> click.Command:
 
 
 def _unavailable(verb: EntryPoint, needs: str) -> click.Command:
+    extras = ",".join(verb.extras)
     return click.Command(
         verb.name,
         help=f"Not available: {needs}.",
-        callback=lambda: _fail(f"{needs}: pip install 'deltasync[{','.join(verb.extras)}]'"),
+        callback=lambda: _fail(f"{needs}: pip install 'deltasync[{extras}]', or '.[{extras}]' in a checkout"),
         context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
     )
 

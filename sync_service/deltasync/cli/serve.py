@@ -76,8 +76,8 @@ def serve(consumer: tuple[ConsumerOptions, ...], **settings: Any) -> None:
     Every option is also an environment variable, DELTASYNC_ and its name in capitals, and a key of the
     --config file. A flag wins over the environment, the environment over the file.
 
-    A table [consumers.NAME] of the file, with a model and the keys of a policy, makes a consumer, or gives one
-    that exists this policy at every start.
+    A table [consumers.NAME] of the file, with a model and the keys of a policy, makes that consumer. One that
+    exists gets this policy at every start.
     """
     kept = ("data_dir", "log_max_bytes", "flush_bytes", "replica_retention_seconds")
     try:
