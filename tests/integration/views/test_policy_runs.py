@@ -1,7 +1,6 @@
 """Consumers with a policy through full disks, lost files, other runs and other forms."""
 
 import errno
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from tests.support.fleet import (
     WAIT,
     Recorder,
     Trainer,
-    admin_of,
     follow,
     release_at_once,
     wait_for_lag,
@@ -44,20 +42,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     release_at_once(monkeypatch)
     monkeypatch.setattr("deltasync.views.release_loop._PREPARE_AGAIN_SECONDS", 0.02)
     monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 0.02)
-
-
-@pytest.fixture
-def service(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[RunningService]:
-    """In which no replica is ever taken for damaged."""
-    with RunningService(tmp_path / "data", policies=POLICIES) as running:
-        yield running
-    said = [record.getMessage() for record in caplog.get_records("call")]
-    assert not [each for each in said if "holds other rows" in each]
-
-
-@pytest.fixture
-def admin(service: RunningService) -> Admin:
-    return admin_of(service)
 
 
 def rows_of(release: Release) -> int:

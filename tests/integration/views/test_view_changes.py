@@ -1,8 +1,6 @@
 """Policies that change while replicas follow: nobody loses its place, and what is held stays right."""
 
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +10,6 @@ from tests.support.fleet import (
     WAIT,
     Recorder,
     Trainer,
-    admin_of,
     follow,
     release_at_once,
     wait_for_lag,
@@ -35,21 +32,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left goes out at once, and streams look for a change often."""
     release_at_once(monkeypatch)
     monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 0.02)
-
-
-@pytest.fixture
-def service(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[RunningService]:
-    """In which no replica is ever taken for damaged."""
-    with RunningService(tmp_path / "data", policies=POLICIES) as running:
-        yield running
-    said = [record.getMessage() for record in caplog.get_records("call")]
-    assert not [each for each in said if "holds other rows" in each]
-    assert not [each for each in said if "has stopped" in each]
-
-
-@pytest.fixture
-def admin(service: RunningService) -> Admin:
-    return admin_of(service)
 
 
 def given_as(service: RunningService, consumer: str, policy: Policy, head: Position) -> dict[str, Any]:

@@ -1,0 +1,25 @@
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.support.fleet import admin_of
+from tests.support.server import RunningService
+
+from deltasync.client import Admin
+
+
+@pytest.fixture
+def service(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
+) -> Iterator[RunningService]:
+    """Has a consumer for each of the file's POLICIES; no replica is ever taken for damaged, and none stops."""
+    with RunningService(tmp_path / "data", policies=request.module.POLICIES) as running:
+        yield running
+    said = [record.getMessage() for record in caplog.get_records("call")]
+    assert not [each for each in said if "holds other rows" in each]
+    assert not [each for each in said if "has stopped" in each]
+
+
+@pytest.fixture
+def admin(service: RunningService) -> Admin:
+    return admin_of(service)
