@@ -62,11 +62,11 @@ async def held_by_a_replica(view: View) -> dict[str, Values]:
     """What who held nothing before is given, as it stands for."""
     release = await view.release(0)
     held: dict[str, Values] = {}
-    for slot, ids, values in release.tables:
+    for slot, rows in release.batches.items():
         given = view.deliveries[slot]
-        rows = np.zeros((given.spec.rows, given.spec.dim), given.spec.dtype)
-        rows[ids] = decode(values, given.value_type, given.spec.dtype)
-        held[given.spec.name] = rows
+        table = np.zeros((given.spec.rows, given.spec.dim), given.spec.dtype)
+        table[rows.ids] = decode(rows.values, given.value_type, given.spec.dtype)
+        held[given.spec.name] = table
     return held
 
 

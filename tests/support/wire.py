@@ -12,7 +12,6 @@ from deltasync.core.position import Position
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.v1 import publish_pb2, publish_pb2_grpc, subscribe_pb2, subscribe_pb2_grpc, tables_pb2
 from deltasync.wire.messages import position_to_message, shard_to_message, table_to_message
-from deltasync.wire.row_messages import fill_rows
 
 USER = TableSpec("sparse.embedding_bags.user", 40, 4)
 ITEM = TableSpec("sparse.embedding_bags.item", 30, 6, np.dtype("<f2"))
@@ -144,9 +143,7 @@ def chunk(step: int, slot: int, ids: Any, values: Any) -> publish_pb2.PublishReq
 
 
 def rows_message(slot: int, ids: Any, values: Any) -> tables_pb2.Rows:
-    message = tables_pb2.Rows()
-    fill_rows(message, slot, np.asarray(ids, np.int64), np.asarray(values))
-    return message
+    return tables_pb2.Rows(slot=slot, ids=np.asarray(ids, np.int64).tobytes(), values=np.asarray(values).tobytes())
 
 
 def close(step: int, rows: int, *, full: bool = False) -> publish_pb2.PublishRequest:

@@ -135,14 +135,14 @@ class ReplicaStream:
         # Awaited only here, so that no release is kept in memory while there is nothing to send.
         release = await asyncio.shield(frozen)
         self._check_deliveries()
-        for slot, ids, values in release.chunks():
-            size = ids.nbytes + values.nbytes
+        for slot, rows in release.chunks():
+            size = rows.nbytes
             while self._outstanding > 0 and self._outstanding + size > self._budget:
                 self._credited.clear()
                 await self._wait(acks, self._credited.wait())
             self._sent_bytes += size
             response = subscribe_pb2.SubscribeResponse()
-            fill_rows(response.chunk.rows, slot, ids, values)
+            fill_rows(response.chunk.rows, slot, rows)
             yield response
             self._consumer.released_bytes += size
         self._consumer.released_rows += release.rows

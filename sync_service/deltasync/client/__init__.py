@@ -16,7 +16,6 @@ from deltasync.client.targets import (
     NumpyTarget,
     ReadableTarget,
     Release,
-    ReleasedRows,
     Target,
 )
 from deltasync.core.errors import (
@@ -55,7 +54,6 @@ __all__ = [
     "PublisherOptions",
     "ReadableTarget",
     "Release",
-    "ReleasedRows",
     "ResyncRequired",
     "RowBatch",
     "ServiceFailed",

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from deltasync.client.targets import Release, ReleasedRows
+from deltasync.client.targets import Release
 from deltasync.core.delivery import Delivery
 from deltasync.core.errors import InvalidInput
 from deltasync.core.mode import Mode
-from deltasync.core.rows import Ids, Values
+from deltasync.core.rows import RowBatch
 from deltasync.core.tables import Shard
 from deltasync.core.value_types import decode
 from deltasync.v1 import subscribe_pb2
@@ -38,7 +38,7 @@ class ReleaseAssembler:
         self._resync = False
         self._deliveries: list[Delivery] = []
         self._shards: list[Shard] = []
-        self._rows: list[ReleasedRows] = []
+        self._rows: list[RowBatch] = []
 
     def begin(self, opened: subscribe_pb2.SubscribeOpened) -> None:
         """Learn the tables."""
@@ -56,7 +56,7 @@ class ReleaseAssembler:
             InvalidInput: rows of no known table, or of another size.
         """
         batch = decode_rows(chunk.rows, self._shards)
-        self._rows.append(_released(self._deliveries[chunk.rows.slot], batch.ids, batch.values))
+        self._rows.append(_decoded(batch, self._deliveries[chunk.rows.slot]))
         self.received_bytes += batch.nbytes
         due = self.received_bytes - self._acked_bytes >= self._ack_bytes
         if due:
@@ -69,7 +69,7 @@ class ReleaseAssembler:
         Raises:
             InvalidInput: rows are missing.
         """
-        rows = sum(len(some.ids) for some in self._rows)
+        rows = sum(map(len, self._rows))
         if rows != end.rows:
             raise InvalidInput(f"release of version {end.position.version}: {rows} of {end.rows} rows arrived")
         release = Release(
@@ -109,8 +109,10 @@ class ReleaseAssembler:
         return [name for name, checksum in checksums.items() if expected.get(name, checksum) != checksum]
 
 
-def _released(delivery: Delivery, ids: Ids, values: Values) -> ReleasedRows:
+def _decoded(rows: RowBatch, delivery: Delivery) -> RowBatch:
+    """Rows as a target takes them, from how they travel."""
+    spec = delivery.spec
     if delivery.mode is Mode.IDS:
-        no_values = np.empty((len(ids), 0), delivery.spec.dtype)
-        return ReleasedRows(delivery.spec, ids, no_values, values[:, 0].astype(np.float32, copy=False))
-    return ReleasedRows(delivery.spec, ids, decode(values, delivery.value_type, delivery.spec.dtype))
+        norms = rows.values[:, 0].astype(np.float32, copy=False)
+        return RowBatch.of_table(spec, rows.ids, np.empty((len(rows), 0), spec.dtype), norms)
+    return RowBatch.of_table(spec, rows.ids, decode(rows.values, delivery.value_type, spec.dtype))

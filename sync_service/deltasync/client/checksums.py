@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from deltasync.client.targets import ReadableTarget, Release, ReleasedRows
+from deltasync.client.targets import ReadableTarget, Release
 from deltasync.core.digests import BLOCK_ROWS, Digest, digest
-from deltasync.core.rows import Ids
+from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.tables import TableSpec
 
 
@@ -70,7 +70,7 @@ class TargetChecksums:
             self._checksums[table.name] = _TableChecksum(checksum.swept)
             self._sweeping += 1
 
-    def _digests(self, rows: ReleasedRows) -> tuple[Digest, Digest]:
+    def _digests(self, rows: RowBatch) -> tuple[Digest, Digest]:
         """Digests of these rows as the target holds them: of the swept ones, and of the others."""
         swept = int(np.searchsorted(rows.ids, self._checksums[rows.table.name].upto))
         return self._digest(rows.table, rows.ids[:swept]), self._digest(rows.table, rows.ids[swept:])

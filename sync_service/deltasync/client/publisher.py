@@ -222,7 +222,7 @@ class _Stream:
             yield from _chunks(part, self._slots)
             close = publish_pb2.PartClose(
                 step=part.step,
-                rows=sum(len(rows.ids) for rows in part.rows),
+                rows=sum(map(len, part.rows)),
                 step_end_unix_ns=part.step_end_unix_ns,
                 full=part.full,
             )
@@ -231,8 +231,8 @@ class _Stream:
 
 def _chunks(part: Part, slots: Mapping[Shard, int]) -> Iterator[publish_pb2.PublishRequest]:
     for rows in part.rows:
-        for ids, values in chunked(rows.ids, rows.values):
+        for piece in chunked(rows):
             request = publish_pb2.PublishRequest()
             request.chunk.step = part.step
-            fill_rows(request.chunk.rows, slots[rows.shard], ids, values)
+            fill_rows(request.chunk.rows, slots[rows.shard], piece)
             yield request

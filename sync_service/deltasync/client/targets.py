@@ -7,31 +7,11 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from deltasync.core.errors import Contradiction
 from deltasync.core.position import Position
-from deltasync.core.rows import Ids, Values
+from deltasync.core.rows import Ids, RowBatch, Values
 from deltasync.core.tables import TableSpec
-
-
-@dataclass(frozen=True)
-class ReleasedRows:
-    """Some changed rows of a table.
-
-    Attributes:
-        table: the table.
-        ids: [n] int64 global row ids, strictly ascending.
-        values: [n, D] in the table's dtype; [n, 0] where the consumer's mode is `ids`.
-        norms: [n] fp32 L2 norms of what has changed in the rows, where the mode is `ids`; otherwise None.
-
-    The arrays may be read-only views of the received message.
-    """
-
-    table: TableSpec
-    ids: Ids
-    values: Values
-    norms: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True)
@@ -56,7 +36,7 @@ class Release:
     step_end_unix_ns: int
     resync: bool
     tables: list[TableSpec]
-    rows: list[ReleasedRows] = field(default_factory=list)
+    rows: list[RowBatch] = field(default_factory=list)
     whole: frozenset[str] = frozenset()
     version: int = 0
     bytes: int = 0

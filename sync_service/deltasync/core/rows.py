@@ -1,6 +1,6 @@
-"""Rows of a shard as they travel: ids and values, and the rules that every sender has to keep."""
+"""The row batch: the one type in which rows move, and the rules that every sender of some has to keep."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -8,30 +8,58 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltasync.core.errors import InvalidInput
-from deltasync.core.tables import ID_TYPE, Shard
+from deltasync.core.tables import ID_TYPE, Shard, TableSpec
 
 Ids: TypeAlias = NDArray[np.int64]
 Values: TypeAlias = NDArray[np.generic]
+Norms: TypeAlias = NDArray[np.float32]
 
 
 @dataclass(frozen=True, eq=False)
 class RowBatch:
-    """Some rows of a shard.
+    """Some rows of a shard, from the trainer's tracker to a replica's target, on the wire and in the log.
+
+    Its arrays may be read-only views of a message or of a record.
 
     Attributes:
-        shard: the shard.
+        shard: the shard; all of a table, where rows are not published but released.
         ids: [n] int64, global row ids, strictly ascending.
-        values: [n, columns of the shard], of the table's type.
+        values: [n, columns of the shard], of the table's type; [n, 0] where a consumer's mode is `ids`.
+        norms: [n] fp32, L2 norms of what has changed in the rows; None where nobody has asked for them.
     """
 
     shard: Shard
     ids: Ids
     values: Values
+    norms: Norms | None = None
+
+    @classmethod
+    def of_table(cls, table: TableSpec, ids: Ids, values: Values, norms: Norms | None = None) -> "RowBatch":
+        """Whole rows of a table."""
+        return cls(Shard.whole(table), ids, values, norms)
+
+    @property
+    def table(self) -> TableSpec:
+        """The table."""
+        return self.shard.table
 
     @property
     def nbytes(self) -> int:
         """Bytes of ids and values."""
         return self.ids.nbytes + self.values.nbytes
+
+    def __len__(self) -> int:
+        """The number of rows."""
+        return len(self.ids)
+
+    def __getitem__(self, rows: slice) -> "RowBatch":
+        """Some of the rows, as views."""
+        norms = None if self.norms is None else self.norms[rows]
+        return RowBatch(self.shard, self.ids[rows], self.values[rows], norms)
+
+    def blocks(self, rows: int) -> Iterator["RowBatch"]:
+        """All rows in order, so many at a time, as views."""
+        return (self[start : start + rows] for start in range(0, len(self), rows))
 
     @classmethod
     def from_bytes(

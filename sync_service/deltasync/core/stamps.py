@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltasync.core.digests import BLOCK_ROWS, Digest, digest
-from deltasync.core.rows import Ids, Values
+from deltasync.core.rows import Ids, RowBatch, Values
 from deltasync.core.tables import TableSpec
 
 # Stamps are scanned in blocks so that a scan's scratch memory stays in the processor's cache.
@@ -48,26 +48,24 @@ class StampedTable:
         """A table in memory that has never changed."""
         return cls(spec, np.zeros((spec.rows, spec.dim), spec.dtype), np.zeros(spec.rows, np.int64))
 
-    def apply(self, ids: Ids, values: Values, number: int, col_offset: int = 0) -> None:
-        """Overwrite the rows `ids` ([n], strictly ascending) from column `col_offset` on with `values`
-        ([n, cols]) and stamp them with `number`.
-        """
-        for start in range(0, len(ids), BLOCK_ROWS):
-            block = slice(start, start + BLOCK_ROWS)
-            self._apply_block(ids[block], values[block], number, col_offset)
+    def apply(self, rows: RowBatch, number: int) -> None:
+        """Overwrite some rows, in the columns of their shard, and stamp them with `number`."""
+        for block in rows.blocks(BLOCK_ROWS):
+            self._apply_block(block, number)
         self._largest_sum = max(self._largest_sum, self.digest.square_sum)
         if self.digest.square_sum < self._largest_sum * _EXACT_SHARE:
             self.count_digest()
 
-    def _apply_block(self, ids: Ids, values: Values, number: int, col_offset: int) -> None:
+    def _apply_block(self, block: RowBatch, number: int) -> None:
+        ids, first = block.ids, block.shard.col_offset
         where: slice | Ids = _contiguous(ids) or ids
-        columns = slice(col_offset, col_offset + values.shape[1])
-        before = digest(ids, self.decoded(self.rows[where, columns]), col_offset)
+        columns = slice(first, first + block.shard.cols)
+        before = digest(ids, self.decoded(self.rows[where, columns]), first)
         # The stamp first: if the process dies between the two, a row with a new stamp is sent again, while one
         # with an old stamp would be taken for the old row.
         self.stamps[where] = number
-        self.rows[where, columns] = values
-        self.digest += digest(ids, self.decoded(values), col_offset) - before
+        self.rows[where, columns] = block.values
+        self.digest += digest(ids, self.decoded(block.values), first) - before
 
     def decoded(self, rows: Values) -> Values:
         """What a replica holds that has applied `rows` ([n, cols], as stored)."""

@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary, ref
 import numpy as np
 from numpy.typing import NDArray
 
-from deltasync.core.rows import Ids, Values
+from deltasync.core.rows import Ids, RowBatch, Values
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import TableSpec
 from deltasync.storage.mapped_table import reserve
@@ -49,14 +49,14 @@ class FrozenRelease:
 
     Attributes:
         head: what a replica holds once it has applied this; None when nothing is published yet.
-        tables: slot, ids [n] and values [n, D] of each table with such rows.
+        batches: the rows of each table that has such rows, by slot.
         whole: slots of the tables of which this holds every row.
         checksums: of every table, by slot, as a replica at `head` holds it.
         memory_bytes: how much memory these take; 0 when they are in unlinked files.
     """
 
     head: Head | None
-    tables: list[tuple[int, Ids, Values]] = field(default_factory=list)
+    batches: dict[int, RowBatch] = field(default_factory=dict)
     whole: frozenset[int] = NO_TABLES
     checksums: tuple[int, ...] = ()
     memory_bytes: int = 0
@@ -64,12 +64,11 @@ class FrozenRelease:
     @property
     def rows(self) -> int:
         """Rows of all tables together."""
-        return sum(len(ids) for _, ids, _ in self.tables)
+        return sum(map(len, self.batches.values()))
 
-    def chunks(self) -> Iterator[tuple[int, Ids, Values]]:
-        """Slot, ids and values, in pieces of bounded size."""
-        for slot, ids, values in self.tables:
-            yield from ((slot, *piece) for piece in chunked(ids, values))
+    def chunks(self) -> Iterator[tuple[int, RowBatch]]:
+        """The rows in pieces of bounded size, each with its slot."""
+        return ((slot, piece) for slot, rows in self.batches.items() for piece in chunked(rows))
 
 
 class Releases:
@@ -133,7 +132,8 @@ def freeze(
         if len(ids):
             values = _room_for(table.spec, len(ids), scratch if spill else None)
             table.read(ids, values)
-            release.tables.append((slot, _spilled(ids, table.spec, scratch) if spill else ids, values))
+            ids = _spilled(ids, table.spec, scratch) if spill else ids
+            release.batches[slot] = RowBatch.of_table(table.spec, ids, values)
     return release
 
 

@@ -164,8 +164,7 @@ class Model:
     def _apply(self, seal: Seal, rows: Iterable[RowBatch] | None) -> None:
         by_name = {table.spec.name: table for table in self.tables}
         for batch in self.store.rows(seal.version) if rows is None else rows:
-            stored = by_name[batch.shard.table.name]
-            stored.apply(batch.ids, batch.values, seal.version, batch.shard.col_offset)
+            by_name[batch.table.name].apply(batch, seal.version)
         self.applied = seal
 
     def _add(self, tables: list[TableSpec], loop: asyncio.AbstractEventLoop) -> None:

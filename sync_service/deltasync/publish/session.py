@@ -83,7 +83,7 @@ class PublishSession:
         open_cut, part = self._part_of(chunk.step)
         part.add(chunk.rows.slot, batch.ids)
         open_cut.cut.keep(part, batch)
-        self._append(open_cut.cut, part, *pack_rows(chunk.rows.slot, batch.ids, batch.values))
+        self._append(open_cut.cut, part, *pack_rows(chunk.rows.slot, batch))
         # Last: while this waits, another stream may begin the part anew.
         await self._wait_written(_UNWRITTEN_CHUNKS)
 

@@ -6,16 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from deltasync.core.rows import Ids, RowBatch, Values
+from deltasync.core.rows import RowBatch
 from deltasync.core.seal import Seal
 from deltasync.core.tables import ID_TYPE, Shard, TableSpec
 
 _RECORD = struct.Struct("<QQ")
 
 
-def pack_rows(slot: int, ids: Ids, values: Values) -> tuple[bytes | memoryview, ...]:
+def pack_rows(slot: int, rows: RowBatch) -> tuple[bytes | memoryview, ...]:
     """The log's record of some rows, in pieces: slot and number of rows, ids, values."""
-    return _RECORD.pack(slot, len(ids)), ids.data, values.data
+    return _RECORD.pack(slot, len(rows)), rows.ids.data, rows.values.data
 
 
 def unpack_rows(record: memoryview, shards: list[Shard]) -> RowBatch:

@@ -10,8 +10,7 @@ import numpy as np
 
 from deltasync.core.errors import StorageFailed
 from deltasync.core.policy import Policy
-from deltasync.core.rows import Ids, Values
-from deltasync.core.value_types import encode
+from deltasync.core.rows import Ids, RowBatch
 from deltasync.feeds.frozen_release import Head
 from deltasync.feeds.model import Model
 from deltasync.views.ranking import DirtyRows, Floats, Mask, pick
@@ -29,9 +28,7 @@ class _Piece:
     """Some rows of a table, on their way to the log and then into the view."""
 
     table: ViewTable
-    ids: Ids
-    encoded: Values
-    norms: Floats
+    rows: RowBatch
     logged: Future[None]
 
 
@@ -88,9 +85,8 @@ class ReleaseMaker:
                 yield self._piece(table, ids[piece], norms[piece], (number, slot, index))
 
     def _piece(self, table: ViewTable, ids: Ids, norms: Floats, key: tuple[int, int, int]) -> _Piece:
-        encoded = encode(table.source.rows_of(ids), table.delivery.value_type)
-        logged = self._store.append(*key, *table.record(ids, encoded, norms))
-        return _Piece(table, ids, encoded, norms, logged)
+        rows = table.encoded(ids, norms)
+        return _Piece(table, rows, self._store.append(*key, *table.record(rows)))
 
 
 def find_dirty(
@@ -118,7 +114,7 @@ def _finish(piece: _Piece, number: int) -> StorageFailed | None:
         piece.logged.result()
     except StorageFailed as error:
         return error
-    piece.table.write(piece.ids, piece.encoded, piece.norms, number)
+    piece.table.write(piece.rows, number)
     return None
 
 

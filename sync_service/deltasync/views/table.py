@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from deltasync.core.delivery import Delivery
 from deltasync.core.digests import BLOCK_ROWS
 from deltasync.core.mode import Mode
-from deltasync.core.rows import Ids, Values
+from deltasync.core.rows import Ids, Norms, RowBatch, Values
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import ID_TYPE
 from deltasync.core.value_types import decode, encode, encoded_table, largest_distances
@@ -65,8 +65,8 @@ class ViewTable:
 
     def copy(self, ids: Ids, number: int | None) -> None:
         """Take over rows of the source as they are. Stamp them with `number`; None = as in the source."""
-        rows = self.source.rows_of(ids)
-        self.write(ids, encode(rows, self.delivery.value_type), norms_of(rows), number or 1)
+        values = self.source.rows_of(ids)
+        self.write(self.encoded(ids, norms_of(values)), number or 1)
         if number is None:
             self.held.stamps[ids] = self.source.stamps[ids]
 
@@ -94,17 +94,24 @@ class ViewTable:
         never: Mask = self.sent.stamps[ids] == 0
         return never
 
-    def write(self, ids: Ids, encoded: Values, norms: Floats, number: int) -> None:
-        """Note that replicas at release `number` hold these rows ([n, width], encoded): they are not dirty now."""
-        self.held.apply(ids, encoded, number)
-        if self.sent is not self.held:
-            self.sent.apply(ids, _as_fp32(norms)[:, None], number)
-        self.dirty_since[ids] = 0
+    def encoded(self, ids: Ids, norms: Floats) -> RowBatch:
+        """Rows of the source as replicas are to hold them, and, if those are sent instead, the norms ([n]) of what
+        has changed in them.
+        """
+        values = encode(self.source.rows_of(ids), self.delivery.value_type)
+        return RowBatch.of_table(self.held.spec, ids, values, None if self.sent is self.held else _as_fp32(norms))
 
-    def record(self, ids: Ids, encoded: Values, norms: Floats) -> tuple[bytes | memoryview, ...]:
-        """The log's record of rows about to be written, in pieces; `replay` takes it back."""
-        pieces = (_COUNT.pack(len(ids)), ids.data, np.ascontiguousarray(encoded).data)
-        return pieces if self.sent is self.held else (*pieces, _as_fp32(norms).data)
+    def write(self, rows: RowBatch, number: int) -> None:
+        """Note that replicas at release `number` hold these encoded rows: they are not dirty now."""
+        self.held.apply(rows, number)
+        if rows.norms is not None:
+            self.sent.apply(RowBatch.of_table(self.sent.spec, rows.ids, rows.norms[:, None]), number)
+        self.dirty_since[rows.ids] = 0
+
+    def record(self, rows: RowBatch) -> tuple[bytes | memoryview, ...]:
+        """The log's record of encoded rows about to be written, in pieces; `replay` takes it back."""
+        pieces = (_COUNT.pack(len(rows)), rows.ids.data, np.ascontiguousarray(rows.values).data)
+        return pieces if rows.norms is None else (*pieces, rows.norms.data)
 
     def replay(self, record: memoryview, number: int) -> None:
         """Write the rows of a record of release `number`."""
@@ -113,7 +120,8 @@ class ViewTable:
         ids = np.frombuffer(record, ID_TYPE, count, _COUNT.size)
         encoded = np.frombuffer(record, dtype, count * width, _COUNT.size + ids.nbytes)
         norms = np.frombuffer(record, np.float32, -1, _COUNT.size + ids.nbytes + encoded.nbytes)
-        self.write(ids, encoded.reshape(count, width), norms.astype(np.float64), number)
+        rows = RowBatch.of_table(self.held.spec, ids, encoded.reshape(count, width), norms if len(norms) else None)
+        self.write(rows, number)
 
     def count_lacking(self, number: int, compared_version: int) -> int:
         """How many rows a replica at `number` does not hold as the source has them: those sent after it, the dirty
@@ -170,7 +178,7 @@ def _norms_folder(folder: Path, new: bool) -> Path:
     return folder
 
 
-def _as_fp32(norms: Floats) -> Values:
+def _as_fp32(norms: Floats) -> Norms:
     return np.minimum(norms, np.finfo(np.float32).max).astype(np.float32)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from deltasync.core.rows import Ids, RowBatch, Values
+from deltasync.core.rows import RowBatch
 from deltasync.core.tables import ID_TYPE, Shard
 from deltasync.v1 import tables_pb2
 
@@ -11,21 +11,19 @@ CHUNK_BYTES = 990_000
 MAX_CHUNK_BYTES = 1 << 20
 
 
-def chunked(ids: Ids, values: Values) -> Iterator[tuple[Ids, Values]]:
-    """Slices of `ids` ([n] int64) and `values` ([n, cols]), each of at most `CHUNK_BYTES` or of one row."""
-    step = max(1, CHUNK_BYTES // (ID_TYPE.itemsize + values.shape[1] * values.itemsize))
-    for start in range(0, len(ids), step):
-        yield ids[start : start + step], values[start : start + step]
+def chunked(rows: RowBatch) -> Iterator[RowBatch]:
+    """Some rows in pieces, each of at most `CHUNK_BYTES` or of one row."""
+    return rows.blocks(max(1, CHUNK_BYTES // rows.shard.row_bytes))
 
 
-def fill_rows(message: tables_pb2.Rows, slot: int, ids: Ids, values: Values) -> None:
-    """Let a message carry `ids` ([n] int64) and their `values` ([n, cols]).
+def fill_rows(message: tables_pb2.Rows, slot: int, rows: RowBatch) -> None:
+    """Let a message carry some rows of the shard, or table, that has the number `slot`.
 
     The message is filled in place: assigning a filled one to a field of another would copy it.
     """
     message.slot = slot
-    message.ids = ids.astype(ID_TYPE, copy=False).tobytes()
-    message.values = values.tobytes()
+    message.ids = rows.ids.astype(ID_TYPE, copy=False).tobytes()
+    message.values = rows.values.tobytes()
 
 
 def decode_rows(message: tables_pb2.Rows, shards: list[Shard]) -> RowBatch:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from deltasync.client import CallbackTarget, NumpyTarget, Position, Release, ReleasedRows, TableSpec
+from deltasync.client import CallbackTarget, NumpyTarget, Position, Release, RowBatch, TableSpec
 from deltasync.client.checksums import TargetChecksums
 from deltasync.client.targets import ReadableTarget
 from deltasync.client.torch_target import TorchTarget
@@ -20,7 +20,7 @@ HALF = TableSpec("sparse.embedding_bags.small", 4, 3, np.dtype("<f2"))
 
 def release_of(version: int, *rows: tuple[TableSpec, list[int], float], resync: bool = False) -> Release:
     changed = [
-        ReleasedRows(table, np.array(ids), np.full((len(ids), table.dim), value, table.dtype))
+        RowBatch.of_table(table, np.array(ids), np.full((len(ids), table.dim), value, table.dtype))
         for table, ids, value in rows
     ]
     for each in changed:
@@ -116,7 +116,7 @@ def test_one_table_is_reset_when_all_of_it_comes(target: NumpyTarget | TorchTarg
 
 @pytest.mark.parametrize("target", [NumpyTarget(), TorchTarget(Bags())], ids=["numpy", "torch"])
 def test_ids_without_values_are_refused(target: NumpyTarget | TorchTarget) -> None:
-    norms = ReleasedRows(USER, np.array([1]), np.empty((1, 0), "<f4"), np.ones(1, np.float32))
+    norms = RowBatch.of_table(USER, np.array([1]), np.empty((1, 0), "<f4"), np.ones(1, np.float32))
     release = dataclasses.replace(release_of(1, resync=True), rows=[norms])
     with pytest.raises(Contradiction, match="take them with a CallbackTarget"):
         target.apply(release)

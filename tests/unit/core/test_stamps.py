@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from deltasync.core import stamps
 from deltasync.core.digests import Digest, digest
-from deltasync.core.rows import Values
+from deltasync.core.rows import RowBatch, Values
 from deltasync.core.stamps import StampedTable
-from deltasync.core.tables import VALUE_TYPES, TableSpec
+from deltasync.core.tables import VALUE_TYPES, Shard, TableSpec
 
 
 @st.composite
@@ -35,7 +35,8 @@ def test_a_table_is_what_was_written_last(data: st.DataObject, table: TableSpec,
             first = data.draw(st.integers(0, table.dim - 1))
             cols = range(first, data.draw(st.integers(first + 1, table.dim)))
             new = np.array([[data.draw(st.integers(-99, 99)) for _ in cols] for _ in ids], table.dtype)
-            stamped.apply(np.array(ids, np.int64), new.reshape(len(ids), len(cols)), version, first)
+            shard = Shard(table, 0, table.rows, first, len(cols))
+            stamped.apply(RowBatch(shard, np.array(ids, np.int64), new.reshape(len(ids), len(cols))), version)
             for number, row in enumerate(ids):
                 last[row] = version
                 values.update({(row, col): new[number][col - first] for col in cols})
@@ -58,7 +59,7 @@ def test_applying_twice_changes_nothing(table: TableSpec, data: st.DataObject) -
     once, twice = StampedTable.zeros(table), StampedTable.zeros(table)
     for stamped, times in ((once, 1), (twice, 2)):
         for _ in range(times):
-            stamped.apply(ids, values, 3)
+            stamped.apply(RowBatch.of_table(table, ids, values), 3)
     np.testing.assert_array_equal(once.rows, twice.rows)
     np.testing.assert_array_equal(once.stamps, twice.stamps)
 
@@ -87,7 +88,8 @@ def test_the_digest_kept_is_that_of_all_rows_as_they_are_held(
             cols = data.draw(st.integers(1, table.dim - first))
             new = data.draw(st.lists(st.integers(-99, 99), min_size=len(ids) * cols, max_size=len(ids) * cols))
             values = np.array(new, table.dtype).reshape(len(ids), cols)
-            stamped.apply(np.array(ids, np.int64), values, version, first)
+            shard = Shard(table, 0, table.rows, first, cols)
+            stamped.apply(RowBatch(shard, np.array(ids, np.int64), values), version)
             assert stamped.digest == digest_of_what_is_held(stamped)
         kept = stamped.digest
         stamped.count_digest()
@@ -100,7 +102,7 @@ def test_the_digest_counted_after_a_restart_is_the_one_that_was_kept(
 ) -> None:
     before = StampedTable.zeros(table)
     ids = np.array(data.draw(some_ids(table)), np.int64)
-    before.apply(ids, np.full((len(ids), table.dim), 3, table.dtype), 7)
+    before.apply(RowBatch.of_table(table, ids, np.full((len(ids), table.dim), 3, table.dtype)), 7)
     after = StampedTable(table, before.rows, before.stamps)
     assert after.digest == Digest()
     after.count_digest()
@@ -109,11 +111,16 @@ def test_the_digest_counted_after_a_restart_is_the_one_that_was_kept(
 
 def test_the_norm_is_that_of_all_rows_together_and_never_nan() -> None:
     stamped = StampedTable.zeros(TableSpec("t", 3, 2))
+
+    def write(version: int, rows: dict[int, list[float]]) -> None:
+        values = np.array(list(rows.values()), np.float32)
+        stamped.apply(RowBatch.of_table(stamped.spec, np.array(list(rows)), values), version)
+
     assert stamped.norm == 0
-    stamped.apply(np.array([0, 2]), np.array([[3.0, 0.0], [0.0, -4.0]], np.float32), 1)
+    write(1, {0: [3.0, 0.0], 2: [0.0, -4.0]})
     assert stamped.norm == 5
     for value in (2.0**50, 1.0):
-        stamped.apply(np.array([1]), np.array([[value, value]], np.float32), 2)
+        write(2, {1: [value, value]})
     assert stamped.norm == np.sqrt(27)  # What a far larger row has made the sum lose is counted anew.
-    stamped.apply(np.array([0, 1, 2]), np.zeros((3, 2), np.float32), 3)
+    write(3, {row: [0.0, 0.0] for row in range(3)})
     assert stamped.norm == 0

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tests.support.wire import random_rows
 
 from deltasync.core.errors import StorageFailed
+from deltasync.core.rows import RowBatch, Values
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import TableSpec
 from deltasync.feeds.frozen_release import FrozenRelease, freeze
@@ -25,7 +26,11 @@ def stamped(seed: int, versions: int) -> list[StampedTable]:
 
 
 def content(frozen: FrozenRelease) -> list[tuple[int, list[int], bytes]]:
-    return [(slot, ids.tolist(), values.tobytes()) for slot, ids, values in frozen.tables]
+    return [(slot, rows.ids.tolist(), rows.values.tobytes()) for slot, rows in frozen.batches.items()]
+
+
+def arrays(frozen: FrozenRelease) -> list[Values]:
+    return [array for rows in frozen.batches.values() for array in (rows.ids, rows.values)]
 
 
 @given(st.integers(0, 999), st.integers(0, 4))
@@ -35,12 +40,12 @@ def test_a_spilled_release_is_the_same_as_one_in_memory(seed: int, after: int) -
         in_memory = freeze(tables, after, None, Path(folder), 1 << 20)
         spilled = freeze(tables, after, None, Path(folder), 0)
         assert not list(Path(folder).iterdir())
-    assert all(isinstance(array, np.memmap) for _, *arrays in spilled.tables for array in arrays)
-    assert not any(isinstance(array, np.memmap) for _, *arrays in in_memory.tables for array in arrays)
+    assert all(isinstance(array, np.memmap) for array in arrays(spilled))
+    assert not any(isinstance(array, np.memmap) for array in arrays(in_memory))
     assert spilled.memory_bytes == 0
-    assert in_memory.memory_bytes == sum(ids.nbytes + values.nbytes for _, ids, values in in_memory.tables)
+    assert in_memory.memory_bytes == sum(array.nbytes for array in arrays(in_memory))
     assert content(spilled) == content(in_memory)
-    assert content(FrozenRelease(None, list(spilled.chunks()))) == content(in_memory)
+    assert content(FrozenRelease(None, dict(spilled.chunks()))) == content(in_memory)
     expected = [np.flatnonzero(table.stamps > after) for table in tables]
     assert [ids for _, ids, _ in content(in_memory)] == [ids.tolist() for ids in expected if len(ids)]
     assert in_memory.rows == sum(len(ids) for ids in expected)
@@ -51,7 +56,7 @@ def test_a_release_does_not_change_with_its_tables(tmp_path: Path) -> None:
     frozen = freeze(tables, 0, None, tmp_path, 1 << 20)
     before = content(frozen)
     for table in tables:
-        table.apply(np.arange(table.spec.rows), np.zeros_like(table.rows), 9)
+        table.apply(RowBatch.of_table(table.spec, np.arange(table.spec.rows), np.zeros_like(table.rows)), 9)
     assert content(frozen) == before
 
 

@@ -203,7 +203,7 @@ def test_tables_are_written_down_even_if_the_rank_has_gone(
 
 def test_releases_share_the_memory_there_is_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def spilled(release: FrozenRelease) -> bool:
-        return any(isinstance(values, np.memmap) for *_, values in release.tables)
+        return any(isinstance(rows.values, np.memmap) for rows in release.batches.values())
 
     async def scenario(service: Service) -> None:
         session = await join(service)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from deltasync.core.errors import StorageFailed
+from deltasync.core.rows import RowBatch
 from deltasync.core.tables import TableSpec
 from deltasync.storage.mapped_table import MappedTable
 
@@ -12,7 +13,7 @@ TABLE = TableSpec("sparse/user", 10, 4)
 
 def written(folder: Path, table: TableSpec = TABLE) -> MappedTable:
     mapped = MappedTable(table, folder, new=True)
-    mapped.apply(np.array([3, 7]), np.full((2, 4), 5, table.dtype), 2)
+    mapped.apply(RowBatch.of_table(table, np.array([3, 7]), np.full((2, 4), 5, table.dtype)), 2)
     return mapped
 
 

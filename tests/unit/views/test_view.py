@@ -78,7 +78,7 @@ def test_a_replica_from_before_the_policy_gets_what_it_lacks(tmp_path: Path, giv
         assert decision.yes
         release = await view.release(position.number)
         lacks = view.position != position  # Else nothing is sent.
-        names = {view.deliveries[slot].spec.name: len(ids) for slot, ids, _ in release.tables if lacks}
+        names = {view.deliveries[slot].spec.name: len(rows) for slot, rows in release.batches.items() if lacks}
         assert names == ({} if given is ValueType.FP32 else {"user": 40, "item": 30})
         assert view.resume(Position(held.history, held.number + 1))[0].yes is False
 
@@ -93,7 +93,7 @@ def test_a_replica_from_before_the_policy_that_was_behind_gets_what_changed_sinc
         _, position = view.resume(held)
         assert view.position.number > position.number
         release = await view.release(position.number)
-        assert [(slot, ids.tolist()) for slot, ids, _ in release.tables] == [(0, [3, 4])]
+        assert [(slot, rows.ids.tolist()) for slot, rows in release.batches.items()] == [(0, [3, 4])]
 
     run(tmp_path, scenario)
 
@@ -168,7 +168,7 @@ def test_a_release_that_could_not_be_written_down_is_made_again(
         await view.make_release(Policy(), 0)
         assert view.position.number > before
         late = await view.release(before)
-        assert [ids.tolist() for _, ids, _ in late.tables] == [[3, 4, 9] if again else [3, 4]]
+        assert [rows.ids.tolist() for rows in late.batches.values()] == [[3, 4, 9] if again else [3, 4]]
         assert not is_due(view, Policy())
 
     run(tmp_path, scenario)

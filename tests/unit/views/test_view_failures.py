@@ -137,7 +137,7 @@ def test_a_release_that_could_not_be_frozen_is_frozen_anew_for_the_next_who_asks
             failed = local.model.release(0)
             with pytest.raises(StorageFailed):
                 await failed
-        assert len((await local.model.release(0)).tables) == 2
+        assert len((await local.model.release(0)).batches) == 2
 
     run(tmp_path, scenario)
 

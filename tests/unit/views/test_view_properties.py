@@ -63,11 +63,11 @@ class PlainReplica:
             rows = self.tables.setdefault(table.name, np.zeros((table.rows, table.dim), table.dtype))
             if rows.shape != (table.rows, table.dim):
                 self.tables[table.name] = np.zeros((table.rows, table.dim), table.dtype)
-        for slot, ids, values in release.tables:
+        for slot, batch in release.batches.items():
             each = given[slot]
             norms = each.mode is Mode.IDS
-            held = values if norms else decode(values, each.value_type, each.spec.dtype)
-            self.tables[each.spec.name][ids] = held
+            held = batch.values if norms else decode(batch.values, each.value_type, each.spec.dtype)
+            self.tables[each.spec.name][batch.ids] = held
         assert release.head
         self.position = Position(history, release.head.number)
 

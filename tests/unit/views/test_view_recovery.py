@@ -126,7 +126,7 @@ def test_a_release_that_a_crash_cut_short_is_given_to_everybody(
         assert decision.yes
         assert view.position.number > position.number
         release = await view.release(position.number)
-        assert [ids.tolist() for _, ids, _ in release.tables] == [[4, 5]]
+        assert [rows.ids.tolist() for rows in release.batches.values()] == [[4, 5]]
 
     run(tmp_path, before)
     run_again(tmp_path, after)
@@ -140,11 +140,11 @@ def test_an_ids_view_comes_back_with_its_norms(tmp_path: Path) -> None:
         view = await local.prepared_view(ids)
         await local.cut(changed(1, USER, 4, 5))
         await view.make_release(ids, 0)
-        norms.append((await view.release(1)).tables[0][2].copy())
+        norms.append((await view.release(1)).batches[0].values.copy())
 
     async def after(local: LocalModel) -> None:
         release = await local.view().release(1)
-        assert release.tables[0][2].tobytes() == norms[0].tobytes()
+        assert release.batches[0].values.tobytes() == norms[0].tobytes()
         assert norms[0].min() > 0
 
     run(tmp_path, before)

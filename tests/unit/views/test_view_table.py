@@ -7,6 +7,7 @@ import pytest
 
 from deltasync.core.delivery import Delivery
 from deltasync.core.mode import Mode
+from deltasync.core.rows import RowBatch
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import TableSpec
 from deltasync.core.value_types import ValueType
@@ -19,7 +20,10 @@ LOSSY = [ValueType.FP16, ValueType.BF16, ValueType.INT8]
 @pytest.fixture
 def source() -> StampedTable:
     table = StampedTable.zeros(TABLE)
-    table.apply(np.arange(40), np.random.default_rng(0).normal(size=(40, 16)).astype(np.float32), 1)
+    table.apply(
+        RowBatch.of_table(TABLE, np.arange(40), np.random.default_rng(0).normal(size=(40, 16)).astype(np.float32)),
+        1,
+    )
     return table
 
 
@@ -34,9 +38,9 @@ def test_a_row_that_was_left_is_as_far_off_as_before_also_after_a_restart(
     source: StampedTable, kind: ValueType, tmp_path: Path
 ) -> None:
     table = viewed(source, kind, tmp_path)
-    source.apply(np.array([3, 9]), np.full((2, 16), 5, np.float32), 2)
+    source.apply(RowBatch.of_table(TABLE, np.array([3, 9]), np.full((2, 16), 5, np.float32)), 2)
     ids, norms = table.find_dirty(1)
-    source.apply(np.array([20]), np.full((1, 16), 7, np.float32), 3)
+    source.apply(RowBatch.of_table(TABLE, np.array([20]), np.full((1, 16), 7, np.float32)), 3)
     again, more = table.find_dirty(2)
     assert (ids.tolist(), again.tolist()) == ([3, 9], [3, 9, 20])
     assert more[:2].tolist() == norms.tolist()
@@ -54,5 +58,5 @@ def test_a_row_that_is_encoded_as_what_replicas_hold_is_not_dirty(
     moved = source.rows_of(np.array([5, 6])).astype(np.float32)
     order = np.argsort(moved, axis=1)[:, 1:-1]
     np.put_along_axis(moved, order, np.take_along_axis(moved, order, 1) * np.float32(1 + 1e-7), 1)
-    source.apply(np.array([5, 6]), moved, 2)
+    source.apply(RowBatch.of_table(TABLE, np.array([5, 6]), moved), 2)
     assert table.find_dirty(1)[0].tolist() == []

@@ -7,6 +7,7 @@ from tests.support.wire import rows_message
 
 from deltasync.core.errors import InvalidInput
 from deltasync.core.position import Position
+from deltasync.core.rows import RowBatch
 from deltasync.core.tables import VALUE_TYPES, Shard, TableSpec
 from deltasync.storage import records
 from deltasync.v1 import publish_pb2, tables_pb2
@@ -37,8 +38,10 @@ def test_rows_come_back_as_they_were(data: st.DataObject, announced: list[Shard]
     shard = announced[slot]
     ids = sorted(data.draw(st.sets(st.integers(shard.row_offset, shard.row_offset + shard.rows - 1), min_size=1)))
     values = data.draw(hnp.arrays(shard.table.dtype, (len(ids), shard.cols)))
-    message = rows_message(slot, ids, values)
-    record = b"".join(records.pack_rows(slot, np.array(ids, np.int64), values))
+    batch = RowBatch(shard, np.array(ids, np.int64), values)
+    message = tables_pb2.Rows()
+    rows.fill_rows(message, slot, batch)
+    record = b"".join(records.pack_rows(slot, batch))
     for found in (
         rows.decode_rows(tables_pb2.Rows.FromString(message.SerializeToString()), announced),
         records.unpack_rows(memoryview(record), announced),
@@ -54,17 +57,18 @@ def test_chunks_are_all_rows_in_bounded_pieces(count: int, chunk_bytes: int) -> 
     ids, values = np.arange(count) * 3, np.arange(count * 2, dtype="<f4").reshape(count, 2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rows, "CHUNK_BYTES", chunk_bytes)
-        pieces = list(rows.chunked(ids, values))
-    for some_ids, some_values in pieces:
-        assert len(some_ids) == len(some_values) > 0
-        assert some_ids.nbytes + some_values.nbytes <= max(16, chunk_bytes)
-    assert [row for piece, _ in pieces for row in piece] == ids.tolist()
-    assert b"".join(piece.tobytes() for _, piece in pieces) == values.tobytes()
+        pieces = list(rows.chunked(RowBatch.of_table(TableSpec("t", 200, 2), ids, values)))
+    for piece in pieces:
+        assert len(piece.ids) == len(piece.values) > 0
+        assert piece.nbytes <= max(16, chunk_bytes)
+    assert [row for piece in pieces for row in piece.ids] == ids.tolist()
+    assert b"".join(piece.values.tobytes() for piece in pieces) == values.tobytes()
 
 
 def test_a_chunk_of_the_widest_rows_is_within_the_limit() -> None:
-    for ids, values in rows.chunked(np.arange(10), np.zeros((10, 65_536), "<f4")):
-        message = publish_pb2.PartChunk(step=2**63, rows=rows_message(2**31, ids, values))
+    table = TableSpec("t", 10, 65_536)
+    for piece in rows.chunked(RowBatch.of_table(table, np.arange(10), np.zeros((10, 65_536), "<f4"))):
+        message = publish_pb2.PartChunk(step=2**63, rows=rows_message(2**31, piece.ids, piece.values))
         assert message.ByteSize() <= rows.MAX_CHUNK_BYTES
 
 
@@ -134,7 +138,7 @@ def test_malformed_rows_are_refused(message: tables_pb2.Rows, said: str) -> None
 
 
 def test_a_record_of_a_shard_that_is_not_there_is_refused() -> None:
-    record = b"".join(records.pack_rows(5, np.array([10]), TWO[:1]))
+    record = b"".join(records.pack_rows(5, RowBatch(SHARDS[0], np.array([10]), TWO[:1])))
     with pytest.raises(InvalidInput, match="rows for slot 5, but only 2 were announced"):
         records.unpack_rows(memoryview(record), SHARDS)
 

@@ -130,7 +130,7 @@ class Fleet:
     def _cut(self) -> dict[str, tuple[int, int]]:
         """Publish a cut; the releases and rows that every replica was given once it has rows of it."""
         rows = [
-            RowBatch(Shard.whole(table), ids, self._values.standard_normal((len(ids), table.dim), np.float32))
+            RowBatch.of_table(table, ids, self._values.standard_normal((len(ids), table.dim), np.float32))
             for table in self._tables
             for ids in [self._changed(table)]
         ]

@@ -51,5 +51,5 @@ def _measure(rows: int) -> dict[str, int]:
 
 def _part(table: TableSpec, step: int) -> Part:
     ids = np.arange(table.rows) if step == 0 else np.arange(step % 10, table.rows, 10)
-    rows = RowBatch(Shard.whole(table), ids, np.full((len(ids), table.dim), step, np.float32))
+    rows = RowBatch.of_table(table, ids, np.full((len(ids), table.dim), step, np.float32))
     return Part(step=step, step_end_unix_ns=time.time_ns(), rows=[rows], full=step == 0)

@@ -23,7 +23,7 @@ import numpy as np
 
 from deltasync.client import NumpyTarget, Release, Subscriber, SubscriberOptions, TableSpec
 from deltasync.core.process import keep_freed_memory
-from deltasync.core.rows import Ids, Values
+from deltasync.core.rows import Ids, RowBatch, Values
 from deltasync.v1 import publish_pb2, publish_pb2_grpc, tables_pb2
 from deltasync.wire.row_messages import chunked
 
@@ -66,8 +66,9 @@ def source(address: str, rows: int, dim: int) -> None:
 
 
 def _requests(ids: Any, values: Any, answered: "queue.SimpleQueue[None]") -> Iterator[publish_pb2.PublishRequest]:
-    for some_ids, some_values in chunked(ids, values):
-        rows = tables_pb2.Rows(slot=0, ids=some_ids.tobytes(), values=some_values.tobytes())
+    table = TableSpec("peer", *values.shape)
+    for piece in chunked(RowBatch.of_table(table, ids, values)):
+        rows = tables_pb2.Rows(slot=0, ids=piece.ids.tobytes(), values=piece.values.tobytes())
         yield publish_pb2.PublishRequest(chunk=publish_pb2.PartChunk(step=1, rows=rows))
     yield publish_pb2.PublishRequest(close=publish_pb2.PartClose(step=1))
     answered.get()

@@ -64,7 +64,7 @@ def _publish(publisher: Publisher, values: NDArray[Any], *, step: int, cuts: int
     sealed: Future[Position] | None = None
     for number in range(cuts):
         ids = np.arange(number, ROWS, cuts)
-        rows = [RowBatch(Shard.whole(_TABLE), ids, values[ids])]
+        rows = [RowBatch.of_table(_TABLE, ids, values[ids])]
         if sealed:
             sealed.result()
         part = Part(step=step + number, step_end_unix_ns=time.time_ns(), rows=rows, full=cuts == 1)

@@ -36,7 +36,7 @@ from deltasync.core.policy import Policy
 from deltasync.core.process import keep_freed_memory
 from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.seal import Seal
-from deltasync.core.tables import Shard, TableSpec
+from deltasync.core.tables import TableSpec
 from deltasync.core.value_types import ValueType
 from deltasync.feeds.model import Model
 from deltasync.storage.log import Log, LogOptions
@@ -105,7 +105,7 @@ class ChangingTable:
         self._version += 1
         seal = _sealed(self._version, len(self.ids), self.table)
         self.model.seals.append(seal)
-        await self.model.apply_cut(seal, [RowBatch(Shard.whole(self.table), self.ids, self._values)])
+        await self.model.apply_cut(seal, [RowBatch.of_table(self.table, self.ids, self._values)])
 
 
 async def _measure(folder: Path, rows: int, dim: int, rounds: int) -> dict[str, Any]:
