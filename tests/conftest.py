@@ -1,6 +1,9 @@
 """Fixtures that several kinds of tests need."""
 
 import os
+
+os.environ["DELTASYNC_CHECK_THREADS"] = "1"  # Read where classes are defined: before anything else is imported.
+
 import time
 import uuid
 from collections.abc import Iterator
@@ -27,7 +30,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a developer has set must not reach the tests."""
     for name in os.environ:
-        if name.startswith("DELTASYNC_") or name.lower().endswith("_proxy"):
+        ours = name.startswith("DELTASYNC_") and name != "DELTASYNC_CHECK_THREADS"
+        if ours or name.lower().endswith("_proxy"):
             monkeypatch.delenv(name)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tests.support.seals import sealed
@@ -24,8 +25,14 @@ class LocalModel:
         self._directory = directory
         self.log = Log(LogOptions(directory=directory / "log", max_bytes=log_max_bytes))
         self.model = Model("clicks", self.log, directory / "model")
-        if meta := self.log.meta("model/").get("clicks"):
-            self.model.recover(meta)
+
+    @classmethod
+    async def opened(cls, directory: Path, **settings: Any) -> "LocalModel":
+        """What there was in a folder, if anything."""
+        local = cls(directory, **settings)
+        if meta := local.log.meta("model/").get("clicks"):
+            await local.model.recover(meta)
+        return local
 
     @property
     def view_directory(self) -> Path:
@@ -70,7 +77,7 @@ class LocalModel:
     async def add(self, *tables: TableSpec) -> None:
         await self.model.add_tables(list(tables))
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End, with nothing of the view flushed."""
-        self.model.close()
+        await self.model.close()
         self.log.close()

@@ -39,7 +39,8 @@ def run(data_dir: Path, scenario: Scenario, **settings: Any) -> None:
 
 
 async def join(service: Service, **fields: Any) -> PublishSession:
-    return await open_session(service.coordinator("clicks"), check_open(publish_open(**fields).open))
+    opening = check_open(publish_open(**fields).open)
+    return await open_session(await service.open_model(opening.message.model), opening)
 
 
 async def send(session: PublishSession, requests: list[Any]) -> Position | None:

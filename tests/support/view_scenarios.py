@@ -29,13 +29,13 @@ def run(folder: Path, scenario: Scenario, **settings: Any) -> None:
     """Every row is published as version 1."""
 
     async def main() -> None:
-        local = LocalModel(folder, **settings)
+        local = await LocalModel.opened(folder, **settings)
         await local.add(*TABLES)
         await local.cut_all(random_rows(0, TABLES))
         try:
             await scenario(local)
         finally:
-            local.close()
+            await local.close()
 
     asyncio.run(main())
 
@@ -44,11 +44,11 @@ def run_again(folder: Path, scenario: Scenario) -> None:
     """After a crash: nothing of the view was flushed at the end."""
 
     async def main() -> None:
-        local = LocalModel(folder)
+        local = await LocalModel.opened(folder)
         try:
             await scenario(local)
         finally:
-            local.close()
+            await local.close()
 
     asyncio.run(main())
 

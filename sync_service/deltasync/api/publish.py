@@ -7,6 +7,7 @@ import grpc.aio
 
 from deltasync.api.call_errors import abort
 from deltasync.core.errors import DeltasyncError, InvalidInput
+from deltasync.core.events import EventKind
 from deltasync.publish.opening import check_open
 from deltasync.publish.session import PublishSession, open_session
 from deltasync.service.service import Service
@@ -26,30 +27,55 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[publish_pb2.PublishResponse]:
         """Answer one rank's stream."""
+        stream = _RankStream(self._service)
+        why = "its stream has ended"
         try:
-            async for response in self._answers(request_iterator):
+            async for response in stream.answers(request_iterator):
                 yield response
         except DeltasyncError as error:
+            why = str(error)
             await abort(context, error)
+        finally:
+            stream.end(why)
 
-    async def _answers(
+
+class _RankStream:
+    """One rank's stream, from its open to its end."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._session: PublishSession | None = None
+        self._model = ""
+
+    async def answers(
         self, requests: AsyncIterator[publish_pb2.PublishRequest]
     ) -> AsyncIterator[publish_pb2.PublishResponse]:
-        session: PublishSession | None = None
+        """What there is to answer."""
         async for request in requests:
             kind = request.WhichOneof("message")
-            if (kind == "open") != (session is None) or kind is None:
+            if (kind == "open") != (self._session is None) or kind is None:
                 raise InvalidInput("a stream begins with one open message, then chunks and closes follow")
-            if session is None:
-                opening = check_open(request.open)
-                session = await open_session(self._service.coordinator(request.open.model), opening)
-                yield _opened(session)
+            if self._session is None:
+                yield _opened(await self._open(request.open))
             elif kind == "chunk":
-                await session.add(request.chunk)
+                await self._session.add(request.chunk)
             else:
-                position = await session.close(request.close)
+                position = await self._session.close(request.close)
                 sealed = publish_pb2.CutSealed(step=request.close.step, position=position_to_message(position))
                 yield publish_pb2.PublishResponse(sealed=sealed)
+
+    def end(self, why: str) -> None:
+        """Tell that the rank has left, or was not let in."""
+        if self._session:
+            self._session.say(EventKind.RANK_LEFT, why)
+        else:
+            self._service.events.emit(EventKind.PUBLISHER_REFUSED, why, model=self._model)
+
+    async def _open(self, message: publish_pb2.PublishOpen) -> PublishSession:
+        self._model = message.model
+        opening = check_open(message)
+        self._session = await open_session(await self._service.open_model(message.model), opening)
+        return self._session
 
 
 def _opened(session: PublishSession) -> publish_pb2.PublishResponse:

@@ -1,7 +1,6 @@
 """The gRPC side of subscribing: releases down, credit and acks up."""
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any, TypeAlias
@@ -12,14 +11,14 @@ from deltasync.api.call_errors import abort
 from deltasync.consumers.consumer import Consumer, Replica
 from deltasync.core.delivery import Delivery
 from deltasync.core.errors import DeltasyncError, InvalidInput, NotFound, ServiceUnavailable, Superseded
+from deltasync.core.events import EventKind
 from deltasync.core.position import Position
 from deltasync.core.signals import first_of
+from deltasync.feeds.feed import Feed
 from deltasync.feeds.frozen_release import FrozenRelease, Head
-from deltasync.feeds.model import Model
 from deltasync.feeds.replica_audit import ReplicaAudit
 from deltasync.service.service import Service
 from deltasync.v1 import subscribe_pb2, subscribe_pb2_grpc
-from deltasync.views.view import View
 from deltasync.wire.messages import (
     checksums_to_message,
     delivery_to_message,
@@ -28,8 +27,6 @@ from deltasync.wire.messages import (
     position_to_message,
 )
 from deltasync.wire.row_messages import fill_rows
-
-logger = logging.getLogger(__name__)
 
 _PROGRESS_SECONDS = 5.0
 _DEFAULT_OUTSTANDING_BYTES = 16 << 20
@@ -54,14 +51,24 @@ class SubscribeServicer(subscribe_pb2_grpc.SubscribeServiceServicer):
     ) -> Responses:
         """Answer one replica's stream."""
         try:
-            first = await anext(request_iterator, None)
-            if first is None or first.WhichOneof("message") != "open":
-                raise InvalidInput("a stream begins with an open message")
-            stream = ReplicaStream(self._service, first.open)
+            stream = await self._open(request_iterator)
             async for response in stream.run(request_iterator):
                 yield response
         except DeltasyncError as error:
             await abort(context, error)
+
+    async def _open(self, requests: AsyncIterator[subscribe_pb2.SubscribeRequest]) -> "ReplicaStream":
+        opening = subscribe_pb2.SubscribeOpen()
+        try:
+            first = await anext(requests, None)
+            if first is None or first.WhichOneof("message") != "open":
+                raise InvalidInput("a stream begins with an open message")
+            opening = first.open
+            return ReplicaStream(self._service, opening)
+        except DeltasyncError as error:
+            emit = self._service.events.emit
+            emit(EventKind.REPLICA_REFUSED, error=error, consumer=opening.consumer, replica=opening.replica)
+            raise
 
 
 class ReplicaStream:
@@ -71,7 +78,6 @@ class ReplicaStream:
         self._service = service
         self._registry = service.registry
         self._consumer: Consumer = service.registry.get(message.consumer)
-        self._feed: Model | View = service.feed(self._consumer)
         self._claim = position_from_message(message.held)
         self._sent = Position()
         self._deliveries: list[Delivery] = []
@@ -86,23 +92,29 @@ class ReplicaStream:
 
     async def run(self, requests: AsyncIterator[subscribe_pb2.SubscribeRequest]) -> Responses:
         """Everything there is to send, until either side ends the stream."""
-        acks = asyncio.create_task(self._take_acks(requests))
+        acks, why = asyncio.create_task(self._take_acks(requests)), "its stream has ended"
         try:
             async for response in self._responses(acks):
                 yield response
         except _ReplicaLeft:
             pass  # All of its acks were taken; there is nothing more to say.
+        except DeltasyncError as error:
+            why = str(error)
+            raise
         finally:
             acks.cancel()
             self._registry.disconnect(self._replica, self._ended)
+            if self._deliveries:
+                self._say(EventKind.REPLICA_LEFT, why)
 
     async def _responses(self, acks: asyncio.Task[None]) -> Responses:
-        while not self._service.is_prepared(self._consumer):
+        while (feed := self._service.feed(self._consumer)) is None or not feed.may_serve(self._consumer.policy):
             yield _progress(Position(), 0)
-            await self._wait(acks, self._feed.changed())
+            await self._wait(acks, feed.changed() if feed else self._service.model_added.changed())
+        self._feed: Feed = feed
         yield self._opened()
         while True:
-            self._check_current()
+            self._check_fed()
             self._check_deliveries()
             self._damaged.clear()
             repaired = self._audit.begin_repair(time.monotonic())
@@ -115,11 +127,11 @@ class ReplicaStream:
                 yield response
 
     def _opened(self) -> subscribe_pb2.SubscribeResponse:
-        deliveries = self._deliveries = self._feed.deliveries
+        deliveries = self._deliveries = list(self._feed.deliveries)
         # Only what the replica is known to hold may become its offset, not what it claims.
         decision, self._sent = self._feed.resume(self._claim)
         self._registry.acknowledge(self._consumer, self._replica, self._sent)
-        logger.info("replica joined: %s/%s %s", self._consumer.name, self._replica.name, decision.reason)
+        self._say(EventKind.REPLICA_JOINED, decision.reason)
         opened = subscribe_pb2.SubscribeOpened(
             model=self._consumer.model,
             head=position_to_message(self._feed.position),
@@ -127,7 +139,7 @@ class ReplicaStream:
             resync=not decision.yes,
             reason=decision.reason,
             mode=mode_to_message(deliveries[0].mode),
-            model_history=self._service.model(self._consumer.model).history,
+            model_history=self._feed.model_history,
         )
         return subscribe_pb2.SubscribeResponse(opened=opened)
 
@@ -140,6 +152,7 @@ class ReplicaStream:
             while self._outstanding > 0 and self._outstanding + size > self._budget:
                 self._credited.clear()
                 await self._wait(acks, self._credited.wait())
+                self._check_fed()
             self._sent_bytes += size
             response = subscribe_pb2.SubscribeResponse()
             fill_rows(response.chunk.rows, slot, rows)
@@ -194,6 +207,8 @@ class ReplicaStream:
         if damaged:
             self._report(damaged)
             return
+        if self._replica.damaged and checksums:
+            self._say(EventKind.REPLICA_REPAIRED, f"holds what it was sent in {', '.join(self._replica.damaged)}")
         self._replica.checked, self._replica.damaged = bool(checksums), ()
         self._registry.acknowledge(self._consumer, self._replica, applied)
 
@@ -202,8 +217,7 @@ class ReplicaStream:
         tables = tuple(self._deliveries[slot].spec.name for slot in sorted(damaged))
         self._consumer.damages += len(set(tables) - set(self._replica.damaged))
         self._replica.damaged = tables
-        where = f"{self._consumer.name}/{self._replica.name}"
-        logger.error("replica %s holds other rows than it was sent in %s", where, ", ".join(tables))
+        self._say(EventKind.REPLICA_DAMAGED, f"holds other rows than it was sent in {', '.join(tables)}")
         self._damaged.set()
 
     async def _wait(self, acks: asyncio.Task[None], *events: Awaitable[object]) -> None:
@@ -217,18 +231,26 @@ class ReplicaStream:
             raise ServiceUnavailable("the service is shutting down; reconnect")
         self._check_current()
 
+    def _say(self, kind: EventKind, text: str) -> None:
+        """Tell what happens to this replica."""
+        self._service.events.emit(kind, text, consumer=self._consumer.name, replica=self._replica.name)
+
     def _check_deliveries(self) -> None:
         """Check that slots still mean the tables the replica was told of."""
-        if self._feed.deliveries != self._deliveries:
+        if list(self._feed.deliveries) != self._deliveries:
             raise Superseded(
                 f"consumer {self._consumer.name!r} is sent other tables now, or in another form; reconnect"
             )
 
+    def _check_fed(self) -> None:
+        """Check that this stream is still the replica's, and fed from what the consumer is fed from."""
+        self._check_current()
+        if self._service.feed(self._consumer) is not self._feed:
+            raise Superseded(f"consumer {self._consumer.name!r} has a policy now; reconnect")
+
     def _check_current(self) -> None:
         if self._registry.consumers.get(self._consumer.name) is not self._consumer:
             raise NotFound(f"consumer {self._consumer.name!r} was deleted")
-        if self._service.feed(self._consumer) is not self._feed:
-            raise Superseded(f"consumer {self._consumer.name!r} has a policy now; reconnect")
         if self._replica.stream is not self._ended:
             raise Superseded(f"a newer stream of replica {self._replica.name!r} has taken over")
 

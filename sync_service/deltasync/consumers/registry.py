@@ -42,6 +42,10 @@ class ConsumerRegistry:
             raise NotFound(f"no consumer {name!r}; consumers: {existing}")
         return self.consumers[name]
 
+    def of_model(self, model: str) -> list[Consumer]:
+        """The consumers that follow a model."""
+        return [consumer for consumer in self.consumers.values() if consumer.model == model]
+
     async def create(self, name: str, model: str, policy: Policy) -> Consumer:
         """Make a consumer; making an equal one again changes nothing.
 

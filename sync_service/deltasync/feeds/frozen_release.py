@@ -1,21 +1,14 @@
 """A release: what a replica lacks, frozen at one point of a history."""
 
 import asyncio
-import math
-import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 from weakref import WeakValueDictionary, ref
 
-import numpy as np
-from numpy.typing import NDArray
-
-from deltasync.core.rows import Ids, RowBatch, Values
+from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.stamps import StampedTable
-from deltasync.core.tables import TableSpec
-from deltasync.storage.mapped_table import reserve
+from deltasync.feeds.scratch import room_for
 from deltasync.wire.row_messages import chunked
 
 # Of all releases together; beyond it they are kept in unlinked files, so that slow replicas cost no memory.
@@ -130,25 +123,17 @@ def freeze(
     release = FrozenRelease(head, whole=whole, checksums=checksums, memory_bytes=0 if spill else total)
     for slot, (ids, table) in enumerate(zip(changed, tables, strict=True)):
         if len(ids):
-            values = _room_for(table.spec, len(ids), scratch if spill else None)
-            table.read(ids, values)
-            ids = _spilled(ids, table.spec, scratch) if spill else ids
-            release.batches[slot] = RowBatch.of_table(table.spec, ids, values)
+            release.batches[slot] = _copied(table, ids, scratch if spill else None)
     return release
 
 
-def _room_for(table: TableSpec, rows: int, scratch: Path | None) -> Values:
-    shape = (rows, table.dim)
-    return _unlinked_array(shape, table.dtype, table, scratch) if scratch else np.empty(shape, table.dtype)
-
-
-def _spilled(ids: Ids, table: TableSpec, scratch: Path) -> Ids:
-    spilled = _unlinked_array(ids.shape, ids.dtype, table, scratch)
+def _copied(table: StampedTable, ids: Ids, scratch: Path | None) -> RowBatch:
+    """Some rows as they are now: in memory, or in unlinked files in the folder `scratch`."""
+    spec, what = table.spec, f"a release of table {table.spec.name!r}"
+    values = room_for((len(ids), spec.dim), spec.dtype, scratch, what)
+    table.read(ids, values)
+    if scratch is None:
+        return RowBatch.of_table(spec, ids, values)
+    spilled = room_for(ids.shape, ids.dtype, scratch, what)
     spilled[:] = ids
-    return spilled
-
-
-def _unlinked_array(shape: tuple[int, ...], dtype: np.dtype[Any], table: TableSpec, scratch: Path) -> NDArray[Any]:
-    with tempfile.TemporaryFile(dir=scratch) as file:
-        reserve(file, math.prod(shape) * dtype.itemsize, f"a release of table {table.name!r}")
-        return np.memmap(file, dtype, mode="r+", shape=shape)
+    return RowBatch.of_table(spec, spilled, values)

@@ -1,4 +1,13 @@
-"""One model: its tables, its part of the log, and how both come back after a restart."""
+"""One model: its tables, its part of the log, and how both come back after a restart.
+
+Threads. A model has a thread of its own (`on_thread`), on which cuts are applied and releases frozen, so that
+neither sees the other half done; nothing there waits for a disk. All else happens in the event loop.
+
+    the model's thread    `applied`; rows, stamps and digests of the tables
+    the event loop        `seals`, `published`, `signal`, `failure`
+    set by the loop, and replaced whole, so that every thread may read it: `head`
+    any thread            `name`; `tables`, which `store` replaces whole; `store`, whose methods block
+"""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -8,11 +17,13 @@ from typing import Any, Literal, TypeVar
 
 from deltasync.core.delivery import Delivery
 from deltasync.core.errors import Contradiction
+from deltasync.core.policy import Policy
 from deltasync.core.position import Decision, Position, resume
 from deltasync.core.rows import RowBatch
 from deltasync.core.seal import Seal, SealHistory
 from deltasync.core.signals import Signal
 from deltasync.core.tables import TableSpec
+from deltasync.core.threads import EVENT_LOOP, MODEL_PREFIX, MODEL_THREAD, SET_BY_EVENT_LOOP, confined
 from deltasync.feeds.frozen_release import NO_TABLES, FrozenRelease, Head, Releases
 from deltasync.storage.log import Log
 from deltasync.storage.mapped_table import MappedTable
@@ -21,11 +32,9 @@ from deltasync.storage.model_store import KEPT_SEALS, ModelStore
 T = TypeVar("T")
 
 
+@confined(seals=EVENT_LOOP, published=EVENT_LOOP, failure=EVENT_LOOP, applied=MODEL_THREAD, head=SET_BY_EVENT_LOOP)
 class Model:
-    """A training job's set of tables.
-
-    One thread (`on_thread`) applies cuts and freezes releases, so that neither sees the other half done. All else
-    is used in the event loop, but for what is said to block.
+    """A training job's set of tables. The module's text says which thread may touch what.
 
     Attributes:
         name: the model's name.
@@ -33,8 +42,9 @@ class Model:
         head: the newest version that replicas can be sent, or None.
         seals: those of the last durable cuts, which may not be applied yet.
         published: names of the tables of which some row is in a sealed cut.
-        applied: the cut the tables are at; of the model's thread.
+        applied: the cut the tables are at.
         signal: wakes who waits for the head to move, or for a table.
+        failure: what keeps cuts from being sealed or applied, which is tried again; empty if nothing does.
     """
 
     def __init__(self, name: str, log: Log, directory: Path) -> None:
@@ -45,13 +55,20 @@ class Model:
         self.published: set[str] = set()
         self.applied: Seal | None = None
         self.signal = Signal()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"model-{name}")
+        self.failure = ""
+        self._adding = asyncio.Lock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"{MODEL_PREFIX}{name}")
         self._releases = Releases(self.on_thread, lambda: (list(self.tables), _head(self.applied)), directory)
 
     @property
     def history(self) -> str:
         """The id made when the model's log was created."""
         return self.store.history
+
+    @property
+    def model_history(self) -> str:
+        """The same: as a feed, a model has no other history."""
+        return self.history
 
     @property
     def tables(self) -> list[MappedTable]:
@@ -68,30 +85,26 @@ class Model:
         """What a replica that has everything holds."""
         return Position(self.history, self.head.number if self.head else 0)
 
-    def recover(self, record: Mapping[str, Any]) -> None:
-        """Come back as of the last sealed cut: the flushed tables, and the log after them. Blocks.
+    async def recover(self, record: Mapping[str, Any]) -> None:
+        """Come back as of the last sealed cut: the flushed tables, and the log after them.
 
         Raises:
             StorageFailed: a file is damaged or missing.
         """
-        self.store.recover(record)
-        self.seals.extend(self.store.seals())
-        self.store.drop_unsealed(self.seals.newest_version)
-        for seal in self.seals.after(self.store.flushed):
-            self._apply(seal, None)
-        self.applied = self.seals.newest
-        self.head = _head(self.applied)
-        for table in self.tables:
-            table.count_digest()
-        self.published = {table.spec.name for table in self.tables if table.ever_changed()}
+        seals, published = await self.on_thread(self._recover, record)
+        self.seals.extend(seals)
+        self.head, self.published = _head(self.seals.newest), published
 
-    def close(self) -> None:
-        """Flush the tables and stop the thread. Blocks."""
-        self._thread.shutdown()
-        self.flush()
+    async def close(self) -> None:
+        """Flush the tables and stop the thread."""
+        async with self._adding:
+            await asyncio.to_thread(self._thread.shutdown)
+        await asyncio.to_thread(self.flush)
 
     async def on_thread(self, function: Callable[..., T], *args: object) -> T:
-        """Run `function` on the model's thread, after what was asked of it before."""
+        """Run `function`, which must not wait for anything, on the model's thread, after what was asked of it
+        before.
+        """
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
 
     async def add_tables(self, tables: list[TableSpec]) -> None:
@@ -102,14 +115,18 @@ class Model:
             StorageFailed: there is no room for them; nothing was added.
         """
         if self._unknown(tables):
-            # All of it on the model's thread: a rank that disconnects now must not stop it half way.
-            await self.on_thread(self._add, tables, asyncio.get_running_loop())
+            # In a task of its own: a rank that disconnects now must not stop it half way.
+            await asyncio.shield(asyncio.create_task(self._add(tables)))
 
     async def apply_cut(self, seal: Seal, rows: Iterable[RowBatch] | None) -> None:
         """Apply a cut that was just sealed, from `rows` or else from the log, and make it the head."""
         await self.on_thread(self._apply, seal, rows)
         self.head = _head(seal)
         self.signal.wake()
+
+    def may_serve(self, _policy: Policy) -> bool:
+        """Whether it has tables: replicas read them as they are."""
+        return bool(self.tables)
 
     def unpublished(self, tables: list[TableSpec]) -> list[str]:
         """Names of those of `tables` of which no row was ever published."""
@@ -151,6 +168,18 @@ class Model:
         unflushed = self.seals.after(self.store.flushed)
         return sum(seal.log_bytes for seal in unflushed) >= flush_bytes or len(unflushed) >= KEPT_SEALS // 2
 
+    def _recover(self, record: Mapping[str, Any]) -> tuple[list[Seal], set[str]]:
+        """What there was, on the model's thread: the seals, and names of the tables that have published rows."""
+        self.store.recover(record)
+        seals = SealHistory(self.store.seals())
+        self.store.drop_unsealed(seals.newest_version)
+        for seal in seals.after(self.store.flushed):
+            self._apply(seal, None)
+        self.applied = seals.newest
+        for table in self.tables:
+            table.count_digest()
+        return list(seals), {table.spec.name for table in self.tables if table.ever_changed()}
+
     def _unknown(self, tables: list[TableSpec]) -> list[TableSpec]:
         known = {table.spec.name: table.spec for table in self.tables}
         for table in tables:
@@ -167,9 +196,10 @@ class Model:
             by_name[batch.table.name].apply(batch, seal.version)
         self.applied = seal
 
-    def _add(self, tables: list[TableSpec], loop: asyncio.AbstractEventLoop) -> None:
-        self.store.add(self._unknown(tables))
-        loop.call_soon_threadsafe(self.signal.wake)
+    async def _add(self, tables: list[TableSpec]) -> None:
+        async with self._adding:
+            await asyncio.to_thread(self.store.add, self._unknown(tables))
+            self.signal.wake()
 
 
 def _shape(table: TableSpec) -> str:

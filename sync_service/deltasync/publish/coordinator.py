@@ -1,19 +1,20 @@
 """Taking cuts from the ranks of a run: who may publish, in which order, and when a cut is sealed."""
 
 import asyncio
-import logging
 import time
 from dataclasses import dataclass
 
-from deltasync.core.errors import Contradiction, DeltasyncError, Superseded
+from deltasync.core.backoff import backoff
+from deltasync.core.errors import Contradiction, DeltasyncError, ServiceUnavailable, Superseded
+from deltasync.core.events import EventKind, Events, described
 from deltasync.core.position import Decision, Position
+from deltasync.core.rows import RowBatch
 from deltasync.core.seal import Seal
+from deltasync.core.signals import first_of
 from deltasync.core.tables import TableSpec
 from deltasync.feeds.model import Model
 from deltasync.publish.cut import Cut
 from deltasync.publish.runs import Run, may_publish
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -27,9 +28,11 @@ class OpenCut:
 class CutCoordinator:
     """The ranks that publish one model."""
 
-    def __init__(self, model: Model, tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, model: Model, tasks: asyncio.TaskGroup, events: Events) -> None:
         self.model = model
+        self.events = events
         self._tasks = tasks
+        self._ending = asyncio.Event()
         self.run = _run_of(model.seals.newest)
         self.sessions: dict[int, object] = {}  # By rank: only the newest session of a rank publishes.
         self.open_cut: OpenCut | None = None
@@ -85,7 +88,8 @@ class CutCoordinator:
             await asyncio.wait([self.open_cut.sealed])
 
     async def drain(self) -> None:
-        """Wait until what is being sealed and applied is done."""
+        """Wait until what is being sealed and applied is done; what fails is not tried again."""
+        self._ending.set()
         if self._sealing:
             await self._sealing  # Which begins to apply.
         if self._applying:
@@ -109,7 +113,11 @@ class CutCoordinator:
             position = await self._sealed(current.cut)
         except DeltasyncError as error:
             _fail(current, error)
+        except Exception as error:  # noqa: BLE001  # one model's trouble is its own
+            self._report(f"the cut of step {current.cut.step} could not be sealed", error)
+            _fail(current, ServiceUnavailable(f"{self.model.failure}; send it again"))
         else:
+            self.model.failure = ""
             current.sealed.set_result(position)
         finally:
             self.open_cut = None
@@ -125,8 +133,28 @@ class CutCoordinator:
         self.model.published |= cut.tables_with_rows
         self.rows += seal.rows
         self.bytes += seal.bytes
-        self._applying = self._tasks.create_task(self.model.apply_cut(seal, cut.rows_in_memory()))
+        self.events.emit(EventKind.CUT_SEALED, model=self.model.name, version=seal.version, rows=seal.rows)
+        self._applying = self._tasks.create_task(self._apply(seal, cut.rows_in_memory()))
         return Position(self.model.history, seal.version)
+
+    async def _apply(self, seal: Seal, rows: list[RowBatch] | None) -> None:
+        """Apply a sealed cut: again and again if need be, since all later ones build on it."""
+        for pause in backoff():
+            try:
+                await self.model.apply_cut(seal, rows)
+            except Exception as error:  # noqa: BLE001  # one model's trouble is its own
+                self._report(f"version {seal.version} could not be applied", error)
+            else:
+                self.model.failure = ""
+                return
+            await first_of(self._ending.wait(), seconds=pause)
+            if self._ending.is_set():
+                return
+
+    def _report(self, what: str, error: Exception) -> None:
+        """Have an unforeseen error known to whoever looks at the model; it is tried again."""
+        self.model.failure = f"{what}: {described(error)}"
+        self.events.emit(EventKind.FAILED, what, error, model=self.model.name)
 
 
 def _fail(open_cut: OpenCut, error: Exception) -> None:

@@ -1,11 +1,11 @@
 """One rank's stream: its parts, chunk by chunk, until each is closed and its cut sealed."""
 
 import asyncio
-import logging
 from collections import deque
 from concurrent.futures import Future
 
 from deltasync.core.errors import Contradiction, InvalidInput, Superseded
+from deltasync.core.events import EventKind
 from deltasync.core.position import Decision, Position
 from deltasync.core.seal import Seal
 from deltasync.publish.coordinator import CutCoordinator, OpenCut
@@ -17,8 +17,6 @@ from deltasync.storage.records import pack_rows
 from deltasync.v1 import publish_pb2
 from deltasync.wire.messages import position_from_message
 from deltasync.wire.row_messages import MAX_CHUNK_BYTES, decode_rows
-
-logger = logging.getLogger(__name__)
 
 # Chunks per rank that are handed to the log and not on disk yet: bounds the memory that an arriving part takes.
 _UNWRITTEN_CHUNKS = 16
@@ -34,8 +32,7 @@ async def open_session(coordinator: CutCoordinator, opening: Opening) -> "Publis
     await coordinator.admit(opening.run, opening.tables)
     session = PublishSession(coordinator, opening)
     coordinator.sessions[session.rank] = session
-    model, reason = coordinator.model.name, session.decision.reason
-    logger.info("rank joined: model=%s rank=%d %s", model, session.rank, reason)
+    session.say(EventKind.RANK_JOINED, session.decision.reason)
     return session
 
 
@@ -53,6 +50,10 @@ class PublishSession:
         self._shards = opening.shards
         self._part: tuple[OpenCut, RankPart] | None = None
         self._unwritten: deque[Future[None]] = deque()
+
+    def say(self, kind: EventKind, text: str) -> None:
+        """Tell what happens to this rank."""
+        self._coordinator.events.emit(kind, text, model=self._model.name, rank=self.rank, run=self.run.id)
 
     @property
     def decision(self) -> Decision:

@@ -1,13 +1,10 @@
 """What is done every second: flushing tables before the log grows too large, forgetting replicas long gone."""
 
 import asyncio
-import logging
 
-from deltasync.core.errors import StorageFailed
+from deltasync.core.events import EventKind
 from deltasync.feeds.model import Model
 from deltasync.service.service import Service
-
-logger = logging.getLogger(__name__)
 
 _SECONDS = 1.0
 
@@ -27,12 +24,15 @@ async def _flush(service: Service, flush_bytes: int) -> None:
     """Flush the models and views of which the log holds so many bytes."""
     for model in list(service.models.values()):
         if flush_bytes == 0 or model.should_flush(flush_bytes):
-            await _flush_model(model)
+            await _flush_model(service, model)
     await service.views.flush(flush_bytes)
 
 
-async def _flush_model(model: Model) -> None:
+async def _flush_model(service: Service, model: Model) -> None:
+    """Flush a model; what goes wrong with one must not keep the others from it."""
     try:
         await asyncio.to_thread(model.flush)
-    except StorageFailed as error:
-        logger.error("model %s is flushed again later: %s", model.name, error)
+    except Exception as error:  # noqa: BLE001  # one model's trouble is its own
+        service.events.emit(EventKind.FAILED, "it is flushed again later", error, model=model.name)
+    else:
+        service.events.emit(EventKind.FLUSHED, model=model.name, version=model.store.flushed)

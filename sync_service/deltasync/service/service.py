@@ -2,22 +2,21 @@
 
 import asyncio
 import contextlib
-import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from deltasync.consumers.consumer import Consumer, ConsumerOptions
 from deltasync.consumers.registry import ConsumerRegistry
+from deltasync.core.events import EventCounts, EventKind, Events, log_event
 from deltasync.core.policy import Policy
+from deltasync.core.signals import Signal
+from deltasync.feeds.feed import Feed
 from deltasync.feeds.model import Model
 from deltasync.publish.coordinator import CutCoordinator
 from deltasync.storage.data_directory import lock_data_directory
 from deltasync.storage.log import Log, LogOptions
 from deltasync.views.registry import ViewRegistry
-from deltasync.views.view import View
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +50,10 @@ class Service:
     Attributes:
         options: what it keeps, and where.
         log: what outlives the process.
-        models: by name.
+        events: what happens, told to all who listen.
+        event_counts: how often what has happened since the service started.
+        models: those that were ever published, by name.
+        model_added: wakes who waits for a model to be there.
         coordinators: of the ranks that publish them, by the model's name.
         registry: the consumers.
         views: of the consumers that ever had a policy.
@@ -64,9 +66,12 @@ class Service:
         self._lock = lock_data_directory(options.data_dir)
         self.log = Log(LogOptions(directory=options.data_dir / "log", max_bytes=options.log_max_bytes))
         self.registry = ConsumerRegistry(self.log, options.replica_retention_seconds)
-        self.views = ViewRegistry(self.log, tasks)
+        self.event_counts = EventCounts()
+        self.events = Events(log_event, self.event_counts)
+        self.views = ViewRegistry(self.log, tasks, self.events)
         self.models: dict[str, Model] = {}
         self.coordinators: dict[str, CutCoordinator] = {}
+        self.model_added = Signal()
         self.draining = asyncio.Event()
         self._changing = asyncio.Lock()  # A consumer and its view are made and removed together.
 
@@ -79,33 +84,26 @@ class Service:
         for name, meta in self.log.meta("model/").items():
             started = time.monotonic()
             model = Model(name, self.log, self._directory(name))
-            await asyncio.to_thread(model.recover, meta)
+            await model.recover(meta)
             self._add(model)
-            seconds = time.monotonic() - started
-            logger.info(
-                "model recovered: model=%s version=%d seconds=%.2f", name, model.seals.newest_version, seconds
-            )
+            took = f"in {time.monotonic() - started:.2f} s"
+            self.events.emit(EventKind.MODEL_RECOVERED, took, model=name, version=model.seals.newest_version)
         for consumer in self.registry.consumers.values():
             await self._follow(consumer)
 
-    def model(self, name: str) -> Model:
-        """The model of a (checked) name, which is made if there is none."""
-        if name not in self.models:
-            self._add(Model(name, self.log, self._directory(name)))
-        return self.models[name]
+    async def open_model(self, name: str) -> CutCoordinator:
+        """Where the ranks of a model publish. The model is made if there is none of that (checked) name."""
+        async with self._changing:
+            if name not in self.models:
+                self._add(Model(name, self.log, self._directory(name)))
+                for consumer in self.registry.of_model(name):
+                    await self._follow(consumer)
+                self.model_added.wake()
+        return self.coordinators[name]
 
-    def coordinator(self, model: str) -> CutCoordinator:
-        """Where the ranks of a model publish; the model is made if there is none of that (checked) name."""
-        return self.coordinators[self.model(model).name]
-
-    def feed(self, consumer: Consumer) -> "Model | View":
-        """What a consumer's replicas are fed from: its view, or the model itself."""
-        return self.views.get(consumer) or self.model(consumer.model)
-
-    def is_prepared(self, consumer: Consumer) -> bool:
-        """Whether there is something to send a consumer's replicas yet."""
-        feed = self.feed(consumer)
-        return bool(feed.tables) and (isinstance(feed, Model) or feed.may_serve(consumer.policy))
+    def feed(self, consumer: Consumer) -> Feed | None:
+        """What a consumer's replicas are fed from: its view, or the model itself; None while there is no model."""
+        return self.views.get(consumer) or self.models.get(consumer.model)
 
     async def create_consumer(self, name: str, model: str, policy: Policy) -> Consumer:
         """Make a consumer; making an equal one again changes nothing.
@@ -150,7 +148,7 @@ class Service:
         async with self._changing:
             await self.registry.delete(name)
             await self.views.forget(name)
-        logger.info("consumer %s deleted", name)
+        self.events.emit(EventKind.CONSUMER_CHANGED, "deleted", consumer=name)
 
     async def wait_idle(self, seconds: float) -> None:
         """Wait until no cut is under way, but no longer than `seconds`."""
@@ -163,7 +161,7 @@ class Service:
         await self.views.drain()
         for name, model in self.models.items():
             await self.coordinators[name].drain()
-            await asyncio.to_thread(model.close)
+            await model.close()
         await asyncio.to_thread(self.log.close)
         self._lock.close()
 
@@ -171,18 +169,18 @@ class Service:
         self._check(policy, model)
         consumer = await self.registry.create(name, model, policy)
         await self._follow(consumer)
-        logger.info("consumer %s follows model %s: %s", name, model, policy.words or "everything")
+        self.events.emit(EventKind.CONSUMER_CHANGED, f"sent {_words(policy)}", consumer=name, model=consumer.model)
         return consumer
 
     async def _update(self, name: str, policy: Policy) -> Consumer:
         before = self.registry.get(name).policy
         if policy != before:  # A policy accepted earlier goes on, whatever tables were added since.
             self._check(policy, self.registry.get(name).model)
-            logger.info(
-                "consumer %s: %s, was %s", name, policy.words or "everything", before.words or "everything"
-            )
         consumer = await self.registry.update(name, policy)
         await self._follow(consumer)
+        if policy != before:
+            text = f"sent {_words(policy)}, before that {_words(before)}"
+            self.events.emit(EventKind.CONSUMER_CHANGED, text, consumer=name, model=consumer.model)
         return consumer
 
     def _check(self, policy: Policy, model: str) -> None:
@@ -190,13 +188,17 @@ class Service:
             policy.check([table.spec for table in self.models[model].tables])
 
     async def _follow(self, consumer: Consumer) -> None:
-        await self.views.follow(
-            consumer, self.model(consumer.model), self._directory(consumer.model) / "views" / consumer.name
-        )
+        """Have the view that a consumer needs, if there is a model to have a view of."""
+        if model := self.models.get(consumer.model):
+            await self.views.follow(consumer, model, self._directory(model.name) / "views" / consumer.name)
 
     def _directory(self, model: str) -> Path:
         return self.options.data_dir / "models" / model
 
     def _add(self, model: Model) -> None:
         self.models[model.name] = model
-        self.coordinators[model.name] = CutCoordinator(model, self._tasks)
+        self.coordinators[model.name] = CutCoordinator(model, self._tasks, self.events)
+
+
+def _words(policy: Policy) -> str:
+    return policy.words or "everything"

@@ -47,7 +47,7 @@ class _Facts:
 
 async def lag_of(service: Service, consumer: Consumer) -> ConsumerLag:
     """How far a consumer of the service is behind, per replica and per table."""
-    return await report(consumer, service.model(consumer.model), service.views.get(consumer))
+    return await report(consumer, service.models[consumer.model], service.views.get(consumer))
 
 
 async def report(consumer: Consumer, model: Model, view: View | None) -> ConsumerLag:

@@ -7,7 +7,8 @@ In the order in which a release goes through them:
     release_loop   making releases as they become due
     view           what replicas are given, and what moves it on
     table_maker    the tables that a policy follows, made while the model changes
-    release_maker  one release: find dirty rows, pick some, write them to the log and then into the tables
+    release_maker  one release: draw it, write it to the log, write it into the tables
+    release_draft  what it takes and leaves, until it is made
     table          one table of a view: what replicas hold of it, and which rows are dirty
     ranking        which dirty rows a release takes
     statistics     what a release took, and what it left
@@ -15,5 +16,11 @@ In the order in which a release goes through them:
     records        the format of what is written down
     history        which version each release was made of, and from where a replica can go on
 
-`feeds.release` then freezes what a replica lacks of it, and `api.subscribe` sends that.
+Threads. What waits for a disk waits in a thread that does nothing else, so that cuts are applied meanwhile.
+
+    the model's thread    rows, stamps and marks of `ViewTable`s: finding dirty rows, copying, writing, freezing
+    the event loop        `View`, `ReleaseLoop`, `ReleaseMaker`, `TableMaker`: one call at a time
+    any thread            `ViewState`, which is replaced whole; `ViewStore.flush`, `ViewTable.flush`
+
+`feeds.frozen_release` then freezes what a replica lacks of it, and `api.subscribe` sends that.
 """

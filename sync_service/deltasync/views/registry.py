@@ -1,20 +1,18 @@
 """The views there are: one for every consumer that ever had a policy."""
 
 import asyncio
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from deltasync.consumers.consumer import Consumer
 from deltasync.core.errors import StorageFailed
+from deltasync.core.events import EventKind, Events
 from deltasync.feeds.model import Model
 from deltasync.storage.log import Log
 from deltasync.views.records import view_key
 from deltasync.views.release_loop import ReleaseLoop
 from deltasync.views.view import View
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -29,9 +27,10 @@ class _Entry:
 class ViewRegistry:
     """Makes, flushes and removes views, in the event loop. They are made and removed by one call at a time."""
 
-    def __init__(self, log: Log, tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, log: Log, tasks: asyncio.TaskGroup, events: Events) -> None:
         self._log = log
         self._tasks = tasks
+        self._events = events
         self._entries: dict[str, _Entry] = {}
 
     def get(self, consumer: Consumer) -> View | None:
@@ -48,26 +47,25 @@ class ViewRegistry:
         record = self._log.meta(view_key(consumer.name)).get("")
         if consumer.name in self._entries or (consumer.policy.sends_everything and record is None):
             return
-        view = await asyncio.to_thread(self._view, consumer.name, model, directory, record)
-        loop = ReleaseLoop(consumer, view)
+        view = await self._view(consumer.name, model, directory, record)
+        loop = ReleaseLoop(consumer, view, self._events)
         self._entries[consumer.name] = _Entry(view, loop, self._tasks.create_task(loop.run()))
         model.signal.wake()  # Streams that read the model's own tables are to end.
 
-    def _view(self, name: str, model: Model, directory: Path, record: dict[str, Any] | None) -> View:
-        """The view there was, or a new one. Blocks."""
+    async def _view(self, name: str, model: Model, directory: Path, record: dict[str, Any] | None) -> View:
+        """The view there was, or a new one."""
         if record is not None:
             view = View(name, model, self._log, directory)
             try:
-                view.recover(record)
+                await asyncio.to_thread(view.recover, record)
             except StorageFailed as error:
                 # What replicas hold is not known any more.
-                logger.error(
-                    "consumer %s: its view cannot be read, so its replicas get every row: %s", name, error
-                )
+                text = "its view cannot be read, so its replicas get every row"
+                self._events.emit(EventKind.FAILED, text, error, consumer=name)
             else:
                 return view
         view = View(name, model, self._log, directory)
-        view.discard()  # Removes what an earlier one has left.
+        await asyncio.to_thread(view.discard)  # Removes what an earlier one has left.
         return view
 
     async def forget(self, name: str) -> None:
@@ -91,8 +89,10 @@ class ViewRegistry:
     async def _flush(self, name: str, view: View) -> None:
         try:
             await asyncio.to_thread(view.flush)
-        except StorageFailed as error:
-            logger.error("consumer %s: its view could not be flushed, which is tried again: %s", name, error)
+        except Exception as error:  # noqa: BLE001  # one consumer's trouble is its own
+            self._events.emit(EventKind.FAILED, "its view is flushed again later", error, consumer=name)
+        else:
+            self._events.emit(EventKind.FLUSHED, consumer=name)
 
 
 async def _stop(entry: _Entry) -> None:

@@ -8,7 +8,9 @@ from dataclasses import replace
 from itertools import islice
 
 from deltasync.consumers.consumer import Consumer
+from deltasync.core.backoff import backoff
 from deltasync.core.errors import StorageFailed
+from deltasync.core.events import EventKind, Events, described
 from deltasync.core.policy import Policy
 from deltasync.core.seal import seal_of
 from deltasync.core.signals import first_of
@@ -25,9 +27,11 @@ _PREPARE_AGAIN_SECONDS = 10.0
 class ReleaseLoop:
     """Makes the releases of one consumer, in the event loop, until it is stopped."""
 
-    def __init__(self, consumer: Consumer, view: View) -> None:
+    def __init__(self, consumer: Consumer, view: View, events: Events) -> None:
         self._consumer = consumer
         self._view = view
+        self._events = events
+        self._pauses = backoff()
         self._stopping = asyncio.Event()
         self._prepare_at = 0.0
         self._refused: Policy | None = None  # The policy for whose tables there was no room.
@@ -37,17 +41,19 @@ class ReleaseLoop:
         self._stopping.set()
 
     async def run(self) -> None:
-        """Make releases."""
+        """Make releases. What goes wrong is told and tried again: one consumer's trouble is its own."""
         while not self._stopping.is_set():
             try:
                 seconds = await self._advance()
             except StorageFailed as error:
-                logger.error(
-                    "consumer %s: rows of a release could not be written, they go out later: %s",
-                    self._consumer.name,
-                    error,
-                )
+                self._emit(EventKind.FAILED, "rows of a release could not be written, they go out later", error)
                 seconds = _RETRY_SECONDS
+            except Exception as error:  # noqa: BLE001  # it must not end the service
+                seconds = next(self._pauses)
+                self._view.failure = f"its releases cannot be made: {described(error)}"
+                self._emit(EventKind.FAILED, "its releases cannot be made, which is tried again", error)
+            else:
+                self._pauses, self._view.failure = backoff(), ""
             if seconds != 0:
                 await self._wait(seconds)
 
@@ -59,7 +65,10 @@ class ReleaseLoop:
         decision = due(self._consumer.policy, self._situation(), time.time_ns())
         if decision.seconds == 0:
             logger.debug("consumer %s: a release is due: %s", self._consumer.name, decision.reason)
+            before = self._view.position
             await self._view.make_release(self._unless_resync(self._consumer.policy), self._overdue_version())
+            if self._view.position != before:
+                self._emit(EventKind.RELEASE_MADE, number=self._view.position.number)
         if self._view.trouble:
             return min(decision.seconds or _PREPARE_AGAIN_SECONDS, _PREPARE_AGAIN_SECONDS)
         return decision.seconds
@@ -72,7 +81,10 @@ class ReleaseLoop:
             await self._view.prepare(self._consumer.policy)
         except StorageFailed as error:
             self._refused, self._prepare_at = self._consumer.policy, time.monotonic() + _PREPARE_AGAIN_SECONDS
-            logger.error("consumer %s: its policy is not in force: %s", self._consumer.name, error)
+            self._emit(EventKind.FAILED, "its policy is not in force", error)
+
+    def _emit(self, kind: EventKind, text: str = "", error: Exception | None = None, **subject: object) -> None:
+        self._events.emit(kind, text, error, consumer=self._consumer.name, **subject)
 
     def _connected(self) -> bool:
         return any(replica.stream for replica in self._consumer.replicas.values())

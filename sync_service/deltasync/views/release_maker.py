@@ -1,21 +1,28 @@
-"""Making one release: finding the dirty rows, picking some, and writing them to the log and then into the view."""
+"""Making one release, in three steps, so that nothing waits for a disk where cuts are applied:
 
-import time
+    draw     on the model's thread: find the dirty rows, pick some, copy them, encoded
+    log      elsewhere: write them to the log, and then that there is a release of them
+    apply    on the model's thread: write them into the view, which makes the release visible
+
+Cuts may be applied in between. What they change is dirty for the next release, since it is stamped with a later
+version than the one at which the rows were drawn.
+"""
+
+import asyncio
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
-
-import numpy as np
+from dataclasses import dataclass
+from pathlib import Path
 
 from deltasync.core.errors import StorageFailed
 from deltasync.core.policy import Policy
-from deltasync.core.rows import Ids, RowBatch
+from deltasync.core.rows import RowBatch
 from deltasync.feeds.frozen_release import Head
 from deltasync.feeds.model import Model
-from deltasync.views.ranking import DirtyRows, Floats, Mask, pick
-from deltasync.views.statistics import Amount, Backlog, ReleaseStatistics, amount_of, total
-from deltasync.views.store import NewestRelease, ViewState, ViewStore
+from deltasync.views.ranking import DirtyRows, pick
+from deltasync.views.release_draft import ReleaseDraft, draw
+from deltasync.views.store import ViewState, ViewStore
 from deltasync.views.table import ViewTable
 from deltasync.wire.row_messages import CHUNK_BYTES
 
@@ -25,68 +32,79 @@ _UNWRITTEN_RECORDS = 16
 
 @dataclass(frozen=True)
 class _Piece:
-    """Some rows of a table, on their way to the log and then into the view."""
+    """Some rows of a table on their way to the log."""
 
-    table: ViewTable
+    slot: int
     rows: RowBatch
     logged: Future[None]
 
 
 class ReleaseMaker:
-    """Makes the releases of one view, on the model's thread: no cut is applied and nothing is frozen meanwhile."""
+    """Makes the releases of one view. Used in the event loop, by one call at a time."""
 
-    def __init__(self, model: Model, store: ViewStore) -> None:
+    def __init__(self, model: Model, store: ViewStore, scratch: Path) -> None:
         self._model = model
         self._store = store
+        self._scratch = scratch
+        self._logged: tuple[ReleaseDraft, ViewState] | None = None  # Its rows are in the log.
 
-    def make(self, policy: Policy, overdue_version: int) -> None:
+    async def make(self, policy: Policy, overdue_version: int) -> None:
         """Make the next release. Rows that are dirty since `overdue_version` or before are overdue.
 
         Raises:
             StorageFailed: not all of it could be written. Rows that were not written are still dirty; if only the
-                release itself could not be written down, the next call does that first.
+                release itself could not be written down, `finish` does that before anything else.
         """
-        self._store.retry()
-        seal, state = self._model.applied, self._store.state
-        if seal is None or state.head is None:
+        await self.finish()
+        draft = await self._model.on_thread(self._draw, policy, overdue_version)
+        if draft is None:
             return
-        dirty = find_dirty(state.tables, state.compared_version, policy, overdue_version)
-        picked = pick(dirty, policy)
-        head = Head(state.head.number + 1, seal.version, seal.step, seal.step_end_unix_ns)
-        failure = self._write(state.tables, dirty, picked.taken, head.number)
-        backlog = _backlogs(state.tables, dirty)
-        compared = replace(state, compared_version=seal.version, backlog=backlog)
-        self._store.advance(_released(compared, head, _taken(state.tables, dirty), picked.reason))
+        failure = await asyncio.to_thread(self._log, draft)
+        self._logged = draft, draft.state_after(self._store.state)
+        await self.finish()
         if failure:
             raise failure
 
-    def _write(
-        self, tables: Sequence[ViewTable], dirty: Sequence[DirtyRows], taken: Sequence[Mask], number: int
-    ) -> StorageFailed | None:
-        """Write the taken rows as release `number`. Rows that could not be written stay dirty; returns why."""
+    async def finish(self) -> None:
+        """Write down the release whose rows are in the log, if there is one, and make it visible.
+
+        Raises:
+            StorageFailed: it could not be written down; nothing of it is visible.
+        """
+        if self._logged is None:
+            return
+        draft, state = self._logged
+        if state.newest and state.head != self._store.state.head:
+            await asyncio.to_thread(self._store.write_release, state.newest)
+        await self._model.on_thread(self._apply, draft, state)
+        self._logged = None
+
+    def _draw(self, policy: Policy, overdue_version: int) -> ReleaseDraft | None:
+        seal, state = self._model.applied, self._store.state
+        if seal is None or state.head is None:
+            return None
+        dirty = find_dirty(state.tables, state.compared_version, policy, overdue_version)
+        head = Head(state.head.number + 1, seal.version, seal.step, seal.step_end_unix_ns)
+        return draw(state.tables, dirty, pick(dirty, policy), head, self._scratch)
+
+    def _log(self, draft: ReleaseDraft) -> StorageFailed | None:
+        """Write the rows of a draft to the log; those for which that fails are left out. Blocks; returns why."""
         failure: StorageFailed | None = None
         pieces: deque[_Piece] = deque()
-        for piece in self._pieces(tables, dirty, taken, number):
-            pieces.append(piece)
-            if len(pieces) > _UNWRITTEN_RECORDS:
-                failure = _finish(pieces.popleft(), number) or failure
+        for slot, table in enumerate(draft.tables):
+            step = max(1, CHUNK_BYTES // table.rows.shard.row_bytes)
+            for index, rows in enumerate(table.rows.blocks(step)):
+                pieces.append(_Piece(slot, rows, self._store.append(draft.head.number, slot, index, rows)))
+                if len(pieces) > _UNWRITTEN_RECORDS:
+                    failure = _settle(pieces.popleft(), draft) or failure
         while pieces:
-            failure = _finish(pieces.popleft(), number) or failure
+            failure = _settle(pieces.popleft(), draft) or failure
         return failure
 
-    def _pieces(
-        self, tables: Sequence[ViewTable], dirty: Sequence[DirtyRows], taken: Sequence[Mask], number: int
-    ) -> Iterator[_Piece]:
-        for slot, (table, rows, mask) in enumerate(zip(tables, dirty, taken, strict=True)):
-            ids, norms = rows.ids[mask], rows.norms[mask]
-            step = max(1, CHUNK_BYTES // table.held.spec.row_bytes)
-            for index, start in enumerate(range(0, len(ids), step)):
-                piece = slice(start, start + step)
-                yield self._piece(table, ids[piece], norms[piece], (number, slot, index))
-
-    def _piece(self, table: ViewTable, ids: Ids, norms: Floats, key: tuple[int, int, int]) -> _Piece:
-        rows = table.encoded(ids, norms)
-        return _Piece(table, rows, self._store.append(*key, *table.record(rows)))
+    def _apply(self, draft: ReleaseDraft, state: ViewState) -> None:
+        for slot, rows in draft.written:
+            draft.tables[slot].table.write(rows, draft.head.number)
+        self._store.advance(state)
 
 
 def find_dirty(
@@ -108,52 +126,12 @@ def find_dirty(
     return found
 
 
-def _finish(piece: _Piece, number: int) -> StorageFailed | None:
-    """Write a piece into the view once the log has it."""
+def _settle(piece: _Piece, draft: ReleaseDraft) -> StorageFailed | None:
+    """Wait until the log has a piece; if it cannot, leave its rows for later, and return why."""
     try:
         piece.logged.result()
     except StorageFailed as error:
+        draft.tables[piece.slot].give_up(piece.rows)
         return error
-    piece.table.write(piece.rows, number)
+    draft.written.append((piece.slot, piece.rows))
     return None
-
-
-def _taken(tables: Sequence[ViewTable], dirty: Sequence[DirtyRows]) -> Amount:
-    """How much of the rows found dirty is not dirty any more: what was written."""
-    pairs = zip(tables, dirty, strict=True)
-    return total(amount_of(rows, table.dirty_since[rows.ids] == 0) for table, rows in pairs)
-
-
-def _backlogs(tables: Sequence[ViewTable], dirty: Sequence[DirtyRows]) -> dict[str, Backlog]:
-    """What is still dirty of the rows found dirty in each table, by its name."""
-    return {table.source.spec.name: _backlog(table, rows) for table, rows in zip(tables, dirty, strict=True)}
-
-
-def _backlog(table: ViewTable, rows: DirtyRows) -> Backlog:
-    since = table.dirty_since[rows.ids]
-    left = since > 0
-    return Backlog(amount_of(rows, left), table.source.norm, int(since[left].min()) if np.any(left) else 0)
-
-
-def _released(state: ViewState, head: Head, taken: Amount, reason: str) -> ViewState:
-    """The state with the new release; where it took no rows, with the one before and the backlog of now."""
-    backlog = total(each.amount for each in state.backlog.values())
-    if taken.rows:
-        return replace(state, newest=new_release(head, taken, backlog, reason))
-    if state.newest:
-        statistics = replace(state.newest.statistics, backlog=backlog)
-        return replace(state, newest=replace(state.newest, statistics=statistics))
-    return state
-
-
-def new_release(head: Head, taken: Amount, backlog: Amount, reason: str) -> NewestRelease:
-    """A release that is made now, after which replicas hold `head`."""
-    statistics = ReleaseStatistics(
-        number=head.number,
-        version=head.version,
-        made_unix_ns=time.time_ns(),
-        taken=taken,
-        backlog=backlog,
-        reason=reason,
-    )
-    return NewestRelease(head, statistics)

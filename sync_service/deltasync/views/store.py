@@ -15,9 +15,10 @@ from typing import Any
 
 from deltasync.core.delivery import Delivery
 from deltasync.core.errors import StorageFailed
+from deltasync.core.rows import RowBatch
 from deltasync.feeds.frozen_release import Head
 from deltasync.feeds.model import Model
-from deltasync.storage.log import Buffer, Log
+from deltasync.storage.log import Log
 from deltasync.storage.mapped_table import MappedTable
 from deltasync.views.history import ReleaseHistory
 from deltasync.views.records import (
@@ -75,10 +76,10 @@ class ViewState:
 
 
 class ViewStore:
-    """The state of one view, in memory and on disk. Every method blocks.
+    """The state of one view, in memory and on disk. Every method blocks, but for `append` and `advance`.
 
-    The state is replaced on the model's thread, but for `recover`, which comes before all other calls, and
-    `discard`, which comes after the last release. A flush may run on another thread at any time.
+    Releases and tables are written by one call at a time; a flush may run on another thread at any time. The state
+    is replaced as a whole, so that every thread may read it.
 
     Attributes:
         history: the releases there were.
@@ -93,41 +94,24 @@ class ViewStore:
         self._directory = directory
         self._view_key = view_key(consumer)
         self._release_key = release_key(consumer)
-        self._next: ViewState | None = None  # The state to go on to once its release is written down.
         self._flushed = 0
         self._flushing = threading.Lock()
-        self._appended_bytes = 0  # Written on the model's thread only.
+        self._appended_bytes = 0  # Written by one release at a time.
         self._dropped_bytes = 0  # Of these, those that flushes have dropped.
 
-    # Releases, on the model's thread.
+    # Releases.
 
-    def append(self, number: int, slot: int, index: int, *record: Buffer) -> Future[None]:
-        """Hand record `index`, in pieces, of a table's rows in release `number` to the log."""
+    def append(self, number: int, slot: int, index: int, rows: RowBatch) -> Future[None]:
+        """Hand some encoded rows of a table, the piece `index` of them in release `number`, to the log."""
+        record = self.state.tables[slot].record(rows)
         self._appended_bytes += sum(memoryview(piece).nbytes for piece in record)
         return self._log.append(self._view_key, number, slot, index, *record)
 
     def advance(self, state: ViewState) -> None:
-        """Go on to `state`. A newer release in it is written down first.
-
-        Raises:
-            StorageFailed: the log could not be written; `retry` tries again.
-        """
-        self._next = state
-        self.retry()
-
-    def retry(self) -> None:
-        """Go on to the state whose release could not be written down before, if there is one.
-
-        Raises:
-            StorageFailed: the log could not be written this time either.
-        """
-        state = self._next
-        if state is None:
-            return
+        """Go on to `state`, whose release is written down: on the model's thread, as its tables are changed."""
         if state.newest and state.head != self.state.head:
-            self.write_release(state.newest)
             self.history.add(state.newest.head)
-        self.state, self._next = state, None
+        self.state = state
 
     def install(self, state: ViewState, release: NewestRelease) -> None:
         """Go on to a state with other tables, whose files are on disk, and to the release that has them.
@@ -193,7 +177,7 @@ class ViewStore:
     def discard(self) -> None:
         """Remove everything there is of the view."""
         with self._flushing:
-            self.state, self._next = replace(self.state, newest=None), None
+            self.state = replace(self.state, newest=None)
             self._log.put_meta(self._view_key, None).result()
             self._log.put_meta(self._release_key, None).result()
             self._log.truncate(self._view_key, 2**63, 0).result()

@@ -13,6 +13,7 @@ from deltasync.core.mode import Mode
 from deltasync.core.rows import Ids, Norms, RowBatch, Values
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import ID_TYPE
+from deltasync.core.threads import MODEL_THREAD, confined
 from deltasync.core.value_types import decode, encode, encoded_table, largest_distances
 from deltasync.storage.mapped_table import MappedTable, file_of, map_array
 from deltasync.views.ranking import Floats, Mask
@@ -34,6 +35,7 @@ class EncodedTable(MappedTable):
         return decode(rows, self._delivery.value_type, self._delivery.spec.dtype)
 
 
+@confined(dirty_since=MODEL_THREAD, _norms=MODEL_THREAD)
 class ViewTable:
     """One table of a view. Used on the model's thread only, but for `flush`.
 
@@ -66,7 +68,7 @@ class ViewTable:
     def copy(self, ids: Ids, number: int | None) -> None:
         """Take over rows of the source as they are. Stamp them with `number`; None = as in the source."""
         values = self.source.rows_of(ids)
-        self.write(self.encoded(ids, norms_of(values)), number or 1)
+        self.write(self.batch(ids, self.encoded(ids), norms_of(values)), number or 1)
         if number is None:
             self.held.stamps[ids] = self.source.stamps[ids]
 
@@ -94,12 +96,13 @@ class ViewTable:
         never: Mask = self.sent.stamps[ids] == 0
         return never
 
-    def encoded(self, ids: Ids, norms: Floats) -> RowBatch:
-        """Rows of the source as replicas are to hold them, and, if those are sent instead, the norms ([n]) of what
-        has changed in them.
-        """
-        values = encode(self.source.rows_of(ids), self.delivery.value_type)
-        return RowBatch.of_table(self.held.spec, ids, values, None if self.sent is self.held else _as_fp32(norms))
+    def encoded(self, ids: Ids) -> Values:
+        """Rows of the source ([n, width]) as replicas are to hold them."""
+        return encode(self.source.rows_of(ids), self.delivery.value_type)
+
+    def batch(self, ids: Ids, encoded: Values, norms: Floats) -> RowBatch:
+        """Encoded rows as `write` takes them; with the norms ([n]) of what has changed where those are sent."""
+        return RowBatch.of_table(self.held.spec, ids, encoded, None if self.sent is self.held else _as_fp32(norms))
 
     def write(self, rows: RowBatch, number: int) -> None:
         """Note that replicas at release `number` hold these encoded rows: they are not dirty now."""

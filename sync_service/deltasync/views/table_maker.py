@@ -11,9 +11,9 @@ from deltasync.core.policy import Policy
 from deltasync.feeds.frozen_release import Head
 from deltasync.feeds.model import Model
 from deltasync.storage.mapped_table import MappedTable
-from deltasync.views.release_maker import new_release
+from deltasync.views.release_draft import new_release
 from deltasync.views.statistics import Amount, Backlog, total
-from deltasync.views.store import ViewState, ViewStore
+from deltasync.views.store import NewestRelease, ViewState, ViewStore
 from deltasync.views.table import ViewTable
 
 # Rows copied at once on the model's thread; between two copies cuts may be applied.
@@ -39,7 +39,6 @@ class TableMaker:
             StorageFailed: there is no room; the view is as it was.
         """
         try:
-            await self._model.on_thread(self._store.retry)
             await self._make(policy)
         finally:
             await asyncio.to_thread(self._store.remove_unused)
@@ -58,7 +57,8 @@ class TableMaker:
             if table not in state.tables:
                 await self._copy(table, None if as_it_was else number)
         await asyncio.to_thread(_flush, tables)
-        await self._model.on_thread(self._install, tables, number, version)
+        after, release = await self._model.on_thread(self._installed, tables, number, version)
+        await asyncio.to_thread(self._store.install, after, release)
 
     def _found_or_made(
         self, sources: Sequence[MappedTable], deliveries: Sequence[Delivery]
@@ -72,8 +72,10 @@ class TableMaker:
         for start in range(0, len(ids), _COPIED_ROWS):
             await self._model.on_thread(table.copy, ids[start : start + _COPIED_ROWS], number)
 
-    def _install(self, tables: tuple[ViewTable, ...], number: int, version: int) -> None:
-        """Have these tables from now on, on the model's thread; new ones were copied at `version` or later."""
+    def _installed(
+        self, tables: tuple[ViewTable, ...], number: int, version: int
+    ) -> tuple[ViewState, NewestRelease]:
+        """The state with these tables, of which new ones were copied at `version` or later, and its release."""
         seal, before = self._model.applied, self._store.state
         if seal is None:
             raise RuntimeError("a view is made of a model of which nothing is published")
@@ -84,7 +86,7 @@ class TableMaker:
         left = total(each.amount for each in backlog.values())
         after = replace(before, tables=tables, compared_version=version, backlog=backlog)
         head = Head(number, version, seal.step, seal.step_end_unix_ns)
-        self._store.install(after, new_release(head, taken, left, reason))
+        return after, new_release(head, taken, left, reason)
 
 
 def _taken(tables: Iterable[ViewTable]) -> tuple[Amount, str]:

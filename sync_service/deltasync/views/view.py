@@ -11,6 +11,7 @@ from deltasync.core.policy import Policy
 from deltasync.core.position import Decision, Position
 from deltasync.core.signals import Signal
 from deltasync.core.stamps import StampedTable
+from deltasync.core.threads import EVENT_LOOP, confined, not_shared_yet
 from deltasync.feeds.frozen_release import NO_TABLES, FrozenRelease, Head, Releases
 from deltasync.feeds.model import Model
 from deltasync.storage.log import Log
@@ -20,23 +21,23 @@ from deltasync.views.table import ViewTable
 from deltasync.views.table_maker import TableMaker, followed
 
 
+@confined(trouble=EVENT_LOOP, failure=EVENT_LOOP)
 class View:
-    """What the replicas of one consumer are fed from.
-
-    Used in the event loop, but for the methods that block. Its tables are read and written on the model's thread,
-    where no cut is applied meanwhile.
+    """What the replicas of one consumer are fed from. The text of the package says which thread may touch what.
 
     Attributes:
         model: the model it is a view of.
         trouble: why it does not have the tables that the policy wants; empty if it does.
+        failure: what keeps releases from being made, which is tried again; empty if nothing does.
     """
 
     def __init__(self, consumer: str, model: Model, log: Log, directory: Path) -> None:
         self.model = model
         self.trouble = ""
+        self.failure = ""
         self._store = ViewStore(consumer, model, log, directory)
         self._tables = TableMaker(model, self._store)
-        self._maker = ReleaseMaker(model, self._store)
+        self._maker = ReleaseMaker(model, self._store, directory)
         self._releases = Releases(model.on_thread, self._freezable, directory)
         self._signal = Signal()
 
@@ -51,6 +52,11 @@ class View:
     def history(self) -> str:
         """The id of the view's history."""
         return self._store.history.id
+
+    @property
+    def model_history(self) -> str:
+        """The id of the history of the view's model."""
+        return self.model.history
 
     @property
     def tables(self) -> list[StampedTable]:
@@ -91,6 +97,8 @@ class View:
         """Whether replicas may be given the tables there are: those of the policy or, where there was no room for
         these, older ones of its mode.
         """
+        if not self.tables:
+            return False
         return self.fits(policy) or (
             bool(self.trouble) and all(each.mode is policy.mode for each in self.deliveries)
         )
@@ -113,6 +121,7 @@ class View:
         """
         try:
             if self.model.head and not self.fits(policy):
+                await self._maker.finish()  # So that its number is not used twice.
                 await self._tables.make(policy)
                 self._signal.wake()
         except StorageFailed as error:
@@ -128,7 +137,7 @@ class View:
             StorageFailed: not all of it could be written; rows that were not are still dirty.
         """
         try:
-            await self.model.on_thread(self._maker.make, policy, overdue_version)
+            await self._maker.make(policy, overdue_version)
         finally:
             self._signal.wake()
 
@@ -140,7 +149,8 @@ class View:
         Raises:
             StorageFailed: a file is damaged or missing.
         """
-        self._store.recover(record)
+        with not_shared_yet():
+            self._store.recover(record)
 
     def should_flush(self, flush_bytes: int) -> bool:
         """Whether the log holds so many bytes of its releases."""
@@ -161,9 +171,9 @@ class View:
     # On the model's thread.
 
     def _freezable(self) -> tuple[list[StampedTable], Head | None]:
-        """What replicas can be given: nothing of a release that is not written down yet."""
-        self._store.retry()
-        return self.tables, self.state.head
+        """What replicas can be given, as it is at one moment."""
+        state = self.state
+        return [table.sent for table in state.tables], state.head
 
     def _count_lacking(self, number: int, tables: Sequence[ViewTable]) -> list[int]:
         compared_version = self.state.compared_version

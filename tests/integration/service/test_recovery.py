@@ -128,7 +128,7 @@ async def flush(model: Model, camera: Camera) -> None:
 async def train(data_dir: Path, versions: Versions, camera: Camera) -> None:
     async with asyncio.TaskGroup() as tasks:
         service = Service(ServiceOptions(data_dir=data_dir), tasks)
-        coordinator: CutCoordinator = service.coordinator("clicks")
+        coordinator: CutCoordinator = await service.open_model("clicks")
         sessions = []
         for rank, shards in enumerate(SHARDS):
             message: publish_pb2.PublishOpen = publish_open(rank=rank, world_size=2, shards=shards).open
@@ -155,7 +155,7 @@ async def recovered(data_dir: Path) -> tuple[int, dict[str, np.ndarray]]:
     async with asyncio.TaskGroup() as tasks:
         service = Service(ServiceOptions(data_dir=data_dir), tasks)
         await service.recover()
-        model = service.model("clicks")
+        model = service.models["clicks"]
         head, tables = model.position.number, {each.spec.name: np.array(each.rows) for each in model.tables}
         stamps = [int(each.stamps.max()) for each in model.tables]
         assert max(stamps) == head

@@ -30,8 +30,8 @@ def test_a_flush_cuts_the_log_and_what_is_left_is_enough(tmp_path: Path) -> None
         session = await join(service)
         for step in (1, 2):
             await send(session, full_part(step, rows, WHOLE))
-        model = service.model("clicks")
-        await service.coordinator("clicks").drain()
+        model = service.models["clicks"]
+        await service.coordinators["clicks"].drain()
         assert model.should_flush(1)
         await asyncio.gather(*(asyncio.to_thread(model.flush) for _ in range(3)))
         assert not model.should_flush(1)
@@ -40,7 +40,7 @@ def test_a_flush_cuts_the_log_and_what_is_left_is_enough(tmp_path: Path) -> None
         assert [seal.version for seal in service.log.seals("clicks")] == [1, 2]
 
     async def second(service: Service) -> None:
-        model = service.model("clicks")
+        model = service.models["clicks"]
         assert model.position.number == 2
         for table, expected in zip(model.tables, rows, strict=True):
             np.testing.assert_array_equal(table.rows, expected)
@@ -58,7 +58,7 @@ def test_a_flush_meanwhile_does_not_forget_a_new_table(tmp_path: Path, monkeypat
     async def first(service: Service) -> None:
         loop = asyncio.get_running_loop()
         await send(await join(service), full_part(1, random_rows(0), WHOLE))
-        await service.coordinator("clicks").drain()
+        await service.coordinators["clicks"].drain()
 
         def slow(log: Log, *arguments: Any) -> Future[None]:
             if not joining:
@@ -69,11 +69,11 @@ def test_a_flush_meanwhile_does_not_forget_a_new_table(tmp_path: Path, monkeypat
             return put_meta(log, *arguments)
 
         monkeypatch.setattr(Log, "put_meta", slow)
-        await asyncio.to_thread(service.model("clicks").flush)
+        await asyncio.to_thread(service.models["clicks"].flush)
         await asyncio.wrap_future(joining[0])
 
     async def second(service: Service) -> None:
-        tables = service.model("clicks").tables
+        tables = service.models["clicks"].tables
         assert [each.spec for each in tables] == [WHOLE[0].table, WHOLE[1].table, extra]
 
     run(tmp_path, first)
@@ -88,7 +88,7 @@ def test_what_was_not_sealed_is_dropped_at_the_start(tmp_path: Path) -> None:
 
     async def second(service: Service) -> None:
         assert list(service.log.records("clicks", 2)) == []
-        assert service.model("clicks").position.number == 1
+        assert service.models["clicks"].position.number == 1
 
     run(tmp_path, first)
     run(tmp_path, second)
@@ -98,8 +98,8 @@ def test_replicas_that_lack_the_same_share_one_release(tmp_path: Path) -> None:
     async def scenario(service: Service) -> None:
         session = await join(service)
         await send(session, full_part(1, random_rows(0), WHOLE))
-        await service.coordinator("clicks").drain()
-        model = service.model("clicks")
+        await service.coordinators["clicks"].drain()
+        model = service.models["clicks"]
         first, second = model.release(0), model.release(0)
         assert (await first) is (await second)
         other = model.release(1)
@@ -113,12 +113,12 @@ def test_two_models_do_not_mix(tmp_path: Path) -> None:
     async def first(service: Service) -> None:
         for model, seed in (("clicks", 0), ("click", 1)):
             opening = check_open(publish_open(model=model).open)
-            session = await open_session(service.coordinator(model), opening)
+            session = await open_session(await service.open_model(model), opening)
             await send(session, full_part(1, random_rows(seed), WHOLE))
 
     async def second(service: Service) -> None:
         for model, seed in (("clicks", 0), ("click", 1)):
-            for table, expected in zip(service.model(model).tables, random_rows(seed), strict=True):
+            for table, expected in zip(service.models[model].tables, random_rows(seed), strict=True):
                 np.testing.assert_array_equal(table.rows, expected)
 
     run(tmp_path, first)
@@ -136,8 +136,8 @@ def test_a_table_that_finds_no_room_leaves_the_model_as_it_was(
             patch.setattr("os.posix_fallocate", full)
             with pytest.raises(StorageFailed, match="No space left on device"):
                 await join(service)
-        assert service.model("clicks").tables == []
-        assert service.coordinator("clicks").sessions == {}
+        assert service.models["clicks"].tables == []
+        assert service.coordinators["clicks"].sessions == {}
         # Another shape of the same table: nothing of the failed try is in the way.
         small = TableSpec(WHOLE[0].table.name, 5, 1)
         session = await join(service, tables=[small], shards=[Shard.whole(small)])
@@ -160,12 +160,12 @@ def test_tables_that_are_not_written_down_are_not_there(tmp_path: Path, monkeypa
             patch.setattr(Log, "put_meta", fails)
             with pytest.raises(StorageFailed, match="the log is full"):
                 await join(service)
-        assert service.model("clicks").tables == []
+        assert service.models["clicks"].tables == []
         assert not [path for path in (tmp_path / "models").rglob("*") if path.is_file()]
         await send(await join(service), full_part(1, rows, WHOLE))
 
     async def second(service: Service) -> None:
-        for table, expected in zip(service.model("clicks").tables, rows, strict=True):
+        for table, expected in zip(service.models["clicks"].tables, rows, strict=True):
             np.testing.assert_array_equal(table.rows, expected)
 
     run(tmp_path, first)
@@ -194,7 +194,7 @@ def test_tables_are_written_down_even_if_the_rank_has_gone(
         await send(await join(service), full_part(1, rows, WHOLE))
 
     async def second(service: Service) -> None:
-        for table, expected in zip(service.model("clicks").tables, rows, strict=True):
+        for table, expected in zip(service.models["clicks"].tables, rows, strict=True):
             np.testing.assert_array_equal(table.rows, expected)
 
     run(tmp_path, first)
@@ -209,8 +209,8 @@ def test_releases_share_the_memory_there_is_for_them(tmp_path: Path, monkeypatch
         session = await join(service)
         await send(session, full_part(1, random_rows(0), WHOLE))
         await send(session, full_part(2, random_rows(1), WHOLE))
-        await service.coordinator("clicks").drain()
-        model = service.model("clicks")
+        await service.coordinators["clicks"].drain()
+        model = service.models["clicks"]
         first = await model.release(0)
         monkeypatch.setattr(releases, "RELEASES_IN_MEMORY_BYTES", 2 * first.memory_bytes - 1)
         second = await model.release(1)

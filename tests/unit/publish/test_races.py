@@ -157,7 +157,7 @@ def test_what_parts_open_with_counts_as_bytes_of_the_log(tmp_path: Path) -> None
         session = await join(service, tables=tables, shards=[Shard.whole(table) for table in tables])
         whole = part(1, [(slot, [0], np.ones((1, 1), "<f4")) for slot in range(50)], full=True)
         await send(session, whole)
-        model = service.model("clicks")
+        model = service.models["clicks"]
         before = model.seals[-1].log_bytes
         await send(session, part(2, [(0, [0], np.ones((1, 1), "<f4"))]))
         assert model.seals[-1].bytes == 12

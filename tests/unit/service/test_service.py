@@ -30,7 +30,7 @@ def test_an_ack_while_lag_is_counted_does_no_harm(tmp_path: Path, monkeypatch: p
         session = await join(service)
         await send(session, full_part(1, random_rows(0), WHOLE))
         await send(session, part(2, [(0, [3], np.ones((1, 4), "<f4"))]))
-        coordinator = service.coordinator("clicks")
+        coordinator = service.coordinators["clicks"]
         await coordinator.drain()
         consumer = await service.registry.create("c", "clicks", Policy())
         held = Position(session.sealed.history, 1)
@@ -128,7 +128,7 @@ def test_many_small_cuts_are_flushed_too(tmp_path: Path, monkeypatch: pytest.Mon
 
     async def scenario(service: Service) -> None:
         session = await join(service)
-        model = service.model("clicks")
+        model = service.models["clicks"]
         await send(session, full_part(1, random_rows(0), WHOLE))
         assert not model.should_flush(1 << 30)
         await send(session, part(2, []))
@@ -162,7 +162,7 @@ def test_a_flush_that_fails_is_tried_again_and_nothing_else_stops(
         session = await join(service)
         await send(session, full_part(1, random_rows(0), WHOLE))
         await failed_again.wait()
-        assert "model clicks is flushed again later: the log is full" in tries[1]
+        assert "failed: model=clicks it is flushed again later: the log is full" in tries[1]
         monkeypatch.setattr(Log, "truncate", works)
         await flushed.wait()
         keeper.cancel()

@@ -2,7 +2,6 @@
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,6 +28,7 @@ from deltasync.core.tables import TableSpec
 from deltasync.core.value_types import ValueType
 from deltasync.status.lag import ConsumerLag
 from deltasync.status.report import report
+from deltasync.views.release_draft import ReleaseDraft
 from deltasync.views.release_maker import ReleaseMaker
 from deltasync.views.statistics import Amount
 from deltasync.views.store import ViewStore
@@ -128,7 +128,7 @@ def test_rows_for_which_the_log_had_no_room_are_given_later(
         with pytest.raises(StorageFailed, match="the log is full"):
             await view.make_release(policy, 0)
         (table,) = view.state.tables
-        dirty = int(np.count_nonzero(table.dirty_since))
+        dirty = await local.model.on_thread(lambda: int(np.count_nonzero(table.dirty_since)))
         assert 400 < dirty < 4000
         assert view.state.newest
         assert view.state.newest.statistics.backlog.rows == dirty
@@ -252,13 +252,13 @@ def test_a_version_is_not_held_before_its_release_is_made(tmp_path: Path, monkey
         view = await local.prepared_view(TOP)
         number, found = view.position.number, list[int]()
         await local.cut(changed(1, USER, 3))
-        write = ReleaseMaker._write
+        write = ReleaseMaker._log
 
-        def noted(*arguments: Any) -> StorageFailed | None:
+        def noted(maker: ReleaseMaker, draft: ReleaseDraft) -> StorageFailed | None:
             found.append(view.version_of(number))
-            return write(*arguments)
+            return write(maker, draft)
 
-        monkeypatch.setattr(ReleaseMaker, "_write", noted)
+        monkeypatch.setattr(ReleaseMaker, "_log", noted)
         await view.make_release(TOP, 0)
         assert found == [1]
         assert view.version_of(number) == 1

@@ -22,6 +22,7 @@ async def opened(data_dir: Path) -> AsyncIterator[Service]:
     async with asyncio.TaskGroup() as tasks:
         service = Service(ServiceOptions(data_dir=data_dir), tasks)
         await service.recover()
+        await service.open_model("clicks")
         try:
             yield service
         finally:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,14 +18,19 @@ from tests.support.plain_view import DirtyRow, PlainModel, PlainRelease, PlainTa
 
 from deltasync.core.delivery import Delivery
 from deltasync.core.digests import digest
+from deltasync.core.errors import StorageFailed
 from deltasync.core.mode import Mode
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.core.rows import Values
 from deltasync.core.tables import TableSpec
+from deltasync.core.threads import not_shared_yet
 from deltasync.core.value_types import ValueType, decode
 from deltasync.feeds.frozen_release import FrozenRelease
+from deltasync.views.release_draft import ReleaseDraft
+from deltasync.views.release_maker import ReleaseMaker
 from deltasync.views.statistics import Amount
+from deltasync.views.table import ViewTable
 
 TABLES = [TableSpec("a", 6, 3), TableSpec("ab", 5, 10, np.dtype("<f2")), TableSpec("c", 4, 1)]
 VALUES = np.array([0.0, 1.0, -1.0, 0.5, -0.0, 3e38, -3e38, 1e-40, 6.5e4, 7.25, 1e20])
@@ -129,10 +135,36 @@ class Play:
         old = max(0, self.plain.version - overdue) if self.policy.max_age_seconds else 0
         before = self.view.state.head.number
         await self.view.make_release(self.policy, old)
+        await self.check_release(before, old)
+
+    async def overtake(self, kinds: Mapping[tuple[int, int], int]) -> None:
+        """A cut comes, and a replica, while a release is on its way to the disk."""
+        await self.prepare()
+        if not self.view.state.head:
+            return
+        loop, log, names = asyncio.get_running_loop(), ReleaseMaker._log, {t.table.name for t in self.plain.tables}
+        changes = {name: rows for name, rows in changes_of(kinds).items() if name in names}
+        before = self.view.state.head.number
+
+        def meanwhile(maker: ReleaseMaker, draft: ReleaseDraft) -> StorageFailed | None:
+            for each in (self.local.cut(changes), self.follow(0)):
+                asyncio.run_coroutine_threadsafe(each, loop).result(20)
+            return log(maker, draft)
+
+        with mock.patch.object(ReleaseMaker, "_log", meanwhile):
+            await self.view.make_release(self.policy, 0)
+        await self.check_release(before, 0, exact_lag=False)
+        self.plain.cut(changes)
+
+    async def check_release(self, before: int, old: int, *, exact_lag: bool = True) -> None:
+        """The release that was just made, after the one with the number `before`, is the one that it had to be."""
         expected = self.plain.release(self.policy, old)
+        assert self.view.state.head
         assert self.view.state.head.number == before + bool(expected.taken)
         self.check_held()
         self.check_statistics(expected)
+        if not exact_lag:  # Of rows that have changed meanwhile it is not known how many are dirty.
+            return
         tables = self.view.state.tables
         lacking = await self.view.count_lacking(self.view.state.head.number, tables)
         assert lacking == [len(each.dirty_since) for each in self.plain.held]
@@ -171,11 +203,11 @@ class Play:
         """After a kill, or if there are `choices` after lost power: each file is as it was some time after the
         last flush.
         """
-        self.local.close()
+        await self.local.close()
         for name, choice in zip(self._read_files(), choices or (), strict=False):
             if self.files:
                 (self.local.view_directory / name).write_bytes(self.files[choice % len(self.files)][name])
-        self.local = LocalModel(self.directory)
+        self.local = await LocalModel.opened(self.directory)
         self.view = self.local.view()
         for name in {replica.position.history for replica in self.replicas} - {"", self.local.model.history}:
             assert name == self.view.history
@@ -195,9 +227,7 @@ class Play:
                 assert table.held.rows[row].tobytes() == plain.row(row).tobytes(), (plain.delivery, row)
             assert {int(row) for row in table.sent.changed_since(0)} == set(plain.rows)
             if marks:
-                assert {
-                    int(r): int(table.dirty_since[r]) for r in table.dirty_since.nonzero()[0]
-                } == plain.dirty_since
+                assert marks_of(table) == plain.dirty_since
         if marks and self.view.state.head:
             assert self.view.state.compared_version == self.plain.compared_version
 
@@ -224,7 +254,7 @@ class Play:
         assert self.view.state.compared_version <= self.plain.compared_version
         self.plain.compared_version = self.view.state.compared_version
         for table, plain in zip(self.view.state.tables, self.plain.held, strict=True):
-            marks = {int(row): int(table.dirty_since[row]) for row in table.dirty_since.nonzero()[0]}
+            marks = marks_of(table)
             for row, since in plain.dirty_since.items():
                 assert marks.get(row, 0) <= since
                 assert row in marks or plain.source.versions[row] > self.view.state.compared_version, (
@@ -251,6 +281,12 @@ class Play:
         return {
             str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()
         }
+
+
+def marks_of(table: ViewTable) -> dict[int, int]:
+    """The dirty rows, and since when they are: nothing else uses the table while a play checks it."""
+    with not_shared_yet():
+        return {int(row): int(table.dirty_since[row]) for row in table.dirty_since.nonzero()[0]}
 
 
 def check_amount(amount: Amount, rows: Sequence[DirtyRow]) -> None:
@@ -283,6 +319,7 @@ OPERATIONS = st.one_of(
     st.tuples(st.just("cut"), KINDS),
     st.tuples(st.just("release"), st.integers(0, 3)),
     st.tuples(st.just("release"), st.integers(0, 3)),
+    st.tuples(st.just("overtake"), KINDS),
     st.tuples(st.just("follow"), st.integers(0, REPLICAS - 1)),
     st.tuples(st.just("change"), policies()),
     st.tuples(st.just("go_back"), st.none()),
@@ -312,7 +349,7 @@ def play(policy: Policy, operations: list[tuple[str, Any]]) -> None:
         try:
             await one.run(operations)
         finally:
-            one.local.close()
+            await one.local.close()
 
     try:
         asyncio.run(main())

@@ -1,5 +1,6 @@
 """Looking at what is dirty in one table of a view."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +11,19 @@ from deltasync.core.mode import Mode
 from deltasync.core.rows import RowBatch
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import TableSpec
+from deltasync.core.threads import not_shared_yet
 from deltasync.core.value_types import ValueType
 from deltasync.views.table import ViewTable
 
 TABLE = TableSpec("t", 40, 16)
 LOSSY = [ValueType.FP16, ValueType.BF16, ValueType.INT8]
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    """There is no model here whose thread would have to be used."""
+    with not_shared_yet():
+        yield
 
 
 @pytest.fixture

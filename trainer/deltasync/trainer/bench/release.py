@@ -151,7 +151,7 @@ async def _model(folder: Path) -> AsyncIterator[tuple[Model, Log]]:
     try:
         yield model, log
     finally:
-        await asyncio.to_thread(model.close)
+        await model.close()
         log.close()
 
 

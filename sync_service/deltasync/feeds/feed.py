@@ -1,0 +1,45 @@
+"""What every feed has in common."""
+
+from asyncio import Task
+from collections.abc import Awaitable, Sequence
+from typing import Protocol
+
+from deltasync.core.delivery import Delivery
+from deltasync.core.policy import Policy
+from deltasync.core.position import Decision, Position
+from deltasync.feeds.frozen_release import FrozenRelease
+
+
+class Feed(Protocol):
+    """What replicas are fed from: a history of numbered releases of some tables. Used in the event loop."""
+
+    @property
+    def history(self) -> str:
+        """The id of the history that its numbers belong to."""
+
+    @property
+    def model_history(self) -> str:
+        """The id of the history of the model whose rows these are."""
+
+    @property
+    def position(self) -> Position:
+        """What a replica that has everything holds."""
+
+    @property
+    def deliveries(self) -> Sequence[Delivery]:
+        """What replicas are sent of each table, by slot."""
+
+    def may_serve(self, policy: Policy) -> bool:
+        """Whether there is something to send to replicas of a consumer with this policy."""
+
+    def resume(self, held: Position) -> tuple[Decision, Position]:
+        """Whether a replica that holds `held` can go on from there, and what that is in this history."""
+
+    def version_of(self, number: int) -> int:
+        """The version of the model's rows that a replica at `number` holds, as far as it is known."""
+
+    def release(self, after: int, whole: frozenset[int]) -> "Task[FrozenRelease]":
+        """What a replica at `after` lacks, and all of the tables in the slots `whole`."""
+
+    def changed(self) -> Awaitable[object]:
+        """To be awaited: another position, other tables or other trouble, from this call on."""

@@ -1,0 +1,127 @@
+"""A release before it is made: the rows that it takes, and what is known of those that it leaves."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltasync.core.rows import RowBatch
+from deltasync.feeds.frozen_release import Head
+from deltasync.feeds.scratch import room_for
+from deltasync.views.ranking import DirtyRows, Mask, Pick
+from deltasync.views.statistics import Amount, Backlog, ReleaseStatistics, amount_of, total
+from deltasync.views.store import NewestRelease, ViewState
+from deltasync.views.table import ViewTable
+
+# Rows of a release beyond this are kept in unlinked files until they are written.
+_MEMORY_BYTES = 32 << 20
+# Rows encoded at once: what bounds the memory that takes.
+_BLOCK_ROWS = 1 << 13
+
+
+@dataclass
+class TableDraft:
+    """What a release takes of one table.
+
+    Attributes:
+        table: the table.
+        dirty: its dirty rows.
+        since: [dirty rows] int64, the version since which each is dirty.
+        taken: which of them the release takes; without those that could not be written.
+        rows: those that were picked, encoded.
+        norm: the L2 norm of all rows of the model's table.
+    """
+
+    table: ViewTable
+    dirty: DirtyRows
+    since: NDArray[np.int64]
+    taken: Mask
+    rows: RowBatch
+    norm: float
+
+    def give_up(self, piece: RowBatch) -> None:
+        """Leave the rows of a piece, which could not be written, for a later release."""
+        self.taken[np.searchsorted(self.dirty.ids, piece.ids)] = False
+
+    @property
+    def amount(self) -> Amount:
+        """How much it takes."""
+        return amount_of(self.dirty, self.taken)
+
+    @property
+    def backlog(self) -> Backlog:
+        """What it leaves."""
+        left = ~self.taken
+        oldest = int(self.since[left].min()) if np.any(left) else 0
+        return Backlog(amount_of(self.dirty, left), self.norm, oldest)
+
+
+@dataclass
+class ReleaseDraft:
+    """A release that is being made.
+
+    Attributes:
+        head: what replicas hold once they have it.
+        tables: what it takes, by slot.
+        reason: why these rows.
+        written: slot and rows of each piece that the log has.
+    """
+
+    head: Head
+    tables: list[TableDraft]
+    reason: str
+    written: list[tuple[int, RowBatch]] = field(default_factory=list)
+
+    def state_after(self, before: ViewState) -> ViewState:
+        """The state once it is made; where it takes no rows, with the release of before and the backlog of now."""
+        backlogs = {draft.table.source.spec.name: draft.backlog for draft in self.tables}
+        state = replace(before, compared_version=self.head.version, backlog=backlogs)
+        taken = total(draft.amount for draft in self.tables)
+        left = total(each.amount for each in backlogs.values())
+        if taken.rows:
+            return replace(state, newest=new_release(self.head, taken, left, self.reason))
+        if state.newest:
+            statistics = replace(state.newest.statistics, backlog=left)
+            return replace(state, newest=replace(state.newest, statistics=statistics))
+        return state
+
+
+def draw(
+    tables: Sequence[ViewTable], dirty: Sequence[DirtyRows], picked: Pick, head: Head, scratch: Path
+) -> ReleaseDraft:
+    """Copy the picked rows, encoded, on the model's thread; many of them into unlinked files in `scratch`.
+
+    Raises:
+        StorageFailed: there is no room for them.
+    """
+    sizes = [int(np.count_nonzero(mask)) for mask in picked.taken]
+    size = sum(rows * table.held.spec.row_bytes for rows, table in zip(sizes, tables, strict=True))
+    folder = scratch if size > _MEMORY_BYTES else None
+    each = zip(tables, dirty, picked.taken, strict=True)
+    return ReleaseDraft(head, [_draw(*one, folder) for one in each], picked.reason)
+
+
+def _draw(table: ViewTable, dirty: DirtyRows, taken: Mask, folder: Path | None) -> TableDraft:
+    ids, spec = dirty.ids[taken], table.held.spec
+    encoded = room_for((len(ids), spec.dim), spec.dtype, folder, f"a release of table {spec.name!r}")
+    for start in range(0, len(ids), _BLOCK_ROWS):
+        block = slice(start, start + _BLOCK_ROWS)
+        encoded[block] = table.encoded(ids[block])
+    rows = table.batch(ids, encoded, dirty.norms[taken])
+    return TableDraft(table, dirty, table.dirty_since[dirty.ids], taken, rows, table.source.norm)
+
+
+def new_release(head: Head, taken: Amount, backlog: Amount, reason: str) -> NewestRelease:
+    """A release that is made now, after which replicas hold `head`."""
+    statistics = ReleaseStatistics(
+        number=head.number,
+        version=head.version,
+        made_unix_ns=time.time_ns(),
+        taken=taken,
+        backlog=backlog,
+        reason=reason,
+    )
+    return NewestRelease(head, statistics)

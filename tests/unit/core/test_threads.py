@@ -1,0 +1,96 @@
+"""Attributes that belong to one thread: touched by another, they are an error."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from deltasync.core.threads import (
+    EVENT_LOOP,
+    MODEL_PREFIX,
+    MODEL_THREAD,
+    SET_BY_EVENT_LOOP,
+    WrongThread,
+    confined,
+    not_shared_yet,
+)
+
+
+@confined(loops=EVENT_LOOP, rows=MODEL_THREAD, head=SET_BY_EVENT_LOOP)
+class Guarded:
+    def __init__(self) -> None:
+        self.loops, self.rows, self.head, self.free = 1, 2, 3, 4
+
+
+def in_model_thread(function: Callable[[], object]) -> object:
+    with ThreadPoolExecutor(1, thread_name_prefix=f"{MODEL_PREFIX}m") as pool:
+        return pool.submit(function).result()
+
+
+def in_event_loop(function: Callable[[], object]) -> object:
+    async def main() -> object:
+        return function()
+
+    return asyncio.run(main())
+
+
+def in_another(function: Callable[[], object]) -> object:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+@pytest.mark.parametrize(
+    ("name", "owner", "others"),
+    [
+        ("loops", in_event_loop, [in_model_thread, in_another]),
+        ("rows", in_model_thread, [in_event_loop, in_another]),
+    ],
+)
+def test_only_its_owner_touches_an_attribute(
+    name: str, owner: Callable[..., object], others: list[Callable[..., object]]
+) -> None:
+    guarded = Guarded()
+    owner(lambda: setattr(guarded, name, 10))
+    assert owner(lambda: getattr(guarded, name)) == 10
+    for other in others:
+        with pytest.raises(WrongThread, match=f"Guarded.{name} belongs to the .*, touched by thread"):
+            other(lambda: getattr(guarded, name))
+        with pytest.raises(WrongThread):
+            other(lambda: setattr(guarded, name, 11))
+    assert owner(lambda: getattr(guarded, name)) == 10
+
+
+def test_what_is_replaced_whole_is_read_by_all() -> None:
+    guarded = Guarded()
+    in_event_loop(lambda: setattr(guarded, "head", 10))
+    assert in_another(lambda: guarded.head) == in_model_thread(lambda: guarded.head) == 10
+    with pytest.raises(WrongThread):
+        in_model_thread(lambda: setattr(guarded, "head", 11))
+    in_another(lambda: setattr(guarded, "free", 5))
+
+
+def test_what_is_not_shared_yet_is_used_where_it_is_made() -> None:
+    guarded = Guarded()
+    with not_shared_yet():
+        guarded.rows += 1
+        elsewhere = threading.Thread(target=in_event_loop, args=(lambda: guarded.loops,))
+        elsewhere.start()
+        elsewhere.join()
+    with pytest.raises(WrongThread):
+        guarded.rows += 1
+
+
+def test_where_it_is_not_asked_for_nothing_is_checked() -> None:
+    program = """
+from deltasync.core.threads import MODEL_THREAD, confined
+class Plain: ...
+before = dict(vars(Plain))
+assert dict(vars(confined(x=MODEL_THREAD)(Plain))) == before
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "DELTASYNC_CHECK_THREADS"}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)

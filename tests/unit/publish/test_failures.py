@@ -1,0 +1,97 @@
+"""Unforeseen errors while a cut is sealed or applied: told, tried again, and nobody else's trouble."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.support.local_service import join, run, send
+from tests.support.wire import WHOLE, full_part, part, random_rows
+
+from deltasync.core.errors import ServiceUnavailable
+from deltasync.core.events import EventKind
+from deltasync.core.position import Position
+from deltasync.feeds.model import Model
+from deltasync.service.service import Service
+
+
+def broken(*_: object) -> None:
+    raise ZeroDivisionError("a mistake of ours")
+
+
+async def becomes(wanted: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not wanted():
+            await asyncio.sleep(0.001)
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltasync.core.backoff._FIRST_SECONDS", 0.001)
+
+
+def test_a_cut_that_cannot_be_sealed_is_sent_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(service: Service) -> None:
+        session = await join(service)
+        with monkeypatch.context() as patch:
+            patch.setattr("deltasync.publish.coordinator._seal_of", broken)
+            with pytest.raises(
+                ServiceUnavailable, match=r"step 1 could not be sealed: ZeroDivisionError.*; send it"
+            ):
+                await send(session, full_part(1, random_rows(0), WHOLE))
+        model = service.models["clicks"]
+        assert model.failure == "the cut of step 1 could not be sealed: ZeroDivisionError: a mistake of ours"
+        assert service.event_counts[EventKind.FAILED] == 1
+        again = await join(service)
+        assert await send(again, full_part(1, random_rows(0), WHOLE)) == Position(model.history, 1)
+        assert not model.failure
+
+    run(tmp_path, scenario)
+
+
+def test_a_version_that_cannot_be_applied_is_applied_later_and_before_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(service: Service) -> None:
+        session = await join(service)
+        await send(session, full_part(1, random_rows(0), WHOLE))
+        await becomes(lambda: service.models["clicks"].position.number == 1)
+        model = service.models["clicks"]
+        with monkeypatch.context() as patch:
+            patch.setattr(Model, "_apply", broken)
+            assert (await send(session, part(2, [(0, [3], np.full((1, 4), 7, "<f4"))]))) == Position(
+                model.history, 2
+            )
+            next_cut = asyncio.create_task(send(session, part(3, [(0, [4], np.full((1, 4), 8, "<f4"))])))
+            await becomes(lambda: service.event_counts[EventKind.FAILED] > 2)
+            assert model.failure == "version 2 could not be applied: ZeroDivisionError: a mistake of ours"
+            assert model.position.number == 1
+            other = await join(service, model="other")
+            assert (await send(other, full_part(1, random_rows(1), WHOLE))) == Position(other.sealed.history, 1)
+        assert (await next_cut) == Position(model.history, 3)
+        await becomes(lambda: model.position.number == 3)
+        assert not model.failure
+        rows = await model.on_thread(lambda: model.tables[0].rows[3:5].copy())
+        assert rows.tolist() == [[7] * 4, [8] * 4]
+
+    run(tmp_path, scenario)
+
+
+def test_a_service_that_cannot_apply_a_version_still_drains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def first(service: Service) -> None:
+        session = await join(service)
+        await send(session, full_part(1, random_rows(0), WHOLE))
+        await becomes(lambda: service.models["clicks"].position.number == 1)
+        monkeypatch.setattr(Model, "_apply", broken)
+        await send(session, part(2, [(0, [3], np.full((1, 4), 7, "<f4"))]))
+        await becomes(lambda: service.event_counts[EventKind.FAILED] > 0)
+
+    async def second(service: Service) -> None:
+        assert service.models["clicks"].tables[0].rows[3].tolist() == [7] * 4
+
+    run(tmp_path, first)
+    monkeypatch.undo()
+    run(tmp_path, second)

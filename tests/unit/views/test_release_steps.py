@@ -1,0 +1,135 @@
+"""While a release is on its way to the disk, cuts are applied and replicas fed; what fails is tried again."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.local_model import LocalModel
+from tests.support.view_scenarios import TOP, USER, changed, held_by_a_replica, run, same_as_the_model
+
+from deltasync.consumers.consumer import Consumer, Replica
+from deltasync.core.events import Event, EventKind, Events
+from deltasync.core.policy import Policy
+from deltasync.views.release_loop import ReleaseLoop
+from deltasync.views.release_maker import ReleaseMaker
+from deltasync.views.store import ViewStore
+from deltasync.views.table_maker import TableMaker
+from deltasync.views.view import View
+
+
+class Disk:
+    """Holds back a method that waits for the disk, until it is let go."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, owner: type[Any], name: str) -> None:
+        self.begun, self._go = asyncio.Event(), threading.Event()
+        self.threads: list[str] = []
+        original, loop = getattr(owner, name), asyncio.get_running_loop()
+
+        def held(*arguments: Any) -> Any:
+            self.threads.append(threading.current_thread().name)
+            loop.call_soon_threadsafe(self.begun.set)
+            assert self._go.wait(20)
+            return original(*arguments)
+
+        patch.setattr(owner, name, held)
+
+    def let_go(self) -> None:
+        self._go.set()
+
+
+@pytest.mark.parametrize(("owner", "name"), [(ReleaseMaker, "_log"), (ViewStore, "write_release")])
+def test_a_release_that_waits_for_the_disk_keeps_nobody_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type[Any], name: str
+) -> None:
+    async def scenario(local: LocalModel) -> None:
+        view = await local.prepared_view(TOP)
+        before = await held_by_a_replica(view)
+        await local.cut(changed(1, USER, 3, 4))
+        disk = Disk(monkeypatch, owner, name)
+        making = asyncio.create_task(view.make_release(Policy(), 0))
+        await disk.begun.wait()
+        await local.cut(changed(2, USER, 4, 5))  # Would wait for ever if the model's thread did.
+        assert local.model.position.number == 3
+        assert _bytes(await held_by_a_replica(view)) == _bytes(before)
+        disk.let_go()
+        await making
+        assert view.state.compared_version == 2
+        assert not any(name.startswith("model-") for name in disk.threads)
+        await view.make_release(Policy(), 0)
+        assert same_as_the_model(await held_by_a_replica(view), local)
+
+    run(tmp_path, scenario)
+
+
+def test_tables_that_wait_for_the_disk_keep_nobody_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(local: LocalModel) -> None:
+        disk = Disk(monkeypatch, ViewStore, "install")
+        view = local.view()
+        preparing = asyncio.create_task(view.prepare(TOP))
+        await disk.begun.wait()
+        await local.cut(changed(1, USER, 3))
+        disk.let_go()
+        await preparing
+        await view.make_release(TOP, 0)
+        assert same_as_the_model(await held_by_a_replica(view), local)
+        assert not any(name.startswith("model-") for name in disk.threads)
+
+    run(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(ReleaseMaker, "_draw"), (ReleaseMaker, "_log"), (TableMaker, "make")]
+)
+def test_an_unforeseen_error_is_told_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type[Any], name: str
+) -> None:
+    """It neither ends the service nor keeps other consumers from anything."""
+    monkeypatch.setattr("deltasync.core.backoff._FIRST_SECONDS", 0.001)
+    told: list[Event] = []
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("a mistake of ours")
+
+    async def scenario(local: LocalModel) -> None:
+        view = local.view()
+        replica = Replica("a", stream=asyncio.Event())
+        loop = ReleaseLoop(Consumer("top", "clicks", 0, TOP, {"a": replica}), view, Events(told.append))
+        async with asyncio.TaskGroup() as tasks:
+            with monkeypatch.context() as patch:
+                if owner is not TableMaker:
+                    await view.prepare(TOP)
+                patch.setattr(owner, name, broken)
+                tasks.create_task(loop.run())
+                await local.cut(changed(1, USER, 3))
+                replica.applied = view.position
+                await _becomes(lambda: len(told) > 2)
+                assert view.failure == "its releases cannot be made: ZeroDivisionError: a mistake of ours"
+            await _becomes(lambda: _advanced(view, replica) and not view.failure)
+            assert view.state.compared_version == 2
+            loop.stop()
+        assert {each.kind for each in told} <= {EventKind.FAILED, EventKind.RELEASE_MADE}
+        assert isinstance(told[0].error, ZeroDivisionError)
+        assert told[0].subject == {"consumer": "top"}
+        assert same_as_the_model(await held_by_a_replica(view), local)
+
+    run(tmp_path, scenario)
+
+
+def _advanced(view: View, replica: Replica) -> bool:
+    replica.applied = view.position
+    return True
+
+
+def _bytes(tables: Any) -> dict[str, bytes]:
+    return {name: rows.tobytes() for name, rows in tables.items()}
+
+
+async def _becomes(wanted: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not wanted():
+            await asyncio.sleep(0.001)
