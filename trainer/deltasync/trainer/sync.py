@@ -15,14 +15,13 @@ from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
-from deltasync.client import Part, Position, Publisher, PublisherOptions, RowBatch
+from deltasync.client import Part, Position, Publisher, PublisherOptions
 from deltasync.core.errors import DeltasyncError, InvalidInput, ResyncRequired, ServiceUnavailable
 from deltasync.trainer.checks import check_whole
 from deltasync.trainer.distributed.agreement import Agreement
-from deltasync.trainer.tracking.delta import Delta, Token
+from deltasync.trainer.tracking.delta import Token
 from deltasync.trainer.tracking.modes import TrackingMode
 from deltasync.trainer.tracking.options import TrackerOptions
 from deltasync.trainer.tracking.shards import tables_of
@@ -277,21 +276,10 @@ class DeltaSync:
         part = Part(
             step=self.tracker.steps,
             step_end_unix_ns=step_end_unix_ns,
-            rows=self._shard_rows(delta),
+            rows=delta.batches(),
             full=full,
         )
         self._pending = _PendingCut(part, delta.token, self.tracker.changes, self._connected().publish(part))
-
-    def _shard_rows(self, delta: Delta) -> list[RowBatch]:
-        """A delta's rows by shard."""
-        batches = []
-        for table in self.tracker.tables:
-            rows = delta.rows.get(table.name)
-            if rows is not None and rows.values is not None:
-                widths = [cols for _, cols in rows.columns]
-                for tracked, values in zip(table.shards, torch.split(rows.values, widths, dim=1), strict=True):
-                    batches.append(RowBatch(tracked.shard, rows.ids.numpy(), values.contiguous().numpy()))
-        return batches
 
     def _connected(self) -> Publisher:
         if self._publisher is None:
