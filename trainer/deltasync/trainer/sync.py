@@ -19,7 +19,7 @@ from torch import nn
 
 from deltasync.client import Part, Position, Publisher, PublisherOptions
 from deltasync.core.errors import DeltasyncError, InvalidInput, ResyncRequired, ServiceUnavailable
-from deltasync.trainer.checks import check_whole
+from deltasync.trainer.checks import check_format, check_whole
 from deltasync.trainer.distributed.agreement import Agreement
 from deltasync.trainer.tracking.delta import Token
 from deltasync.trainer.tracking.modes import TrackingMode
@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 _CONSUMER = "publisher"
 _PEER_POLL_SECONDS = 0.05
 _CUTS_IN_STATS = 100_000
+# States that name no format are of the first.
+_STATE_FORMAT = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +189,7 @@ class DeltaSync:
     def state_dict(self) -> dict[str, Any]:
         """What this rank adds to a checkpoint, so that a run from there need not publish every row anew."""
         return {
+            "format": _STATE_FORMAT,
             "rank": self._agreement.rank,
             "world_size": self._agreement.world_size,
             "tracker": self.tracker.state_dict(),
@@ -201,10 +204,12 @@ class DeltaSync:
             saved: the states of all ranks that saved it, whatever their number and their sharding.
 
         Raises:
-            InvalidInput: some are missing, or of another checkpoint.
+            InvalidInput: some are missing, of another checkpoint, or of a newer format.
         """
         if isinstance(saved, Mapping):
             raise InvalidInput("expected a list with the states of all ranks, got one state")
+        for state in saved:
+            check_format("a state of DeltaSync", state.get("format", 1), _STATE_FORMAT)
         ranks = sorted((state["rank"], state["world_size"]) for state in saved)
         if not ranks or ranks != [(rank, len(saved)) for rank in range(len(saved))]:
             found = ", ".join(f"{rank} of {world_size}" for rank, world_size in ranks)

@@ -267,7 +267,8 @@ class Tracker:
                 alone is enough if both are the same.
 
         Raises:
-            InvalidInput: these are no states of trackers, or a table lacks what a consumer's mode reads.
+            InvalidInput: these are no states of trackers, or of a newer format, or a table lacks what a consumer's
+                mode reads.
         """
         states = [saved] if isinstance(saved, Mapping) else list(saved)
         with self._gate.reading(None):
