@@ -1,4 +1,4 @@
-"""Checks of the values that options are made with."""
+"""Checks of the values that options are made with, and of the formats of what was saved."""
 
 import math
 from collections.abc import Collection
@@ -36,3 +36,17 @@ def check_names(name: str, value: Collection[str]) -> None:
     """
     if isinstance(value, str):
         raise InvalidInput(f"{name}: {value!r}, expected several names, such as [{value!r}]")
+
+
+def check_format(what: str, found: Any, newest: int) -> None:
+    """See that the format in which something was saved is one that this version reads.
+
+    Raises:
+        InvalidInput: it is newer than `newest`, or no number of a format.
+    """
+    check_whole(f"{what}: format", found)
+    if found > newest:
+        raise InvalidInput(
+            f"{what} has format {found}, this deltasync reads formats up to {newest}: update deltasync, "
+            f"or start without it and publish every row anew"
+        )

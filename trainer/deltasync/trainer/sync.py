@@ -15,14 +15,13 @@ from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
-from deltasync.client import Part, Position, Publisher, PublisherOptions, RowBatch
+from deltasync.client import Part, Position, Publisher, PublisherOptions
 from deltasync.core.errors import DeltasyncError, InvalidInput, ResyncRequired, ServiceUnavailable
-from deltasync.trainer.checks import check_whole
+from deltasync.trainer.checks import check_format, check_whole
 from deltasync.trainer.distributed.agreement import Agreement
-from deltasync.trainer.tracking.delta import Delta, Token
+from deltasync.trainer.tracking.delta import Token
 from deltasync.trainer.tracking.modes import TrackingMode
 from deltasync.trainer.tracking.options import TrackerOptions
 from deltasync.trainer.tracking.shards import tables_of
@@ -35,6 +34,8 @@ logger = logging.getLogger(__name__)
 _CONSUMER = "publisher"
 _PEER_POLL_SECONDS = 0.05
 _CUTS_IN_STATS = 100_000
+# States that name no format are of the first.
+_STATE_FORMAT = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +189,7 @@ class DeltaSync:
     def state_dict(self) -> dict[str, Any]:
         """What this rank adds to a checkpoint, so that a run from there need not publish every row anew."""
         return {
+            "format": _STATE_FORMAT,
             "rank": self._agreement.rank,
             "world_size": self._agreement.world_size,
             "tracker": self.tracker.state_dict(),
@@ -202,10 +204,12 @@ class DeltaSync:
             saved: the states of all ranks that saved it, whatever their number and their sharding.
 
         Raises:
-            InvalidInput: some are missing, or of another checkpoint.
+            InvalidInput: some are missing, of another checkpoint, or of a newer format.
         """
         if isinstance(saved, Mapping):
             raise InvalidInput("expected a list with the states of all ranks, got one state")
+        for state in saved:
+            check_format("a state of DeltaSync", state.get("format", 1), _STATE_FORMAT)
         ranks = sorted((state["rank"], state["world_size"]) for state in saved)
         if not ranks or ranks != [(rank, len(saved)) for rank in range(len(saved))]:
             found = ", ".join(f"{rank} of {world_size}" for rank, world_size in ranks)
@@ -277,21 +281,10 @@ class DeltaSync:
         part = Part(
             step=self.tracker.steps,
             step_end_unix_ns=step_end_unix_ns,
-            rows=self._shard_rows(delta),
+            rows=delta.batches(),
             full=full,
         )
         self._pending = _PendingCut(part, delta.token, self.tracker.changes, self._connected().publish(part))
-
-    def _shard_rows(self, delta: Delta) -> list[RowBatch]:
-        """A delta's rows by shard."""
-        batches = []
-        for table in self.tracker.tables:
-            rows = delta.rows.get(table.name)
-            if rows is not None and rows.values is not None:
-                widths = [cols for _, cols in rows.columns]
-                for tracked, values in zip(table.shards, torch.split(rows.values, widths, dim=1), strict=True):
-                    batches.append(RowBatch(tracked.shard, rows.ids.numpy(), values.contiguous().numpy()))
-        return batches
 
     def _connected(self) -> Publisher:
         if self._publisher is None:

@@ -10,6 +10,7 @@ from deltasync.trainer.tracking.delta import Delta, DeltaRows
 from deltasync.trainer.tracking.modes import TrackingMode
 from deltasync.trainer.tracking.tracker import Tracker
 
+_WITH_ROWS = (TrackingMode.EMBEDDING_LAST, TrackingMode.EMBEDDING)
 _WITH_FIRST = (TrackingMode.EMBEDDING, TrackingMode.MOMENTUM_DIFF, TrackingMode.ROWWISE_ADAGRAD)
 
 
@@ -85,6 +86,8 @@ class Follower:
         for table, rows in delta.rows.items():
             now = live[table][rows.ids]
             self._copy[table][rows.ids] = now if rows.values is None else _in_place(rows, rows.values, now)
+            if self._mode in _WITH_ROWS:
+                _check_batches(table, rows)
         assert self._tracker.acknowledge(delta.token), "the cursor did not move"
         for table, current in live.items():
             wrong = differing(self._copy[table], current)
@@ -93,6 +96,18 @@ class Follower:
 
 def _ids(delta: Delta, table: str) -> set[int]:
     return set(delta.rows[table].ids.tolist()) if table in delta.rows else set()
+
+
+def _check_batches(table: str, rows: DeltaRows) -> None:
+    """What is published of each shard is the same, bit by bit."""
+    assert rows.values is not None
+    batches, widths = rows.batches(), [width for _, width in rows.columns]
+    for batch, column, values in zip(batches, rows.columns, torch.split(rows.values, widths, dim=1), strict=True):
+        shard = batch.shard
+        assert (shard.table.name, shard.col_offset, shard.cols) == (table, *column), f"{table}: {shard}"
+        assert batch.ids.tolist() == rows.ids.tolist(), f"{table}: the ids of a batch"
+        wrong = differing(torch.from_numpy(batch.values), values)
+        assert not wrong, f"{table}: rows {sorted(wrong)} of the batch of {shard}"
 
 
 def _in_place(rows: DeltaRows, values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -294,6 +294,30 @@ def check_missing_rank(folder: Path) -> None:
         load_checkpoint(incomplete, training.model, training.optimizer, training.sync)
 
 
+def check_formats(folder: Path) -> None:
+    newer, training = folder / "newer", Training("rows")
+    shutil.copytree(folder / "rows", newer)
+    (newer / "format").write_text("2\n")
+    with pytest.raises(InvalidInput, match=f"the checkpoint in {newer} has format 2, .* up to 1"):
+        load_checkpoint(newer, training.model, training.optimizer, training.sync)
+    before = _of_before(folder)
+    assert load_checkpoint(before, training.model, training.optimizer, training.sync)
+    save_checkpoint(newer, training.model, training.optimizer, training.sync)
+    assert load_checkpoint(newer, training.model, training.optimizer, training.sync), "it was overwritten"
+
+
+def _of_before(folder: Path) -> Path:
+    """A checkpoint as it was written when nothing in it had a format."""
+    before = folder / "before"
+    shutil.copytree(folder / "rows", before)
+    (before / "format").unlink()
+    for file in before.glob("sync-*.pt"):
+        state = torch.load(file, weights_only=True)
+        assert state.pop("format") == state["tracker"].pop("format") == 1
+        torch.save(state, file)
+    return before
+
+
 def _interrupted(*_: object, **__: object) -> None:
     raise KeyboardInterrupt
 
@@ -322,6 +346,7 @@ def main(what: str, folder: Path, plans: list[str]) -> None:
     load_all(folder, plans)
     if dist.get_world_size() == 1:
         check_missing_rank(folder)
+        check_formats(folder)
         check_interrupted_save(folder, pytest.MonkeyPatch())
     dist.barrier()
     dist.destroy_process_group()

@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from deltasync.core.errors import InvalidInput
+from deltasync.core.tables import Shard, TableSpec
 from deltasync.trainer.tracking import DeltaRows, Tracker, TrackerOptions, TrackingMode
 from deltasync.trainer.tracking.ranking import largest
 
 NORMS = st.floats(width=32).map(abs) | st.sampled_from((0.0, 1.0, math.inf, math.nan))
+WHOLE = Shard.whole(TableSpec("t", 3, 2))
 
 
 @given(st.lists(st.lists(NORMS, max_size=6), max_size=4), st.integers(1, 8))
@@ -33,7 +35,7 @@ def test_the_largest_are_chosen(norms: list[list[float]], k: int) -> None:
 
 def rows(values: list[list[float]], first: list[list[float]] | None = None) -> DeltaRows:
     known = None if first is None else torch.tensor(first)
-    return DeltaRows(torch.arange(len(values)), [(0, 2)], torch.tensor(values), known, TrackingMode.EMBEDDING)
+    return DeltaRows(torch.arange(len(values)), [WHOLE], [torch.tensor(values)], known, TrackingMode.EMBEDDING)
 
 
 class TestRows:
@@ -42,12 +44,12 @@ class TestRows:
 
     def test_half_floats_do_not_overflow(self) -> None:
         half = torch.tensor([[6e4, 6e4]], dtype=torch.float16)
-        delta = DeltaRows(torch.tensor([0]), [(0, 2)], half, -half, TrackingMode.EMBEDDING)
+        delta = DeltaRows(torch.tensor([0]), [WHOLE], [half], -half, TrackingMode.EMBEDDING)
         assert delta.norms().tolist() == pytest.approx([2 * math.hypot(6e4, 6e4)], rel=1e-3)
 
     def test_ids_alone_have_no_norms(self) -> None:
         with pytest.raises(InvalidInput, match="read it with get_delta"):
-            DeltaRows(torch.tensor([0]), [(0, 2)], None, None, TrackingMode.EMBEDDING).norms()
+            DeltaRows(torch.tensor([0]), [WHOLE], [], None, TrackingMode.EMBEDDING).norms()
 
     @given(st.lists(st.booleans(), min_size=3, max_size=3))
     def test_a_selection_keeps_what_belongs_together(self, mask: list[bool]) -> None:

@@ -98,8 +98,10 @@ class ConsumerCursor:
             return False
         self.cursor, self.carried = token.cursor, dict(token.carried)
         for fqn, rows in token.rows.items() if self.first_values else ():
-            if rows.values is not None:
-                replace_rows(self.first_values[fqn], rows.ids - self.row_offsets[fqn], rows.values)
+            ids, widths = rows.ids - self.row_offsets[fqn], [values.shape[1] for values in rows.shard_values]
+            by_shard = torch.split(self.first_values[fqn], widths, dim=1)
+            for first_values, values in zip(by_shard, rows.shard_values, strict=True):
+                replace_rows(first_values, ids, values)
         return True
 
 

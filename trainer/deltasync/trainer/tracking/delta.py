@@ -2,11 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from deltasync.core.errors import InvalidInput
-from deltasync.trainer.tracking.modes import TrackingMode
+from deltasync.core.rows import RowBatch
+from deltasync.core.tables import Shard
+from deltasync.trainer.tracking.modes import TrackingMode, has_rows
 from deltasync.trainer.tracking.ranking import check_ranked
 
 
@@ -16,19 +19,48 @@ class DeltaRows:
 
     Attributes:
         ids: int64 [n], global row ids, ascending, each once.
-        columns: offset and number of the columns held, by shard; most ranks hold all columns in one.
-        values: current rows [n, columns held], or momentum: as many columns, or one for each shard where the
-            optimizer keeps one value per row. None where the mode is ids only.
-        first: the same as they were at the consumer's cursor; NaN where it has none, as after a `resync`. None
+        shards: those of the table that this rank holds, by column; most ranks hold all columns in one.
+        shard_values: for each of these, current rows [n, its columns], or momentum: as many columns, or one where
+            the optimizer keeps one value per row. None at all where the mode is ids only.
+        first: `values` as they were at the consumer's cursor; NaN where it has none, as after a `resync`. None
             where the mode does not keep them.
         mode: how they were read.
     """
 
     ids: torch.Tensor
-    columns: list[tuple[int, int]]
-    values: torch.Tensor | None
+    shards: list[Shard]
+    shard_values: list[torch.Tensor]
     first: torch.Tensor | None
     mode: TrackingMode
+
+    @property
+    def columns(self) -> list[tuple[int, int]]:
+        """Offset and number of the columns held, by shard."""
+        return [(shard.col_offset, shard.cols) for shard in self.shards]
+
+    @cached_property
+    def values(self) -> torch.Tensor | None:
+        """Those of all shards side by side, [n, columns held]; a copy if there are several. None if ids only."""
+        if len(self.shard_values) > 1:
+            return torch.cat(self.shard_values, dim=1)
+        return self.shard_values[0] if self.shard_values else None
+
+    def batches(self) -> list[RowBatch]:
+        """The current rows of each shard, as they are published: no copies.
+
+        Raises:
+            InvalidInput: the mode, or a read of ids only, has no current rows.
+        """
+        if not self.shard_values or not has_rows(self.mode):
+            raise InvalidInput(
+                f"this delta, of mode {self.mode.value!r}, has no current rows: "
+                f"use {TrackingMode.EMBEDDING_LAST.value!r} and read it with get_delta"
+            )
+        ids = self.ids.numpy()
+        return [
+            RowBatch(shard, ids, values.numpy())
+            for shard, values in zip(self.shards, self.shard_values, strict=True)
+        ]
 
     @property
     def states(self) -> torch.Tensor | None:
@@ -52,8 +84,9 @@ class DeltaRows:
 
     def select(self, rows: torch.Tensor) -> "DeltaRows":
         """Some of the rows, by a bool mask [n]."""
-        values, first = (None if all_rows is None else all_rows[rows] for all_rows in (self.values, self.first))
-        return DeltaRows(self.ids[rows], self.columns, values, first, self.mode)
+        by_shard = [values[rows] for values in self.shard_values]
+        first = None if self.first is None else self.first[rows]
+        return DeltaRows(self.ids[rows], self.shards, by_shard, first, self.mode)
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,5 +128,13 @@ class Delta:
     @property
     def nbytes(self) -> int:
         """Bytes of ids and values, first ones too."""
-        tensors = [part for rows in self.rows.values() for part in (rows.ids, rows.values, rows.first)]
+        tensors = [part for rows in self.rows.values() for part in (rows.ids, *rows.shard_values, rows.first)]
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+    def batches(self) -> list[RowBatch]:
+        """The current rows of all tables, shard by shard, as they are published: no copies.
+
+        Raises:
+            InvalidInput: the mode, or a read of ids only, has no current rows.
+        """
+        return [batch for rows in self.rows.values() for batch in rows.batches()]

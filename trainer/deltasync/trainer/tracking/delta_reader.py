@@ -11,14 +11,14 @@ import torch
 from deltasync.trainer.tracking.cost import TrackerCost
 from deltasync.trainer.tracking.cursors import ConsumerCursor, Cursors
 from deltasync.trainer.tracking.delta import Delta, DeltaRows, Token
-from deltasync.trainer.tracking.modes import TrackingMode, gather, sources
+from deltasync.trainer.tracking.modes import TrackingMode, sources
 from deltasync.trainer.tracking.row_marking import RowMarking
 from deltasync.trainer.tracking.shards import TrackedTable
 from deltasync.trainer.tracking.stamps import RowStamps
 from deltasync.trainer.tracking.update_gate import UpdateGate
 
-# Local ids of rows by table, and their values if those are read.
-Gathered = dict[TrackedTable, tuple[torch.Tensor, torch.Tensor | None]]
+# Local ids of rows by table, and their values by shard if those are read.
+Gathered = dict[TrackedTable, tuple[torch.Tensor, list[torch.Tensor]]]
 
 
 class DeltaReader:
@@ -79,17 +79,16 @@ class DeltaReader:
         gathered: Gathered = {}
         for number, table in enumerate(self._tables):
             ids = cursor.due(table, self._stamps.later(number, cursor.cursor))
-            live = sources(table, mode)
             if len(ids):
-                gathered[table] = ids, gather(live, ids, cursor.memory) if live else None
+                gathered[table] = ids, [cursor.memory.select(live, ids) for live in sources(table, mode)]
         return gathered
 
 
 def _in_host_memory(gathered: Gathered) -> Gathered:
     """The same in host memory: on a GPU, once its stream is done."""
     return {
-        table: (_to_host(ids), None if values is None else _to_host(values))
-        for table, (ids, values) in gathered.items()
+        table: (_to_host(ids), [_to_host(values) for values in by_shard])
+        for table, (ids, by_shard) in gathered.items()
     }
 
 
@@ -98,12 +97,12 @@ def _delta_rows(cursor: ConsumerCursor, gathered: Gathered) -> dict[str, DeltaRo
     return {
         table.name: DeltaRows(
             ids + table.row_offset if table.row_offset else ids,
-            table.columns,
-            values,
+            [tracked.shard for tracked in table.shards],
+            by_shard,
             cursor.first_rows(table, ids),
             cursor.mode,
         )
-        for table, (ids, values) in gathered.items()
+        for table, (ids, by_shard) in gathered.items()
     }
 
 

@@ -6,7 +6,6 @@ from enum import Enum
 import torch
 
 from deltasync.core.errors import InvalidInput
-from deltasync.trainer.tracking.host_memory import ReadMemory
 from deltasync.trainer.tracking.shards import TrackedShard, TrackedTable
 
 
@@ -50,6 +49,11 @@ def keeps_first(mode: TrackingMode) -> bool:
     return mode in _CONTENTS and _CONTENTS[mode].first
 
 
+def has_rows(mode: TrackingMode) -> bool:
+    """Whether consumers of the mode are given current rows."""
+    return mode in _CONTENTS and not _CONTENTS[mode].momentum
+
+
 def sources(table: TrackedTable, mode: TrackingMode) -> list[torch.Tensor]:
     """The live tensors a mode reads a table's rows from, by shard; none for ids only.
 
@@ -75,9 +79,3 @@ def _momentum(table: TrackedTable, tracked: TrackedShard, mode: TrackingMode) ->
             f"skip it (fqns_to_skip) or use {TrackingMode.MOMENTUM_DIFF.value!r}"
         )
     return tracked.momentum
-
-
-def gather(live: list[torch.Tensor], ids: torch.Tensor, memory: ReadMemory) -> torch.Tensor:
-    """Rows of the shards of a table, side by side: [n, sum of their columns]."""
-    rows = [memory.select(tensor, ids) for tensor in live]
-    return rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)

@@ -207,7 +207,7 @@ class Tracker:
     def get_delta_ids(self, consumer: str | None = None, timeout_seconds: float | None = None) -> Delta:
         """As `get_delta`, without values."""
         delta = self._reader.read(self._cursors[consumer], timeout_seconds, values=False)
-        rows = {fqn: replace(rows, values=None, first=None) for fqn, rows in delta.rows.items()}
+        rows = {fqn: replace(rows, shard_values=[], first=None) for fqn, rows in delta.rows.items()}
         return self._handed_out(replace(delta, rows=rows))
 
     def top_k(self, consumer: str | None = None, k: int = 1, timeout_seconds: float | None = None) -> Delta:
@@ -267,7 +267,8 @@ class Tracker:
                 alone is enough if both are the same.
 
         Raises:
-            InvalidInput: these are no states of trackers, or a table lacks what a consumer's mode reads.
+            InvalidInput: these are no states of trackers, or of a newer format, or a table lacks what a consumer's
+                mode reads.
         """
         states = [saved] if isinstance(saved, Mapping) else list(saved)
         with self._gate.reading(None):

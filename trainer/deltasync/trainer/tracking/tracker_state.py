@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from deltasync.core.errors import InvalidInput
+from deltasync.trainer.checks import check_format
 from deltasync.trainer.tracking.cursors import ConsumerCursor
 from deltasync.trainer.tracking.modes import TrackingMode
 from deltasync.trainer.tracking.shards import TrackedTable
@@ -18,11 +19,14 @@ from deltasync.trainer.tracking.stamps import NOTHING, RowStamps, forget
 
 _Saved = Mapping[str, Any]
 _KEYS = {"clock", "tables", "consumers", "steps"}
+# States that name no format are of the first.
+_FORMAT = 1
 
 
 def save(tables: Sequence[TrackedTable], stamps: RowStamps, cursors: Sequence[ConsumerCursor]) -> dict[str, Any]:
     """Stamps of all rows, all cursors, and first values of the rows alone that are due to their consumers."""
     return {
+        "format": _FORMAT,
         "clock": stamps.clock,
         "tables": {
             table.name: {"row_offset": table.row_offset, "columns": table.columns, "stamps": kept.cpu().clone()}
@@ -36,16 +40,24 @@ def load(tables: Sequence[TrackedTable], stamps: RowStamps, states: Sequence[_Sa
     """Set the stamps of `tables` from the states of all ranks that saved; the cursors they had, by consumer.
 
     Raises:
-        InvalidInput: something else was saved, or a table lacks what a consumer's mode reads. Nothing has changed.
+        InvalidInput: something else was saved, or it has a newer format, or a table lacks what a consumer's mode
+            reads. Nothing has changed.
     """
-    if not states or any(_KEYS - set(one) for one in states):
-        raise InvalidInput(f"expected states of trackers, with {', '.join(sorted(_KEYS))}")
+    _check_states(states)
     try:
         return _load(tables, stamps, states)
     except InvalidInput:
         raise
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise InvalidInput(f"this is no state of a tracker, or one of another version: {error!r}") from error
+        raise InvalidInput(f"this is no state of a tracker, or a damaged one: {error!r}") from error
+
+
+def _check_states(states: Sequence[_Saved]) -> None:
+    mappings = [one for one in states if isinstance(one, Mapping)]
+    for one in mappings:  # Before the rest, which a newer format may name otherwise.
+        check_format("a tracker's state", one.get("format", 1), _FORMAT)
+    if not states or len(mappings) < len(states) or any(_KEYS - set(one) for one in mappings):
+        raise InvalidInput(f"expected states of trackers, with {', '.join(sorted(_KEYS))}")
 
 
 def _load(
@@ -113,8 +125,8 @@ def _load_cursor(
             cursor.carried[table.name] = ids[_is_local(table, ids)]
         for one, its in saved:
             if cursor.first_values and table.name in its["first"]:
-                columns = one["tables"][table.name]["columns"]
-                _restore_first(table, cursor.first_values[table.name], columns, **its["first"][table.name])
+                columns, rows = one["tables"][table.name]["columns"], its["first"][table.name]
+                _restore_first(table, cursor.first_values[table.name], columns, rows["ids"], rows["values"])
     return cursor
 
 
