@@ -13,7 +13,6 @@ from deltasync.core.errors import StorageFailed
 from deltasync.core.policy import Policy
 from deltasync.core.rows import Values
 from deltasync.core.tables import TableSpec
-from deltasync.core.value_types import decode
 from deltasync.views.pacing import Situation, due
 from deltasync.views.view import View
 
@@ -65,7 +64,7 @@ async def held_by_a_replica(view: View) -> dict[str, Values]:
     for slot, ids, values in release.tables:
         given = view.deliveries[slot]
         rows = np.zeros((given.spec.rows, given.spec.dim), given.spec.dtype)
-        rows[ids] = decode(values, given.value_type, given.spec.dtype)
+        rows[ids] = given.value_type.decode(values, given.spec.dtype)
         held[given.spec.name] = rows
     return held
 

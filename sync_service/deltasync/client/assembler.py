@@ -11,7 +11,6 @@ from deltasync.core.errors import InvalidInput
 from deltasync.core.mode import Mode
 from deltasync.core.rows import Ids, Values
 from deltasync.core.tables import Shard
-from deltasync.core.value_types import decode
 from deltasync.v1 import subscribe_pb2
 from deltasync.wire.messages import delivery_from_message, mode_from_message, position_from_message
 from deltasync.wire.row_messages import CHUNK_BYTES, decode_rows
@@ -113,4 +112,4 @@ def _released(delivery: Delivery, ids: Ids, values: Values) -> ReleasedRows:
     if delivery.mode is Mode.IDS:
         no_values = np.empty((len(ids), 0), delivery.spec.dtype)
         return ReleasedRows(delivery.spec, ids, no_values, values[:, 0].astype(np.float32, copy=False))
-    return ReleasedRows(delivery.spec, ids, decode(values, delivery.value_type, delivery.spec.dtype))
+    return ReleasedRows(delivery.spec, ids, delivery.value_type.decode(values, delivery.spec.dtype))

@@ -11,7 +11,6 @@ import numpy as np
 from deltasync.core.errors import StorageFailed
 from deltasync.core.policy import Policy
 from deltasync.core.rows import Ids, Values
-from deltasync.core.value_types import encode
 from deltasync.feeds.frozen_release import Head
 from deltasync.feeds.model import Model
 from deltasync.views.ranking import DirtyRows, Floats, Mask, pick
@@ -88,7 +87,7 @@ class ReleaseMaker:
                 yield self._piece(table, ids[piece], norms[piece], (number, slot, index))
 
     def _piece(self, table: ViewTable, ids: Ids, norms: Floats, key: tuple[int, int, int]) -> _Piece:
-        encoded = encode(table.source.rows_of(ids), table.delivery.value_type)
+        encoded = table.delivery.value_type.encode(table.source.rows_of(ids))
         logged = self._store.append(*key, *table.record(ids, encoded, norms))
         return _Piece(table, ids, encoded, norms, logged)
 

@@ -13,7 +13,6 @@ from deltasync.core.mode import Mode
 from deltasync.core.rows import Ids, Values
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import ID_TYPE
-from deltasync.core.value_types import decode, encode, encoded_table, largest_distances
 from deltasync.storage.mapped_table import MappedTable, file_of, map_array
 from deltasync.views.ranking import Floats, Mask
 
@@ -26,12 +25,12 @@ class EncodedTable(MappedTable):
     """Rows encoded in a value type, stamped with the release that has them; its digest is of the decoded rows."""
 
     def __init__(self, delivery: Delivery, directory: Path, *, new: bool) -> None:
-        super().__init__(encoded_table(delivery.spec, delivery.value_type), directory, new=new)
+        super().__init__(delivery.value_type.encoded_spec(delivery.spec), directory, new=new)
         self._delivery = delivery
 
     def decoded(self, rows: Values) -> Values:
         """The values that a replica makes of encoded rows."""
-        return decode(rows, self._delivery.value_type, self._delivery.spec.dtype)
+        return self._delivery.value_type.decode(rows, self._delivery.spec.dtype)
 
 
 class ViewTable:
@@ -66,7 +65,7 @@ class ViewTable:
     def copy(self, ids: Ids, number: int | None) -> None:
         """Take over rows of the source as they are. Stamp them with `number`; None = as in the source."""
         rows = self.source.rows_of(ids)
-        self.write(ids, encode(rows, self.delivery.value_type), norms_of(rows), number or 1)
+        self.write(ids, self.delivery.value_type.encode(rows), norms_of(rows), number or 1)
         if number is None:
             self.held.stamps[ids] = self.source.stamps[ids]
 
@@ -149,10 +148,10 @@ class ViewTable:
         delta = np.subtract(rows, decoded, dtype=np.float64)
         norms: Floats = np.sqrt(np.einsum("ij,ij->i", delta, delta))
         # Rows further away than encoding can explain need not be encoded to see that they differ.
-        near = ~(norms > largest_distances(held, decoded, value_type))
+        near = ~(norms > value_type.largest_distances(held, decoded))
         unsure = np.flatnonzero(near & (self.source.stamps[ids] > compared_version))
         differ = np.ones(len(ids), np.bool_)
-        differ[unsure] = _bits_differ(encode(rows[unsure], value_type), held[unsure])
+        differ[unsure] = _bits_differ(value_type.encode(rows[unsure]), held[unsure])
         return norms, differ
 
 

@@ -22,7 +22,7 @@ from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.core.rows import Values
 from deltasync.core.tables import TableSpec
-from deltasync.core.value_types import ValueType, decode
+from deltasync.core.value_types import ValueType
 from deltasync.feeds.frozen_release import FrozenRelease
 from deltasync.views.statistics import Amount
 
@@ -66,7 +66,7 @@ class PlainReplica:
         for slot, ids, values in release.tables:
             each = given[slot]
             norms = each.mode is Mode.IDS
-            held = values if norms else decode(values, each.value_type, each.spec.dtype)
+            held = values if norms else each.value_type.decode(values, each.spec.dtype)
             self.tables[each.spec.name][ids] = held
         assert release.head
         self.position = Position(history, release.head.number)
