@@ -7,7 +7,8 @@ from deltasync.core.delivery import Delivery
 from deltasync.core.errors import InvalidInput
 from deltasync.core.mode import Mode
 from deltasync.core.numbered import Numbered
-from deltasync.core.policy import Policy
+from deltasync.core.policy import FIELDS, Policy
+from deltasync.core.policy_fields import OneOf, Patterns, PolicyField
 from deltasync.core.position import Position
 from deltasync.core.tables import VALUE_TYPES, Shard, TableSpec
 from deltasync.core.value_types import ValueType, own_type
@@ -115,27 +116,21 @@ def policy_from_message(message: admin_pb2.Policy) -> Policy:
     Raises:
         InvalidInput: a field is out of bounds, or fields that cannot be met together.
     """
-    return Policy(
-        tables=tuple(message.tables) or ("*",),
-        mode=mode_from_message(message.mode),
-        top_k=message.top_k or None,
-        top_k_per_table=message.top_k_per_table,
-        max_age_seconds=message.max_age_seconds or None,
-        min_interval_seconds=message.min_interval_seconds,
-        max_bytes=message.max_bytes or None,
-        value_type=_member(ValueType, message.value_type, "value type") if message.value_type else ValueType.FP32,
-    )
+    return Policy(**{each.name: _value_from_message(each, getattr(message, each.name)) for each in FIELDS})
+
+
+def _value_from_message(field: PolicyField, said: Any) -> Any:
+    """The value of a policy's field; 0, or nothing, is the default."""
+    if not said:
+        return field.default
+    if isinstance(field.kind, OneOf):
+        return _member(field.kind.members, said, field.name.replace("_", " "))
+    return tuple(said) if isinstance(field.kind, Patterns) else said
 
 
 def policy_to_message(policy: Policy) -> admin_pb2.Policy:
     """The message that describes a policy."""
+    values = {each.name: getattr(policy, each.name) for each in FIELDS}
     return admin_pb2.Policy(
-        tables=policy.tables,
-        mode=mode_to_message(policy.mode),
-        top_k=policy.top_k or 0.0,
-        top_k_per_table=policy.top_k_per_table,
-        max_age_seconds=policy.max_age_seconds or 0.0,
-        min_interval_seconds=policy.min_interval_seconds,
-        max_bytes=policy.max_bytes or 0,
-        value_type=policy.value_type.number,
+        **{name: value.number if isinstance(value, Numbered) else value for name, value in values.items()}
     )

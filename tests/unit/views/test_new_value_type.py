@@ -80,7 +80,9 @@ def test_a_new_value_type_goes_from_the_policy_over_wire_and_disk_to_the_replica
     assert delivery_of_record(table_record(view), TABLE) == delivery
     view.copy(np.arange(40), 1)
     held = view.held.rows_of(np.arange(40))
-    assert received.value_type.decode(held, TABLE.dtype).tolist() == np.where(source.rows < 0, -1, 1).tolist()
+    assert (
+        received.value_type.decode(held, TABLE.dtype).tolist() == np.where(np.signbit(source.rows), -1, 1).tolist()
+    )
     source.apply(np.array([3, 9]), np.stack([source.rows[3] * 2, -source.rows[9]]), 2)
     assert view.find_dirty(1)[0].tolist() == [9]
 
