@@ -10,7 +10,7 @@ from deltasync.core.tables import VALUE_TYPES, TableSpec
 from deltasync.core.value_types import ValueType, own_type
 
 LOSSY = [(VALUE_TYPES[0], kind) for kind in (ValueType.FP16, ValueType.BF16, ValueType.INT8)]
-CASES = [*LOSSY, (VALUE_TYPES[1], ValueType.INT8)]
+CASES = [(dtype, kind) for dtype in VALUE_TYPES for kind in ValueType if kind.dtype.itemsize < dtype.itemsize]
 
 
 @st.composite
