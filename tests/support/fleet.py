@@ -25,7 +25,7 @@ from deltasync.client import (
     TableSpec,
 )
 from deltasync.core.rows import Values
-from deltasync.core.value_types import ValueType, decode, encode, sent_as
+from deltasync.core.value_types import ValueType, sent_as
 from deltasync.v1 import subscribe_pb2
 from deltasync.wire.messages import checksums_to_message
 
@@ -99,7 +99,7 @@ class Trainer:
 
 def as_sent(table: TableSpec, rows: Values, value_type: ValueType) -> Values:
     found = sent_as(table, value_type)
-    return decode(encode(rows, found), found, table.dtype)
+    return found.decode(found.encode(rows), table.dtype)
 
 
 class Recorder(NumpyTarget):

@@ -12,7 +12,6 @@ from deltasync.core.delivery import Delivery
 from deltasync.core.policy import Policy
 from deltasync.core.rows import Values
 from deltasync.core.tables import TableSpec
-from deltasync.core.value_types import decode, encode
 
 Rows = Mapping[int, Values]
 
@@ -36,18 +35,17 @@ class PlainHeld:
     dirty_since: dict[int, int] = field(default_factory=dict)
 
     def row(self, row: int) -> Values:
-        nothing = encode(
-            np.zeros((1, self.delivery.spec.dim), self.delivery.spec.dtype), self.delivery.value_type
-        )[0]
+        zeros = np.zeros((1, self.delivery.spec.dim), self.delivery.spec.dtype)
+        nothing = self.delivery.value_type.encode(zeros)[0]
         held: Values = self.rows.get(row, nothing)
         return held
 
     def wanted(self, row: int) -> Values:
-        wanted: Values = encode(self.source.rows[row][None], self.delivery.value_type)[0]
+        wanted: Values = self.delivery.value_type.encode(self.source.rows[row][None])[0]
         return wanted
 
     def decoded(self, row: int) -> Values:
-        values: Values = decode(self.row(row)[None], self.delivery.value_type, self.delivery.spec.dtype)[0]
+        values: Values = self.delivery.value_type.decode(self.row(row)[None], self.delivery.spec.dtype)[0]
         return values
 
     def norm(self, row: int) -> float:

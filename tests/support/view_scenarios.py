@@ -13,7 +13,6 @@ from deltasync.core.errors import StorageFailed
 from deltasync.core.policy import Policy
 from deltasync.core.rows import Values
 from deltasync.core.tables import TableSpec
-from deltasync.core.value_types import decode
 from deltasync.views.pacing import Situation, due
 from deltasync.views.view import View
 
@@ -65,7 +64,7 @@ async def held_by_a_replica(view: View) -> dict[str, Values]:
     for slot, rows in release.batches.items():
         given = view.deliveries[slot]
         table = np.zeros((given.spec.rows, given.spec.dim), given.spec.dtype)
-        table[rows.ids] = decode(rows.values, given.value_type, given.spec.dtype)
+        table[rows.ids] = given.value_type.decode(rows.values, given.spec.dtype)
         held[given.spec.name] = table
     return held
 

@@ -8,8 +8,26 @@ from starlette.requests import ClientDisconnect
 
 from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.core.errors import InvalidInput
+from deltasync.core.policy import FIELDS, Policy
+from deltasync.core.policy_fields import PolicyField
 
 _MAX_BODY_BYTES = 64 << 10
+
+_DEFAULT = Policy().as_dict()
+
+
+def _schema(field: PolicyField) -> dict[str, Any]:
+    schema = {**field.kind.schema, "description": field.words, "default": _DEFAULT[field.name]}
+    if field.default is None:
+        schema["type"] = [schema["type"], "null"]
+    return schema
+
+
+_POLICY = {
+    "type": "object",
+    "properties": {field.name: _schema(field) for field in FIELDS},
+    "additionalProperties": False,
+}
 
 # For /docs.
 BODY: dict[str, Any] = {
@@ -18,8 +36,9 @@ BODY: dict[str, Any] = {
         "application/json": {
             "schema": {
                 "type": "object",
-                "properties": {"model": {"type": "string"}, "policy": {"type": "object"}},
+                "properties": {"model": {"type": "string"}, "policy": _POLICY},
                 "required": ["model"],
+                "additionalProperties": False,
             },
             "example": {"model": "clicks", "policy": {"top_k": 0.1, "value_type": "int8"}},
         }

@@ -6,78 +6,65 @@ from typing import Any, TypeVar
 import click
 
 from deltasync.core.errors import InvalidInput
-from deltasync.core.mode import Mode
-from deltasync.core.policy import Policy
-from deltasync.core.value_types import ValueType
+from deltasync.core.policy import FIELDS, Policy
+from deltasync.core.policy_fields import Bytes, Flag, Kind, OneOf, Patterns, PolicyField
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_WHICH_OPTIONS = (
-    click.option(
-        "--tables",
-        multiple=True,
-        default=["*"],
-        metavar="PATTERN",
-        help="Tables it follows, by a pattern of their names: *, ?, [...]. May be repeated.",
-    ),
-    click.option(
-        "--mode",
-        type=click.Choice([mode.value for mode in Mode]),
-        default=Mode.EMBEDDINGS.value,
-        help="Send values, or only ids of rows and the norms of what has changed in them.",
-    ),
-)
-_RELEASE_OPTIONS = (
-    click.option(
-        "--top-k",
-        type=float,
-        help="Of the rows that have changed, send at once only those that have changed most: this many, or "
-        "below 1 this share of them. All unless given.",
-    ),
-    click.option("--top-k-per-table", is_flag=True, help="Count --top-k in every table by itself."),
-    click.option(
-        "--max-age",
-        type=float,
-        metavar="SECONDS",
-        help="Send a row that is unsent for longer, however little it has changed. No limit unless given.",
-    ),
-    click.option(
-        "--min-interval", type=float, default=0.0, metavar="SECONDS", help="Time between two releases, at least."
-    ),
-    click.option(
-        "--max-bytes", type=int, help="Ids and values of a release, at most. No limit unless given."
-    ),
-    click.option(
-        "--value-type",
-        "--dtype",
-        "value_type",
-        type=click.Choice([value_type.value for value_type in ValueType]),
-        default=ValueType.FP32.value,
-        help="What values are sent as.",
-    ),
-)  # fmt: skip
+# Those of a policy's fields that say what is sent; the others say how much, and when.
+_WHICH = {"tables", "mode"}
+_RELEASE_FIELDS = [each for each in FIELDS if each.name not in _WHICH]
+_DEFAULT = Policy().as_dict()
 
-_RELEASE_NAMES = ("top_k", "top_k_per_table", "max_age", "min_interval", "max_bytes", "value_type")
-_KEYS = {"max_age": "max_age_seconds", "min_interval": "min_interval_seconds"}
+
+def _parameter(field: PolicyField) -> str:
+    """What a field is called among a command's parameters, and in the environment."""
+    return field.flags[0].removeprefix("--").replace("-", "_")
+
+
+def _option(field: PolicyField) -> Callable[[F], F]:
+    words = field.words.replace("`", "")
+    return click.option(
+        *field.flags,
+        _parameter(field),
+        default=_DEFAULT[field.name],
+        metavar=field.kind.metavar,
+        help=f"{words} May be repeated." if isinstance(field.kind, Patterns) else words,
+        **_type(field.kind),
+    )
+
+
+def _type(kind: Kind) -> dict[str, Any]:
+    match kind:
+        case OneOf():
+            return {"type": click.Choice(kind.names)}
+        case Patterns():
+            return {"multiple": True}
+        case Flag():
+            return {"is_flag": True}
+        case Bytes():
+            return {"type": int}
+    return {"type": float}
 
 
 def policy_options(function: F) -> F:
     """The options that describe a policy; `policy_of` makes one of their values."""
-    for option in reversed((*_WHICH_OPTIONS, *_RELEASE_OPTIONS)):
-        function = option(function)
+    for field in reversed(FIELDS):
+        function = _option(field)(function)
     return function
 
 
 def release_options(function: F) -> F:
     """Those of them that say how much is sent, and when: all but `--tables` and `--mode`."""
-    for option in reversed(_RELEASE_OPTIONS):
-        function = option(function)
+    for field in reversed(_RELEASE_FIELDS):
+        function = _option(field)(function)
     return function
 
 
 def policy_of(options: Mapping[str, Any]) -> Policy:
     """The policy that the values of `policy_options` describe."""
-    described = {_KEYS.get(name, name): value for name, value in options.items() if value is not None}
+    names = {_parameter(field): field.name for field in FIELDS}
+    described = {names[name]: value for name, value in options.items() if value is not None}
     try:
         return Policy.from_dict(described)
     except InvalidInput as error:
@@ -86,4 +73,4 @@ def policy_of(options: Mapping[str, Any]) -> Policy:
 
 def take_policy(settings: dict[str, Any]) -> Policy:
     """Take the policy that the values of `release_options` describe out of a command's settings."""
-    return policy_of({name: settings.pop(name) for name in _RELEASE_NAMES})
+    return policy_of({_parameter(field): settings.pop(_parameter(field)) for field in _RELEASE_FIELDS})

@@ -11,7 +11,6 @@ from deltasync.core.errors import InvalidInput
 from deltasync.core.mode import Mode
 from deltasync.core.rows import RowBatch
 from deltasync.core.tables import Shard
-from deltasync.core.value_types import decode
 from deltasync.v1 import subscribe_pb2
 from deltasync.wire.messages import delivery_from_message, mode_from_message, position_from_message
 from deltasync.wire.row_messages import CHUNK_BYTES, decode_rows
@@ -115,4 +114,4 @@ def _decoded(rows: RowBatch, delivery: Delivery) -> RowBatch:
     if delivery.mode is Mode.IDS:
         norms = rows.values[:, 0].astype(np.float32, copy=False)
         return RowBatch.of_table(spec, rows.ids, np.empty((len(rows), 0), spec.dtype), norms)
-    return RowBatch.of_table(spec, rows.ids, decode(rows.values, delivery.value_type, spec.dtype))
+    return RowBatch.of_table(spec, rows.ids, delivery.value_type.decode(rows.values, spec.dtype))

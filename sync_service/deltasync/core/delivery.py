@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from deltasync.core.mode import Mode
 from deltasync.core.tables import TableSpec
-from deltasync.core.value_types import ValueType, encoded_table, own_type
+from deltasync.core.value_types import ValueType, own_type
 
 
 @dataclass(frozen=True)
@@ -25,4 +25,4 @@ class Delivery:
         """The shape and type in which its rows travel."""
         if self.mode is Mode.IDS:
             return TableSpec(self.spec.name, self.spec.rows, 1)
-        return encoded_table(self.spec, self.value_type)
+        return self.value_type.encoded_spec(self.spec)

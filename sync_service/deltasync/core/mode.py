@@ -1,10 +1,10 @@
 """What of a row is sent."""
 
-from enum import Enum
+from deltasync.core.numbered import Numbered
 
 
-class Mode(Enum):
+class Mode(Numbered):
     """What is sent of a row: its values, or only that it has changed, and by how much."""
 
-    EMBEDDINGS = "embeddings"
-    IDS = "ids"
+    EMBEDDINGS = "embeddings", 1
+    IDS = "ids", 2

@@ -1,69 +1,79 @@
 """A consumer's policy: which rows its replicas are sent, how many, when, and in which type."""
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from enum import Enum
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 from deltasync.core.delivery import Delivery
 from deltasync.core.errors import InvalidInput
 from deltasync.core.mode import Mode
+from deltasync.core.numbered import Numbered
+from deltasync.core.policy_fields import Amount, Bytes, Flag, OneOf, Patterns, Seconds, declared, declared_in
 from deltasync.core.tables import ID_TYPE, TableSpec
 from deltasync.core.value_types import ValueType, sent_as
 
 # A row id, and a norm or one fp16 value.
 _SMALLEST_ROW_BYTES = ID_TYPE.itemsize + 2
-# What the wire can carry, and what fits the clock.
-_MOST_BYTES = 2**63 - 1
-_MOST_SECONDS = 1e9
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
     """What a consumer wants. The default is every changed row, in its own type, at once.
 
-    Attributes:
-        tables: patterns (`*`, `?`, `[...]`) of the names of the tables it follows.
-        mode: values, or ids and norms only.
-        top_k: of the rows that have changed, a release takes those that have changed most: this many, or, below 1,
-            this share of them (rounded up). None = all.
-        top_k_per_table: whether `top_k` counts in every table by itself.
-        max_age_seconds: a row that has been unsent for longer is sent whatever its norm. None = no limit.
-        min_interval_seconds: the least time between two releases.
-        max_bytes: the most bytes of ids and values in a release. None = no limit.
-        value_type: what values are sent as. A table whose rows would not get smaller keeps its own type.
+    A field is declared here, with what it takes and means, and by its name in `admin.proto`: messages, JSON, TOML,
+    the options of commands and the table in sync_service/README.md follow from that.
 
     Raises:
         InvalidInput: a field is out of bounds, or fields that cannot be met together.
     """
 
-    tables: tuple[str, ...] = ("*",)
-    mode: Mode = Mode.EMBEDDINGS
-    top_k: float | None = None
-    top_k_per_table: bool = False
-    max_age_seconds: float | None = None
-    min_interval_seconds: float = 0.0
-    max_bytes: int | None = None
-    value_type: ValueType = ValueType.FP32
+    tables: tuple[str, ...] = declared(
+        ("*",), Patterns(), "Tables it follows, by patterns of their names: `*`, `?`, `[...]`."
+    )
+    mode: Mode = declared(
+        Mode.EMBEDDINGS,
+        OneOf(Mode),
+        "What is sent of a row: its values, or, as `ids`, only that it has changed, and the norm of what has: for "
+        "a cache to invalidate, an audit, a monitor.",
+    )
+    top_k: float | None = declared(
+        None,
+        Amount(),
+        "Of the rows that have changed, send at once only those that have changed most: this many (1 is one row), "
+        "or below 1 this share of them, rounded up. All unless given.",
+    )
+    top_k_per_table: bool = declared(
+        False, Flag(), "Count `top_k` in every table by itself, instead of in all together."
+    )
+    max_age_seconds: float | None = declared(
+        None,
+        Seconds(zero=False),
+        "Send a row that is unsent for longer, however little it has changed. No limit unless given.",
+        "--max-age",
+    )
+    min_interval_seconds: float = declared(
+        0.0, Seconds(zero=True), "Time between two releases, at least.", "--min-interval"
+    )
+    max_bytes: int | None = declared(
+        None, Bytes(), "Ids and values of a release, at most, but at least one row. No limit unless given."
+    )
+    value_type: ValueType = declared(
+        ValueType.FP32,
+        OneOf(ValueType),
+        "What values are sent as; rows that take no more bytes as they are, are sent so.",
+        "--value-type",
+        "--dtype",
+    )
 
     def __post_init__(self) -> None:
-        for name, read in _READ.items():
-            object.__setattr__(self, name, read(name, getattr(self, name)))
-        if not self.tables or not all(self.tables):
-            raise InvalidInput(f"tables {list(self.tables)}: name at least one pattern, '*' for all")
-        if self.top_k is not None:
-            _check_top_k(self.top_k)
-        _check_seconds("max_age_seconds", self.max_age_seconds, above=True)
-        _check_seconds("min_interval_seconds", self.min_interval_seconds, above=False)
+        for each in FIELDS:
+            object.__setattr__(self, each.name, each.read(getattr(self, each.name)))
         if self.max_age_seconds is not None and self.max_age_seconds < self.min_interval_seconds:
             raise InvalidInput(
                 f"max_age_seconds {self.max_age_seconds:.15g} is shorter than min_interval_seconds "
                 f"{self.min_interval_seconds:.15g}: no row can go out sooner than the next release"
             )
-        if self.max_bytes is not None and self.max_bytes > _MOST_BYTES:
-            raise InvalidInput(f"max_bytes {self.max_bytes}: expected at most {_MOST_BYTES}")
         self._check_bytes(self._rows * _SMALLEST_ROW_BYTES, f"{self._rows} rows of the least bytes there can be")
 
     @property
@@ -112,13 +122,7 @@ class Policy:
 
     def as_dict(self) -> dict[str, Any]:
         """The policy as JSON knows it; `from_dict` takes it back."""
-        described = asdict(self)
-        return {
-            **described,
-            "tables": list(self.tables),
-            "mode": self.mode.value,
-            "value_type": self.value_type.value,
-        }
+        return {each.name: _plain(getattr(self, each.name)) for each in FIELDS}
 
     @classmethod
     def from_dict(cls, described: Mapping[str, Any]) -> "Policy":
@@ -127,7 +131,7 @@ class Policy:
         Raises:
             InvalidInput: an unknown key, a value of another type, or one that is out of bounds.
         """
-        known = {field.name for field in fields(cls)}
+        known = {each.name for each in FIELDS}
         if unknown := sorted(described.keys() - known):
             raise InvalidInput(f"policy: unknown key {unknown[0]!r}; keys: {', '.join(sorted(known))}")
         return cls(**described)
@@ -143,80 +147,19 @@ class Policy:
             raise InvalidInput(f"max_bytes {self.max_bytes} is less than the {needed} bytes of {what}: {instead}")
 
 
+FIELDS = declared_in(Policy)
+
+
+def _plain(value: Any) -> Any:
+    """A field's value, as JSON knows it."""
+    if isinstance(value, Numbered):
+        return value.value
+    return list(value) if isinstance(value, tuple) else value
+
+
 def _word(key: str, value: Any) -> str:
     if isinstance(value, list):
         return f"{key}={','.join(value)}"
     if value is True:
         return key
     return f"{key}={value:.15g}" if isinstance(value, float) else f"{key}={value}"
-
-
-def _check_top_k(top_k: float) -> None:
-    if not math.isfinite(top_k) or top_k <= 0 or (top_k >= 1 and top_k != int(top_k)):
-        raise InvalidInput(f"top_k {top_k:.15g}: expected a share above 0 and below 1, or a whole number of rows")
-
-
-def _check_seconds(name: str, seconds: float | None, *, above: bool) -> None:
-    if seconds is not None and not (seconds <= _MOST_SECONDS and (seconds > 0 if above else seconds >= 0)):
-        expected = "more than 0" if above else "0 or more"
-        raise InvalidInput(f"{name} {seconds:.15g}: expected {expected}, at most {_MOST_SECONDS:.15g}")
-
-
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidInput(f"{name} {value!r}: expected a number")
-    try:
-        return float(value)
-    except OverflowError as error:
-        raise InvalidInput(f"{name}: the number is too large") from error
-
-
-def _optional_number(name: str, value: Any) -> float | None:
-    return None if value is None else _number(name, value)
-
-
-def _optional_bytes(name: str, value: Any) -> int | None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise InvalidInput(f"{name} {value!r}: expected a whole number of bytes, at least 1")
-    return value
-
-
-def _flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise InvalidInput(f"{name} {value!r}: expected true or false")
-    return value
-
-
-def _patterns(name: str, value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list | tuple) or not all(isinstance(each, str) and _is_text(each) for each in value):
-        raise InvalidInput(f"{name} {value!r}: expected a list of patterns")
-    return tuple(value)
-
-
-def _is_text(value: str) -> bool:
-    """Whether it can be sent: JSON also allows lone surrogates, which UTF-8 does not."""
-    return not any(0xD800 <= ord(each) <= 0xDFFF for each in value)
-
-
-def _member(kind: type[Enum]) -> Any:
-    def read(name: str, value: Any) -> Enum:
-        members = {member.value: member for member in kind}
-        if isinstance(value, kind):
-            return value
-        if not isinstance(value, str) or value not in members:
-            raise InvalidInput(f"{name} {value!r}: expected one of {', '.join(members)}")
-        return members[value]
-
-    return read
-
-
-_READ: dict[str, Any] = {
-    "tables": _patterns,
-    "mode": _member(Mode),
-    "top_k": _optional_number,
-    "top_k_per_table": _flag,
-    "max_age_seconds": _optional_number,
-    "min_interval_seconds": _number,
-    "max_bytes": _optional_bytes,
-    "value_type": _member(ValueType),
-}

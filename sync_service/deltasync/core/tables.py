@@ -10,16 +10,11 @@ ID_TYPE = np.dtype("<i8")
 VALUE_TYPES = (np.dtype("<f4"), np.dtype("<f2"))
 MAX_ROWS = 2**40
 MAX_DIM = 2**16
-# What values may be stored as: as they are, as the bits of a bf16, as the bytes of an int8 row.
-_INT8 = np.dtype("u1")
-_STORED_TYPES = (*VALUE_TYPES, np.dtype("<u2"), _INT8)
-# Bytes of an int8 row beside its values: scale and bias.
-SCALE_AND_BIAS_BYTES = 8
 
 
 @dataclass(frozen=True)
 class TableSpec:
-    """One embedding table, whole: `rows` x `dim` values of `dtype` (fp32, fp16; encoded: see `value_types`)."""
+    """One embedding table, whole: `rows` x `dim` values of `dtype` (fp32 or fp16)."""
 
     name: str
     rows: int
@@ -31,9 +26,12 @@ class TableSpec:
             raise InvalidInput(f"table name {self.name!r}: use 1 to 512 characters")
         if not 1 <= self.rows <= MAX_ROWS:
             raise InvalidInput(f"table {self.name!r}: {self.rows} rows, expected 1 to {MAX_ROWS}")
-        if not 1 <= self.dim <= MAX_DIM + (SCALE_AND_BIAS_BYTES if self.dtype == _INT8 else 0):
+        self._check_values()
+
+    def _check_values(self) -> None:
+        if not 1 <= self.dim <= MAX_DIM:
             raise InvalidInput(f"table {self.name!r}: dim {self.dim}, expected 1 to {MAX_DIM}")
-        if self.dtype not in _STORED_TYPES:
+        if self.dtype not in VALUE_TYPES:
             raise InvalidInput(f"table {self.name!r}: values of type {self.dtype}, expected float32 or float16")
 
     @property
@@ -45,6 +43,13 @@ class TableSpec:
     def nbytes(self) -> int:
         """Bytes of all values, without ids or stamps."""
         return self.rows * self.dim * self.dtype.itemsize
+
+
+class EncodedSpec(TableSpec):
+    """The same of a table's rows as a value type encodes them: `dim` numbers of `dtype`, whatever these are."""
+
+    def _check_values(self) -> None:
+        """The table itself was checked."""
 
 
 @dataclass(frozen=True)

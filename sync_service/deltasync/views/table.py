@@ -14,7 +14,6 @@ from deltasync.core.rows import Ids, Norms, RowBatch, Values
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import ID_TYPE
 from deltasync.core.threads import MODEL_THREAD, confined
-from deltasync.core.value_types import decode, encode, encoded_table, largest_distances
 from deltasync.storage.mapped_table import MappedTable, file_of, map_array
 from deltasync.views.ranking import Floats, Mask
 
@@ -27,12 +26,12 @@ class EncodedTable(MappedTable):
     """Rows encoded in a value type, stamped with the release that has them; its digest is of the decoded rows."""
 
     def __init__(self, delivery: Delivery, directory: Path, *, new: bool) -> None:
-        super().__init__(encoded_table(delivery.spec, delivery.value_type), directory, new=new)
+        super().__init__(delivery.value_type.encoded_spec(delivery.spec), directory, new=new)
         self._delivery = delivery
 
     def decoded(self, rows: Values) -> Values:
         """The values that a replica makes of encoded rows."""
-        return decode(rows, self._delivery.value_type, self._delivery.spec.dtype)
+        return self._delivery.value_type.decode(rows, self._delivery.spec.dtype)
 
 
 @confined(dirty_since=MODEL_THREAD, _norms=MODEL_THREAD)
@@ -98,7 +97,7 @@ class ViewTable:
 
     def encoded(self, ids: Ids) -> Values:
         """Rows of the source ([n, width]) as replicas are to hold them."""
-        return encode(self.source.rows_of(ids), self.delivery.value_type)
+        return self.delivery.value_type.encode(self.source.rows_of(ids))
 
     def batch(self, ids: Ids, encoded: Values, norms: Floats) -> RowBatch:
         """Encoded rows as `write` takes them; with the norms ([n]) of what has changed where those are sent."""
@@ -160,10 +159,10 @@ class ViewTable:
         delta = np.subtract(rows, decoded, dtype=np.float64)
         norms: Floats = np.sqrt(np.einsum("ij,ij->i", delta, delta))
         # Rows further away than encoding can explain need not be encoded to see that they differ.
-        near = ~(norms > largest_distances(held, decoded, value_type))
+        near = ~(norms > value_type.largest_distances(held, decoded))
         unsure = np.flatnonzero(near & (self.source.stamps[ids] > compared_version))
         differ = np.ones(len(ids), np.bool_)
-        differ[unsure] = _bits_differ(encode(rows[unsure], value_type), held[unsure])
+        differ[unsure] = _bits_differ(value_type.encode(rows[unsure]), held[unsure])
         return norms, differ
 
 

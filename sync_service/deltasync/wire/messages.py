@@ -1,34 +1,20 @@
 """Between messages of the wire and what they mean."""
 
 from collections.abc import Mapping
-from typing import Any
-
-import numpy as np
+from typing import Any, TypeVar
 
 from deltasync.core.delivery import Delivery
 from deltasync.core.errors import InvalidInput
 from deltasync.core.mode import Mode
-from deltasync.core.policy import Policy
+from deltasync.core.numbered import Numbered
+from deltasync.core.policy import FIELDS, Policy
+from deltasync.core.policy_fields import OneOf, Patterns, PolicyField
 from deltasync.core.position import Position
 from deltasync.core.tables import VALUE_TYPES, Shard, TableSpec
 from deltasync.core.value_types import ValueType, own_type
 from deltasync.v1 import admin_pb2, publish_pb2, tables_pb2
 
-_VALUE_TYPES: dict[Any, np.dtype[np.generic]] = {  # The stubs and the generated code type enums differently.
-    tables_pb2.VALUE_TYPE_FP32: VALUE_TYPES[0],
-    tables_pb2.VALUE_TYPE_FP16: VALUE_TYPES[1],
-}
-_SENT_AS: dict[Any, ValueType] = {
-    tables_pb2.VALUE_TYPE_FP32: ValueType.FP32,
-    tables_pb2.VALUE_TYPE_FP16: ValueType.FP16,
-    tables_pb2.VALUE_TYPE_BF16: ValueType.BF16,
-    tables_pb2.VALUE_TYPE_INT8: ValueType.INT8,
-}
-_MODES: dict[Any, Mode] = {
-    tables_pb2.MODE_UNSPECIFIED: Mode.EMBEDDINGS,
-    tables_pb2.MODE_EMBEDDINGS: Mode.EMBEDDINGS,
-    tables_pb2.MODE_IDS: Mode.IDS,
-}
+N = TypeVar("N", bound=Numbered)
 
 
 def table_from_message(message: tables_pb2.Table) -> TableSpec:
@@ -37,49 +23,36 @@ def table_from_message(message: tables_pb2.Table) -> TableSpec:
     Raises:
         InvalidInput: a field is out of bounds, or the value type is unknown.
     """
-    if message.value_type not in _VALUE_TYPES:
+    value_type = ValueType.of_number(message.value_type)
+    if not value_type or value_type.dtype not in VALUE_TYPES:
         raise InvalidInput(f"table {message.name!r}: value type {message.value_type}, expected fp32 or fp16")
-    return TableSpec(message.name, message.rows, message.dim, _VALUE_TYPES[message.value_type])
+    return TableSpec(message.name, message.rows, message.dim, value_type.dtype)
 
 
 def table_to_message(table: TableSpec) -> tables_pb2.Table:
     """The message that describes a table."""
-    value_type = next(number for number, dtype in _VALUE_TYPES.items() if dtype == table.dtype)
-    return tables_pb2.Table(name=table.name, rows=table.rows, dim=table.dim, value_type=value_type)
-
-
-def value_type_from_message(number: int) -> ValueType | None:
-    """The value type that a number of the wire stands for; None if it is unspecified.
-
-    Raises:
-        InvalidInput: it stands for none.
-    """
-    if number == tables_pb2.VALUE_TYPE_UNSPECIFIED:
-        return None
-    if number not in _SENT_AS:
-        raise InvalidInput(f"value type {number}: expected one of {', '.join(t.value for t in ValueType)}")
-    return _SENT_AS[number]
-
-
-def value_type_to_message(value_type: ValueType) -> Any:
-    """The number that a value type has on the wire."""
-    return next(number for number, known in _SENT_AS.items() if known is value_type)
+    return tables_pb2.Table(name=table.name, rows=table.rows, dim=table.dim, value_type=own_type(table).number)
 
 
 def mode_from_message(number: int) -> Mode:
-    """The mode that a number of the wire stands for.
+    """The mode that a number of the wire stands for; 0 is the default.
 
     Raises:
         InvalidInput: it stands for none.
     """
-    if number not in _MODES:
-        raise InvalidInput(f"mode {number}: expected one of {', '.join(mode.value for mode in Mode)}")
-    return _MODES[number]
+    return _member(Mode, number, "mode") if number else Mode.EMBEDDINGS
 
 
 def mode_to_message(mode: Mode) -> Any:
     """The number that a mode has on the wire."""
-    return tables_pb2.MODE_IDS if mode is Mode.IDS else tables_pb2.MODE_EMBEDDINGS
+    return mode.number
+
+
+def _member(kind: type[N], number: int, words: str) -> N:
+    member = kind.of_number(number)
+    if not member:
+        raise InvalidInput(f"{words} {number}: expected one of {', '.join(each.value for each in kind)}")
+    return member
 
 
 def delivery_from_message(message: tables_pb2.Table, mode: Mode) -> Delivery:
@@ -88,14 +61,14 @@ def delivery_from_message(message: tables_pb2.Table, mode: Mode) -> Delivery:
     Raises:
         InvalidInput: a field is out of bounds, or a value type is unknown.
     """
-    table = table_from_message(message)
-    return Delivery(table, value_type_from_message(message.sent_as) or own_type(table), mode)
+    table, number = table_from_message(message), message.sent_as
+    return Delivery(table, _member(ValueType, number, "value type") if number else own_type(table), mode)
 
 
 def delivery_to_message(delivery: Delivery) -> tables_pb2.Table:
     """The message that describes what a subscriber is sent of a table."""
     message = table_to_message(delivery.spec)
-    message.sent_as = value_type_to_message(delivery.value_type)
+    message.sent_as = delivery.value_type.number
     return message
 
 
@@ -143,27 +116,21 @@ def policy_from_message(message: admin_pb2.Policy) -> Policy:
     Raises:
         InvalidInput: a field is out of bounds, or fields that cannot be met together.
     """
-    return Policy(
-        tables=tuple(message.tables) or ("*",),
-        mode=mode_from_message(message.mode),
-        top_k=message.top_k or None,
-        top_k_per_table=message.top_k_per_table,
-        max_age_seconds=message.max_age_seconds or None,
-        min_interval_seconds=message.min_interval_seconds,
-        max_bytes=message.max_bytes or None,
-        value_type=value_type_from_message(message.value_type) or ValueType.FP32,
-    )
+    return Policy(**{each.name: _value_from_message(each, getattr(message, each.name)) for each in FIELDS})
+
+
+def _value_from_message(field: PolicyField, said: Any) -> Any:
+    """The value of a policy's field; 0, or nothing, is the default."""
+    if not said:
+        return field.default
+    if isinstance(field.kind, OneOf):
+        return _member(field.kind.members, said, field.name.replace("_", " "))
+    return tuple(said) if isinstance(field.kind, Patterns) else said
 
 
 def policy_to_message(policy: Policy) -> admin_pb2.Policy:
     """The message that describes a policy."""
+    values = {each.name: getattr(policy, each.name) for each in FIELDS}
     return admin_pb2.Policy(
-        tables=policy.tables,
-        mode=mode_to_message(policy.mode),
-        top_k=policy.top_k or 0.0,
-        top_k_per_table=policy.top_k_per_table,
-        max_age_seconds=policy.max_age_seconds or 0.0,
-        min_interval_seconds=policy.min_interval_seconds,
-        max_bytes=policy.max_bytes or 0,
-        value_type=value_type_to_message(policy.value_type),
+        **{name: value.number if isinstance(value, Numbered) else value for name, value in values.items()}
     )

@@ -34,6 +34,8 @@ def test_other_names_are_refused(name: str) -> None:
         ({"dim": MAX_DIM + 1}, f"table 't': dim {MAX_DIM + 1}"),
         ({"dtype": np.dtype("<f8")}, "table 't': values of type float64"),
         ({"dtype": np.dtype("<i4")}, "table 't': values of type int32"),
+        ({"dtype": np.dtype("u1")}, "table 't': values of type uint8"),
+        ({"dtype": np.dtype("<u2")}, "table 't': values of type uint16"),
     ],
 )
 def test_a_wrong_table_is_refused(wrong: dict[str, object], said: str) -> None:

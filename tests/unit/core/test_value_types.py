@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
 from deltasync.core.tables import MAX_DIM, VALUE_TYPES, TableSpec
-from deltasync.core.value_types import ValueType, decode, encode, encoded_table, own_type, row_bytes, sent_as
+from deltasync.core.value_types import ValueType, own_type, sent_as
 
 Floats = NDArray[np.float32]
 Halves = NDArray[np.float16]
@@ -91,7 +91,7 @@ def check_comes_back_as_with_fbgemm(encoded: NDArray[np.generic]) -> None:
     """Bit by bit; but the last bit is free where a bias is so small beside the scale that only the order of
     roundings tells: fbgemm itself then differs between the columns of one row.
     """
-    ours, theirs = decode(encoded, ValueType.INT8, FP32), fbgemm_values(encoded.view(np.uint8))
+    ours, theirs = ValueType.INT8.decode(encoded, FP32), fbgemm_values(encoded.view(np.uint8))
     scale, bias = np.abs(np.ascontiguousarray(encoded[:, -8:]).view("<f4").astype(np.float64)).T
     plain = (bias == 0) | (bias >= scale * 2.0**-21)
     assert bits(ours[plain]) == bits(theirs[plain])
@@ -99,36 +99,36 @@ def check_comes_back_as_with_fbgemm(encoded: NDArray[np.generic]) -> None:
 
 
 def there_and_back(values: NDArray[np.generic], value_type: ValueType) -> NDArray[np.generic]:
-    return decode(encode(values, value_type), value_type, values.dtype)
+    return value_type.decode(value_type.encode(values), values.dtype)
 
 
 @pytest.mark.parametrize("name", EDGES)
 def test_int8_codes_scale_and_bias_of_edge_rows_are_those_of_fbgemm(name: str) -> None:
     for dim in DIMS:
         row = edge_row(name, dim)
-        assert bits(encode(row, ValueType.INT8)) == bits(fbgemm_codes(row))
+        assert bits(ValueType.INT8.encode(row)) == bits(fbgemm_codes(row))
 
 
 @given(rows(largest=LARGEST / 2))
 def test_int8_codes_scale_and_bias_are_those_of_fbgemm(values: Floats) -> None:
-    assert bits(encode(values, ValueType.INT8)) == bits(fbgemm_codes(values))
+    assert bits(ValueType.INT8.encode(values)) == bits(fbgemm_codes(values))
 
 
 @pytest.mark.parametrize("name", EDGES)
 def test_int8_edge_rows_come_back_as_fbgemm_gives_them(name: str) -> None:
     for dim in DIMS:
-        check_comes_back_as_with_fbgemm(encode(edge_row(name, dim), ValueType.INT8))
+        check_comes_back_as_with_fbgemm(ValueType.INT8.encode(edge_row(name, dim)))
 
 
 @given(rows(largest=LARGEST / 4))
 def test_int8_rows_come_back_as_fbgemm_gives_them(values: Floats) -> None:
-    check_comes_back_as_with_fbgemm(encode(values, ValueType.INT8))
+    check_comes_back_as_with_fbgemm(ValueType.INT8.encode(values))
 
 
 def test_columns_of_one_code_agree_also_where_a_tiny_bias_makes_those_of_fbgemm_differ() -> None:
     scale_and_bias = np.array([[1.1473726e-10, 1.8209743e-26]], "<f4")
     encoded = np.concatenate([np.full((1, 33), 6, np.uint8), scale_and_bias.view(np.uint8)], axis=1)
-    assert len(set(decode(encoded, ValueType.INT8, FP32)[0].tolist())) == 1
+    assert len(set(ValueType.INT8.decode(encoded, FP32)[0].tolist())) == 1
     check_comes_back_as_with_fbgemm(encoded)
 
 
@@ -136,7 +136,7 @@ def test_an_int8_row_as_wide_as_fp32_allows_comes_back_finite_also_where_fbgemm_
     scale_and_bias = np.array([[LARGEST / 254, 0.0]], "<f4")
     encoded = np.concatenate([np.array([[255]], np.uint8), scale_and_bias.view(np.uint8)], axis=1)
     assert np.isposinf(fbgemm_values(encoded)).all()
-    assert decode(encoded, ValueType.INT8, FP32).tolist() == [[LARGEST]]
+    assert ValueType.INT8.decode(encoded, FP32).tolist() == [[LARGEST]]
 
 
 @pytest.mark.parametrize("dim", DIMS[1:])
@@ -154,8 +154,8 @@ def test_a_range_beyond_fp32_stays_finite_where_fbgemm_gives_nan(dim: int) -> No
 @example(np.array([[LARGEST, -LARGEST, 0.0], [3e-9, -2e-9, 1e-9], [TINIEST, 0.0, 3 * TINIEST]], np.float32))
 def test_how_a_row_is_encoded_does_not_depend_on_the_rows_beside_it(values: Floats) -> None:
     for value_type in ValueType:
-        alone = [bits(encode(values[row : row + 1], value_type))[0] for row in range(len(values))]
-        assert bits(encode(values, value_type)) == alone
+        alone = [bits(value_type.encode(values[row : row + 1]))[0] for row in range(len(values))]
+        assert bits(value_type.encode(values)) == alone
 
 
 @given(rows())
@@ -174,10 +174,10 @@ def test_bf16_is_what_torch_makes_of_it_and_the_largest_number_where_that_is_inf
     theirs = torch.from_numpy(values).to(torch.bfloat16)
     largest = torch.tensor(torch.finfo(torch.bfloat16).max, dtype=torch.bfloat16)
     theirs = torch.where(theirs.isinf(), largest.copysign(theirs), theirs)
-    encoded = encode(values, ValueType.BF16)
+    encoded = ValueType.BF16.encode(values)
     assert encoded.dtype == np.uint16
     assert bits(encoded) == bits(theirs.view(torch.int16).numpy())
-    assert bits(decode(encoded, ValueType.BF16, FP32)) == bits(theirs.float().numpy())
+    assert bits(ValueType.BF16.decode(encoded, FP32)) == bits(theirs.float().numpy())
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_bf16_is_what_torch_makes_of_it_and_the_largest_number_where_that_is_inf
 )
 def test_bf16_rounds_to_nearest_and_ties_to_even(pattern: int, expected: int) -> None:
     value = np.array([[pattern]], np.uint32).view(np.float32)
-    assert encode(value, ValueType.BF16).tolist() == [[expected]]
+    assert ValueType.BF16.encode(value).tolist() == [[expected]]
 
 
 @given(hnp.arrays(np.float32, (3, 9), elements=floats(FP32)))
@@ -215,7 +215,7 @@ def test_an_fp16_value_comes_back_within_half_a_step_and_what_is_too_large_as_th
     too_large = np.abs(values) >= LARGEST_FP16
     assert np.array_equal(back[too_large], np.copysign(LARGEST_FP16, values[too_large]))
     inside = torch.from_numpy(values[~too_large]).half().numpy()
-    assert np.array_equal(encode(values, ValueType.FP16)[~too_large].view(np.uint16), inside.view(np.uint16))
+    assert np.array_equal(ValueType.FP16.encode(values)[~too_large].view(np.uint16), inside.view(np.uint16))
 
 
 @given(rows(), hnp.arrays(np.float16, (2, 5), elements=floats(FP16)))
@@ -238,8 +238,8 @@ def test_rows_of_an_fp16_table_come_back_as_fp16_and_finite(values: Halves) -> N
         back = there_and_back(values, value_type)
         assert back.dtype == FP16
         assert np.isfinite(back).all()
-    wide = encode(values.astype(np.float32), ValueType.INT8)
-    assert bits(encode(values, ValueType.INT8)) == bits(wide)
+    wide = ValueType.INT8.encode(values.astype(np.float32))
+    assert bits(ValueType.INT8.encode(values)) == bits(wide)
 
 
 @given(rows(), st.sampled_from(ValueType))
@@ -249,31 +249,32 @@ def test_rows_that_do_not_lie_side_by_side_in_memory_are_encoded_alike_and_left_
     spread = np.full((2 * len(values), 2 * values.shape[1]), 7, np.float32)
     spread[::2, ::2] = values
     before = bits(values)
-    expected = bits(encode(values, value_type))
-    assert bits(encode(spread[::2, ::2], value_type)) == expected
-    assert bits(encode(np.asfortranarray(values), value_type)) == expected
+    expected = bits(value_type.encode(values))
+    assert bits(value_type.encode(spread[::2, ::2])) == expected
+    assert bits(value_type.encode(np.asfortranarray(values))) == expected
     assert bits(values) == before
 
 
 @pytest.mark.parametrize(("value_type", "dtype"), list(product(ValueType, VALUE_TYPES)))
 def test_no_rows_are_encoded_as_no_rows(value_type: ValueType, dtype: np.dtype[np.generic]) -> None:
-    encoded = encode(np.zeros((0, 4), dtype), value_type)
-    assert encoded.shape == (0, encoded_table(TableSpec("t", 1, 4, dtype), value_type).dim)
-    back = decode(encoded, value_type, dtype)
+    encoded = value_type.encode(np.zeros((0, 4), dtype))
+    assert encoded.shape == (0, value_type.encoded_spec(TableSpec("t", 1, 4, dtype)).dim)
+    back = value_type.decode(encoded, dtype)
     assert (back.shape, back.dtype) == ((0, 4), dtype)
 
 
 @given(tables(), st.sampled_from(ValueType))
 def test_encoded_rows_are_what_their_table_and_their_size_say(table: TableSpec, value_type: ValueType) -> None:
-    encoded = encode(np.ones((table.rows, table.dim), table.dtype), value_type)
-    stored = encoded_table(table, value_type)
+    encoded = value_type.encode(np.ones((table.rows, table.dim), table.dtype))
+    stored = value_type.encoded_spec(table)
     assert (stored.name, stored.rows) == (table.name, table.rows)
     assert (encoded.shape, encoded.dtype) == ((stored.rows, stored.dim), stored.dtype)
-    assert encoded.nbytes == stored.nbytes == table.rows * row_bytes(table, value_type)
+    assert encoded.nbytes == stored.nbytes == table.rows * value_type.row_bytes(table)
 
 
 def test_the_widest_rows_there_are_can_be_sent_as_int8() -> None:
-    assert encoded_table(TableSpec("wide", 1, MAX_DIM), ValueType.INT8).dtype == np.uint8
+    encoded = ValueType.INT8.encoded_spec(TableSpec("wide", 1, MAX_DIM))
+    assert (encoded.dim, encoded.dtype) == (MAX_DIM + 8, np.dtype("u1"))
 
 
 @pytest.mark.parametrize(
@@ -299,5 +300,5 @@ def test_rows_too_narrow_to_gain_are_sent_as_they_are(
 def test_no_type_is_chosen_that_takes_more_bytes(table: TableSpec, wanted: ValueType) -> None:
     sent = sent_as(table, wanted)
     assert sent in (wanted, own_type(table))
-    assert row_bytes(table, sent) == min(row_bytes(table, wanted), row_bytes(table, own_type(table)))
-    assert row_bytes(table, own_type(table)) == table.dim * table.dtype.itemsize
+    assert sent.row_bytes(table) == min(wanted.row_bytes(table), own_type(table).row_bytes(table))
+    assert own_type(table).row_bytes(table) == table.dim * table.dtype.itemsize

@@ -25,7 +25,7 @@ from deltasync.core.position import Position
 from deltasync.core.rows import Values
 from deltasync.core.tables import TableSpec
 from deltasync.core.threads import not_shared_yet
-from deltasync.core.value_types import ValueType, decode
+from deltasync.core.value_types import ValueType
 from deltasync.feeds.frozen_release import FrozenRelease
 from deltasync.views.release_draft import ReleaseDraft
 from deltasync.views.release_maker import ReleaseMaker
@@ -72,7 +72,7 @@ class PlainReplica:
         for slot, batch in release.batches.items():
             each = given[slot]
             norms = each.mode is Mode.IDS
-            held = batch.values if norms else decode(batch.values, each.value_type, each.spec.dtype)
+            held = batch.values if norms else each.value_type.decode(batch.values, each.spec.dtype)
             self.tables[each.spec.name][batch.ids] = held
         assert release.head
         self.position = Position(history, release.head.number)

@@ -5,10 +5,13 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from tests.support.wire import rows_message
 
+from deltasync.core.delivery import Delivery
 from deltasync.core.errors import InvalidInput
+from deltasync.core.mode import Mode
 from deltasync.core.position import Position
 from deltasync.core.rows import RowBatch
 from deltasync.core.tables import VALUE_TYPES, Shard, TableSpec
+from deltasync.core.value_types import ValueType
 from deltasync.storage import records
 from deltasync.v1 import publish_pb2, tables_pb2
 from deltasync.wire import messages
@@ -90,6 +93,22 @@ def test_an_unknown_value_type_is_refused(value_type: int) -> None:
     message.value_type = value_type  # type: ignore[assignment]
     with pytest.raises(InvalidInput, match=f"'t': value type {value_type}"):
         messages.table_from_message(message)
+
+
+def test_an_unknown_type_of_what_is_sent_and_an_unknown_mode_are_refused_with_those_there_are() -> None:
+    message = messages.table_to_message(USER)
+    message.sent_as = 99  # type: ignore[assignment]
+    with pytest.raises(InvalidInput, match="value type 99: expected one of fp32, fp16, bf16, int8"):
+        messages.delivery_from_message(message, Mode.EMBEDDINGS)
+    with pytest.raises(InvalidInput, match="mode 99: expected one of embeddings, ids"):
+        messages.mode_from_message(99)
+
+
+def test_what_is_sent_is_the_tables_own_type_unless_it_is_said() -> None:
+    for table, own in ((USER, ValueType.FP32), (HALF, ValueType.FP16)):
+        delivery = messages.delivery_from_message(messages.table_to_message(table), Mode.EMBEDDINGS)
+        assert delivery == Delivery(table, own, Mode.EMBEDDINGS)
+    assert messages.mode_from_message(0) is Mode.EMBEDDINGS
 
 
 def test_a_shard_of_no_table_is_refused() -> None:

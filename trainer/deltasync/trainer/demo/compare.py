@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from deltasync.core.policy import Policy
 from deltasync.core.tables import TableSpec
-from deltasync.core.value_types import decode, encode
 from deltasync.trainer.demo.metrics import auc, log_loss
 from deltasync.trainer.demo.processes import DemoFailed
 
@@ -63,7 +62,7 @@ def as_released(tables: Tables, policy: Policy) -> Tables:
 def _as_released(name: str, rows: NDArray[Any], policy: Policy) -> NDArray[Any]:
     table = TableSpec(name, len(rows), rows.shape[1], rows.dtype)
     value_type = policy.delivery_of(table).value_type
-    return decode(encode(rows, value_type), value_type, table.dtype)
+    return value_type.decode(value_type.encode(rows), table.dtype)
 
 
 def unequal_rows(trainer: Tables, replica: Tables) -> dict[str, int]:

@@ -1,0 +1,125 @@
+"""A field of a policy is declared once: whatever else speaks of it says the same."""
+
+import json
+from typing import Any
+
+import click
+import pytest
+from tests.support.documents import ROOT
+
+from deltasync.api.consumer_body import BODY
+from deltasync.cli.consumers import create_consumer, update_consumer
+from deltasync.cli.policy_options import policy_of, policy_options, release_options, take_policy
+from deltasync.core.policy import FIELDS, Policy
+from deltasync.core.policy_fields import Amount, Bytes, Flag, Kind, OneOf, Patterns, PolicyField, Seconds
+from deltasync.v1 import admin_pb2
+from deltasync.wire.messages import policy_from_message, policy_to_message
+
+each_field = pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
+
+
+def another(kind: Kind) -> Any:
+    """A value of a kind that is no field's default."""
+    if isinstance(kind, OneOf):
+        return list(kind.members)[-1]
+    return {Patterns: ("user*", "item"), Flag: True, Seconds: 2.5, Amount: 7.0, Bytes: 4000}[type(kind)]
+
+
+def with_another(field: PolicyField) -> Policy:
+    policy = Policy(**{field.name: another(field.kind)})
+    assert getattr(policy, field.name) == another(field.kind) != field.default
+    return policy
+
+
+def row_of(field: PolicyField) -> str:
+    flags = ", ".join(f"`{flag}`" for flag in field.flags)
+    default = "none" if field.default is None else f"`{json.dumps(Policy().as_dict()[field.name])}`"
+    return f"| `{field.name}` | {flags} | {field.kind.expected} | {default} | {field.words} |"
+
+
+def options_of(command: click.Command) -> dict[str | None, click.Option]:
+    return {option.name: option for option in command.params if isinstance(option, click.Option)}
+
+
+@click.command()
+@policy_options
+def everything(**options: Any) -> Policy:
+    return policy_of(options)
+
+
+@click.command()
+@release_options
+def how_much_and_when(**settings: Any) -> Policy:
+    policy = take_policy(settings)
+    assert settings == {}
+    return policy
+
+
+def test_messages_have_the_fields_that_are_declared() -> None:
+    assert {field.name for field in admin_pb2.Policy.DESCRIPTOR.fields} == {field.name for field in FIELDS}
+
+
+@each_field
+def test_a_field_goes_through_messages_and_json(field: PolicyField) -> None:
+    policy = with_another(field)
+    message = admin_pb2.Policy.FromString(policy_to_message(policy).SerializeToString())
+    assert policy_from_message(message) == policy
+    assert message != policy_to_message(Policy())
+    assert Policy.from_dict(json.loads(json.dumps(policy.as_dict()))) == policy
+    assert policy.words.startswith(field.name)
+
+
+def test_what_a_message_does_not_say_is_the_default() -> None:
+    assert policy_from_message(admin_pb2.Policy()) == Policy()
+    assert policy_from_message(policy_to_message(Policy())) == Policy()
+
+
+@each_field
+def test_a_field_can_be_given_by_each_of_its_flags(field: PolicyField) -> None:
+    policy = with_another(field)
+    described = policy.as_dict()[field.name]
+    values = described if isinstance(described, list) else [described]
+    for flag in field.flags:
+        arguments = [flag] if described is True else [each for value in values for each in (flag, str(value))]
+        assert everything.main(arguments, standalone_mode=False) == policy
+        if field.name not in {"tables", "mode"}:
+            assert how_much_and_when.main(arguments, standalone_mode=False) == policy
+
+
+def test_commands_have_the_options_that_are_declared_and_explain_them_in_its_words() -> None:
+    flags = {flag: field.words.replace("`", "") for field in FIELDS for flag in field.flags}
+    found = {flag: option for option in options_of(everything).values() for flag in option.opts}
+    assert found.keys() == flags.keys()
+    assert all((found[flag].help or "").startswith(words) for flag, words in flags.items())
+    for command in (create_consumer, update_consumer):
+        assert options_of(command).keys() >= options_of(everything).keys()
+    assert options_of(how_much_and_when).keys() == options_of(everything).keys() - {"tables", "mode"}
+
+
+@each_field
+def test_a_body_over_http_is_described_by_the_declaration(field: PolicyField) -> None:
+    described = BODY["content"]["application/json"]["schema"]["properties"]["policy"]["properties"][field.name]
+    assert described["description"] == field.words
+    assert described["default"] == Policy().as_dict()[field.name]
+    types = {"array": list, "boolean": bool, "number": float, "integer": int}
+    value = with_another(field).as_dict()[field.name]
+    if "enum" in described:
+        assert value in described["enum"]
+        return
+    names = [described["type"]] if isinstance(described["type"], str) else described["type"]
+    assert type(value) is types[names[0]]
+    assert ("null" in names) == (field.default is None)
+
+
+@each_field
+def test_the_document_has_the_row_that_is_declared(field: PolicyField) -> None:
+    rows = (ROOT / "sync_service" / "README.md").read_text().splitlines()
+    assert row_of(field) in rows, (
+        f"sync_service/README.md lacks this row of the table of policies:\n{row_of(field)}"
+    )
+
+
+def test_the_document_has_no_other_row() -> None:
+    text = (ROOT / "sync_service" / "README.md").read_text()
+    table = text.partition("\n| policy | flag | takes | default | meaning |\n")[2].partition("\n\n")[0]
+    assert table.splitlines()[1:] == [row_of(field) for field in FIELDS]
