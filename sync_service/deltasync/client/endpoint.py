@@ -6,11 +6,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 
 from deltasync.core.errors import DeltasyncError, InvalidInput, NotFound, ServiceUnavailable
+from deltasync.wire.protocol import OURS, protocols_to_metadata
+
+_Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
 _HTTP = ("http://", "https://")
 
@@ -87,9 +90,10 @@ class Endpoint:
         return endpoint
 
     def channel(self) -> grpc.Channel:
-        """A gRPC channel, whose calls have these rights."""
+        """A gRPC channel, whose calls have these rights and say which protocol they speak."""
+        metadata = (protocols_to_metadata(OURS), *self._rights().items())
         channel = grpc.insecure_channel(self.address, _CHANNEL_OPTIONS)
-        return grpc.intercept_channel(channel, _Calls(self._rights(), self.timeout_seconds))
+        return grpc.intercept_channel(channel, _Calls(metadata, self.timeout_seconds))
 
     def get_json(self, path: str) -> Any:
         """The service's JSON answer to an HTTP GET of `path`.
@@ -118,8 +122,8 @@ class Endpoint:
 class _Calls(grpc.UnaryUnaryClientInterceptor, grpc.StreamStreamClientInterceptor):
     """Gives every call its metadata, and each that is no stream its timeout."""
 
-    def __init__(self, metadata: dict[str, str], timeout_seconds: float) -> None:
-        self._metadata = tuple(metadata.items())
+    def __init__(self, metadata: _Metadata, timeout_seconds: float) -> None:
+        self._metadata = metadata
         self._timeout_seconds = timeout_seconds
 
     def intercept_unary_unary(self, continuation: Callable[[Any, Any], Any], _call: Any, request: Any) -> Any:
@@ -134,7 +138,7 @@ class _Calls(grpc.UnaryUnaryClientInterceptor, grpc.StreamStreamClientIntercepto
 class _Details(grpc.ClientCallDetails):
     """What a call is made with; gRPC takes all that is not said here from the call itself."""
 
-    def __init__(self, metadata: tuple[tuple[str, str], ...], timeout: float | None) -> None:
+    def __init__(self, metadata: _Metadata, timeout: float | None) -> None:
         self.metadata = metadata
         self.timeout = timeout
 
