@@ -12,6 +12,7 @@ from tests.support.wire import ack, random_rows
 
 from deltasync.client import (
     Admin,
+    Endpoint,
     NumpyTarget,
     Part,
     Position,
@@ -154,7 +155,7 @@ def wait_until_in_sync(service: Reachable, consumer: str, head: Position) -> dic
 
 
 def admin_of(service: Reachable) -> Admin:
-    return Admin(service.grpc, TOKEN)
+    return Admin(Endpoint(service.grpc, TOKEN))
 
 
 def release_at_once(patch: pytest.MonkeyPatch) -> None:

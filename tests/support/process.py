@@ -16,10 +16,11 @@ _DEADLINE_SECONDS = 30.0
 
 
 class ServiceProcess(HttpStatus):
-    """`deltasync serve` on free ports, which it keeps over restarts."""
+    """`deltasync serve` on free ports, which it keeps over restarts: of today, or of the package in `code`."""
 
-    def __init__(self, data_dir: Path, *arguments: str) -> None:
+    def __init__(self, data_dir: Path, *arguments: str, code: Path | None = None) -> None:
         self.data_dir = data_dir
+        self._environment = environment(code)
         self._arguments = arguments
         self._ports = ("0", "0")
         self.process: subprocess.Popen[bytes] | None = None
@@ -27,7 +28,7 @@ class ServiceProcess(HttpStatus):
     def start(self) -> None:
         endpoints = self.data_dir / "endpoints.json"
         endpoints.unlink(missing_ok=True)
-        self.process = subprocess.Popen(self._command(), env=_environment())
+        self.process = subprocess.Popen(self._command(), env=self._environment)
         self._wait_for(endpoints)
         found = json.loads(endpoints.read_text())
         self.grpc, self.http = found["grpc"], found["http"]
@@ -37,7 +38,7 @@ class ServiceProcess(HttpStatus):
         """Run a service that is expected not to start."""
         return subprocess.run(
             self._command(),
-            env=_environment(),
+            env=self._environment,
             capture_output=True,
             text=True,
             check=False,
@@ -78,5 +79,7 @@ class ServiceProcess(HttpStatus):
             self.kill()
 
 
-def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith("DELTASYNC_")}
+def environment(code: Path | None = None) -> dict[str, str]:
+    """What a process is started with: no settings of this one, and the package of today, or that in `code`."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("DELTASYNC_")}
+    return kept | ({"PYTHONPATH": str(code)} if code else {})

@@ -41,7 +41,7 @@ def consumer_routes(service: Service, token: str | None) -> APIRouter:
     @routes.put("/{name}", openapi_extra={"requestBody": BODY})
     async def put(name: str, request: Request, response: Response) -> ConsumerLine:
         """Make a consumer, or give the one there is this policy. Needs the admin token."""
-        check_token(token, request.headers.get("authorization", ""))
+        check_token(token, request.headers)
         wanted = await consumer_of(name, request)
         response.status_code = 200 if name in service.registry.consumers else 201
         return _line(await service.ensure_consumer(wanted))
@@ -49,7 +49,7 @@ def consumer_routes(service: Service, token: str | None) -> APIRouter:
     @routes.delete("/{name}", status_code=204)
     async def delete(name: str, request: Request) -> None:
         """Forget a consumer and its offsets. Needs the admin token."""
-        check_token(token, request.headers.get("authorization", ""))
+        check_token(token, request.headers)
         await service.delete_consumer(name)
 
     return routes

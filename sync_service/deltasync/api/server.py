@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha import reflection
 from deltasync.api.admin import AdminServicer
 from deltasync.api.call_errors import DecodeInterceptor
 from deltasync.api.http import create_app
+from deltasync.api.protocol import ProtocolInterceptor
 from deltasync.api.publish import PublishServicer
 from deltasync.api.subscribe import SubscribeServicer
 from deltasync.consumers.consumer import ConsumerOptions
@@ -48,6 +49,9 @@ _SERVICES = tuple(
 
 # Chunks are at most 1 MiB; an open with thousands of tables is larger.
 _MAX_MESSAGE_BYTES = 16 << 20
+
+# Of endpoints.json. Another one means that `grpc` or `http` is written in another way.
+_ENDPOINTS_FORMAT = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +144,7 @@ async def _start_grpc(
     service: Service, options: ServerOptions
 ) -> tuple[grpc.aio.Server, health.aio.HealthServicer, int]:
     server = grpc.aio.server(
-        interceptors=[DecodeInterceptor()],
+        interceptors=[ProtocolInterceptor(), DecodeInterceptor()],
         options=[
             ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
             # Otherwise a second service on the same port would take half of the streams.
@@ -194,6 +198,7 @@ def _endpoints(options: ServerOptions) -> Path:
 def _announce(options: ServerOptions, grpc_port: int, http_port: int) -> None:
     """Write where the service listens into its data directory, atomically."""
     endpoints = {
+        "format": _ENDPOINTS_FORMAT,
         "pid": os.getpid(),
         "grpc": f"{options.host}:{grpc_port}",
         "http": f"http://{options.host}:{http_port}",

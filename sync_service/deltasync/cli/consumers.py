@@ -1,13 +1,14 @@
 """`deltasync consumers`."""
 
-from collections.abc import Callable
 from typing import Any
 
 import click
 
 from deltasync.cli.config import CONTEXT
+from deltasync.cli.endpoint_options import service_options
 from deltasync.cli.policy_options import policy_of, policy_options
 from deltasync.client.admin import Admin
+from deltasync.client.endpoint import Endpoint
 from deltasync.wire.messages import policy_from_message
 
 _EVERYTHING = "every changed row, in its own type"
@@ -18,26 +19,11 @@ def consumers() -> None:
     """List, create, update and delete consumers."""
 
 
-def _service_option(function: Callable[..., None]) -> Any:
-    return click.option(
-        "--service", default="127.0.0.1:50051", help="Where the service answers gRPC, as HOST:PORT."
-    )(function)
-
-
-def _token_option(function: Callable[..., None]) -> Any:
-    return click.option(
-        "--admin-token",
-        default="",
-        show_default=False,
-        help="The service's admin token; also DELTASYNC_ADMIN_TOKEN.",
-    )(function)
-
-
 @consumers.command("list", context_settings=CONTEXT)
-@_service_option
-def list_consumers(service: str) -> None:
+@service_options()
+def list_consumers(service: Endpoint) -> None:
     """List all consumers: name, model, and what of the policy differs from the default."""
-    for consumer in Admin(service, token="").consumers():
+    for consumer in Admin(service).consumers():
         policy = policy_from_message(consumer.policy).words
         click.echo("\t".join([consumer.name, consumer.model, *([policy] if policy else [])]))
 
@@ -46,15 +32,14 @@ def list_consumers(service: str) -> None:
 @click.argument("name")
 @click.option("--model", required=True, help="The model it subscribes to.")
 @policy_options
-@_service_option
-@_token_option
-def create_consumer(name: str, model: str, service: str, admin_token: str, **options: Any) -> None:
+@service_options(rights=True)
+def create_consumer(name: str, model: str, service: Endpoint, **options: Any) -> None:
     """Make consumer NAME; making an equal one again changes nothing.
 
     Without options of a policy its replicas are sent every changed row, in its own type, at once.
     """
     policy = policy_of(options)
-    Admin(service, admin_token).create_consumer(name, model, policy)
+    Admin(service).create_consumer(name, model, policy)
     words = policy.words
     click.echo(f"consumer {name} follows model {model}{f': {words}' if words else ''}")
 
@@ -62,16 +47,15 @@ def create_consumer(name: str, model: str, service: str, admin_token: str, **opt
 @consumers.command("update", context_settings=CONTEXT)
 @click.argument("name")
 @policy_options
-@_service_option
-@_token_option
-def update_consumer(name: str, service: str, admin_token: str, **options: Any) -> None:
+@service_options(rights=True)
+def update_consumer(name: str, service: Endpoint, **options: Any) -> None:
     """Give consumer NAME another policy, which replaces the one it has as a whole.
 
     Options that are left out take their defaults, whatever they were before: without any, replicas are sent every
     changed row, in its own type, at once. Replicas keep their place; but where --mode becomes ids, those that
     take values stop with an error.
     """
-    policy, admin = policy_of(options), Admin(service, admin_token)
+    policy, admin = policy_of(options), Admin(service)
     before = [policy_from_message(consumer.policy) for consumer in admin.consumers() if consumer.name == name]
     admin.update_consumer(name, policy)
     was = f" (was {before[0].words or _EVERYTHING})" if before and before[0] != policy else ""
@@ -80,9 +64,8 @@ def update_consumer(name: str, service: str, admin_token: str, **options: Any) -
 
 @consumers.command("delete", context_settings=CONTEXT)
 @click.argument("name")
-@_service_option
-@_token_option
-def delete_consumer(name: str, service: str, admin_token: str) -> None:
+@service_options(rights=True)
+def delete_consumer(name: str, service: Endpoint) -> None:
     """Forget consumer NAME and its offsets. Replicas that are connected stop, with what they hold."""
-    Admin(service, admin_token).delete_consumer(name)
+    Admin(service).delete_consumer(name)
     click.echo(f"consumer {name} deleted")

@@ -5,16 +5,17 @@ import json
 import click
 
 from deltasync.cli.config import CONTEXT
+from deltasync.cli.endpoint_options import http_options
 from deltasync.cli.lag_text import lag_text
+from deltasync.client.endpoint import Endpoint
 from deltasync.client.status import fetch_lag
-from deltasync.core.errors import InvalidInput
 
 
 @click.command(context_settings=CONTEXT)
 @click.argument("consumer")
-@click.option("--http", default="http://127.0.0.1:8080", help="Where the service answers operators.")
+@http_options
 @click.option("--json", "as_json", is_flag=True, help="Print the service's JSON answer.")
-def lag(consumer: str, http: str, as_json: bool) -> None:
+def lag(consumer: str, http: Endpoint, as_json: bool) -> None:
     """Show how far CONSUMER is behind its model.
 
     \b
@@ -25,8 +26,5 @@ def lag(consumer: str, http: str, as_json: bool) -> None:
     unsent norm   of a consumer with a policy: L2 norm of what the model has less what is held
     unsent share  the same as a share of the norm of the tables
     """
-    try:
-        answer = fetch_lag(http, consumer)
-    except InvalidInput as error:
-        raise click.BadParameter(str(error), param_hint="--http") from error
+    answer = fetch_lag(http, consumer)
     click.echo(json.dumps(answer, indent=2) if as_json else lag_text(answer))

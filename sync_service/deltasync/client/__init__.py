@@ -8,6 +8,7 @@ internal.
 """
 
 from deltasync.client.admin import Admin
+from deltasync.client.endpoint import Endpoint
 from deltasync.client.options import PublisherOptions, SubscriberOptions
 from deltasync.client.publisher import Part, Publisher
 from deltasync.client.subscriber import Subscriber
@@ -42,6 +43,7 @@ __all__ = [
     "CallbackTarget",
     "Contradiction",
     "DeltasyncError",
+    "Endpoint",
     "InvalidInput",
     "Mode",
     "NotFound",

@@ -4,15 +4,10 @@ import socket
 import uuid
 from dataclasses import dataclass, field
 
+from deltasync.client.endpoint import Endpoint
 from deltasync.core.errors import InvalidInput
 from deltasync.core.names import check_name
 from deltasync.core.position import Position
-
-
-def _check_service(service: str) -> None:
-    host, _, port = service.rpartition(":")
-    if not host or not port.isdigit():
-        raise InvalidInput(f"service {service!r}: expected HOST:PORT")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +15,7 @@ class PublisherOptions:
     """Which service a rank publishes to, and as what.
 
     Attributes:
-        service: where the service answers gRPC, as HOST:PORT.
+        service: where the service answers gRPC; an address alone is HOST:PORT.
         model: name of the set of tables.
         run: id shared by all ranks of this training run, and by no other run.
         run_started_unix_ns: when the run began, nanoseconds since 1970, the same on all ranks.
@@ -29,7 +24,7 @@ class PublisherOptions:
         continues: the last position whose rows this run is known to hold, from its checkpoint.
     """
 
-    service: str
+    service: Endpoint | str
     model: str
     run: str
     run_started_unix_ns: int
@@ -38,7 +33,7 @@ class PublisherOptions:
     continues: Position = field(default_factory=Position)
 
     def __post_init__(self) -> None:
-        _check_service(self.service)
+        Endpoint.of_grpc(self.service)
         check_name("model", self.model)
         if not 0 <= self.rank < self.world_size:
             raise InvalidInput(f"rank {self.rank} of a world of {self.world_size}: ranks count from 0")
@@ -49,21 +44,21 @@ class SubscriberOptions:
     """Which service a replica subscribes to, and as what.
 
     Attributes:
-        service: where the service answers gRPC, as HOST:PORT.
+        service: where the service answers gRPC; an address alone is HOST:PORT.
         consumer: name of an existing consumer.
         replica: name of this process inside the consumer's fleet; by default one of its own.
         held: the position the target's rows are at, where they outlived the process.
         max_outstanding_bytes: bound of the bytes under way to this replica.
     """
 
-    service: str
+    service: Endpoint | str
     consumer: str
     replica: str = field(default_factory=lambda: f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}")
     held: Position = field(default_factory=Position)
     max_outstanding_bytes: int = 16 << 20
 
     def __post_init__(self) -> None:
-        _check_service(self.service)
+        Endpoint.of_grpc(self.service)
         check_name("consumer", self.consumer)
         check_name("replica", self.replica)
         if self.max_outstanding_bytes < 1:

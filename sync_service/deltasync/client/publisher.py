@@ -10,8 +10,9 @@ from typing import TypeAlias
 
 import grpc
 
-from deltasync.client.connection import backoff, open_channel
+from deltasync.client.endpoint import Endpoint
 from deltasync.client.options import PublisherOptions
+from deltasync.core.backoff import backoff
 from deltasync.core.errors import DeltasyncError, InvalidInput, ResyncRequired, ServiceUnavailable
 from deltasync.core.position import Position
 from deltasync.core.rows import RowBatch
@@ -53,6 +54,7 @@ class Publisher:
 
     def __init__(self, options: PublisherOptions, tables: list[TableSpec], shards: list[Shard]) -> None:
         self._options = options
+        self._endpoint = Endpoint.of_grpc(options.service)
         self._tables = tables
         self._shards = shards
         self._slots = {shard: slot for slot, shard in enumerate(shards)}
@@ -154,7 +156,7 @@ class Publisher:
 
     def _connected(self) -> "_Stream":
         if self._stream is None:
-            self._stream = _Stream(self._options.service, self._open_message(), self._slots)
+            self._stream = _Stream(self._endpoint, self._open_message(), self._slots)
         return self._stream
 
     def _drop_stream(self) -> None:
@@ -179,12 +181,12 @@ class Publisher:
 class _Stream:
     """One connection to the service."""
 
-    def __init__(self, service: str, message: publish_pb2.PublishOpen, slots: Mapping[Shard, int]) -> None:
-        self._service = service
+    def __init__(self, endpoint: Endpoint, message: publish_pb2.PublishOpen, slots: Mapping[Shard, int]) -> None:
+        self._address = endpoint.address
         self._slots = slots
         self._message = message
         self._parts: _Requests = queue.SimpleQueue()
-        self._channel = open_channel(service)
+        self._channel = endpoint.channel()
         stub = publish_pb2_grpc.PublishServiceStub(self._channel)
         self._call: _Call = stub.Publish(self._requests())
         self._opened: publish_pb2.PublishOpened | None = None
@@ -213,8 +215,8 @@ class _Stream:
             for response in self._call:
                 return response
         except grpc.RpcError as error:
-            raise from_rpc_error(error, self._service) from error
-        raise ServiceUnavailable(f"{self._service} has ended the stream")
+            raise from_rpc_error(error, self._address) from error
+        raise ServiceUnavailable(f"{self._address} has ended the stream")
 
     def _requests(self) -> Iterator[publish_pb2.PublishRequest]:
         yield publish_pb2.PublishRequest(open=self._message)

@@ -10,9 +10,10 @@ import grpc
 
 from deltasync.client.assembler import ReleaseAssembler
 from deltasync.client.checksums import TargetChecksums
-from deltasync.client.connection import backoff, open_channel
+from deltasync.client.endpoint import Endpoint
 from deltasync.client.options import SubscriberOptions
 from deltasync.client.targets import ReadableTarget, Target
+from deltasync.core.backoff import backoff
 from deltasync.core.errors import ServiceUnavailable
 from deltasync.core.position import Position
 from deltasync.v1 import subscribe_pb2, subscribe_pb2_grpc
@@ -39,6 +40,7 @@ class Subscriber:
 
     def __init__(self, options: SubscriberOptions, target: Target) -> None:
         self._options = options
+        self._endpoint = Endpoint.of_grpc(options.service)
         self._target = target
         self.held = options.held
         self.version = options.held
@@ -119,7 +121,7 @@ class Subscriber:
             try:
                 self._subscribe()
             except grpc.RpcError as failure:
-                error = from_rpc_error(failure, self._options.service)
+                error = from_rpc_error(failure, self._endpoint.address)
                 if is_final(error) and not self._closing.is_set():
                     raise error from failure
             else:
@@ -134,7 +136,7 @@ class Subscriber:
     def _subscribe(self) -> None:
         requests: _Requests = queue.SimpleQueue()
         self._requests = requests
-        with open_channel(self._options.service) as channel:
+        with self._endpoint.channel() as channel:
             self._call = subscribe_pb2_grpc.SubscribeServiceStub(channel).Subscribe(iter(requests.get, None))
             requests.put(self._open())
             if self._closing.is_set():

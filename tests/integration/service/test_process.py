@@ -2,6 +2,7 @@
 
 import gc
 import http.client
+import json
 import os
 import socket
 import threading
@@ -182,6 +183,13 @@ def test_what_the_service_keeps_is_its_own_to_read(tmp_path: Path) -> None:
     assert {"endpoints.json", "lock", "data.mdb", "tables"} < {path.name for path in kept}
     modes = {path: path.stat().st_mode & 0o777 for path in kept}
     assert modes == {path: 0o700 if path.is_dir() else 0o600 for path in kept}
+
+
+def test_the_service_writes_down_where_it_listens(tmp_path: Path) -> None:
+    with RunningService(tmp_path / "data") as service:
+        found = json.loads((tmp_path / "data" / "endpoints.json").read_text())
+        assert found == {"format": 1, "pid": os.getpid(), "grpc": service.grpc, "http": service.http}
+    assert not (tmp_path / "data" / "endpoints.json").exists()
 
 
 def test_a_service_whose_log_is_full_is_not_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

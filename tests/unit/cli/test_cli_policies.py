@@ -15,6 +15,7 @@ from deltasync.cli import consumers, serve
 from deltasync.cli.lag_text import lag_text
 from deltasync.cli.main import cli
 from deltasync.cli.policy_options import policy_of, policy_options
+from deltasync.client import Endpoint
 from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.core.mode import Mode
 from deltasync.core.policy import Policy
@@ -108,8 +109,8 @@ class RecordedAdmin:
 
     calls: list[tuple[Any, ...]]
 
-    def __init__(self, service: str, token: str) -> None:
-        self._at = (service, token)
+    def __init__(self, service: Endpoint) -> None:
+        self._at = (service.address, service.token)
 
     def create_consumer(self, name: str, model: str, policy: Policy) -> None:
         self.calls.append(("create", *self._at, name, model, policy))

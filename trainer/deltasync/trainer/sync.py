@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from deltasync.client import Part, Position, Publisher, PublisherOptions
+from deltasync.client import Endpoint, Part, Position, Publisher, PublisherOptions
 from deltasync.core.errors import DeltasyncError, InvalidInput, ResyncRequired, ServiceUnavailable
 from deltasync.trainer.checks import check_format, check_whole
 from deltasync.trainer.distributed.agreement import Agreement
@@ -43,19 +43,20 @@ class SyncOptions:
     """What to publish, where to and how often.
 
     Attributes:
-        service: where the service answers gRPC, as HOST:PORT.
+        service: where the service answers gRPC; an address alone is HOST:PORT.
         model: name of the set of tables.
         publish_every: steps between cuts. Where the last cut is not sealed by then, this one is left out: the next
             one publishes its rows.
         dense: whether to publish the parameters outside of embedding tables too.
     """
 
-    service: str
+    service: Endpoint | str
     model: str
     publish_every: int = 10
     dense: bool = True
 
     def __post_init__(self) -> None:
+        Endpoint.of_grpc(self.service)
         check_whole("publish_every", self.publish_every)
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from deltasync.cli.config import CONTEXT
+from deltasync.cli.endpoint_options import service_options
 from deltasync.core.process import log_to_stderr
 from deltasync.trainer.clicks.checkpoint import load_checkpoint, save_checkpoint
 from deltasync.trainer.clicks.micro_batches import micro_batches
@@ -28,7 +29,7 @@ from deltasync.trainer.sync import DeltaSync, SyncOptions
 @click.command(context_settings=CONTEXT)
 @stream_options
 @training_options
-@click.option("--service", required=True, help="Where the sync service answers gRPC, as HOST:PORT.")
+@service_options(default=None)
 @click.option("--model", default="clicks", help="Name of the set of tables.")
 @click.option("--publish-every", type=click.IntRange(1), default=10, help="Steps between cuts.")
 @click.option("--table-lr", default=OptimizerOptions.table_lr, help="Learning rate of the tables.")

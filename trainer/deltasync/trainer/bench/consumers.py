@@ -23,6 +23,7 @@ from rich.console import Console
 
 from deltasync.client import (
     Admin,
+    Endpoint,
     Mode,
     Part,
     Policy,
@@ -154,7 +155,7 @@ def _running_fleet(policies: Mapping[str, Policy], tables: list[TableSpec]) -> I
     with Children() as children:
         service = children.service("--admin-token", token)
         for name, policy in policies.items():
-            Admin(service.grpc, token).create_consumer(name, _MODEL, policy)
+            Admin(Endpoint(service.grpc, token)).create_consumer(name, _MODEL, policy)
         names, size = tuple(policies), _REPLICAS_OF_A_PROCESS
         groups = [names[start : start + size] for start in range(0, len(names), size)]
         replicas = {group: children.peer("fleet", service.grpc, *group) for group in groups}

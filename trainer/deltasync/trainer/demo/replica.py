@@ -16,6 +16,7 @@ import click
 import numpy as np
 
 from deltasync.cli.config import CONTEXT
+from deltasync.cli.endpoint_options import service_options
 from deltasync.client import Release, Subscriber, SubscriberOptions
 from deltasync.client.torch_target import TorchTarget
 from deltasync.core.process import keep_freed_memory, log_to_stderr
@@ -86,7 +87,7 @@ class Replica:
 
 @click.command(context_settings=CONTEXT)
 @stream_options
-@click.option("--service", required=True, help="Where the sync service answers gRPC, as HOST:PORT.")
+@service_options(default=None)
 @click.option("--consumer", default="predictors", help="The consumer it belongs to.")
 @click.option("--replica", default="replica-0", help="Its name inside the consumer's fleet.")
 @click.option("--freeze-at", type=int, default=None, help="Also score with a copy frozen at this event.")

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from deltasync.client import Admin, Policy
+from deltasync.client import Admin, Endpoint, Policy
 from deltasync.client.status import fetch_lag
 from deltasync.core.errors import DeltasyncError, InvalidInput, ServiceUnavailable
 from deltasync.trainer.clicks.stream import open_stream
@@ -181,7 +181,7 @@ class _DemoRun:
         token = secrets.token_hex()
         service = Service(processes, ["--admin-token", token])
         for fleet in self._fleets:
-            Admin(service.grpc, token).create_consumer(fleet.consumer, MODEL, fleet.policy)
+            Admin(Endpoint(service.grpc, token)).create_consumer(fleet.consumer, MODEL, fleet.policy)
         progress.say(f"service: pid {processes.pid(service.NAME)}, gRPC on {service.grpc}; try meanwhile")
         progress.say(f"  curl {service.http}/consumers/{self._fleets[0].consumer}/lag")
         return service

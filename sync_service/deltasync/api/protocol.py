@@ -1,0 +1,48 @@
+"""Refusing calls of clients that this service does not understand, or that do not understand it."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc.aio
+
+from deltasync.api.call_errors import abort
+from deltasync.core.errors import Contradiction, DeltasyncError
+from deltasync.wire.protocol import OURS, agree, protocols_from_metadata
+
+# Health checks and reflection have a protocol of their own.
+_METHODS = "/deltasync."
+_KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
+
+
+class ProtocolInterceptor(grpc.aio.ServerInterceptor):
+    """Lets a call begin only if its client and this service understand each other."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """The handler of a call, or one that refuses it."""
+        handler = await continuation(handler_call_details)
+        if handler is None or not handler_call_details.method.startswith(_METHODS):
+            return handler
+        try:
+            _check(dict(handler_call_details.invocation_metadata or ()))
+        except DeltasyncError as error:
+            return _refusing(handler, error)
+        return handler
+
+
+def _check(metadata: dict[str, str | bytes]) -> None:
+    agreed = agree(protocols_from_metadata(metadata), OURS)
+    if not agreed.yes:
+        raise Contradiction(agreed.reason)
+
+
+def _refusing(handler: Any, error: DeltasyncError) -> Any:
+    async def refuse(_requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        await abort(context, error)
+
+    kind = next(kind for kind in _KINDS if getattr(handler, kind))
+    # Without a decoder: a message that this service cannot read must not be answered in other words.
+    return handler._replace(request_deserializer=None, **{kind: refuse})

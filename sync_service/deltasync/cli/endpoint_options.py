@@ -1,0 +1,59 @@
+"""Which service a command talks to, and with which rights."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
+
+import click
+
+from deltasync.client.endpoint import Endpoint
+from deltasync.core.errors import InvalidInput
+
+Command = Callable[..., Any]
+F = TypeVar("F", bound=Command)
+
+_TOKEN = click.option(
+    "--admin-token",
+    default="",
+    show_default=False,
+    help="The service's admin token; also DELTASYNC_ADMIN_TOKEN.",
+)
+
+
+def service_options(*, default: str | None = "127.0.0.1:50051", rights: bool = False) -> Callable[[F], Command]:
+    """`--service`, and with `rights` `--admin-token`; the command is given both as `service`, an `Endpoint`.
+
+    Args:
+        default: the address unless one is given; None = one has to be.
+        rights: whether the command changes something.
+    """
+    help_text = "Where the service answers gRPC, as HOST:PORT."
+    service = click.option("--service", default=default, required=default is None, help=help_text)
+    return _endpoint_option("service", Endpoint.of_grpc, service, *([_TOKEN] if rights else []))
+
+
+def http_options(command: F) -> Command:
+    """`--http`; the command is given it as `http`, an `Endpoint`."""
+    http = click.option("--http", default="http://127.0.0.1:8080", help="Where the service answers operators.")
+    return _endpoint_option("http", Endpoint.of_http, http)(command)
+
+
+def _endpoint_option(
+    name: str, check: Callable[[Endpoint], Endpoint], *options: Callable[[Command], Command]
+) -> Callable[[F], Command]:
+    def decorated(command: F) -> Command:
+        @wraps(command)
+        def with_endpoint(**settings: Any) -> Any:
+            address, token = settings.pop(name), settings.pop("admin_token", "")
+            try:
+                endpoint = check(Endpoint(address, token))
+            except InvalidInput as error:
+                raise click.UsageError(f"--{name}: {error}") from error
+            return command(**settings, **{name: endpoint})
+
+        wrapped: Command = with_endpoint
+        for option in reversed(options):
+            wrapped = option(wrapped)
+        return wrapped
+
+    return decorated

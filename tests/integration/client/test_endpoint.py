@@ -1,0 +1,112 @@
+"""Every call has the rights of its endpoint, and an end."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import grpc
+import pytest
+from tests.support.fleet import USER, WAIT
+
+from deltasync.client import (
+    Admin,
+    CallbackTarget,
+    Endpoint,
+    Part,
+    Publisher,
+    PublisherOptions,
+    ServiceUnavailable,
+    Shard,
+    Subscriber,
+    SubscriberOptions,
+)
+from deltasync.client.status import fetch_lag
+
+TOKEN = "hush"  # noqa: S105
+RIGHTS = f"Bearer {TOKEN}"
+
+
+class Calls(grpc.GenericRpcHandler):
+    """Notes the metadata of every call, by the method's name, and knows none of the methods."""
+
+    def __init__(self) -> None:
+        self.metadata: dict[str, dict[str, Any]] = {}
+        self._came = threading.Condition()
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> None:
+        with self._came:
+            name = handler_call_details.method.rpartition("/")[2]
+            self.metadata[name] = dict(handler_call_details.invocation_metadata)
+            self._came.notify_all()
+
+    def rights(self, name: str) -> str | None:
+        """What a call of this method has shown, once there is one."""
+        with self._came:
+            assert self._came.wait_for(lambda: name in self.metadata, WAIT), name
+        return self.metadata[name].get("authorization")
+
+
+@contextmanager
+def listening() -> Iterator[tuple[str, Calls]]:
+    calls = Calls()
+    server = grpc.server(ThreadPoolExecutor(2), handlers=[calls])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}", calls
+    server.stop(None).wait()
+
+
+@contextmanager
+def silent() -> Iterator[str]:
+    """A port that takes connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.mark.parametrize(("token", "shown"), [(TOKEN, RIGHTS), ("", None)])
+def test_every_grpc_call_shows_its_rights(token: str, shown: str | None) -> None:
+    with listening() as (address, calls):
+        endpoint = Endpoint(address, token)
+        with pytest.raises(ServiceUnavailable):
+            Admin(endpoint).consumers()
+        assert calls.rights("ListConsumers") == shown
+        options = PublisherOptions(service=endpoint, model="clicks", run="r", run_started_unix_ns=1)
+        with Publisher(options, [USER], [Shard.whole(USER)]) as publisher:
+            publisher.publish(Part(step=1, step_end_unix_ns=1))
+            assert calls.rights("Publish") == shown
+        with Subscriber(SubscriberOptions(service=endpoint, consumer="c"), CallbackTarget(lambda _: None)):
+            assert calls.rights("Subscribe") == shown
+
+
+@pytest.mark.parametrize(("token", "shown"), [(TOKEN, RIGHTS), ("", None)])
+def test_an_http_call_shows_its_rights(token: str, shown: str | None) -> None:
+    asked: list[str | None] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.headers["Authorization"])
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"state": "in sync"}')
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        lag = fetch_lag(Endpoint(f"http://127.0.0.1:{server.server_port}", token), "predictors")
+        thread.join()
+    assert (lag, asked) == ({"state": "in sync"}, [shown])
+
+
+def test_a_service_that_says_nothing_is_not_waited_for_for_ever() -> None:
+    with silent() as address:
+        with pytest.raises(ServiceUnavailable, match=address):
+            Admin(Endpoint(address, timeout_seconds=0.1)).consumers()
+        with pytest.raises(ServiceUnavailable, match=f"http://{address}/consumers/c/lag"):
+            fetch_lag(Endpoint(f"http://{address}", timeout_seconds=0.1), "c")

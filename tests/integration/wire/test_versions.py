@@ -1,0 +1,69 @@
+"""A service and clients one version apart work together, both ways."""
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.support import conversation
+from tests.support.fleet import as_sent
+from tests.support.process import ServiceProcess, environment
+from tests.support.server import TOKEN
+
+from deltasync.core.value_types import ValueType
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+WHEEL = FIXTURES / "bf3f18d" / "deltasync-0.1.0-py3-none-any.whl"
+
+
+@pytest.fixture(scope="module")
+def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package as it was. Unpacked, for a namespace package is not found in an archive."""
+    folder = tmp_path_factory.mktemp("before")
+    with zipfile.ZipFile(WHEEL) as wheel:
+        wheel.extractall(folder)
+    return folder
+
+
+def hold_conversation(service: ServiceProcess, folder: Path, code: Path | None) -> dict[str, str]:
+    """Let a client talk to a service; the files that it was made of, by module."""
+    folder.mkdir()
+    # Not with the script's folder on the path, whose modules hide others.
+    command = [sys.executable, "-P", conversation.__file__, service.grpc, service.http, TOKEN, str(folder)]
+    done = subprocess.run(command, env=environment(code), capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stderr
+    files: dict[str, str] = json.loads((folder / "files.json").read_text())
+    return files
+
+
+def check_replicas(folder: Path) -> None:
+    """Bit by bit."""
+    sent_as = {"plain": None, "late": None, "ranked-0": ValueType.INT8, "ranked-1": ValueType.INT8}
+    with np.load(folder / "model.npz") as model:
+        for replica, value_type in sent_as.items():
+            with np.load(folder / f"{replica}.npz") as held:
+                assert held.keys() == model.keys()
+                for table in conversation.TABLES:
+                    rows = model[table.name]
+                    wanted = as_sent(table, rows, value_type) if value_type else rows
+                    assert held[table.name].tobytes() == wanted.tobytes(), (replica, table.name)
+
+
+def test_clients_of_before_work_with_the_service_of_today(before: Path, tmp_path: Path) -> None:
+    with ServiceProcess(tmp_path / "data", "--admin-token", TOKEN) as service:
+        files = hold_conversation(service, tmp_path / "out", before)
+    assert all(file is None or Path(file).is_relative_to(before) for file in files.values()), files
+    assert "deltasync.client.connection" in files
+    check_replicas(tmp_path / "out")
+
+
+def test_clients_of_today_work_with_the_service_of_before(before: Path, tmp_path: Path) -> None:
+    with ServiceProcess(tmp_path / "data", "--admin-token", TOKEN, code=before) as service:
+        assert "format" not in json.loads((service.data_dir / "endpoints.json").read_text())
+        files = hold_conversation(service, tmp_path / "out", None)
+    assert not any(file and Path(file).is_relative_to(before) for file in files.values()), files
+    assert "deltasync.client.endpoint" in files
+    check_replicas(tmp_path / "out")
