@@ -135,6 +135,8 @@ def test_nothing_acknowledged_is_lost(tmp_path: Path) -> None:
         ]
         trainer = Trainer(service.grpc)
         trainer.wait_for(1)
+        for replica in replicas:
+            replica.wait_for(1, WAIT)
         for _ in range(KILLS):
             trainer.wait_for(len(trainer.acknowledged) + 2)
             # Housekeeping comes once a second: some kills are to come after it.

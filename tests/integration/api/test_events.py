@@ -1,0 +1,77 @@
+"""What happens to trainers and replicas is told: who came, left or was refused, what was sealed and released."""
+
+import logging
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.support.fleet import WAIT, Recorder, Trainer, admin_of, follow, wait_until_in_sync
+from tests.support.server import RunningService
+from tests.support.wire import RankStream, ReplicaStream
+
+from deltasync.core.policy import Policy
+
+
+@pytest.fixture
+def service(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[RunningService]:
+    caplog.set_level(logging.DEBUG, "deltasync.events")
+    with RunningService(tmp_path / "data", policies={"top": Policy(top_k=1)}) as service:
+        yield service
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "deltasync.events"]
+
+
+def wait_for_line(caplog: pytest.LogCaptureFixture, pattern: str) -> str:
+    """What happens at the end of a stream is told when the service has seen it."""
+    deadline = time.monotonic() + WAIT
+    while not (found := [line for line in lines(caplog) if re.fullmatch(pattern, line)]):
+        assert time.monotonic() < deadline, lines(caplog)
+        time.sleep(0.005)
+    return found[-1]
+
+
+def test_trainers_and_replicas_that_come_and_go_are_told(
+    service: RunningService, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Trainer(service.grpc) as trainer, follow(service, "top", "a", Recorder()):
+        wait_until_in_sync(service, "top", trainer.publish_all())
+        wait_until_in_sync(service, "top", trainer.change(5))
+    wait_for_line(caplog, r"rank joined: model=clicks rank=0 run=\w+ nothing is published yet")
+    wait_for_line(caplog, r"cut sealed: model=clicks version=1 rows=\d+")
+    wait_for_line(caplog, r"replica joined: consumer=top replica=a the replica holds nothing")
+    wait_for_line(caplog, r"release made: consumer=top number=\d+")
+    wait_for_line(caplog, r"replica left: consumer=top replica=a its stream has ended")
+    wait_for_line(caplog, r"rank left: model=clicks rank=0 run=\w+ its stream has ended")
+
+
+def test_who_is_refused_is_told_with_the_reason(service: RunningService, caplog: pytest.LogCaptureFixture) -> None:
+    with RankStream(service.grpc, model="a\nb") as stream:
+        stream.refusal()
+    wait_for_line(caplog, r"publisher refused: model=a\\nb model name 'a\\nb': use 1 to 128 .*")
+    with ReplicaStream(service.grpc, consumer="predictor") as replica:
+        replica.refusal()
+    wait_for_line(caplog, r"replica refused: consumer=predictor replica=\w+ no consumer 'predictor'; .*")
+    assert all(line.isprintable() for line in lines(caplog))
+
+
+def test_changes_of_consumers_are_told(service: RunningService, caplog: pytest.LogCaptureFixture) -> None:
+    admin = admin_of(service)
+    admin.create_consumer("new", "clicks", Policy())
+    admin.update_consumer("new", Policy(top_k=3))
+    admin.delete_consumer("new")
+    assert [line for line in lines(caplog) if "consumer=new" in line] == [
+        "consumer changed: consumer=new model=clicks sent everything",
+        "consumer changed: consumer=new model=clicks sent top_k=3, before that everything",
+        "consumer changed: consumer=new deleted",
+    ]
+
+
+def test_flushes_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "deltasync.events")
+    with RunningService(tmp_path / "data", flush_bytes=1) as service, Trainer(service.grpc) as trainer:
+        trainer.publish_all()
+        wait_for_line(caplog, "flushed: model=clicks version=1")
