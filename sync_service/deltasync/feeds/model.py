@@ -1,19 +1,22 @@
 """One model: its tables, its part of the log, and how both come back after a restart."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from deltasync.core.delivery import Delivery
 from deltasync.core.errors import Contradiction
+from deltasync.core.policy import Policy
 from deltasync.core.position import Decision, Position, resume
 from deltasync.core.rows import RowBatch
 from deltasync.core.seal import Seal, SealHistory
 from deltasync.core.signals import Signal
+from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import TableSpec
 from deltasync.feeds.frozen_release import NO_TABLES, FrozenRelease, Head, Releases
+from deltasync.feeds.standing import Standing, TableStanding
 from deltasync.storage.log import Log
 from deltasync.storage.mapped_table import MappedTable
 from deltasync.storage.model_store import KEPT_SEALS, ModelStore
@@ -83,7 +86,7 @@ class Model:
         self.head = _head(self.applied)
         for table in self.tables:
             table.count_digest()
-        self.published = {table.spec.name for table in self.tables if table.ever_changed()}
+        self.published = {table.spec.name for table in self.tables if table.counts.changed}
 
     def close(self) -> None:
         """Flush the tables and stop the thread. Blocks."""
@@ -132,11 +135,16 @@ class Model:
         """To be awaited: the head moving, or a table being added, from this call on."""
         return self.signal.changed()
 
-    async def count_changed_since(self, version: int, tables: Sequence[MappedTable]) -> list[int]:
-        """How many rows of each of these tables changed after `version`."""
-        if version == self.position.number:
-            return [0] * len(tables)
-        return await self.on_thread(lambda: [table.count_changed_since(version) for table in tables])
+    def standing(self, policy: Policy) -> Standing:
+        """Where the model stands, to a consumer with this policy that reads its tables as they are."""
+        tables, head = tuple(self.tables), self.position.number
+
+        def followed() -> list[TableStanding]:
+            return [_standing(each, head, policy) for each in tables if policy.follows(each.spec)]
+
+        return Standing(
+            history=self.history, seals=self.seals.frozen(), tables=followed, version_of=lambda version: version
+        )
 
     def flush(self) -> None:
         """Put the tables as of the head on disk and drop the log up to there. Blocks; any thread.
@@ -170,6 +178,15 @@ class Model:
     def _add(self, tables: list[TableSpec], loop: asyncio.AbstractEventLoop) -> None:
         self.store.add(self._unknown(tables))
         loop.call_soon_threadsafe(self.signal.wake)
+
+
+def _standing(table: StampedTable, head: int, policy: Policy) -> TableStanding:
+    counts = table.counts  # Perhaps of a cut that is not the head yet: whoever is at the head lacked nothing.
+    return TableStanding(
+        name=table.spec.name,
+        row_bytes=policy.row_bytes(table.spec),
+        lacking=lambda version: counts.after(version) if version < head else 0,
+    )
 
 
 def _shape(table: TableSpec) -> str:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from deltasync.consumers.consumer import Replica
 from deltasync.core.seal import Seal, seconds_since_sealed
-from deltasync.views.statistics import Backlog
+from deltasync.feeds.statistics import Backlog
 
 State = Literal["in sync", "current", "behind", "damaged", "away", "empty"]
 

@@ -13,8 +13,8 @@ from deltasync.core.policy import Policy
 from deltasync.core.rows import Ids, RowBatch
 from deltasync.feeds.frozen_release import Head
 from deltasync.feeds.model import Model
-from deltasync.views.ranking import DirtyRows, Floats, Mask, pick
-from deltasync.views.statistics import Amount, Backlog, ReleaseStatistics, amount_of, total
+from deltasync.feeds.statistics import Amount, Backlog, ReleaseStatistics, total
+from deltasync.views.ranking import DirtyRows, Floats, Mask, amount_of, pick
 from deltasync.views.store import NewestRelease, ViewState, ViewStore
 from deltasync.views.table import ViewTable
 from deltasync.wire.row_messages import CHUNK_BYTES

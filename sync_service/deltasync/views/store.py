@@ -17,6 +17,7 @@ from deltasync.core.delivery import Delivery
 from deltasync.core.errors import StorageFailed
 from deltasync.feeds.frozen_release import Head
 from deltasync.feeds.model import Model
+from deltasync.feeds.statistics import Backlog, ReleaseStatistics
 from deltasync.storage.log import Buffer, Log
 from deltasync.storage.mapped_table import MappedTable
 from deltasync.views.history import ReleaseHistory
@@ -30,7 +31,6 @@ from deltasync.views.records import (
     table_record,
     view_key,
 )
-from deltasync.views.statistics import Backlog, ReleaseStatistics
 from deltasync.views.table import ViewTable
 
 
