@@ -9,8 +9,8 @@ from deltasync.api.consumer_body import BODY, consumer_of
 from deltasync.api.token import check_token
 from deltasync.consumers.consumer import Consumer
 from deltasync.service.service import Service
+from deltasync.status.answers import Answers
 from deltasync.status.lag import ConsumerLag
-from deltasync.status.report import lag_of
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,14 @@ class ConsumerLine:
     policy: dict[str, Any]
 
 
-def consumer_routes(service: Service, token: str | None) -> APIRouter:
+def consumer_routes(service: Service, answers: Answers, token: str | None) -> APIRouter:
     """The routes; `token` is the admin token."""
     routes = APIRouter(prefix="/consumers")
 
     @routes.get("/{name}/lag")
     async def lag(name: str) -> ConsumerLag:
         """How far a consumer is behind its model: in versions, rows, bytes, seconds and unsent norm."""
-        return await lag_of(service, service.registry.get(name))
+        return await answers.lag(name)
 
     @routes.get("")
     async def consumers() -> list[ConsumerLine]:

@@ -9,7 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from deltasync.api.consumer_routes import consumer_routes
 from deltasync.core.errors import DeltasyncError, ServiceUnavailable
 from deltasync.service.service import Service
-from deltasync.status.metrics import exposition
+from deltasync.status.answers import Answers
 from deltasync.wire.error_codes import http_status
 
 
@@ -34,7 +34,8 @@ def create_app(service: Service, token: str | None) -> FastAPI:
     async def on_error(_request: Request, error: DeltasyncError) -> JSONResponse:
         return JSONResponse({"error": type(error).__name__, "message": str(error)}, http_status(error))
 
-    app.include_router(consumer_routes(service, token))
+    answers = Answers(service)
+    app.include_router(consumer_routes(service, answers, token))
 
     @app.get("/tables")
     async def tables() -> list[TableLine]:
@@ -62,6 +63,6 @@ def create_app(service: Service, token: str | None) -> FastAPI:
     @app.get("/metrics")
     async def metrics() -> Response:
         """Everything above as Prometheus metrics."""
-        return Response(await exposition(service), media_type=CONTENT_TYPE_LATEST)
+        return Response(await answers.metrics(), media_type=CONTENT_TYPE_LATEST)
 
     return app

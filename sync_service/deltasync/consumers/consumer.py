@@ -78,3 +78,8 @@ class Consumer:
     released_bytes: int = 0
     damages: int = 0
     signal: Signal = field(default_factory=Signal)
+
+    def copy(self) -> "Consumer":
+        """The consumer and its replicas as they are now, for another thread."""
+        replicas = {name: Replica(**vars(replica)) for name, replica in self.replicas.items()}
+        return Consumer(**{**vars(self), "replicas": replicas})

@@ -30,6 +30,8 @@ class Seal:
 class SealHistory(deque[Seal]):
     """The seals of a model's last cuts, oldest first."""
 
+    _frozen: tuple[Seal, ...] = ()
+
     @property
     def newest(self) -> Seal | None:
         """The last seal; None before the first cut."""
@@ -39,6 +41,12 @@ class SealHistory(deque[Seal]):
     def newest_version(self) -> int:
         """The last version; 0 before the first cut."""
         return self[-1].version if self else 0
+
+    def frozen(self) -> tuple[Seal, ...]:
+        """All of them as they are now; the same tuple until the next one comes."""
+        if not self._frozen or self._frozen[-1] is not self.newest:
+            self._frozen = tuple(self)
+        return self._frozen
 
     def after(self, version: int) -> list[Seal]:
         """The seals of later versions, oldest first."""

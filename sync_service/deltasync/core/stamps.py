@@ -7,8 +7,8 @@ and their current values.
 import math
 
 import numpy as np
-from numpy.typing import NDArray
 
+from deltasync.core.change_counts import ChangeCounts, Stamps
 from deltasync.core.digests import BLOCK_ROWS, Digest, digest
 from deltasync.core.rows import Ids, RowBatch, Values
 from deltasync.core.tables import TableSpec
@@ -32,14 +32,16 @@ class StampedTable:
     Attributes:
         spec: what the table is.
         rows: [N, D] values, in the table's dtype.
-        stamps: [N] int64, 0 = never changed.
+        stamps: [N] int64, 0 = never changed. Written by this class only.
+        counts: of the stamps; any thread may read them.
         digest: of all rows, as replicas hold them.
     """
 
-    def __init__(self, spec: TableSpec, rows: Values, stamps: NDArray[np.int64]) -> None:
+    def __init__(self, spec: TableSpec, rows: Values, stamps: Stamps) -> None:
         self.spec = spec
         self.rows = rows
         self.stamps = stamps
+        self.counts = ChangeCounts.of(stamps)
         self.digest = Digest()
         self._largest_sum = 0.0
 
@@ -61,11 +63,18 @@ class StampedTable:
         where: slice | Ids = _contiguous(ids) or ids
         columns = slice(first, first + block.shard.cols)
         before = digest(ids, self.decoded(self.rows[where, columns]), first)
+        counts = self.counts.moved(self.stamps[where], number)
         # The stamp first: if the process dies between the two, a row with a new stamp is sent again, while one
         # with an old stamp would be taken for the old row.
         self.stamps[where] = number
         self.rows[where, columns] = block.values
+        self.counts = counts
         self.digest += digest(ids, self.decoded(block.values), first) - before
+
+    def restamp(self, ids: Ids, stamps: Stamps) -> None:
+        """Give the rows `ids` ([n], strictly ascending) these stamps ([n]) instead of their own."""
+        self.counts = self.counts.without(self.stamps[ids]).plus(stamps)
+        self.stamps[ids] = stamps
 
     def decoded(self, rows: Values) -> Values:
         """What a replica holds that has applied `rows` ([n, cols], as stored)."""
@@ -96,16 +105,6 @@ class StampedTable:
             for start in range(0, len(self.stamps), _SCAN_ROWS)
         ]
         return np.concatenate(blocks)
-
-    def ever_changed(self) -> bool:
-        """Whether any row has a stamp."""
-        starts = range(0, len(self.stamps), _SCAN_ROWS)
-        return any(self.stamps[start : start + _SCAN_ROWS].any() for start in starts)
-
-    def count_changed_since(self, number: int) -> int:
-        """How many rows are stamped after `number`."""
-        starts = range(0, len(self.stamps), _SCAN_ROWS)
-        return sum(int(np.count_nonzero(self.stamps[start : start + _SCAN_ROWS] > number)) for start in starts)
 
     def read(self, ids: Ids, out: Values) -> None:
         """Copy the current values of the rows `ids` ([n], strictly ascending) into `out` ([n, D])."""

@@ -8,6 +8,7 @@ from deltasync.core.delivery import Delivery
 from deltasync.core.policy import Policy
 from deltasync.core.position import Decision, Position
 from deltasync.feeds.frozen_release import FrozenRelease
+from deltasync.feeds.standing import Standing
 
 
 class Feed(Protocol):
@@ -40,6 +41,9 @@ class Feed(Protocol):
 
     def release(self, after: int, whole: frozenset[int]) -> "Task[FrozenRelease]":
         """What a replica at `after` lacks, and all of the tables in the slots `whole`."""
+
+    def standing(self, policy: Policy) -> Standing:
+        """Where it stands to a consumer with this policy, for those who ask how far replicas are behind."""
 
     def changed(self) -> Awaitable[object]:
         """To be awaited: another position, other tables or other trouble, from this call on."""

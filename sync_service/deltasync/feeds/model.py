@@ -10,7 +10,7 @@ neither sees the other half done; nothing there waits for a disk. All else happe
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -22,9 +22,11 @@ from deltasync.core.position import Decision, Position, resume
 from deltasync.core.rows import RowBatch
 from deltasync.core.seal import Seal, SealHistory
 from deltasync.core.signals import Signal
+from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import TableSpec
 from deltasync.core.threads import EVENT_LOOP, MODEL_PREFIX, MODEL_THREAD, SET_BY_EVENT_LOOP, confined
 from deltasync.feeds.frozen_release import NO_TABLES, FrozenRelease, Head, Releases
+from deltasync.feeds.standing import Standing, TableStanding, nothing_published
 from deltasync.storage.log import Log
 from deltasync.storage.mapped_table import MappedTable
 from deltasync.storage.model_store import KEPT_SEALS, ModelStore
@@ -149,11 +151,21 @@ class Model:
         """To be awaited: the head moving, or a table being added, from this call on."""
         return self.signal.changed()
 
-    async def count_changed_since(self, version: int, tables: Sequence[MappedTable]) -> list[int]:
-        """How many rows of each of these tables changed after `version`."""
-        if version == self.position.number:
-            return [0] * len(tables)
-        return await self.on_thread(lambda: [table.count_changed_since(version) for table in tables])
+    def standing(self, policy: Policy) -> Standing:
+        """Where the model stands, to a consumer with this policy that reads its tables as they are."""
+        tables, head = tuple(self.tables), self.position.number
+
+        def followed() -> list[TableStanding]:
+            return [_standing(each, head, policy) for each in tables if policy.follows(each.spec)]
+
+        return Standing(
+            history=self.history,
+            seals=self.seals.frozen(),
+            tables=followed,
+            version_of=lambda version: version,
+            failure=self.failure,
+            unpublished="" if self.head else nothing_published(self.name).unpublished,
+        )
 
     def flush(self) -> None:
         """Put the tables as of the head on disk and drop the log up to there. Blocks; any thread.
@@ -178,7 +190,7 @@ class Model:
         self.applied = seals.newest
         for table in self.tables:
             table.count_digest()
-        return list(seals), {table.spec.name for table in self.tables if table.ever_changed()}
+        return list(seals), {table.spec.name for table in self.tables if table.counts.changed}
 
     def _unknown(self, tables: list[TableSpec]) -> list[TableSpec]:
         known = {table.spec.name: table.spec for table in self.tables}
@@ -200,6 +212,15 @@ class Model:
         async with self._adding:
             await asyncio.to_thread(self.store.add, self._unknown(tables))
             self.signal.wake()
+
+
+def _standing(table: StampedTable, head: int, policy: Policy) -> TableStanding:
+    counts = table.counts  # Perhaps of a cut that is not the head yet: whoever is at the head lacked nothing.
+    return TableStanding(
+        name=table.spec.name,
+        row_bytes=policy.row_bytes(table.spec),
+        lacking=lambda version: counts.after(version) if version < head else 0,
+    )
 
 
 def _shape(table: TableSpec) -> str:

@@ -168,6 +168,12 @@ def _replica_metrics(lags: list[ConsumerLag]) -> list[Metric]:
             [([each.consumer, replica.replica], replica.checked) for each in lags for replica in each.replicas],
         ),
         gauge("consumer_replicas", "Replicas of the consumer.", ["consumer", "state"], states),
+        gauge(
+            "consumer_failed",
+            "Whether an error that was not foreseen keeps the consumer's replicas from what is new.",
+            ["consumer"],
+            [([each.consumer], each.state == "failed") for each in lags],
+        ),
         gauge("consumer_damaged_tables", "Tables of replicas that are damaged now.", ["consumer"], damaged),
     ]
 

@@ -7,9 +7,10 @@ from typing import Any, Literal
 
 from deltasync.consumers.consumer import Replica
 from deltasync.core.seal import Seal, seconds_since_sealed
-from deltasync.views.statistics import Backlog
+from deltasync.feeds.standing import Standing
+from deltasync.feeds.statistics import Backlog
 
-State = Literal["in sync", "current", "behind", "damaged", "away", "empty"]
+State = Literal["in sync", "current", "behind", "waiting", "damaged", "failed", "away", "empty"]
 
 
 @dataclass(frozen=True)
@@ -144,19 +145,30 @@ def unsent(backlogs: Sequence[Backlog]) -> tuple[float, float]:
     return norm, norm / whole if whole else 0.0
 
 
-def state(replicas: Sequence[Replica], lag: Lag, *, newest_release: bool = False) -> tuple[State, str]:
-    """How a fleet is doing, and why; `newest_release` says that all of its replicas hold the newest release."""
+def state(replicas: Sequence[Replica], lag: Lag, standing: Standing, offset: int) -> tuple[State, str]:
+    """How a fleet is doing, and why.
+
+    Args:
+        replicas: all of it.
+        lag: that of the last of them.
+        standing: where its feed stands.
+        offset: what all of them hold.
+    """
     away = [replica.name for replica in replicas if replica.stream is None]
     if not replicas:
         return "empty", "no replica has ever subscribed"
+    if standing.failure:
+        return "failed", f"{standing.failure}; it is tried again"
     if len(away) == len(replicas):
         return "away", f"none of {len(replicas)} replicas is connected"
     if damaged := [replica for replica in replicas if replica.damaged]:
         names = ", ".join(f"{replica.name} ({', '.join(replica.damaged)})" for replica in damaged)
         return "damaged", f"other rows than were sent, in tables that are being sent again whole: {names}"
+    if standing.unpublished:
+        return "waiting", standing.unpublished
     if lag.versions == 0 and lag.rows == 0:
         return "in sync", f"all {len(replicas)} replicas hold the newest version"
-    if newest_release:
+    if offset == standing.newest_release:
         return (
             "current",
             f"all {len(replicas)} replicas hold the newest release; {lag.rows} rows are left for later",

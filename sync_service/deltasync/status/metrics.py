@@ -1,23 +1,56 @@
 """Prometheus metrics, computed when they are asked for."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from deltasync.service.service import Service
+from deltasync.consumers.consumer import Consumer
+from deltasync.core.events import EventCounts, EventKind
+from deltasync.core.tables import TableSpec
+from deltasync.feeds.standing import Standing
 from deltasync.status.consumer_metrics import consumer_metrics
 from deltasync.status.metric_families import counter, gauge
-from deltasync.status.report import lag_of
+from deltasync.status.report import report
 
 
-async def exposition(service: Service) -> bytes:
-    """The metrics in Prometheus' text format."""
-    consumers = list(service.registry.consumers.values())
-    lags = [await lag_of(service, consumer) for consumer in consumers]
+@dataclass(frozen=True)
+class ModelFigures:
+    """What is shown of a model: its newest version, what was published since the service started, its tables, and
+    whether cuts cannot be sealed or applied.
+    """
+
+    name: str
+    newest_version: int
+    published_rows: int
+    published_bytes: int
+    tables: Sequence[TableSpec]
+    failed: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """What metrics are computed from, taken at one moment; `consumers` do not change any more."""
+
+    consumers: Sequence[tuple[Consumer, Standing]]
+    models: Sequence[ModelFigures]
+    events: EventCounts
+    log_bytes: int
+
+
+def exposition(figures: Figures, now_unix_ns: int) -> bytes:
+    """The metrics in Prometheus' text format. Any thread.
+
+    Args:
+        figures: what they are computed from.
+        now_unix_ns: the time, nanoseconds since 1970.
+    """
+    consumers = [consumer for consumer, _ in figures.consumers]
+    lags = [report(consumer, standing, now_unix_ns) for consumer, standing in figures.consumers]
     registry = CollectorRegistry()
-    registry.register(_Snapshot([*consumer_metrics(consumers, lags), *_model_metrics(service)]))
+    registry.register(_Snapshot([*consumer_metrics(consumers, lags), *_model_metrics(figures)]))
     return generate_latest(registry)
 
 
@@ -31,28 +64,27 @@ class _Snapshot(Collector):
         return self._metrics
 
 
-def _model_metrics(service: Service) -> list[Metric]:
-    models = service.models
-    tables = [(name, mapped.spec) for name, model in models.items() for mapped in model.tables]
-    published = service.coordinators.items()
+def _model_metrics(figures: Figures) -> list[Metric]:
+    models = figures.models
+    tables = [(model.name, table) for model in models for table in model.tables]
     return [
         gauge(
             "head_version",
             "Newest sealed version.",
             ["model"],
-            [([name], model.seals.newest_version) for name, model in models.items()],
+            [([model.name], model.newest_version) for model in models],
         ),
         counter(
             "published_rows",
             "Rows of sealed cuts since the service started.",
             ["model"],
-            [([name], p.rows) for name, p in published],
+            [([model.name], model.published_rows) for model in models],
         ),
         counter(
             "published_bytes",
             "Bytes of ids and values of sealed cuts.",
             ["model"],
-            [([name], p.bytes) for name, p in published],
+            [([model.name], model.published_bytes) for model in models],
         ),
         gauge(
             "table_rows",
@@ -66,5 +98,17 @@ def _model_metrics(service: Service) -> list[Metric]:
             ["model", "table"],
             [([name, table.name], table.nbytes) for name, table in tables],
         ),
-        gauge("log_bytes", "Bytes the log holds.", [], [([], service.log.used_bytes())]),
+        gauge(
+            "model_failed",
+            "Whether cuts of the model cannot be sealed or applied, which is tried again.",
+            ["model"],
+            [([model.name], model.failed) for model in models],
+        ),
+        counter(
+            "events",
+            "How often what has happened since the service started.",
+            ["event"],
+            [([kind.value], figures.events[kind]) for kind in EventKind],
+        ),
+        gauge("log_bytes", "Bytes the log holds.", [], [([], figures.log_bytes)]),
     ]

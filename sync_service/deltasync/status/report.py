@@ -1,150 +1,88 @@
-"""The lag of a consumer, put together from what the model, the registry and the view hold."""
+"""The lag of a consumer, put together from where its replicas and its feed stand. A pure function."""
 
-import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 from deltasync.consumers.consumer import Consumer, Replica
 from deltasync.consumers.fleet import consumer_offset, offset_in
-from deltasync.core.policy import Policy
 from deltasync.core.seal import Seal, seconds_since_sealed
-from deltasync.feeds.model import Model
-from deltasync.service.service import Service
+from deltasync.feeds.standing import Standing, TableStanding
+from deltasync.feeds.statistics import ReleaseStatistics
 from deltasync.status.lag import ConsumerLag, Lag, ReleaseLag, ReplicaLag, TableLag, measure, state, unsent
-from deltasync.views.statistics import Backlog, ReleaseStatistics
-from deltasync.views.view import View
 
 
-@dataclass(frozen=True)
-class _Table:
-    """A table that a consumer follows."""
+def report(consumer: Consumer, standing: Standing, now_unix_ns: int) -> ConsumerLag:
+    """How far a consumer is behind, per replica and per table.
 
-    name: str
-    row_bytes: int
-    backlog: Backlog | None  # None = not known.
-
-
-@dataclass(frozen=True)
-class _Facts:
-    """What a lag is measured by, taken at one moment: acks, cuts and releases go on while rows are counted.
-
-    Attributes:
-        history: the id of the history that offsets belong to.
-        newest_release: its number; None without a policy.
-        tables: the tables that the consumer follows.
-        count: how many rows of each table a replica at an offset lacks.
-        version_of: the version of the rows that a replica at an offset holds.
-        release: what the newest release took and left; None if there is none.
+    Args:
+        consumer: the consumer; not changed meanwhile.
+        standing: where its feed stands.
+        now_unix_ns: the time, nanoseconds since 1970.
     """
-
-    history: str
-    newest_release: int | None
-    tables: list[_Table]
-    count: Callable[[int], Awaitable[list[int]]]
-    version_of: Callable[[int], int]
-    release: ReleaseStatistics | None
-
-
-async def lag_of(service: Service, consumer: Consumer) -> ConsumerLag:
-    """How far a consumer of the service is behind, per replica and per table."""
-    return await report(consumer, service.models[consumer.model], service.views.get(consumer))
-
-
-async def report(consumer: Consumer, model: Model, view: View | None) -> ConsumerLag:
-    """How far a consumer is behind, per replica and per table."""
-    facts = _facts(consumer, model, view)
     replicas = sorted(consumer.replicas.values(), key=lambda replica: replica.name)
-    offset = consumer_offset(replicas, facts.history)
-    offsets = [offset_in(facts.history, replica.applied) for replica in replicas]
-    seals = tuple(model.seals)
-    counts = {each: await facts.count(each) for each in {offset, *offsets}}
-    now = time.time_ns()
-    lags = {each: _lag(each, rows, facts, seals, now) for each, rows in counts.items()}
-    found, reason = state(replicas, lags[offset], newest_release=offset == facts.newest_release)
-    if view and view.trouble:
-        reason = f"{reason}; the policy is not in force: {view.trouble}"
-    tables = [_table_line(each, rows, seals, now) for each, rows in zip(facts.tables, counts[offset], strict=True)]
+    offset = consumer_offset(replicas, standing.history)
+    offsets = [offset_in(standing.history, replica.applied) for replica in replicas]
+    tables, seals = _tables(standing, replicas), standing.seals
+    counts = {each: [table.lacking(each) for table in tables] for each in {offset, *offsets}}
+    lags = {each: _lag(each, rows, tables, standing, now_unix_ns) for each, rows in counts.items()}
+    found, reason = state(replicas, lags[offset], standing, offset)
+    if standing.trouble:
+        reason = f"{reason}; the policy is not in force: {standing.trouble}"
+    pairs = zip(tables, counts[offset], strict=True)
+    lines = [_table_line(table, rows, seals, now_unix_ns) for table, rows in pairs]
     return ConsumerLag(
         consumer=consumer.name,
         model=consumer.model,
-        history=facts.history,
+        history=standing.history,
         state=found,
         reason=reason,
         head=seals[-1].version if seals else 0,
         head_step=seals[-1].step if seals else 0,
         offset=offset,
         lag=lags[offset],
-        replicas=[_line(replica, each, lags[each], now) for replica, each in zip(replicas, offsets, strict=True)],
-        tables=tables,
-        oldest_row_seconds=max((table.oldest_row_seconds for table in tables), default=0.0),
+        replicas=[
+            _line(replica, each, lags[each], now_unix_ns) for replica, each in zip(replicas, offsets, strict=True)
+        ],
+        tables=lines,
+        oldest_row_seconds=max((line.oldest_row_seconds for line in lines), default=0.0),
         damages=consumer.damages,
-        release=_release_lag(facts.release, now) if facts.release else None,
+        release=_release_lag(standing.release, now_unix_ns) if standing.release else None,
         policy=consumer.policy.as_dict(),
     )
 
 
-def _facts(consumer: Consumer, model: Model, view: View | None) -> _Facts:
-    if view is None:
-        return _facts_of_model(model, consumer.policy)
-    if view.state.newest is None:  # Its first release is made once a replica is connected.
-        return replace(_facts_of_model(model, consumer.policy), history=view.history, newest_release=0)
-    return _facts_of_view(view, connected=any(replica.stream for replica in consumer.replicas.values()))
-
-
-def _facts_of_model(model: Model, policy: Policy) -> _Facts:
-    mapped = tuple(each for each in model.tables if policy.follows(each.spec))
-    return _Facts(
-        history=model.history,
-        newest_release=None,
-        tables=[_Table(each.spec.name, policy.row_bytes(each.spec), None) for each in mapped],
-        count=lambda offset: model.count_changed_since(offset, mapped),
-        version_of=lambda offset: offset,
-        release=None,
-    )
-
-
-def _facts_of_view(view: View, *, connected: bool) -> _Facts:
-    state = view.state
+def _tables(standing: Standing, replicas: Sequence[Replica]) -> list[TableStanding]:
+    """The tables; with their backlogs, if these are of now."""
+    tables = standing.tables()
     # No releases are made, and so no rows compared, while no replica is connected.
-    known = connected or state.compared_version == view.model.position.number
-    backlog = state.backlog if known else {}
-    return _Facts(
-        history=view.history,
-        newest_release=state.head.number if state.head else 0,
-        tables=[
-            _Table(each.delivery.spec.name, each.sent.spec.row_bytes, backlog.get(each.delivery.spec.name))
-            for each in state.tables
-        ],
-        count=lambda offset: view.count_lacking(offset, state.tables),
-        version_of=view.version_of,
-        release=state.newest.statistics if state.newest else None,
-    )
+    known = standing.compared or any(replica.stream for replica in replicas)
+    return tables if known else [replace(table, backlog=None) for table in tables]
 
 
-def _lag(offset: int, rows: list[int], facts: _Facts, seals: Sequence[Seal], now: int) -> Lag:
-    version = facts.version_of(offset)
+def _lag(offset: int, rows: Sequence[int], tables: Sequence[TableStanding], standing: Standing, now: int) -> Lag:
+    version = standing.version_of(offset)
     lag = measure(
         version,
-        seals,
-        [table.row_bytes for table in facts.tables],
+        standing.seals,
+        [table.row_bytes for table in tables],
         rows,
         now,
-        _oldest_unapplied_version(offset, facts),
+        _oldest_unapplied_version(offset, standing),
     )
-    backlogs = [table.backlog for table in facts.tables if table.backlog]
-    if offset != facts.newest_release or len(backlogs) < len(facts.tables):
+    backlogs = [table.backlog for table in tables if table.backlog]
+    if offset != standing.newest_release or len(backlogs) < len(tables):
         return lag
     norm, share = unsent(backlogs)
     return replace(lag, unsent_norm=norm, unsent_share=share)
 
 
-def _oldest_unapplied_version(offset: int, facts: _Facts) -> int | None:
+def _oldest_unapplied_version(offset: int, standing: Standing) -> int | None:
     """The oldest version that a replica at `offset` has not applied; None: the one after that of its rows."""
     # The first release that it lacks may have been made at the same version.
-    return None if facts.newest_release in (None, offset) else facts.version_of(offset)
+    return None if standing.newest_release in (None, offset) else standing.version_of(offset)
 
 
-def _table_line(table: _Table, rows: int, seals: Sequence[Seal], now: int) -> TableLag:
+def _table_line(table: TableStanding, rows: int, seals: Sequence[Seal], now: int) -> TableLag:
     line = TableLag(table.name, rows, rows * table.row_bytes)
     if table.backlog is None:
         return line

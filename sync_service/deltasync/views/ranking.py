@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from deltasync.core.policy import Policy
 from deltasync.core.rows import Ids
+from deltasync.feeds.statistics import Amount
 
 Mask = NDArray[np.bool_]
 Floats = NDArray[np.float64]
@@ -32,6 +33,12 @@ class DirtyRows:
     never_sent: Mask
     overdue: Mask
     row_bytes: int
+
+
+def amount_of(rows: DirtyRows, chosen: Mask) -> Amount:
+    """How much the chosen ones of a table's dirty rows are."""
+    count = int(np.count_nonzero(chosen))
+    return Amount(count, count * rows.row_bytes, math.sqrt(float(np.square(rows.norms[chosen]).sum())))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from deltasync.core.mode import Mode
 from deltasync.core.tables import TableSpec
 from deltasync.core.value_types import ValueType
 from deltasync.feeds.frozen_release import Head
-from deltasync.views.statistics import Amount, ReleaseStatistics
+from deltasync.feeds.statistics import Amount, ReleaseStatistics
 from deltasync.views.table import ViewTable
 
 

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from deltasync.core.rows import RowBatch
 from deltasync.feeds.frozen_release import Head
 from deltasync.feeds.scratch import room_for
-from deltasync.views.ranking import DirtyRows, Mask, Pick
-from deltasync.views.statistics import Amount, Backlog, ReleaseStatistics, amount_of, total
+from deltasync.feeds.statistics import Amount, Backlog, ReleaseStatistics, total
+from deltasync.views.ranking import DirtyRows, Mask, Pick, amount_of
 from deltasync.views.store import NewestRelease, ViewState
 from deltasync.views.table import ViewTable
 

@@ -18,6 +18,7 @@ from deltasync.core.errors import StorageFailed
 from deltasync.core.rows import RowBatch
 from deltasync.feeds.frozen_release import Head
 from deltasync.feeds.model import Model
+from deltasync.feeds.statistics import Backlog, ReleaseStatistics
 from deltasync.storage.log import Log
 from deltasync.storage.mapped_table import MappedTable
 from deltasync.views.history import ReleaseHistory
@@ -31,7 +32,6 @@ from deltasync.views.records import (
     table_record,
     view_key,
 )
-from deltasync.views.statistics import Backlog, ReleaseStatistics
 from deltasync.views.table import ViewTable
 
 

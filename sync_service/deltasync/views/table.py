@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from deltasync.core.change_counts import ChangeCounts
 from deltasync.core.delivery import Delivery
 from deltasync.core.digests import BLOCK_ROWS
 from deltasync.core.mode import Mode
@@ -18,8 +19,6 @@ from deltasync.storage.mapped_table import MappedTable, file_of, map_array
 from deltasync.views.ranking import Floats, Mask
 
 _COUNT = struct.Struct("<Q")
-# Blocks in which whole columns of stamps are scanned.
-_SCAN_ROWS = 1 << 20
 
 
 class EncodedTable(MappedTable):
@@ -60,6 +59,9 @@ class ViewTable:
         since = file_of(delivery.spec, folder, "since")
         self._mapped_since = map_array(since, np.dtype(np.int64), (delivery.spec.rows,), new=new)
         self.dirty_since: NDArray[np.int64] = self._mapped_since
+        # Of the rows that are not dirty. Both replaced whole, so that `lacking` may read them in any thread.
+        self._clean: ChangeCounts = self.sent.counts.without(self.sent.stamps[np.flatnonzero(self._mapped_since)])
+        self._compared_version = 0  # The source's newest version at the last comparison, as far as it is known.
         # [N], as of the last comparison, and right for dirty rows only: one that has not changed since then is as
         # far off as it was. None = not known.
         self._norms: Floats | None = None
@@ -69,7 +71,8 @@ class ViewTable:
         values = self.source.rows_of(ids)
         self.write(self.batch(ids, self.encoded(ids), norms_of(values)), number or 1)
         if number is None:
-            self.held.stamps[ids] = self.source.stamps[ids]
+            self.held.restamp(ids, self.source.stamps[ids])
+        self._clean = self.sent.counts  # No row of a table that is being made is dirty.
 
     def find_dirty(self, compared_version: int) -> tuple[Ids, Floats]:
         """The dirty rows: sorted ids [n], and the L2 norms [n] of the source's rows less those that replicas hold.
@@ -79,14 +82,14 @@ class ViewTable:
                 as they were.
         """
         changed = self.source.changed_since(compared_version)
-        self.dirty_since[changed[self.dirty_since[changed] == 0]] = compared_version + 1
+        self._mark(changed[self.dirty_since[changed] == 0], compared_version + 1)
         if self._norms is None:
             self._norms = np.zeros(len(self.dirty_since))
             changed = np.flatnonzero(self.dirty_since)
         for block in _blocks(len(changed), BLOCK_ROWS):
             ids = changed[block]
             self._norms[ids], differ = self._compare(ids, compared_version)
-            self.dirty_since[ids[~differ]] = 0
+            self._unmark(ids[~differ])
         dirty = np.flatnonzero(self.dirty_since)
         return dirty, self._norms[dirty]
 
@@ -105,10 +108,13 @@ class ViewTable:
 
     def write(self, rows: RowBatch, number: int) -> None:
         """Note that replicas at release `number` hold these encoded rows: they are not dirty now."""
+        was_clean = rows.ids[self.dirty_since[rows.ids] == 0]
+        clean = self._clean.without(self.sent.stamps[was_clean]).plus_rows(len(rows), number)
         self.held.apply(rows, number)
         if rows.norms is not None:
             self.sent.apply(RowBatch.of_table(self.sent.spec, rows.ids, rows.norms[:, None]), number)
         self.dirty_since[rows.ids] = 0
+        self._clean = clean
 
     def record(self, rows: RowBatch) -> tuple[bytes | memoryview, ...]:
         """The log's record of encoded rows about to be written, in pieces; `replay` takes it back."""
@@ -125,20 +131,17 @@ class ViewTable:
         rows = RowBatch.of_table(self.held.spec, ids, encoded.reshape(count, width), norms if len(norms) else None)
         self.write(rows, number)
 
-    def count_lacking(self, number: int, compared_version: int) -> int:
-        """How many rows a replica at `number` does not hold as the source has them: those sent after it, the dirty
-        ones, and those that changed after `compared_version`, of which it is not known whether they are dirty.
+    def lacking(self, number: int, compared_version: int) -> int:
+        """How many rows a replica at `number` does not hold as the source has them, at most. Any thread.
+
+        They are the dirty rows, others that were sent after `number`, and those that have changed since the last
+        comparison, at `compared_version` or later. Which of the latter are dirty or were sent before is not known:
+        these are counted twice.
         """
-        return sum(
-            int(
-                np.count_nonzero(
-                    (self.sent.stamps[block] > number)
-                    | (self.dirty_since[block] > 0)
-                    | (self.source.stamps[block] > compared_version)
-                )
-            )
-            for block in _blocks(self.source.spec.rows, _SCAN_ROWS)
-        )
+        compared_version = max(self._compared_version, compared_version)  # First: the counts may only be newer.
+        clean, changed = self._clean, self.source.counts.after(compared_version)
+        rows = self.source.spec.rows
+        return min(rows, rows - clean.rows + clean.after(number) + changed)
 
     def flush(self) -> None:
         """Wait until everything written before the call is on disk. Blocks; any thread."""
@@ -150,6 +153,17 @@ class ViewTable:
         """Find the digests anew, after a restart."""
         for mapped in {self.held, self.sent}:
             mapped.count_digest()
+
+    def _mark(self, ids: Ids, since: int) -> None:
+        """Note that these rows, which were not dirty, are so since a version, and that all rows have been seen."""
+        self.dirty_since[ids] = since
+        self._clean = self._clean.without(self.sent.stamps[ids])
+        self._compared_version = self.source.counts.newest
+
+    def _unmark(self, ids: Ids) -> None:
+        """Note that these rows, which were dirty, are not."""
+        self.dirty_since[ids] = 0
+        self._clean = self._clean.plus(self.sent.stamps[ids])
 
     def _compare(self, ids: Ids, compared_version: int) -> tuple[Floats, Mask]:
         """The norms of the deltas of these rows, and which of them are dirty."""

@@ -10,9 +10,9 @@ from deltasync.core.delivery import Delivery
 from deltasync.core.policy import Policy
 from deltasync.feeds.frozen_release import Head
 from deltasync.feeds.model import Model
+from deltasync.feeds.statistics import Amount, Backlog, total
 from deltasync.storage.mapped_table import MappedTable
 from deltasync.views.release_draft import new_release
-from deltasync.views.statistics import Amount, Backlog, total
 from deltasync.views.store import NewestRelease, ViewState, ViewStore
 from deltasync.views.table import ViewTable
 
@@ -98,7 +98,7 @@ def _taken(tables: Iterable[ViewTable]) -> tuple[Amount, str]:
 
 
 def _whole(table: ViewTable) -> Amount:
-    rows = table.sent.count_changed_since(0)
+    rows = table.sent.counts.changed
     return Amount(rows, rows * table.sent.spec.row_bytes, table.held.norm)
 
 

@@ -1,7 +1,9 @@
 """A consumer's view: what its replicas hold of a model, and what they can be given of it."""
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,10 +16,10 @@ from deltasync.core.stamps import StampedTable
 from deltasync.core.threads import EVENT_LOOP, confined, not_shared_yet
 from deltasync.feeds.frozen_release import NO_TABLES, FrozenRelease, Head, Releases
 from deltasync.feeds.model import Model
+from deltasync.feeds.standing import Standing, TableStanding
 from deltasync.storage.log import Log
 from deltasync.views.release_maker import ReleaseMaker
 from deltasync.views.store import ViewState, ViewStore
-from deltasync.views.table import ViewTable
 from deltasync.views.table_maker import TableMaker, followed
 
 
@@ -88,7 +90,9 @@ class View:
 
     def version_of(self, number: int) -> int:
         """The version of the rows that a replica at `number` holds, as far as it is known."""
-        state = self.state
+        return self._version_at(self.state, number)
+
+    def _version_at(self, state: ViewState, number: int) -> int:
         if state.head and number == state.head.number:
             return state.compared_version
         return self._store.history.version_of(number)
@@ -107,9 +111,23 @@ class View:
         """Whether it has the tables that the policy follows, in the form that the policy wants."""
         return self.deliveries == [policy.delivery_of(table.spec) for table in followed(self.model, policy)]
 
-    async def count_lacking(self, number: int, tables: Sequence[ViewTable]) -> list[int]:
-        """How many rows of each of these tables a replica at `number` lacks."""
-        return await self.model.on_thread(self._count_lacking, number, tables)
+    def standing(self, policy: Policy) -> Standing:
+        """Where the view stands. Until its first release, which waits for a replica, it is where the model is."""
+        state, of_model = self.state, self.model.standing(policy)
+        if state.newest is None:
+            failure = self.failure or of_model.failure
+            return replace(of_model, history=self.history, newest_release=0, trouble=self.trouble, failure=failure)
+        return Standing(
+            history=self.history,
+            seals=of_model.seals,
+            tables=partial(_tables, state),
+            version_of=partial(self._version_at, state),
+            newest_release=state.newest.head.number,
+            release=state.newest.statistics,
+            compared=state.compared_version == self.model.position.number,
+            trouble=self.trouble,
+            failure=self.failure or of_model.failure,
+        )
 
     # Moving on: one call at a time.
 
@@ -175,6 +193,14 @@ class View:
         state = self.state
         return [table.sent for table in state.tables], state.head
 
-    def _count_lacking(self, number: int, tables: Sequence[ViewTable]) -> list[int]:
-        compared_version = self.state.compared_version
-        return [table.count_lacking(number, compared_version) for table in tables]
+
+def _tables(state: ViewState) -> list[TableStanding]:
+    return [
+        TableStanding(
+            table.delivery.spec.name,
+            table.sent.spec.row_bytes,
+            partial(table.lacking, compared_version=state.compared_version),
+            state.backlog.get(table.delivery.spec.name),
+        )
+        for table in state.tables
+    ]

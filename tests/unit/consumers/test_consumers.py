@@ -1,6 +1,8 @@
 """Lag and offsets: pure decisions."""
 
 import asyncio
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,6 +14,7 @@ from deltasync.consumers.fleet import consumer_offset, forgettable, offset_in
 from deltasync.core.position import Position
 from deltasync.core.seal import Seal
 from deltasync.core.tables import TableSpec
+from deltasync.feeds.standing import Standing
 from deltasync.status.lag import Lag, measure, state
 
 ROW_BYTES = [TableSpec("a", 10, 2).row_bytes, TableSpec("b", 10, 4).row_bytes]
@@ -50,17 +53,24 @@ def test_a_clock_that_was_set_back_gives_no_negative_lag() -> None:
 
 
 @pytest.mark.parametrize(
-    ("replicas", "lag", "expected", "said"),
+    ("replicas", "lag", "standing", "expected", "said"),
     [
-        ([], NONE, "empty", "no replica has ever subscribed"),
-        ([replica("a", away=1), replica("b", away=1)], SOME, "away", "none of 2 replicas is connected"),
-        ([replica("a")], NONE, "in sync", "all 1 replicas"),
-        ([replica("a")], SOME, "behind", "7 rows of 2 versions"),
-        ([replica("a"), replica("b", away=1)], SOME, "behind", "away: b"),
+        ([], NONE, {}, "empty", "no replica has ever subscribed"),
+        ([replica("a", away=1), replica("b", away=1)], SOME, {}, "away", "none of 2 replicas is connected"),
+        ([replica("a")], NONE, {}, "in sync", "all 1 replicas"),
+        ([replica("a")], NONE, {"unpublished": "nothing is published"}, "waiting", "nothing is published"),
+        ([replica("a")], NONE, {"failure": "no luck"}, "failed", "no luck; it is tried again"),
+        ([replica("a", away=1)], NONE, {"failure": "no luck"}, "failed", "no luck; it is tried again"),
+        ([replica("a")], SOME, {"newest_release": 3}, "current", "7 rows are left for later"),
+        ([replica("a")], SOME, {}, "behind", "7 rows of 2 versions"),
+        ([replica("a"), replica("b", away=1)], SOME, {}, "behind", "away: b"),
     ],
 )
-def test_state_says_why(replicas: list[Replica], lag: Lag, expected: str, said: str) -> None:
-    found, reason = state(replicas, lag)
+def test_state_says_why(
+    replicas: list[Replica], lag: Lag, standing: dict[str, Any], expected: str, said: str
+) -> None:
+    where = Standing(history="h", seals=(), tables=list, version_of=lambda number: number)
+    found, reason = state(replicas, lag, replace(where, **standing), offset=3)
     assert found == expected
     assert said in reason
 

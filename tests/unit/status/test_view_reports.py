@@ -1,6 +1,7 @@
 """The lag of a consumer with a policy: what is known is said, and nothing else."""
 
 import asyncio
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,7 +19,8 @@ from deltasync.views.view import View
 async def lag_at(view: View, release: int, *, connected: bool = True) -> ConsumerLag:
     """Of a consumer whose replica holds that release."""
     replica = Replica("a", Position(view.history, release), stream=asyncio.Event() if connected else None)
-    return await report(Consumer("top", "clicks", 0, replicas={"a": replica}), view.model, view)
+    consumer = Consumer("top", "clicks", 0, replicas={"a": replica})
+    return report(consumer, view.standing(consumer.policy), time.time_ns())
 
 
 ANSWER = ["consumer", "model", "history", "state", "reason", "head", "head_step", "offset", "lag", "replicas"]

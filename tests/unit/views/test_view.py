@@ -1,6 +1,7 @@
 """Views: what goes wrong, and what must hold all the same."""
 
 import asyncio
+import time
 from pathlib import Path
 
 import numpy as np
@@ -26,11 +27,11 @@ from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.core.tables import TableSpec
 from deltasync.core.value_types import ValueType
+from deltasync.feeds.statistics import Amount
 from deltasync.status.lag import ConsumerLag
 from deltasync.status.report import report
 from deltasync.views.release_draft import ReleaseDraft
 from deltasync.views.release_maker import ReleaseMaker
-from deltasync.views.statistics import Amount
 from deltasync.views.store import ViewStore
 from deltasync.views.view import View
 
@@ -211,7 +212,7 @@ async def lag_at(view: View, release: int) -> ConsumerLag:
     """Of a consumer whose replica holds that release."""
     replica = Replica("a", Position(view.history, release), stream=asyncio.Event())
     consumer = Consumer("top", "clicks", 0, replicas={"a": replica})
-    return await report(consumer, view.model, view)
+    return report(consumer, view.standing(consumer.policy), time.time_ns())
 
 
 def test_who_lacks_a_release_is_not_in_sync(tmp_path: Path) -> None:

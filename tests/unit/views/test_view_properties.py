@@ -27,9 +27,9 @@ from deltasync.core.tables import TableSpec
 from deltasync.core.threads import not_shared_yet
 from deltasync.core.value_types import ValueType
 from deltasync.feeds.frozen_release import FrozenRelease
+from deltasync.feeds.statistics import Amount
 from deltasync.views.release_draft import ReleaseDraft
 from deltasync.views.release_maker import ReleaseMaker
-from deltasync.views.statistics import Amount
 from deltasync.views.table import ViewTable
 
 TABLES = [TableSpec("a", 6, 3), TableSpec("ab", 5, 10, np.dtype("<f2")), TableSpec("c", 4, 1)]
@@ -99,6 +99,7 @@ class Play:
             await self.add(table)
         for name, argument in [("cut", {(0, 0): 1, (1, 1): 2}), *operations]:
             await getattr(self, name)(argument)
+            self.check_lacking()
             if name != "restart":
                 self.files.append(self._read_files())
         await self.everything_is_reached()
@@ -165,11 +166,12 @@ class Play:
         self.check_statistics(expected)
         if not exact_lag:  # Of rows that have changed meanwhile it is not known how many are dirty.
             return
-        tables = self.view.state.tables
-        lacking = await self.view.count_lacking(self.view.state.head.number, tables)
-        assert lacking == [len(each.dirty_since) for each in self.plain.held]
+        assert self.lacking(self.view.state.head.number) == [len(each.dirty_since) for each in self.plain.held]
         from_nothing = [len(each.dirty_since.keys() | each.rows.keys()) for each in self.plain.held]
-        assert await self.view.count_lacking(0, tables) == from_nothing
+        assert self.lacking(0) == from_nothing
+
+    def lacking(self, number: int) -> list[int]:
+        return [table.lacking(number) for table in self.view.standing(self.policy).tables()]
 
     async def prepare(self) -> None:
         if [self.policy.delivery_of(t.table) for t in self.plain.tables if self.policy.follows(t.table)] == [
@@ -230,6 +232,19 @@ class Play:
                 assert marks_of(table) == plain.dirty_since
         if marks and self.view.state.head:
             assert self.view.state.compared_version == self.plain.compared_version
+
+    def check_lacking(self) -> None:
+        """Rows that were sent after a release, are dirty, or have changed since they were compared, are lacking.
+        Of these only the last may be counted twice.
+        """
+        state = self.view.state
+        for number in range(state.head.number + 1 if state.head else 0):
+            for table, lacking in zip(state.tables, self.lacking(number), strict=True):
+                changed = table.source.stamps > state.compared_version
+                with not_shared_yet():
+                    known = (table.sent.stamps > number) | (table.dirty_since > 0)
+                assert np.count_nonzero(known | changed) <= lacking <= table.source.spec.rows
+                assert lacking <= np.count_nonzero(known) + np.count_nonzero(changed)
 
     def check_statistics(self, expected: PlainRelease) -> None:
         state = self.view.state

@@ -39,9 +39,9 @@ from deltasync.core.seal import Seal
 from deltasync.core.tables import TableSpec
 from deltasync.core.value_types import ValueType
 from deltasync.feeds.model import Model
+from deltasync.feeds.statistics import ReleaseStatistics
 from deltasync.storage.log import Log, LogOptions
 from deltasync.trainer.bench.timing import spread_of
-from deltasync.views.statistics import ReleaseStatistics
 from deltasync.views.view import View
 
 TOP_K = 0.1

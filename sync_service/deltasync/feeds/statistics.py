@@ -4,10 +4,6 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
-
-from deltasync.views.ranking import DirtyRows, Mask
-
 
 @dataclass(frozen=True)
 class Amount:
@@ -52,12 +48,6 @@ class ReleaseStatistics:
     taken: Amount
     backlog: Amount
     reason: str
-
-
-def amount_of(rows: DirtyRows, chosen: Mask) -> Amount:
-    """How much the chosen ones of a table's dirty rows are."""
-    count = int(np.count_nonzero(chosen))
-    return Amount(count, count * rows.row_bytes, math.sqrt(float(np.square(rows.norms[chosen]).sum())))
 
 
 def total(amounts: Iterable[Amount]) -> Amount:

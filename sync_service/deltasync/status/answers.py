@@ -1,0 +1,70 @@
+"""Answers to what operators ask: the event loop only notes what they are of, and goes on."""
+
+import asyncio
+import time
+
+from deltasync.consumers.consumer import Consumer
+from deltasync.core.events import EventCounts
+from deltasync.feeds.standing import Standing, nothing_published
+from deltasync.service.service import Service
+from deltasync.status.lag import ConsumerLag
+from deltasync.status.metrics import Figures, ModelFigures, exposition
+from deltasync.status.report import report
+
+
+class Answers:
+    """Answers what operators ask of a service. Used in the event loop.
+
+    An answer is computed in one of the loop's threads, however long it takes, and waits for no cut and no disk. At
+    most two threads are used at once, one for metrics and one for lags: those who flush tables find others.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._lags, self._expositions = asyncio.Lock(), asyncio.Lock()
+        self._next: asyncio.Task[bytes] | None = None
+
+    async def lag(self, name: str) -> ConsumerLag:
+        """How far a consumer is behind.
+
+        Raises:
+            NotFound: there is none of that name.
+        """
+        consumer = self._service.registry.get(name)
+        async with self._lags:
+            standing = self._standing(consumer)
+            return await asyncio.to_thread(report, consumer.copy(), standing, time.time_ns())
+
+    async def metrics(self) -> bytes:
+        """The metrics in Prometheus' text format. Those who ask while others are computed share the next ones."""
+        if self._next is None:
+            self._next = asyncio.create_task(self._expose())
+        return await asyncio.shield(self._next)
+
+    async def _expose(self) -> bytes:
+        async with self._expositions:
+            self._next = None  # Whoever asks from now on is to be told what happens from now on.
+            return await asyncio.to_thread(exposition, self._figures(), time.time_ns())
+
+    def _figures(self) -> Figures:
+        service = self._service
+        return Figures(
+            consumers=[(each.copy(), self._standing(each)) for each in service.registry.consumers.values()],
+            models=[
+                ModelFigures(
+                    name=model.name,
+                    newest_version=model.seals.newest_version,
+                    published_rows=service.coordinators[model.name].rows,
+                    published_bytes=service.coordinators[model.name].bytes,
+                    tables=[table.spec for table in model.tables],
+                    failed=bool(model.failure),
+                )
+                for model in service.models.values()
+            ],
+            events=EventCounts(service.event_counts),
+            log_bytes=service.log.used_bytes(),
+        )
+
+    def _standing(self, consumer: Consumer) -> Standing:
+        feed = self._service.feed(consumer)
+        return feed.standing(consumer.policy) if feed else nothing_published(consumer.model)

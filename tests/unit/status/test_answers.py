@@ -1,0 +1,162 @@
+"""Who asks how far replicas are behind holds up nobody, and is held up by nobody."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fastapi.routing import APIRoute
+from tests.support.local_service import join, run, send
+from tests.support.wire import WHOLE, full_part, part, random_rows
+
+from deltasync.api.consumer_routes import ConsumerLine, consumer_routes
+from deltasync.core.change_counts import ChangeCounts
+from deltasync.core.policy import Policy
+from deltasync.core.position import Position
+from deltasync.feeds import model as models
+from deltasync.feeds.model import Model
+from deltasync.publish.session import PublishSession
+from deltasync.service.service import Service
+from deltasync.status import answers as module
+from deltasync.status.answers import Answers
+from deltasync.status.metrics import Figures, exposition
+from deltasync.views import view as views
+
+CONSUMERS = 40
+EVERYTHING, TOP = Policy(), Policy(top_k=1)
+
+
+async def published(service: Service, *policies: Policy) -> tuple[PublishSession, Model]:
+    """Version 1 of two tables, and consumers, of which a replica has it; they have these policies in turn."""
+    session = await join(service)
+    await send(session, full_part(1, random_rows(0), WHOLE))
+    coordinator = await service.open_model("clicks")
+    await coordinator.drain()
+    for number in range(CONSUMERS):
+        policy = policies[number % len(policies)]
+        consumer = await service.create_consumer(f"c{number}", "clicks", policy)
+        replica = service.registry.connect(consumer, "r", asyncio.Event())
+        service.registry.acknowledge(consumer, replica, Position(session.sealed.history, 1))
+    return session, coordinator.model
+
+
+class HeldThread:
+    """A model's thread that does nothing until it is let go: one that applies a large cut."""
+
+    def __init__(self, model: Model) -> None:
+        self._let_go = threading.Event()
+        self._task = asyncio.create_task(model.on_thread(self._let_go.wait, 20))
+
+    async def __aenter__(self) -> None:
+        pass
+
+    async def __aexit__(self, *_: object) -> None:
+        self._let_go.set()
+        assert await self._task
+
+
+def test_answers_wait_for_no_cut(tmp_path: Path) -> None:
+    async def scenario(service: Service) -> None:
+        session, model = await published(service, EVERYTHING, TOP)
+        answers = Answers(service)
+        async with HeldThread(model):
+            await send(session, part(2, [(0, [3], np.ones((1, 4), "<f4"))]))  # Sealed, and not applied yet.
+            lag = await answers.lag("c0")
+            assert (lag.head, lag.lag.versions, lag.lag.rows) == (2, 1, 0)
+            assert b'deltasync_consumer_lag_versions{consumer="c0"} 1.0' in await answers.metrics()
+            assert (await answers.lag("c1")).head == 2
+
+    run(tmp_path, scenario)
+
+
+def noting_threads(function: Callable[..., Any], threads: set[threading.Thread]) -> Callable[..., Any]:
+    def noted(*arguments: Any, **named: Any) -> Any:
+        threads.add(threading.current_thread())
+        return function(*arguments, **named)
+
+    return noted
+
+
+def test_no_table_is_looked_at_in_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many tables and consumers there are, the loop goes on meanwhile."""
+
+    async def scenario(service: Service) -> None:
+        await published(service, EVERYTHING, TOP)
+        answers, threads = Answers(service), set[threading.Thread]()
+        for where, name in (
+            (models, "TableStanding"),
+            (views, "TableStanding"),
+            (ChangeCounts, "after"),
+            (module, "exposition"),
+            (module, "report"),
+        ):
+            monkeypatch.setattr(where, name, noting_threads(getattr(where, name), threads))
+        await asyncio.gather(answers.metrics(), *(answers.lag(f"c{number}") for number in range(CONSUMERS)))
+        assert threads
+        assert threading.current_thread() not in threads
+        assert not any(thread.name.startswith("model") for thread in threads)
+
+    run(tmp_path, scenario)
+
+
+def test_a_list_of_consumers_looks_at_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(service: Service) -> None:
+        _, model = await published(service, EVERYTHING)
+        routes = consumer_routes(service, Answers(service), None).routes
+        (route,) = (each for each in routes if isinstance(each, APIRoute) and each.name == "consumers")
+        async with HeldThread(model):
+            with monkeypatch.context() as patch:
+                patch.setattr(Model, "tables", property(lambda _: pytest.fail("tables are looked at")))
+                patch.setattr(Model, "standing", lambda *_: pytest.fail("the model is asked"))
+                lines: list[ConsumerLine] = await route.endpoint()
+        assert [line.connected for line in lines] == [1] * CONSUMERS
+
+    run(tmp_path, scenario)
+
+
+class HeldExposition:
+    """Holds up the computing of metrics until it is let go; `begun` counts how often it was begun."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.begun, self._loop = asyncio.Semaphore(0), asyncio.get_running_loop()
+        self._let_go = threading.Semaphore(0)
+        patch.setattr(module, "exposition", self._held)
+
+    def let_go(self) -> None:
+        self._let_go.release()
+
+    def _held(self, figures: Figures, now: int) -> bytes:
+        self._loop.call_soon_threadsafe(self.begun.release)
+        assert self._let_go.acquire(timeout=20)
+        return exposition(figures, now)
+
+
+def test_who_asks_for_metrics_while_others_are_computed_shares_the_next_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They know of all that happened before they were asked for."""
+
+    async def scenario(service: Service) -> None:
+        session, _ = await published(service, EVERYTHING, TOP)
+        answers, held = Answers(service), HeldExposition(monkeypatch)
+        first = asyncio.create_task(answers.metrics())
+        await held.begun.acquire()
+        await send(session, part(2, [(0, [3], np.ones((1, 4), "<f4"))]))
+        others = [asyncio.create_task(answers.metrics()) for _ in range(3)]
+        lag = await answers.lag("c0")  # Does not wait for them.
+        assert lag.head == 2
+        held.let_go()
+        assert b'head_version{model="clicks"} 1.0' in await first
+        await held.begun.acquire()
+        others[0].cancel()  # One who has gone away takes nothing from the others.
+        held.let_go()
+        texts = await asyncio.gather(*others[1:])
+        assert b'head_version{model="clicks"} 2.0' in texts[0]
+        assert texts[0] is texts[1]
+        held.let_go()
+        assert await answers.metrics() is not texts[0]
+
+    run(tmp_path, scenario)
