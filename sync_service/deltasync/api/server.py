@@ -24,7 +24,7 @@ from deltasync.api.publish import PublishServicer
 from deltasync.api.subscribe import SubscribeServicer
 from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.core.errors import ServiceUnavailable
-from deltasync.core.process import keep_freed_memory
+from deltasync.core.process import keep_freed_memory, spare_imports
 from deltasync.service.housekeeping import housekeeping
 from deltasync.service.service import Service, ServiceOptions
 from deltasync.v1 import (
@@ -93,6 +93,7 @@ async def serve(options: ServerOptions) -> None:
         ServiceUnavailable: a port is in use.
     """
     keep_freed_memory()
+    spare_imports()
     os.umask(0o077)  # Only the service's own user may read a model's rows.
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -20,7 +20,7 @@ def lag(consumer: str, http: Endpoint, as_json: bool) -> None:
 
     \b
     versions      sealed versions not applied yet
-    rows          rows that are not held as the model has them
+    rows          rows that are not held as the model has them, at most
     bytes         bytes of these rows' ids and values
     seconds       for how long the oldest of these rows, or versions, is lacking
     unsent norm   of a consumer with a policy: L2 norm of what the model has less what is held

@@ -2,15 +2,13 @@
 
 from collections.abc import Callable, Iterable
 
-from prometheus_client.core import Metric
-
 from deltasync.consumers.consumer import Consumer
 from deltasync.status.lag import ConsumerLag, Lag, ReleaseLag, ReplicaLag
-from deltasync.status.metric_families import counter, gauge
+from deltasync.status.metric_families import Family, counter, gauge
 
 _LAG: dict[str, tuple[Callable[[Lag], float], str]] = {
     "versions": (lambda lag: lag.versions, "Sealed versions that {who} has not applied."),
-    "rows": (lambda lag: lag.rows, "Rows that {who} does not hold as the model has them."),
+    "rows": (lambda lag: lag.rows, "Rows that {who} does not hold as the model has them, at most."),
     "bytes": (
         lambda lag: lag.bytes,
         "Bytes of ids and values of the rows that {who} does not hold as the model has them.",
@@ -45,7 +43,7 @@ _RELEASE: dict[str, tuple[Callable[[ReleaseLag], float], str]] = {
 }
 
 
-def consumer_metrics(consumers: Iterable[Consumer], lags: list[ConsumerLag]) -> list[Metric]:
+def consumer_metrics(consumers: Iterable[Consumer], lags: list[ConsumerLag]) -> list[Family]:
     """Metrics of these consumers, whose lags were measured before."""
     return [
         *_lag_metrics(lags),
@@ -56,7 +54,7 @@ def consumer_metrics(consumers: Iterable[Consumer], lags: list[ConsumerLag]) -> 
     ]
 
 
-def _lag_metrics(lags: list[ConsumerLag]) -> list[Metric]:
+def _lag_metrics(lags: list[ConsumerLag]) -> list[Family]:
     who = "the consumer's last replica"
     return [
         gauge(
@@ -69,7 +67,7 @@ def _lag_metrics(lags: list[ConsumerLag]) -> list[Metric]:
     ]
 
 
-def _release_metrics(lags: list[ConsumerLag]) -> list[Metric]:
+def _release_metrics(lags: list[ConsumerLag]) -> list[Family]:
     released = [(each, each.release) for each in lags if each.release]
     return [
         *[
@@ -99,14 +97,14 @@ def _release_metrics(lags: list[ConsumerLag]) -> list[Metric]:
     ]
 
 
-def _table_metrics(lags: list[ConsumerLag]) -> list[Metric]:
+def _table_metrics(lags: list[ConsumerLag]) -> list[Family]:
     tables = [([each.consumer, table.table], table) for each in lags for table in each.tables]
     known = [(labels, table, table.unsent_norm) for labels, table in tables if table.unsent_norm is not None]
     labels = ["consumer", "table"]
     return [
         gauge(
             "consumer_table_lag_rows",
-            "Rows of the table that the consumer's last replica does not hold as the model has them.",
+            "Rows of the table that the consumer's last replica does not hold as the model has them, at most.",
             labels,
             [(names, table.rows) for names, table in tables],
         ),
@@ -137,7 +135,7 @@ def _table_metrics(lags: list[ConsumerLag]) -> list[Metric]:
     ]
 
 
-def _replica_metrics(lags: list[ConsumerLag]) -> list[Metric]:
+def _replica_metrics(lags: list[ConsumerLag]) -> list[Family]:
     replicas = [([each.consumer, replica.replica], replica.lag) for each in lags for replica in each.replicas]
     states = [
         ([each.consumer, state], _count(each.replicas, connected=state == "connected"))
@@ -182,7 +180,7 @@ def _count(replicas: list[ReplicaLag], *, connected: bool) -> int:
     return sum(replica.connected == connected for replica in replicas)
 
 
-def _counters(consumers: list[Consumer]) -> list[Metric]:
+def _counters(consumers: list[Consumer]) -> list[Family]:
     return [
         counter(
             "released_rows",

@@ -19,7 +19,7 @@ class Lag:
 
     Attributes:
         versions: sealed versions that are newer than the rows it holds.
-        rows: rows that it does not hold as the model has them.
+        rows: rows that it does not hold as the model has them, at most.
         bytes: bytes of these rows' ids and values, as they are sent.
         seconds: age of the oldest version, or release, that it has not applied; 0 when there is none.
         unsent_norm: L2 norm of what the model has less what it holds, as of the last release. None where it is not
@@ -35,7 +35,7 @@ class Lag:
     unsent_share: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TableLag:
     """How far one table of a consumer is behind; its oldest dirty row is dirty for `oldest_row_seconds`."""
 

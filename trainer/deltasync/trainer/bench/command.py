@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 
 from deltasync.cli.config import CONTEXT
-from deltasync.trainer.bench import consumers, memory, publish, quality, release, step_time, tracker
+from deltasync.trainer.bench import consumers, memory, publish, quality, release, status, step_time, tracker
 from deltasync.trainer.bench.consumers import consumers_options
 from deltasync.trainer.bench.pipelines import run as pipelines
 from deltasync.trainer.bench.pipelines.options import pipelines_options
@@ -65,6 +65,11 @@ _add(
     "consumers",
     consumers_options(_command(consumers.run)),
     "CPU time and memory of the service for eight consumers with different policies, against one.",
+)
+_add(
+    "status",
+    _command(status.run),
+    "Time of a cut while status is asked for 200 times a second, and of /metrics with 1,000 tables.",
 )
 _add(
     "tracking",

@@ -4,6 +4,7 @@
     python -m deltasync.trainer.bench.peers fleet SERVICE NAME...  a replica of each of these consumers
     python -m deltasync.trainer.bench.peers sink                   a bare gRPC server that counts a stream
     python -m deltasync.trainer.bench.peers source SINK ROWS DIM   a bare gRPC client that sends rows to a sink
+    python -m deltasync.trainer.bench.peers scraper URL            one who asks for a service's status
 
 Each answers a line on its standard input with a line. `tuned-sink` and `tuned-source` keep freed memory, as
 the service and the replica do.
@@ -24,6 +25,7 @@ import numpy as np
 from deltasync.client import NumpyTarget, Release, Subscriber, SubscriberOptions, TableSpec
 from deltasync.core.process import keep_freed_memory
 from deltasync.core.rows import Ids, RowBatch, Values
+from deltasync.trainer.bench.scraper import scraper
 from deltasync.v1 import publish_pb2, publish_pb2_grpc, tables_pb2
 from deltasync.wire.row_messages import chunked
 
@@ -153,6 +155,8 @@ def main(role: str, *arguments: str) -> None:
         replica(arguments[0])
     elif role == "fleet":
         fleet(arguments[0], arguments[1:])
+    elif role == "scraper":
+        scraper(arguments[0])
     elif role.endswith("sink"):
         asyncio.run(sink())
     else:
