@@ -11,7 +11,10 @@ from deltasync.core.policy import Policy
 from deltasync.core.rows import RowBatch, Values
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.feeds.model import Model
-from deltasync.storage.log import Log, LogOptions
+from deltasync.storage.lmdb_store import LmdbStore
+from deltasync.storage.log_store import LogOptions, LogStore
+from deltasync.storage.model_store import recorded_models
+from deltasync.views.records import recorded_view
 from deltasync.views.view import View
 
 Rows = Mapping[int, Values]
@@ -22,10 +25,10 @@ class LocalModel:
 
     def __init__(self, directory: Path, log_max_bytes: int = 1 << 28) -> None:
         self._directory = directory
-        self.log = Log(LogOptions(directory=directory / "log", max_bytes=log_max_bytes))
+        self.log: LogStore = LmdbStore(LogOptions(directory=directory / "log", max_bytes=log_max_bytes))
         self.model = Model("clicks", self.log, directory / "model")
-        if meta := self.log.meta("model/").get("clicks"):
-            self.model.recover(meta)
+        if record := recorded_models(self.log).get("clicks"):
+            self.model.recover(record)
 
     @property
     def view_directory(self) -> Path:
@@ -34,8 +37,8 @@ class LocalModel:
     def view(self) -> View:
         """A view, or the one there was."""
         view = View("top", self.model, self.log, self.view_directory)
-        if meta := self.log.meta("view/").get("top"):
-            view.recover(meta)
+        if record := recorded_view(self.log, "top"):
+            view.recover(record)
         return view
 
     async def prepared_view(self, policy: Policy) -> View:
@@ -57,7 +60,7 @@ class LocalModel:
         seal = replace(
             sealed(self.model.seals.newest_version + 1), sealed_unix_ns=self.model.seals.newest_version + 1
         )
-        self.log.seal("clicks", seal).result()
+        self.model.store.seal(seal).result()
         self.model.seals.append(seal)
         await self.model.apply_cut(seal, rows)
         self.model.flush()  # So that it needs no records of its cuts to come back.

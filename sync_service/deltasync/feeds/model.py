@@ -14,7 +14,7 @@ from deltasync.core.seal import Seal, SealHistory
 from deltasync.core.signals import Signal
 from deltasync.core.tables import TableSpec
 from deltasync.feeds.frozen_release import NO_TABLES, FrozenRelease, Head, Releases
-from deltasync.storage.log import Log
+from deltasync.storage.log_store import LogStore
 from deltasync.storage.mapped_table import MappedTable
 from deltasync.storage.model_store import KEPT_SEALS, ModelStore
 
@@ -37,7 +37,7 @@ class Model:
         signal: wakes who waits for the head to move, or for a table.
     """
 
-    def __init__(self, name: str, log: Log, directory: Path) -> None:
+    def __init__(self, name: str, log: LogStore, directory: Path) -> None:
         self.name = name
         self.store = ModelStore(log, name, directory)
         self.seals = SealHistory(maxlen=KEPT_SEALS)
@@ -163,7 +163,7 @@ class Model:
 
     def _apply(self, seal: Seal, rows: Iterable[RowBatch] | None) -> None:
         by_name = {table.spec.name: table for table in self.tables}
-        for batch in self.store.rows(seal.version) if rows is None else rows:
+        for batch in self.store.rows(seal) if rows is None else rows:
             by_name[batch.table.name].apply(batch, seal.version)
         self.applied = seal
 

@@ -13,7 +13,10 @@ from deltasync.core.policy import Policy
 from deltasync.feeds.model import Model
 from deltasync.publish.coordinator import CutCoordinator
 from deltasync.storage.data_directory import lock_data_directory
-from deltasync.storage.log import Log, LogOptions
+from deltasync.storage.lmdb_store import LmdbStore
+from deltasync.storage.log_format import check_log
+from deltasync.storage.log_store import LogOptions, LogStore
+from deltasync.storage.model_store import recorded_models
 from deltasync.views.registry import ViewRegistry
 from deltasync.views.view import View
 
@@ -62,7 +65,7 @@ class Service:
         self.options = options
         self._tasks = tasks
         self._lock = lock_data_directory(options.data_dir)
-        self.log = Log(LogOptions(directory=options.data_dir / "log", max_bytes=options.log_max_bytes))
+        self.log = _open_log(options)
         self.registry = ConsumerRegistry(self.log, options.replica_retention_seconds)
         self.views = ViewRegistry(self.log, tasks)
         self.models: dict[str, Model] = {}
@@ -76,10 +79,10 @@ class Service:
         Raises:
             StorageFailed: a file is damaged or missing.
         """
-        for name, meta in self.log.meta("model/").items():
+        for name, record in recorded_models(self.log).items():
             started = time.monotonic()
             model = Model(name, self.log, self._directory(name))
-            await asyncio.to_thread(model.recover, meta)
+            await asyncio.to_thread(model.recover, record)
             self._add(model)
             seconds = time.monotonic() - started
             logger.info(
@@ -200,3 +203,14 @@ class Service:
     def _add(self, model: Model) -> None:
         self.models[model.name] = model
         self.coordinators[model.name] = CutCoordinator(model, self._tasks)
+
+
+def _open_log(options: ServiceOptions) -> LogStore:
+    """The log, in the implementation that the service uses."""
+    log = LmdbStore(LogOptions(directory=options.data_dir / "log", max_bytes=options.log_max_bytes))
+    try:
+        check_log(log, options.data_dir / "models")
+    except BaseException:
+        log.close()
+        raise
+    return log

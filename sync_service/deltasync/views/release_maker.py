@@ -86,7 +86,7 @@ class ReleaseMaker:
 
     def _piece(self, table: ViewTable, ids: Ids, norms: Floats, key: tuple[int, int, int]) -> _Piece:
         rows = table.encoded(ids, norms)
-        return _Piece(table, rows, self._store.append(*key, *table.record(rows)))
+        return _Piece(table, rows, self._store.append(*key, rows))
 
 
 def find_dirty(

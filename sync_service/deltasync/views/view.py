@@ -13,7 +13,7 @@ from deltasync.core.signals import Signal
 from deltasync.core.stamps import StampedTable
 from deltasync.feeds.frozen_release import NO_TABLES, FrozenRelease, Head, Releases
 from deltasync.feeds.model import Model
-from deltasync.storage.log import Log
+from deltasync.storage.log_store import LogStore
 from deltasync.views.release_maker import ReleaseMaker
 from deltasync.views.store import ViewState, ViewStore
 from deltasync.views.table import ViewTable
@@ -31,7 +31,7 @@ class View:
         trouble: why it does not have the tables that the policy wants; empty if it does.
     """
 
-    def __init__(self, consumer: str, model: Model, log: Log, directory: Path) -> None:
+    def __init__(self, consumer: str, model: Model, log: LogStore, directory: Path) -> None:
         self.model = model
         self.trouble = ""
         self._store = ViewStore(consumer, model, log, directory)
