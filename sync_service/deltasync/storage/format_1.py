@@ -109,10 +109,20 @@ class _Migration:
                 name = key.decode(errors="replace")
                 with reading(name):
                     self._small[name] = unpack_json(without_checksum(key, value, name) if begun else value)
+                    if not begun and name.startswith("model/"):
+                        self._correct_flushed(txn, name.removeprefix("model/"), self._small[name])
                 if not begun:
                     self._put(txn, key, pack_json(self._small[name]), database=self._meta)
             if not begun:
                 self._put(txn, _FORMAT, b"2", database=self._meta)
+
+    def _correct_flushed(self, txn: lmdb.Transaction, model: str, record: dict[str, Any]) -> None:
+        """A table that was added during a flush wrote down the flush before; the log may have been cut since."""
+        newest = self._newest_seal(txn, model)
+        with txn.cursor(self._parts) as cursor:
+            found = cursor.set_range(key_of(model, record["flushed"] + 1, 0, 0))
+            name, version, *_ = address_of(bytes(cursor.key())) if found else ("", 0)
+        record["flushed"] = max(record["flushed"], min(version - 1, newest) if name == model else newest)
 
     def _move_all(self, database: Any, move: Move) -> None:
         """Move what is in a database, in its order."""

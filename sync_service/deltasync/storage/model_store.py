@@ -69,6 +69,7 @@ class ModelStore:
         self.history = uuid.uuid4().hex
         self.tables: list[MappedTable] = []
         self.flushed = 0
+        self._described_flushed = 0  # The one that is written down, which is ahead until the log is cut.
 
     def recover(self, record: Mapping[str, Any]) -> None:
         """Come back as of the last flush.
@@ -79,6 +80,7 @@ class ModelStore:
         with reading(f"model/{self._model}"):
             self.history, self.flushed = record["history"], record["flushed"]
             specs = [spec_of_record(each) for each in record["tables"]]
+        self._described_flushed = self.flushed
         self.tables = [MappedTable(spec, self._folder, new=False) for spec in specs]
         self._layouts.recover()
 
@@ -94,7 +96,7 @@ class ModelStore:
             for spec in specs:
                 undo.callback(remove_files, spec, self._folder)
                 new.append(MappedTable(spec, self._folder, new=True))
-            self._describe(new, self.flushed)
+            self._describe(new)
             undo.pop_all()
 
     def flush(self, version: int) -> None:
@@ -108,7 +110,7 @@ class ModelStore:
                 return
             for table in list(self.tables):
                 table.flush()
-            self._describe([], version)
+            self._describe(flushed=version)
             self._log.truncate(self._cuts, version).result()
             self._log.truncate(self._seals, max(0, version - KEPT_SEALS)).result()
             for forgotten in self._layouts.forget(version):
@@ -168,14 +170,15 @@ class ModelStore:
                 f"{seal.rows}: restore the data directory from a copy, or start an empty one for a full resync"
             )
 
-    def _describe(self, new: Sequence[MappedTable], flushed: int) -> None:
+    def _describe(self, new: Sequence[MappedTable] = (), flushed: int = 0) -> None:
         """Write down which tables there are, and only then have them."""
         with self._describing:
             tables = [*self.tables, *new]
+            flushed = max(flushed, self._described_flushed)
             record = {
                 "history": self.history,
                 "flushed": flushed,
                 "tables": [spec_record(table.spec) for table in tables],
             }
             self._log.put(f"model/{self._model}", pack_json(record)).result()
-            self.tables = tables
+            self.tables, self._described_flushed = tables, flushed
