@@ -155,7 +155,7 @@ class _Migration:
         elif not kind and self._is_read(f"model/{name}", number) and number <= self._newest_seal(txn, name):
             if index == 0:
                 self._begin_part(txn, key, name, payload)
-                return  # It stays until the end: what is left of its part would be without it.
+                return  # It stays until the next part: what is left of its own would be without it.
             if key[:-_INDEX_BYTES] != self._part:
                 raise damaged(f"{name}/{number}/{part}/0")
             slot, count = _PART.unpack_from(payload)
@@ -168,6 +168,8 @@ class _Migration:
         opening = publish_pb2.PublishOpen.FromString(bytes(payload))
         tables = [table_from_message(table) for table in opening.tables]
         layout = pack_layout(tables, shards_from_open(opening, tables))
+        if self._part:
+            txn.delete(self._part + bytes(_INDEX_BYTES), db=self._parts)
         self._part, self._layout = key[:-_INDEX_BYTES], layout_number(layout)
         new_key = key_of(f"layouts/{model}", self._layout, 0, 0)
         if txn.get(new_key, db=self._records) is None:
