@@ -31,8 +31,9 @@ async def open_session(coordinator: CutCoordinator, opening: Opening) -> "Publis
         Contradiction: the run, its size or a table differs from what the service holds.
         StorageFailed: there is no room for a table.
     """
+    layout = await asyncio.to_thread(pack_layout, opening.tables, opening.shards)
     await coordinator.admit(opening.run, opening.tables)
-    session = PublishSession(coordinator, opening)
+    session = PublishSession(coordinator, opening, layout)
     coordinator.sessions[session.rank] = session
     model, reason = coordinator.model.name, session.decision.reason
     logger.info("rank joined: model=%s rank=%d %s", model, session.rank, reason)
@@ -42,13 +43,13 @@ async def open_session(coordinator: CutCoordinator, opening: Opening) -> "Publis
 class PublishSession:
     """One rank's stream, once the rank has joined. Used in the event loop."""
 
-    def __init__(self, coordinator: CutCoordinator, opening: Opening) -> None:
+    def __init__(self, coordinator: CutCoordinator, opening: Opening, layout: bytes) -> None:
         self.run = opening.run
         self.rank = opening.message.rank
         self.tables = opening.tables
         self._coordinator = coordinator
         self._model = coordinator.model
-        self._layout = pack_layout(opening.tables, opening.shards)
+        self._layout = layout
         self._claim = position_from_message(opening.message.continues)
         self._shards = opening.shards
         self._part: tuple[OpenCut, RankPart] | None = None
@@ -135,7 +136,7 @@ class PublishSession:
             part = open_cut.cut.begin(self.rank, self._shards, must_be_full=not self.decision.yes)
             self._part = (open_cut, part)
             dropped = self._model.store.drop_part(open_cut.cut.version, self.rank)
-            layout = self._model.store.use_layout(self._layout, open_cut.cut.version)
+            layout = self._model.store.use_layout(self._layout, self._shards, open_cut.cut.version)
             self._unwritten.extend((dropped, layout.written))
             part.layout, part.log_bytes = layout.number, layout.log_bytes
         return self._part

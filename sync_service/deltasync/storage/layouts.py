@@ -19,7 +19,7 @@ class _Layout:
     `newest` is the last version of which it may have rows.
     """
 
-    shards: list[Shard]
+    shards: Sequence[Shard]
     written: Future[None]
     newest: int
 
@@ -64,15 +64,21 @@ class Layouts:
             with reading(f"{self._stream}/{record.number}"):
                 self._layouts[record.number] = _Layout(unpack_layout(record.payload), written, newest=0)
 
-    def use(self, record: bytes, version: int) -> LayoutUse:
-        """Have a layout for rows of a version. It is written unless the log has it."""
+    def use(self, record: bytes, shards: Sequence[Shard], version: int) -> LayoutUse:
+        """Have a layout for rows of a version. It is written unless the log has it.
+
+        Args:
+            record: the layout, packed.
+            shards: the shards in it.
+            version: the version, which is not sealed yet.
+        """
         number = layout_number(record)
         with self._lock:
             layout = self._layouts.get(number)
             log_bytes = 0 if layout else len(record)
             if layout is None:
                 written = self._log.append(self._stream, number, 0, 0, record)
-                layout = self._layouts[number] = _Layout(unpack_layout(memoryview(record)), written, version)
+                layout = self._layouts[number] = _Layout(shards, written, version)
             layout.newest = max(layout.newest, version)
         layout.written.add_done_callback(partial(self._forget_unwritten, number))
         return LayoutUse(number, log_bytes, layout.written)

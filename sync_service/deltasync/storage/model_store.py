@@ -16,7 +16,7 @@ from typing import Any
 from deltasync.core.errors import StorageFailed
 from deltasync.core.rows import RowBatch
 from deltasync.core.seal import Seal
-from deltasync.core.tables import TableSpec
+from deltasync.core.tables import Shard, TableSpec
 from deltasync.storage.layouts import Layouts, LayoutUse
 from deltasync.storage.log_store import LogStore
 from deltasync.storage.mapped_table import MappedTable, remove_files
@@ -139,9 +139,9 @@ class ModelStore:
         """Forget what was appended of a rank's part of a cut that is not sealed yet."""
         return self._log.drop(self._cuts, version, rank)
 
-    def use_layout(self, layout: bytes, version: int) -> LayoutUse:
-        """Have a layout for rows of a version that is not sealed yet."""
-        return self._layouts.use(layout, version)
+    def use_layout(self, layout: bytes, shards: Sequence[Shard], version: int) -> LayoutUse:
+        """Have a layout, packed, with these shards in it, for rows of a version that is not sealed yet."""
+        return self._layouts.use(layout, shards, version)
 
     def append(self, version: int, rank: int, index: int, slot: int, rows: RowBatch, layout: int) -> Future[None]:
         """Append record `index` of a rank's part: rows of the shard in `slot` of its layout."""
