@@ -23,7 +23,12 @@ Scenario = Callable[[Service], Coroutine[Any, Any, None]]
 async def opened(data_dir: Path, **settings: Any) -> AsyncIterator[Service]:
     async with asyncio.TaskGroup() as tasks:
         service = Service(ServiceOptions(data_dir=data_dir, **settings), tasks)
-        await service.recover()
+        try:
+            await service.recover()
+        except BaseException:
+            service.log.close()
+            service._lock.close()
+            raise
         try:
             yield service
         finally:

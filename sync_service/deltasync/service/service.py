@@ -64,9 +64,11 @@ class Service:
     def __init__(self, options: ServiceOptions, tasks: asyncio.TaskGroup) -> None:
         self.options = options
         self._tasks = tasks
-        self._lock = lock_data_directory(options.data_dir)
-        self.log = _open_log(options)
-        self.registry = ConsumerRegistry(self.log, options.replica_retention_seconds)
+        with contextlib.ExitStack() as undo:
+            self._lock = undo.enter_context(lock_data_directory(options.data_dir))
+            self.log = undo.enter_context(contextlib.closing(_open_log(options)))
+            self.registry = ConsumerRegistry(self.log, options.replica_retention_seconds)
+            undo.pop_all()
         self.views = ViewRegistry(self.log, tasks)
         self.models: dict[str, Model] = {}
         self.coordinators: dict[str, CutCoordinator] = {}

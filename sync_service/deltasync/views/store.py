@@ -226,14 +226,15 @@ class ViewStore:
         Raises:
             StorageFailed: a file is damaged or missing, or a record of the log is damaged.
         """
-        if record["model_history"] != self._model.history:
-            self.discard()  # What replicas hold is of another model: they need everything anyway.
-            return
-        self.history = ReleaseHistory(record["history"], record["forked"])
-        self._flushed = record["flushed"]
-        tables = self._open_tables(record["tables"])
+        with reading(view_name(self._consumer)):
+            if record["model_history"] != self._model.history:
+                self.discard()  # What replicas hold is of another model: they need everything anyway.
+                return
+            self.history = ReleaseHistory(record["history"], record["forked"])
+            self._flushed, compared_version = record["flushed"], record["seen"]
+            tables = self._open_tables(record["tables"])
         newest = self._recover_release(self._replay(tables))
-        self.state = ViewState(tables=tables, newest=newest, compared_version=record["seen"])
+        self.state = ViewState(tables=tables, newest=newest, compared_version=compared_version)
         if newest:
             self.history.add(newest.head)
         self.remove_unused()
