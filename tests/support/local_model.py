@@ -12,7 +12,10 @@ from deltasync.core.policy import Policy
 from deltasync.core.rows import RowBatch, Values
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.feeds.model import Model
-from deltasync.storage.log import Log, LogOptions
+from deltasync.storage.lmdb_store import LmdbStore
+from deltasync.storage.log_store import LogOptions, LogStore
+from deltasync.storage.model_store import recorded_models
+from deltasync.views.records import recorded_view
 from deltasync.views.view import View
 
 Rows = Mapping[int, Values]
@@ -23,15 +26,15 @@ class LocalModel:
 
     def __init__(self, directory: Path, log_max_bytes: int = 1 << 28) -> None:
         self._directory = directory
-        self.log = Log(LogOptions(directory=directory / "log", max_bytes=log_max_bytes))
+        self.log: LogStore = LmdbStore(LogOptions(directory=directory / "log", max_bytes=log_max_bytes))
         self.model = Model("clicks", self.log, directory / "model")
 
     @classmethod
     async def opened(cls, directory: Path, **settings: Any) -> "LocalModel":
         """What there was in a folder, if anything."""
         local = cls(directory, **settings)
-        if meta := local.log.meta("model/").get("clicks"):
-            await local.model.recover(meta)
+        if record := recorded_models(local.log).get("clicks"):
+            await local.model.recover(record)
         return local
 
     @property
@@ -41,8 +44,8 @@ class LocalModel:
     def view(self) -> View:
         """A view, or the one there was."""
         view = View("top", self.model, self.log, self.view_directory)
-        if meta := self.log.meta("view/").get("top"):
-            view.recover(meta)
+        if record := recorded_view(self.log, "top"):
+            view.recover(record)
         return view
 
     async def prepared_view(self, policy: Policy) -> View:
@@ -64,7 +67,7 @@ class LocalModel:
         seal = replace(
             sealed(self.model.seals.newest_version + 1), sealed_unix_ns=self.model.seals.newest_version + 1
         )
-        self.log.seal("clicks", seal).result()
+        self.model.store.seal(seal).result()
         self.model.seals.append(seal)
         await self.model.apply_cut(seal, rows)
         self.model.flush()  # So that it needs no records of its cuts to come back.

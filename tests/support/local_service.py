@@ -14,7 +14,7 @@ from deltasync.core.position import Position
 from deltasync.publish.opening import check_open
 from deltasync.publish.session import PublishSession, open_session
 from deltasync.service.service import Service, ServiceOptions
-from deltasync.storage.log import Log
+from deltasync.storage.model_store import ModelStore
 
 Scenario = Callable[[Service], Coroutine[Any, Any, None]]
 
@@ -23,7 +23,12 @@ Scenario = Callable[[Service], Coroutine[Any, Any, None]]
 async def opened(data_dir: Path, **settings: Any) -> AsyncIterator[Service]:
     async with asyncio.TaskGroup() as tasks:
         service = Service(ServiceOptions(data_dir=data_dir, **settings), tasks)
-        await service.recover()
+        try:
+            await service.recover()
+        except BaseException:
+            service.log.close()
+            service._lock.close()
+            raise
         try:
             yield service
         finally:
@@ -54,24 +59,24 @@ async def send(session: PublishSession, requests: list[Any]) -> Position | None:
 
 
 class HeldWrites:
-    """Holds back what goes to the log as `name`, until it is let go."""
+    """Holds back what a model's store is to write by the method `name`, until it is let go."""
 
     def __init__(self, patch: pytest.MonkeyPatch, name: str) -> None:
         self.begun = asyncio.Event()
         self._let_go = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        original = getattr(Log, name)
+        original = getattr(ModelStore, name)
 
-        def held(log: Log, *arguments: Any) -> Future[None]:
+        def held(store: ModelStore, *arguments: Any) -> Future[None]:
             self.begun.set()
 
             async def later() -> None:
                 await self._let_go.wait()
-                await asyncio.wrap_future(original(log, *arguments))
+                await asyncio.wrap_future(original(store, *arguments))
 
             return asyncio.run_coroutine_threadsafe(later(), self._loop)
 
-        patch.setattr(Log, name, held)
+        patch.setattr(ModelStore, name, held)
 
     def let_go(self) -> None:
         self._let_go.set()

@@ -13,7 +13,8 @@ from deltasync.core.errors import Contradiction, NotFound
 from deltasync.core.names import check_name
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
-from deltasync.storage.log import Log
+from deltasync.storage.log_store import LogStore
+from deltasync.storage.records import pack_json, reading, unpack_json
 
 logger = logging.getLogger(__name__)
 
@@ -21,15 +22,13 @@ logger = logging.getLogger(__name__)
 class ConsumerRegistry:
     """All consumers of the service."""
 
-    def __init__(self, log: Log, replica_retention_seconds: float) -> None:
+    def __init__(self, log: LogStore, replica_retention_seconds: float) -> None:
         self._log = log
         self._creating = asyncio.Lock()
         self._retention_ns = int(replica_retention_seconds * 1e9)
-        self.consumers: dict[str, Consumer] = {}
-        for name, meta in log.meta("consumer/").items():
-            replicas = {each: _replica(each, offset) for each, offset in log.meta(f"offset/{name}/").items()}
-            policy = Policy.from_dict(meta.get("policy", {}))
-            self.consumers[name] = Consumer(name, meta["model"], meta["created_unix_ns"], policy, replicas)
+        self.consumers: dict[str, Consumer] = {
+            name: _recorded_consumer(log, name, record) for name, record in log.items("consumer/").items()
+        }
 
     def get(self, name: str) -> Consumer:
         """The consumer of that name.
@@ -92,8 +91,8 @@ class ConsumerRegistry:
         del self.consumers[name]
         for replica in consumer.replicas.values():
             _end_stream(replica)
-        forgotten = [self._log.put_meta(f"offset/{name}/{replica}", None) for replica in consumer.replicas]
-        forgotten.append(self._log.put_meta(f"consumer/{name}", None))
+        forgotten = [self._log.put(f"offset/{name}/{replica}", None) for replica in consumer.replicas]
+        forgotten.append(self._log.put(f"consumer/{name}", None))
         await asyncio.gather(*map(asyncio.wrap_future, forgotten))
 
     def connect(self, consumer: Consumer, name: str, stream: asyncio.Event) -> Replica:
@@ -119,7 +118,7 @@ class ConsumerRegistry:
         consumer.signal.wake()
         if self.consumers.get(consumer.name) is not consumer:
             return  # Deleted meanwhile: nothing of it is to be written down.
-        self._put(f"offset/{consumer.name}/{replica.name}", _offset_meta(replica))
+        self._put(f"offset/{consumer.name}/{replica.name}", _offset_record(replica))
 
     def forget_the_gone(self) -> None:
         """Forget replicas that have been away for long, so that they no longer hold their consumer's offset."""
@@ -130,12 +129,12 @@ class ConsumerRegistry:
 
     async def _write(self, consumer: Consumer, policy: Policy) -> None:
         created = consumer.created_unix_ns
-        meta = {"model": consumer.model, "created_unix_ns": created, "policy": policy.as_dict()}
-        await asyncio.wrap_future(self._log.put_meta(f"consumer/{consumer.name}", meta))
+        record = {"model": consumer.model, "created_unix_ns": created, "policy": policy.as_dict()}
+        await asyncio.wrap_future(self._log.put(f"consumer/{consumer.name}", pack_json(record)))
 
-    def _put(self, name: str, meta: dict[str, Any] | None) -> None:
+    def _put(self, name: str, record: dict[str, Any] | None) -> None:
         """Write down a record without waiting for the disk; None removes it."""
-        self._log.put_meta(name, meta).add_done_callback(partial(_report, name))
+        self._log.put(name, pack_json(record) if record else None).add_done_callback(partial(_report, name))
 
 
 def _report(name: str, written: Future[None]) -> None:
@@ -148,11 +147,22 @@ def _end_stream(replica: Replica) -> None:
         replica.stream.set()
 
 
-def _replica(name: str, meta: dict[str, Any]) -> Replica:
-    position = Position(meta["history"], meta["version"])
-    return Replica(name, position, meta["acked_unix_ns"], away_since_unix_ns=time.time_ns())
+def _recorded_consumer(log: LogStore, name: str, record: bytes) -> Consumer:
+    offsets = log.items(f"offset/{name}/")
+    replicas = {each: _recorded_replica(name, each, offset) for each, offset in offsets.items()}
+    with reading(f"consumer/{name}"):
+        found = unpack_json(record)
+        policy = Policy.from_dict(found.get("policy", {}))
+        return Consumer(name, found["model"], found["created_unix_ns"], policy, replicas)
 
 
-def _offset_meta(replica: Replica) -> dict[str, Any]:
+def _recorded_replica(consumer: str, name: str, record: bytes) -> Replica:
+    with reading(f"offset/{consumer}/{name}"):
+        found = unpack_json(record)
+        position = Position(found["history"], found["version"])
+        return Replica(name, position, found["acked_unix_ns"], away_since_unix_ns=time.time_ns())
+
+
+def _offset_record(replica: Replica) -> dict[str, Any]:
     applied = replica.applied
     return {"history": applied.history, "version": applied.number, "acked_unix_ns": replica.acked_unix_ns}

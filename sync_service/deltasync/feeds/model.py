@@ -27,7 +27,7 @@ from deltasync.core.tables import TableSpec
 from deltasync.core.threads import EVENT_LOOP, MODEL_PREFIX, MODEL_THREAD, SET_BY_EVENT_LOOP, confined
 from deltasync.feeds.frozen_release import NO_TABLES, FrozenRelease, Head, Releases
 from deltasync.feeds.standing import Standing, TableStanding, nothing_published
-from deltasync.storage.log import Log
+from deltasync.storage.log_store import LogStore
 from deltasync.storage.mapped_table import MappedTable
 from deltasync.storage.model_store import KEPT_SEALS, ModelStore
 
@@ -49,7 +49,7 @@ class Model:
         failure: what keeps cuts from being sealed or applied, which is tried again; empty if nothing does.
     """
 
-    def __init__(self, name: str, log: Log, directory: Path) -> None:
+    def __init__(self, name: str, log: LogStore, directory: Path) -> None:
         self.name = name
         self.store = ModelStore(log, name, directory)
         self.seals = SealHistory(maxlen=KEPT_SEALS)
@@ -204,7 +204,7 @@ class Model:
 
     def _apply(self, seal: Seal, rows: Iterable[RowBatch] | None) -> None:
         by_name = {table.spec.name: table for table in self.tables}
-        for batch in self.store.rows(seal.version) if rows is None else rows:
+        for batch in self.store.rows(seal) if rows is None else rows:
             by_name[batch.table.name].apply(batch, seal.version)
         self.applied = seal
 

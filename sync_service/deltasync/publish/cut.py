@@ -21,6 +21,7 @@ class RankPart:
     rank: int
     shards: list[Shard]
     must_be_full: bool
+    layout: int = 0
     records: int = 0
     rows: int = 0
     bytes: int = 0

@@ -7,13 +7,13 @@ from concurrent.futures import Future
 from deltasync.core.errors import Contradiction, InvalidInput, Superseded
 from deltasync.core.events import EventKind
 from deltasync.core.position import Decision, Position
+from deltasync.core.rows import RowBatch
 from deltasync.core.seal import Seal
 from deltasync.publish.coordinator import CutCoordinator, OpenCut
 from deltasync.publish.cut import Cut, RankPart
 from deltasync.publish.opening import Opening
 from deltasync.publish.runs import continues
-from deltasync.storage.log import Buffer
-from deltasync.storage.records import pack_rows
+from deltasync.storage.records import pack_layout, packed_bytes
 from deltasync.v1 import publish_pb2
 from deltasync.wire.messages import position_from_message
 from deltasync.wire.row_messages import MAX_CHUNK_BYTES, decode_rows
@@ -29,8 +29,9 @@ async def open_session(coordinator: CutCoordinator, opening: Opening) -> "Publis
         Contradiction: the run, its size or a table differs from what the service holds.
         StorageFailed: there is no room for a table.
     """
+    layout = await asyncio.to_thread(pack_layout, opening.tables, opening.shards)
     await coordinator.admit(opening.run, opening.tables)
-    session = PublishSession(coordinator, opening)
+    session = PublishSession(coordinator, opening, layout)
     coordinator.sessions[session.rank] = session
     session.say(EventKind.RANK_JOINED, session.decision.reason)
     return session
@@ -39,13 +40,13 @@ async def open_session(coordinator: CutCoordinator, opening: Opening) -> "Publis
 class PublishSession:
     """One rank's stream, once the rank has joined. Used in the event loop."""
 
-    def __init__(self, coordinator: CutCoordinator, opening: Opening) -> None:
+    def __init__(self, coordinator: CutCoordinator, opening: Opening, layout: bytes) -> None:
         self.run = opening.run
         self.rank = opening.message.rank
         self.tables = opening.tables
         self._coordinator = coordinator
         self._model = coordinator.model
-        self._header = opening.message.SerializeToString()
+        self._layout = layout
         self._claim = position_from_message(opening.message.continues)
         self._shards = opening.shards
         self._part: tuple[OpenCut, RankPart] | None = None
@@ -84,7 +85,7 @@ class PublishSession:
         open_cut, part = self._part_of(chunk.step)
         part.add(chunk.rows.slot, batch.ids)
         open_cut.cut.keep(part, batch)
-        self._append(open_cut.cut, part, *pack_rows(chunk.rows.slot, batch))
+        self._append(open_cut.cut, part, chunk.rows.slot, batch)
         # Last: while this waits, another stream may begin the part anew.
         await self._wait_written(_UNWRITTEN_CHUNKS)
 
@@ -136,14 +137,15 @@ class PublishSession:
             part = open_cut.cut.begin(self.rank, self._shards, must_be_full=not self.decision.yes)
             self._part = (open_cut, part)
             dropped = self._model.store.drop_part(open_cut.cut.version, self.rank)
-            self._unwritten.append(dropped)
-            self._append(open_cut.cut, part, self._header)
+            layout = self._model.store.use_layout(self._layout, self._shards, open_cut.cut.version)
+            self._unwritten.extend((dropped, layout.written))
+            part.layout, part.log_bytes = layout.number, layout.log_bytes
         return self._part
 
-    def _append(self, cut: Cut, part: RankPart, *payload: Buffer) -> None:
-        number, part.records = part.records, part.records + 1
-        part.log_bytes += sum(memoryview(piece).nbytes for piece in payload)
-        appended = self._model.store.append(cut.version, self.rank, number, *payload)
+    def _append(self, cut: Cut, part: RankPart, slot: int, rows: RowBatch) -> None:
+        index, part.records = part.records, part.records + 1
+        part.log_bytes += packed_bytes(rows)
+        appended = self._model.store.append(cut.version, self.rank, index, slot, rows, part.layout)
         self._unwritten.append(appended)
 
     async def _wait_written(self, but: int) -> None:

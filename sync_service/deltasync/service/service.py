@@ -15,7 +15,10 @@ from deltasync.feeds.feed import Feed
 from deltasync.feeds.model import Model
 from deltasync.publish.coordinator import CutCoordinator
 from deltasync.storage.data_directory import lock_data_directory
-from deltasync.storage.log import Log, LogOptions
+from deltasync.storage.lmdb_store import LmdbStore
+from deltasync.storage.log_format import check_log
+from deltasync.storage.log_store import LogOptions, LogStore
+from deltasync.storage.model_store import recorded_models
 from deltasync.views.registry import ViewRegistry
 
 
@@ -63,9 +66,11 @@ class Service:
     def __init__(self, options: ServiceOptions, tasks: asyncio.TaskGroup) -> None:
         self.options = options
         self._tasks = tasks
-        self._lock = lock_data_directory(options.data_dir)
-        self.log = Log(LogOptions(directory=options.data_dir / "log", max_bytes=options.log_max_bytes))
-        self.registry = ConsumerRegistry(self.log, options.replica_retention_seconds)
+        with contextlib.ExitStack() as undo:
+            self._lock = undo.enter_context(lock_data_directory(options.data_dir))
+            self.log = undo.enter_context(contextlib.closing(_open_log(options)))
+            self.registry = ConsumerRegistry(self.log, options.replica_retention_seconds)
+            undo.pop_all()
         self.event_counts = EventCounts()
         self.events = Events(log_event, self.event_counts)
         self.views = ViewRegistry(self.log, tasks, self.events)
@@ -81,10 +86,10 @@ class Service:
         Raises:
             StorageFailed: a file is damaged or missing.
         """
-        for name, meta in self.log.meta("model/").items():
+        for name, record in recorded_models(self.log).items():
             started = time.monotonic()
             model = Model(name, self.log, self._directory(name))
-            await model.recover(meta)
+            await model.recover(record)
             self._add(model)
             took = f"in {time.monotonic() - started:.2f} s"
             self.events.emit(EventKind.MODEL_RECOVERED, took, model=name, version=model.seals.newest_version)
@@ -202,3 +207,14 @@ class Service:
 
 def _words(policy: Policy) -> str:
     return policy.words or "everything"
+
+
+def _open_log(options: ServiceOptions) -> LogStore:
+    """The log, in the implementation that the service uses."""
+    log = LmdbStore(LogOptions(directory=options.data_dir / "log", max_bytes=options.log_max_bytes))
+    try:
+        check_log(log, options.data_dir / "models")
+    except BaseException:
+        log.close()
+        raise
+    return log

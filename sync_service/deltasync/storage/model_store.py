@@ -1,4 +1,9 @@
-"""Where a model is kept: files of its tables in a folder, and its part of the log."""
+"""Where a model is kept: files of its tables in a folder, and its part of the log.
+
+Its streams: `cuts/MODEL` has rows, by version, rank and index; `seals/MODEL` has what makes a version visible;
+`layouts/MODEL` has what ranks hold. Rows of a version without a seal are of a cut that was never finished. A seal
+says how many ranks its run had: what an abandoned cut of a larger run has left is passed over.
+"""
 
 import threading
 import uuid
@@ -8,17 +13,40 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from deltasync.core.errors import StorageFailed
 from deltasync.core.rows import RowBatch
 from deltasync.core.seal import Seal
 from deltasync.core.tables import Shard, TableSpec
-from deltasync.storage.log import Buffer, Log
+from deltasync.storage.layouts import Layouts, LayoutUse
+from deltasync.storage.log_store import LogStore
 from deltasync.storage.mapped_table import MappedTable, remove_files
-from deltasync.storage.records import spec_of_record, spec_record, unpack_rows
-from deltasync.v1 import publish_pb2
-from deltasync.wire.messages import shards_from_open, table_from_message
+from deltasync.storage.records import (
+    pack_json,
+    pack_rows,
+    reading,
+    seal_of_record,
+    seal_record,
+    spec_of_record,
+    spec_record,
+    unpack_json,
+    unpack_rows,
+)
 
 # Seals are kept this long after their rows, so that lag in seconds is known for old offsets too.
 KEPT_SEALS = 100_000
+
+
+def recorded_models(log: LogStore) -> dict[str, Mapping[str, Any]]:
+    """What is written down of each model, by its name.
+
+    Raises:
+        StorageFailed: a record is damaged.
+    """
+    models = {}
+    for name, record in log.items("model/").items():
+        with reading(f"model/{name}"):
+            models[name] = unpack_json(record)
+    return models
 
 
 class ModelStore:
@@ -30,25 +58,31 @@ class ModelStore:
         flushed: the version up to which the tables' files need no record of the log.
     """
 
-    def __init__(self, log: Log, model: str, directory: Path) -> None:
+    def __init__(self, log: LogStore, model: str, directory: Path) -> None:
         self._log = log
         self._model = model
+        self._cuts, self._seals = f"cuts/{model}", f"seals/{model}"
+        self._layouts = Layouts(log, model)
         self._folder = directory / "tables"
         self._flushing = threading.Lock()
         self._describing = threading.Lock()  # So that a flush and a new table do not write over each other.
         self.history = uuid.uuid4().hex
         self.tables: list[MappedTable] = []
         self.flushed = 0
+        self._described_flushed = 0  # The one that is written down, which is ahead until the log is cut.
 
     def recover(self, record: Mapping[str, Any]) -> None:
         """Come back as of the last flush.
 
         Raises:
-            StorageFailed: a file is missing, or of another size.
+            StorageFailed: a file is missing, or of another size, or a record is damaged.
         """
-        self.history, self.flushed = record["history"], record["flushed"]
-        specs = [spec_of_record(each) for each in record["tables"]]
+        with reading(f"model/{self._model}"):
+            self.history, self.flushed = record["history"], record["flushed"]
+            specs = [spec_of_record(each) for each in record["tables"]]
+        self._described_flushed = self.flushed
         self.tables = [MappedTable(spec, self._folder, new=False) for spec in specs]
+        self._layouts.recover()
 
     def add(self, specs: Sequence[TableSpec]) -> None:
         """Make tables, all zero.
@@ -62,7 +96,7 @@ class ModelStore:
             for spec in specs:
                 undo.callback(remove_files, spec, self._folder)
                 new.append(MappedTable(spec, self._folder, new=True))
-            self._describe(new, self.flushed)
+            self._describe(new)
             undo.pop_all()
 
     def flush(self, version: int) -> None:
@@ -76,54 +110,75 @@ class ModelStore:
                 return
             for table in list(self.tables):
                 table.flush()
-            self._describe([], version)
-            self._log.truncate(self._model, version, KEPT_SEALS).result()
+            self._describe(flushed=version)
+            self._log.truncate(self._cuts, version).result()
+            self._log.truncate(self._seals, max(0, version - KEPT_SEALS)).result()
+            for forgotten in self._layouts.forget(version):
+                forgotten.result()
             self.flushed = version
 
     def seals(self) -> list[Seal]:
-        """The seals that are kept, oldest first."""
-        return self._log.seals(self._model)
+        """The seals that are kept, oldest first.
+
+        Raises:
+            StorageFailed: one is damaged.
+        """
+        seals = []
+        for record in self._log.read(self._seals):
+            with reading(f"{self._seals}/{record.number}"):
+                seals.append(seal_of_record(unpack_json(record.payload)))
+        return seals
 
     def drop_unsealed(self, sealed: int) -> None:
         """Forget the rows of cuts after version `sealed`, which were never finished."""
-        self._log.drop_unsealed(self._model, sealed).result()
+        self._log.drop(self._cuts, sealed + 1).result()
 
     # Cuts, from their first part to their seal.
 
-    def append(self, version: int, rank: int, number: int, *payload: Buffer) -> Future[None]:
-        """Append record `number`, in pieces, of a rank's part of a cut that is not sealed yet."""
-        return self._log.append(self._model, version, rank, number, *payload)
-
     def drop_part(self, version: int, rank: int) -> Future[None]:
         """Forget what was appended of a rank's part of a cut that is not sealed yet."""
-        return self._log.drop_part(self._model, version, rank)
+        return self._log.drop(self._cuts, version, rank)
+
+    def use_layout(self, layout: bytes, shards: Sequence[Shard], version: int) -> LayoutUse:
+        """Have a layout, packed, with these shards in it, for rows of a version that is not sealed yet."""
+        return self._layouts.use(layout, shards, version)
+
+    def append(self, version: int, rank: int, index: int, slot: int, rows: RowBatch, layout: int) -> Future[None]:
+        """Append record `index` of a rank's part: rows of the shard in `slot` of its layout."""
+        return self._log.append(self._cuts, version, rank, index, *pack_rows(slot, rows, layout))
 
     def seal(self, seal: Seal) -> Future[None]:
         """Make a cut visible: it is part of the history from here on."""
-        return self._log.seal(self._model, seal)
+        return self._log.append(self._seals, seal.version, 0, 0, pack_json(seal_record(seal)))
 
-    def rows(self, version: int) -> Iterator[RowBatch]:
-        """The rows of a cut as the log has them: for each rank what it opened with, then its rows.
+    def rows(self, seal: Seal) -> Iterator[RowBatch]:
+        """The rows of a sealed cut as the log has them.
 
         Raises:
-            StorageFailed: a record is damaged.
+            StorageFailed: a record is damaged, or missing.
         """
-        shards: list[Shard] = []
-        for _, number, record in self._log.records(self._model, version):
-            if number == 0:
-                header = publish_pb2.PublishOpen.FromString(bytes(record))
-                shards = shards_from_open(header, [table_from_message(table) for table in header.tables])
-            else:
-                yield unpack_rows(record, shards)
+        count = 0
+        for record in self._log.read(self._cuts, seal.version, seal.version):
+            if record.part < seal.world_size:
+                with reading(f"{self._cuts}/{record.number}/{record.part}/{record.index}"):
+                    rows = unpack_rows(record.payload, self._layouts.shards)
+                count += len(rows)
+                yield rows
+        if count != seal.rows:
+            raise StorageFailed(
+                f"the log has {count} rows of version {seal.version} of model {self._model!r}, expected "
+                f"{seal.rows}: restore the data directory from a copy, or start an empty one for a full resync"
+            )
 
-    def _describe(self, new: Sequence[MappedTable], flushed: int) -> None:
+    def _describe(self, new: Sequence[MappedTable] = (), flushed: int = 0) -> None:
         """Write down which tables there are, and only then have them."""
         with self._describing:
             tables = [*self.tables, *new]
+            flushed = max(flushed, self._described_flushed)
             record = {
                 "history": self.history,
                 "flushed": flushed,
                 "tables": [spec_record(table.spec) for table in tables],
             }
-            self._log.put_meta(f"model/{self._model}", record).result()
-            self.tables = tables
+            self._log.put(f"model/{self._model}", pack_json(record)).result()
+            self.tables, self._described_flushed = tables, flushed

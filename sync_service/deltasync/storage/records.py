@@ -1,32 +1,54 @@
 """What the log's records look like: names and layouts of the files' own, whatever Python calls things."""
 
+import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import xxhash
 
+from deltasync.core.errors import StorageFailed
 from deltasync.core.rows import RowBatch
 from deltasync.core.seal import Seal
 from deltasync.core.tables import ID_TYPE, Shard, TableSpec
+from deltasync.storage.log_store import Buffer
 
-_RECORD = struct.Struct("<QQ")
+# Records of rows: format, kind, columns, slot, number of rows, layout; then the columns, one after the other.
+_HEADER = struct.Struct("<BBHIQQ")
+_FORMAT = 2
+_ROWS = 1  # The one kind there is.
+_VALUES, _NORMS = 1, 2  # Columns beside the ids.
+_NORM_TYPE = np.dtype("<f4")
+
+# Small records, and others that are not rows.
 
 
-def pack_rows(slot: int, rows: RowBatch) -> tuple[bytes | memoryview, ...]:
-    """The log's record of some rows, in pieces: slot and number of rows, ids, values."""
-    return _RECORD.pack(slot, len(rows)), rows.ids.data, rows.values.data
+def pack_json(record: Mapping[str, Any]) -> bytes:
+    """A record that is not rows."""
+    return json.dumps(record, separators=(",", ":")).encode()
 
 
-def unpack_rows(record: memoryview, shards: list[Shard]) -> RowBatch:
-    """What `pack_rows` has packed, as views of the record.
+def unpack_json(record: bytes | memoryview) -> Any:
+    """What `pack_json` has packed.
 
     Raises:
-        InvalidInput: the record does not fit the shards.
+        ValueError: it is something else.
     """
-    slot, count = _RECORD.unpack_from(record)
-    ids_end = _RECORD.size + count * ID_TYPE.itemsize
-    return RowBatch.from_bytes(shards, slot, record[_RECORD.size : ids_end], record[ids_end:])
+    return json.loads(bytes(record))
+
+
+@contextmanager
+def reading(name: str) -> Iterator[None]:
+    """Turns errors of what is read inside, which is the record `name`, into one that names it."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
+        raise StorageFailed(
+            f"the log's record {name} cannot be understood ({error!r}): restore the data directory from a copy, "
+            "or start an empty one for a full resync"
+        ) from error
 
 
 def seal_record(seal: Seal) -> dict[str, Any]:
@@ -71,3 +93,101 @@ def spec_record(spec: TableSpec) -> dict[str, Any]:
 def spec_of_record(record: Mapping[str, Any]) -> TableSpec:
     """What the table is that a record describes."""
     return TableSpec(record["name"], record["rows"], record["dim"], np.dtype(record["dtype"]))
+
+
+# What a rank holds: the tables of its run, and its shards of them. Rows name it by a number, its hash.
+
+
+def pack_layout(tables: Sequence[TableSpec], shards: Sequence[Shard]) -> bytes:
+    """The record of what a rank holds. A shard is: number of its table, first row, rows, first column, columns."""
+    numbers = {table.name: number for number, table in enumerate(tables)}
+    blocks = [[numbers[s.table.name], s.row_offset, s.rows, s.col_offset, s.cols] for s in shards]
+    return pack_json({"tables": [spec_record(table) for table in tables], "shards": blocks})
+
+
+def unpack_layout(record: memoryview) -> list[Shard]:
+    """The shards that `pack_layout` has packed.
+
+    Raises:
+        ValueError, LookupError, TypeError: it is something else.
+    """
+    layout = unpack_json(record)
+    tables = [spec_of_record(each) for each in layout["tables"]]
+    return [Shard(tables[table], *block) for table, *block in layout["shards"]]
+
+
+def layout_number(record: bytes) -> int:
+    """The number by which rows name a layout."""
+    return xxhash.xxh3_64_intdigest(record)
+
+
+# Rows.
+
+
+def pack_rows(slot: int, rows: RowBatch, layout: int = 0) -> tuple[Buffer, ...]:
+    """The record of some rows, in pieces: a header, ids, and as far as there are any, values and norms.
+
+    Args:
+        slot: the number of the rows' shard in the layout, or of their table in a view.
+        rows: the rows.
+        layout: the number of the layout that has the shard; 0 = there is none, the slot is a view's.
+    """
+    columns = (rows.values, rows.norms)
+    header = rows_header(slot, len(rows), layout, values=rows.values.shape[1] > 0, norms=rows.norms is not None)
+    arrays = [np.asarray(rows.ids, ID_TYPE), *(each for each in columns if each is not None)]
+    return header, *(np.ascontiguousarray(each).data for each in arrays if each.size)
+
+
+def rows_header(slot: int, count: int, layout: int, *, values: bool, norms: bool) -> bytes:
+    """The head of a record of rows, of which columns are said to follow the ids."""
+    return _HEADER.pack(_FORMAT, _ROWS, _VALUES * values | _NORMS * norms, slot, count, layout)
+
+
+def packed_bytes(rows: RowBatch) -> int:
+    """Bytes of the record of some rows."""
+    return _HEADER.size + rows.nbytes + (0 if rows.norms is None else rows.norms.nbytes)
+
+
+def unpack_rows(record: memoryview, shards_of: Callable[[int], Sequence[Shard]]) -> RowBatch:
+    """What `pack_rows` has packed, as views of the record; `shards_of` a layout, by its number.
+
+    Raises:
+        StorageFailed: its format, its kind or a column is not known.
+        ValueError, LookupError: it does not fit its shard.
+    """
+    form, kind, columns, slot, count, layout = _HEADER.unpack_from(record)
+    _check_known("format", form, _FORMAT)
+    _check_known("kind", kind, _ROWS)
+    _check_known("columns", columns | _VALUES | _NORMS, _VALUES | _NORMS)
+    shard = shards_of(layout)[slot]
+    rest = _Columns(record[_HEADER.size :], count)
+    ids = rest.take(ID_TYPE, 1)[:, 0]
+    values = rest.take(shard.table.dtype, shard.cols if columns & _VALUES else 0)
+    norms = rest.take(_NORM_TYPE, 1)[:, 0] if columns & _NORMS else None
+    if rest.left:
+        raise ValueError(f"{rest.left} bytes more than its {count} rows take")
+    return RowBatch(shard, ids, values, norms)
+
+
+class _Columns:
+    def __init__(self, record: memoryview, count: int) -> None:
+        self._record = record
+        self._count = count
+
+    @property
+    def left(self) -> int:
+        return len(self._record)
+
+    def take(self, dtype: np.dtype[Any], width: int) -> "np.ndarray[Any, np.dtype[Any]]":
+        """The next column, [rows, width]."""
+        size = self._count * width * dtype.itemsize
+        column, self._record = self._record[:size], self._record[size:]
+        return np.frombuffer(column, dtype).reshape(self._count, width)
+
+
+def _check_known(what: str, found: int, known: int) -> None:
+    if found != known:
+        raise StorageFailed(
+            f"the log has rows of {what} {found}, this service reads {what} {known}: update the service, or give "
+            "it another --data-dir"
+        )

@@ -1,4 +1,4 @@
-"""The small records of a view in the log: their keys are part of the data directory's format."""
+"""The small records of a view in the log: their names and keys are part of the data directory's format."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,17 +9,48 @@ from deltasync.core.tables import TableSpec
 from deltasync.core.value_types import ValueType
 from deltasync.feeds.frozen_release import Head
 from deltasync.feeds.statistics import Amount, ReleaseStatistics
+from deltasync.storage.log_store import LogStore
+from deltasync.storage.records import reading, unpack_json
 from deltasync.views.table import ViewTable
 
 
-def view_key(consumer: str) -> str:
-    """The key of what is written down of a consumer's view, and of its rows in the log."""
+def view_name(consumer: str) -> str:
+    """The name of the record of a consumer's view."""
     return f"view/{consumer}"
 
 
-def release_key(consumer: str) -> str:
-    """The key of what is written down of its newest release."""
+def release_name(consumer: str) -> str:
+    """The name of the record of its newest release."""
     return f"release/{consumer}"
+
+
+def releases_stream(consumer: str) -> str:
+    """The stream of the rows of its releases, by release, slot and index."""
+    return f"releases/{consumer}"
+
+
+def recorded_view(log: LogStore, consumer: str) -> Mapping[str, Any] | None:
+    """What is written down of a consumer's view; None if it has none.
+
+    Raises:
+        StorageFailed: the record is damaged.
+    """
+    return _recorded(log, view_name(consumer))
+
+
+def recorded_release(log: LogStore, consumer: str) -> Mapping[str, Any] | None:
+    """What is written down of its newest release; None if there is none.
+
+    Raises:
+        StorageFailed: the record is damaged.
+    """
+    return _recorded(log, release_name(consumer))
+
+
+def _recorded(log: LogStore, name: str) -> Mapping[str, Any] | None:
+    record = log.items(name).get("")
+    with reading(name):
+        return None if record is None else unpack_json(record)
 
 
 def head_record(head: Head) -> dict[str, Any]:

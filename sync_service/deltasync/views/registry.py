@@ -1,6 +1,7 @@
 """The views there are: one for every consumer that ever had a policy."""
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,8 @@ from deltasync.consumers.consumer import Consumer
 from deltasync.core.errors import StorageFailed
 from deltasync.core.events import EventKind, Events
 from deltasync.feeds.model import Model
-from deltasync.storage.log import Log
-from deltasync.views.records import view_key
+from deltasync.storage.log_store import LogStore
+from deltasync.views.records import recorded_view
 from deltasync.views.release_loop import ReleaseLoop
 from deltasync.views.view import View
 
@@ -27,7 +28,7 @@ class _Entry:
 class ViewRegistry:
     """Makes, flushes and removes views, in the event loop. They are made and removed by one call at a time."""
 
-    def __init__(self, log: Log, tasks: asyncio.TaskGroup, events: Events) -> None:
+    def __init__(self, log: LogStore, tasks: asyncio.TaskGroup, events: Events) -> None:
         self._log = log
         self._tasks = tasks
         self._events = events
@@ -44,7 +45,7 @@ class ViewRegistry:
         Raises:
             StorageFailed: the log could not be written.
         """
-        record = self._log.meta(view_key(consumer.name)).get("")
+        record = recorded_view(self._log, consumer.name)
         if consumer.name in self._entries or (consumer.policy.sends_everything and record is None):
             return
         view = await self._view(consumer.name, model, directory, record)
@@ -52,7 +53,7 @@ class ViewRegistry:
         self._entries[consumer.name] = _Entry(view, loop, self._tasks.create_task(loop.run()))
         model.signal.wake()  # Streams that read the model's own tables are to end.
 
-    async def _view(self, name: str, model: Model, directory: Path, record: dict[str, Any] | None) -> View:
+    async def _view(self, name: str, model: Model, directory: Path, record: Mapping[str, Any] | None) -> View:
         """The view there was, or a new one."""
         if record is not None:
             view = View(name, model, self._log, directory)

@@ -16,21 +16,25 @@ from typing import Any
 from deltasync.core.delivery import Delivery
 from deltasync.core.errors import StorageFailed
 from deltasync.core.rows import RowBatch
+from deltasync.core.tables import Shard
 from deltasync.feeds.frozen_release import Head
 from deltasync.feeds.model import Model
 from deltasync.feeds.statistics import Backlog, ReleaseStatistics
-from deltasync.storage.log import Log
+from deltasync.storage.log_store import LAST_NUMBER, LogStore
 from deltasync.storage.mapped_table import MappedTable
+from deltasync.storage.records import pack_json, pack_rows, packed_bytes, reading, unpack_rows
 from deltasync.views.history import ReleaseHistory
 from deltasync.views.records import (
     delivery_of_record,
     head_of_record,
     head_record,
-    release_key,
+    recorded_release,
+    release_name,
+    releases_stream,
     statistics_of_record,
     statistics_record,
     table_record,
-    view_key,
+    view_name,
 )
 from deltasync.views.table import ViewTable
 
@@ -86,14 +90,14 @@ class ViewStore:
         state: where the view is.
     """
 
-    def __init__(self, consumer: str, model: Model, log: Log, directory: Path) -> None:
+    def __init__(self, consumer: str, model: Model, log: LogStore, directory: Path) -> None:
         self.history = ReleaseHistory()
         self.state = ViewState()
         self._model = model
         self._log = log
         self._directory = directory
-        self._view_key = view_key(consumer)
-        self._release_key = release_key(consumer)
+        self._consumer = consumer
+        self._stream = releases_stream(consumer)
         self._flushed = 0
         self._flushing = threading.Lock()
         self._appended_bytes = 0  # Written by one release at a time.
@@ -102,10 +106,9 @@ class ViewStore:
     # Releases.
 
     def append(self, number: int, slot: int, index: int, rows: RowBatch) -> Future[None]:
-        """Hand some encoded rows of a table, the piece `index` of them in release `number`, to the log."""
-        record = self.state.tables[slot].record(rows)
-        self._appended_bytes += sum(memoryview(piece).nbytes for piece in record)
-        return self._log.append(self._view_key, number, slot, index, *record)
+        """Hand encoded rows of the table in `slot` to the log, as record `index` of these in release `number`."""
+        self._appended_bytes += packed_bytes(rows)
+        return self._log.append(self._stream, number, slot, index, *pack_rows(slot, rows))
 
     def advance(self, state: ViewState) -> None:
         """Go on to `state`, whose release is written down: on the model's thread, as its tables are changed."""
@@ -132,7 +135,7 @@ class ViewStore:
             StorageFailed: the log could not be written.
         """
         record = {"head": head_record(release.head), "account": statistics_record(release.statistics)}
-        self._log.put_meta(self._release_key, record).result()
+        self._log.put(release_name(self._consumer), pack_json(record)).result()
 
     # Tables and their files, on any thread.
 
@@ -178,9 +181,9 @@ class ViewStore:
         """Remove everything there is of the view."""
         with self._flushing:
             self.state = replace(self.state, newest=None)
-            self._log.put_meta(self._view_key, None).result()
-            self._log.put_meta(self._release_key, None).result()
-            self._log.truncate(self._view_key, 2**63, 0).result()
+            self._log.put(view_name(self._consumer), None).result()
+            self._log.put(release_name(self._consumer), None).result()
+            self._log.truncate(self._stream, LAST_NUMBER).result()
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def _write_view(self, state: ViewState, number: int) -> None:
@@ -193,8 +196,8 @@ class ViewStore:
             "seen": state.compared_version,
             "tables": [table_record(table) for table in state.tables],
         }
-        self._log.put_meta(self._view_key, record).result()
-        self._log.truncate(self._view_key, number, 0).result()
+        self._log.put(view_name(self._consumer), pack_json(record)).result()
+        self._log.truncate(self._stream, number).result()
         self._flushed = number
 
     # Coming back.
@@ -205,14 +208,15 @@ class ViewStore:
         Raises:
             StorageFailed: a file is damaged or missing, or a record of the log is damaged.
         """
-        if record["model_history"] != self._model.history:
-            self.discard()  # What replicas hold is of another model: they need everything anyway.
-            return
-        self.history = ReleaseHistory(record["history"], record["forked"])
-        self._flushed = record["flushed"]
-        tables = self._open_tables(record["tables"])
+        with reading(view_name(self._consumer)):
+            if record["model_history"] != self._model.history:
+                self.discard()  # What replicas hold is of another model: they need everything anyway.
+                return
+            self.history = ReleaseHistory(record["history"], record["forked"])
+            self._flushed, compared_version = record["flushed"], record["seen"]
+            tables = self._open_tables(record["tables"])
         newest = self._recover_release(self._replay(tables))
-        self.state = ViewState(tables=tables, newest=newest, compared_version=record["seen"])
+        self.state = ViewState(tables=tables, newest=newest, compared_version=compared_version)
         if newest:
             self.history.add(newest.head)
         self.remove_unused()
@@ -227,20 +231,24 @@ class ViewStore:
 
     def _replay(self, tables: Sequence[ViewTable]) -> int:
         """Write the rows that the log has into the tables; the newest release of which it has any."""
-        newest = self._flushed
-        for newest, slot, payload in self._log.records_after(self._view_key, self._flushed):
-            tables[slot].replay(payload, newest)
-            self._appended_bytes += len(payload)
+        newest, shards = self._flushed, [Shard.whole(table.held.spec) for table in tables]
+        for record in self._log.read(self._stream):  # Also those that nobody needs: they may be of another number.
+            if record.number > self._flushed:
+                with reading(f"{self._stream}/{record.number}/{record.part}/{record.index}"):
+                    tables[record.part].write(unpack_rows(record.payload, lambda _: shards), record.number)
+                newest = record.number
+                self._appended_bytes += len(record.payload)
         for table in tables:
             table.count_digests()
         return newest
 
     def _recover_release(self, newest: int) -> NewestRelease | None:
-        record = self._log.meta(self._release_key).get("")
+        record = recorded_release(self._log, self._consumer)
         if record is None:
             return None
-        head = head_of_record(record["head"])
+        with reading(release_name(self._consumer)):
+            head, statistics = head_of_record(record["head"]), statistics_of_record(record["account"])
         if head.number < newest:
             # The log has rows of a release that was not written down: no replica has them, all are to get them.
             head = replace(head, number=newest)
-        return NewestRelease(head, statistics_of_record(record["account"]))
+        return NewestRelease(head, statistics)

@@ -1,6 +1,5 @@
 """What the replicas of a consumer hold of one table, and which of its rows are dirty."""
 
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,12 +12,9 @@ from deltasync.core.digests import BLOCK_ROWS
 from deltasync.core.mode import Mode
 from deltasync.core.rows import Ids, Norms, RowBatch, Values
 from deltasync.core.stamps import StampedTable
-from deltasync.core.tables import ID_TYPE
 from deltasync.core.threads import MODEL_THREAD, confined
 from deltasync.storage.mapped_table import MappedTable, file_of, map_array
 from deltasync.views.ranking import Floats, Mask
-
-_COUNT = struct.Struct("<Q")
 
 
 class EncodedTable(MappedTable):
@@ -115,21 +111,6 @@ class ViewTable:
             self.sent.apply(RowBatch.of_table(self.sent.spec, rows.ids, rows.norms[:, None]), number)
         self.dirty_since[rows.ids] = 0
         self._clean = clean
-
-    def record(self, rows: RowBatch) -> tuple[bytes | memoryview, ...]:
-        """The log's record of encoded rows about to be written, in pieces; `replay` takes it back."""
-        pieces = (_COUNT.pack(len(rows)), rows.ids.data, np.ascontiguousarray(rows.values).data)
-        return pieces if rows.norms is None else (*pieces, rows.norms.data)
-
-    def replay(self, record: memoryview, number: int) -> None:
-        """Write the rows of a record of release `number`."""
-        (count,) = _COUNT.unpack_from(record)
-        width, dtype = self.held.spec.dim, self.held.spec.dtype
-        ids = np.frombuffer(record, ID_TYPE, count, _COUNT.size)
-        encoded = np.frombuffer(record, dtype, count * width, _COUNT.size + ids.nbytes)
-        norms = np.frombuffer(record, np.float32, -1, _COUNT.size + ids.nbytes + encoded.nbytes)
-        rows = RowBatch.of_table(self.held.spec, ids, encoded.reshape(count, width), norms if len(norms) else None)
-        self.write(rows, number)
 
     def lacking(self, number: int, compared_version: int) -> int:
         """How many rows a replica at `number` does not hold as the source has them, at most. Any thread.

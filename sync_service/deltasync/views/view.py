@@ -17,7 +17,7 @@ from deltasync.core.threads import EVENT_LOOP, confined, not_shared_yet
 from deltasync.feeds.frozen_release import NO_TABLES, FrozenRelease, Head, Releases
 from deltasync.feeds.model import Model
 from deltasync.feeds.standing import Standing, TableStanding
-from deltasync.storage.log import Log
+from deltasync.storage.log_store import LogStore
 from deltasync.views.release_maker import ReleaseMaker
 from deltasync.views.store import ViewState, ViewStore
 from deltasync.views.table_maker import TableMaker, followed
@@ -33,7 +33,7 @@ class View:
         failure: what keeps releases from being made, which is tried again; empty if nothing does.
     """
 
-    def __init__(self, consumer: str, model: Model, log: Log, directory: Path) -> None:
+    def __init__(self, consumer: str, model: Model, log: LogStore, directory: Path) -> None:
         self.model = model
         self.trouble = ""
         self.failure = ""

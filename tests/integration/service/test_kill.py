@@ -23,7 +23,8 @@ from deltasync.client import (
     SubscriberOptions,
     TableSpec,
 )
-from deltasync.storage.log import Log, LogOptions
+from deltasync.storage.lmdb_store import LmdbStore
+from deltasync.storage.log_store import LogOptions
 
 KILLS = 4
 WAIT = 60
@@ -163,6 +164,6 @@ def test_nothing_acknowledged_is_lost(tmp_path: Path) -> None:
         assert {line["offset"] for line in lag_of(service)["replicas"]} == {head.number}
         assert service.terminate() == 0
     # The log was cut: most cuts of so many would be in it otherwise.
-    log = Log(LogOptions(directory=tmp_path / "data" / "log"))
-    assert not list(log.records("clicks", 1))
+    log = LmdbStore(LogOptions(directory=tmp_path / "data" / "log"))
+    assert not list(log.read("cuts/clicks", 1, 1))
     log.close()

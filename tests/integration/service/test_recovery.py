@@ -18,7 +18,7 @@ from deltasync.publish.coordinator import CutCoordinator
 from deltasync.publish.opening import check_open
 from deltasync.publish.session import PublishSession, open_session
 from deltasync.service.service import Service, ServiceOptions
-from deltasync.storage.log import Log
+from deltasync.storage.lmdb_store import LmdbStore
 from deltasync.storage.mapped_table import MappedTable
 from deltasync.v1 import publish_pb2
 
@@ -168,7 +168,7 @@ def test_whenever_it_dies_every_acknowledged_version_comes_back(
 ) -> None:
     versions, camera = expected_rows(), Camera(tmp_path / "data")
     with monkeypatch.context() as patch:
-        camera.after(patch, Log, "_commit", lambda _: camera.both("commit"))
+        camera.after(patch, LmdbStore, "_commit", lambda _: camera.both("commit"))
         camera.after(patch, MappedTable, "apply", lambda _: camera.both("apply"))
         camera.after(patch, MappedTable, "flush", camera.keep)
         asyncio.run(train(tmp_path / "data", versions, camera))

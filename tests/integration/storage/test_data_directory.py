@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import lmdb
 import numpy as np
 import pytest
 from tests.support.data_directory import POLICIES, Content, unpack, write
@@ -13,9 +12,11 @@ from tests.support.fleet import ITEM, TABLES, USER, WAIT, Recorder, as_sent, fol
 from tests.support.server import RunningService
 
 from deltasync.client import NumpyTarget, Position, ValueType
+from deltasync.storage.lmdb_store import LmdbStore
+from deltasync.storage.log_store import LogOptions
 
 # Oldest first: folders are named after commits, whose names have no order.
-VERSIONS = ["5ad1623"]
+VERSIONS = ["5ad1623", "301de71"]
 REPLICAS = [f"{consumer}/{replica}" for consumer in ("plain", "ranked") for replica in ("early", "late")]
 
 
@@ -88,15 +89,18 @@ def _bytes(tables: dict[str, np.ndarray]) -> dict[str, bytes]:
 
 
 def _shapes(folder: Path) -> dict[str, Any]:
-    """The keys of every small record, and of every seal, by the record's own key."""
-    environment = lmdb.open(str(folder / "log"), max_dbs=3)
-    found = {}
-    for name in (b"meta", b"seals"):
-        records = environment.open_db(name)
-        with environment.begin(db=records) as transaction:
-            for key, value in transaction.cursor():
-                found[f"{name.decode()} {key.decode(errors='replace')}"] = _shape(json.loads(value))
-    environment.close()
+    """The keys of every record that is JSON, by the record's name, and of rows their format, kind and columns."""
+    log = LmdbStore(LogOptions(directory=folder / "log"))
+    found: dict[str, Any] = {name: _shape(json.loads(record)) for name, record in log.items("").items()}
+    for stream in log.streams():
+        for record in log.read(stream):
+            if stream.startswith("seals/"):
+                found[f"{stream}/{record.number}"] = _shape(json.loads(bytes(record.payload)))
+            elif stream.startswith("layouts/"):
+                found[stream] = _shape(json.loads(bytes(record.payload)))
+            else:
+                found.setdefault(stream, set()).add(bytes(record.payload[:4]))
+    log.close()
     return found
 
 

@@ -17,7 +17,8 @@ from tests.support.server import TOKEN
 from deltasync.client import Position, Subscriber, TableSpec
 from deltasync.core.policy import Policy
 from deltasync.core.value_types import ValueType
-from deltasync.storage.log import Log, LogOptions
+from deltasync.storage.lmdb_store import LmdbStore
+from deltasync.storage.log_store import LogOptions
 
 TABLES = [TableSpec("user", 1500, 8), TableSpec("item", 800, 16, np.dtype("<f2"))]
 POLICIES = {
@@ -149,9 +150,9 @@ def everybody_holds(service: ServiceProcess, fleet: Fleet, trainer: Trainer, hea
 
 
 def the_log_was_cut(folder: Path) -> None:
-    log = Log(LogOptions(directory=folder / "data" / "log"))
+    log = LmdbStore(LogOptions(directory=folder / "data" / "log"))
     for name in POLICIES:
-        assert not list(log.records_after(f"view/{name}", 0))
+        assert not list(log.read(f"releases/{name}"))
     log.close()
 
 

@@ -20,7 +20,7 @@ from deltasync.feeds.frozen_release import FrozenRelease
 from deltasync.publish.opening import check_open
 from deltasync.publish.session import PublishSession, open_session
 from deltasync.service.service import Service
-from deltasync.storage.log import Log
+from deltasync.storage.lmdb_store import LmdbStore
 
 
 def test_a_flush_cuts_the_log_and_what_is_left_is_enough(tmp_path: Path) -> None:
@@ -35,9 +35,8 @@ def test_a_flush_cuts_the_log_and_what_is_left_is_enough(tmp_path: Path) -> None
         assert model.should_flush(1)
         await asyncio.gather(*(asyncio.to_thread(model.flush) for _ in range(3)))
         assert not model.should_flush(1)
-        assert not list(service.log.records("clicks", 1))
-        assert not list(service.log.records("clicks", 2))
-        assert [seal.version for seal in service.log.seals("clicks")] == [1, 2]
+        assert service.log.streams() == ["seals/clicks"]
+        assert [seal.version for seal in model.store.seals()] == [1, 2]
 
     async def second(service: Service) -> None:
         model = service.models["clicks"]
@@ -52,7 +51,7 @@ def test_a_flush_cuts_the_log_and_what_is_left_is_enough(tmp_path: Path) -> None
 def test_a_flush_meanwhile_does_not_forget_a_new_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both write down which tables there are: who has read last must write last."""
     extra = TableSpec("extra", 2, 1)
-    put_meta = Log.put_meta
+    put = LmdbStore.put
     joining: list[Future[PublishSession]] = []
 
     async def first(service: Service) -> None:
@@ -60,15 +59,15 @@ def test_a_flush_meanwhile_does_not_forget_a_new_table(tmp_path: Path, monkeypat
         await send(await join(service), full_part(1, random_rows(0), WHOLE))
         await service.coordinators["clicks"].drain()
 
-        def slow(log: Log, *arguments: Any) -> Future[None]:
+        def slow(log: LmdbStore, *arguments: Any) -> Future[None]:
             if not joining:
                 another = join(service, run="run-2", started=2, tables=[extra], shards=[])
                 joining.append(asyncio.run_coroutine_threadsafe(another, loop))
                 # It either overtakes what is written here, or has to wait for it.
                 wait(joining, 0.2)
-            return put_meta(log, *arguments)
+            return put(log, *arguments)
 
-        monkeypatch.setattr(Log, "put_meta", slow)
+        monkeypatch.setattr(LmdbStore, "put", slow)
         await asyncio.to_thread(service.models["clicks"].flush)
         await asyncio.wrap_future(joining[0])
 
@@ -87,7 +86,7 @@ def test_what_was_not_sealed_is_dropped_at_the_start(tmp_path: Path) -> None:
         await send(session, part(2, [(0, [1], np.ones((1, 4), "<f4"))])[:-1])
 
     async def second(service: Service) -> None:
-        assert list(service.log.records("clicks", 2)) == []
+        assert not list(service.log.read("cuts/clicks", 2))
         assert service.models["clicks"].position.number == 1
 
     run(tmp_path, first)
@@ -157,7 +156,7 @@ def test_tables_that_are_not_written_down_are_not_there(tmp_path: Path, monkeypa
 
     async def first(service: Service) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(Log, "put_meta", fails)
+            patch.setattr(LmdbStore, "put", fails)
             with pytest.raises(StorageFailed, match="the log is full"):
                 await join(service)
         assert service.models["clicks"].tables == []

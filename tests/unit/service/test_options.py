@@ -4,7 +4,7 @@ import pytest
 
 from deltasync.client import PublisherOptions, SubscriberOptions
 from deltasync.service.service import ServiceOptions
-from deltasync.storage.log import LogOptions
+from deltasync.storage.log_store import LogOptions
 
 PUBLISHER = {"service": "h:1", "model": "m", "run": "r", "run_started_unix_ns": 1}
 SUBSCRIBER = {"service": "h:1", "consumer": "c"}

@@ -21,7 +21,9 @@ from deltasync.service.housekeeping import housekeeping
 from deltasync.service.service import Service
 from deltasync.status.report import report
 from deltasync.storage import model_store
-from deltasync.storage.log import Log, LogOptions
+from deltasync.storage.lmdb_store import LmdbStore
+from deltasync.storage.log_store import LogOptions
+from deltasync.storage.records import pack_json, unpack_json
 
 
 def test_an_ack_while_lag_is_counted_does_no_harm(tmp_path: Path) -> None:
@@ -63,19 +65,19 @@ def test_consumers_made_at_the_same_time_are_one(tmp_path: Path) -> None:
         )
         assert isinstance(made[1], Contradiction)
         assert service.registry.get("c") is made[0]
-        assert service.log.meta("consumer/")["c"]["model"] == "one"
+        assert unpack_json(service.log.items("consumer/")["c"])["model"] == "one"
 
     run(tmp_path, scenario)
 
 
 def test_what_a_crash_left_of_a_deleted_consumer_is_ignored(tmp_path: Path) -> None:
-    log = Log(LogOptions(directory=tmp_path / "log", max_bytes=1 << 20))
+    log = LmdbStore(LogOptions(directory=tmp_path / "log", max_bytes=1 << 20))
     for name, meta in {
         "consumer/a": {"model": "m", "created_unix_ns": 1},
         "offset/a/p": {"history": "h", "version": 3, "acked_unix_ns": 5},
         "offset/ab/p": {"history": "h", "version": 4, "acked_unix_ns": 5},
     }.items():
-        log.put_meta(name, meta).result(20)
+        log.put(name, pack_json(meta)).result(20)
 
     async def load() -> ConsumerRegistry:
         return ConsumerRegistry(log, 10)
@@ -143,7 +145,7 @@ def test_a_flush_that_fails_is_tried_again_and_nothing_else_stops(
 ) -> None:
     monkeypatch.setattr("deltasync.service.housekeeping._SECONDS", 0.001)
     failed_again, flushed = asyncio.Event(), asyncio.Event()
-    truncate, tries = Log.truncate, list[str]()
+    truncate, tries = LmdbStore.truncate, list[str]()
 
     async def scenario(service: Service) -> None:
         loop = asyncio.get_running_loop()
@@ -154,17 +156,17 @@ def test_a_flush_that_fails_is_tried_again_and_nothing_else_stops(
                 loop.call_soon_threadsafe(failed_again.set)
             raise StorageFailed("the log is full")
 
-        def works(log: Log, *arguments: Any) -> Future[None]:
+        def works(log: LmdbStore, *arguments: Any) -> Future[None]:
             loop.call_soon_threadsafe(flushed.set)
             return truncate(log, *arguments)
 
-        monkeypatch.setattr(Log, "truncate", full)
+        monkeypatch.setattr(LmdbStore, "truncate", full)
         keeper = asyncio.create_task(housekeeping(service))
         session = await join(service)
         await send(session, full_part(1, random_rows(0), WHOLE))
         await failed_again.wait()
         assert "failed: model=clicks it is flushed again later: the log is full" in tries[1]
-        monkeypatch.setattr(Log, "truncate", works)
+        monkeypatch.setattr(LmdbStore, "truncate", works)
         await flushed.wait()
         keeper.cancel()
         assert (await send(session, part(2, []))) == Position(session.sealed.history, 2)
@@ -213,7 +215,7 @@ def test_an_offset_that_could_not_be_kept_is_reported(
     async def scenario(service: Service) -> None:
         consumer = await service.registry.create("c", "clicks", Policy())
         with monkeypatch.context() as patch:
-            patch.setattr(Log, "put_meta", fails)
+            patch.setattr(LmdbStore, "put", fails)
             replica = service.registry.connect(consumer, "p", asyncio.Event())
             service.registry.acknowledge(consumer, replica, Position("h", 3))
 

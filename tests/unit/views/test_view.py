@@ -277,8 +277,8 @@ def test_a_view_that_was_discarded_is_not_written_down_again(tmp_path: Path) -> 
         await view.make_release(TOP, 0)
         view.discard()
         view.flush()
-        assert local.log.meta("view/") == {}
-        assert local.log.meta("release/") == {}
+        assert local.log.items("view/") == {}
+        assert local.log.items("release/") == {}
         assert not local.view_directory.exists()
 
     run(tmp_path, scenario)
@@ -313,7 +313,7 @@ def test_records_of_releases_that_are_flushed_are_dropped(tmp_path: Path) -> Non
             await local.cut(changed(seed, USER, *range(40)))
             await view.make_release(Policy(), 0)
             view.flush()
-            assert not list(local.log.records_after("view/top", 0))
+            assert not list(local.log.read("releases/top"))
         assert same_as_the_model(await held_by_a_replica(view), local)
 
     run(tmp_path, scenario)

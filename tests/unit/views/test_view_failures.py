@@ -2,9 +2,8 @@
 
 import asyncio
 import errno
-import json
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 from tests.support.fleet import release_at_once
 from tests.support.local_model import LocalModel
-from tests.support.seals import sealed
 from tests.support.view_scenarios import (
     TOP,
     USER,
@@ -32,7 +30,6 @@ from deltasync.core.value_types import ValueType
 from deltasync.feeds.frozen_release import FrozenRelease, Head
 from deltasync.feeds.replica_audit import ReplicaAudit
 from deltasync.service.service import Service, ServiceOptions
-from deltasync.storage.log import Log, LogOptions
 from deltasync.views.release_loop import ReleaseLoop
 from deltasync.views.store import ViewStore
 from deltasync.views.view import View
@@ -213,20 +210,3 @@ def test_of_a_table_that_came_after_a_release_was_frozen_there_are_no_rows() -> 
 
     assert proof().check(1, {0: 10, 1: 0}) == frozenset()
     assert proof().check(1, {0: 10, 1: 5}) == {1}
-
-
-@pytest.fixture
-def log(tmp_path: Path) -> Iterator[Log]:
-    log = Log(LogOptions(directory=tmp_path / "log", max_bytes=1 << 20))
-    yield log
-    log.close()
-
-
-def test_seals_of_before_runs_were_told_apart_are_read(log: Log) -> None:
-    log.seal("clicks", sealed(1)).result()
-    with log._env.begin(write=True) as transaction, transaction.cursor(log._seals) as cursor:
-        assert cursor.first()
-        older = json.loads(cursor.value())
-        assert older.pop("resync") is False
-        cursor.put(cursor.key(), json.dumps(older).encode())
-    assert log.seals("clicks") == [sealed(1)]

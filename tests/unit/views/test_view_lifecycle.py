@@ -83,7 +83,7 @@ def test_a_consumer_that_is_made_while_the_one_of_its_name_is_deleted_has_a_view
         assert feed is not old
         assert isinstance(feed, View) != policy.sends_everything
         await service.delete_consumer("top")
-        assert service.log.meta("view/") == {}
+        assert service.log.items("view/") == {}
 
     run(tmp_path, scenario)
 
@@ -111,8 +111,8 @@ def test_a_deleted_consumer_leaves_nothing(tmp_path: Path) -> None:
     async def scenario(service: Service) -> None:
         await service.create_consumer("top", "clicks", TOP)
         await service.delete_consumer("top")
-        assert service.log.meta("view/") == {}
-        assert service.log.meta("release/") == {}
+        assert service.log.items("view/") == {}
+        assert service.log.items("release/") == {}
         assert not list(tmp_path.glob("models/*/views/*"))
         created = await service.create_consumer("top", "clicks", Policy())
         assert not isinstance(service.feed(created), View)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from tests.support.damage import change_value
 from tests.support.local_model import LocalModel
 from tests.support.view_scenarios import (
     TOP,
@@ -21,6 +22,7 @@ from deltasync.core.mode import Mode
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.core.rows import Values
+from deltasync.storage.lmdb_records import key_of
 from deltasync.views.store import NewestRelease, ViewStore
 
 
@@ -74,7 +76,7 @@ def test_records_from_before_a_restart_count_towards_the_next_flush(tmp_path: Pa
         assert view.should_flush(sizes[0])
         view.flush()
         assert not view.should_flush(1)
-        assert not list(local.log.records_after("view/top", 0))
+        assert not list(local.log.read("releases/top"))
 
     run(tmp_path, before)
     assert sizes[0] > 24
@@ -97,7 +99,7 @@ def test_a_flush_in_the_middle_of_a_release_loses_nothing(tmp_path: Path, monkey
 
         monkeypatch.setattr(ViewStore, "write_release", write_and_flush)
         await view.make_release(Policy(), 0)
-        assert [release for release, _, _ in local.log.records_after("view/top", 0)] == [view.position.number]
+        assert [record.number for record in local.log.read("releases/top")] == [view.position.number]
 
     async def after(local: LocalModel) -> None:
         assert same_as_the_model(await held_by_a_replica(local.view()), local)
@@ -152,23 +154,21 @@ def test_an_ids_view_comes_back_with_its_norms(tmp_path: Path) -> None:
 
 
 def test_a_damaged_record_is_an_error(tmp_path: Path) -> None:
+    number: list[int] = []
+
     async def before(local: LocalModel) -> None:
         view = await local.prepared_view(TOP)
         await local.cut(changed(1, USER, 4))
         await view.make_release(TOP, 0)
-        ((number, slot, payload),) = local.log.records_after("view/top", 0)
-        key = b"view/top\0" + number.to_bytes(8, "big") + slot.to_bytes(4, "big") + bytes(4)
-        with local.log._env.begin(write=True, db=local.log._parts) as txn:
-            record = bytearray(txn.get(key) or b"")
-            record[-1] ^= 1
-            assert txn.put(key, bytes(record))
-        assert len(payload) > 0
+        (record,) = local.log.read("releases/top")
+        number.append(record.number)
 
     async def after(local: LocalModel) -> None:
-        with pytest.raises(StorageFailed, match="is damaged"):
+        with pytest.raises(StorageFailed, match=f"record releases/top/{number[0]}/0/0 is damaged"):
             local.view()
 
     run(tmp_path, before)
+    change_value(tmp_path / "log", "records", key_of("releases/top", number[0], 0, 0), bit=-1)
     run_again(tmp_path, after)
 
 

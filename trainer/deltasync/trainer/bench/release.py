@@ -40,7 +40,8 @@ from deltasync.core.tables import TableSpec
 from deltasync.core.value_types import ValueType
 from deltasync.feeds.model import Model
 from deltasync.feeds.statistics import ReleaseStatistics
-from deltasync.storage.log import Log, LogOptions
+from deltasync.storage.lmdb_store import LmdbStore
+from deltasync.storage.log_store import LogOptions, LogStore
 from deltasync.trainer.bench.timing import spread_of
 from deltasync.views.view import View
 
@@ -145,8 +146,8 @@ def _figures(
 
 
 @asynccontextmanager
-async def _model(folder: Path) -> AsyncIterator[tuple[Model, Log]]:
-    log = Log(LogOptions(directory=folder / "log"))
+async def _model(folder: Path) -> AsyncIterator[tuple[Model, LogStore]]:
+    log = LmdbStore(LogOptions(directory=folder / "log"))
     model = Model("bench", log, folder)
     try:
         yield model, log

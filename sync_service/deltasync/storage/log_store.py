@@ -1,0 +1,99 @@
+"""The log, as the service uses it: the truth that everything else can be rebuilt from.
+
+It has streams of records, and small records by name. A stream is called, say, `cuts/clicks`, and its records have
+an address: number, part, index, in this order. A small record is called, say, `consumer/mobile`, and is replaced
+as a whole. Writes reach the disk in the order in which they were submitted, each by itself or several together.
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+Buffer = bytes | memoryview
+# The largest number, part and index of a record.
+LAST_NUMBER = 2**64 - 1
+LAST_PART = 2**32 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogOptions:
+    """Where the log is kept.
+
+    Attributes:
+        directory: folder of the log; made if missing.
+        max_bytes: hard cap of the log's file, which grows only as needed.
+    """
+
+    directory: Path
+    max_bytes: int = 64 << 30
+
+    def __post_init__(self) -> None:
+        if self.max_bytes < 1 << 20:
+            raise ValueError(f"max_bytes: {self.max_bytes}, expected at least 1 MiB")
+
+
+@dataclass(frozen=True)
+class Record:
+    """A record of a stream."""
+
+    number: int
+    part: int
+    index: int
+    payload: memoryview
+
+
+class LogStore(Protocol):
+    """A log. Used from any thread.
+
+    Every method that writes returns at once; its future is done when the write is on disk, or fails with
+    `StorageFailed`: then nothing was written. A write that fails takes no other with it.
+
+    Attributes:
+        refusing: a write was refused for want of room; whoever has made room sets it to False.
+    """
+
+    refusing: bool
+
+    def append(self, stream: str, number: int, part: int, index: int, *payload: Buffer) -> Future[None]:
+        """Write a record, whose payload comes in pieces; one of the same address is replaced.
+
+        Refused once the log is full, but for what forgetting needs.
+        """
+
+    def drop(self, stream: str, number: int, part: int | None = None) -> Future[None]:
+        """Forget what was never finished: the records from `number` on, or only those of one part of `number`."""
+
+    def truncate(self, stream: str, upto: int) -> Future[None]:
+        """Forget what is no longer needed: the records up to number `upto`."""
+
+    def put(self, name: str, value: bytes | None) -> Future[None]:
+        """Keep a small record, instead of the one of that name; None forgets it. Also in a full log."""
+
+    def read(self, stream: str, first: int = 0, last: int = LAST_NUMBER) -> Iterator[Record]:
+        """The records with numbers from `first` to `last`, in the order of their addresses.
+
+        Raises:
+            StorageFailed: a record is damaged; the message names it.
+        """
+
+    def items(self, prefix: str) -> dict[str, bytes]:
+        """The small records whose names begin with `prefix`, by the rest of their names, sorted.
+
+        Raises:
+            StorageFailed: one of them is damaged; the message names it.
+        """
+
+    def streams(self) -> list[str]:
+        """The names of all streams that have records, sorted.
+
+        Raises:
+            StorageFailed: the log's own order is damaged.
+        """
+
+    def used_bytes(self) -> int:
+        """Bytes that the log holds."""
+
+    def close(self) -> None:
+        """Write what was submitted, and end."""

@@ -1,0 +1,82 @@
+"""The smallest log there can be: it shows that the tests of the protocol know nothing of LMDB."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from deltasync.core.errors import StorageFailed
+from deltasync.storage.log_store import LAST_NUMBER, Buffer, Record
+
+Address = tuple[int, int, int]
+
+
+@dataclass
+class MemoryDisk:
+    """What outlives a `MemoryStore`."""
+
+    streams: dict[str, dict[Address, bytes]] = field(default_factory=dict)
+    small: dict[str, bytes] = field(default_factory=dict)
+
+
+class MemoryStore:
+    """A log in memory."""
+
+    def __init__(self, disk: MemoryDisk, max_bytes: int) -> None:
+        self._disk = disk
+        self._max_bytes = max_bytes
+        self.refusing = False
+
+    def append(self, stream: str, number: int, part: int, index: int, *payload: Buffer) -> Future[None]:
+        record = b"".join(payload)
+        if self.used_bytes() + len(record) > self._max_bytes:
+            self.refusing = True
+            return _done(StorageFailed("the log is full until the tables are flushed: raise --log-max-bytes"))
+        self._disk.streams.setdefault(stream, {})[number, part, index] = record
+        return _done()
+
+    def drop(self, stream: str, number: int, part: int | None = None) -> Future[None]:
+        if part is None:
+            return self._keep(stream, lambda address: address[0] < number)
+        return self._keep(stream, lambda address: address[:2] != (number, part))
+
+    def truncate(self, stream: str, upto: int) -> Future[None]:
+        return self._keep(stream, lambda address: address[0] > upto)
+
+    def put(self, name: str, value: bytes | None) -> Future[None]:
+        self._disk.small.pop(name, None)
+        if value is not None:
+            self._disk.small[name] = value
+        return _done()
+
+    def read(self, stream: str, first: int = 0, last: int = LAST_NUMBER) -> Iterator[Record]:
+        for address, record in sorted(self._disk.streams.get(stream, {}).items()):
+            if first <= address[0] <= last:
+                yield Record(*address, memoryview(record))
+
+    def items(self, prefix: str) -> dict[str, bytes]:
+        small = sorted(self._disk.small.items())
+        return {name[len(prefix) :]: value for name, value in small if name.startswith(prefix)}
+
+    def streams(self) -> list[str]:
+        return sorted(name for name, records in self._disk.streams.items() if records)
+
+    def used_bytes(self) -> int:
+        records = [record for stream in self._disk.streams.values() for record in stream.values()]
+        return sum(map(len, [*records, *self._disk.small.values()]))
+
+    def close(self) -> None:
+        pass
+
+    def _keep(self, stream: str, wanted: Callable[[Address], bool]) -> Future[None]:
+        records = self._disk.streams.get(stream, {})
+        self._disk.streams[stream] = {address: record for address, record in records.items() if wanted(address)}
+        return _done()
+
+
+def _done(failure: StorageFailed | None = None) -> Future[None]:
+    done: Future[None] = Future()
+    if failure:
+        done.set_exception(failure)
+    else:
+        done.set_result(None)
+    return done

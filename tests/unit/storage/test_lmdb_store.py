@@ -1,0 +1,204 @@
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import lmdb
+import pytest
+from tests.support.damage import flipped
+
+from deltasync.core.errors import StorageFailed
+from deltasync.storage.lmdb_records import key_of
+from deltasync.storage.lmdb_store import LmdbStore
+from deltasync.storage.log_store import LogOptions
+
+TIMEOUT = 20
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> LogOptions:
+    return LogOptions(directory=tmp_path / "log", max_bytes=8 << 20)
+
+
+@pytest.fixture
+def log(options: LogOptions) -> Iterator[LmdbStore]:
+    log = LmdbStore(options)
+    yield log
+    log.close()
+
+
+def numbers(log: LmdbStore, stream: str) -> list[tuple[int, int]]:
+    return [(record.number, record.index) for record in log.read(stream)]
+
+
+def test_a_changed_byte_of_the_file_is_an_error_that_names_its_record(options: LogOptions) -> None:
+    log = LmdbStore(options)
+    log.append("cuts/m", 4, 1, 0, b"first")
+    log.append("cuts/m", 4, 1, 1, b"the rows of a part")
+    log.put("consumer/a", b"its policy").result(TIMEOUT)
+    log.close()
+    file = options.directory / "data.mdb"
+    data = file.read_bytes()
+    for old, new in ((b"the rows of a part", b"the rows of a pArt"), (b"its policy", b"its polizy")):
+        assert data.count(old) == 1
+        data = data.replace(old, new)
+    file.write_bytes(data)
+    log = LmdbStore(options)
+    records = log.read("cuts/m")
+    assert bytes(next(records).payload) == b"first"
+    with pytest.raises(
+        StorageFailed, match="the log's record cuts/m/4/1/1 is damaged: restore the data directory"
+    ):
+        next(records)
+    with pytest.raises(StorageFailed, match="the log's record consumer/a is damaged: restore the data directory"):
+        log.items("consumer/")
+    assert log.items("d") == {}
+    log.close()
+
+
+@pytest.mark.parametrize("bit", range(8 * 24))
+def test_a_key_that_has_changed_is_found_when_its_record_or_the_streams_are_read(
+    options: LogOptions, bit: int
+) -> None:
+    log = LmdbStore(options)
+    for number in range(1, 4):
+        log.append("cuts/me", number, 0, 0, b"x").result(TIMEOUT)
+    log.close()
+    key = key_of("cuts/me", 2, 0, 0)
+    assert len(key) == 24
+    data = (options.directory / "data.mdb").read_bytes()
+    (options.directory / "data.mdb").write_bytes(
+        data.replace(key, flipped(key, bit))
+    )  # Where it is, out of order.
+    log = LmdbStore(options)
+    with pytest.raises(StorageFailed, match="is damaged"):
+        assert [list(log.read(stream)) for stream in log.streams()]
+    log.close()
+
+
+@pytest.mark.parametrize("content", [b"no LMDB file" * 1000, b"x"])
+def test_a_file_that_is_no_log_is_an_error_that_says_where(options: LogOptions, content: bytes) -> None:
+    options.directory.mkdir()
+    (options.directory / "data.mdb").write_bytes(content)
+    with pytest.raises(StorageFailed, match=f"the log in {options.directory} cannot be opened"):
+        LmdbStore(options)
+
+
+def test_a_log_full_to_its_last_page_is_whole_under_a_higher_cap(tmp_path: Path) -> None:
+    log = LmdbStore(LogOptions(directory=tmp_path, max_bytes=1 << 20))
+    writes = [log.append("m", 1, 0, number, bytes(3000)) for number in range(300)]
+    kept = [number for number, write in enumerate(writes) if not write.exception(TIMEOUT)]
+    assert 100 < len(kept) < 300
+    log.close()
+    log = LmdbStore(LogOptions(directory=tmp_path, max_bytes=2 << 20))
+    assert [index for _, index in numbers(log, "m")] == kept
+    log.truncate("m", 1).result(TIMEOUT)
+    log.append("m", 2, 0, 0, bytes(3000)).result(TIMEOUT)
+    log.close()
+
+
+def test_rows_leave_room_to_delete_them(tmp_path: Path) -> None:
+    """Else a log filled with small records could never be cut again."""
+    log = LmdbStore(LogOptions(directory=tmp_path, max_bytes=1 << 20))
+    for version in range(1, 400):
+        written = log.append("m", version, 0, 0, bytes(3000))
+        if not written.exception(TIMEOUT):
+            log.append("seals/m", version, 0, 0, bytes(300)).exception(TIMEOUT)
+    assert isinstance(written.exception(TIMEOUT), StorageFailed)
+    assert log.refusing
+    log.put("model/m", bytes(100)).result(TIMEOUT)
+    log.truncate("m", 400).result(TIMEOUT)
+    log.put("n", b"").result(TIMEOUT)
+    log.append("m", 401, 0, 0, bytes(3000)).result(TIMEOUT)
+    log.close()
+
+
+def test_a_write_that_does_not_fit_takes_no_other_with_it(
+    options: LogOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a rank that begins its part anew could never drop what fills the log: both are committed together."""
+    begun, go = threading.Event(), threading.Event()
+    gather = LmdbStore._gather
+
+    def held_back(self: LmdbStore) -> object:
+        begun.set()
+        assert go.wait(TIMEOUT)
+        return gather(self)
+
+    monkeypatch.setattr(LmdbStore, "_gather", held_back)
+    log = LmdbStore(options)
+    assert begun.wait(TIMEOUT)
+    writes = [
+        log.put("before", b""),
+        log.append("m", 1, 0, 0, bytes(7 << 20)),
+        log.append("m", 1, 0, 1, bytes(7 << 20)),
+        log.put("after", b""),
+    ]
+    go.set()
+    failures = [write.exception(TIMEOUT) for write in writes]
+    assert isinstance(failures.pop(2), StorageFailed)
+    assert failures == [None, None, None]
+    assert list(log.items("")) == ["after", "before"]
+    log.close()
+
+
+def test_what_gathers_during_a_commit_is_committed_at_once(
+    options: LogOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches: list[int] = []
+    begun, go = threading.Event(), threading.Event()
+    commit = LmdbStore._commit
+
+    def slow(self: LmdbStore, batch: list[object]) -> None:
+        batches.append(len(batch))
+        begun.set()
+        assert go.wait(TIMEOUT)
+        commit(self, batch)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(LmdbStore, "_commit", slow)
+    log = LmdbStore(options)
+    first = log.append("m", 1, 0, 0, b"x")
+    assert begun.wait(TIMEOUT)
+    rest = [log.append("m", 1, 0, number, b"x") for number in range(1, 41)]
+    assert not first.done()
+    go.set()
+    rest[-1].result(TIMEOUT)
+    log.close()
+    assert batches == [1, 32, 8]
+
+
+def test_a_write_survives_that_who_waits_for_it_is_cancelled(log: LmdbStore) -> None:
+    """A client that disconnects must not take the log's thread with it."""
+
+    async def cancelled() -> None:
+        waiting = asyncio.ensure_future(asyncio.wrap_future(log.append("m", 1, 0, 0, b"x")))
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    for _ in range(50):
+        asyncio.run(cancelled())
+    log.append("m", 1, 0, 1, b"y").result(TIMEOUT)
+    assert numbers(log, "m") == [(1, 0), (1, 1)]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [lmdb.DiskError("mdb_txn_commit: Input/output error"), MemoryError("no memory"), TypeError("no bytes")],
+)
+def test_whatever_a_write_dies_of_reaches_who_waits_and_the_next_one_is_done(
+    log: LmdbStore, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr("deltasync.storage.lmdb_store._put", broken)
+        for write in [log.append("m", 1, 0, 0, b"x"), log.put("n", b"x")]:
+            with pytest.raises(StorageFailed, match=str(error)) as failed:
+                write.result(TIMEOUT)
+            assert failed.value.__cause__ is error
+    assert str(error) in caplog.text
+    assert not log.refusing
+    log.append("m", 1, 0, 0, b"x").result(TIMEOUT)
+    assert log.items("") == {}

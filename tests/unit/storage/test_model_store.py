@@ -1,0 +1,147 @@
+"""What a model's cuts cost the log, and what it has of them after a restart."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.format_1 import rows_of
+from tests.support.memory_store import MemoryDisk, MemoryStore
+from tests.support.seals import sealed
+
+from deltasync.core.errors import StorageFailed
+from deltasync.core.rows import RowBatch
+from deltasync.core.tables import Shard, TableSpec
+from deltasync.storage.lmdb_store import LmdbStore
+from deltasync.storage.log_store import LogOptions, LogStore
+from deltasync.storage.model_store import ModelStore, recorded_models
+from deltasync.storage.records import pack_layout
+
+TIMEOUT = 20
+TABLES = [TableSpec(f"model.sparse.embedding_{number}.weight", 1000, 8) for number in range(2000)]
+SHARDS = [Shard.whole(table) for table in TABLES]
+LAYOUT = pack_layout(TABLES, SHARDS)
+
+
+@pytest.fixture(params=["lmdb", "memory"])
+def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[], LogStore]]:
+    """Opens the log again, after closing it."""
+    disk, logs = MemoryDisk(), list[LogStore]()
+
+    def open_log() -> LogStore:
+        for log in logs:
+            log.close()
+        options = LogOptions(directory=tmp_path / "log", max_bytes=1 << 24)
+        logs[:] = [MemoryStore(disk, 1 << 24) if request.param == "memory" else LmdbStore(options)]
+        return logs[0]
+
+    yield open_log
+    logs[0].close()
+
+
+def publish(store: ModelStore, version: int, *batches: RowBatch, layout: bytes = LAYOUT, **fields: Any) -> None:
+    """A cut of one rank, from its first part to its seal."""
+    store.drop_part(version, 0)
+    use = store.use_layout(layout, SHARDS, version)
+    for index, rows in enumerate(batches):
+        slot = SHARDS.index(rows.shard)
+        store.append(version, 0, index, slot, rows, use.number)
+    rows_in_all = sum(map(len, batches))
+    store.seal(replace(sealed(version, world_size=1), rows=rows_in_all, **fields)).result(TIMEOUT)
+
+
+def recovered(log: LogStore, folder: Path) -> ModelStore:
+    store = ModelStore(log, "m", folder)
+    store.recover(recorded_models(log).get("m", {"history": "h", "flushed": 0, "tables": []}))
+    return store
+
+
+def payload_bytes(log: LogStore) -> int:
+    return sum(len(record.payload) for stream in log.streams() for record in log.read(stream))
+
+
+def test_many_tables_cost_small_cuts_nothing(opened: Callable[[], LogStore], tmp_path: Path) -> None:
+    """They were in every part of every cut: 2,000 tables took 11 MB of log for 21 cuts of a few rows."""
+    log = opened()
+    store = ModelStore(log, "m", tmp_path)
+    publish(store, 1, rows_of(SHARDS[0], 1, 2, 3))
+    first = payload_bytes(log)
+    assert first > len(LAYOUT) > 100_000
+    for version in range(2, 22):
+        publish(store, version, rows_of(SHARDS[version], 7))
+    assert payload_bytes(log) - first < 20 * 500
+    # Of a service that starts anew before a flush.
+    log = opened()
+    store = recovered(log, tmp_path)
+    for seal in store.seals():
+        (rows,) = store.rows(seal)
+        expected = rows_of(SHARDS[seal.version], 7) if seal.version > 1 else rows_of(SHARDS[0], 1, 2, 3)
+        assert (rows.shard, rows.ids.tolist()) == (expected.shard, expected.ids.tolist())
+        assert rows.values.tobytes() == expected.values.tobytes()
+
+
+def test_layouts_do_not_pile_up_over_runs(opened: Callable[[], LogStore], tmp_path: Path) -> None:
+    log = opened()
+    for run in range(1, 6):
+        store = recovered(log, tmp_path)
+        layout = pack_layout(TABLES[run : run + 3], SHARDS[run : run + 3])
+        for version in (2 * run - 1, 2 * run):
+            publish(store, version, layout=layout)
+        assert len(list(log.read("layouts/m"))) <= 2
+        if run % 2:
+            store.flush(2 * run - 1)
+            assert len(list(log.read("layouts/m"))) == 1, "rows of the newest version name it"
+            log = opened()
+        else:
+            store.flush(2 * run)
+            assert not list(log.read("layouts/m"))
+
+
+def test_what_an_abandoned_cut_of_a_larger_run_has_left_is_not_read_and_goes_with_the_rest(
+    opened: Callable[[], LogStore], tmp_path: Path
+) -> None:
+    log = opened()
+    store = ModelStore(log, "m", tmp_path)
+    number = store.use_layout(LAYOUT, SHARDS, 1).number
+    for rank in range(4):
+        store.append(1, rank, 0, rank, rows_of(SHARDS[rank], 5), number)
+    seal = replace(sealed(1, world_size=2), rows=2)
+    store.seal(seal).result(TIMEOUT)
+    assert [rows.shard for rows in store.rows(seal)] == SHARDS[:2]
+    store.flush(1)
+    assert log.streams() == ["seals/m"]
+
+
+def test_a_cut_that_lacks_rows_is_an_error(opened: Callable[[], LogStore], tmp_path: Path) -> None:
+    """A record that is gone leaves no checksum behind."""
+    log = opened()
+    store = ModelStore(log, "m", tmp_path)
+    publish(store, 1, rows_of(SHARDS[0], 1), rows_of(SHARDS[1], 1, 2))
+    (seal,) = store.seals()
+    store.append(1, 0, 1, 1, rows_of(SHARDS[1], 1), store.use_layout(LAYOUT, SHARDS, 1).number).result(TIMEOUT)
+    with pytest.raises(StorageFailed, match="the log has 2 rows of version 1 of model 'm', expected 3: restore"):
+        list(store.rows(seal))
+
+
+def test_what_was_not_sealed_is_dropped(opened: Callable[[], LogStore], tmp_path: Path) -> None:
+    log = opened()
+    store = ModelStore(log, "m", tmp_path)
+    publish(store, 1, rows_of(SHARDS[0], 1))
+    store.append(2, 0, 0, 0, rows_of(SHARDS[0], 1), store.use_layout(LAYOUT, SHARDS, 2).number).result(TIMEOUT)
+    store.drop_unsealed(1)
+    assert [record.number for record in log.read("cuts/m")] == [1]
+
+
+@pytest.mark.parametrize("kept", [1, 4, 100])
+def test_seals_outlive_their_rows(
+    opened: Callable[[], LogStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: int
+) -> None:
+    monkeypatch.setattr("deltasync.storage.model_store.KEPT_SEALS", kept)
+    log = opened()
+    store = ModelStore(log, "m", tmp_path)
+    for version in range(1, 8):
+        publish(store, version, rows_of(SHARDS[0], version))
+    store.flush(6)
+    assert [record.number for record in log.read("cuts/m")] == [7]
+    assert [seal.version for seal in store.seals()] == list(range(max(1, 7 - kept), 8))
