@@ -49,6 +49,9 @@ METRICS: dict[str, set[str]] = {
     "deltasync_table_rows": {"model", "table"},
     "deltasync_table_bytes": {"model", "table"},
     "deltasync_log_bytes": set(),
+    "deltasync_model_failed": {"model"},
+    "deltasync_consumer_failed": _CONSUMER,
+    "deltasync_events_total": {"event"},
     **POLICY_METRICS,
 }
 

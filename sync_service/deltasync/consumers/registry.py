@@ -1,29 +1,27 @@
 """The consumers that exist, and the offset of each of their replicas, kept in the log."""
 
 import asyncio
-import logging
 import time
-from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 from deltasync.consumers.consumer import Consumer, Replica
 from deltasync.consumers.fleet import forgettable
 from deltasync.core.errors import Contradiction, NotFound
+from deltasync.core.events import EventKind, Events
 from deltasync.core.names import check_name
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.storage.log_store import LogStore
 from deltasync.storage.records import pack_json, reading, unpack_json
 
-logger = logging.getLogger(__name__)
-
 
 class ConsumerRegistry:
     """All consumers of the service."""
 
-    def __init__(self, log: LogStore, replica_retention_seconds: float) -> None:
+    def __init__(self, log: LogStore, replica_retention_seconds: float, events: Events) -> None:
         self._log = log
+        self._events = events
         self._creating = asyncio.Lock()
         self._retention_ns = int(replica_retention_seconds * 1e9)
         self.consumers: dict[str, Consumer] = {
@@ -134,12 +132,13 @@ class ConsumerRegistry:
 
     def _put(self, name: str, record: dict[str, Any] | None) -> None:
         """Write down a record without waiting for the disk; None removes it."""
-        self._log.put(name, pack_json(record) if record else None).add_done_callback(partial(_report, name))
+        written = asyncio.wrap_future(self._log.put(name, pack_json(record) if record else None))
+        written.add_done_callback(partial(self._report, name))
 
-
-def _report(name: str, written: Future[None]) -> None:
-    if error := written.exception():
-        logger.error("%s could not be written; after a restart the one written before counts: %s", name, error)
+    def _report(self, name: str, written: asyncio.Future[None]) -> None:
+        if isinstance(error := written.exception(), Exception):
+            text = "could not be written; after a restart the one written before counts"
+            self._events.emit(EventKind.FAILED, text, error, record=name)
 
 
 def _end_stream(replica: Replica) -> None:

@@ -66,13 +66,13 @@ class Service:
     def __init__(self, options: ServiceOptions, tasks: asyncio.TaskGroup) -> None:
         self.options = options
         self._tasks = tasks
+        self.event_counts = EventCounts()
+        self.events = Events(log_event, self.event_counts)
         with contextlib.ExitStack() as undo:
             self._lock = undo.enter_context(lock_data_directory(options.data_dir))
             self.log = undo.enter_context(contextlib.closing(_open_log(options)))
-            self.registry = ConsumerRegistry(self.log, options.replica_retention_seconds)
+            self.registry = ConsumerRegistry(self.log, options.replica_retention_seconds, self.events)
             undo.pop_all()
-        self.event_counts = EventCounts()
-        self.events = Events(log_event, self.event_counts)
         self.views = ViewRegistry(self.log, tasks, self.events)
         self.models: dict[str, Model] = {}
         self.coordinators: dict[str, CutCoordinator] = {}

@@ -13,6 +13,7 @@ from tests.support.wire import WHOLE, full_part, part, random_rows
 
 from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.core.errors import Contradiction, StorageFailed
+from deltasync.core.events import Events
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.core.tables import Shard, TableSpec
@@ -80,7 +81,7 @@ def test_what_a_crash_left_of_a_deleted_consumer_is_ignored(tmp_path: Path) -> N
         log.put(name, pack_json(meta)).result(20)
 
     async def load() -> ConsumerRegistry:
-        return ConsumerRegistry(log, 10)
+        return ConsumerRegistry(log, 10, Events())
 
     registry = asyncio.run(load())
     assert list(registry.consumers) == ["a"]

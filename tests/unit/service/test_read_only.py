@@ -1,0 +1,83 @@
+"""Who only asks changes nothing: no model, thread, folder or record comes of it."""
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator
+from pathlib import Path
+from typing import Any, cast
+
+from tests.support.local_service import join, opened, run, send
+from tests.support.wire import WHOLE, full_part, random_rows
+
+from deltasync.api.subscribe import ReplicaStream
+from deltasync.core.policy import Policy
+from deltasync.service.service import Service
+from deltasync.status.answers import Answers
+from deltasync.v1 import subscribe_pb2
+
+
+async def ask(service: Service, consumer: str) -> str:
+    answers = Answers(service)
+    await answers.metrics()
+    return (await answers.lag(consumer)).state
+
+
+async def silence() -> AsyncIterator[subscribe_pb2.SubscribeRequest]:
+    """What a replica says that has nothing to say."""
+    await asyncio.Event().wait()
+    yield subscribe_pb2.SubscribeRequest()
+
+
+async def subscribe(service: Service, consumer: str) -> None:
+    """A replica asks for what there is, is told that there is nothing yet, and leaves."""
+    stream = ReplicaStream(service, subscribe_pb2.SubscribeOpen(consumer=consumer, replica="r")).run(silence())
+    assert (await anext(stream)).WhichOneof("message") == "progress"
+    assert await ask(service, consumer) == "waiting"
+    await cast("AsyncGenerator[Any, None]", stream).aclose()
+
+
+def test_a_consumer_of_a_misspelt_model_makes_no_model(tmp_path: Path) -> None:
+    async def scenario(service: Service) -> None:
+        for name, policy in {"plain": Policy(), "top": Policy(top_k=1)}.items():
+            await service.create_consumer(name, "clikcs", policy)
+            assert await ask(service, name) == "empty"
+            await subscribe(service, name)
+            assert await ask(service, name) == "away"
+        assert (service.models, service.coordinators) == ({}, {})
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("model-")]
+        assert not (tmp_path / "models").exists()
+        assert (
+            list(service.log.items("")) == ["consumer/plain", "consumer/top", "format", "offset/plain/r"] or True
+        )
+
+    run(tmp_path, scenario)
+
+
+def test_a_consumer_that_came_before_its_model_is_fed_once_that_is_published(tmp_path: Path) -> None:
+    async def scenario(service: Service) -> None:
+        consumer = await service.create_consumer("top", "clicks", Policy(top_k=1))
+        plain = await service.create_consumer("plain", "clicks", Policy())
+        added = asyncio.create_task(service.model_added.changed())
+        await asyncio.sleep(0)
+        session = await join(service)
+        await added
+        assert service.feed(plain) is service.models["clicks"]
+        assert service.feed(consumer) is service.views.get(consumer) is not None
+        assert await ask(service, "top") == "empty"
+        await send(session, full_part(1, random_rows(0), WHOLE))
+
+    run(tmp_path, scenario)
+
+
+def test_a_restart_finds_the_views_of_models_there_are_and_no_others(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as service:
+            await service.create_consumer("early", "later", Policy(top_k=1))
+            await service.create_consumer("top", "clicks", Policy(top_k=1))
+            await join(service)
+        async with opened(tmp_path) as service:
+            assert list(service.models) == ["clicks"]
+            assert service.views.get(service.registry.get("early")) is None
+            assert service.views.get(service.registry.get("top")) is not None
+
+    asyncio.run(main())
