@@ -27,6 +27,7 @@ from deltasync.storage import format_1
 from deltasync.storage.lmdb_file import is_truncated
 from deltasync.storage.lmdb_records import address_of, damaged, key_of, with_checksum, without_checksum
 from deltasync.storage.log_store import LAST_NUMBER, LAST_PART, Buffer, LogOptions, Record
+from deltasync.storage.records import name_of
 
 logger = logging.getLogger(__name__)
 
@@ -101,8 +102,8 @@ class LmdbStore:
         while found := self._next_record(start, end):
             key, value = found
             _, number, part, index = address_of(key)
-            name = f"{stream}/{number}/{part}/{index}"
-            yield Record(number, part, index, without_checksum(key, value, name))
+            payload = without_checksum(key, value, name_of(stream, number, part, index))
+            yield Record(number, part, index, payload)
             start = key + b"\0"
 
     def items(self, prefix: str) -> dict[str, bytes]:
@@ -112,7 +113,9 @@ class LmdbStore:
             more = cursor.set_range(prefix.encode()) if prefix else cursor.first()
             while more and cursor.key().startswith(prefix.encode()):
                 name = cursor.key().decode(errors="replace")
-                found[name[len(prefix) :]] = bytes(without_checksum(cursor.key(), cursor.value(), name))
+                found[name[len(prefix) :]] = bytes(
+                    without_checksum(cursor.key(), cursor.value(), f"record {name}")
+                )
                 more = cursor.next()
         return found
 
@@ -123,7 +126,7 @@ class LmdbStore:
             before = b""
             for key in cursor.iternext(keys=True, values=False):
                 if key <= before:
-                    raise damaged(f"with the key {key!r}")
+                    raise damaged(f"record with the key {key!r}")
                 names[address_of(key)[0]] = None
                 before = key
         return sorted(names)
