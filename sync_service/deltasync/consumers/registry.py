@@ -149,14 +149,14 @@ def _end_stream(replica: Replica) -> None:
 def _recorded_consumer(log: LogStore, name: str, record: bytes) -> Consumer:
     offsets = log.items(f"offset/{name}/")
     replicas = {each: _recorded_replica(name, each, offset) for each, offset in offsets.items()}
-    with reading(f"consumer/{name}"):
+    with reading(f"record consumer/{name}"):
         found = unpack_json(record)
         policy = Policy.from_dict(found.get("policy", {}))
         return Consumer(name, found["model"], found["created_unix_ns"], policy, replicas)
 
 
 def _recorded_replica(consumer: str, name: str, record: bytes) -> Replica:
-    with reading(f"offset/{consumer}/{name}"):
+    with reading(f"record offset/{consumer}/{name}"):
         found = unpack_json(record)
         position = Position(found["history"], found["version"])
         return Replica(name, position, found["acked_unix_ns"], away_since_unix_ns=time.time_ns())

@@ -30,6 +30,7 @@ from deltasync.storage.lmdb_records import address_of, damaged, key_of, with_che
 from deltasync.storage.log_store import Buffer
 from deltasync.storage.records import (
     layout_number,
+    name_of,
     pack_json,
     pack_layout,
     reading,
@@ -107,8 +108,10 @@ class _Migration:
             begun = txn.get(_FORMAT, db=self._meta) is not None
             for key, value in [(bytes(key), bytes(value)) for key, value in txn.cursor(self._meta)]:
                 name = key.decode(errors="replace")
-                with reading(name):
-                    self._small[name] = unpack_json(without_checksum(key, value, name) if begun else value)
+                with reading(f"record {name}"):
+                    self._small[name] = unpack_json(
+                        without_checksum(key, value, f"record {name}") if begun else value
+                    )
                     if not begun and name.startswith("model/"):
                         self._correct_flushed(txn, name.removeprefix("model/"), self._small[name])
                 if not begun:
@@ -147,20 +150,21 @@ class _Migration:
     def _move_part(self, txn: lmdb.Transaction, key: bytes, value: bytes) -> None:
         """Move a record of rows, or leave it out if nobody would read it any more."""
         name, number, part, index = address_of(key)
-        payload = _checked(value, f"{name}/{number}/{part}/{index}")
-        kind, _, consumer = name.rpartition("/")
+        kind, _, owner = name.rpartition("/")
+        stream = f"{'releases' if kind else 'cuts'}/{owner}"
+        payload = _checked(value, name_of(stream, number, part, index))
         if kind and self._is_read(name, number):
             header = self._view_header(name, part, payload)
-            self._put(txn, key_of(f"releases/{consumer}", number, part, index), header, payload[_VIEW.size :])
+            self._put(txn, key_of(stream, number, part, index), header, payload[_VIEW.size :])
         elif not kind and self._is_read(f"model/{name}", number) and number <= self._newest_seal(txn, name):
             if index == 0:
                 self._begin_part(txn, key, name, payload)
                 return  # It stays until the next part: what is left of its own would be without it.
             if key[:-_INDEX_BYTES] != self._part:
-                raise damaged(f"{name}/{number}/{part}/0")
+                raise damaged(name_of(stream, number, part, 0))
             slot, count = _PART.unpack_from(payload)
             header = rows_header(slot, count, self._layout, values=True, norms=False)
-            self._put(txn, key_of(f"cuts/{name}", number, part, index), header, payload[_PART.size :])
+            self._put(txn, key_of(stream, number, part, index), header, payload[_PART.size :])
         txn.delete(key, db=self._parts)
 
     def _begin_part(self, txn: lmdb.Transaction, key: bytes, model: str, payload: memoryview) -> None:
@@ -180,7 +184,7 @@ class _Migration:
             key[: -_VERSION.size - 1].decode(errors="replace"),
             *_VERSION.unpack(key[-_VERSION.size :]),
         )
-        with reading(f"seals/{model}/{version}"):
+        with reading(name_of(f"seals/{model}", version)):
             seal = seal_of_record(unpack_json(value))
         self._put(txn, key_of(f"seals/{model}", version, 0, 0), pack_json(seal_record(seal)))
         txn.delete(key, db=self._seals)
@@ -200,11 +204,11 @@ class _Migration:
         self._moved += 1
 
     def _is_read(self, name: str, number: int) -> bool:
-        with reading(name):
+        with reading(f"record {name}"):
             return name in self._small and number > self._small[name]["flushed"]
 
     def _view_header(self, view: str, slot: int, payload: memoryview) -> bytes:
-        with reading(view):
+        with reading(f"record {view}"):
             norms = self._small[view]["tables"][slot]["mode"] == "ids"
         return rows_header(slot, _VIEW.unpack_from(payload)[0], 0, values=True, norms=norms)
 

@@ -9,7 +9,7 @@ from functools import partial
 from deltasync.core.errors import StorageFailed
 from deltasync.core.tables import Shard
 from deltasync.storage.log_store import LogStore
-from deltasync.storage.records import layout_number, reading, unpack_layout
+from deltasync.storage.records import layout_number, name_of, reading, unpack_layout
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Layouts:
         written: Future[None] = Future()
         written.set_result(None)
         for record in self._log.read(self._stream):
-            with reading(f"{self._stream}/{record.number}"):
+            with reading(name_of(self._stream, record.number)):
                 self._layouts[record.number] = _Layout(unpack_layout(record.payload), written, newest=0)
 
     def use(self, record: bytes, shards: Sequence[Shard], version: int) -> LayoutUse:
@@ -92,8 +92,8 @@ class Layouts:
         layout = self._layouts.get(number)
         if layout is None:
             raise StorageFailed(
-                f"the log's record {self._stream}/{number} is missing: restore the data directory from a copy, or "
-                "start an empty one for a full resync"
+                f"the log's {name_of(self._stream, number)} is missing: restore the data directory from a copy, "
+                "or start an empty one for a full resync"
             )
         return layout.shards
 

@@ -32,7 +32,7 @@ def address_of(key: bytes) -> tuple[str, int, int, int]:
             return name.decode(), *_ADDRESS.unpack(address)
     except (UnicodeDecodeError, struct.error):
         pass
-    raise damaged(f"with the key {key!r}")
+    raise damaged(f"record with the key {key!r}")
 
 
 def with_checksum(key: bytes, *payload: Buffer) -> bytes:
@@ -55,7 +55,7 @@ def without_checksum(key: bytes, value: bytes, name: str) -> memoryview:
 def damaged(name: str) -> StorageFailed:
     """The error that a record is not as it was written."""
     return StorageFailed(
-        f"the log's record {name} is damaged: restore the data directory from a copy, or start an empty one for a "
+        f"the log's {name} is damaged: restore the data directory from a copy, or start an empty one for a "
         "full resync"
     )
 

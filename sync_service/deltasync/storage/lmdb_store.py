@@ -17,6 +17,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import lmdb
@@ -26,9 +27,12 @@ from deltasync.storage import format_1
 from deltasync.storage.lmdb_file import is_truncated
 from deltasync.storage.lmdb_records import address_of, damaged, key_of, with_checksum, without_checksum
 from deltasync.storage.log_store import LAST_NUMBER, LAST_PART, Buffer, LogOptions, Record
+from deltasync.storage.records import name_of
 
 logger = logging.getLogger(__name__)
 
+_INSTEAD = "restore the data directory from a copy, or start an empty one for a full resync"
+_RECORDS, _META = b"records", b"meta"
 _COMMIT_OPERATIONS = 32  # Bounds what one transaction holds in memory: 32 chunks of at most 1 MiB.
 
 Write = Callable[[lmdb.Transaction], None]
@@ -49,8 +53,7 @@ class LmdbStore:
         self._env = _open(options)
         self._full_bytes = options.max_bytes - _reserve(options.max_bytes)
         self.refusing = False
-        self._records = self._env.open_db(b"records")
-        self._meta = self._env.open_db(b"meta")
+        self._records, self._meta = (self._env.open_db(name) for name in (_RECORDS, _META))
         self._queue: queue.SimpleQueue[tuple[Write, Future[None]] | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write_loop, name="log-writer", daemon=True)
         self._writer.start()
@@ -99,29 +102,31 @@ class LmdbStore:
         while found := self._next_record(start, end):
             key, value = found
             _, number, part, index = address_of(key)
-            name = f"{stream}/{number}/{part}/{index}"
-            yield Record(number, part, index, without_checksum(key, value, name))
+            payload = without_checksum(key, value, name_of(stream, number, part, index))
+            yield Record(number, part, index, payload)
             start = key + b"\0"
 
     def items(self, prefix: str) -> dict[str, bytes]:
         """The small records whose names begin with `prefix`, by the rest of their names."""
         found = {}
-        with self._env.begin(db=self._meta) as txn, txn.cursor() as cursor:
+        with self._cursor(self._meta) as cursor:
             more = cursor.set_range(prefix.encode()) if prefix else cursor.first()
             while more and cursor.key().startswith(prefix.encode()):
                 name = cursor.key().decode(errors="replace")
-                found[name[len(prefix) :]] = bytes(without_checksum(cursor.key(), cursor.value(), name))
+                found[name[len(prefix) :]] = bytes(
+                    without_checksum(cursor.key(), cursor.value(), f"record {name}")
+                )
                 more = cursor.next()
         return found
 
     def streams(self) -> list[str]:
         """The names of all streams that have records; every key is looked at."""
         names: dict[str, None] = {}
-        with self._env.begin(db=self._records) as txn, txn.cursor() as cursor:
+        with self._cursor(self._records) as cursor:
             before = b""
             for key in cursor.iternext(keys=True, values=False):
                 if key <= before:
-                    raise damaged(f"with the key {key!r}")
+                    raise damaged(f"record with the key {key!r}")
                 names[address_of(key)[0]] = None
                 before = key
         return sorted(names)
@@ -137,10 +142,18 @@ class LmdbStore:
         return int(pages * stats[0]["psize"])
 
     def _next_record(self, start: bytes, end: bytes) -> tuple[bytes, bytes] | None:
-        with self._env.begin(db=self._records) as txn, txn.cursor() as cursor:
+        with self._cursor(self._records) as cursor:
             if cursor.set_range(start) and cursor.key() <= end:
                 return bytes(cursor.key()), bytes(cursor.value())
         return None
+
+    @contextmanager
+    def _cursor(self, database: Any) -> Iterator["lmdb.Cursor[bytes]"]:
+        try:
+            with self._env.begin(db=database) as txn, txn.cursor() as cursor:
+                yield cursor
+        except lmdb.Error as error:
+            raise StorageFailed(f"the log cannot be read ({error}): {_INSTEAD}") from error
 
     # The writer's thread.
 
@@ -195,7 +208,7 @@ class LmdbStore:
             done.set_result(None)
 
     def _fail(self, done: Future[None], error: Exception) -> None:
-        logger.error("the log could not be written: %r", error)
+        logger.error("the log could not be written: %r", error, exc_info=not isinstance(error, lmdb.Error))
         self.refusing |= isinstance(error, lmdb.MapFullError)
         failure = _storage_failed(error)
         failure.__cause__ = error
@@ -203,23 +216,23 @@ class LmdbStore:
 
 
 def _open(options: LogOptions) -> lmdb.Environment:
-    directory, instead = (
-        options.directory,
-        "restore the data directory from a copy, or start an empty one for a full resync",
-    )
-    try:
-        env = lmdb.open(str(directory), map_size=options.max_bytes, max_dbs=4, max_readers=512, readahead=False)
-    except lmdb.Error as error:
-        raise StorageFailed(f"the log in {directory} cannot be opened ({error}): {instead}") from error
-    try:
-        if is_truncated(directory / "data.mdb"):
-            raise StorageFailed(
-                f"the log in {directory} is cut off: pages are missing at the end of data.mdb: {instead}"
+    directory = options.directory
+    with ExitStack() as undo:
+        try:
+            env = lmdb.open(
+                str(directory), map_size=options.max_bytes, max_dbs=4, max_readers=512, readahead=False
             )
-        format_1.migrate(env, options.max_bytes)
-    except BaseException:
-        env.close()
-        raise
+            undo.callback(env.close)
+            if is_truncated(directory / "data.mdb"):
+                raise StorageFailed(
+                    f"the log in {directory} is cut off: pages are missing at the end of data.mdb: {_INSTEAD}"
+                )
+            format_1.migrate(env, options.max_bytes)
+            for database in (_RECORDS, _META):
+                env.open_db(database)
+        except lmdb.Error as error:
+            raise StorageFailed(f"the log in {directory} cannot be opened ({error}): {_INSTEAD}") from error
+        undo.pop_all()
     return env
 
 
@@ -229,7 +242,9 @@ def _storage_failed(error: Exception) -> StorageFailed:
             "the log is full until the tables are flushed; if it stays so, raise --log-max-bytes and restart the "
             "service; nothing was lost"
         )
-    return StorageFailed(f"the log could not be written: {error!r}")
+    return StorageFailed(
+        f"the log could not be written: {error if isinstance(error, lmdb.Error) else repr(error)}"
+    )
 
 
 def _reserve(max_bytes: int) -> int:

@@ -28,7 +28,7 @@ def check_log(log: LogStore, models: Path) -> None:
             )
         log.put(_NAME, b"%d" % FORMAT).result()
         return
-    with reading(_NAME):
+    with reading(f"record {_NAME}"):
         number = int(found or b"")
     if number != FORMAT:
         raise StorageFailed(

@@ -21,6 +21,7 @@ from deltasync.storage.layouts import Layouts, LayoutUse
 from deltasync.storage.log_store import LogStore
 from deltasync.storage.mapped_table import MappedTable, remove_files
 from deltasync.storage.records import (
+    name_of,
     pack_json,
     pack_rows,
     reading,
@@ -44,7 +45,7 @@ def recorded_models(log: LogStore) -> dict[str, Mapping[str, Any]]:
     """
     models = {}
     for name, record in log.items("model/").items():
-        with reading(f"model/{name}"):
+        with reading(f"record model/{name}"):
             models[name] = unpack_json(record)
     return models
 
@@ -77,7 +78,7 @@ class ModelStore:
         Raises:
             StorageFailed: a file is missing, or of another size, or a record is damaged.
         """
-        with reading(f"model/{self._model}"):
+        with reading(f"record model/{self._model}"):
             self.history, self.flushed = record["history"], record["flushed"]
             specs = [spec_of_record(each) for each in record["tables"]]
         self._described_flushed = self.flushed
@@ -125,7 +126,7 @@ class ModelStore:
         """
         seals = []
         for record in self._log.read(self._seals):
-            with reading(f"{self._seals}/{record.number}"):
+            with reading(name_of(self._seals, record.number)):
                 seals.append(seal_of_record(unpack_json(record.payload)))
         return seals
 
@@ -160,7 +161,7 @@ class ModelStore:
         count = 0
         for record in self._log.read(self._cuts, seal.version, seal.version):
             if record.part < seal.world_size:
-                with reading(f"{self._cuts}/{record.number}/{record.part}/{record.index}"):
+                with reading(name_of(self._cuts, record.number, record.part, record.index)):
                     rows = unpack_rows(record.payload, self._layouts.shards)
                 count += len(rows)
                 yield rows

@@ -22,6 +22,22 @@ _ROWS = 1  # The one kind there is.
 _VALUES, _NORMS = 1, 2  # Columns beside the ids.
 _NORM_TYPE = np.dtype("<f4")
 
+# What records of streams are called in messages.
+_NAMES = {
+    "cuts": "record {index} of rank {part} of version {number} of model {owner!r}",
+    "seals": "seal of version {number} of model {owner!r}",
+    "layouts": "layout {number} of model {owner!r}",
+    "releases": "record {index} of table {part} of release {number} of consumer {owner!r}",
+}
+
+
+def name_of(stream: str, number: int, part: int = 0, index: int = 0) -> str:
+    """What a record of a stream is called in messages."""
+    kind, _, owner = stream.partition("/")
+    name = _NAMES.get(kind, "record {number}/{part}/{index} of stream {kind}/{owner}")
+    return name.format(kind=kind, owner=owner, number=number, part=part, index=index)
+
+
 # Small records, and others that are not rows.
 
 
@@ -41,12 +57,12 @@ def unpack_json(record: bytes | memoryview) -> Any:
 
 @contextmanager
 def reading(name: str) -> Iterator[None]:
-    """Turns errors of what is read inside, which is the record `name`, into one that names it."""
+    """Turns errors of what is read inside, which is called `name`, into one that names it."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
         raise StorageFailed(
-            f"the log's record {name} cannot be understood ({error!r}): restore the data directory from a copy, "
+            f"the log's {name} cannot be understood ({error!r}): restore the data directory from a copy, "
             "or start an empty one for a full resync"
         ) from error
 

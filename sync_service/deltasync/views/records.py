@@ -49,7 +49,7 @@ def recorded_release(log: LogStore, consumer: str) -> Mapping[str, Any] | None:
 
 def _recorded(log: LogStore, name: str) -> Mapping[str, Any] | None:
     record = log.items(name).get("")
-    with reading(name):
+    with reading(f"record {name}"):
         return None if record is None else unpack_json(record)
 
 

@@ -22,7 +22,7 @@ from deltasync.feeds.model import Model
 from deltasync.feeds.statistics import Backlog, ReleaseStatistics
 from deltasync.storage.log_store import LAST_NUMBER, LogStore
 from deltasync.storage.mapped_table import MappedTable
-from deltasync.storage.records import pack_json, pack_rows, packed_bytes, reading, unpack_rows
+from deltasync.storage.records import name_of, pack_json, pack_rows, packed_bytes, reading, unpack_rows
 from deltasync.views.history import ReleaseHistory
 from deltasync.views.records import (
     delivery_of_record,
@@ -208,7 +208,7 @@ class ViewStore:
         Raises:
             StorageFailed: a file is damaged or missing, or a record of the log is damaged.
         """
-        with reading(view_name(self._consumer)):
+        with reading(f"record {view_name(self._consumer)}"):
             if record["model_history"] != self._model.history:
                 self.discard()  # What replicas hold is of another model: they need everything anyway.
                 return
@@ -234,7 +234,7 @@ class ViewStore:
         newest, shards = self._flushed, [Shard.whole(table.held.spec) for table in tables]
         for record in self._log.read(self._stream):  # Also those that nobody needs: they may be of another number.
             if record.number > self._flushed:
-                with reading(f"{self._stream}/{record.number}/{record.part}/{record.index}"):
+                with reading(name_of(self._stream, record.number, record.part, record.index)):
                     tables[record.part].write(unpack_rows(record.payload, lambda _: shards), record.number)
                 newest = record.number
                 self._appended_bytes += len(record.payload)
@@ -246,7 +246,7 @@ class ViewStore:
         record = recorded_release(self._log, self._consumer)
         if record is None:
             return None
-        with reading(release_name(self._consumer)):
+        with reading(f"record {release_name(self._consumer)}"):
             head, statistics = head_of_record(record["head"]), statistics_of_record(record["account"])
         if head.number < newest:
             # The log has rows of a release that was not written down: no replica has them, all are to get them.

@@ -93,7 +93,7 @@ def test_a_damaged_log_is_an_error(tmp_path: Path) -> None:
     assert rows[0].tobytes() in content
     log.write_bytes(content.replace(rows[0].tobytes(), rows[0][::-1].tobytes()))
     said = refusal(tmp_path / "data")
-    assert said.startswith("Error: log record 1 of rank 0 of version 1 of model 'clicks' is damaged")
+    assert said.startswith("Error: the log's record 0 of rank 0 of version 1 of model 'clicks' is damaged")
 
 
 def log_bytes(service: ServiceProcess) -> float:

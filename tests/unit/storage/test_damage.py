@@ -16,6 +16,7 @@ from deltasync.service.service import Service
 from deltasync.storage.lmdb_records import address_of, key_of
 from deltasync.storage.lmdb_store import LmdbStore
 from deltasync.storage.log_store import LogOptions
+from deltasync.storage.records import name_of
 
 TIMEOUT = 20
 NEWEST = "301de71"
@@ -58,8 +59,8 @@ def started(folder: Path) -> str:
     return str(failed[0]) if failed else ""
 
 
-def name_of(database: str, key: bytes) -> str:
-    return key.decode() if database == "meta" else "/".join(map(str, address_of(key)))
+def name_in_messages(database: str, key: bytes) -> str:
+    return f"record {key.decode()}" if database == "meta" else name_of(*address_of(key))
 
 
 def is_of_a_view(database: str, key: bytes) -> bool:
@@ -88,7 +89,7 @@ def test_any_bit_of_any_value_is_missed(
     said = started(written.copy)
     if is_of_a_view(database, key):
         said = next(line for line in caplog.text.splitlines() if VIEW_IS_LOST in line)
-    assert f"record {name_of(database, key)} is damaged" in said
+    assert f"the log's {name_in_messages(database, key)} is damaged" in said
     assert "restore the data directory from a copy, or start an empty one for a full resync" in said
 
 
@@ -180,4 +181,4 @@ def test_records_that_a_crash_left_of_a_consumer_that_is_gone_do_no_harm(written
     store.append("releases/gone", 1, 0, 0, b"x").result(TIMEOUT)
     store.close()
     change_value(log, "records", key_of("releases/gone", 1, 0, 0), 3)
-    assert "record releases/gone/1/0/0 is damaged" in started(written.copy)
+    assert "the log's record 0 of table 0 of release 1 of consumer 'gone' is damaged" in started(written.copy)

@@ -181,9 +181,17 @@ def test_what_is_damaged_is_an_error_that_names_it_and_nothing_is_lost(tmp_path:
     whole = file.read_bytes()
     for old, new, said in [
         (b'{"version": 4}', b'["version": 4}', "record offset/a/b cannot be understood"),
-        (b'{"version": 1, "step"', b'{"versiom": 1, "step"', "record seals/m/1 cannot be understood"),
+        (
+            b'{"version": 1, "step"',
+            b'{"versiom": 1, "step"',
+            "seal of version 1 of model 'm' cannot be understood",
+        ),
         (b'"flushed": 0', b'"fluched": 0', "record model/m cannot be understood"),
-        (rows_of(HALVES[0], 3).values.tobytes(), bytes(16), "record m/1/0/1 is damaged"),
+        (
+            rows_of(HALVES[0], 3).values.tobytes(),
+            bytes(16),
+            "record 1 of rank 0 of version 1 of model 'm' is damaged",
+        ),
     ]:
         assert whole.count(old) >= 1
         file.write_bytes(whole.replace(old, new))

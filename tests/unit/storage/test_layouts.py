@@ -57,7 +57,7 @@ def test_it_is_known_again_after_a_restart_and_forgotten_at_a_flush(log: LmdbSto
     for forgotten in layouts.forget(3):
         forgotten.result(TIMEOUT)
     assert numbers(log) == {used[1]}
-    with pytest.raises(StorageFailed, match=f"layouts/m/{used[0]} is missing"):
+    with pytest.raises(StorageFailed, match=f"the log's layout {used[0]} of model 'm' is missing"):
         layouts.shards(used[0])
 
 

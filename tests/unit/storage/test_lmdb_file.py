@@ -23,15 +23,15 @@ from deltasync.storage.log_store import LogOptions
 
 try:
     log = LmdbStore(LogOptions(directory=Path(sys.argv[1]), max_bytes=1 << 24))
+    log.items("")
+    for stream in log.streams():
+        for record in log.read(stream):
+            bytes(record.payload)
+    for number in range(100):
+        log.append("new", number, 0, 0, bytes(20_000)).result()
 except StorageFailed as error:
     print(error)
     sys.exit(3)
-log.items("")
-for stream in log.streams():
-    for record in log.read(stream):
-        bytes(record.payload)
-for number in range(100):
-    log.append("new", number, 0, 0, bytes(20_000)).result()
 log.close()
 """
 
@@ -93,3 +93,19 @@ def test_a_log_without_its_last_page_is_refused(tmp_path: Path) -> None:
         path.write_bytes(path.read_bytes()[:-missing])
         with pytest.raises(StorageFailed, match=r"is cut off: .* restore the data directory"):
             LmdbStore(LogOptions(directory=tmp_path, max_bytes=1 << 24))
+
+
+def test_a_page_that_is_not_what_it_was_is_an_error_unless_it_is_free(tmp_path: Path) -> None:
+    log = LmdbStore(LogOptions(directory=tmp_path, max_bytes=1 << 24))
+    log.put("name", b"value")
+    log.append("s", 1, 0, 0, b"payload").result(20)
+    log.close()
+    path, ended = tmp_path / "data.mdb", set()
+    whole = path.read_bytes()
+    for start in range(2 * 4096, len(whole), 4096):
+        path.write_bytes(whole[:start] + bytes(4096) + whole[start + 4096 :])
+        used = subprocess.run([sys.executable, "-c", _USE, path.parent], capture_output=True, text=True)
+        assert used.returncode in (0, 3), used.stderr
+        assert used.returncode == 0 or "MDB_CORRUPTED" in used.stdout
+        ended.add(used.returncode)
+    assert ended == {0, 3}

@@ -47,7 +47,8 @@ def test_a_changed_byte_of_the_file_is_an_error_that_names_its_record(options: L
     records = log.read("cuts/m")
     assert bytes(next(records).payload) == b"first"
     with pytest.raises(
-        StorageFailed, match="the log's record cuts/m/4/1/1 is damaged: restore the data directory"
+        StorageFailed,
+        match="the log's record 1 of rank 1 of version 4 of model 'm' is damaged: restore the data directory",
     ):
         next(records)
     with pytest.raises(StorageFailed, match="the log's record consumer/a is damaged: restore the data directory"):

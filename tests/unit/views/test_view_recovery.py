@@ -164,7 +164,9 @@ def test_a_damaged_record_is_an_error(tmp_path: Path) -> None:
         number.append(record.number)
 
     async def after(local: LocalModel) -> None:
-        with pytest.raises(StorageFailed, match=f"record releases/top/{number[0]}/0/0 is damaged"):
+        with pytest.raises(
+            StorageFailed, match=f"record 0 of table 0 of release {number[0]} of consumer 'top' is damaged"
+        ):
             local.view()
 
     run(tmp_path, before)
