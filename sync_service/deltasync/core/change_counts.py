@@ -59,7 +59,9 @@ class ChangeCounts:
 
     def plus(self, stamps: Stamps) -> "ChangeCounts":
         """With more rows, which have these stamps ([n])."""
-        seen = self._from(int(stamps.max(initial=0)))
+        if not len(stamps):
+            return self
+        seen = self._from(int(stamps.max()))
         return seen._with(len(stamps), int(np.count_nonzero(stamps)), _within(stamps, seen.newest))
 
     def plus_rows(self, rows: int, number: int) -> "ChangeCounts":
@@ -69,6 +71,8 @@ class ChangeCounts:
 
     def without(self, stamps: Stamps) -> "ChangeCounts":
         """Without some of the rows, which have these stamps ([n])."""
+        if not len(stamps):
+            return self
         return self._with(-len(stamps), -int(np.count_nonzero(stamps)), -_within(stamps, self.newest))
 
     def after(self, number: int) -> int:

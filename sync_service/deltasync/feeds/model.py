@@ -153,10 +153,10 @@ class Model:
 
     def standing(self, policy: Policy) -> Standing:
         """Where the model stands, to a consumer with this policy that reads its tables as they are."""
-        tables, head = tuple(self.tables), self.position.number
+        tables, newest = tuple(self.tables), self.seals.newest_version
 
         def followed() -> list[TableStanding]:
-            return [_standing(each, head, policy) for each in tables if policy.follows(each.spec)]
+            return [_standing(each, newest, policy) for each in tables if policy.follows(each.spec)]
 
         return Standing(
             history=self.history,
@@ -214,12 +214,13 @@ class Model:
             self.signal.wake()
 
 
-def _standing(table: StampedTable, head: int, policy: Policy) -> TableStanding:
-    counts = table.counts  # Perhaps of a cut that is not the head yet: whoever is at the head lacked nothing.
+def _standing(table: StampedTable, newest: int, policy: Policy) -> TableStanding:
+    counts = table.counts
     return TableStanding(
         name=table.spec.name,
         row_bytes=policy.row_bytes(table.spec),
-        lacking=lambda version: counts.after(version) if version < head else 0,
+        # Whoever has the newest version lacks nothing of it, though a later one may be there by now.
+        lacking=lambda version: counts.after(version) if version < newest else 0,
     )
 
 

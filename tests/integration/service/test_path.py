@@ -90,7 +90,10 @@ def test_lag_is_reported_over_http(service: ServiceProcess, run_id: tuple[str, i
             trainer.publish(part(1, rows, *everything(), full=True)).result(30)
             replica.wait_for(1, 30)
         trainer.publish(part(5, rows, np.array([3, 4]), np.array([7]))).result(30)
-        lag = service.get_json("/consumers/predictors/lag")
+        # A version is there once it is sealed; its rows are counted once they are applied, a moment later.
+        deadline = time.monotonic() + 30
+        while (lag := service.get_json("/consumers/predictors/lag"))["lag"]["rows"] < 3:
+            assert time.monotonic() < deadline, lag
     assert lag["head"] == 2
     assert lag["head_step"] == 5
     assert lag["offset"] == 1
