@@ -1,4 +1,4 @@
-"""Which service a command talks to, and with which rights."""
+"""Which service a command talks to, and with which rights; and where a service listens."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -36,6 +36,23 @@ def http_options(command: F) -> Command:
     """`--http`; the command is given it as `http`, an `Endpoint`."""
     http = click.option("--http", default="http://127.0.0.1:8080", help="Where the service answers operators.")
     return _endpoint_option("http", Endpoint.of_http, http)(command)
+
+
+def listening_options(command: F) -> F:
+    """`--host`, `--grpc-port` and `--http-port`."""
+    port = click.IntRange(0, 65535)
+    for option in (
+        click.option("--http-port", type=port, default=8080, help="Port for operators; 0 = any free one."),
+        click.option(
+            "--grpc-port",
+            type=port,
+            default=50051,
+            help="Port for trainers and replicas; 0 = any free one (see endpoints.json in the data folder).",
+        ),
+        click.option("--host", default="127.0.0.1", help="Address to listen on."),
+    ):
+        command = option(command)
+    return command
 
 
 def _endpoint_option(

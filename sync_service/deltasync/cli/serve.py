@@ -10,6 +10,7 @@ from deltasync.api.server import ServerOptions
 from deltasync.api.server import serve as run_server
 from deltasync.cli.config import CONTEXT, config_option, from_config
 from deltasync.cli.consumer_settings import consumers_of_file, consumers_of_flags, merged
+from deltasync.cli.endpoint_options import listening_options
 from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.service.service import ServiceOptions
 
@@ -22,16 +23,7 @@ from deltasync.service.service import ServiceOptions
     default=Path("deltasync-data"),
     help="Folder of everything the service keeps; made if missing.",
 )
-@click.option("--host", default="127.0.0.1", help="Address to listen on.")
-@click.option(
-    "--grpc-port",
-    type=click.IntRange(0, 65535),
-    default=50051,
-    help="Port for trainers and replicas; 0 = any free one (see endpoints.json in the data folder).",
-)
-@click.option(
-    "--http-port", type=click.IntRange(0, 65535), default=8080, help="Port for operators; 0 = any free one."
-)
+@listening_options
 @click.option(
     "--consumer",
     "consumer",

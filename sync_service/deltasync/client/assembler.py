@@ -113,5 +113,5 @@ def _decoded(rows: RowBatch, delivery: Delivery) -> RowBatch:
     spec = delivery.spec
     if delivery.mode is Mode.IDS:
         norms = rows.values[:, 0].astype(np.float32, copy=False)
-        return RowBatch.of_table(spec, rows.ids, np.empty((len(rows), 0), spec.dtype), norms)
-    return RowBatch.of_table(spec, rows.ids, delivery.value_type.decode(rows.values, spec.dtype))
+        return rows.with_values(spec, np.empty((len(rows), 0), spec.dtype), norms)
+    return rows.with_values(spec, delivery.value_type.decode(rows.values, spec.dtype))

@@ -1,7 +1,7 @@
 """The row batch: the one type in which rows move, and the rules that every sender of some has to keep."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -56,6 +56,10 @@ class RowBatch:
         """Some of the rows, as views."""
         norms = None if self.norms is None else self.norms[rows]
         return RowBatch(self.shard, self.ids[rows], self.values[rows], norms)
+
+    def with_values(self, table: TableSpec, values: Values, norms: Norms | None = None) -> "RowBatch":
+        """The same rows of a whole table in another form: encoded, or decoded."""
+        return replace(self, shard=Shard.whole(table), values=values, norms=norms)
 
     def blocks(self, rows: int) -> Iterator["RowBatch"]:
         """All rows in order, so many at a time, as views."""

@@ -106,11 +106,12 @@ class StampedTable:
         ]
         return np.concatenate(blocks)
 
-    def read(self, ids: Ids, out: Values) -> None:
-        """Copy the current values of the rows `ids` ([n], strictly ascending) into `out` ([n, D])."""
+    def read(self, ids: Ids, out: Values) -> RowBatch:
+        """The rows `ids` ([n], strictly ascending) as they are now, their values copied into `out` ([n, D])."""
         run = _contiguous(ids)
         if run is not None:
             out[:] = self.rows[run]
         else:
             # mode="clip" lets take() write into `out` without a buffer; no id is out of range here.
             np.take(self.rows, ids, axis=0, out=out, mode="clip")
+        return RowBatch.of_table(self.spec, ids, out)

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from weakref import WeakValueDictionary, ref
 
@@ -131,9 +131,9 @@ def _copied(table: StampedTable, ids: Ids, scratch: Path | None) -> RowBatch:
     """Some rows as they are now: in memory, or in unlinked files in the folder `scratch`."""
     spec, what = table.spec, f"a release of table {table.spec.name!r}"
     values = room_for((len(ids), spec.dim), spec.dtype, scratch, what)
-    table.read(ids, values)
+    rows = table.read(ids, values)
     if scratch is None:
-        return RowBatch.of_table(spec, ids, values)
+        return rows
     spilled = room_for(ids.shape, ids.dtype, scratch, what)
     spilled[:] = ids
-    return RowBatch.of_table(spec, spilled, values)
+    return replace(rows, ids=spilled)

@@ -13,11 +13,18 @@ async def housekeeping(service: Service) -> None:
     """Keep the service in order, until cancelled."""
     while True:
         await asyncio.sleep(_SECONDS)
-        service.registry.forget_the_gone()
-        full = service.log.refusing
-        await _flush(service, 0 if full else service.options.flush_bytes)
-        if full:
-            service.log.refusing = False  # If there is still no room, the next write is refused again.
+        try:
+            await _keep(service)
+        except Exception as error:  # noqa: BLE001  # it must not end the service
+            service.events.emit(EventKind.FAILED, "housekeeping, which comes again", error)
+
+
+async def _keep(service: Service) -> None:
+    service.registry.forget_the_gone()
+    full = service.log.refusing
+    await _flush(service, 0 if full else service.options.flush_bytes)
+    if full:
+        service.log.refusing = False  # If there is still no room, the next write is refused again.
 
 
 async def _flush(service: Service, flush_bytes: int) -> None:

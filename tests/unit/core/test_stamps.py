@@ -48,7 +48,8 @@ def test_a_table_is_what_was_written_last(data: st.DataObject, table: TableSpec,
             assert found.tolist() == changed
             assert stamped.counts.after(since) == len(changed)
             out = np.full((len(found), table.dim), 7, table.dtype)
-            stamped.read(found, out)
+            read = stamped.read(found, out)
+            assert (read.ids.tolist(), read.values is out) == (changed, True)
             assert out.tolist() == [[values[row, col] for col in range(table.dim)] for row in changed]
 
 
