@@ -50,11 +50,11 @@ POLICIES = {kind.value: Policy(top_k=TOP_K, value_type=kind) for kind in ValueTy
 # The first rounds touch every page of tables and log for the first time.
 WARM_UP = 2
 _BARE, _BLOCKED, _BARE_CALLS = "bare", "blocked", 3
-# The parts of a release: the files and functions of `deltasync.views` that do them.
+# The parts of a release on the model's thread: the files and functions of `deltasync.views` that do them.
 _PARTS = {
-    "look": ("release_maker.py", "find_dirty"),
-    "pick": ("ranking.py", "pick"),
-    "give": ("release_maker.py", "_write"),
+    "look": {("release_maker.py", "find_dirty")},
+    "pick": {("ranking.py", "pick")},
+    "give": {("release_draft.py", "draw"), ("release_maker.py", "_apply")},
 }
 
 Floats = NDArray[Any]
@@ -185,16 +185,16 @@ async def _parts(view: View, policy: Policy) -> dict[str, float]:
     await view.model.on_thread(profile.enable)
     await view.make_release(policy, 0)
     await view.model.on_thread(profile.disable)
-    return {name: _cumulative(profile, *part) for name, part in _PARTS.items()}
+    return {name: _cumulative(profile, part) for name, part in _PARTS.items()}
 
 
-def _cumulative(profile: Profile, file: str, function: str) -> float:
+def _cumulative(profile: Profile, functions: set[tuple[str, str]]) -> float:
     found: dict[tuple[str, int, str], tuple[int, int, float, float, Any]]
     found = pstats.Stats(profile).stats  # type: ignore[attr-defined]
     return sum(
         line[3]
         for (path, _, name), line in found.items()
-        if name == function and Path(path).parts[-2:] == ("views", file)
+        if Path(path).parent.name == "views" and (Path(path).name, name) in functions
     )
 
 
