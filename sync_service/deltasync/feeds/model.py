@@ -64,6 +64,7 @@ class Model:
         self.signal = Signal()
         self.failure = ""
         self._adding = asyncio.Lock()
+        self._closed = False
         self._applied: Seal | None = None
         self._partly_applied = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"{MODEL_PREFIX}{name}")
@@ -118,6 +119,7 @@ class Model:
     async def close(self) -> None:
         """Flush the tables and stop the thread."""
         async with self._adding:
+            self._closed = True
             await asyncio.to_thread(self._thread.shutdown)
         await asyncio.to_thread(self.flush)
 
@@ -133,6 +135,7 @@ class Model:
         Raises:
             Contradiction: a table exists with another shape or type; nothing was added.
             StorageFailed: there is no room for them; nothing was added.
+            ServiceUnavailable: the service is shutting down.
         """
         if self._unknown(tables):
             # In a task of its own: a rank that disconnects now must not stop it half way.
@@ -229,6 +232,8 @@ class Model:
 
     async def _add(self, tables: list[TableSpec]) -> None:
         async with self._adding:
+            if self._closed:  # So is the log, soon: who waits for it to write would wait for ever.
+                raise ServiceUnavailable("the service is shutting down; reconnect")
             await asyncio.to_thread(self.store.add, self._unknown(tables))
             self.signal.wake()
 
