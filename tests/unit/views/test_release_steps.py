@@ -127,6 +127,33 @@ def test_an_unforeseen_error_is_told_and_tried_again(
     run(tmp_path, scenario)
 
 
+def test_an_error_at_every_version_is_not_told_at_every_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltasync.core.backoff._FIRST_SECONDS", 3600)
+    monkeypatch.setattr("deltasync.core.backoff._LONGEST_SECONDS", 3600)
+    told: list[Event] = []
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("a mistake of ours")
+
+    async def scenario(local: LocalModel) -> None:
+        view = await local.prepared_view(TOP)
+        replica = Replica("a", view.position, stream=asyncio.Event())
+        loop = ReleaseLoop(Consumer("top", "clicks", 0, TOP, {"a": replica}), view, Events(told.append))
+        monkeypatch.setattr(ReleaseMaker, "_draw", broken)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(loop.run())
+            for seed in range(5):
+                await local.cut(changed(seed, USER, 3))
+            await _becomes(lambda: bool(told))
+            await local.cut(changed(5, USER, 3))
+            loop.stop()
+        assert len(told) == 1
+
+    run(tmp_path, scenario)
+
+
 def test_nobody_is_given_a_part_of_a_version(tmp_path: Path) -> None:
     """One that could be applied only in part so far."""
 
