@@ -27,16 +27,15 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[publish_pb2.PublishResponse]:
         """Answer one rank's stream."""
-        stream = _RankStream(self._service)
-        why = "its stream has ended"
+        stream, refusal = _RankStream(self._service), None
         try:
             async for response in stream.answers(request_iterator):
                 yield response
         except DeltasyncError as error:
-            why = str(error)
+            refusal = error
             await abort(context, error)
         finally:
-            stream.end(why)
+            stream.end(refusal)
 
 
 class _RankStream:
@@ -64,12 +63,12 @@ class _RankStream:
                 sealed = publish_pb2.CutSealed(step=request.close.step, position=position_to_message(position))
                 yield publish_pb2.PublishResponse(sealed=sealed)
 
-    def end(self, why: str) -> None:
-        """Tell that the rank has left, or was not let in."""
+    def end(self, refusal: DeltasyncError | None) -> None:
+        """Tell that the rank has left, or was refused; whoever went before it was let in was neither."""
         if self._session:
-            self._session.say(EventKind.RANK_LEFT, why)
-        else:
-            self._service.events.emit(EventKind.PUBLISHER_REFUSED, why, model=self._model)
+            self._session.say(EventKind.RANK_LEFT, str(refusal or "its stream has ended"))
+        elif refusal:
+            self._service.events.emit(EventKind.PUBLISHER_REFUSED, error=refusal, model=self._model)
 
     async def _open(self, message: publish_pb2.PublishOpen) -> PublishSession:
         self._model = message.model

@@ -63,13 +63,15 @@ class StampedTable:
         where: slice | Ids = _contiguous(ids) or ids
         columns = slice(first, first + block.shard.cols)
         before = digest(ids, self.decoded(self.rows[where, columns]), first)
+        after = digest(ids, self.decoded(block.values), first)
         counts = self.counts.moved(self.stamps[where], number)
+        # What needs much memory comes before: a block that fails is tried again, and must not be half done.
         # The stamp first: if the process dies between the two, a row with a new stamp is sent again, while one
         # with an old stamp would be taken for the old row.
         self.stamps[where] = number
         self.rows[where, columns] = block.values
         self.counts = counts
-        self.digest += digest(ids, self.decoded(block.values), first) - before
+        self.digest += after - before
 
     def restamp(self, ids: Ids, stamps: Stamps) -> None:
         """Give the rows `ids` ([n], strictly ascending) these stamps ([n]) instead of their own."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from deltasync.core.delivery import Delivery
-from deltasync.core.errors import Contradiction
+from deltasync.core.errors import Contradiction, ServiceUnavailable
 from deltasync.core.policy import Policy
 from deltasync.core.position import Decision, Position, resume
 from deltasync.core.rows import RowBatch
@@ -34,7 +34,14 @@ from deltasync.storage.model_store import KEPT_SEALS, ModelStore
 T = TypeVar("T")
 
 
-@confined(seals=EVENT_LOOP, published=EVENT_LOOP, failure=EVENT_LOOP, applied=MODEL_THREAD, head=SET_BY_EVENT_LOOP)
+@confined(
+    seals=EVENT_LOOP,
+    published=EVENT_LOOP,
+    failure=EVENT_LOOP,
+    head=SET_BY_EVENT_LOOP,
+    _applied=MODEL_THREAD,
+    _partly_applied=MODEL_THREAD,
+)
 class Model:
     """A training job's set of tables. The module's text says which thread may touch what.
 
@@ -44,7 +51,6 @@ class Model:
         head: the newest version that replicas can be sent, or None.
         seals: those of the last durable cuts, which may not be applied yet.
         published: names of the tables of which some row is in a sealed cut.
-        applied: the cut the tables are at.
         signal: wakes who waits for the head to move, or for a table.
         failure: what keeps cuts from being sealed or applied, which is tried again; empty if nothing does.
     """
@@ -55,10 +61,12 @@ class Model:
         self.seals = SealHistory(maxlen=KEPT_SEALS)
         self.head: Head | None = None
         self.published: set[str] = set()
-        self.applied: Seal | None = None
         self.signal = Signal()
         self.failure = ""
         self._adding = asyncio.Lock()
+        self._closed = False
+        self._applied: Seal | None = None
+        self._partly_applied = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"{MODEL_PREFIX}{name}")
         self._releases = Releases(self.on_thread, lambda: (list(self.tables), _head(self.applied)), directory)
 
@@ -83,6 +91,17 @@ class Model:
         return [Delivery.unchanged(table.spec) for table in self.tables]
 
     @property
+    def applied(self) -> Seal | None:
+        """The cut the tables are at; None before the first one. On the model's thread.
+
+        Raises:
+            ServiceUnavailable: they are at none, since one could be applied only in part: nobody may see that.
+        """
+        if self._partly_applied:
+            raise ServiceUnavailable(f"a part of a version of model {self.name!r} is to be applied again")
+        return self._applied
+
+    @property
     def position(self) -> Position:
         """What a replica that has everything holds."""
         return Position(self.history, self.head.number if self.head else 0)
@@ -100,6 +119,7 @@ class Model:
     async def close(self) -> None:
         """Flush the tables and stop the thread."""
         async with self._adding:
+            self._closed = True
             await asyncio.to_thread(self._thread.shutdown)
         await asyncio.to_thread(self.flush)
 
@@ -115,6 +135,7 @@ class Model:
         Raises:
             Contradiction: a table exists with another shape or type; nothing was added.
             StorageFailed: there is no room for them; nothing was added.
+            ServiceUnavailable: the service is shutting down.
         """
         if self._unknown(tables):
             # In a task of its own: a rank that disconnects now must not stop it half way.
@@ -187,7 +208,7 @@ class Model:
         self.store.drop_unsealed(seals.newest_version)
         for seal in seals.after(self.store.flushed):
             self._apply(seal, None)
-        self.applied = seals.newest
+        self._applied = seals.newest
         for table in self.tables:
             table.count_digest()
         return list(seals), {table.spec.name for table in self.tables if table.counts.changed}
@@ -205,11 +226,14 @@ class Model:
     def _apply(self, seal: Seal, rows: Iterable[RowBatch] | None) -> None:
         by_name = {table.spec.name: table for table in self.tables}
         for batch in self.store.rows(seal) if rows is None else rows:
+            self._partly_applied = True
             by_name[batch.table.name].apply(batch, seal.version)
-        self.applied = seal
+        self._applied, self._partly_applied = seal, False
 
     async def _add(self, tables: list[TableSpec]) -> None:
         async with self._adding:
+            if self._closed:  # So is the log, soon: who waits for it to write would wait for ever.
+                raise ServiceUnavailable("the service is shutting down; reconnect")
             await asyncio.to_thread(self.store.add, self._unknown(tables))
             self.signal.wake()
 

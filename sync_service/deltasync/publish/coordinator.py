@@ -127,14 +127,18 @@ class CutCoordinator:
             cut.check_coverage()
         if self._applying:
             await self._applying
+        if self.model.position.number < (newest := self.model.seals.newest_version):
+            # The service ends. A flush at the later version would cut the log of rows that are only there.
+            raise ServiceUnavailable(f"version {newest} is not applied yet; send step {cut.step} again")
         seal = _seal_of(cut)
         await asyncio.wrap_future(self.model.store.seal(seal))
         self.model.seals.append(seal)
+        # Before anything that could fail: from here on it is part of the history.
+        self._applying = self._tasks.create_task(self._apply(seal, cut.rows_in_memory()))
         self.model.published |= cut.tables_with_rows
         self.rows += seal.rows
         self.bytes += seal.bytes
         self.events.emit(EventKind.CUT_SEALED, model=self.model.name, version=seal.version, rows=seal.rows)
-        self._applying = self._tasks.create_task(self._apply(seal, cut.rows_in_memory()))
         return Position(self.model.history, seal.version)
 
     async def _apply(self, seal: Seal, rows: list[RowBatch] | None) -> None:

@@ -101,9 +101,10 @@ class Service:
         async with self._changing:
             if name not in self.models:
                 self._add(Model(name, self.log, self._directory(name)))
-                for consumer in self.registry.of_model(name):
-                    await self._follow(consumer)
                 self.model_added.wake()
+            # Each time: where that failed before, replicas would be sent the model's tables, without their policy.
+            for consumer in self.registry.of_model(name):
+                await self._follow(consumer)
         return self.coordinators[name]
 
     def feed(self, consumer: Consumer) -> Feed | None:
@@ -151,8 +152,10 @@ class Service:
             NotFound: there is none of that name.
         """
         async with self._changing:
-            await self.registry.delete(name)
-            await self.views.forget(name)
+            try:
+                await self.registry.delete(name)
+            finally:  # Else a new consumer of that name would have a view that serves the old one.
+                await self.views.forget(name)
         self.events.emit(EventKind.CONSUMER_CHANGED, "deleted", consumer=name)
 
     async def wait_idle(self, seconds: float) -> None:

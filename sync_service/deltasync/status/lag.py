@@ -168,7 +168,7 @@ def state(replicas: Sequence[Replica], lag: Lag, standing: Standing, offset: int
         return "waiting", standing.unpublished
     if lag.versions == 0 and lag.rows == 0:
         return "in sync", f"all {len(replicas)} replicas hold the newest version"
-    if offset == standing.newest_release:
+    if standing.newest_release and offset == standing.newest_release:  # Before the first one nobody holds it.
         return (
             "current",
             f"all {len(replicas)} replicas hold the newest release; {lag.rows} rows are left for later",

@@ -11,7 +11,7 @@ _REMEMBERED_RELEASES = 10_000
 
 
 class ReleaseHistory:
-    """The releases of one view. Added to on the model's thread, read on the event loop.
+    """The releases of one view. Added to by one call at a time, read on any thread.
 
     Releases are numbered from `first_version` on. Numbers up to it are versions of the model, older than the view.
 

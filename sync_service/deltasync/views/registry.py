@@ -45,8 +45,10 @@ class ViewRegistry:
         Raises:
             StorageFailed: the log could not be written.
         """
+        if consumer.name in self._entries:
+            return
         record = recorded_view(self._log, consumer.name)
-        if consumer.name in self._entries or (consumer.policy.sends_everything and record is None):
+        if consumer.policy.sends_everything and record is None:
             return
         view = await self._view(consumer.name, model, directory, record)
         loop = ReleaseLoop(consumer, view, self._events)

@@ -49,9 +49,11 @@ class ReleaseLoop:
                 self._emit(EventKind.FAILED, "rows of a release could not be written, they go out later", error)
                 seconds = _RETRY_SECONDS
             except Exception as error:  # noqa: BLE001  # it must not end the service
-                seconds = next(self._pauses)
                 self._view.failure = f"its releases cannot be made: {described(error)}"
                 self._emit(EventKind.FAILED, "its releases cannot be made, which is tried again", error)
+                # Not cut short by what is new: an error at every cut would fill the service's log.
+                await first_of(self._stopping.wait(), seconds=next(self._pauses))
+                continue
             else:
                 self._pauses, self._view.failure = backoff(), ""
             if seconds != 0:

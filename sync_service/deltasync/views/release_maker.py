@@ -88,8 +88,14 @@ class ReleaseMaker:
         return draw(state.tables, dirty, pick(dirty, policy), head, self._scratch)
 
     def _log(self, draft: ReleaseDraft) -> StorageFailed | None:
-        """Write the rows of a draft to the log; those for which that fails are left out. Blocks; returns why."""
+        """Write the rows of a draft to the log; those for which that fails are left out. Blocks; returns why.
+
+        Raises:
+            StorageFailed: none of them is to be released.
+        """
         failure: StorageFailed | None = None
+        # What is there of one that broke off would be taken for rows of this one after a restart.
+        dropped = self._store.drop(draft.head.number)
         pieces: deque[_Piece] = deque()
         for slot, table in enumerate(draft.tables):
             step = max(1, CHUNK_BYTES // table.rows.shard.row_bytes)
@@ -99,6 +105,7 @@ class ReleaseMaker:
                     failure = _settle(pieces.popleft(), draft) or failure
         while pieces:
             failure = _settle(pieces.popleft(), draft) or failure
+        dropped.result()
         return failure
 
     def _apply(self, draft: ReleaseDraft, state: ViewState) -> None:

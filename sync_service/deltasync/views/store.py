@@ -80,7 +80,7 @@ class ViewState:
 
 
 class ViewStore:
-    """The state of one view, in memory and on disk. Every method blocks, but for `append` and `advance`.
+    """The state of one view, in memory and on disk. Every method blocks, but for `append`, `drop` and `advance`.
 
     Releases and tables are written by one call at a time; a flush may run on another thread at any time. The state
     is replaced as a whole, so that every thread may read it.
@@ -110,6 +110,10 @@ class ViewStore:
         self._appended_bytes += packed_bytes(rows)
         return self._log.append(self._stream, number, slot, index, *pack_rows(slot, rows))
 
+    def drop(self, number: int) -> Future[None]:
+        """Drop what the log has of release `number`, which no replica was given."""
+        return self._log.drop(self._stream, number)
+
     def advance(self, state: ViewState) -> None:
         """Go on to `state`, whose release is written down: on the model's thread, as its tables are changed."""
         if state.newest and state.head != self.state.head:
@@ -120,13 +124,15 @@ class ViewStore:
         """Go on to a state with other tables, whose files are on disk, and to the release that has them.
 
         Raises:
-            StorageFailed: the log could not be written; the view is as it was.
+            StorageFailed: the log could not be written; the view is as it was, or the next flush cuts the log.
         """
         with self._flushing:
             self.write_release(release)
             self._write_view(state, release.head.number)
+            # Before the log is cut: even if that fails, these are the tables after a restart.
             self.history.add(release.head)
             self.state = replace(state, newest=release)
+            self._cut_log(release.head.number)
 
     def write_release(self, release: NewestRelease) -> None:
         """Write down what the newest release is.
@@ -175,6 +181,7 @@ class ViewStore:
                 for table in state.tables:
                     table.flush()
                 self._write_view(state, state.head.number)
+                self._cut_log(state.head.number)
                 self._dropped_bytes = appended
 
     def discard(self) -> None:
@@ -197,6 +204,8 @@ class ViewStore:
             "tables": [table_record(table) for table in state.tables],
         }
         self._log.put(view_name(self._consumer), pack_json(record)).result()
+
+    def _cut_log(self, number: int) -> None:
         self._log.truncate(self._stream, number).result()
         self._flushed = number
 

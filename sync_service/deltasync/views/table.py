@@ -31,7 +31,7 @@ class EncodedTable(MappedTable):
 
 @confined(dirty_since=MODEL_THREAD, _norms=MODEL_THREAD)
 class ViewTable:
-    """One table of a view. Used on the model's thread only, but for `flush`.
+    """One table of a view. Used on the model's thread only, but for `lacking` and `flush`.
 
     A row is dirty while replicas at the newest release hold something else than the model's row, as it is sent.
 

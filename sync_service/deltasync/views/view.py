@@ -20,6 +20,7 @@ from deltasync.feeds.standing import Standing, TableStanding
 from deltasync.storage.log_store import LogStore
 from deltasync.views.release_maker import ReleaseMaker
 from deltasync.views.store import ViewState, ViewStore
+from deltasync.views.table import ViewTable
 from deltasync.views.table_maker import TableMaker, followed
 
 
@@ -120,7 +121,7 @@ class View:
         return Standing(
             history=self.history,
             seals=of_model.seals,
-            tables=partial(_tables, state),
+            tables=partial(_tables, state, self.model, policy),
             version_of=partial(self._version_at, state),
             newest_release=state.newest.head.number,
             release=state.newest.statistics,
@@ -194,13 +195,21 @@ class View:
         return [table.sent for table in state.tables], state.head
 
 
-def _tables(state: ViewState) -> list[TableStanding]:
-    return [
-        TableStanding(
-            table.delivery.spec.name,
-            table.sent.spec.row_bytes,
-            partial(table.lacking, compared_version=state.compared_version),
-            state.backlog.get(table.delivery.spec.name),
-        )
-        for table in state.tables
-    ]
+def _tables(state: ViewState, model: Model, policy: Policy) -> list[TableStanding]:
+    held = {table.delivery.spec.name for table in state.tables}
+    missing = [table for table in followed(model, policy) if table.spec.name not in held]
+    return [*(_held(table, state) for table in state.tables), *(_missing(table, policy) for table in missing)]
+
+
+def _held(table: ViewTable, state: ViewState) -> TableStanding:
+    return TableStanding(
+        table.delivery.spec.name,
+        table.sent.spec.row_bytes,
+        partial(table.lacking, compared_version=state.compared_version),
+        state.backlog.get(table.delivery.spec.name),
+    )
+
+
+def _missing(table: StampedTable, policy: Policy) -> TableStanding:
+    """A table that the view is still to get: its replicas lack all there is of it."""
+    return TableStanding(table.spec.name, policy.row_bytes(table.spec), lambda _: table.counts.changed)

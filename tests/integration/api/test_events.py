@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from tests.support.fleet import WAIT, Recorder, Trainer, admin_of, follow, wait_until_in_sync
 from tests.support.server import RunningService
-from tests.support.wire import RankStream, ReplicaStream
+from tests.support.wire import RankStream, ReplicaStream, Stream
 
 from deltasync.core.policy import Policy
+from deltasync.v1 import publish_pb2_grpc
 
 
 @pytest.fixture
@@ -56,6 +57,18 @@ def test_who_is_refused_is_told_with_the_reason(service: RunningService, caplog:
         replica.refusal()
     wait_for_line(caplog, r"replica refused: consumer=predictor replica=\w+ no consumer 'predictor'; .*")
     assert all(line.isprintable() for line in lines(caplog))
+
+
+def test_who_goes_without_a_word_was_not_refused(
+    service: RunningService, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Stream(service.grpc, lambda channel: publish_pb2_grpc.PublishServiceStub(channel).Publish) as stream:
+        stream.end()
+        assert stream.rest() == []
+    with RankStream(service.grpc, model="") as refused:
+        refused.refusal()
+    wait_for_line(caplog, r"publisher refused: .*")
+    assert len([line for line in lines(caplog) if line.startswith("publisher refused")]) == 1
 
 
 def test_changes_of_consumers_are_told(service: RunningService, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,7 +13,7 @@ import pytest
 from tests.support.local_service import join, run, send
 from tests.support.wire import WHOLE, full_part, part, publish_open, random_rows
 
-from deltasync.core.errors import StorageFailed
+from deltasync.core.errors import ServiceUnavailable, StorageFailed
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.feeds import frozen_release as releases
 from deltasync.feeds.frozen_release import FrozenRelease
@@ -217,5 +217,19 @@ def test_releases_share_the_memory_there_is_for_them(tmp_path: Path, monkeypatch
         del first
         gc.collect()
         assert not spilled(await model.release(0))
+
+    run(tmp_path, scenario)
+
+
+def test_no_table_is_made_once_the_service_ends(tmp_path: Path) -> None:
+    """The log is closed by then: whoever waits for it would wait for ever, and the process with it."""
+
+    async def scenario(service: Service) -> None:
+        model = (await service.open_model("clicks")).model
+        closing = asyncio.create_task(model.close())
+        with pytest.raises(ServiceUnavailable, match="shutting down"):
+            await model.add_tables([WHOLE[0].table])
+        await closing
+        assert not list(tmp_path.rglob("*.rows"))
 
     run(tmp_path, scenario)

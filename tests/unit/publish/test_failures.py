@@ -1,7 +1,7 @@
 """Unforeseen errors while a cut is sealed or applied: told, tried again, and nobody else's trouble."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +12,8 @@ from tests.support.wire import WHOLE, full_part, part, random_rows
 from deltasync.core.errors import ServiceUnavailable
 from deltasync.core.events import EventKind
 from deltasync.core.position import Position
+from deltasync.core.rows import RowBatch
+from deltasync.core.seal import Seal
 from deltasync.feeds.model import Model
 from deltasync.service.service import Service
 
@@ -91,6 +93,42 @@ def test_a_service_that_cannot_apply_a_version_still_drains(
 
     async def second(service: Service) -> None:
         assert service.models["clicks"].tables[0].rows[3].tolist() == [7] * 4
+
+    run(tmp_path, first)
+    monkeypatch.undo()
+    run(tmp_path, second)
+
+
+def test_no_later_version_is_sealed_at_the_end_over_one_that_was_not_applied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be flushed, and the log cut, without the rows of the one before."""
+    apply = Model._apply
+
+    def broken_at_2(model: Model, seal: Seal, rows: Iterable[RowBatch] | None) -> None:
+        if seal.version == 2:
+            broken()
+        apply(model, seal, rows)
+
+    async def first(service: Service) -> None:
+        session = await join(service)
+        await send(session, full_part(1, random_rows(0), WHOLE))
+        monkeypatch.setattr(Model, "_apply", broken_at_2)
+        await send(session, part(2, [(0, [3], np.full((1, 4), 7, "<f4"))]))
+        next_cut = asyncio.create_task(send(session, part(3, [(0, [4], np.full((1, 4), 8, "<f4"))])))
+        await becomes(
+            lambda: (
+                service.coordinators["clicks"]._sealing is not None and service.event_counts[EventKind.FAILED] > 1
+            )
+        )
+        await service.coordinators["clicks"].drain()
+        with pytest.raises(ServiceUnavailable, match="version 2 is not applied yet"):
+            await next_cut
+
+    async def second(service: Service) -> None:
+        model = service.models["clicks"]
+        assert model.position.number == 2
+        assert model.tables[0].rows[3].tolist() == [7] * 4
 
     run(tmp_path, first)
     monkeypatch.undo()

@@ -11,6 +11,7 @@ from tests.support.view_scenarios import ITEM, TOP, USER, changed, run, run_agai
 from deltasync.consumers.consumer import Consumer, Replica
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
+from deltasync.core.tables import TableSpec
 from deltasync.status.lag import ConsumerLag
 from deltasync.status.report import report
 from deltasync.views.view import View
@@ -89,6 +90,36 @@ def test_who_has_every_release_is_as_late_as_what_was_published_since(tmp_path: 
         lag = await lag_at(view, view.position.number)
         assert lag.lag.versions == 1
         assert 0 < lag.lag.seconds <= lag.oldest_row_seconds
+
+    run(tmp_path, scenario)
+
+
+def test_who_waits_for_the_first_release_holds_nothing_that_is_current(tmp_path: Path) -> None:
+    async def scenario(local: LocalModel) -> None:
+        view = local.view()
+        view.trouble = "there is no room"
+        lag = await lag_at(view, 0)
+        assert (lag.state, lag.lag.versions, lag.lag.rows) == ("behind", 1, USER.rows + ITEM.rows)
+
+    run(tmp_path, scenario)
+
+
+def test_a_table_that_replicas_are_still_to_get_is_lacking_as_a_whole(tmp_path: Path) -> None:
+    """Releases of the others go on meanwhile: where there is no room for it, for long."""
+    extra = TableSpec("extra", 5, 2)
+
+    async def scenario(local: LocalModel) -> None:
+        view = await local.prepared_view(Policy())
+        await local.add(extra)
+        assert (await lag_at(view, view.position.number)).state == "in sync"
+        await local.cut(changed(1, extra, *range(5)))
+        await view.make_release(Policy(), 0)
+        lag = await lag_at(view, view.position.number)
+        assert (lag.state, lag.lag.versions, lag.lag.rows, lag.lag.bytes) == ("current", 0, 5, 5 * (8 + 8))
+        assert lag.lag.unsent_norm is None
+        assert [table.table for table in lag.tables] == ["user", "item", "extra"]
+        await view.prepare(Policy())
+        assert (await lag_at(view, view.position.number)).state == "in sync"
 
     run(tmp_path, scenario)
 

@@ -2,17 +2,24 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.support.local_model import LocalModel
+from tests.support.seals import sealed
 from tests.support.view_scenarios import TOP, USER, changed, held_by_a_replica, run, same_as_the_model
 
 from deltasync.consumers.consumer import Consumer, Replica
+from deltasync.core.errors import ServiceUnavailable
 from deltasync.core.events import Event, EventKind, Events
 from deltasync.core.policy import Policy
+from deltasync.core.rows import RowBatch
+from deltasync.core.tables import Shard
+from deltasync.core.value_types import ValueType
 from deltasync.views.release_loop import ReleaseLoop
 from deltasync.views.release_maker import ReleaseMaker
 from deltasync.views.store import ViewStore
@@ -115,6 +122,65 @@ def test_an_unforeseen_error_is_told_and_tried_again(
         assert {each.kind for each in told} <= {EventKind.FAILED, EventKind.RELEASE_MADE}
         assert isinstance(told[0].error, ZeroDivisionError)
         assert told[0].subject == {"consumer": "top"}
+        assert same_as_the_model(await held_by_a_replica(view), local)
+
+    run(tmp_path, scenario)
+
+
+def test_an_error_at_every_version_is_not_told_at_every_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltasync.core.backoff._FIRST_SECONDS", 3600)
+    monkeypatch.setattr("deltasync.core.backoff._LONGEST_SECONDS", 3600)
+    told: list[Event] = []
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("a mistake of ours")
+
+    async def scenario(local: LocalModel) -> None:
+        view = await local.prepared_view(TOP)
+        replica = Replica("a", view.position, stream=asyncio.Event())
+        loop = ReleaseLoop(Consumer("top", "clicks", 0, TOP, {"a": replica}), view, Events(told.append))
+        monkeypatch.setattr(ReleaseMaker, "_draw", broken)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(loop.run())
+            for seed in range(5):
+                await local.cut(changed(seed, USER, 3))
+            await _becomes(lambda: bool(told))
+            await local.cut(changed(5, USER, 3))
+            loop.stop()
+        assert len(told) == 1
+
+    run(tmp_path, scenario)
+
+
+def test_nobody_is_given_a_part_of_a_version(tmp_path: Path) -> None:
+    """One that could be applied only in part so far."""
+
+    async def scenario(local: LocalModel) -> None:
+        view, model = await local.prepared_view(TOP), local.model
+        number, seal = view.position.number, replace(sealed(2), sealed_unix_ns=2)
+        rows = [
+            RowBatch(Shard.whole(USER), np.array([each]), np.ones((1, USER.dim), USER.dtype)) for each in (3, 4)
+        ]
+
+        def broken_off() -> Iterator[RowBatch]:
+            yield rows[0]
+            raise ZeroDivisionError("a mistake of ours")
+
+        with pytest.raises(ZeroDivisionError):
+            await model.apply_cut(seal, broken_off())
+        for given in (
+            model.release(0),
+            view.make_release(TOP, 0),
+            view.prepare(Policy(top_k=1, value_type=ValueType.INT8)),
+        ):
+            with pytest.raises(ServiceUnavailable, match="a part of a version of model 'clicks'"):
+                await given
+        assert view.position.number == number
+        await model.apply_cut(seal, rows)
+        assert model.position.number == 2
+        await view.make_release(Policy(), 0)
         assert same_as_the_model(await held_by_a_replica(view), local)
 
     run(tmp_path, scenario)

@@ -2,14 +2,17 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from deltasync.core.errors import StorageFailed
 from deltasync.core.policy import Policy
 from deltasync.service.service import Service, ServiceOptions
+from deltasync.storage.lmdb_store import LmdbStore
 from deltasync.views.registry import ViewRegistry
 from deltasync.views.view import View
 
@@ -116,5 +119,43 @@ def test_a_deleted_consumer_leaves_nothing(tmp_path: Path) -> None:
         assert not list(tmp_path.glob("models/*/views/*"))
         created = await service.create_consumer("top", "clicks", Policy())
         assert not isinstance(service.feed(created), View)
+
+    run(tmp_path, scenario)
+
+
+def refused(*_: object) -> Future[None]:
+    failed: Future[None] = Future()
+    failed.set_exception(StorageFailed("the disk is full"))
+    return failed
+
+
+def test_a_view_that_could_not_be_made_with_its_model_is_made_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else replicas would be sent the model's own tables, whatever their policy says."""
+
+    async def scenario(service: Service) -> None:
+        consumer = await service.create_consumer("top", "other", TOP)
+        with monkeypatch.context() as patch:
+            patch.setattr(LmdbStore, "put", refused)
+            with pytest.raises(StorageFailed):
+                await service.open_model("other")
+        await service.open_model("other")
+        assert isinstance(service.feed(consumer), View)
+
+    run(tmp_path, scenario)
+
+
+def test_a_consumer_that_is_made_after_one_could_not_be_deleted_from_the_log_has_a_view_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(service: Service) -> None:
+        old = service.feed(await service.create_consumer("top", "clicks", TOP))
+        with monkeypatch.context() as patch:
+            patch.setattr(LmdbStore, "put", refused)
+            with pytest.raises(StorageFailed):
+                await service.delete_consumer("top")
+        created = await service.create_consumer("top", "clicks", TOP)
+        assert service.feed(created) is not old
 
     run(tmp_path, scenario)

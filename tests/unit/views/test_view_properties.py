@@ -239,7 +239,8 @@ class Play:
         """
         state = self.view.state
         for number in range(state.head.number + 1 if state.head else 0):
-            for table, lacking in zip(state.tables, self.lacking(number), strict=True):
+            rows = self.lacking(number)[: len(state.tables)]  # After these come tables that are still to be made.
+            for table, lacking in zip(state.tables, rows, strict=True):
                 changed = table.source.stamps > state.compared_version
                 with not_shared_yet():
                     known = (table.sent.stamps > number) | (table.dirty_since > 0)

@@ -6,6 +6,7 @@ import pytest
 from tests.support.damage import change_value
 from tests.support.local_model import LocalModel
 from tests.support.view_scenarios import (
+    ITEM,
     TOP,
     USER,
     changed,
@@ -22,7 +23,9 @@ from deltasync.core.mode import Mode
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.core.rows import Values
+from deltasync.core.value_types import ValueType
 from deltasync.storage.lmdb_records import key_of
+from deltasync.storage.lmdb_store import LmdbStore
 from deltasync.views.store import NewestRelease, ViewStore
 
 
@@ -129,6 +132,55 @@ def test_a_release_that_a_crash_cut_short_is_given_to_everybody(
         assert view.position.number > position.number
         release = await view.release(position.number)
         assert [rows.ids.tolist() for rows in release.batches.values()] == [[4, 5]]
+
+    run(tmp_path, before)
+    run_again(tmp_path, after)
+
+
+def test_what_the_log_has_of_a_release_that_broke_off_is_not_taken_for_rows_of_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else replicas that have that number would never get these rows."""
+    given: list[tuple[Position, dict[str, Values]]] = []
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("a mistake of ours")
+
+    async def before(local: LocalModel) -> None:
+        view = await local.prepared_view(TOP)
+        await local.cut(changed(1, USER, 4) | changed(1, ITEM, 4))
+        with monkeypatch.context() as patch:
+            patch.setattr("deltasync.views.release_maker._settle", broken)
+            with pytest.raises(ZeroDivisionError):
+                await view.make_release(Policy(), 0)
+        await view.make_release(TOP, 0)
+        given.append((view.position, await held_by_a_replica(view)))
+
+    async def after(local: LocalModel) -> None:
+        view = local.view()
+        held = await held_by_a_replica(view)
+        assert view.position == given[0][0]
+        assert {name: rows.tobytes() for name, rows in held.items()} == {
+            name: rows.tobytes() for name, rows in given[0][1].items()
+        }
+
+    run(tmp_path, before)
+    run_again(tmp_path, after)
+
+
+def test_tables_that_are_written_down_are_kept_though_the_log_could_not_be_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def before(local: LocalModel) -> None:
+        view = await local.prepared_view(TOP)
+        with monkeypatch.context() as patch:
+            patch.setattr(LmdbStore, "truncate", refuse)
+            with pytest.raises(StorageFailed):
+                await view.prepare(Policy(top_k=1, value_type=ValueType.INT8))
+        assert view.deliveries[0].value_type is ValueType.INT8
+
+    async def after(local: LocalModel) -> None:
+        assert local.view().deliveries[0].value_type is ValueType.INT8
 
     run(tmp_path, before)
     run_again(tmp_path, after)
