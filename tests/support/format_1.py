@@ -2,6 +2,7 @@
 
 import json
 import struct
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,8 +23,10 @@ class Format1Log:
 
     def __init__(self, directory: Path, max_bytes: int = 1 << 24) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self._env = lmdb.open(str(directory), map_size=max_bytes, max_dbs=3)
-        self._parts, self._seals, self._meta = (self._env.open_db(name) for name in (b"parts", b"seals", b"meta"))
+        with ExitStack() as undo:
+            self._env = undo.enter_context(lmdb.open(str(directory), map_size=max_bytes, max_dbs=3))
+            self._parts, self._seals, self._meta = map(self._env.open_db, (b"parts", b"seals", b"meta"))
+            undo.pop_all()
 
     def small(self, name: str, record: Any) -> None:
         with self._env.begin(write=True, db=self._meta) as txn:

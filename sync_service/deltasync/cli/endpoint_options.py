@@ -65,7 +65,7 @@ def _endpoint_option(
             try:
                 endpoint = check(Endpoint(address, token))
             except InvalidInput as error:
-                raise click.UsageError(f"--{name}: {error}") from error
+                raise click.UsageError(str(error)) from error
             return command(**settings, **{name: endpoint})
 
         wrapped: Command = with_endpoint

@@ -3,6 +3,7 @@
 import http.client
 import json
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -85,7 +86,7 @@ class Endpoint:
             InvalidInput: the address is not http://HOST:PORT.
         """
         endpoint = service if isinstance(service, Endpoint) else cls(service)
-        if not endpoint.address.startswith(_HTTP):
+        if not _is_url(endpoint.address):
             raise InvalidInput(f"service {endpoint.address!r}: expected http://HOST:PORT")
         return endpoint
 
@@ -102,7 +103,7 @@ class Endpoint:
             NotFound: the service knows no such thing.
             ServiceUnavailable: it does not answer, or not with JSON.
         """
-        url = self.address + path
+        url = self.address.rstrip("/") + path
         request = urllib.request.Request(url, headers=self._rights())  # noqa: S310  # of_http() has seen it
         try:
             with _OPENER.open(request, timeout=self.timeout_seconds) as answer:
@@ -141,6 +142,14 @@ class _Details(grpc.ClientCallDetails):
     def __init__(self, metadata: _Metadata, timeout: float | None) -> None:
         self.metadata = metadata
         self.timeout = timeout
+
+
+def _is_url(address: str) -> bool:
+    try:
+        url = urllib.parse.urlsplit(address)
+        return address.startswith(_HTTP) and bool(url.hostname) and url.port != 0
+    except ValueError:  # Say, half of the brackets of IPv6.
+        return False
 
 
 def _printable(error: Exception) -> str:

@@ -13,6 +13,9 @@ slot, count, ids, values. Rows of a view were count, ids, values and, in mode `i
 The small records go first, in one transaction that also writes the format's number: from there on an older service
 fails at the first of them. Then the rest is moved, a few records at a time, and is deleted where it was in the
 same transaction: whenever that is cut short, the next start goes on with what is left.
+
+In format 2 the name `parts` is taken by a key, so that an older service fails at it even where there is no small
+record yet: it would write its own between those of format 2.
 """
 
 import logging
@@ -51,6 +54,7 @@ _VERSION = struct.Struct(">Q")
 _PART = struct.Struct("<QQ")  # Slot and count.
 _VIEW = struct.Struct("<Q")  # Count.
 _FORMAT = b"format"
+_PARTS = b"parts"
 
 Move = Callable[[lmdb.Transaction, bytes, bytes], None]
 
@@ -63,8 +67,12 @@ def migrate(env: lmdb.Environment, max_bytes: int) -> None:
     """
     started = time.monotonic()
     try:
-        parts = env.open_db(b"parts", create=False)
+        parts = env.open_db(_PARTS, create=False)
+    except lmdb.IncompatibleError:
+        return
     except lmdb.NotFoundError:
+        with _transaction(env) as txn:
+            _take_name(txn)
         return
     try:
         # A record needs room where it goes before the room it had can be used again.
@@ -101,6 +109,7 @@ class _Migration:
         with _transaction(self._env) as txn:
             txn.drop(self._parts)
             txn.drop(self._seals)
+            _take_name(txn)
         return self._moved
 
     def _move_small(self) -> None:
@@ -217,6 +226,10 @@ class _Migration:
 def _transaction(env: lmdb.Environment) -> Iterator[lmdb.Transaction]:
     with env.begin(write=True) as txn:
         yield txn
+
+
+def _take_name(txn: lmdb.Transaction) -> None:
+    txn.put(_PARTS, b"")  # No database can have it now.
 
 
 def _checked(value: bytes, name: str) -> memoryview:

@@ -33,7 +33,8 @@ from deltasync.storage.records import (
     unpack_rows,
 )
 
-# Seals are kept this long after their rows, so that lag in seconds is known for old offsets too.
+# Seals are kept this long after their rows, so that lag in seconds is known for old offsets too; fewer of them in
+# a log that is full although it has no rows that could be dropped.
 KEPT_SEALS = 100_000
 
 
@@ -70,6 +71,7 @@ class ModelStore:
         self.history = uuid.uuid4().hex
         self.tables: list[MappedTable] = []
         self.flushed = 0
+        self._kept_seals = KEPT_SEALS
         self._described_flushed = 0  # The one that is written down, which is ahead until the log is cut.
 
     def recover(self, record: Mapping[str, Any]) -> None:
@@ -108,15 +110,21 @@ class ModelStore:
         """
         with self._flushing:
             if version <= self.flushed:
+                if self._log.refusing:
+                    self._kept_seals = max(1, self._kept_seals // 2)
+                    self._drop_old_seals(self.flushed)
                 return
             for table in list(self.tables):
                 table.flush()
             self._describe(flushed=version)
             self._log.truncate(self._cuts, version).result()
-            self._log.truncate(self._seals, max(0, version - KEPT_SEALS)).result()
+            self._drop_old_seals(version)
             for forgotten in self._layouts.forget(version):
                 forgotten.result()
             self.flushed = version
+
+    def _drop_old_seals(self, version: int) -> None:
+        self._log.truncate(self._seals, max(0, version - self._kept_seals)).result()
 
     def seals(self) -> list[Seal]:
         """The seals that are kept, oldest first.

@@ -1,5 +1,7 @@
 """Where a service is reached, and with which rights."""
 
+import re
+
 import pytest
 from click.testing import CliRunner
 
@@ -25,10 +27,12 @@ def test_what_answers_no_grpc_is_refused(address: str) -> None:
             Admin(service)
 
 
-@pytest.mark.parametrize("address", ["", "nowhere", "h:80", "ftp://h:80"])
+@pytest.mark.parametrize(
+    "address", ["", "nowhere", "h:80", "ftp://h:80", "http://", "http://h:port", "http://[::1"]
+)
 def test_what_answers_no_http_is_refused(address: str) -> None:
     for service in (address, Endpoint(address, "t")):
-        with pytest.raises(InvalidInput, match=f"service '{address}': expected http://HOST:PORT"):
+        with pytest.raises(InvalidInput, match=re.escape(f"service '{address}': expected http://HOST:PORT")):
             fetch_lag(service, "predictors")
 
 
@@ -54,9 +58,9 @@ def test_no_time_is_refused(seconds: float) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["lag", "c", "--http", "h:80"], "--http: service 'h:80': expected http://HOST:PORT"),
-        (["consumers", "list", "--service", "nowhere"], "--service: service 'nowhere': expected HOST:PORT"),
-        (["consumers", "delete", "c", "--admin-token", "hush\n"], "token: expected only printable ASCII"),
+        (["lag", "c", "--http", "h:80"], "Error: service 'h:80': expected http://HOST:PORT"),
+        (["consumers", "list", "--service", "nowhere"], "Error: service 'nowhere': expected HOST:PORT"),
+        (["consumers", "delete", "c", "--admin-token", "hush\n"], "Error: token: expected only printable ASCII"),
     ],
 )
 def test_the_command_line_refuses_what_is_no_endpoint(arguments: list[str], said: str) -> None:

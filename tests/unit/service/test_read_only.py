@@ -44,11 +44,10 @@ def test_a_consumer_of_a_misspelt_model_makes_no_model(tmp_path: Path) -> None:
             await subscribe(service, name)
             assert await ask(service, name) == "away"
         assert (service.models, service.coordinators) == ({}, {})
-        assert not [thread for thread in threading.enumerate() if thread.name.startswith("model-")]
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("model-clikcs")]
         assert not (tmp_path / "models").exists()
-        assert (
-            list(service.log.items("")) == ["consumer/plain", "consumer/top", "format", "offset/plain/r"] or True
-        )
+        kinds = {name.partition("/")[0] for name in service.log.items("")}
+        assert kinds <= {"format", "consumer", "offset"}
 
     run(tmp_path, scenario)
 

@@ -203,12 +203,26 @@ def test_what_is_damaged_is_an_error_that_names_it_and_nothing_is_lost(tmp_path:
     migrated.close()
 
 
-def test_a_log_that_an_older_service_has_looked_at_opens_again(tmp_path: Path) -> None:
-    """It made its databases, and failed."""
+def test_an_older_service_fails_before_it_has_written_anything(tmp_path: Path) -> None:
+    """Also where there is no small record yet at which it would."""
+    unpack("5ad1623", tmp_path / "data")
+    for log in tmp_path / "new", tmp_path / "data" / "log":
+        for _ in range(2):
+            opened(log).close()
+            before = {name: entries(log, name) for name in ("meta", "records")}
+            with pytest.raises(lmdb.IncompatibleError):
+                Format1Log(log)
+            assert {name: entries(log, name) for name in ("meta", "records")} == before
+
+
+def test_a_log_of_format_2_that_an_older_service_could_still_look_at_opens(tmp_path: Path) -> None:
+    """It made its databases, and failed at the first small record."""
     log = opened(tmp_path)
     log.put("format", b"2")
     log.append("s", 1, 0, 0, b"x").result(20)
     log.close()
+    with lmdb.open(str(tmp_path), max_dbs=3) as environment, environment.begin(write=True) as txn:
+        txn.delete(b"parts")
     Format1Log(tmp_path).__exit__(None, None, None)
     log = opened(tmp_path)
     assert (log.items(""), log.streams()) == ({"format": b"2"}, ["s"])

@@ -145,3 +145,26 @@ def test_seals_outlive_their_rows(
     store.flush(6)
     assert [record.number for record in log.read("cuts/m")] == [7]
     assert [seal.version for seal in store.seals()] == list(range(max(1, 7 - kept), 8))
+
+
+def test_a_log_that_is_full_of_seals_goes_on(tmp_path: Path) -> None:
+    log = LmdbStore(LogOptions(directory=tmp_path / "log", max_bytes=1 << 20))
+    store, version = ModelStore(log, "m", tmp_path), 1
+
+    def is_sealed() -> bool:
+        sealing = store.seal(replace(sealed(version, world_size=1), run="r" * 1000))
+        return sealing.exception(TIMEOUT) is None
+
+    while is_sealed():
+        if version % 50 == 0:
+            store.flush(version)
+        version += 1
+    store.flush(version - 1)
+    while log.refusing:  # As housekeeping does.
+        store.flush(version - 1)
+        log.refusing = False
+        is_sealed()
+    kept = [each.version for each in store.seals()]
+    assert len(kept) > 100
+    assert kept == list(range(kept[0], version + 1))
+    log.close()
