@@ -8,18 +8,19 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from deltasync.core.errors import StorageFailed
 from deltasync.core.rows import RowBatch
 from deltasync.feeds.frozen_release import Head
 from deltasync.feeds.scratch import room_for
 from deltasync.feeds.statistics import Amount, Backlog, ReleaseStatistics, total
 from deltasync.views.ranking import DirtyRows, Mask, Pick, amount_of
+from deltasync.views.release_log import Piece, ReleaseLog
 from deltasync.views.store import NewestRelease, ViewState
 from deltasync.views.table import ViewTable
+from deltasync.wire.row_messages import chunked
 
 # Rows of a release beyond this are kept in unlinked files until they are written.
 _MEMORY_BYTES = 32 << 20
-# Rows encoded at once: what bounds the memory that takes.
-_BLOCK_ROWS = 1 << 13
 
 
 @dataclass
@@ -67,13 +68,26 @@ class ReleaseDraft:
         head: what replicas hold once they have it.
         tables: what it takes, by slot.
         reason: why these rows.
-        written: slot and rows of each piece that the log has.
+        log: what hands its rows to the log.
+        written: the pieces that the log has; none before `settle`.
     """
 
     head: Head
     tables: list[TableDraft]
     reason: str
-    written: list[tuple[int, RowBatch]] = field(default_factory=list)
+    log: ReleaseLog
+    written: list[Piece] = field(default_factory=list)
+
+    def settle(self) -> StorageFailed | None:
+        """Wait until the log has the rows; those that it has not are left for later. Blocks; returns why.
+
+        Raises:
+            StorageFailed: none of them is to be released.
+        """
+        self.written, refused, failure = self.log.settle()
+        for piece in refused:
+            self.tables[piece.slot].give_up(piece.rows)
+        return failure
 
     def state_after(self, before: ViewState) -> ViewState:
         """The state once it is made; where it takes no rows, with the release of before and the backlog of now."""
@@ -90,9 +104,15 @@ class ReleaseDraft:
 
 
 def draw(
-    tables: Sequence[ViewTable], dirty: Sequence[DirtyRows], picked: Pick, head: Head, scratch: Path
+    tables: Sequence[ViewTable],
+    dirty: Sequence[DirtyRows],
+    picked: Pick,
+    head: Head,
+    log: ReleaseLog,
+    scratch: Path,
 ) -> ReleaseDraft:
-    """Copy the picked rows, encoded, on the model's thread; many of them into unlinked files in `scratch`.
+    """Copy the picked rows, encoded, and hand them to the log, on the model's thread. Many of them are copied into
+    unlinked files in `scratch`.
 
     Raises:
         StorageFailed: there is no room for them.
@@ -100,17 +120,19 @@ def draw(
     sizes = [int(np.count_nonzero(mask)) for mask in picked.taken]
     size = sum(rows * table.held.spec.row_bytes for rows, table in zip(sizes, tables, strict=True))
     folder = scratch if size > _MEMORY_BYTES else None
-    each = zip(tables, dirty, picked.taken, strict=True)
-    return ReleaseDraft(head, [_draw(*one, folder) for one in each], picked.reason)
+    drafts = [_draft(*each, folder) for each in zip(tables, dirty, picked.taken, strict=True)]
+    for slot, draft in enumerate(drafts):
+        for index, rows in enumerate(chunked(draft.rows)):
+            rows.values[:] = draft.table.encoded(rows.ids)
+            log.add(Piece(slot, index, rows))
+    return ReleaseDraft(head, drafts, picked.reason, log)
 
 
-def _draw(table: ViewTable, dirty: DirtyRows, taken: Mask, folder: Path | None) -> TableDraft:
+def _draft(table: ViewTable, dirty: DirtyRows, taken: Mask, folder: Path | None) -> TableDraft:
+    """What a release takes of a table: as yet with room for the rows only."""
     ids, spec = dirty.ids[taken], table.held.spec
-    encoded = room_for((len(ids), spec.dim), spec.dtype, folder, f"a release of table {spec.name!r}")
-    for start in range(0, len(ids), _BLOCK_ROWS):
-        block = slice(start, start + _BLOCK_ROWS)
-        encoded[block] = table.encoded(ids[block])
-    rows = table.batch(ids, encoded, dirty.norms[taken])
+    room = room_for((len(ids), spec.dim), spec.dtype, folder, f"a release of table {spec.name!r}")
+    rows = table.batch(ids, room, dirty.norms[taken])
     return TableDraft(table, dirty, table.dirty_since[dirty.ids], taken, rows, table.source.norm)
 
 

@@ -1,7 +1,7 @@
 """Making one release, in three steps, so that nothing waits for a disk where cuts are applied:
 
-    draw     on the model's thread: find the dirty rows, pick some, copy them, encoded
-    log      elsewhere: write them to the log, and then that there is a release of them
+    draw     on the model's thread: find the dirty rows, pick some, copy them, encoded, for the log
+    settle   elsewhere: wait until the log has them, and write down that there is a release of them
     apply    on the model's thread: write them into the view, which makes the release visible
 
 Cuts may be applied in between. What they change is dirty for the next release, since it is stamped with a later
@@ -9,34 +9,17 @@ version than the one at which the rows were drawn.
 """
 
 import asyncio
-from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 
-from deltasync.core.errors import StorageFailed
 from deltasync.core.policy import Policy
-from deltasync.core.rows import RowBatch
 from deltasync.feeds.frozen_release import Head
 from deltasync.feeds.model import Model
 from deltasync.views.ranking import DirtyRows, pick
 from deltasync.views.release_draft import ReleaseDraft, draw
+from deltasync.views.release_log import ReleaseLog
 from deltasync.views.store import ViewState, ViewStore
 from deltasync.views.table import ViewTable
-from deltasync.wire.row_messages import CHUNK_BYTES
-
-# Records handed to the log and not yet on disk: what bounds the memory of a large release.
-_UNWRITTEN_RECORDS = 16
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """Some rows of a table on their way to the log."""
-
-    slot: int
-    rows: RowBatch
-    logged: Future[None]
 
 
 class ReleaseMaker:
@@ -59,7 +42,7 @@ class ReleaseMaker:
         draft = await self._model.on_thread(self._draw, policy, overdue_version)
         if draft is None:
             return
-        failure = await asyncio.to_thread(self._log, draft)
+        failure = await asyncio.to_thread(draft.settle)
         self._logged = draft, draft.state_after(self._store.state)
         await self.finish()
         if failure:
@@ -85,32 +68,12 @@ class ReleaseMaker:
             return None
         dirty = find_dirty(state.tables, state.compared_version, policy, overdue_version)
         head = Head(state.head.number + 1, seal.version, seal.step, seal.step_end_unix_ns)
-        return draw(state.tables, dirty, pick(dirty, policy), head, self._scratch)
-
-    def _log(self, draft: ReleaseDraft) -> StorageFailed | None:
-        """Write the rows of a draft to the log; those for which that fails are left out. Blocks; returns why.
-
-        Raises:
-            StorageFailed: none of them is to be released.
-        """
-        failure: StorageFailed | None = None
-        # What is there of one that broke off would be taken for rows of this one after a restart.
-        dropped = self._store.drop(draft.head.number)
-        pieces: deque[_Piece] = deque()
-        for slot, table in enumerate(draft.tables):
-            step = max(1, CHUNK_BYTES // table.rows.shard.row_bytes)
-            for index, rows in enumerate(table.rows.blocks(step)):
-                pieces.append(_Piece(slot, rows, self._store.append(draft.head.number, slot, index, rows)))
-                if len(pieces) > _UNWRITTEN_RECORDS:
-                    failure = _settle(pieces.popleft(), draft) or failure
-        while pieces:
-            failure = _settle(pieces.popleft(), draft) or failure
-        dropped.result()
-        return failure
+        log = ReleaseLog(self._store, head.number)
+        return draw(state.tables, dirty, pick(dirty, policy), head, log, self._scratch)
 
     def _apply(self, draft: ReleaseDraft, state: ViewState) -> None:
-        for slot, rows in draft.written:
-            draft.tables[slot].table.write(rows, draft.head.number)
+        for piece in draft.written:
+            draft.tables[piece.slot].table.write(piece.rows, draft.head.number)
         self._store.advance(state)
 
 
@@ -131,14 +94,3 @@ def find_dirty(
         never_sent, overdue = table.never_sent(ids), table.dirty_since[ids] <= overdue_version
         found.append(DirtyRows(ids, norms, never_sent, overdue, policy.row_bytes(table.source.spec)))
     return found
-
-
-def _settle(piece: _Piece, draft: ReleaseDraft) -> StorageFailed | None:
-    """Wait until the log has a piece; if it cannot, leave its rows for later, and return why."""
-    try:
-        piece.logged.result()
-    except StorageFailed as error:
-        draft.tables[piece.slot].give_up(piece.rows)
-        return error
-    draft.written.append((piece.slot, piece.rows))
-    return None

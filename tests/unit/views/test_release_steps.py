@@ -20,6 +20,7 @@ from deltasync.core.policy import Policy
 from deltasync.core.rows import RowBatch
 from deltasync.core.tables import Shard
 from deltasync.core.value_types import ValueType
+from deltasync.views.release_draft import ReleaseDraft
 from deltasync.views.release_loop import ReleaseLoop
 from deltasync.views.release_maker import ReleaseMaker
 from deltasync.views.store import ViewStore
@@ -47,7 +48,7 @@ class Disk:
         self._go.set()
 
 
-@pytest.mark.parametrize(("owner", "name"), [(ReleaseMaker, "_log"), (ViewStore, "write_release")])
+@pytest.mark.parametrize(("owner", "name"), [(ReleaseDraft, "settle"), (ViewStore, "write_release")])
 def test_a_release_that_waits_for_the_disk_keeps_nobody_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type[Any], name: str
 ) -> None:
@@ -90,7 +91,7 @@ def test_tables_that_wait_for_the_disk_keep_nobody_waiting(
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(ReleaseMaker, "_draw"), (ReleaseMaker, "_log"), (TableMaker, "make")]
+    ("owner", "name"), [(ReleaseMaker, "_draw"), (ReleaseDraft, "settle"), (TableMaker, "make")]
 )
 def test_an_unforeseen_error_is_told_and_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type[Any], name: str

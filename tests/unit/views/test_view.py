@@ -31,7 +31,6 @@ from deltasync.feeds.statistics import Amount
 from deltasync.status.lag import ConsumerLag
 from deltasync.status.report import report
 from deltasync.views.release_draft import ReleaseDraft
-from deltasync.views.release_maker import ReleaseMaker
 from deltasync.views.store import ViewStore
 from deltasync.views.view import View
 
@@ -117,7 +116,7 @@ def test_a_dirty_row_that_changes_again_is_as_old_as_it_was(tmp_path: Path) -> N
 def test_rows_for_which_the_log_had_no_room_are_given_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deltasync.views.release_maker.CHUNK_BYTES", 40_000)
+    monkeypatch.setattr("deltasync.wire.row_messages.CHUNK_BYTES", 40_000)
     big = TableSpec("big", 4000, 128)
     policy = Policy(tables=("big",), value_type=ValueType.FP16, top_k=0.9)
 
@@ -253,13 +252,13 @@ def test_a_version_is_not_held_before_its_release_is_made(tmp_path: Path, monkey
         view = await local.prepared_view(TOP)
         number, found = view.position.number, list[int]()
         await local.cut(changed(1, USER, 3))
-        write = ReleaseMaker._log
+        settle = ReleaseDraft.settle
 
-        def noted(maker: ReleaseMaker, draft: ReleaseDraft) -> StorageFailed | None:
+        def noted(draft: ReleaseDraft) -> StorageFailed | None:
             found.append(view.version_of(number))
-            return write(maker, draft)
+            return settle(draft)
 
-        monkeypatch.setattr(ReleaseMaker, "_log", noted)
+        monkeypatch.setattr(ReleaseDraft, "settle", noted)
         await view.make_release(TOP, 0)
         assert found == [1]
         assert view.version_of(number) == 1

@@ -29,7 +29,6 @@ from deltasync.core.value_types import ValueType
 from deltasync.feeds.frozen_release import FrozenRelease
 from deltasync.feeds.statistics import Amount
 from deltasync.views.release_draft import ReleaseDraft
-from deltasync.views.release_maker import ReleaseMaker
 from deltasync.views.table import ViewTable
 
 TABLES = [TableSpec("a", 6, 3), TableSpec("ab", 5, 10, np.dtype("<f2")), TableSpec("c", 4, 1)]
@@ -143,16 +142,20 @@ class Play:
         await self.prepare()
         if not self.view.state.head:
             return
-        loop, log, names = asyncio.get_running_loop(), ReleaseMaker._log, {t.table.name for t in self.plain.tables}
+        loop, settle, names = (
+            asyncio.get_running_loop(),
+            ReleaseDraft.settle,
+            {t.table.name for t in self.plain.tables},
+        )
         changes = {name: rows for name, rows in changes_of(kinds).items() if name in names}
         before = self.view.state.head.number
 
-        def meanwhile(maker: ReleaseMaker, draft: ReleaseDraft) -> StorageFailed | None:
+        def meanwhile(draft: ReleaseDraft) -> StorageFailed | None:
             for each in (self.local.cut(changes), self.follow(0)):
                 asyncio.run_coroutine_threadsafe(each, loop).result(20)
-            return log(maker, draft)
+            return settle(draft)
 
-        with mock.patch.object(ReleaseMaker, "_log", meanwhile):
+        with mock.patch.object(ReleaseDraft, "settle", meanwhile):
             await self.view.make_release(self.policy, 0)
         await self.check_release(before, 0, exact_lag=False)
         self.plain.cut(changes)

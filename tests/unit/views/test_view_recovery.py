@@ -150,7 +150,7 @@ def test_what_the_log_has_of_a_release_that_broke_off_is_not_taken_for_rows_of_t
         view = await local.prepared_view(TOP)
         await local.cut(changed(1, USER, 4) | changed(1, ITEM, 4))
         with monkeypatch.context() as patch:
-            patch.setattr("deltasync.views.release_maker._settle", broken)
+            patch.setattr("deltasync.views.release_log._failure_of", broken)
             with pytest.raises(ZeroDivisionError):
                 await view.make_release(Policy(), 0)
         await view.make_release(TOP, 0)
