@@ -11,7 +11,7 @@ from deltasync.api.call_errors import abort
 from deltasync.consumers.consumer import Consumer, Replica
 from deltasync.core.delivery import Delivery
 from deltasync.core.errors import DeltasyncError, InvalidInput, NotFound, ServiceUnavailable, Superseded
-from deltasync.core.events import EventKind
+from deltasync.core.events import EventKind, described
 from deltasync.core.position import Position
 from deltasync.core.signals import first_of
 from deltasync.feeds.feed import Feed
@@ -98,8 +98,8 @@ class ReplicaStream:
                 yield response
         except _ReplicaLeft:
             pass  # All of its acks were taken; there is nothing more to say.
-        except DeltasyncError as error:
-            why = str(error)
+        except Exception as error:
+            why = described(error)
             raise
         finally:
             acks.cancel()
@@ -209,7 +209,8 @@ class ReplicaStream:
             return
         if self._replica.damaged and checksums:
             self._say(EventKind.REPLICA_REPAIRED, f"holds what it was sent in {', '.join(self._replica.damaged)}")
-        self._replica.checked, self._replica.damaged = bool(checksums), ()
+            self._replica.damaged = ()
+        self._replica.checked = bool(checksums)
         self._registry.acknowledge(self._consumer, self._replica, applied)
 
     def _report(self, damaged: frozenset[int]) -> None:

@@ -188,13 +188,14 @@ class Model:
             unpublished="" if self.head else nothing_published(self.name).unpublished,
         )
 
-    def flush(self) -> None:
-        """Put the tables as of the head on disk and drop the log up to there. Blocks; any thread.
+    def flush(self) -> bool:
+        """Put the tables as of the head on disk and drop the log up to there; whether there was anything to flush.
+        Blocks; any thread.
 
         Raises:
             StorageFailed: the log could not be written; nothing was lost.
         """
-        self.store.flush(self.position.number)
+        return self.store.flush(self.position.number)
 
     def should_flush(self, flush_bytes: int) -> bool:
         """Whether the log holds `flush_bytes`, or half of the seals that are kept, more than the tables' files."""

@@ -38,7 +38,7 @@ class Standing:
         release: what the newest release took and left; None if there is none.
         compared: whether the backlogs are as of the newest version.
         trouble: why the policy is not in force; empty if it is.
-        failure: what keeps replicas from what is new, unforeseen, and is tried again; empty if nothing does.
+        failure: the error that keeps replicas from what is new, and is tried again; empty if there is none.
         unpublished: that there is nothing to hold yet; empty if there is something.
     """
 

@@ -114,8 +114,9 @@ class CutCoordinator:
         except DeltasyncError as error:
             _fail(current, error)
         except Exception as error:  # noqa: BLE001  # one model's trouble is its own
-            self._report(f"the cut of step {current.cut.step} could not be sealed", error)
-            _fail(current, ServiceUnavailable(f"{self.model.failure}; send it again"))
+            step = current.cut.step
+            self._report(f"the cut of step {step} could not be sealed, and is to be sent again", error)
+            _fail(current, ServiceUnavailable(self.model.failure))
         else:
             self.model.failure = ""
             current.sealed.set_result(position)
@@ -147,7 +148,7 @@ class CutCoordinator:
             try:
                 await self.model.apply_cut(seal, rows)
             except Exception as error:  # noqa: BLE001  # one model's trouble is its own
-                self._report(f"version {seal.version} could not be applied", error)
+                self._report(f"version {seal.version} could not be applied, which is tried again", error)
             else:
                 self.model.failure = ""
                 return
@@ -156,7 +157,7 @@ class CutCoordinator:
                 return
 
     def _report(self, what: str, error: Exception) -> None:
-        """Have an unforeseen error known to whoever looks at the model; it is tried again."""
+        """Have an unforeseen error known to whoever looks at the model."""
         self.model.failure = f"{what}: {described(error)}"
         self.events.emit(EventKind.FAILED, what, error, model=self.model.name)
 

@@ -38,8 +38,7 @@ async def _flush(service: Service, flush_bytes: int) -> None:
 async def _flush_model(service: Service, model: Model) -> None:
     """Flush a model; what goes wrong with one must not keep the others from it."""
     try:
-        await asyncio.to_thread(model.flush)
+        if await asyncio.to_thread(model.flush):
+            service.events.emit(EventKind.FLUSHED, model=model.name, version=model.store.flushed)
     except Exception as error:  # noqa: BLE001  # one model's trouble is its own
         service.events.emit(EventKind.FAILED, "it is flushed again later", error, model=model.name)
-    else:
-        service.events.emit(EventKind.FLUSHED, model=model.name, version=model.store.flushed)

@@ -11,6 +11,9 @@ from deltasync.status.lag import ConsumerLag
 from deltasync.status.metrics import Figures, ModelFigures, exposition
 from deltasync.status.report import report
 
+# For so long all who ask are given the same metrics: at most, they are computed ten times a second.
+_SHARED_SECONDS = 0.1
+
 
 class Answers:
     """Answers what operators ask of a service. Used in the event loop.
@@ -21,8 +24,9 @@ class Answers:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._lags, self._expositions = asyncio.Lock(), asyncio.Lock()
-        self._next: asyncio.Task[bytes] | None = None
+        self._lags = asyncio.Lock()
+        self._exposition: asyncio.Task[bytes] | None = None
+        self._begun = 0.0
 
     async def lag(self, name: str) -> ConsumerLag:
         """How far a consumer is behind.
@@ -36,15 +40,12 @@ class Answers:
             return await asyncio.to_thread(report, consumer.copy(), standing, time.time_ns())
 
     async def metrics(self) -> bytes:
-        """The metrics in Prometheus' text format. Those who ask while others are computed share the next ones."""
-        if self._next is None:
-            self._next = asyncio.create_task(self._expose())
-        return await asyncio.shield(self._next)
-
-    async def _expose(self) -> bytes:
-        async with self._expositions:
-            self._next = None  # Whoever asks from now on is to be told what happens from now on.
-            return await asyncio.to_thread(exposition, self._figures(), time.time_ns())
+        """The metrics in Prometheus' text format. Those who ask at nearly the same time share them."""
+        now = time.monotonic()
+        if self._exposition is None or (self._exposition.done() and now >= self._begun + _SHARED_SECONDS):
+            computed = asyncio.to_thread(exposition, self._figures(), time.time_ns())
+            self._exposition, self._begun = asyncio.create_task(computed), now
+        return await asyncio.shield(self._exposition)
 
     def _figures(self) -> Figures:
         service = self._service

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Iterable
 
+from prometheus_client.core import Metric
+
 from deltasync.consumers.consumer import Consumer
 from deltasync.status.lag import ConsumerLag, Lag, ReleaseLag, ReplicaLag
-from deltasync.status.metric_families import Family, counter, gauge
+from deltasync.status.metric_families import counter, gauge
 
 _LAG: dict[str, tuple[Callable[[Lag], float], str]] = {
     "versions": (lambda lag: lag.versions, "Sealed versions that {who} has not applied."),
@@ -43,7 +45,7 @@ _RELEASE: dict[str, tuple[Callable[[ReleaseLag], float], str]] = {
 }
 
 
-def consumer_metrics(consumers: Iterable[Consumer], lags: list[ConsumerLag]) -> list[Family]:
+def consumer_metrics(consumers: Iterable[Consumer], lags: list[ConsumerLag]) -> list[Metric]:
     """Metrics of these consumers, whose lags were measured before."""
     return [
         *_lag_metrics(lags),
@@ -54,7 +56,7 @@ def consumer_metrics(consumers: Iterable[Consumer], lags: list[ConsumerLag]) -> 
     ]
 
 
-def _lag_metrics(lags: list[ConsumerLag]) -> list[Family]:
+def _lag_metrics(lags: list[ConsumerLag]) -> list[Metric]:
     who = "the consumer's last replica"
     return [
         gauge(
@@ -67,7 +69,7 @@ def _lag_metrics(lags: list[ConsumerLag]) -> list[Family]:
     ]
 
 
-def _release_metrics(lags: list[ConsumerLag]) -> list[Family]:
+def _release_metrics(lags: list[ConsumerLag]) -> list[Metric]:
     released = [(each, each.release) for each in lags if each.release]
     return [
         *[
@@ -97,7 +99,7 @@ def _release_metrics(lags: list[ConsumerLag]) -> list[Family]:
     ]
 
 
-def _table_metrics(lags: list[ConsumerLag]) -> list[Family]:
+def _table_metrics(lags: list[ConsumerLag]) -> list[Metric]:
     tables = [([each.consumer, table.table], table) for each in lags for table in each.tables]
     known = [(labels, table, table.unsent_norm) for labels, table in tables if table.unsent_norm is not None]
     labels = ["consumer", "table"]
@@ -135,7 +137,7 @@ def _table_metrics(lags: list[ConsumerLag]) -> list[Family]:
     ]
 
 
-def _replica_metrics(lags: list[ConsumerLag]) -> list[Family]:
+def _replica_metrics(lags: list[ConsumerLag]) -> list[Metric]:
     replicas = [([each.consumer, replica.replica], replica.lag) for each in lags for replica in each.replicas]
     states = [
         ([each.consumer, state], _count(each.replicas, connected=state == "connected"))
@@ -168,7 +170,7 @@ def _replica_metrics(lags: list[ConsumerLag]) -> list[Family]:
         gauge("consumer_replicas", "Replicas of the consumer.", ["consumer", "state"], states),
         gauge(
             "consumer_failed",
-            "Whether an error that was not foreseen keeps the consumer's replicas from what is new.",
+            "Whether an error keeps the consumer's replicas from what is new.",
             ["consumer"],
             [([each.consumer], each.state == "failed") for each in lags],
         ),
@@ -180,7 +182,7 @@ def _count(replicas: list[ReplicaLag], *, connected: bool) -> int:
     return sum(replica.connected == connected for replica in replicas)
 
 
-def _counters(consumers: list[Consumer]) -> list[Family]:
+def _counters(consumers: list[Consumer]) -> list[Metric]:
     return [
         counter(
             "released_rows",

@@ -158,7 +158,7 @@ def state(replicas: Sequence[Replica], lag: Lag, standing: Standing, offset: int
     if not replicas:
         return "empty", "no replica has ever subscribed"
     if standing.failure:
-        return "failed", f"{standing.failure}; it is tried again"
+        return "failed", standing.failure
     if len(away) == len(replicas):
         return "away", f"none of {len(replicas)} replicas is connected"
     if damaged := [replica for replica in replicas if replica.damaged]:

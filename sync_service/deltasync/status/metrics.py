@@ -1,14 +1,18 @@
 """Prometheus metrics, computed when they are asked for."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from deltasync.consumers.consumer import Consumer
 from deltasync.core.events import EventCounts, EventKind
 from deltasync.core.tables import TableSpec
 from deltasync.feeds.standing import Standing
 from deltasync.status.consumer_metrics import consumer_metrics
-from deltasync.status.metric_families import Family, counter, gauge, text_of
+from deltasync.status.metric_families import counter, gauge
 from deltasync.status.report import report
 
 
@@ -43,15 +47,24 @@ def exposition(figures: Figures, now_unix_ns: int) -> bytes:
         figures: what they are computed from.
         now_unix_ns: the time, nanoseconds since 1970.
     """
-    # One consumer after the other: the lines of all tables of all consumers are many objects to hold at once.
-    parts = (
-        consumer_metrics([consumer], [report(consumer, standing, now_unix_ns)])
-        for consumer, standing in figures.consumers
-    )
-    return (text_of(consumer_metrics([], []), *parts) + text_of(_model_metrics(figures))).encode()
+    consumers = [consumer for consumer, _ in figures.consumers]
+    lags = [report(consumer, standing, now_unix_ns) for consumer, standing in figures.consumers]
+    registry = CollectorRegistry()
+    registry.register(_Snapshot([*consumer_metrics(consumers, lags), *_model_metrics(figures)]))
+    return generate_latest(registry)
 
 
-def _model_metrics(figures: Figures) -> list[Family]:
+class _Snapshot(Collector):
+    """Metrics that were measured before."""
+
+    def __init__(self, metrics: list[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        return self._metrics
+
+
+def _model_metrics(figures: Figures) -> list[Metric]:
     models = figures.models
     tables = [(model.name, table) for model in models for table in model.tables]
     return [

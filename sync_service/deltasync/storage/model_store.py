@@ -102,8 +102,11 @@ class ModelStore:
             self._describe(new)
             undo.pop_all()
 
-    def flush(self, version: int) -> None:
+    def flush(self, version: int) -> bool:
         """Put the tables, which are at `version` or later, on disk, and drop the log up to there.
+
+        Returns:
+            Whether there was anything to flush.
 
         Raises:
             StorageFailed: the log could not be written; nothing was lost.
@@ -113,7 +116,7 @@ class ModelStore:
                 if self._log.refusing:
                     self._kept_seals = max(1, self._kept_seals // 2)
                     self._drop_old_seals(self.flushed)
-                return
+                return False
             for table in list(self.tables):
                 table.flush()
             self._describe(flushed=version)
@@ -122,6 +125,7 @@ class ModelStore:
             for forgotten in self._layouts.forget(version):
                 forgotten.result()
             self.flushed = version
+            return True
 
     def _drop_old_seals(self, version: int) -> None:
         self._log.truncate(self._seals, max(0, version - self._kept_seals)).result()

@@ -91,11 +91,10 @@ class ViewRegistry:
 
     async def _flush(self, name: str, view: View) -> None:
         try:
-            await asyncio.to_thread(view.flush)
+            if await asyncio.to_thread(view.flush):
+                self._events.emit(EventKind.FLUSHED, consumer=name)
         except Exception as error:  # noqa: BLE001  # one consumer's trouble is its own
             self._events.emit(EventKind.FAILED, "its view is flushed again later", error, consumer=name)
-        else:
-            self._events.emit(EventKind.FLUSHED, consumer=name)
 
 
 async def _stop(entry: _Entry) -> None:

@@ -19,8 +19,7 @@ from deltasync.views.view import View
 
 logger = logging.getLogger(__name__)
 
-_RETRY_SECONDS = 1.0
-# Longer, since all tables of a view are made again.
+# Before all tables of a view are made again.
 _PREPARE_AGAIN_SECONDS = 10.0
 
 
@@ -45,12 +44,10 @@ class ReleaseLoop:
         while not self._stopping.is_set():
             try:
                 seconds = await self._advance()
-            except StorageFailed as error:
-                self._emit(EventKind.FAILED, "rows of a release could not be written, they go out later", error)
-                seconds = _RETRY_SECONDS
             except Exception as error:  # noqa: BLE001  # it must not end the service
-                self._view.failure = f"its releases cannot be made: {described(error)}"
-                self._emit(EventKind.FAILED, "its releases cannot be made, which is tried again", error)
+                text = "its releases cannot be made, which is tried again"
+                self._view.failure = f"{text}: {described(error)}"
+                self._emit(EventKind.FAILED, text, error)
                 # Not cut short by what is new: an error at every cut would fill the service's log.
                 await first_of(self._stopping.wait(), seconds=next(self._pauses))
                 continue

@@ -169,20 +169,22 @@ class ViewStore:
         """Whether the log holds so many bytes of releases that are not flushed."""
         return self._appended_bytes - self._dropped_bytes >= flush_bytes
 
-    def flush(self) -> None:
-        """Put the view's files on disk and drop its rows from the log.
+    def flush(self) -> bool:
+        """Put the view's files on disk and drop its rows from the log; whether there was anything to flush.
 
         Raises:
             StorageFailed: the log could not be written; nothing was lost.
         """
         with self._flushing:
             appended, state = self._appended_bytes, self.state
-            if state.head and state.head.number != self._flushed:
-                for table in state.tables:
-                    table.flush()
-                self._write_view(state, state.head.number)
-                self._cut_log(state.head.number)
-                self._dropped_bytes = appended
+            if state.head is None or state.head.number == self._flushed:
+                return False
+            for table in state.tables:
+                table.flush()
+            self._write_view(state, state.head.number)
+            self._cut_log(state.head.number)
+            self._dropped_bytes = appended
+            return True
 
     def discard(self) -> None:
         """Remove everything there is of the view."""

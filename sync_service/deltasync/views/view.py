@@ -175,13 +175,13 @@ class View:
         """Whether the log holds so many bytes of its releases."""
         return self._store.should_flush(flush_bytes)
 
-    def flush(self) -> None:
-        """Put it on disk and drop its rows from the log.
+    def flush(self) -> bool:
+        """Put it on disk and drop its rows from the log; whether there was anything to flush.
 
         Raises:
             StorageFailed: the log could not be written; nothing was lost.
         """
-        self._store.flush()
+        return self._store.flush()
 
     def discard(self) -> None:
         """Remove everything there is of it."""

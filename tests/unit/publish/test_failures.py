@@ -39,11 +39,13 @@ def test_a_cut_that_cannot_be_sealed_is_sent_again(tmp_path: Path, monkeypatch: 
         with monkeypatch.context() as patch:
             patch.setattr("deltasync.publish.coordinator._seal_of", broken)
             with pytest.raises(
-                ServiceUnavailable, match=r"step 1 could not be sealed: ZeroDivisionError.*; send it"
+                ServiceUnavailable, match=r"step 1 could not be sealed, and is to be sent again: ZeroDivisionError"
             ):
                 await send(session, full_part(1, random_rows(0), WHOLE))
         model = service.models["clicks"]
-        assert model.failure == "the cut of step 1 could not be sealed: ZeroDivisionError: a mistake of ours"
+        assert model.failure == (
+            "the cut of step 1 could not be sealed, and is to be sent again: ZeroDivisionError: a mistake of ours"
+        )
         assert service.event_counts[EventKind.FAILED] == 1
         again = await join(service)
         assert await send(again, full_part(1, random_rows(0), WHOLE)) == Position(model.history, 1)
@@ -67,7 +69,9 @@ def test_a_version_that_cannot_be_applied_is_applied_later_and_before_the_next(
             )
             next_cut = asyncio.create_task(send(session, part(3, [(0, [4], np.full((1, 4), 8, "<f4"))])))
             await becomes(lambda: service.event_counts[EventKind.FAILED] > 2)
-            assert model.failure == "version 2 could not be applied: ZeroDivisionError: a mistake of ours"
+            assert model.failure == (
+                "version 2 could not be applied, which is tried again: ZeroDivisionError: a mistake of ours"
+            )
             assert model.position.number == 1
             other = await join(service, model="other")
             assert (await send(other, full_part(1, random_rows(1), WHOLE))) == Position(other.sealed.history, 1)

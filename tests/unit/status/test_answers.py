@@ -134,29 +134,27 @@ class HeldExposition:
         return exposition(figures, now)
 
 
-def test_who_asks_for_metrics_while_others_are_computed_shares_the_next_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("seconds", [0, 1000])
+def test_who_asks_for_metrics_at_nearly_the_same_time_shares_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
-    """They know of all that happened before they were asked for."""
+    monkeypatch.setattr(module, "_SHARED_SECONDS", seconds)
 
     async def scenario(service: Service) -> None:
         session, _ = await published(service, EVERYTHING, TOP)
         answers, held = Answers(service), HeldExposition(monkeypatch)
-        first = asyncio.create_task(answers.metrics())
+        tasks = [asyncio.create_task(answers.metrics()) for _ in range(3)]
         await held.begun.acquire()
         await send(session, part(2, [(0, [3], np.ones((1, 4), "<f4"))]))
-        others = [asyncio.create_task(answers.metrics()) for _ in range(3)]
-        lag = await answers.lag("c0")  # Does not wait for them.
-        assert lag.head == 2
+        assert (await answers.lag("c0")).head == 2  # Does not wait for them.
+        tasks[0].cancel()  # One who has gone away takes nothing from the others.
         held.let_go()
-        assert b'head_version{model="clicks"} 1.0' in await first
-        await held.begun.acquire()
-        others[0].cancel()  # One who has gone away takes nothing from the others.
-        held.let_go()
-        texts = await asyncio.gather(*others[1:])
-        assert b'head_version{model="clicks"} 2.0' in texts[0]
+        texts = await asyncio.gather(*tasks[1:])
+        assert b'head_version{model="clicks"} 1.0' in texts[0]
         assert texts[0] is texts[1]
         held.let_go()
-        assert await answers.metrics() is not texts[0]
+        again = await answers.metrics()
+        assert (again is texts[0]) == (seconds > 0)
+        assert (b'head_version{model="clicks"} 2.0' in again) == (seconds == 0)
 
     run(tmp_path, scenario)
