@@ -6,6 +6,12 @@ import pytest
 from tests.support.server import RunningService
 
 
+@pytest.fixture(autouse=True)
+def metrics_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process; a service in a process of its own shares them for a tenth of a second."""
+    monkeypatch.setattr("deltasync.status.answers._SHARED_SECONDS", 0)
+
+
 @pytest.fixture
 def running(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[RunningService]:
     """A service in a thread; nothing that it did not foresee may have happened in it."""
