@@ -108,9 +108,10 @@ class ReplicaStream:
                 self._say(EventKind.REPLICA_LEFT, why)
 
     async def _responses(self, acks: asyncio.Task[None]) -> Responses:
-        while (feed := self._service.feed(self._consumer)) is None or not feed.may_serve(self._consumer.policy):
+        while (feed := self._ready_feed()) is None:
             yield _progress(Position(), 0)
-            await self._wait(acks, feed.changed() if feed else self._service.model_added.changed())
+            if self._ready_feed() is None:  # Anew: what came while progress was sent would not wake anybody.
+                await self._wait(acks, self._preparation())
         self._feed: Feed = feed
         yield self._opened()
         while True:
@@ -125,6 +126,16 @@ class ReplicaStream:
                 continue
             async for response in self._send(self._feed.release(self._sent.number, repaired), acks):
                 yield response
+
+    def _ready_feed(self) -> Feed | None:
+        """What the consumer is fed from, once there is something to send."""
+        feed = self._service.feed(self._consumer)
+        return feed if feed and feed.may_serve(self._consumer.policy) else None
+
+    def _preparation(self) -> Awaitable[object]:
+        """To be awaited: what may make it ready, from this call on."""
+        feed = self._service.feed(self._consumer)
+        return feed.changed() if feed else self._service.model_added.changed()
 
     def _opened(self) -> subscribe_pb2.SubscribeResponse:
         deliveries = self._deliveries = list(self._feed.deliveries)

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
 from tests.support.local_service import join, opened, run, send
 from tests.support.wire import WHOLE, full_part, random_rows
 
@@ -64,6 +65,26 @@ def test_a_consumer_that_came_before_its_model_is_fed_once_that_is_published(tmp
         assert service.feed(consumer) is service.views.get(consumer) is not None
         assert await ask(service, "top") == "empty"
         await send(session, full_part(1, random_rows(0), WHOLE))
+
+    run(tmp_path, scenario)
+
+
+def test_what_is_published_while_a_replica_is_told_to_wait_wakes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 1000)
+
+    async def scenario(service: Service) -> None:
+        await service.create_consumer("plain", "clicks", Policy())
+        opening = subscribe_pb2.SubscribeOpen(consumer="plain", replica="r")
+        stream = ReplicaStream(service, opening).run(silence())
+        kinds = [(await anext(stream)).WhichOneof("message")]
+        session = await join(service)
+        await send(session, full_part(1, random_rows(0), WHOLE))
+        while kinds[-1] != "release_end":
+            kinds.append((await anext(stream)).WhichOneof("message"))
+        assert kinds == ["progress", "opened", "chunk", "chunk", "release_end"]
+        await cast("AsyncGenerator[Any, None]", stream).aclose()
 
     run(tmp_path, scenario)
 
