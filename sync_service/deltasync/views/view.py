@@ -116,8 +116,14 @@ class View:
         """Where the view stands. Until its first release, which waits for a replica, it is where the model is."""
         state, of_model = self.state, self.model.standing(policy)
         if state.newest is None:
-            failure = self.failure or of_model.failure
-            return replace(of_model, history=self.history, newest_release=0, trouble=self.trouble, failure=failure)
+            return replace(
+                of_model,
+                history=self.history,
+                newest_release=0,
+                trouble=self.trouble,
+                failure=self.failure or of_model.failure,
+                unpublished=of_model.unpublished or self._none_followed(policy),
+            )
         return Standing(
             history=self.history,
             seals=of_model.seals,
@@ -129,6 +135,12 @@ class View:
             trouble=self.trouble,
             failure=self.failure or of_model.failure,
         )
+
+    def _none_followed(self, policy: Policy) -> str:
+        """That the policy follows no table, if so: nothing is ever released then."""
+        if followed(self.model, policy):
+            return ""
+        return f"no table of model {self.model.name!r} fits {', '.join(policy.tables)}"
 
     # Moving on: one call at a time.
 

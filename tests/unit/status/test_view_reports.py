@@ -54,6 +54,21 @@ def test_who_is_one_release_behind_after_a_restart_lacks_one_version(tmp_path: P
     run_again(tmp_path, again)
 
 
+def test_who_follows_no_table_waits_for_one(tmp_path: Path) -> None:
+    async def scenario(local: LocalModel) -> None:
+        view = await local.prepared_view(Policy(tables=("usr*",)))
+        consumer = Consumer(
+            "top", "clicks", 0, Policy(tables=("usr*",)), {"a": Replica("a", stream=asyncio.Event())}
+        )
+        lag = report(consumer, view.standing(consumer.policy), time.time_ns())
+        assert (lag.state, lag.reason) == ("waiting", "no table of model 'clicks' fits usr*")
+        await local.add(TableSpec("usr", 3, 2))
+        lag = report(consumer, view.standing(consumer.policy), time.time_ns())
+        assert lag.state == "behind"
+
+    run(tmp_path, scenario)
+
+
 def test_what_is_unsent_is_known_only_while_somebody_looks(tmp_path: Path) -> None:
     """Versions that have come while nobody is connected were not looked at."""
 
