@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from deltasync.core.errors import InvalidInput
 from deltasync.core.names import check_name
@@ -81,5 +81,4 @@ class Consumer:
 
     def copy(self) -> "Consumer":
         """The consumer and its replicas as they are now, for another thread."""
-        replicas = {name: Replica(**vars(replica)) for name, replica in self.replicas.items()}
-        return Consumer(**{**vars(self), "replicas": replicas})
+        return replace(self, replicas={name: replace(replica) for name, replica in self.replicas.items()})

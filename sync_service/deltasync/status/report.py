@@ -25,7 +25,7 @@ def report(consumer: Consumer, standing: Standing, now_unix_ns: int) -> Consumer
     tables, seals = _tables(standing, replicas), standing.seals
     counts = {each: [table.lacking(each) for table in tables] for each in {offset, *offsets}}
     lags = {each: _lag(each, rows, tables, standing, now_unix_ns) for each, rows in counts.items()}
-    found, reason = state(replicas, lags[offset], standing, offset)
+    found, reason = state(replicas, lags[offset], _waiting(standing, tables, consumer), offset)
     if standing.trouble:
         reason = f"{reason}; the policy is not in force: {standing.trouble}"
     pairs = zip(tables, counts[offset], strict=True)
@@ -49,6 +49,14 @@ def report(consumer: Consumer, standing: Standing, now_unix_ns: int) -> Consumer
         release=_release_lag(standing.release, now_unix_ns) if standing.release else None,
         policy=consumer.policy.as_dict(),
     )
+
+
+def _waiting(standing: Standing, tables: Sequence[TableStanding], consumer: Consumer) -> Standing:
+    """The same; that there is nothing to hold is also true of who follows no table."""
+    if tables or standing.unpublished:
+        return standing
+    patterns = ", ".join(consumer.policy.tables)
+    return replace(standing, unpublished=f"no table of model {consumer.model!r} fits {patterns}")
 
 
 def _tables(standing: Standing, replicas: Sequence[Replica]) -> list[TableStanding]:

@@ -6,6 +6,9 @@ from typing import TextIO
 
 from deltasync.core.errors import StorageFailed
 
+# What to do where something in it is damaged or missing.
+RESTORE = "restore the data directory from a copy, or start an empty one for a full resync"
+
 
 def lock_data_directory(data_dir: Path) -> TextIO:
     """Make the folder if it is missing, and hold it until the returned file is closed.

@@ -8,6 +8,7 @@ from functools import partial
 
 from deltasync.core.errors import StorageFailed
 from deltasync.core.tables import Shard
+from deltasync.storage.data_directory import RESTORE
 from deltasync.storage.log_store import LogStore
 from deltasync.storage.records import layout_number, name_of, reading, unpack_layout
 
@@ -91,10 +92,7 @@ class Layouts:
         """
         layout = self._layouts.get(number)
         if layout is None:
-            raise StorageFailed(
-                f"the log's {name_of(self._stream, number)} is missing: restore the data directory from a copy, "
-                "or start an empty one for a full resync"
-            )
+            raise StorageFailed(f"the log's {name_of(self._stream, number)} is missing: {RESTORE}")
         return layout.shards
 
     def forget(self, upto: int) -> list[Future[None]]:

@@ -5,6 +5,7 @@ import struct
 import xxhash
 
 from deltasync.core.errors import StorageFailed
+from deltasync.storage.data_directory import RESTORE
 from deltasync.storage.log_store import Buffer
 
 _ADDRESS = struct.Struct(">QII")  # Big-endian, so that LMDB's order of keys is that of addresses.
@@ -54,10 +55,7 @@ def without_checksum(key: bytes, value: bytes, name: str) -> memoryview:
 
 def damaged(name: str) -> StorageFailed:
     """The error that a record is not as it was written."""
-    return StorageFailed(
-        f"the log's {name} is damaged: restore the data directory from a copy, or start an empty one for a "
-        "full resync"
-    )
+    return StorageFailed(f"the log's {name} is damaged: {RESTORE}")
 
 
 def _checksum(key: bytes, *payload: Buffer) -> bytes:

@@ -24,6 +24,7 @@ import lmdb
 
 from deltasync.core.errors import StorageFailed
 from deltasync.storage import format_1
+from deltasync.storage.data_directory import RESTORE
 from deltasync.storage.lmdb_file import is_truncated
 from deltasync.storage.lmdb_records import address_of, damaged, key_of, with_checksum, without_checksum
 from deltasync.storage.log_store import LAST_NUMBER, LAST_PART, Buffer, LogOptions, Record
@@ -31,7 +32,6 @@ from deltasync.storage.records import name_of
 
 logger = logging.getLogger(__name__)
 
-_INSTEAD = "restore the data directory from a copy, or start an empty one for a full resync"
 _RECORDS, _META = b"records", b"meta"
 _COMMIT_OPERATIONS = 32  # Bounds what one transaction holds in memory: 32 chunks of at most 1 MiB.
 
@@ -153,7 +153,7 @@ class LmdbStore:
             with self._env.begin(db=database) as txn, txn.cursor() as cursor:
                 yield cursor
         except lmdb.Error as error:
-            raise StorageFailed(f"the log cannot be read ({error}): {_INSTEAD}") from error
+            raise StorageFailed(f"the log cannot be read ({error}): {RESTORE}") from error
 
     # The writer's thread.
 
@@ -225,13 +225,13 @@ def _open(options: LogOptions) -> lmdb.Environment:
             undo.callback(env.close)
             if is_truncated(directory / "data.mdb"):
                 raise StorageFailed(
-                    f"the log in {directory} is cut off: pages are missing at the end of data.mdb: {_INSTEAD}"
+                    f"the log in {directory} is cut off: pages are missing at the end of data.mdb: {RESTORE}"
                 )
             format_1.migrate(env, options.max_bytes)
             for database in (_RECORDS, _META):
                 env.open_db(database)
         except lmdb.Error as error:
-            raise StorageFailed(f"the log in {directory} cannot be opened ({error}): {_INSTEAD}") from error
+            raise StorageFailed(f"the log in {directory} cannot be opened ({error}): {RESTORE}") from error
         undo.pop_all()
     return env
 

@@ -12,6 +12,7 @@ import xxhash
 from deltasync.core.errors import StorageFailed
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import TableSpec
+from deltasync.storage.data_directory import RESTORE
 
 Mapped: TypeAlias = np.memmap[tuple[int, ...], np.dtype[Any]]
 
@@ -75,10 +76,7 @@ def map_array(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...], *, new: 
     found = path.stat().st_size if path.exists() else None
     if found != size:
         has = "is missing" if found is None else f"has {found} bytes"
-        raise StorageFailed(
-            f"{path} {has}, expected {size} bytes: restore the data directory from a copy, or start an empty one "
-            "for a full resync"
-        )
+        raise StorageFailed(f"{path} {has}, expected {size} bytes: {RESTORE}")
     return np.memmap(path, dtype, mode="r+", shape=shape)
 
 

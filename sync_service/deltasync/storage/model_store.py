@@ -17,6 +17,7 @@ from deltasync.core.errors import StorageFailed
 from deltasync.core.rows import RowBatch
 from deltasync.core.seal import Seal
 from deltasync.core.tables import Shard, TableSpec
+from deltasync.storage.data_directory import RESTORE
 from deltasync.storage.layouts import Layouts, LayoutUse
 from deltasync.storage.log_store import LogStore
 from deltasync.storage.mapped_table import MappedTable, remove_files
@@ -180,7 +181,7 @@ class ModelStore:
         if count != seal.rows:
             raise StorageFailed(
                 f"the log has {count} rows of version {seal.version} of model {self._model!r}, expected "
-                f"{seal.rows}: restore the data directory from a copy, or start an empty one for a full resync"
+                f"{seal.rows}: {RESTORE}"
             )
 
     def _describe(self, new: Sequence[MappedTable] = (), flushed: int = 0) -> None:

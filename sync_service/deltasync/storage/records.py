@@ -13,6 +13,7 @@ from deltasync.core.errors import StorageFailed
 from deltasync.core.rows import RowBatch
 from deltasync.core.seal import Seal
 from deltasync.core.tables import ID_TYPE, Shard, TableSpec
+from deltasync.storage.data_directory import RESTORE
 from deltasync.storage.log_store import Buffer
 
 # Records of rows: format, kind, columns, slot, number of rows, layout; then the columns, one after the other.
@@ -61,10 +62,7 @@ def reading(name: str) -> Iterator[None]:
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
-        raise StorageFailed(
-            f"the log's {name} cannot be understood ({error!r}): restore the data directory from a copy, "
-            "or start an empty one for a full resync"
-        ) from error
+        raise StorageFailed(f"the log's {name} cannot be understood ({error!r}): {RESTORE}") from error
 
 
 def seal_record(seal: Seal) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """The rows of one release on their way to the log."""
 
-from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -12,14 +11,13 @@ from deltasync.views.store import ViewStore
 _UNWRITTEN_PIECES = 16
 
 
-@dataclass
+@dataclass(frozen=True)
 class Piece:
     """Some encoded rows of the table in `slot`, the piece `index` of these."""
 
     slot: int
     index: int
     rows: RowBatch
-    logged: Future[None] | None = None
 
 
 class ReleaseLog:
@@ -30,15 +28,15 @@ class ReleaseLog:
         self._number = number
         self._dropped: Future[None] | None = None
         self._pieces: list[Piece] = []
-        self._unwritten: deque[Future[None]] = deque()
+        self._logged: list[Future[None]] = []  # Of the first pieces, in their order.
+        self._ended = 0  # So many of the first of these are done.
 
     def add(self, piece: Piece) -> None:
         """Take a piece. Waits for nothing: on the model's thread."""
         self._pieces.append(piece)
-        while self._unwritten and self._unwritten[0].done():
-            self._unwritten.popleft()
-        if len(self._unwritten) < _UNWRITTEN_PIECES:
-            self._hand_over(piece)
+        while self._ended < len(self._logged) and self._logged[self._ended].done():
+            self._ended += 1
+        self._hand_over(self._ended + _UNWRITTEN_PIECES)
 
     def settle(self) -> tuple[list[Piece], list[Piece], StorageFailed | None]:
         """Wait until the log has all pieces: those that it has, those that it refused, and why. Blocks.
@@ -48,10 +46,8 @@ class ReleaseLog:
         """
         written, refused, failure = list[Piece](), list[Piece](), None
         for number, piece in enumerate(self._pieces):
-            for ahead in self._pieces[number : number + _UNWRITTEN_PIECES]:
-                if ahead.logged is None:
-                    self._hand_over(ahead)
-            if error := _failure_of(piece):
+            self._hand_over(number + _UNWRITTEN_PIECES)
+            if error := _failure_of(self._logged[number]):
                 refused.append(piece)
                 failure = error
             else:
@@ -60,18 +56,18 @@ class ReleaseLog:
             self._dropped.result()
         return written, refused, failure
 
-    def _hand_over(self, piece: Piece) -> None:
+    def _hand_over(self, upto: int) -> None:
+        """Hand the first `upto` pieces to the log, as far as they were not before."""
         if self._dropped is None:
             # What is there of one that broke off would be taken for rows of this one after a restart.
             self._dropped = self._store.drop(self._number)
-        piece.logged = self._store.append(self._number, piece.slot, piece.index, piece.rows)
-        self._unwritten.append(piece.logged)
+        for piece in self._pieces[len(self._logged) : upto]:
+            self._logged.append(self._store.append(self._number, piece.slot, piece.index, piece.rows))
 
 
-def _failure_of(piece: Piece) -> StorageFailed | None:
+def _failure_of(logged: Future[None]) -> StorageFailed | None:
     try:
-        if piece.logged:
-            piece.logged.result()
+        logged.result()
     except StorageFailed as error:
         return error
     return None

@@ -65,7 +65,8 @@ class ViewTable:
     def copy(self, ids: Ids, number: int | None) -> None:
         """Take over rows of the source as they are. Stamp them with `number`; None = as in the source."""
         values = self.source.rows_of(ids)
-        self.write(self.batch(ids, self.encoded(ids), norms_of(values)), number or 1)
+        encoded = self.delivery.value_type.encode(values)
+        self.write(self.batch(ids, encoded, norms_of(values)), number or 1)
         if number is None:
             self.held.restamp(ids, self.source.stamps[ids])
         self._clean = self.sent.counts  # No row of a table that is being made is dirty.

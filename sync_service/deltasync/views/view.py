@@ -115,32 +115,22 @@ class View:
     def standing(self, policy: Policy) -> Standing:
         """Where the view stands. Until its first release, which waits for a replica, it is where the model is."""
         state, of_model = self.state, self.model.standing(policy)
-        if state.newest is None:
-            return replace(
-                of_model,
-                history=self.history,
-                newest_release=0,
-                trouble=self.trouble,
-                failure=self.failure or of_model.failure,
-                unpublished=of_model.unpublished or self._none_followed(policy),
-            )
-        return Standing(
+        standing = replace(
+            of_model,
             history=self.history,
-            seals=of_model.seals,
-            tables=partial(_tables, state, self.model, policy),
-            version_of=partial(self._version_at, state),
-            newest_release=state.newest.head.number,
-            release=state.newest.statistics,
-            compared=state.compared_version == self.model.position.number,
+            newest_release=state.head.number if state.head else 0,
             trouble=self.trouble,
             failure=self.failure or of_model.failure,
         )
-
-    def _none_followed(self, policy: Policy) -> str:
-        """That the policy follows no table, if so: nothing is ever released then."""
-        if followed(self.model, policy):
-            return ""
-        return f"no table of model {self.model.name!r} fits {', '.join(policy.tables)}"
+        if state.newest is None:
+            return standing
+        return replace(
+            standing,
+            tables=partial(_tables, state, self.model, policy),
+            version_of=partial(self._version_at, state),
+            release=state.newest.statistics,
+            compared=state.compared_version == self.model.position.number,
+        )
 
     # Moving on: one call at a time.
 
