@@ -172,7 +172,7 @@ class ReplicaStream:
         self._consumer.released_rows += release.rows
         if release.head:
             self._sent = Position(self._feed.history, release.head.number)
-            self._audit.expect(release)
+            self._audit.expect(release, self._sent_bytes)
             yield subscribe_pb2.SubscribeResponse(release_end=self._end(release, release.head))
 
     def _end(self, release: FrozenRelease, head: Head) -> subscribe_pb2.ReleaseEnd:
@@ -203,9 +203,9 @@ class ReplicaStream:
                 raise InvalidInput(f"a checksum of table {unknown[0]}, but there are only {len(self._deliveries)}")
             if ack.HasField("applied"):
                 checksums = {each.slot: each.sum for each in ack.checksums}
-                self._acknowledge(position_from_message(ack.applied), checksums)
+                self._acknowledge(position_from_message(ack.applied), checksums, ack.received_bytes)
 
-    def _acknowledge(self, applied: Position, checksums: dict[int, int]) -> None:
+    def _acknowledge(self, applied: Position, checksums: dict[int, int], received_bytes: int) -> None:
         if applied.history != self._sent.history or applied.number > self._sent.number:
             raise InvalidInput(
                 f"acked number {applied.number} of history {applied.history!r}, only number "
@@ -214,7 +214,7 @@ class ReplicaStream:
         # An earlier ack that is repeated changes nothing.
         if self._replica.stream is not self._ended or applied.number < self._replica.applied.number:
             return
-        damaged = self._audit.check(applied.number, checksums)
+        damaged = self._audit.check(applied.number, checksums, received_bytes)
         if damaged:
             self._report(damaged)
             return

@@ -20,6 +20,7 @@ class _Sent:
     number: int
     checksums: tuple[int, ...]
     whole: frozenset[int]
+    end_bytes: int
 
 
 class ReplicaAudit:
@@ -36,11 +37,11 @@ class ReplicaAudit:
         self._repairs = 0
         self._repaired_at = -math.inf
 
-    def expect(self, release: FrozenRelease) -> None:
-        """Note that a release was sent."""
+    def expect(self, release: FrozenRelease, end_bytes: int) -> None:
+        """Note that a release was sent; `end_bytes` is what the stream has carried with it, from its beginning."""
         self._repairing = NO_TABLES
         if release.head:
-            self._sent.append(_Sent(release.head.number, release.checksums, release.whole))
+            self._sent.append(_Sent(release.head.number, release.checksums, release.whole, end_bytes))
 
     def begin_repair(self, now: float) -> frozenset[int]:
         """Slots of the tables to send whole with the next release; from now on they are being repaired.
@@ -53,12 +54,13 @@ class ReplicaAudit:
         self._repairs, self._repaired_at = self._repairs + 1, now
         return self._repairing
 
-    def check(self, applied: int, checksums: Mapping[int, int]) -> frozenset[int]:
+    def check(self, applied: int, checksums: Mapping[int, int], received_bytes: int) -> frozenset[int]:
         """Slots of the tables that differ in a replica that has applied up to the number `applied`.
 
-        A table that is being repaired is not repaired again for releases that were sent before.
+        A table that is being repaired is not repaired again for releases that were sent before. A repair has the number
+        of the release that it repairs; `received_bytes` tells which of the two an ack is of.
         """
-        sent = self._take(applied)
+        sent = self._take(applied, received_bytes)
         repairing = self._repairing.union(*(each.whole for each in self._sent))
         if sent is None:  # Acknowledged before: it is as it was then.
             return self.damaged | repairing
@@ -68,11 +70,13 @@ class ReplicaAudit:
             self._repairs = 0
         return wrong
 
-    def _take(self, applied: int) -> _Sent | None:
+    def _take(self, applied: int, received_bytes: int) -> _Sent | None:
         """The oldest of the releases of that number; those before it are not acknowledged any more."""
         while self._sent and self._sent[0].number < applied:
             self._sent.popleft()
-        return self._sent.popleft() if self._sent and self._sent[0].number == applied else None
+        first = self._sent[0] if self._sent else None
+        known = first and first.number == applied and first.end_bytes <= received_bytes
+        return self._sent.popleft() if known else None
 
 
 def _at(checksums: tuple[int, ...], slot: int) -> int:

@@ -8,37 +8,37 @@ WRONG = {0: 11, 1: 20}
 
 
 def sent(proof: ReplicaAudit, number: int, whole: frozenset[int] = frozenset()) -> None:
-    proof.expect(FrozenRelease(Head(number, number, 0, 0), whole=whole, checksums=(10, 20)))
+    proof.expect(FrozenRelease(Head(number, number, 0, 0), whole=whole, checksums=(10, 20)), 0)
 
 
 def test_right_checksums_prove_it() -> None:
     proof = ReplicaAudit()
     sent(proof, 1)
-    assert proof.check(1, RIGHT) == frozenset()
+    assert proof.check(1, RIGHT, 0) == frozenset()
     assert proof.begin_repair(0.0) == frozenset()
 
 
 def test_what_is_wrong_is_repaired_once() -> None:
     proof = ReplicaAudit()
     sent(proof, 1)
-    assert proof.check(1, WRONG) == {0}
+    assert proof.check(1, WRONG, 0) == {0}
     assert proof.begin_repair(0.0) == {0}
     sent(proof, 1, frozenset({0}))
     assert proof.begin_repair(0.0) == frozenset()
-    assert proof.check(1, RIGHT) == frozenset()
-    assert proof.check(1, RIGHT) == frozenset()
+    assert proof.check(1, RIGHT, 0) == frozenset()
+    assert proof.check(1, RIGHT, 0) == frozenset()
 
 
 def test_what_was_sent_before_the_repair_asks_for_no_other() -> None:
     proof = ReplicaAudit()
     sent(proof, 1)
     sent(proof, 2)
-    assert proof.check(1, WRONG) == {0}
+    assert proof.check(1, WRONG, 0) == {0}
     assert proof.begin_repair(0.0) == {0}
     sent(proof, 2, frozenset({0}))
-    assert proof.check(2, WRONG) == {0}
+    assert proof.check(2, WRONG, 0) == {0}
     assert proof.begin_repair(0.0) == frozenset()
-    assert proof.check(2, RIGHT) == frozenset()
+    assert proof.check(2, RIGHT, 0) == frozenset()
 
 
 def test_an_ack_that_comes_while_the_repair_is_sent_asks_for_no_other() -> None:
@@ -46,9 +46,9 @@ def test_an_ack_that_comes_while_the_repair_is_sent_asks_for_no_other() -> None:
     proof = ReplicaAudit()
     sent(proof, 1)
     sent(proof, 2)
-    assert proof.check(1, WRONG) == {0}
+    assert proof.check(1, WRONG, 0) == {0}
     assert proof.begin_repair(0.0) == {0}
-    assert proof.check(2, WRONG) == {0}
+    assert proof.check(2, WRONG, 0) == {0}
     sent(proof, 2, frozenset({0}))
     assert proof.begin_repair(0.0) == frozenset()
 
@@ -56,25 +56,25 @@ def test_an_ack_that_comes_while_the_repair_is_sent_asks_for_no_other() -> None:
 def test_an_ack_that_is_repeated_while_the_repair_is_sent_proves_nothing() -> None:
     proof = ReplicaAudit()
     sent(proof, 1)
-    assert proof.check(1, WRONG) == {0}
-    assert proof.check(1, RIGHT) == {0}
+    assert proof.check(1, WRONG, 0) == {0}
+    assert proof.check(1, RIGHT, 0) == {0}
     assert proof.begin_repair(0.0) == {0}
-    assert proof.check(1, RIGHT) == {0}
+    assert proof.check(1, RIGHT, 0) == {0}
     sent(proof, 1, frozenset({0}))
-    assert proof.check(1, RIGHT) == frozenset()
+    assert proof.check(1, RIGHT, 0) == frozenset()
 
 
 def test_a_repair_that_did_not_help_is_made_again_later() -> None:
     proof = ReplicaAudit()
     sent(proof, 1)
-    assert proof.check(1, WRONG) == {0}
+    assert proof.check(1, WRONG, 0) == {0}
     assert proof.begin_repair(0.0) == {0}
     sent(proof, 1, frozenset({0}))
-    assert proof.check(1, {0: 10, 1: 5}) == {1}
+    assert proof.check(1, {0: 10, 1: 5}, 0) == {1}
     assert proof.begin_repair(4.9) == frozenset()
     assert proof.begin_repair(5.0) == {1}
     sent(proof, 1, frozenset({1}))
-    assert proof.check(1, WRONG) == {0}
+    assert proof.check(1, WRONG, 0) == {0}
     assert proof.begin_repair(14.9) == frozenset()
     assert proof.begin_repair(15.0) == {0}
 
@@ -83,16 +83,29 @@ def test_a_repair_that_helped_makes_the_next_one_immediate() -> None:
     proof = ReplicaAudit()
     for number in (1, 2):
         sent(proof, number)
-        assert proof.check(number, WRONG) == {0}
+        assert proof.check(number, WRONG, 0) == {0}
         assert proof.begin_repair(0.0) == {0}
         sent(proof, number, frozenset({0}))
-        assert proof.check(number, RIGHT) == frozenset()
+        assert proof.check(number, RIGHT, 0) == frozenset()
 
 
 def test_an_ack_of_a_later_release_stands_for_those_before() -> None:
     proof = ReplicaAudit()
     for number in (1, 2, 3):
         sent(proof, number)
-    assert proof.check(2, RIGHT) == frozenset()
-    assert proof.check(1, WRONG) == frozenset()
-    assert proof.check(3, WRONG) == {0}
+    assert proof.check(2, RIGHT, 0) == frozenset()
+    assert proof.check(1, WRONG, 0) == frozenset()
+    assert proof.check(3, WRONG, 0) == {0}
+
+
+def test_an_ack_that_was_repeated_before_the_repair_arrived_is_none_of_the_repair() -> None:
+    proof = ReplicaAudit()
+    release = FrozenRelease(Head(1, 1, 0, 0), checksums=(10, 20))
+    proof.expect(release, 100)
+    assert proof.check(1, WRONG, 100) == {0}
+    assert proof.begin_repair(0.0) == {0}
+    proof.expect(release, 150)
+    for _ in range(3):
+        proof.check(1, WRONG, 100)
+    assert proof.begin_repair(1e9) == frozenset()
+    assert proof.check(1, RIGHT, 150) == frozenset()
