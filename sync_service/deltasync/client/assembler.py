@@ -102,6 +102,10 @@ class ReleaseAssembler:
         slots = {delivery.spec.name: slot for slot, delivery in enumerate(self._deliveries)}
         return {slots[name]: checksum for name, checksum in checksums.items()}
 
+    def unbound(self, bound: frozenset[str]) -> list[int]:
+        """Slots of the tables that are not among the bound ones."""
+        return [slot for slot, delivery in enumerate(self._deliveries) if delivery.spec.name not in bound]
+
     def wrong(self, end: subscribe_pb2.ReleaseEnd, checksums: Mapping[str, int]) -> list[str]:
         """Names of the tables of which the service has another checksum."""
         expected = {self._deliveries[each.slot].spec.name: each.sum for each in end.checksums}

@@ -12,7 +12,7 @@ from deltasync.client.assembler import ReleaseAssembler
 from deltasync.client.checksums import TargetChecksums
 from deltasync.client.endpoint import Endpoint
 from deltasync.client.options import SubscriberOptions
-from deltasync.client.targets import ReadableTarget, Target
+from deltasync.client.targets import PartialTarget, ReadableTarget, Target
 from deltasync.core.backoff import backoff
 from deltasync.core.errors import ServiceUnavailable
 from deltasync.core.position import Position
@@ -164,7 +164,7 @@ class Subscriber:
             if kind == "opened":
                 assembler.begin(response.opened)
             elif kind == "chunk" and assembler.add(response.chunk):
-                requests.put(_ack(assembler.received_bytes))
+                requests.put(_credit(assembler.received_bytes))
             elif kind == "progress" and position_from_message(response.progress.head) == self.held:
                 self._hold(self.held, Position(assembler.model_history, response.progress.version))
             elif kind == "release_end":
@@ -177,13 +177,25 @@ class Subscriber:
             checksums_of.before(release)
         self._target.apply(release)
         checksums = checksums_of.after(release) if checksums_of else {}
-        requests.put(_ack(assembler.received_bytes, release.position, assembler.by_slot(checksums)))
+        requests.put(self._ack(assembler, release.position, checksums))
         if wrong := assembler.wrong(end, checksums):
             text = "replica %s holds other rows than it was sent in %s; it will be sent all of them"
             logger.error(text, self._options.replica, ", ".join(wrong))
             return
         # After the ack is on its way: whoever waits for the version may close the subscription at once.
         self._hold(release.position, Position(assembler.model_history, release.version))
+
+    def _ack(
+        self, assembler: ReleaseAssembler, applied: Position, checksums: Mapping[str, int]
+    ) -> subscribe_pb2.SubscribeRequest:
+        target = self._target
+        ack = subscribe_pb2.Ack(
+            received_bytes=assembler.received_bytes,
+            applied=position_to_message(applied),
+            checksums=checksums_to_message(assembler.by_slot(checksums)),
+            unbound=assembler.unbound(target.bound()) if isinstance(target, PartialTarget) else [],
+        )
+        return subscribe_pb2.SubscribeRequest(ack=ack)
 
     def _hold(self, position: Position, version: Position) -> None:
         with self._moved:
@@ -196,10 +208,5 @@ class Subscriber:
         return any(at.history == wanted.history and at.number >= wanted.number for at in (self.held, self.version))
 
 
-def _ack(
-    received_bytes: int, applied: Position | None = None, checksums: Mapping[int, int] | None = None
-) -> subscribe_pb2.SubscribeRequest:
-    message = position_to_message(applied) if applied else None
-    sums = checksums_to_message(checksums or {})
-    ack = subscribe_pb2.Ack(received_bytes=received_bytes, applied=message, checksums=sums)
-    return subscribe_pb2.SubscribeRequest(ack=ack)
+def _credit(received_bytes: int) -> subscribe_pb2.SubscribeRequest:
+    return subscribe_pb2.SubscribeRequest(ack=subscribe_pb2.Ack(received_bytes=received_bytes))
