@@ -28,6 +28,9 @@ POLICY_METRICS: dict[str, set[str]] = {
 # Each metric and its labels: what dashboards and alerts are built on.
 METRICS: dict[str, set[str]] = {
     "deltasync_head_version": {"model"},
+    "deltasync_head_event_time_seconds": {"model"},
+    "deltasync_consumer_seconds_behind_events": _CONSUMER,
+    "deltasync_replica_seconds_behind_events": _REPLICA,
     "deltasync_consumer_lag_versions": _CONSUMER,
     "deltasync_consumer_lag_rows": _CONSUMER,
     "deltasync_consumer_lag_bytes": _CONSUMER,

@@ -79,6 +79,7 @@ def seal_record(seal: Seal) -> dict[str, Any]:
         "step_end_unix_ns": seal.step_end_unix_ns,
         "sealed_unix_ns": seal.sealed_unix_ns,
         "resync": seal.resync,
+        "event_time_unix_ns": seal.event_time_unix_ns,
     }
 
 
@@ -95,7 +96,9 @@ def seal_of_record(record: Mapping[str, Any]) -> Seal:
         log_bytes=record["log_bytes"],
         step_end_unix_ns=record["step_end_unix_ns"],
         sealed_unix_ns=record["sealed_unix_ns"],
-        resync=record.get("resync", False),  # Seals of earlier versions lack it.
+        # Seals of earlier versions lack these.
+        resync=record.get("resync", False),
+        event_time_unix_ns=record.get("event_time_unix_ns"),
     )
 
 

@@ -60,6 +60,7 @@ def head_record(head: Head) -> dict[str, Any]:
         "version": head.version,
         "step": head.step,
         "step_end_unix_ns": head.step_end_unix_ns,
+        "event_time_unix_ns": head.event_time_unix_ns,
     }
 
 
@@ -70,6 +71,7 @@ def head_of_record(record: Mapping[str, Any]) -> Head:
         version=record["version"],
         step=record["step"],
         step_end_unix_ns=record["step_end_unix_ns"],
+        event_time_unix_ns=record.get("event_time_unix_ns"),  # Heads of earlier versions lack it.
     )
 
 
