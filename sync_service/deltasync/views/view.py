@@ -94,7 +94,7 @@ class View:
         return self._version_at(self.state, number)
 
     def event_time_of(self, version: int) -> int | None:
-        """The time of the newest event that the model had been trained on at a version; None if it is not known."""
+        """The time of the newest event that the model had been trained on at a version, or None."""
         return self.model.event_time_of(version)
 
     def _version_at(self, state: ViewState, number: int) -> int:
