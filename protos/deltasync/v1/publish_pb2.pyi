@@ -210,7 +210,7 @@ class PartClose(_message.Message):
     """
     event_time_unix_ns: _builtins.int
     """event_time_unix_ns is the time of the newest event that this rank has trained on up to this step, nanoseconds
-    since 1970. Absent: it does not know. That of a cut is the newest of all ranks, and of the run's cuts before.
+    since 1970; 0 where it does not know. That of a cut is the newest of all ranks, and of the run's cuts before.
     """
     def __init__(
         self,
@@ -219,15 +219,13 @@ class PartClose(_message.Message):
         rows: _builtins.int = ...,
         step_end_unix_ns: _builtins.int = ...,
         full: _builtins.bool = ...,
-        event_time_unix_ns: _builtins.int | None = ...,
+        event_time_unix_ns: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_event_time_unix_ns", b"_event_time_unix_ns", "event_time_unix_ns", b"event_time_unix_ns"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_event_time_unix_ns", b"_event_time_unix_ns", "event_time_unix_ns", b"event_time_unix_ns", "full", b"full", "rows", b"rows", "step", b"step", "step_end_unix_ns", b"step_end_unix_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event_time_unix_ns", b"event_time_unix_ns", "full", b"full", "rows", b"rows", "step", b"step", "step_end_unix_ns", b"step_end_unix_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__event_time_unix_ns: _TypeAlias = _typing.Literal["event_time_unix_ns"]  # noqa: Y015
-    _WhichOneofArgType__event_time_unix_ns: _TypeAlias = _typing.Literal["_event_time_unix_ns", b"_event_time_unix_ns"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__event_time_unix_ns) -> _WhichOneofReturnType__event_time_unix_ns | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PartClose: _TypeAlias = PartClose  # noqa: Y015
 

@@ -275,7 +275,7 @@ class ReleaseEnd(_message.Message):
     """version is the model's version that the release was made of."""
     event_time_unix_ns: _builtins.int
     """event_time_unix_ns is the time of the newest event that the model had been trained on at `version`, nanoseconds
-    since 1970. Absent: no rank has said one.
+    since 1970; 0 where no rank has said one.
     """
     @_builtins.property
     def position(self) -> _tables_pb2.Position:
@@ -301,15 +301,13 @@ class ReleaseEnd(_message.Message):
         version: _builtins.int = ...,
         whole: _abc.Iterable[_builtins.int] | None = ...,
         checksums: _abc.Iterable[_tables_pb2.Checksum] | None = ...,
-        event_time_unix_ns: _builtins.int | None = ...,
+        event_time_unix_ns: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_event_time_unix_ns", b"_event_time_unix_ns", "event_time_unix_ns", b"event_time_unix_ns", "position", b"position"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_event_time_unix_ns", b"_event_time_unix_ns", "checksums", b"checksums", "event_time_unix_ns", b"event_time_unix_ns", "position", b"position", "rows", b"rows", "step", b"step", "step_end_unix_ns", b"step_end_unix_ns", "version", b"version", "whole", b"whole"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "event_time_unix_ns", b"event_time_unix_ns", "position", b"position", "rows", b"rows", "step", b"step", "step_end_unix_ns", b"step_end_unix_ns", "version", b"version", "whole", b"whole"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__event_time_unix_ns: _TypeAlias = _typing.Literal["event_time_unix_ns"]  # noqa: Y015
-    _WhichOneofArgType__event_time_unix_ns: _TypeAlias = _typing.Literal["_event_time_unix_ns", b"_event_time_unix_ns"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__event_time_unix_ns) -> _WhichOneofReturnType__event_time_unix_ns | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReleaseEnd: _TypeAlias = ReleaseEnd  # noqa: Y015
 
@@ -339,14 +337,12 @@ class Progress(_message.Message):
         *,
         head: _tables_pb2.Position | None = ...,
         version: _builtins.int = ...,
-        event_time_unix_ns: _builtins.int | None = ...,
+        event_time_unix_ns: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_event_time_unix_ns", b"_event_time_unix_ns", "event_time_unix_ns", b"event_time_unix_ns", "head", b"head"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["head", b"head"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_event_time_unix_ns", b"_event_time_unix_ns", "event_time_unix_ns", b"event_time_unix_ns", "head", b"head", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event_time_unix_ns", b"event_time_unix_ns", "head", b"head", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__event_time_unix_ns: _TypeAlias = _typing.Literal["event_time_unix_ns"]  # noqa: Y015
-    _WhichOneofArgType__event_time_unix_ns: _TypeAlias = _typing.Literal["_event_time_unix_ns", b"_event_time_unix_ns"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__event_time_unix_ns) -> _WhichOneofReturnType__event_time_unix_ns | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Progress: _TypeAlias = Progress  # noqa: Y015

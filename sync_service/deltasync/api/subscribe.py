@@ -188,7 +188,7 @@ class ReplicaStream:
             version=head.version,
             whole=sorted(release.whole),
             checksums=checksums_to_message(dict(enumerate(release.checksums))),
-            event_time_unix_ns=head.event_time_unix_ns,
+            event_time_unix_ns=head.event_time_unix_ns or 0,
         )
 
     @property
@@ -276,6 +276,6 @@ def _progress(
     head: Position, version: int, event_time_unix_ns: int | None = None
 ) -> subscribe_pb2.SubscribeResponse:
     progress = subscribe_pb2.Progress(
-        head=position_to_message(head), version=version, event_time_unix_ns=event_time_unix_ns
+        head=position_to_message(head), version=version, event_time_unix_ns=event_time_unix_ns or 0
     )
     return subscribe_pb2.SubscribeResponse(progress=progress)

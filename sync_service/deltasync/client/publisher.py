@@ -237,7 +237,7 @@ class _Stream:
                 rows=sum(map(len, part.rows)),
                 step_end_unix_ns=part.step_end_unix_ns,
                 full=part.full,
-                event_time_unix_ns=part.event_time_unix_ns,
+                event_time_unix_ns=part.event_time_unix_ns or 0,
             )
             yield publish_pb2.PublishRequest(close=close)
 

@@ -29,8 +29,8 @@ class Head:
         version: the version whose rows it is made of.
         step: the trainer's step of that version.
         step_end_unix_ns: when that step ended, nanoseconds since 1970.
-        event_time_unix_ns: the time of the newest event that the model had been trained on, likewise; None if nobody
-            has said it.
+        event_time_unix_ns: the time of the newest event that the model had been trained on, likewise; None if
+            nobody has said it.
     """
 
     number: int

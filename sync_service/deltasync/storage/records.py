@@ -67,7 +67,7 @@ def reading(name: str) -> Iterator[None]:
 
 def seal_record(seal: Seal) -> dict[str, Any]:
     """The record of a seal."""
-    return {
+    record = {
         "version": seal.version,
         "step": seal.step,
         "run": seal.run,
@@ -79,8 +79,8 @@ def seal_record(seal: Seal) -> dict[str, Any]:
         "step_end_unix_ns": seal.step_end_unix_ns,
         "sealed_unix_ns": seal.sealed_unix_ns,
         "resync": seal.resync,
-        "event_time_unix_ns": seal.event_time_unix_ns,
     }
+    return record | event_time_record(seal.event_time_unix_ns)
 
 
 def seal_of_record(record: Mapping[str, Any]) -> Seal:
@@ -100,6 +100,11 @@ def seal_of_record(record: Mapping[str, Any]) -> Seal:
         resync=record.get("resync", False),
         event_time_unix_ns=record.get("event_time_unix_ns"),
     )
+
+
+def event_time_record(event_time_unix_ns: int | None) -> dict[str, int]:
+    """What a record says of the newest event: nothing where it is not known, as those of earlier versions."""
+    return {} if event_time_unix_ns is None else {"event_time_unix_ns": event_time_unix_ns}
 
 
 def spec_record(spec: TableSpec) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def event_time_from_message(
     message: publish_pb2.PartClose | subscribe_pb2.ReleaseEnd | subscribe_pb2.Progress,
 ) -> int | None:
     """The event time that a message carries, nanoseconds since 1970; None if it carries none."""
-    return message.event_time_unix_ns if message.HasField("event_time_unix_ns") else None
+    return message.event_time_unix_ns or None
 
 
 def position_from_message(message: tables_pb2.Position) -> Position:
