@@ -11,8 +11,9 @@ class Seal:
     """What is known of a sealed cut. Times are nanoseconds since 1970.
 
     `bytes` are those of ids and values, `log_bytes` those of the records the log holds of it. `resync` says that
-    its run does not continue the published history: it has every row. `event_time_unix_ns` is the time of the
-    newest event that the run had been trained on; None if no rank has said one.
+    its run does not continue the published history: it has every row. `whole` are the tables of a full cut: rows
+    that it does not name are deleted. `event_time_unix_ns` is the time of the newest event that the run had been
+    trained on; None if no rank has said one.
     """
 
     version: int
@@ -26,6 +27,7 @@ class Seal:
     step_end_unix_ns: int
     sealed_unix_ns: int
     resync: bool = False
+    whole: tuple[str, ...] = ()
     event_time_unix_ns: int | None = None
 
 

@@ -184,6 +184,7 @@ def _seal_of(cut: Cut, before: Seal | None) -> Seal:
         step_end_unix_ns=cut.step_end_unix_ns,
         sealed_unix_ns=time.time_ns(),
         resync=cut.must_be_full,
+        whole=cut.whole,
         event_time_unix_ns=newest_event_time((cut.event_time_unix_ns, earlier)),
     )
 
