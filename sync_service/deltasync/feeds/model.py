@@ -236,7 +236,7 @@ class Model:
         for batch in self.store.rows(seal) if rows is None else rows:
             self._partly_applied = True
             by_name[batch.table.name].apply(batch, seal.version)
-            if seal.whole:
+            if batch.table.name in named:
                 named[batch.table.name][batch.ids] = True
         for name, mask in named.items():
             self._partly_applied, table = True, by_name[name]
