@@ -128,10 +128,14 @@ class ReplicaStream:
             if self._feed.position == self._sent and not repaired:
                 await self._wait(acks, self._feed.changed(), self._damaged.wait())
                 if self._feed.position == self._sent and not self._audit.damaged:
-                    yield _progress(self._sent, self._feed.version_of(self._sent.number))
+                    yield self._no_news()
                 continue
             async for response in self._send(self._feed.release(self._sent.number, repaired), acks):
                 yield response
+
+    def _no_news(self) -> subscribe_pb2.SubscribeResponse:
+        version = self._feed.version_of(self._sent.number)
+        return _progress(self._sent, version, self._feed.event_time_of(version))
 
     def _ready_feed(self) -> Feed | None:
         """What the consumer is fed from, once there is something to send."""
@@ -191,6 +195,7 @@ class ReplicaStream:
             version=head.version,
             whole=sorted(release.whole),
             checksums=checksums_to_message(dict(enumerate(release.checksums))),
+            event_time_unix_ns=head.event_time_unix_ns or 0,
         )
 
     @property
@@ -274,6 +279,10 @@ class ReplicaStream:
             raise Superseded(f"a newer stream of replica {self._replica.name!r} has taken over")
 
 
-def _progress(head: Position, version: int) -> subscribe_pb2.SubscribeResponse:
-    progress = subscribe_pb2.Progress(head=position_to_message(head), version=version)
+def _progress(
+    head: Position, version: int, event_time_unix_ns: int | None = None
+) -> subscribe_pb2.SubscribeResponse:
+    progress = subscribe_pb2.Progress(
+        head=position_to_message(head), version=version, event_time_unix_ns=event_time_unix_ns or 0
+    )
     return subscribe_pb2.SubscribeResponse(progress=progress)

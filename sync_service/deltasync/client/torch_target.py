@@ -11,6 +11,7 @@ from torch import nn
 
 from deltasync.client.targets import Release
 from deltasync.core.errors import Contradiction, NotFound
+from deltasync.core.position import Position
 from deltasync.core.rows import Ids, Values
 from deltasync.core.tables import TableSpec
 
@@ -25,9 +26,16 @@ class TorchTarget:
     A table belongs to the parameter whose name, without ".weight", is the table's name or the end of it:
     table "sparse.embedding_bags.user" to "embedding_bags.user.weight" of a lone collection. Tables the module
     has no parameter for are left out, which is logged.
+
+    Attributes:
+        position: the one that the module's rows are at, and
+        event_time_unix_ns: the time of the newest event that the model had been trained on there, nanoseconds
+            since 1970; None where it is not known. Read both inside `reading()`.
     """
 
     def __init__(self, module: nn.Module) -> None:
+        self.position = Position()
+        self.event_time_unix_ns: int | None = None
         self._module = module
         self._known: list[TableSpec] = []
         self._tables: dict[str, torch.Tensor] = {}
@@ -63,6 +71,7 @@ class TorchTarget:
                     weight = self._tables[rows.table.name]
                     ids = torch.from_numpy(rows.ids.copy()).to(weight.device)
                     weight.index_copy_(0, ids, _tensor(rows.values).to(weight.device))
+            self.position, self.event_time_unix_ns = release.position, release.event_time_unix_ns
 
     def read(self, table: TableSpec, ids: Ids) -> Values | None:
         """Some rows of a table, in host memory."""

@@ -15,7 +15,7 @@ from deltasync.core.policy_fields import OneOf, Patterns, PolicyField
 from deltasync.core.position import Position
 from deltasync.core.tables import STATE_TYPES, Shard, TableKind, TableSpec
 from deltasync.core.value_types import ValueType
-from deltasync.v1 import admin_pb2, publish_pb2, tables_pb2
+from deltasync.v1 import admin_pb2, publish_pb2, subscribe_pb2, tables_pb2
 
 N = TypeVar("N", bound=Numbered)
 
@@ -112,6 +112,13 @@ def shard_to_message(shard: Shard, tables: list[TableSpec]) -> publish_pb2.Shard
         col_offset=shard.col_offset,
         cols=shard.cols,
     )
+
+
+def event_time_from_message(
+    message: publish_pb2.PartClose | subscribe_pb2.ReleaseEnd | subscribe_pb2.Progress,
+) -> int | None:
+    """The event time that a message carries, nanoseconds since 1970; None if it carries none."""
+    return message.event_time_unix_ns or None
 
 
 def position_from_message(message: tables_pb2.Position) -> Position:
