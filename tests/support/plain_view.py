@@ -36,16 +36,16 @@ class PlainHeld:
 
     def row(self, row: int) -> Values:
         zeros = np.zeros((1, self.delivery.spec.dim), self.delivery.spec.dtype)
-        nothing = self.delivery.value_type.encode(zeros)[0]
+        nothing = self.delivery.encode(zeros)[0]
         held: Values = self.rows.get(row, nothing)
         return held
 
     def wanted(self, row: int) -> Values:
-        wanted: Values = self.delivery.value_type.encode(self.source.rows[row][None])[0]
+        wanted: Values = self.delivery.encode(self.source.rows[row][None])[0]
         return wanted
 
     def decoded(self, row: int) -> Values:
-        values: Values = self.delivery.value_type.decode(self.row(row)[None], self.delivery.spec.dtype)[0]
+        values: Values = self.delivery.decode(self.row(row)[None])[0]
         return values
 
     def norm(self, row: int) -> float:

@@ -64,7 +64,7 @@ async def held_by_a_replica(view: View) -> dict[str, Values]:
     for slot, rows in release.batches.items():
         given = view.deliveries[slot]
         table = np.zeros((given.spec.rows, given.spec.dim), given.spec.dtype)
-        table[rows.ids] = given.value_type.decode(rows.values, given.spec.dtype)
+        table[rows.ids] = given.decode(rows.values)
         held[given.spec.name] = table
     return held
 

@@ -104,7 +104,9 @@ class Ack(_message.Message):
     """received_bytes is the total of ids and values bytes taken from this stream so far."""
     @_builtins.property
     def applied(self) -> _tables_pb2.Position:
-        """applied is the position the replica's tables are at; unset while nothing new was applied."""
+        """applied is the position the replica's tables are at; unset while nothing new was applied.
+        It belongs to the last release of that position whose bytes are within received_bytes.
+        """
 
     @_builtins.property
     def checksums(self) -> _containers.RepeatedCompositeFieldContainer[_tables_pb2.Checksum]:

@@ -35,9 +35,23 @@ class _ValueTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ValueType.V
     """VALUE_TYPE_INT8 is row-wise: one code (uint8) per value, then the row's scale and bias (binary32,
     little-endian). A value is code * scale + bias, computed exactly and rounded once. Only in releases.
     """
+    VALUE_TYPE_FP64: _ValueType.ValueType  # 5
+    """VALUE_TYPE_FP64 is IEEE 754 binary64, little-endian."""
+    VALUE_TYPE_INT64: _ValueType.ValueType  # 6
+    """VALUE_TYPE_INT64 is a signed number of 8 bytes, little-endian."""
+    VALUE_TYPE_INT32: _ValueType.ValueType  # 7
+    """VALUE_TYPE_INT32 is a signed number of 4 bytes, little-endian."""
+    VALUE_TYPE_INT16: _ValueType.ValueType  # 8
+    """VALUE_TYPE_INT16 is a signed number of 2 bytes, little-endian."""
+    VALUE_TYPE_UINT8: _ValueType.ValueType  # 9
+    """VALUE_TYPE_UINT8 is an unsigned byte."""
+    VALUE_TYPE_BOOL: _ValueType.ValueType  # 10
+    """VALUE_TYPE_BOOL is a byte, 0 or 1."""
 
 class ValueType(_ValueType, metaclass=_ValueTypeEnumTypeWrapper):
-    """ValueType is the type of one number of a row."""
+    """ValueType is the type of one number of a row. Embedding tables have FP32 or FP16, releases of them BF16 and INT8
+    too; other kinds of tables also the types from FP64 on, and are released in their own.
+    """
 
 VALUE_TYPE_UNSPECIFIED: ValueType.ValueType  # 0
 """VALUE_TYPE_UNSPECIFIED is refused."""
@@ -51,7 +65,59 @@ VALUE_TYPE_INT8: ValueType.ValueType  # 4
 """VALUE_TYPE_INT8 is row-wise: one code (uint8) per value, then the row's scale and bias (binary32,
 little-endian). A value is code * scale + bias, computed exactly and rounded once. Only in releases.
 """
+VALUE_TYPE_FP64: ValueType.ValueType  # 5
+"""VALUE_TYPE_FP64 is IEEE 754 binary64, little-endian."""
+VALUE_TYPE_INT64: ValueType.ValueType  # 6
+"""VALUE_TYPE_INT64 is a signed number of 8 bytes, little-endian."""
+VALUE_TYPE_INT32: ValueType.ValueType  # 7
+"""VALUE_TYPE_INT32 is a signed number of 4 bytes, little-endian."""
+VALUE_TYPE_INT16: ValueType.ValueType  # 8
+"""VALUE_TYPE_INT16 is a signed number of 2 bytes, little-endian."""
+VALUE_TYPE_UINT8: ValueType.ValueType  # 9
+"""VALUE_TYPE_UINT8 is an unsigned byte."""
+VALUE_TYPE_BOOL: ValueType.ValueType  # 10
+"""VALUE_TYPE_BOOL is a byte, 0 or 1."""
 Global___ValueType: _TypeAlias = ValueType  # noqa: Y015
+
+class _TableKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TableKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TableKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TABLE_KIND_UNSPECIFIED: _TableKind.ValueType  # 0
+    """TABLE_KIND_UNSPECIFIED means embedding."""
+    TABLE_KIND_EMBEDDING: _TableKind.ValueType  # 1
+    """TABLE_KIND_EMBEDDING is rows that are looked up by id."""
+    TABLE_KIND_PARAMETER: _TableKind.ValueType  # 2
+    """TABLE_KIND_PARAMETER is a parameter outside of embedding tables: a matrix by its rows, a vector as one row."""
+    TABLE_KIND_BUFFER: _TableKind.ValueType  # 3
+    """TABLE_KIND_BUFFER is a buffer, likewise. It may hold NaN and infinity."""
+    TABLE_KIND_ID_MAP: _TableKind.ValueType  # 4
+    """TABLE_KIND_ID_MAP is raw ids by row of the table `of`: one INT64, the id + 1, or 0 where the row is free."""
+    TABLE_KIND_ID_RANGES: _TableKind.ValueType  # 5
+    """TABLE_KIND_ID_RANGES says which row of the table `of` unknown raw ids take: three INT64, all 0 but for these
+    rows, which hold the first raw id of their range, its end, and the first row of their shard.
+    """
+
+class TableKind(_TableKind, metaclass=_TableKindEnumTypeWrapper):
+    """TableKind is what a table holds of a model. Only embedding tables are ranked, quantised and left for later."""
+
+TABLE_KIND_UNSPECIFIED: TableKind.ValueType  # 0
+"""TABLE_KIND_UNSPECIFIED means embedding."""
+TABLE_KIND_EMBEDDING: TableKind.ValueType  # 1
+"""TABLE_KIND_EMBEDDING is rows that are looked up by id."""
+TABLE_KIND_PARAMETER: TableKind.ValueType  # 2
+"""TABLE_KIND_PARAMETER is a parameter outside of embedding tables: a matrix by its rows, a vector as one row."""
+TABLE_KIND_BUFFER: TableKind.ValueType  # 3
+"""TABLE_KIND_BUFFER is a buffer, likewise. It may hold NaN and infinity."""
+TABLE_KIND_ID_MAP: TableKind.ValueType  # 4
+"""TABLE_KIND_ID_MAP is raw ids by row of the table `of`: one INT64, the id + 1, or 0 where the row is free."""
+TABLE_KIND_ID_RANGES: TableKind.ValueType  # 5
+"""TABLE_KIND_ID_RANGES says which row of the table `of` unknown raw ids take: three INT64, all 0 but for these
+rows, which hold the first raw id of their range, its end, and the first row of their shard.
+"""
+Global___TableKind: _TypeAlias = TableKind  # noqa: Y015
 
 class _Mode:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -79,7 +145,7 @@ Global___Mode: _TypeAlias = Mode  # noqa: Y015
 
 @_typing.final
 class Table(_message.Message):
-    """Table describes one embedding table, whole."""
+    """Table describes one table, whole."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -88,6 +154,8 @@ class Table(_message.Message):
     DIM_FIELD_NUMBER: _builtins.int
     VALUE_TYPE_FIELD_NUMBER: _builtins.int
     SENT_AS_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    OF_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """name is the table's fully qualified name, with its owner module, as in the trainer's state_dict
     but without ".weight": for example "sparse.embedding_bags.user". 1 to 512 characters.
@@ -97,11 +165,15 @@ class Table(_message.Message):
     dim: _builtins.int
     """dim is the number of values in a row. At least 1."""
     value_type: Global___ValueType.ValueType
-    """value_type is the type of the values: FP32 or FP16. Required."""
+    """value_type is the type of the values. Required."""
     sent_as: Global___ValueType.ValueType
     """sent_as is the type that values have in the rows of a release. Set by the service; unspecified means
     value_type.
     """
+    kind: Global___TableKind.ValueType
+    """kind is what it holds."""
+    of: _builtins.str
+    """of is the name of the embedding table that an id map, or id ranges, belong to; else empty."""
     def __init__(
         self,
         *,
@@ -110,10 +182,12 @@ class Table(_message.Message):
         dim: _builtins.int = ...,
         value_type: Global___ValueType.ValueType = ...,
         sent_as: Global___ValueType.ValueType = ...,
+        kind: Global___TableKind.ValueType = ...,
+        of: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dim", b"dim", "name", b"name", "rows", b"rows", "sent_as", b"sent_as", "value_type", b"value_type"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dim", b"dim", "kind", b"kind", "name", b"name", "of", b"of", "rows", b"rows", "sent_as", b"sent_as", "value_type", b"value_type"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -135,7 +209,7 @@ class Rows(_message.Message):
     values: _builtins.bytes
     """values holds the current (absolute) values of these rows: row-major, in the table's value type,
     little-endian; len(ids) / 8 rows of the table's dim (of the shard's cols when publishing).
-    NaN and infinity are refused. In a release they are in Table.sent_as, or, in mode ids, one binary32
+    NaN and infinity are refused, but in buffers. In a release they are in Table.sent_as, or, in mode ids, one binary32
     per row: the L2 norm of what has changed in it.
     """
     def __init__(

@@ -114,4 +114,4 @@ def _decoded(rows: RowBatch, delivery: Delivery) -> RowBatch:
     if delivery.mode is Mode.IDS:
         norms = rows.values[:, 0].astype(np.float32, copy=False)
         return rows.with_values(spec, np.empty((len(rows), 0), spec.dtype), norms)
-    return rows.with_values(spec, delivery.value_type.decode(rows.values, spec.dtype))
+    return rows.with_values(spec, delivery.decode(rows.values))

@@ -4,7 +4,7 @@ Both parts are sums over rows: the order in which rows came does not matter, and
 subtracted as it was and added as it is. Zeros add nothing: a table that was never written has an empty digest.
 
     checksum     sum over rows i and columns j of  w(i) * c(j) * bits(i, j)   modulo 2**64
-    square_sum   sum over rows of their squared L2 norm
+    square_sum   sum over rows of their squared L2 norm, as fp32 has it
 
 w and c are odd numbers made of row id and column by the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast
 splittable pseudorandom number generators", 2014). This is multilinear hashing (Lemire and Kaser, "Strongly
@@ -39,7 +39,7 @@ class Digest:
 
 
 def digest(ids: Ids, values: Values, col_offset: int = 0) -> Digest:
-    """The digest of the rows `ids` ([n]), of which `values` ([n, cols] fp32 or fp16) are the columns from
+    """The digest of the rows `ids` ([n]), of which `values` ([n, cols] of any type) are the columns from
     `col_offset` on.
     """
     weights = _odd(np.arange(col_offset, col_offset + values.shape[1], dtype=np.uint64), 1)
@@ -53,10 +53,10 @@ def digest(ids: Ids, values: Values, col_offset: int = 0) -> Digest:
 def _of_block(ids: Ids, values: Values, weights: NDArray[np.uint64]) -> Digest:
     bits = values.view(f"<u{values.itemsize}").astype(np.uint64)
     rows = np.einsum("ij,j->i", bits, weights)
-    exact = values.astype(np.float32, copy=False)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
+        exact = values.astype(np.float32, copy=False)
         # Each row by itself, in fp32: its number must not depend on the rows beside it.
-        squares = np.minimum(np.vecdot(exact, exact), _LARGEST)
+        squares = np.fmin(np.vecdot(exact, exact), _LARGEST)
     checksum = int((rows * _odd(ids.astype(np.uint64), 2)).sum())
     return Digest(checksum, float(squares.sum(dtype=np.float64)))
 

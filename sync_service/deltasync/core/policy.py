@@ -1,7 +1,7 @@
 """A consumer's policy: which rows its replicas are sent, how many, when, and in which type."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -82,12 +82,12 @@ class Policy:
         return self == Policy()
 
     def follows(self, table: TableSpec) -> bool:
-        """Whether the consumer follows a table."""
-        return any(fnmatchcase(table.name, pattern) for pattern in self.tables)
+        """Whether the consumer follows a table; with an embedding table, its map too."""
+        return any(fnmatchcase(name, pattern) for pattern in self.tables for name in {table.name, table.of} - {""})
 
     def delivery_of(self, table: TableSpec) -> Delivery:
         """What replicas are sent of a table."""
-        return Delivery(table, sent_as(table, self.value_type), self.mode)
+        return replace(Delivery.unchanged(table), value_type=self._value_type_of(table), mode=self.mode)
 
     def row_bytes(self, table: TableSpec) -> int:
         """Bytes that one of a table's rows takes in a release: id and values, or id and norm."""
@@ -105,11 +105,12 @@ class Policy:
                 names, patterns = ", ".join(table.name for table in tables), ", ".join(self.tables)
                 raise InvalidInput(f"tables {patterns}: no table of the model fits; its tables: {names}")
             return
+        ranked = [table for table in followed if table.kind.ranked]
         if self.top_k_per_table:
-            needed = sum(min(self._rows, table.rows) * self.row_bytes(table) for table in followed)
-            self._check_bytes(needed, f"{self._rows} rows of each of {len(followed)} tables")
+            needed = sum(min(self._rows, table.rows) * self.row_bytes(table) for table in ranked)
+            self._check_bytes(needed, f"{self._rows} rows of each of {len(ranked)} tables")
         needed, left = 0, self._rows
-        for table in sorted(followed, key=self.row_bytes, reverse=True):
+        for table in sorted(ranked, key=self.row_bytes, reverse=True):
             needed += min(left, table.rows) * self.row_bytes(table)
             left -= min(left, table.rows)
         self._check_bytes(needed, f"the {self._rows - left} largest rows")
@@ -135,6 +136,9 @@ class Policy:
         if unknown := sorted(described.keys() - known):
             raise InvalidInput(f"policy: unknown key {unknown[0]!r}; keys: {', '.join(sorted(known))}")
         return cls(**described)
+
+    def _value_type_of(self, table: TableSpec) -> ValueType | None:
+        return sent_as(table, self.value_type) if table.kind.ranked else None
 
     @property
     def _rows(self) -> int:

@@ -55,7 +55,7 @@ class StampedTable:
         for block in rows.blocks(BLOCK_ROWS):
             self._apply_block(block, number)
         self._largest_sum = max(self._largest_sum, self.digest.square_sum)
-        if self.digest.square_sum < self._largest_sum * _EXACT_SHARE:
+        if self.spec.kind.trained and self.digest.square_sum < self._largest_sum * _EXACT_SHARE:
             self.count_digest()
 
     def _apply_block(self, block: RowBatch, number: int) -> None:
@@ -84,8 +84,8 @@ class StampedTable:
 
     @property
     def norm(self) -> float:
-        """The L2 norm of all rows together."""
-        return math.sqrt(max(0.0, self.digest.square_sum))
+        """The L2 norm of all rows together; 0 for what is not trained."""
+        return 0.0 if not self.spec.kind.trained else math.sqrt(max(0.0, self.digest.square_sum))
 
     def count_digest(self) -> None:
         """Find the digest anew, of all rows that ever changed: after a restart."""

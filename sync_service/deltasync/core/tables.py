@@ -5,21 +5,61 @@ from dataclasses import dataclass
 import numpy as np
 
 from deltasync.core.errors import InvalidInput
+from deltasync.core.numbered import Numbered
 
 ID_TYPE = np.dtype("<i8")
-VALUE_TYPES = (np.dtype("<f4"), np.dtype("<f2"))
+VALUE_TYPES: tuple[np.dtype[np.generic], ...] = (np.dtype("<f4"), np.dtype("<f2"))
+# Of what is not looked up by id too: parameters, buffers, maps.
+STATE_TYPES = (*VALUE_TYPES, *(np.dtype(each) for each in ("<f8", "<i8", "<i4", "<i2", "u1", "?")))
 MAX_ROWS = 2**40
 MAX_DIM = 2**16
 
 
+class TableKind(Numbered):
+    """What a table holds of a model.
+
+    Only the rows of embedding tables are ranked, quantised and left for later by a policy: a model of which some
+    parameters are of another version than the rest is none that was ever trained.
+    """
+
+    EMBEDDING = "embedding", 1
+    """Rows that are looked up by id."""
+    PARAMETER = "parameter", 2
+    """A parameter outside of embedding tables: a matrix by its rows, a vector as one row."""
+    BUFFER = "buffer", 3
+    """A buffer, likewise."""
+    ID_MAP = "id map", 4
+    """Raw ids by row of the table `of`: int64 [rows, 1], the id + 1, and 0 where the row is free."""
+    ID_RANGES = "id ranges", 5
+    """Which rows of the table `of` unknown raw ids take: int64 [rows, 3], all zero but for these rows, which hold
+    the first raw id of their range, its end, and the first row of their shard."""
+
+    @property
+    def ranked(self) -> bool:
+        """Whether a policy may rank its rows, quantise them, or leave them for later."""
+        return self is TableKind.EMBEDDING
+
+    @property
+    def trained(self) -> bool:
+        """Whether its values are weights: finite, and with norms that say how far off a replica is."""
+        return self in (TableKind.EMBEDDING, TableKind.PARAMETER)
+
+
 @dataclass(frozen=True)
 class TableSpec:
-    """One embedding table, whole: `rows` x `dim` values of `dtype` (fp32 or fp16)."""
+    """One table, whole: `rows` x `dim` values of `dtype` (fp32 or fp16; of other kinds than embedding tables also
+    fp64, int64, int32, int16, uint8 and bool).
+
+    Attributes:
+        of: the name of the embedding table that a map or ranges belong to; else empty.
+    """
 
     name: str
     rows: int
     dim: int
     dtype: np.dtype[np.generic] = VALUE_TYPES[0]
+    kind: TableKind = TableKind.EMBEDDING
+    of: str = ""
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.name) <= 512:
@@ -31,8 +71,21 @@ class TableSpec:
     def _check_values(self) -> None:
         if not 1 <= self.dim <= MAX_DIM:
             raise InvalidInput(f"table {self.name!r}: dim {self.dim}, expected 1 to {MAX_DIM}")
-        if self.dtype not in VALUE_TYPES:
-            raise InvalidInput(f"table {self.name!r}: values of type {self.dtype}, expected float32 or float16")
+        types = VALUE_TYPES if self.kind.ranked else STATE_TYPES
+        if self.dtype not in types:
+            expected = ", ".join(map(str, types))
+            raise InvalidInput(f"table {self.name!r}: values of type {self.dtype}, expected one of {expected}")
+        self._check_map()
+
+    def _check_map(self) -> None:
+        columns = {TableKind.ID_MAP: 1, TableKind.ID_RANGES: 3}.get(self.kind)
+        if (columns is None) != (not self.of):
+            raise InvalidInput(f"table {self.name!r}, of kind {self.kind.value!r}, names {self.of!r} as its table")
+        if columns and (self.dim, self.dtype) != (columns, np.dtype("<i8")):
+            raise InvalidInput(
+                f"table {self.name!r}, of kind {self.kind.value!r}, has {self.dim} values of {self.dtype} in a "
+                f"row, expected {columns} of int64"
+            )
 
     @property
     def row_bytes(self) -> int:

@@ -57,8 +57,8 @@ class ReplicaAudit:
     def check(self, applied: int, checksums: Mapping[int, int], received_bytes: int) -> frozenset[int]:
         """Slots of the tables that differ in a replica that has applied up to the number `applied`.
 
-        A table that is being repaired is not repaired again for releases that were sent before. A repair has the number
-        of the release that it repairs; `received_bytes` tells which of the two an ack is of.
+        A table that is being repaired is not repaired again for releases that were sent before. A repair has the
+        number of the release that it repairs; `received_bytes` tells which of the two an ack is of.
         """
         sent = self._take(applied, received_bytes)
         repairing = self._repairing.union(*(each.whole for each in self._sent))

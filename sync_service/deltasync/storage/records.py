@@ -12,7 +12,7 @@ import xxhash
 from deltasync.core.errors import StorageFailed
 from deltasync.core.rows import RowBatch
 from deltasync.core.seal import Seal
-from deltasync.core.tables import ID_TYPE, Shard, TableSpec
+from deltasync.core.tables import ID_TYPE, Shard, TableKind, TableSpec
 from deltasync.storage.data_directory import RESTORE
 from deltasync.storage.log_store import Buffer
 
@@ -101,12 +101,21 @@ def seal_of_record(record: Mapping[str, Any]) -> Seal:
 
 def spec_record(spec: TableSpec) -> dict[str, Any]:
     """The record of what a table is."""
-    return {"name": spec.name, "rows": spec.rows, "dim": spec.dim, "dtype": spec.dtype.str}
+    record = {
+        "name": spec.name,
+        "rows": spec.rows,
+        "dim": spec.dim,
+        "dtype": spec.dtype.str,
+        "kind": spec.kind.value,
+    }
+    return record | ({"of": spec.of} if spec.of else {})
 
 
 def spec_of_record(record: Mapping[str, Any]) -> TableSpec:
     """What the table is that a record describes."""
-    return TableSpec(record["name"], record["rows"], record["dim"], np.dtype(record["dtype"]))
+    kind = TableKind(record.get("kind", TableKind.EMBEDDING.value))  # Format 2 knew of no others.
+    dtype = np.dtype(record["dtype"])
+    return TableSpec(record["name"], record["rows"], record["dim"], dtype, kind, record.get("of", ""))
 
 
 # What a rank holds: the tables of its run, and its shards of them. Rows name it by a number, its hash.

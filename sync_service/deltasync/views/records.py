@@ -106,7 +106,7 @@ def table_record(table: ViewTable) -> dict[str, Any]:
     """What a table of a view is, as it is written down."""
     return {
         "table": table.delivery.spec.name,
-        "value_type": table.delivery.value_type.value,
+        "value_type": table.delivery.value_type and table.delivery.value_type.value,
         "mode": table.delivery.mode.value,
         "folder": table.folder.name,
     }
@@ -114,4 +114,5 @@ def table_record(table: ViewTable) -> dict[str, Any]:
 
 def delivery_of_record(record: Mapping[str, Any], spec: TableSpec) -> Delivery:
     """What was written down that replicas are sent of a table, which is `spec`."""
-    return Delivery(spec, ValueType(record["value_type"]), Mode(record["mode"]))
+    value_type = ValueType(record["value_type"]) if record["value_type"] else None
+    return Delivery(spec, value_type, Mode(record["mode"]))

@@ -21,12 +21,12 @@ class EncodedTable(MappedTable):
     """Rows encoded in a value type, stamped with the release that has them; its digest is of the decoded rows."""
 
     def __init__(self, delivery: Delivery, directory: Path, *, new: bool) -> None:
-        super().__init__(delivery.value_type.encoded_spec(delivery.spec), directory, new=new)
+        super().__init__(delivery.encoded_spec, directory, new=new)
         self._delivery = delivery
 
     def decoded(self, rows: Values) -> Values:
         """The values that a replica makes of encoded rows."""
-        return self._delivery.value_type.decode(rows, self._delivery.spec.dtype)
+        return self._delivery.decode(rows)
 
 
 @confined(dirty_since=MODEL_THREAD, _norms=MODEL_THREAD)
@@ -65,8 +65,8 @@ class ViewTable:
     def copy(self, ids: Ids, number: int | None) -> None:
         """Take over rows of the source as they are. Stamp them with `number`; None = as in the source."""
         values = self.source.rows_of(ids)
-        encoded = self.delivery.value_type.encode(values)
-        self.write(self.batch(ids, encoded, norms_of(values)), number or 1)
+        norms = norms_of(values) if self.source.spec.kind.trained else np.zeros(len(ids))
+        self.write(self.batch(ids, self.delivery.encode(values), norms), number or 1)
         if number is None:
             self.held.restamp(ids, self.source.stamps[ids])
         self._clean = self.sent.counts  # No row of a table that is being made is dirty.
@@ -97,7 +97,7 @@ class ViewTable:
 
     def encoded(self, ids: Ids) -> Values:
         """Rows of the source ([n, width]) as replicas are to hold them."""
-        return self.delivery.value_type.encode(self.source.rows_of(ids))
+        return self.delivery.encode(self.source.rows_of(ids))
 
     def batch(self, ids: Ids, encoded: Values, norms: Floats) -> RowBatch:
         """Encoded rows as `write` takes them; with the norms ([n]) of what has changed where those are sent."""
@@ -150,21 +150,26 @@ class ViewTable:
     def _compare(self, ids: Ids, compared_version: int) -> tuple[Floats, Mask]:
         """The norms of the deltas of these rows, and which of them are dirty."""
         rows, held = self.source.rows_of(ids), self.held.rows_of(ids)
-        decoded, value_type = self.held.decoded(held), self.delivery.value_type
-        # In fp64, in which no difference of two fp32 numbers overflows, nor its square.
-        delta = np.subtract(rows, decoded, dtype=np.float64)
-        norms: Floats = np.sqrt(np.einsum("ij,ij->i", delta, delta))
+        decoded = self.held.decoded(held)
+        norms = self._distances(rows, decoded)
         # Rows further away than encoding can explain need not be encoded to see that they differ.
-        near = ~(norms > value_type.largest_distances(held, decoded))
+        near = ~(norms > self.delivery.largest_distances(held, decoded))
         unsure = np.flatnonzero(near & (self.source.stamps[ids] > compared_version))
         differ = np.ones(len(ids), np.bool_)
-        differ[unsure] = _bits_differ(value_type.encode(rows[unsure]), held[unsure])
+        differ[unsure] = _bits_differ(self.delivery.encode(rows[unsure]), held[unsure])
         return norms, differ
+
+    def _distances(self, rows: Values, others: Values) -> Floats:
+        """The L2 norms [n] of what differs between rows; 0 for what is not trained."""
+        if not self.source.spec.kind.trained:
+            return np.zeros(len(rows))
+        # In fp64, in which no difference of two fp32 numbers overflows, nor its square.
+        return norms_of(np.subtract(rows, others, dtype=np.float64))
 
 
 def norms_of(rows: Values) -> Floats:
     """The L2 norms [n] of rows [n, D]."""
-    exact = rows.astype(np.float64)
+    exact = rows.astype(np.float64, copy=False)
     norms: Floats = np.sqrt(np.einsum("ij,ij->i", exact, exact))
     return norms
 

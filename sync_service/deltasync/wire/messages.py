@@ -1,7 +1,10 @@
 """Between messages of the wire and what they mean."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
+
+import numpy as np
 
 from deltasync.core.delivery import Delivery
 from deltasync.core.errors import InvalidInput
@@ -10,28 +13,37 @@ from deltasync.core.numbered import Numbered
 from deltasync.core.policy import FIELDS, Policy
 from deltasync.core.policy_fields import OneOf, Patterns, PolicyField
 from deltasync.core.position import Position
-from deltasync.core.tables import VALUE_TYPES, Shard, TableSpec
-from deltasync.core.value_types import ValueType, own_type
+from deltasync.core.tables import STATE_TYPES, Shard, TableKind, TableSpec
+from deltasync.core.value_types import ValueType
 from deltasync.v1 import admin_pb2, publish_pb2, tables_pb2
 
 N = TypeVar("N", bound=Numbered)
+
+# Of what tables hold; some of these are types in which values can be sent, too.
+_DTYPES: dict[int, np.dtype[np.generic]] = dict(zip((1, 2, 5, 6, 7, 8, 9, 10), STATE_TYPES, strict=True))
+_DTYPE_NUMBERS = {dtype: number for number, dtype in _DTYPES.items()}
 
 
 def table_from_message(message: tables_pb2.Table) -> TableSpec:
     """The table a message describes.
 
     Raises:
-        InvalidInput: a field is out of bounds, or the value type is unknown.
+        InvalidInput: a field is out of bounds, or the value type or the kind is unknown.
     """
-    value_type = ValueType.of_number(message.value_type)
-    if not value_type or value_type.dtype not in VALUE_TYPES:
-        raise InvalidInput(f"table {message.name!r}: value type {message.value_type}, expected fp32 or fp16")
-    return TableSpec(message.name, message.rows, message.dim, value_type.dtype)
+    if message.value_type not in _DTYPES:
+        known = ", ".join(f"{number} ({dtype})" for number, dtype in _DTYPES.items())
+        raise InvalidInput(f"table {message.name!r}: value type {message.value_type}, expected one of {known}")
+    # Those who know of no kinds publish parameters as they do embedding tables.
+    kind = _member(TableKind, message.kind, "kind of table") if message.kind else TableKind.EMBEDDING
+    return TableSpec(message.name, message.rows, message.dim, _DTYPES[message.value_type], kind, message.of)
 
 
 def table_to_message(table: TableSpec) -> tables_pb2.Table:
     """The message that describes a table."""
-    return tables_pb2.Table(name=table.name, rows=table.rows, dim=table.dim, value_type=own_type(table).number)
+    number: Any = _DTYPE_NUMBERS[table.dtype]
+    return tables_pb2.Table(
+        name=table.name, rows=table.rows, dim=table.dim, value_type=number, kind=table.kind.number, of=table.of
+    )
 
 
 def mode_from_message(number: int) -> Mode:
@@ -61,14 +73,16 @@ def delivery_from_message(message: tables_pb2.Table, mode: Mode) -> Delivery:
     Raises:
         InvalidInput: a field is out of bounds, or a value type is unknown.
     """
-    table, number = table_from_message(message), message.sent_as
-    return Delivery(table, _member(ValueType, number, "value type") if number else own_type(table), mode)
+    own, number = Delivery.unchanged(table_from_message(message)), message.sent_as
+    value_type = _member(ValueType, number, "value type") if number else own.value_type
+    return replace(own, value_type=value_type, mode=mode)
 
 
 def delivery_to_message(delivery: Delivery) -> tables_pb2.Table:
     """The message that describes what a subscriber is sent of a table."""
     message = table_to_message(delivery.spec)
-    message.sent_as = delivery.value_type.number
+    if delivery.value_type:
+        message.sent_as = delivery.value_type.number
     return message
 
 

@@ -17,7 +17,7 @@ from deltasync.core.numbered import Numbered
 from deltasync.core.policy import Policy
 from deltasync.core.rows import RowBatch, Values
 from deltasync.core.stamps import StampedTable
-from deltasync.core.tables import VALUE_TYPES, TableSpec
+from deltasync.core.tables import VALUE_TYPES, TableKind, TableSpec
 from deltasync.core.threads import not_shared_yet
 from deltasync.core.value_types import Coding, Distances, Encoded, ValueType
 from deltasync.v1 import tables_pb2
@@ -82,20 +82,28 @@ def test_a_new_value_type_goes_from_the_policy_over_wire_and_disk_to_the_replica
     assert delivery_of_record(table_record(view), TABLE) == delivery
     with not_shared_yet():
         view.copy(np.arange(40), 1)
-        held = received.value_type.decode(view.held.rows_of(np.arange(40)), TABLE.dtype)
+        held = received.decode(view.held.rows_of(np.arange(40)))
         assert held.tolist() == np.where(np.signbit(source.rows), -1, 1).tolist()
         moved = np.stack([source.rows[3] * 2, -source.rows[9]])
         source.apply(RowBatch.of_table(TABLE, np.array([3, 9]), moved), 2)
         assert view.find_dirty(1)[0].tolist() == [9]
 
 
-@pytest.mark.parametrize("kind", [ValueType, Mode])
+# Types of numbers that releases do not encode in: those of tables that are no embedding tables.
+OWN_TYPES = {
+    f"VALUE_TYPE_{name}": 5 + place
+    for place, name in enumerate(["FP64", "INT64", "INT32", "INT16", "UINT8", "BOOL"])
+}
+
+
+@pytest.mark.parametrize("kind", [ValueType, Mode, TableKind])
 def test_names_and_numbers_are_those_of_the_proto_file(kind: type[Numbered]) -> None:
     enum = tables_pb2.DESCRIPTOR.enum_types_by_name[kind.__name__]
     prefix = re.sub("(?<!^)([A-Z])", r"_\1", kind.__name__).upper()
     numbers = {f"{prefix}_{member.name}": member.number for member in kind}
+    numbers |= OWN_TYPES if kind is ValueType else {}
     assert {**numbers, f"{prefix}_UNSPECIFIED": 0} == {value.name: value.number for value in enum.values}
-    assert [member.value for member in kind] == [member.name.lower() for member in kind]
+    assert [member.value for member in kind] == [member.name.lower().replace("_", " ") for member in kind]
 
 
 def test_no_other_file_asks_which_value_type_it_is() -> None:

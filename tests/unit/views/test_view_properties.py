@@ -71,7 +71,7 @@ class PlainReplica:
         for slot, batch in release.batches.items():
             each = given[slot]
             norms = each.mode is Mode.IDS
-            held = batch.values if norms else each.value_type.decode(batch.values, each.spec.dtype)
+            held = batch.values if norms else each.decode(batch.values)
             self.tables[each.spec.name][batch.ids] = held
         assert release.head
         self.position = Position(history, release.head.number)

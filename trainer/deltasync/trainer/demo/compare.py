@@ -61,8 +61,8 @@ def as_released(tables: Tables, policy: Policy) -> Tables:
 
 def _as_released(name: str, rows: NDArray[Any], policy: Policy) -> NDArray[Any]:
     table = TableSpec(name, len(rows), rows.shape[1], rows.dtype)
-    value_type = policy.delivery_of(table).value_type
-    return value_type.decode(value_type.encode(rows), table.dtype)
+    delivery = policy.delivery_of(table)
+    return delivery.decode(delivery.encode(rows))
 
 
 def unequal_rows(trainer: Tables, replica: Tables) -> dict[str, int]:
