@@ -83,6 +83,7 @@ def saved(piece: Piece, rows: dict[str, set[int]], ticks: int) -> dict[str, Any]
     consumer = ConsumerCursor.at(stamps.tick(), "c", TrackingMode.EMBEDDING, [table])
     stamps.stamp(0, piece.local(rows["due"]))
     consumer.carried["t"] = piece.local(rows["carried"]) + table.row_offset
+    stamps.stamp_deleted(0, piece.local(rows["deleted"]))
     return save([table], stamps, [consumer]) | {"steps": 1}
 
 
@@ -90,16 +91,20 @@ SOME = st.sets(st.integers(0, ROWS - 1))
 
 
 @given(
-    pieces(), pieces(), st.fixed_dictionaries(dict.fromkeys(("acknowledged", "due", "carried"), SOME)), st.data()
+    pieces(),
+    pieces(),
+    st.fixed_dictionaries(dict.fromkeys(("acknowledged", "due", "carried", "deleted"), SOME)),
+    st.data(),
 )
 def test_first_values_find_their_columns(
     before: list[Piece], after: list[Piece], rows: dict[str, set[int]], data: st.DataObject
 ) -> None:
     """Clocks of the ranks differ; so do their pieces before and after."""
     states = [saved(piece, rows, data.draw(st.integers(0, 5))) for piece in before]
-    expected = rows["due"] | rows["carried"]
+    expected = (rows["due"] | rows["carried"]) - rows["deleted"]
     now = HELD.clone()
     now[sorted(expected)] += 0.5
+    now[sorted(rows["deleted"])] = 0.0
     for piece in after:
         table = piece.table(now)
         stamps = RowStamps([table])
@@ -109,6 +114,7 @@ def test_first_values_find_their_columns(
         first = consumer.first_rows(table, ids)
         assert first is not None
         assert torch.equal(first, piece.slice(HELD)[ids])
+        assert torch.equal(stamps.deleted_later(0, consumer.cursor), piece.local(rows["deleted"]))
 
 
 def momentum_of(columns: tuple[int, int]) -> float:

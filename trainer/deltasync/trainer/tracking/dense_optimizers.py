@@ -41,9 +41,7 @@ class DenseOptimizers:
         self._stepped.add(optimizer)
 
 
-def _rows(
-    weight: torch.Tensor, parameter: torch.Tensor, states: dict[str, Any]
-) -> list[tuple[str, torch.Tensor]]:
+def _rows(weight: torch.Tensor, parameter: torch.Tensor, states: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
     """The parts of a parameter's states that belong to a table in its memory, by row; none if it is not there."""
     start = weight.storage_offset() - parameter.storage_offset()
     same_memory = weight.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()

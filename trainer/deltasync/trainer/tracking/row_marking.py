@@ -198,8 +198,9 @@ class RowMarking:
         """
         held = self._replicas.get(table) or self._tables[self._number(table)]
         if not held.table.kind.ranked:
-            kind = held.table.kind.value
-            raise InvalidInput(f"table {table!r}, of kind {kind!r}, has no rows that can be deleted: use an embedding")
+            raise InvalidInput(
+                f"table {table!r} is of kind {held.table.kind.value!r}: only rows of embeddings can be deleted"
+            )
         local = held.local_ids(ids)
         with self._gate:
             self.compact_here()  # Lookups until now came before.

@@ -114,9 +114,9 @@ class Tracker:
     def delete(self, table: str, ids: torch.Tensor) -> None:
         """Delete rows: they and what the optimizer keeps of them become zeros, and consumers are told.
 
-        A row that changes afterwards, in a lookup's backward or by `mark`, is a new row. Its optimizer's state is
-        reset where the optimizer is fused, and where it is not in all optimizers that have stepped by now. A raw id
-        that managed collision maps to such a row stays mapped to it. By the thread that trains, between steps.
+        A row that changes afterwards, in a lookup's backward or by `mark`, is a new row. Where the optimizer is
+        not fused, its state is reset in all optimizers that have stepped by now. A raw id that managed collision
+        maps to such a row stays mapped to it. By the thread that trains, between steps.
 
         Args:
             table: its FQN.
