@@ -44,7 +44,7 @@ class Routing:
         """The shard of each of some raw ids: int64 [n] for int64 [n]."""
         in_turn = torch.where(ids < 0, ids % self.shards + 2**64 % self.shards, ids) % self.shards
         inside = (ids >= 0) & (ids < min(self.block * self.shards, _LARGEST))
-        return torch.where(inside, ids // max(self.block, 1), in_turn)
+        return torch.where(inside, ids // self.block, in_turn)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +82,8 @@ class CollisionModule:
     @property
     def routing(self) -> Routing:
         """To which shard raw ids go."""
-        return Routing(-(-int(self.module.input_size()) // self.shards), self.shards)
+        below = int(self.module.input_size()) or _LARGEST
+        return Routing(-(-below // self.shards), self.shards)
 
     @property
     def tables(self) -> list[TableSpec]:
