@@ -120,14 +120,26 @@ def test_a_map_and_its_ranges_are_tables() -> None:
     assert not published_tables(model, dense=False)
     tracked = tracker(model)
     tracked.resync()
-    assert changed(tracked)[RANGES][ROWS - 1] == [0, 100, 0]
+    assert changed(tracked)[RANGES] == {ROWS - 1: [0, 100, 0]}
+
+
+def test_free_rows_are_not_said_to_who_has_nothing() -> None:
+    collisions = sorted_ids()
+    tracked = tracker(model_of(collisions))
+    fill(collisions, {10: 3})
+    tracked.resync()
+    assert changed(tracked)[RAW_IDS] == {3: [11]}
+    fill(collisions, {})
+    assert changed(tracked)[RAW_IDS] == {3: [0]}
+    tracked.resync()
+    assert RAW_IDS not in changed(tracked)
 
 
 @pytest.mark.parametrize("hash_size", [LARGEST, 0])
 def test_ranges_end_at_the_largest_number(hash_size: int) -> None:
     tracked = tracker(model_of(sorted_ids(input_hash_size=hash_size)))
     tracked.resync()
-    assert changed(tracked)[RANGES][ROWS - 1] == [0, LARGEST, 0]
+    assert changed(tracked)[RANGES] == {ROWS - 1: [0, LARGEST, 0]}
 
 
 def test_only_rows_whose_raw_id_has_changed_travel() -> None:

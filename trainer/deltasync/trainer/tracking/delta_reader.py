@@ -14,7 +14,7 @@ from deltasync.trainer.tracking.delta import Delta, DeltaRows, Token
 from deltasync.trainer.tracking.modes import TrackingMode, sources
 from deltasync.trainer.tracking.row_marking import RowMarking
 from deltasync.trainer.tracking.shards import TrackedTable
-from deltasync.trainer.tracking.stamps import RowStamps
+from deltasync.trainer.tracking.stamps import NOTHING, RowStamps
 from deltasync.trainer.tracking.update_gate import UpdateGate
 
 # Local ids of rows by table, and their values by shard if those are read.
@@ -78,10 +78,17 @@ class DeltaReader:
         """The rows that are due, as they are now, in copies where the tables are."""
         gathered: Gathered = {}
         for number, table in enumerate(self._tables):
-            ids = cursor.due(table, self._stamps.later(number, cursor.cursor))
+            ids = _named(table, cursor, cursor.due(table, self._stamps.later(number, cursor.cursor)))
             if len(ids):
                 gathered[table] = ids, [cursor.memory.select(live, ids) for live in sources(table, mode)]
         return gathered
+
+
+def _named(table: TrackedTable, cursor: ConsumerCursor, due: torch.Tensor) -> torch.Tensor:
+    """Those of the rows that are due which have to be said: to who has nothing, a free row need not be."""
+    if not table.table.of or cursor.cursor != NOTHING:
+        return due
+    return due[table.shards[0].weight.index_select(0, due).any(dim=1)]
 
 
 def _in_host_memory(gathered: Gathered) -> Gathered:
