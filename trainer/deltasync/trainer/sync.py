@@ -48,12 +48,15 @@ class SyncOptions:
         publish_every: steps between cuts. Where the last cut is not sealed by then, this one is left out: the next
             one publishes its rows.
         dense: whether to publish the parameters outside of embedding tables too.
+        verify: to debug a model: compare all rows with a copy at every cut, and raise where some have changed that
+            would not be published (`TrackerOptions.verify`).
     """
 
     service: Endpoint | str
     model: str
     publish_every: int = 10
     dense: bool = True
+    verify: bool = False
 
     def __post_init__(self) -> None:
         Endpoint.of_grpc(self.service)
@@ -114,12 +117,14 @@ class DeltaSync:
                 auto_compact=True,
                 dense=options.dense and first,
                 replicas=first,
+                verify=options.verify,
             ),
         )
         self.stats = SyncStats()
         self._options = options
         self._tables = tables_of(model, dense=options.dense)
         self._publisher: Publisher | None = None
+        self._announced = 0
         self._pending: _PendingCut | None = None
         self._position = Position()
         self._resync = True
@@ -288,7 +293,12 @@ class DeltaSync:
         self._pending = _PendingCut(part, delta.token, self.tracker.changes, self._connected().publish(part))
 
     def _connected(self) -> Publisher:
+        if self._publisher and self._announced != self.tracker.attachments:
+            # The model was resharded: ranks hold other shards, which a new run announces. No cut is pending.
+            self._publisher.close()
+            self._publisher = None
         if self._publisher is None:
+            self._announced = self.tracker.attachments
             shards = [tracked.shard for tracked in self.tracker.shards]
             run, started = self._agreement.new_run()
             options = PublisherOptions(

@@ -25,6 +25,9 @@ class TrackerOptions:
             parts of its FQN.
         dense: track the parameters outside of embedding tables too, each as a small table.
         replicas: track tables and parameters of which every rank has a copy; one rank is enough to publish them.
+        verify: keep a copy of every row, and compare all of them at every read: rows that have changed and are not
+            marked raise `Contradiction`, which names them. To find out whether all writes of a model are followed;
+            it costs the memory of a second model, and the time to read both.
     """
 
     consumers: Sequence[str] = (DEFAULT_CONSUMER,)
@@ -34,6 +37,7 @@ class TrackerOptions:
     fqns_to_skip: Collection[str] = ()
     dense: bool = False
     replicas: bool = True
+    verify: bool = False
 
     def __post_init__(self) -> None:
         check_names("consumers", self.consumers)

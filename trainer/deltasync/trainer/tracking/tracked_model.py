@@ -12,7 +12,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from deltasync.core.errors import InvalidInput
 from deltasync.trainer.tracking.modules import is_skipped, sharded_modules, table_fqn
 from deltasync.trainer.tracking.options import TrackerOptions
+from deltasync.trainer.tracking.rewrites import check_averages
 from deltasync.trainer.tracking.shards import TrackedTable, dense_tables, kernel_tables, lookups_of, merged
+from deltasync.trainer.tracking.update_rules import check_tracked
 
 # Which table is marked (None: none), and how many features are looked up in it.
 Lookup = tuple[int | None, int]
@@ -44,18 +46,24 @@ def tracked_model(model: nn.Module, options: TrackerOptions) -> TrackedModel:
     modules = dict(sharded_modules(model))
     outside = dense_tables(model) if options.dense else []
     _check_skips(modules, outside, options)
-    kernels = {
-        kernel: kernel_tables(name, module, kernel)
-        for name, module in modules.items()
-        for lookup in lookups_of(module)
-        for kernel in lookup._emb_modules
-        if not all(is_skipped(fqn, options.fqns_to_skip) for fqn in _kernel_fqns(name, module, kernel))
-    }
+    check_averages(model)
+    kernels = {}
+    for name, module in modules.items():
+        for kernel in _kernels_wanted(name, module, options):
+            check_tracked(name, kernel)
+            kernels[kernel] = kernel_tables(name, module, kernel)
     everything = [table for tables in kernels.values() for table in tables]
     tables = [table for table in merged(everything + outside) if _is_wanted(table, options)]
     numbers = {table.name: number for number, table in enumerate(tables) if table.fused}
     lookups = {kernel: _lookups(of_kernel, numbers) for kernel, of_kernel in kernels.items()}
     return TrackedModel(modules, tables, lookups)
+
+
+def _kernels_wanted(name: str, module: ShardedEmbeddingModule, options: TrackerOptions) -> Iterator[Any]:
+    for lookup in lookups_of(module):
+        for kernel in lookup._emb_modules:
+            if not all(is_skipped(fqn, options.fqns_to_skip) for fqn in _kernel_fqns(name, module, kernel)):
+                yield kernel
 
 
 def _lookups(tables: list[TrackedTable], numbers: dict[str, int]) -> list[Lookup]:
