@@ -10,9 +10,14 @@ from deltasync.core.delivery import Delivery
 from deltasync.core.errors import InvalidInput
 from deltasync.core.mode import Mode
 from deltasync.core.rows import RowBatch
-from deltasync.core.tables import Shard
+from deltasync.core.tables import Shard, TableSpec
 from deltasync.v1 import subscribe_pb2
-from deltasync.wire.messages import delivery_from_message, mode_from_message, position_from_message
+from deltasync.wire.messages import (
+    delivery_from_message,
+    event_time_from_message,
+    mode_from_message,
+    position_from_message,
+)
 from deltasync.wire.row_messages import CHUNK_BYTES, decode_rows
 
 logger = logging.getLogger(__name__)
@@ -76,11 +81,12 @@ class ReleaseAssembler:
             step=end.step,
             step_end_unix_ns=end.step_end_unix_ns,
             resync=self._resync,
-            tables=[delivery.spec for delivery in self._deliveries],
+            tables=self.tables,
             rows=self._rows,
             whole=self._whole(end),
             version=end.version,
             bytes=self.received_bytes - self._ended_bytes,
+            event_time_unix_ns=event_time_from_message(end),
         )
         self._resync, self._rows, self._ended_bytes = False, [], self.received_bytes
         self._known.clear()
@@ -91,6 +97,11 @@ class ReleaseAssembler:
         """The tables to be reset: those the service names, and those that have come with a new stream."""
         new = {delivery.spec.name for delivery in self._deliveries} - self._known if self._known else set()
         return frozenset(new.union(self._deliveries[slot].spec.name for slot in end.whole))
+
+    @property
+    def tables(self) -> list[TableSpec]:
+        """The tables of this stream, by slot."""
+        return [delivery.spec for delivery in self._deliveries]
 
     @property
     def has_values(self) -> bool:
