@@ -4,6 +4,7 @@ import asyncio
 from collections import deque
 from concurrent.futures import Future
 
+from deltasync.core.delete_request import DeleteRequest
 from deltasync.core.errors import Contradiction, InvalidInput, Superseded
 from deltasync.core.events import EventKind
 from deltasync.core.position import Decision, Position
@@ -44,6 +45,8 @@ class PublishSession:
         self.run = opening.run
         self.rank = opening.message.rank
         self.tables = opening.tables
+        self.takes_deletes = opening.message.takes_deletes
+        self.ended = False
         self._coordinator = coordinator
         self._model = coordinator.model
         self._layout = layout
@@ -56,11 +59,21 @@ class PublishSession:
         """Tell what happens to this rank."""
         self._coordinator.events.emit(kind, text, model=self._model.name, rank=self.rank, run=self.run.id)
 
+    def end(self, text: str) -> None:
+        """Note that the stream is over, and why."""
+        self.ended = True
+        self.say(EventKind.RANK_LEFT, text)
+
     @property
     def decision(self) -> Decision:
         """Whether the run continues the published history as it is now."""
         model = self._model
         return continues(self.run, self._claim, model.history, model.seals.newest, model.unpublished(self.tables))
+
+    @property
+    def deletes(self) -> list[DeleteRequest]:
+        """What this rank is asked to delete by now."""
+        return self._coordinator.deletes.handed(self.tables) if self.takes_deletes else []
 
     @property
     def sealed(self) -> Position:
@@ -109,7 +122,13 @@ class PublishSession:
         open_cut, part = self._part_of(close.step)
         await self._wait_written(0)
         self._check_current()
-        open_cut.cut.close(part, rows=close.rows, full=close.full, step_end_unix_ns=close.step_end_unix_ns)
+        open_cut.cut.close(
+            part,
+            rows=close.rows,
+            full=close.full,
+            step_end_unix_ns=close.step_end_unix_ns,
+            deletes=frozenset(close.deletes),
+        )
         self._part = None
         self._coordinator.seal_when_complete()
         return await asyncio.shield(open_cut.sealed)
