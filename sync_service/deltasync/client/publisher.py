@@ -16,6 +16,7 @@ from deltasync.client.options import PublisherOptions
 from deltasync.core.backoff import backoff
 from deltasync.core.delete_request import DeleteRequest
 from deltasync.core.errors import DeltasyncError, InvalidInput, ResyncRequired, ServiceUnavailable
+from deltasync.core.event_time import check_event_time
 from deltasync.core.position import Position
 from deltasync.core.rows import RowBatch
 from deltasync.core.tables import ID_TYPE, Shard, TableSpec
@@ -41,6 +42,11 @@ class Part:
         rows: the rows; may be empty.
         full: whether these are all rows of all shards of this rank.
         deletes: numbers of the requests that this rank has met by now, of those in `Publisher.deletes`.
+        event_time_unix_ns: the time of the newest event that this rank has trained on, nanoseconds since 1970;
+            None where it does not know.
+
+    Raises:
+        InvalidInput: the event time is no whole number from 1 on.
     """
 
     step: int
@@ -48,6 +54,10 @@ class Part:
     rows: list[RowBatch] = field(default_factory=list)
     full: bool = False
     deletes: Sequence[int] = ()
+    event_time_unix_ns: int | None = None
+
+    def __post_init__(self) -> None:
+        check_event_time(self.event_time_unix_ns)
 
 
 class Publisher:
@@ -254,6 +264,7 @@ class _Stream:
                 step_end_unix_ns=part.step_end_unix_ns,
                 full=part.full,
                 deletes=part.deletes,
+                event_time_unix_ns=part.event_time_unix_ns or 0,
             )
             yield publish_pb2.PublishRequest(close=close)
 
