@@ -54,12 +54,15 @@ class SyncOptions:
         publish_every: steps between cuts. Where the last cut is not sealed by then, this one is left out: the next
             one publishes its rows.
         dense: whether to publish the parameters and buffers outside of embedding tables too.
+        verify: to debug a model: compare all rows with a copy at every cut, and raise where some have changed that
+            would not be published (`TrackerOptions.verify`).
     """
 
     service: Endpoint | str
     model: str
     publish_every: int = 10
     dense: bool = True
+    verify: bool = False
 
     def __post_init__(self) -> None:
         Endpoint.of_grpc(self.service)
@@ -121,6 +124,7 @@ class DeltaSync:
                 dense=options.dense and first,
                 id_maps=True,
                 replicas=first,
+                verify=options.verify,
             ),
         )
         self.stats = SyncStats()
@@ -130,6 +134,7 @@ class DeltaSync:
         self._buffers_compared = False
         self._tables = published_tables(model, dense=options.dense)
         self._publisher: Publisher | None = None
+        self._announced = 0
         self._pending: _PendingCut | None = None
         self._position = Position()
         self._requests = RowRequests()
@@ -361,7 +366,12 @@ class DeltaSync:
             logger.warning("buffers differ between ranks; those of rank 0 are published: %s", ", ".join(differing))
 
     def _connected(self) -> Publisher:
+        if self._publisher and self._announced != self.tracker.attachments:
+            # The model was resharded: ranks hold other shards, which a new run announces. No cut is pending.
+            self._publisher.close()
+            self._publisher = None
         if self._publisher is None:
+            self._announced = self.tracker.attachments
             shards = [tracked.shard for tracked in self.tracker.shards]
             run, started = self._agreement.new_run()
             options = PublisherOptions(
