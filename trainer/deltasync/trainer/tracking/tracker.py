@@ -169,6 +169,10 @@ class Tracker:
         """
         self._cursors.forget(table, self._marking.delete(table, ids))
 
+    def holds(self, table: str) -> bool:
+        """Whether this rank has rows of a table, tracked here or a copy that another rank tracks."""
+        return self._marking.holds(table)
+
     def mark_all(self, table: str | None = None) -> None:
         """Note that every row of a table, or of all tables, was changed from outside, say by a load.
 
