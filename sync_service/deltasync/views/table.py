@@ -14,8 +14,10 @@ from deltasync.core.rows import Ids, Norms, RowBatch, Values
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import Shard
 from deltasync.core.threads import MODEL_THREAD, confined
-from deltasync.storage.mapped_table import MappedTable, file_of, map_array
+from deltasync.storage.mapped_table import MappedTable, extend_files, extended, file_of, map_array
 from deltasync.views.ranking import Floats, Mask
+
+_SINCE_TYPE = np.dtype(np.int64)
 
 
 class EncodedTable(MappedTable):
@@ -54,7 +56,7 @@ class ViewTable:
         if delivery.mode is Mode.IDS:
             self.sent = MappedTable(delivery.wire_spec, _norms_folder(folder, new), new=new)
         since = file_of(delivery.spec, folder, "since")
-        self._mapped_since = map_array(since, np.dtype(np.int64), (delivery.spec.rows,), new=new)
+        self._mapped_since = map_array(since, _SINCE_TYPE, (delivery.spec.rows,), new=new)
         self.dirty_since: NDArray[np.int64] = self._mapped_since
         # Of the rows that are not dirty. Both replaced whole, so that `lacking` may read them in any thread.
         self._clean: ChangeCounts = self.sent.counts.without(self.sent.numbers(np.flatnonzero(self._mapped_since)))
@@ -62,6 +64,37 @@ class ViewTable:
         # [N], as of the last comparison, and right for dirty rows only: one that has not changed since then is as
         # far off as it was. None = not known.
         self._norms: Floats | None = None
+
+    def extend(self, delivery: Delivery) -> "ViewTable":
+        """Make room for the rows that the source has grown by; blocks, on any thread.
+
+        Returns:
+            The table that has it, of the same files; to be used once it was told what `after` this one is known.
+
+        Raises:
+            StorageFailed: there is no room; this table is as it was.
+        """
+        extend_files(delivery.encoded_spec, self.folder)
+        if delivery.mode is Mode.IDS:
+            extend_files(delivery.wire_spec, _norms_folder(self.folder, new=False))
+        with extended(file_of(delivery.spec, self.folder, "since"), delivery.spec.rows * _SINCE_TYPE.itemsize):
+            return ViewTable(self.source, delivery, self.folder, new=False)
+
+    def follow(self, before: "ViewTable") -> None:
+        """Take over what is known of the table that this one is in the place of, and had fewer rows."""
+        for mapped, earlier in ((self.held, before.held), (self.sent, before.sent)):
+            mapped.digest = earlier.digest
+        self._compared_version = before._compared_version
+        # Rows that came before there was room for them were not compared.
+        changed = self.changed_since(0)
+        new = changed[changed >= before.delivery.spec.rows]
+        self.dirty_since[new] = self.source.numbers(new)
+        self._clean = self._clean.without(self.sent.numbers(new))
+
+    def changed_since(self, version: int) -> Ids:
+        """Sorted unique ids ([n]) of the source's rows stamped after a version, of those that there is room for."""
+        changed = self.source.changed_since(version)
+        return changed[: np.searchsorted(changed, len(self.dirty_since))]
 
     def copy(self, ids: Ids, number: int | None) -> None:
         """Take over rows of the source as they are. Stamp them with `number`; None = as in the source.
@@ -83,7 +116,7 @@ class ViewTable:
             compared_version: the version at the last comparison; rows that have not changed after it are as dirty
                 as they were.
         """
-        changed = self.source.changed_since(compared_version)
+        changed = self.changed_since(compared_version)
         self._mark(changed[self.dirty_since[changed] == 0], compared_version + 1)
         if self._norms is None:
             self._norms = np.zeros(len(self.dirty_since))

@@ -53,11 +53,12 @@ class TableMaker:
         number = version if as_it_was else state.head.number + 1 if state.head else version + 1
         # All of them are made first: where there is no room for one, nothing need be copied.
         tables = await asyncio.to_thread(self._found_or_made, sources, deliveries)
+        grown = {table: before for table in tables for before in state.tables if table.is_larger(before)}
         for table in tables:
-            if table not in state.tables:
+            if table not in state.tables and table not in grown:
                 await self._copy(table, None if as_it_was else number)
         await asyncio.to_thread(_flush, tables)
-        after, release = await self._model.on_thread(self._installed, tables, number, version)
+        after, release = await self._model.on_thread(self._installed, tables, grown, number, version)
         await asyncio.to_thread(self._store.install, after, release)
 
     def _found_or_made(
