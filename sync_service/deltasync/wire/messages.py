@@ -73,16 +73,16 @@ def delivery_from_message(message: tables_pb2.Table, mode: Mode) -> Delivery:
     Raises:
         InvalidInput: a field is out of bounds, or a value type is unknown.
     """
-    own, number = Delivery.unchanged(table_from_message(message)), message.sent_as
-    value_type = _member(ValueType, number, "value type") if number else own.value_type
-    return replace(own, value_type=value_type, mode=mode)
+    own = replace(Delivery.unchanged(table_from_message(message)), mode=mode)
+    if own.value_type is None or message.sent_as in (0, message.value_type):
+        return own
+    return replace(own, value_type=_member(ValueType, message.sent_as, "value type"))
 
 
 def delivery_to_message(delivery: Delivery) -> tables_pb2.Table:
     """The message that describes what a subscriber is sent of a table."""
     message = table_to_message(delivery.spec)
-    if delivery.value_type:
-        message.sent_as = delivery.value_type.number
+    message.sent_as = delivery.value_type.number if delivery.value_type else message.value_type
     return message
 
 
