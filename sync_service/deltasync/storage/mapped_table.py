@@ -2,8 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
@@ -58,33 +57,32 @@ class MappedTable(StampedTable):
 
 
 def extend_files(table: TableSpec, directory: Path) -> None:
-    """Make room in a table's files for as many rows as it is to have, with zeros. Files that are as long stay so.
+    """Make room in a table's files for as many rows as it is to have, with zeros.
 
     Raises:
-        StorageFailed: there is no room; the files are as they were.
+        StorageFailed: there is no room.
     """
     rows_file, stamps_file = _files(table, directory)
-    with extended(rows_file, table.nbytes), extended(stamps_file, table.rows * _STAMP_TYPE.itemsize):
-        pass
+    extend_file(rows_file, table.nbytes)
+    extend_file(stamps_file, table.rows * _STAMP_TYPE.itemsize)
 
 
-@contextmanager
-def extended(path: Path, size: int) -> Iterator[None]:
-    """Make room in a file for so many bytes, the new ones zero; less again if the block fails.
+def extend_file(path: Path, size: int) -> None:
+    """Make room in a file for so many bytes, the new ones zero; one that is as long stays so.
 
     Raises:
         StorageFailed: there is no room; the file is as it was.
     """
     before = path.stat().st_size
-    try:
-        if before < size:
-            with path.open("r+b") as file:
-                reserve(file, size, str(path))
-                os.fsync(file.fileno())
-        yield
-    except BaseException:
-        os.truncate(path, before)
-        raise
+    if before >= size:
+        return
+    with path.open("r+b") as file:
+        try:
+            reserve(file, size, str(path))
+            os.fsync(file.fileno())
+        except BaseException:
+            file.truncate(before)
+            raise
 
 
 def remove_files(table: TableSpec, directory: Path) -> None:

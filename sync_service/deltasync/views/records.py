@@ -118,6 +118,8 @@ def table_record(table: ViewTable) -> dict[str, Any]:
 
 def delivery_of_record(record: Mapping[str, Any], spec: TableSpec) -> Delivery:
     """What was written down that replicas are sent of a table, which is `spec`, or was before it has grown."""
-    spec = replace(spec, rows=record.get("rows", spec.rows))  # Records of earlier versions lack it: none had grown.
+    spec = replace(
+        spec, rows=record.get("rows", spec.rows)
+    )  # Records of earlier versions lack it: none had grown.
     value_type = ValueType(record["value_type"]) if record["value_type"] else None
     return Delivery(spec, value_type, Mode(record["mode"]))

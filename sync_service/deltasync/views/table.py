@@ -14,7 +14,7 @@ from deltasync.core.rows import Ids, Norms, RowBatch, Values
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import Shard
 from deltasync.core.threads import MODEL_THREAD, confined
-from deltasync.storage.mapped_table import MappedTable, extend_files, extended, file_of, map_array
+from deltasync.storage.mapped_table import MappedTable, extend_file, extend_files, file_of, map_array
 from deltasync.views.ranking import Floats, Mask
 
 _SINCE_TYPE = np.dtype(np.int64)
@@ -66,10 +66,10 @@ class ViewTable:
         self._norms: Floats | None = None
 
     def extend(self, delivery: Delivery) -> "ViewTable":
-        """Make room for the rows that the source has grown by; blocks, on any thread.
+        """Make room for the rows that the source has grown by. Blocks; any thread.
 
         Returns:
-            The table that has it, of the same files; to be used once it was told what `after` this one is known.
+            The table with that room, of the same files; to be told to `follow` this one before it is used.
 
         Raises:
             StorageFailed: there is no room; this table is as it was.
@@ -77,22 +77,23 @@ class ViewTable:
         extend_files(delivery.encoded_spec, self.folder)
         if delivery.mode is Mode.IDS:
             extend_files(delivery.wire_spec, _norms_folder(self.folder, new=False))
-        with extended(file_of(delivery.spec, self.folder, "since"), delivery.spec.rows * _SINCE_TYPE.itemsize):
-            return ViewTable(self.source, delivery, self.folder, new=False)
+        extend_file(file_of(delivery.spec, self.folder, "since"), delivery.spec.rows * _SINCE_TYPE.itemsize)
+        return ViewTable(self.source, delivery, self.folder, new=False)
 
-    def follow(self, before: "ViewTable") -> None:
-        """Take over what is known of the table that this one is in the place of, and had fewer rows."""
+    def follow(self, before: "ViewTable") -> int:
+        """Take the place of a table that had room for fewer rows.
+
+        Returns:
+            The last version before any of the source's rows that it had no room for: these were not compared.
+        """
         for mapped, earlier in ((self.held, before.held), (self.sent, before.sent)):
             mapped.digest = earlier.digest
-        self._compared_version = before._compared_version
-        # Rows that came before there was room for them were not compared.
         changed = self.changed_since(0)
-        new = changed[changed >= before.delivery.spec.rows]
-        self.dirty_since[new] = self.source.numbers(new)
-        self._clean = self._clean.without(self.sent.numbers(new))
+        numbers = self.source.numbers(changed[changed >= before.delivery.spec.rows])
+        return int(numbers.min()) - 1 if len(numbers) else self.source.counts.newest
 
     def changed_since(self, version: int) -> Ids:
-        """Sorted unique ids ([n]) of the source's rows stamped after a version, of those that there is room for."""
+        """Sorted unique ids ([n]) of the rows of the source stamped after a version, as far as there is room."""
         changed = self.source.changed_since(version)
         return changed[: np.searchsorted(changed, len(self.dirty_since))]
 
