@@ -89,13 +89,17 @@ class ConsumerCursor:
         return self.memory.select(self.first_values[table.name], ids) if self.first_values else None
 
     def most_changed(self, delta: Delta, k: int) -> Delta:
-        """The rows of a delta with the `k` largest norms. The others are carried over.
+        """The rows of a delta with the `k` largest norms, and those of buffers and maps, which are not ranked.
+
+        The others are carried over.
 
         Even rows with a norm of 0 are carried over: the receiver may have another value of them, from a delta that
         was not acknowledged.
         """
-        chosen = largest({fqn: rows.norms() for fqn, rows in delta.rows.items()}, k)
-        rows = {fqn: delta.rows[fqn].select(mask) for fqn, mask in chosen.items() if mask.any()}
+        ranked = {fqn: rows for fqn, rows in delta.rows.items() if rows.shards[0].table.kind.trained}
+        chosen = largest({fqn: rows.norms() for fqn, rows in ranked.items()}, k)
+        rows = {fqn: rows for fqn, rows in delta.rows.items() if fqn not in ranked}
+        rows |= {fqn: delta.rows[fqn].select(mask) for fqn, mask in chosen.items() if mask.any()}
         carried = {fqn: delta.rows[fqn].ids[~mask] for fqn, mask in chosen.items() if not mask.all()}
         return Delta(rows, replace(delta.token, rows=rows, carried=carried), delta.deletes)
 

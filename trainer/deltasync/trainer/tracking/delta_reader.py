@@ -14,7 +14,7 @@ from deltasync.trainer.tracking.delta import DeletedRows, Delta, DeltaRows, Toke
 from deltasync.trainer.tracking.modes import TrackingMode, sources
 from deltasync.trainer.tracking.row_marking import RowMarking
 from deltasync.trainer.tracking.shards import TrackedTable
-from deltasync.trainer.tracking.stamps import RowStamps
+from deltasync.trainer.tracking.stamps import NOTHING, RowStamps
 from deltasync.trainer.tracking.update_gate import UpdateGate
 
 # Local ids of rows by table, and their values by shard if those are read.
@@ -79,7 +79,7 @@ class DeltaReader:
         """The rows that are due, as they are now, in copies where the tables are."""
         gathered: Gathered = {}
         for number, table in enumerate(self._tables):
-            ids = cursor.due(table, self._stamps, number)
+            ids = _named(table, cursor, cursor.due(table, self._stamps, number))
             if len(ids):
                 gathered[table] = ids, [cursor.memory.select(live, ids) for live in sources(table, mode)]
         return gathered
@@ -93,6 +93,13 @@ class DeltaReader:
                 shards = [tracked.shard for tracked in table.shards]
                 deletes[table.name] = DeletedRows(ids.cpu() + table.row_offset, shards)
         return deletes
+
+
+def _named(table: TrackedTable, cursor: ConsumerCursor, due: torch.Tensor) -> torch.Tensor:
+    """Those of the rows that are due which have to be said: to who has nothing, a free row need not be."""
+    if not table.table.of or cursor.cursor != NOTHING:
+        return due
+    return due[table.shards[0].weight.index_select(0, due).any(dim=1)]
 
 
 def _in_host_memory(gathered: Gathered) -> Gathered:

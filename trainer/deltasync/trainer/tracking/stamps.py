@@ -17,7 +17,7 @@ NOTHING = -1
 STAMP_BYTES = 4
 CLOCK_END = torch.iinfo(torch.int32).max
 
-_BITS = {2: torch.int16, 4: torch.int32}
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class RowStamps:
@@ -37,7 +37,7 @@ class RowStamps:
         self._compared = {
             number: [tracked.weight.clone() for tracked in table.shards]
             for number, table in enumerate(tables)
-            if not table.fused
+            if table.compared
         }
 
     @property

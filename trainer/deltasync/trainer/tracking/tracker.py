@@ -29,7 +29,7 @@ from deltasync.trainer.tracking.modes import TrackingMode
 from deltasync.trainer.tracking.options import TrackerOptions
 from deltasync.trainer.tracking.ranking import check_ranked
 from deltasync.trainer.tracking.row_marking import RowMarking
-from deltasync.trainer.tracking.shards import TrackedShard, flush_caches
+from deltasync.trainer.tracking.shards import TrackedShard, flush_caches, follow_replaced
 from deltasync.trainer.tracking.stamps import RowStamps
 from deltasync.trainer.tracking.tracked_model import tracked_model
 from deltasync.trainer.tracking.update_gate import UpdateGate
@@ -68,7 +68,7 @@ class Tracker:
         self._reader = DeltaReader(self.tables, self._stamps, self._gate, self._marking, self._cursors, self.cost)
         for name in self._options.consumers:
             self.add_consumer(name)
-        self._marking.listen(model, self.record_lookup, dense=self._options.dense)
+        self._marking.listen(model, self.record_lookup, dense=self._options.dense, id_maps=self._options.id_maps)
 
     # -- what happens to rows: by the thread that trains
 
@@ -291,6 +291,7 @@ class Tracker:
         states = [saved] if isinstance(saved, Mapping) else list(saved)
         with self._gate.reading(None):
             flush_caches(self.tables)
+            follow_replaced(self.tables)
             self._cursors.restore(tracker_state.load(self.tables, self._stamps, states))
             self._marking.restore(max(int(one["steps"]) for one in states))
 
