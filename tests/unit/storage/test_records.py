@@ -70,7 +70,7 @@ def test_rows_come_back_as_they_were(
     [
         (0, 3, "the log has rows of format 3, this service reads format 2: update the service"),
         (1, 2, "the log has rows of kind 2, this service reads kind 1: update the service"),
-        (2, 7, "the log has rows of columns 7, this service reads columns 3: update the service"),
+        (2, 15, "the log has rows of columns 15, this service reads columns 7: update the service"),
     ],
 )
 def test_rows_of_a_later_format_or_kind_are_refused_with_both_numbers(byte: int, value: int, said: str) -> None:
@@ -110,9 +110,12 @@ def test_a_seal_comes_back_as_it_was() -> None:
     assert records.seal_of_record(
         records.unpack_json(records.pack_json(records.seal_record(sealed(7))))
     ) == sealed(7)
+    timed = sealed(8, event_time_unix_ns=9)
+    assert records.seal_of_record(records.unpack_json(records.pack_json(records.seal_record(timed)))) == timed
 
 
 def test_seals_of_before_runs_were_told_apart_are_read() -> None:
     older: dict[str, Any] = records.seal_record(sealed(1))
     assert older.pop("resync") is False
+    assert "event_time_unix_ns" not in older
     assert records.seal_of_record(json.loads(json.dumps(older))) == sealed(1)

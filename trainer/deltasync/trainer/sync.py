@@ -19,12 +19,14 @@ from torch import nn
 
 from deltasync.client import Endpoint, Part, Position, Publisher, PublisherOptions
 from deltasync.core.errors import DeltasyncError, InvalidInput, ResyncRequired, ServiceUnavailable
+from deltasync.core.event_time import check_event_time, newest_event_time
 from deltasync.trainer.checks import check_format, check_whole
 from deltasync.trainer.distributed.agreement import Agreement
 from deltasync.trainer.tracking.delta import Token
 from deltasync.trainer.tracking.modes import TrackingMode
+from deltasync.trainer.tracking.module_tensors import buffer_digests
 from deltasync.trainer.tracking.options import TrackerOptions
-from deltasync.trainer.tracking.shards import tables_of
+from deltasync.trainer.tracking.tracked_model import published_tables
 from deltasync.trainer.tracking.tracker import Tracker
 
 __all__ = ["DeltaSync", "SyncOptions", "SyncStats"]
@@ -47,7 +49,7 @@ class SyncOptions:
         model: name of the set of tables.
         publish_every: steps between cuts. Where the last cut is not sealed by then, this one is left out: the next
             one publishes its rows.
-        dense: whether to publish the parameters outside of embedding tables too.
+        dense: whether to publish the parameters and buffers outside of embedding tables too.
         verify: to debug a model: compare all rows with a copy at every cut, and raise where some have changed that
             would not be published (`TrackerOptions.verify`).
     """
@@ -116,27 +118,39 @@ class DeltaSync:
                 mode=TrackingMode.EMBEDDING_LAST,
                 auto_compact=True,
                 dense=options.dense and first,
+                id_maps=True,
                 replicas=first,
                 verify=options.verify,
             ),
         )
         self.stats = SyncStats()
         self._options = options
-        self._tables = tables_of(model, dense=options.dense)
+        self._model = model
+        self._failure: DeltasyncError | None = None
+        self._buffers_compared = False
+        self._tables = published_tables(model, dense=options.dense)
         self._publisher: Publisher | None = None
         self._announced = 0
         self._pending: _PendingCut | None = None
         self._position = Position()
         self._resync = True
         self._published_step = self._published_changes = -1
+        self._event_time: int | None = None
 
-    def step(self) -> None:
+    def step(self, event_time_unix_ns: int | None = None) -> None:
         """Note that an optimizer step is complete; publish every `publish_every` of them.
 
+        Args:
+            event_time_unix_ns: the time of the newest event that this rank has trained on in it, nanoseconds since
+                1970; None where that is not known. A cut carries the newest there was up to its step, on any rank.
+
         Raises:
+            InvalidInput: the event time is no whole number from 1 on.
             DeltasyncError: the service has refused a part for good, on this rank or another.
         """
         started = time.perf_counter()
+        check_event_time(event_time_unix_ns)
+        self._event_time = newest_event_time((self._event_time, event_time_unix_ns))
         self.tracker.step()
         if self.tracker.steps % self._options.publish_every == 0:
             before = self._pending
@@ -201,6 +215,7 @@ class DeltaSync:
             "tracker": self.tracker.state_dict(),
             "history": self._position.history,
             "version": self._position.number,
+            "event_time_unix_ns": self._event_time,
         }
 
     def load_state_dict(self, saved: Sequence[Mapping[str, Any]]) -> None:
@@ -221,6 +236,8 @@ class DeltaSync:
             found = ", ".join(f"{rank} of {world_size}" for rank, world_size in ranks)
             raise InvalidInput(f"expected the states of all ranks of one checkpoint, got rank {found or 'none'}")
         self.tracker.load_state_dict([state["tracker"] for state in saved])
+        # States of earlier versions lack it.
+        self._event_time = newest_event_time(state.get("event_time_unix_ns") for state in saved)
         positions = {Position(state["history"], state["version"]) for state in saved}
         # They differ in a checkpoint taken while a cut was being sealed.
         self._position = positions.pop() if len(positions) == 1 else Position()
@@ -240,7 +257,7 @@ class DeltaSync:
 
     def _cut(self, step_end_unix_ns: int, late: DeltasyncError | None = None) -> bool:
         """Publish a cut if all ranks are ready for one; whether all of them had nothing to publish."""
-        failure = late or self._settle()
+        failure = late or self._failure or self._settle()
         unpublished = self._resync or self._published_changes != self.tracker.changes
         ready, failed = self._pending is None, failure is not None
         agreed = self._agreement.reach(ready=ready, resync=self._resync, unpublished=unpublished, failed=failed)
@@ -283,14 +300,28 @@ class DeltaSync:
         if full:
             self.tracker.resync(_CONSUMER)
             self._resync = False
-        delta = self.tracker.get_delta(_CONSUMER)
+        if self._options.dense and not self._buffers_compared:
+            self._compare_buffers()
+        try:
+            delta = self.tracker.get_delta(_CONSUMER)
+        except DeltasyncError as error:  # The others learn of it when the ranks agree next.
+            self._failure = error
+            return
         part = Part(
             step=self.tracker.steps,
             step_end_unix_ns=step_end_unix_ns,
             rows=delta.batches(),
             full=full,
+            event_time_unix_ns=self._event_time,
         )
         self._pending = _PendingCut(part, delta.token, self.tracker.changes, self._connected().publish(part))
+
+    def _compare_buffers(self) -> None:
+        """Say once which buffers are not alike on all ranks: nothing but SyncBatchNorm keeps them so."""
+        self._buffers_compared = True
+        differing = self._agreement.differing(buffer_digests(self._model))
+        if differing and self._agreement.rank == 0:
+            logger.warning("buffers differ between ranks; those of rank 0 are published: %s", ", ".join(differing))
 
     def _connected(self) -> Publisher:
         if self._publisher and self._announced != self.tracker.attachments:

@@ -51,7 +51,7 @@ class DeferredTables:
         self.find_lookups()
 
     def find_lookups(self) -> None:
-        """Take the lookups that the model has now for those to attach to. With nothing attached, nothing pending."""
+        """Take the lookups that the model has now for those to attach to: with nothing attached or pending."""
         self._lookups = [
             DeferredLookup(self, f"lookup of module {name!r}", lookup)
             for name, module in sharded_modules(self._model)

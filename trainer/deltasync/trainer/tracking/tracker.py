@@ -30,7 +30,7 @@ from deltasync.trainer.tracking.new_lookups import LookupsHeld
 from deltasync.trainer.tracking.options import TrackerOptions
 from deltasync.trainer.tracking.ranking import check_ranked
 from deltasync.trainer.tracking.row_marking import RowMarking
-from deltasync.trainer.tracking.shards import TrackedShard, flush_caches
+from deltasync.trainer.tracking.shards import TrackedShard, flush_caches, follow_replaced
 from deltasync.trainer.tracking.stamps import RowStamps
 from deltasync.trainer.tracking.tracked_model import TrackedModel, tracked_model
 from deltasync.trainer.tracking.update_gate import UpdateGate
@@ -65,7 +65,11 @@ class Tracker:
         self._attach(tracked)
         for name in self._options.consumers:
             self.add_consumer(name)
-        self._marking.listen(model, self.record_lookup, dense=self._options.dense)
+        self._listen()
+
+    def _listen(self) -> None:
+        options = self._options
+        self._marking.listen(self._model, self.record_lookup, dense=options.dense, id_maps=options.id_maps)
 
     def _attach(self, tracked: TrackedModel) -> None:
         self.tables, self._modules = tracked.tables, tracked.modules
@@ -84,7 +88,7 @@ class Tracker:
         """Go on with the lookups that modules have made anew, and the rows that this rank holds now.
 
         Rows that it held before keep their stamps, which its own state carries over. What it did not hold, and
-        all that the new lookups may have changed by now, is marked.
+        all that the new lookups may have changed by now, is marked: nobody has listened to them.
         """
         tracked = tracked_model(self._model, self._options)
         self._gate.training_here()
@@ -95,10 +99,9 @@ class Tracker:
             self._attach(tracked)
             self._restore([state])
             self._marking.changes = before.changes
-        self._marking.listen(self._model, self.record_lookup, dense=self._options.dense)
-        for table in self.tables:
-            if any(table.name.startswith(f"{name}." if name else "") for name in renewed):
-                self._marking.mark_all(table.name)
+        self._listen()
+        prefixes = tuple(f"{name}." if name else "" for name in renewed)
+        self._marking.mark_rewritten(table.name for table in self.tables if table.name.startswith(prefixes))
 
     # -- what happens to rows: by the thread that trains
 
@@ -146,6 +149,24 @@ class Tracker:
             InvalidInput: an id is none of the table's.
         """
         self._marking.mark(table, ids)
+
+    def delete(self, table: str, ids: torch.Tensor) -> None:
+        """Delete rows: they and what the optimizer keeps of them become zeros, and consumers are told.
+
+        A row that changes afterwards, in a lookup's backward or by `mark`, is a new row. Where the optimizer is
+        not fused, its state is reset in all optimizers that have stepped by now. A raw id that managed collision
+        maps to such a row stays mapped to it. By the thread that trains, between steps.
+
+        Args:
+            table: its FQN.
+            ids: global row ids, [n] of any integer type; those held by other ranks are left to them. Where every
+                rank has a copy of the table, all ranks delete the same after the same step.
+
+        Raises:
+            NotFound: there is no such table.
+            InvalidInput: an id is none of the table's, or it is none of embeddings.
+        """
+        self._cursors.forget(table, self._marking.delete(table, ids))
 
     def mark_all(self, table: str | None = None) -> None:
         """Note that every row of a table, or of all tables, was changed from outside, say by a load.
@@ -308,6 +329,7 @@ class Tracker:
         states = [saved] if isinstance(saved, Mapping) else list(saved)
         with self._gate.reading(None):
             flush_caches(self.tables)
+            follow_replaced(self.tables)
             self._restore(states)
 
     def _state(self) -> dict[str, Any]:

@@ -107,7 +107,8 @@ WEIGHT_DECAYS = {
         Marking.EXACT, "gradients of the batch's rows are clipped by the norms of these rows"
     ),
     WeightDecayMode.DECOUPLE_GLOBAL: UpdateRule(
-        Marking.EXACT, "a row makes up for its decay when it is next looked up; evaluation reads it as it lies there"
+        Marking.EXACT,
+        "a row makes up for its decay when it is next looked up; evaluation reads it as it is",
     ),
 }
 
@@ -140,9 +141,7 @@ def rule_of(kernel: Any) -> UpdateRule:
     optimizer = getattr(emb_module, "optimizer", None)
     if optimizer is None:
         return UpdateRule(Marking.EXACT, "it is not fused: its rows are compared at each read")
-    return update_rule(
-        optimizer, _weight_decay(emb_module), rounds_in_cache=_rounds_in_cache(emb_module)
-    )
+    return update_rule(optimizer, _weight_decay(emb_module), rounds_in_cache=_rounds_in_cache(emb_module))
 
 
 def check_tracked(name: str, kernel: Any) -> None:

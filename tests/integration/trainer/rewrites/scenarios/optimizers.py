@@ -76,7 +76,9 @@ def averages_that_no_hook_tells_of_are_named() -> None:
     train(model, f=[1])
     train(model, f=[1])
     rows = replica.tracker.tables[0]
-    with pytest.raises(Contradiction, match=f"table '{BAGS}.rows': rows .* have changed, but are not marked") as found:
+    with pytest.raises(
+        Contradiction, match=f"table '{BAGS}.rows': rows .* have changed, but are not marked"
+    ) as found:
         replica.tracker.get_delta(NAME)
     assert "mark(table, ids)" in str(found.value)
     assert f"rows {rows.row_offset if rows.row_offset != 0 else 0}" in str(found.value)
