@@ -15,11 +15,13 @@ from torch import nn
 from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from deltasync.core.errors import NotFound
+from deltasync.core.errors import InvalidInput, NotFound
 from deltasync.trainer.tracking.cost import TrackerCost
+from deltasync.trainer.tracking.dense_optimizers import DenseOptimizers
 from deltasync.trainer.tracking.module_tensors import modules_with_buffers
 from deltasync.trainer.tracking.modules import table_fqn
-from deltasync.trainer.tracking.shards import flush_caches, follow_replaced
+from deltasync.trainer.tracking.row_reset import reset_rows
+from deltasync.trainer.tracking.shards import TrackedTable, flush_caches, follow_replaced
 from deltasync.trainer.tracking.stamps import STAMP_BYTES, RowStamps
 from deltasync.trainer.tracking.torchrec_hooks import (
     Hooks,
@@ -106,6 +108,8 @@ class RowMarking:
         self._numbers = {table.name: number for number, table in enumerate(tracked.tables)}
         self._id_maps, self._unpublished = tracked.id_maps, tracked.unpublished
         self._marks = LookupMarks(tracked.lookups, stamps, cost)
+        self._replicas = {table.name: table for table in tracked.replicas}
+        self._dense_optimizers = DenseOptimizers()
         self._hooks = Hooks()
         self._paused = threading.local()
         self._steps_uncompacted = 0
@@ -118,6 +122,8 @@ class RowMarking:
         """Have TorchRec tell of what happens: of lookups to `record_lookup`, of all else to this object."""
         listen_to_lookups(self._hooks, model, record_lookup)
         listen_to_evictions(self._hooks, model, self._mark_evicted)
+        if not all(table.fused for table in (*self._tables, *self._replicas.values())):
+            self._hooks.undo_with(self._dense_optimizers.listen())
         if dense:
             listen_to_gradients(self._hooks, model, self._begin_updates)
             listen_to_forwards(self._hooks, modules_with_buffers(model), self._begin_updates)
@@ -198,6 +204,28 @@ class RowMarking:
             self._stamps.stamp(number, local)
             self.changes += 1
 
+    def delete(self, table: str, ids: torch.Tensor) -> torch.Tensor:
+        """Reset rows of a table, by global ids, and stamp them as deleted; the local ids of those held here.
+
+        Raises:
+            NotFound: there is no such table.
+            InvalidInput: an id is none of the table's.
+        """
+        held = self._replicas.get(table) or self._tables[self._number(table)]
+        if not held.table.kind.ranked:
+            raise InvalidInput(
+                f"table {table!r} is of kind {held.table.kind.value!r}: only rows of embeddings can be deleted"
+            )
+        local = held.local_ids(ids)
+        with self._gate:
+            self.compact_here()  # Lookups until now came before.
+            reset_rows(held, local)
+            self._reset_dense(held, local)
+            if held is not self._replicas.get(table):
+                self._stamps.stamp_deleted(self._number(table), local)
+                self.changes += 1
+        return local
+
     def mark_all(self, table: str | None) -> None:
         """Stamp every row of a table, or of all.
 
@@ -233,6 +261,10 @@ class RowMarking:
             for fqn in (id_map.of, id_map.tables[0].name):
                 if fqn in self._numbers:
                     self._stamps.stamp(self._numbers[fqn], changed)
+
+    def _reset_dense(self, table: TrackedTable, ids: torch.Tensor) -> None:
+        for tracked in () if table.fused else table.shards:
+            self._dense_optimizers.reset(tracked.weight, ids)
 
     def _mark_lookup(self, features: KeyedJaggedTensor, kernel: nn.Module) -> None:
         with self._gate:

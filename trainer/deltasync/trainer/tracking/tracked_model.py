@@ -40,6 +40,7 @@ class TrackedModel:
     Attributes:
         modules: sharded modules by FQN.
         tables: the rows that this rank has of each table.
+        replicas: tables of which this rank has a copy that another one tracks.
         lookups: what each kernel looks up.
         id_maps: the maps of managed collision whose tables are among these.
         unpublished: what no table holds, and must not change; None where it may.
@@ -47,6 +48,7 @@ class TrackedModel:
 
     modules: dict[str, ShardedEmbeddingModule]
     tables: list[TrackedTable]
+    replicas: list[TrackedTable]
     lookups: Lookups
     id_maps: list[IdMap]
     unpublished: UnpublishedState | None
@@ -69,14 +71,16 @@ def tracked_model(model: nn.Module, options: TrackerOptions) -> TrackedModel:
         for kernel in lookup._emb_modules
         if not all(is_skipped(fqn, options.fqns_to_skip) for fqn in _kernel_fqns(name, module, kernel))
     }
-    everything = [table for tables in kernels.values() for table in tables]
-    tables = [table for table in merged(everything + outside) if _is_wanted(table, options)]
+    everything = [table for tables in kernels.values() for table in tables] + outside
+    wanted = [table for table in merged(everything) if not is_skipped(table.name, options.fqns_to_skip)]
+    tables = [table for table in wanted if options.replicas or not table.replicated]
+    replicas = [table for table in wanted if table not in tables]
     maps = [one for one in maps if any(table.name == one.of for table in tables)]
-    tables += [table for table in _tables_of_maps(maps) if _is_wanted(table, options)]
+    tables += [table for table in _tables_of_maps(maps) if not is_skipped(table.name, options.fqns_to_skip)]
     numbers = {table.name: number for number, table in enumerate(tables) if table.fused}
     lookups = {kernel: _lookups(of_kernel, numbers) for kernel, of_kernel in kernels.items()}
     unpublished = UnpublishedState(model, options.fqns_to_skip) if options.dense else None
-    return TrackedModel(modules, tables, lookups, maps, unpublished)
+    return TrackedModel(modules, tables, replicas, lookups, maps, unpublished)
 
 
 def published_tables(model: nn.Module, *, dense: bool) -> list[TableSpec]:
@@ -127,10 +131,6 @@ def ids_by_table(lookups: list[Lookup], features: KeyedJaggedTensor) -> Iterator
             for ids in ids_by_feature[first : first + count]:
                 yield number, ids
         first += count
-
-
-def _is_wanted(table: TrackedTable, options: TrackerOptions) -> bool:
-    return (options.replicas or not table.replicated) and not is_skipped(table.name, options.fqns_to_skip)
 
 
 def _check_skips(

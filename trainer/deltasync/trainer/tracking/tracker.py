@@ -111,6 +111,24 @@ class Tracker:
         """
         self._marking.mark(table, ids)
 
+    def delete(self, table: str, ids: torch.Tensor) -> None:
+        """Delete rows: they and what the optimizer keeps of them become zeros, and consumers are told.
+
+        A row that changes afterwards, in a lookup's backward or by `mark`, is a new row. Where the optimizer is
+        not fused, its state is reset in all optimizers that have stepped by now. A raw id that managed collision
+        maps to such a row stays mapped to it. By the thread that trains, between steps.
+
+        Args:
+            table: its FQN.
+            ids: global row ids, [n] of any integer type; those held by other ranks are left to them. Where every
+                rank has a copy of the table, all ranks delete the same after the same step.
+
+        Raises:
+            NotFound: there is no such table.
+            InvalidInput: an id is none of the table's, or it is none of embeddings.
+        """
+        self._cursors.forget(table, self._marking.delete(table, ids))
+
     def mark_all(self, table: str | None = None) -> None:
         """Note that every row of a table, or of all tables, was changed from outside, say by a load.
 
