@@ -196,6 +196,7 @@ class PartClose(_message.Message):
     ROWS_FIELD_NUMBER: _builtins.int
     STEP_END_UNIX_NS_FIELD_NUMBER: _builtins.int
     FULL_FIELD_NUMBER: _builtins.int
+    EVENT_TIME_UNIX_NS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """step is the optimizer step of the cut."""
     rows: _builtins.int
@@ -207,6 +208,10 @@ class PartClose(_message.Message):
     does not continue the published history must be full: all of every table it announces. A part that
     is not, although it must be, is answered with DATA_LOSS.
     """
+    event_time_unix_ns: _builtins.int
+    """event_time_unix_ns is the time of the newest event that this rank has trained on up to this step, nanoseconds
+    since 1970; 0 where it does not know. That of a cut is the newest of all ranks, and of the run's cuts before.
+    """
     def __init__(
         self,
         *,
@@ -214,10 +219,11 @@ class PartClose(_message.Message):
         rows: _builtins.int = ...,
         step_end_unix_ns: _builtins.int = ...,
         full: _builtins.bool = ...,
+        event_time_unix_ns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["full", b"full", "rows", b"rows", "step", b"step", "step_end_unix_ns", b"step_end_unix_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event_time_unix_ns", b"event_time_unix_ns", "full", b"full", "rows", b"rows", "step", b"step", "step_end_unix_ns", b"step_end_unix_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -14,6 +14,7 @@ from deltasync.client.endpoint import Endpoint
 from deltasync.client.options import PublisherOptions
 from deltasync.core.backoff import backoff
 from deltasync.core.errors import DeltasyncError, InvalidInput, ResyncRequired, ServiceUnavailable
+from deltasync.core.event_time import check_event_time
 from deltasync.core.position import Position
 from deltasync.core.rows import RowBatch
 from deltasync.core.tables import Shard, TableSpec
@@ -38,12 +39,21 @@ class Part:
         step_end_unix_ns: when the step ended on this rank, nanoseconds since 1970.
         rows: the rows; may be empty.
         full: whether these are all rows of all shards of this rank.
+        event_time_unix_ns: the time of the newest event that this rank has trained on, nanoseconds since 1970;
+            None where it does not know.
+
+    Raises:
+        InvalidInput: the event time is no whole number from 1 on.
     """
 
     step: int
     step_end_unix_ns: int
     rows: list[RowBatch] = field(default_factory=list)
     full: bool = False
+    event_time_unix_ns: int | None = None
+
+    def __post_init__(self) -> None:
+        check_event_time(self.event_time_unix_ns)
 
 
 class Publisher:
@@ -227,6 +237,7 @@ class _Stream:
                 rows=sum(map(len, part.rows)),
                 step_end_unix_ns=part.step_end_unix_ns,
                 full=part.full,
+                event_time_unix_ns=part.event_time_unix_ns or 0,
             )
             yield publish_pb2.PublishRequest(close=close)
 

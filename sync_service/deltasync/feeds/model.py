@@ -22,7 +22,7 @@ from deltasync.core.errors import Contradiction, ServiceUnavailable
 from deltasync.core.policy import Policy
 from deltasync.core.position import Decision, Position, resume
 from deltasync.core.rows import RowBatch
-from deltasync.core.seal import Seal, SealHistory
+from deltasync.core.seal import Seal, SealHistory, event_time_of
 from deltasync.core.signals import Signal
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import Shard, TableSpec
@@ -165,6 +165,10 @@ class Model:
         """The version that a position of this history stands for."""
         return version
 
+    def event_time_of(self, version: int) -> int | None:
+        """The time of the newest event that it had been trained on at a version; None where it is not known."""
+        return event_time_of(version, self.seals)
+
     def resume(self, held: Position) -> tuple[Decision, Position]:
         """Whether a replica that holds `held` can go on from there, and what that is in this history."""
         decision = resume(held, self.history, self.position.number)
@@ -262,4 +266,4 @@ def _shape(table: TableSpec) -> str:
 
 
 def _head(seal: Seal | None) -> Head | None:
-    return Head(seal.version, seal.version, seal.step, seal.step_end_unix_ns) if seal else None
+    return Head.of(seal) if seal else None

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from deltasync.core.backoff import backoff
 from deltasync.core.errors import Contradiction, DeltasyncError, ServiceUnavailable, Superseded
+from deltasync.core.event_time import newest_event_time
 from deltasync.core.events import EventKind, Events, described
 from deltasync.core.position import Decision, Position
 from deltasync.core.rows import RowBatch
@@ -131,7 +132,7 @@ class CutCoordinator:
         if self.model.position.number < (newest := self.model.seals.newest_version):
             # The service ends. A flush at the later version would cut the log of rows that are only there.
             raise ServiceUnavailable(f"version {newest} is not applied yet; send step {cut.step} again")
-        seal = _seal_of(cut)
+        seal = _seal_of(cut, self.model.seals.newest)
         await asyncio.wrap_future(self.model.store.seal(seal))
         self.model.seals.append(seal)
         # Before anything that could fail: from here on it is part of the history.
@@ -168,7 +169,9 @@ def _fail(open_cut: OpenCut, error: Exception) -> None:
         open_cut.sealed.exception()  # Marks it as seen: perhaps no rank is waiting any more.
 
 
-def _seal_of(cut: Cut) -> Seal:
+def _seal_of(cut: Cut, before: Seal | None) -> Seal:
+    # A run learns from no event less than it had learnt from.
+    earlier = before.event_time_unix_ns if before and before.run == cut.run.id else None
     return Seal(
         version=cut.version,
         step=cut.step,
@@ -182,6 +185,7 @@ def _seal_of(cut: Cut) -> Seal:
         sealed_unix_ns=time.time_ns(),
         resync=cut.must_be_full,
         whole=cut.whole,
+        event_time_unix_ns=newest_event_time((cut.event_time_unix_ns, earlier)),
     )
 
 

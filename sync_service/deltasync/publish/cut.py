@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from deltasync.core.errors import Contradiction, InvalidInput, ResyncRequired
+from deltasync.core.event_time import newest_event_time
 from deltasync.core.rows import RowBatch
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.publish.runs import Run
@@ -27,6 +28,7 @@ class RankPart:
     rows: int = 0
     bytes: int = 0
     step_end_unix_ns: int = 0
+    event_time_unix_ns: int | None = None
     log_bytes: int = 0
     closed: bool = False
     full: bool = False
@@ -87,7 +89,15 @@ class Cut:
         part = self.parts[rank] = RankPart(rank, shards, must_be_full)
         return part
 
-    def close(self, part: RankPart, *, rows: int, full: bool, step_end_unix_ns: int) -> None:
+    def close(
+        self,
+        part: RankPart,
+        *,
+        rows: int,
+        full: bool,
+        step_end_unix_ns: int,
+        event_time_unix_ns: int | None = None,
+    ) -> None:
         """Close a rank's part.
 
         Raises:
@@ -104,7 +114,7 @@ class Cut:
                 f"rank {part.rank} sent only changed rows, but its run does not continue the published history: "
                 "publish every row first"
             )
-        part.step_end_unix_ns = step_end_unix_ns
+        part.step_end_unix_ns, part.event_time_unix_ns = step_end_unix_ns, event_time_unix_ns
         part.closed, part.full = True, full
 
     def closed_by(self, rank: int) -> bool:
@@ -171,6 +181,11 @@ class Cut:
     def step_end_unix_ns(self) -> int:
         """When the step ended on the last of the ranks."""
         return max(part.step_end_unix_ns for part in self.parts.values())
+
+    @property
+    def event_time_unix_ns(self) -> int | None:
+        """The time of the newest event that a rank has been trained on; None if no rank has said one."""
+        return newest_event_time(part.event_time_unix_ns for part in self.parts.values())
 
 
 def _check_full(part: RankPart) -> None:

@@ -5,6 +5,7 @@ from collections import deque
 from concurrent.futures import Future
 
 from deltasync.core.errors import Contradiction, InvalidInput, Superseded
+from deltasync.core.event_time import check_event_time
 from deltasync.core.events import EventKind
 from deltasync.core.position import Decision, Position
 from deltasync.core.rows import RowBatch
@@ -15,7 +16,7 @@ from deltasync.publish.opening import Opening
 from deltasync.publish.runs import continues
 from deltasync.storage.records import pack_layout, packed_bytes
 from deltasync.v1 import publish_pb2
-from deltasync.wire.messages import position_from_message
+from deltasync.wire.messages import event_time_from_message, position_from_message
 from deltasync.wire.row_messages import MAX_CHUNK_BYTES, decode_rows
 
 # Chunks per rank that are handed to the log and not on disk yet: bounds the memory that an arriving part takes.
@@ -109,7 +110,15 @@ class PublishSession:
         open_cut, part = self._part_of(close.step)
         await self._wait_written(0)
         self._check_current()
-        open_cut.cut.close(part, rows=close.rows, full=close.full, step_end_unix_ns=close.step_end_unix_ns)
+        event_time = event_time_from_message(close)
+        check_event_time(event_time)
+        open_cut.cut.close(
+            part,
+            rows=close.rows,
+            full=close.full,
+            step_end_unix_ns=close.step_end_unix_ns,
+            event_time_unix_ns=event_time,
+        )
         self._part = None
         self._coordinator.seal_when_complete()
         return await asyncio.shield(open_cut.sealed)

@@ -10,7 +10,7 @@ from deltasync.core.value_types import ValueType
 from deltasync.feeds.frozen_release import Head
 from deltasync.feeds.statistics import Amount, ReleaseStatistics
 from deltasync.storage.log_store import LogStore
-from deltasync.storage.records import reading, unpack_json
+from deltasync.storage.records import event_time_record, reading, unpack_json
 from deltasync.views.table import ViewTable
 
 
@@ -55,12 +55,13 @@ def _recorded(log: LogStore, name: str) -> Mapping[str, Any] | None:
 
 def head_record(head: Head) -> dict[str, Any]:
     """The head, as it is written down."""
-    return {
+    record = {
         "number": head.number,
         "version": head.version,
         "step": head.step,
         "step_end_unix_ns": head.step_end_unix_ns,
     }
+    return record | event_time_record(head.event_time_unix_ns)
 
 
 def head_of_record(record: Mapping[str, Any]) -> Head:
@@ -70,6 +71,7 @@ def head_of_record(record: Mapping[str, Any]) -> Head:
         version=record["version"],
         step=record["step"],
         step_end_unix_ns=record["step_end_unix_ns"],
+        event_time_unix_ns=record.get("event_time_unix_ns"),  # Heads of earlier versions lack it.
     )
 
 

@@ -85,7 +85,7 @@ class TableMaker:
         backlog = {table.source.spec.name: _backlog(table, before) for table in tables}
         left = total(each.amount for each in backlog.values())
         after = replace(before, tables=tables, compared_version=version, backlog=backlog)
-        head = Head(number, version, seal.step, seal.step_end_unix_ns)
+        head = replace(Head.of(seal, number), version=version)
         return after, new_release(head, taken, left, reason)
 
 

@@ -19,6 +19,7 @@ from torch import nn
 
 from deltasync.client import Endpoint, Part, Position, Publisher, PublisherOptions
 from deltasync.core.errors import DeltasyncError, InvalidInput, ResyncRequired, ServiceUnavailable
+from deltasync.core.event_time import check_event_time, newest_event_time
 from deltasync.trainer.checks import check_format, check_whole
 from deltasync.trainer.distributed.agreement import Agreement
 from deltasync.trainer.tracking.delta import Token
@@ -129,14 +130,22 @@ class DeltaSync:
         self._position = Position()
         self._resync = True
         self._published_step = self._published_changes = -1
+        self._event_time: int | None = None
 
-    def step(self) -> None:
+    def step(self, event_time_unix_ns: int | None = None) -> None:
         """Note that an optimizer step is complete; publish every `publish_every` of them.
 
+        Args:
+            event_time_unix_ns: the time of the newest event that this rank has trained on in it, nanoseconds since
+                1970; None where that is not known. A cut carries the newest there was up to its step, on any rank.
+
         Raises:
+            InvalidInput: the event time is no whole number from 1 on.
             DeltasyncError: the service has refused a part for good, on this rank or another.
         """
         started = time.perf_counter()
+        check_event_time(event_time_unix_ns)
+        self._event_time = newest_event_time((self._event_time, event_time_unix_ns))
         self.tracker.step()
         if self.tracker.steps % self._options.publish_every == 0:
             before = self._pending
@@ -201,6 +210,7 @@ class DeltaSync:
             "tracker": self.tracker.state_dict(),
             "history": self._position.history,
             "version": self._position.number,
+            "event_time_unix_ns": self._event_time,
         }
 
     def load_state_dict(self, saved: Sequence[Mapping[str, Any]]) -> None:
@@ -221,6 +231,8 @@ class DeltaSync:
             found = ", ".join(f"{rank} of {world_size}" for rank, world_size in ranks)
             raise InvalidInput(f"expected the states of all ranks of one checkpoint, got rank {found or 'none'}")
         self.tracker.load_state_dict([state["tracker"] for state in saved])
+        # States of earlier versions lack it.
+        self._event_time = newest_event_time(state.get("event_time_unix_ns") for state in saved)
         positions = {Position(state["history"], state["version"]) for state in saved}
         # They differ in a checkpoint taken while a cut was being sealed.
         self._position = positions.pop() if len(positions) == 1 else Position()
@@ -295,6 +307,7 @@ class DeltaSync:
             step_end_unix_ns=step_end_unix_ns,
             rows=delta.batches(),
             full=full,
+            event_time_unix_ns=self._event_time,
         )
         self._pending = _PendingCut(part, delta.token, self.tracker.changes, self._connected().publish(part))
 

@@ -252,6 +252,10 @@ class RowMarking:
         self._marks.clear()
         self.steps = steps
 
+    def _reset_dense(self, table: TrackedTable, ids: torch.Tensor) -> None:
+        for tracked in () if table.fused else table.shards:
+            self._dense_optimizers.reset(tracked.weight, ids)
+
     def _follow(self) -> None:
         if self._unpublished:
             self._unpublished.check()
@@ -261,10 +265,6 @@ class RowMarking:
             for fqn in (id_map.of, id_map.tables[0].name):
                 if fqn in self._numbers:
                     self._stamps.stamp(self._numbers[fqn], changed)
-
-    def _reset_dense(self, table: TrackedTable, ids: torch.Tensor) -> None:
-        for tracked in () if table.fused else table.shards:
-            self._dense_optimizers.reset(tracked.weight, ids)
 
     def _mark_lookup(self, features: KeyedJaggedTensor, kernel: nn.Module) -> None:
         with self._gate:
