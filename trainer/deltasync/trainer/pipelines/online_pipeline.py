@@ -14,6 +14,7 @@ from torchrec.distributed.train_pipeline.utils import _start_data_dist
 
 from deltasync.core.errors import Contradiction, InvalidInput
 from deltasync.trainer.pipelines.accumulation import AccumulationCycle
+from deltasync.trainer.pipelines.backward_updates import refuse_backward_updates
 from deltasync.trainer.pipelines.batches import hand_over, to_device
 from deltasync.trainer.pipelines.deferred_tables import DeferredTables
 from deltasync.trainer.pipelines.lookahead.attachment import LookAhead
@@ -79,6 +80,8 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
             InvalidInput: the model can't be trained as the options say.
         """
         options = options or PipelineOptions()
+        if options.scales_loss:
+            refuse_backward_updates(model)
         accept_tensordicts(model)
         super().__init__(model, optimizer, device, context_type=LookAheadContext, custom_model_fwd=self._forward)
         self._options = options
