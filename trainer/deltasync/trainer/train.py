@@ -18,7 +18,7 @@ from deltasync.trainer.clicks.checkpoint import load_checkpoint, save_checkpoint
 from deltasync.trainer.clicks.micro_batches import micro_batches
 from deltasync.trainer.clicks.model import MODELS
 from deltasync.trainer.clicks.results import Results
-from deltasync.trainer.clicks.stream_options import stream_options, take_stream_options
+from deltasync.trainer.clicks.stream_options import managed_option, stream_options, take_stream_options
 from deltasync.trainer.clicks.training_options import take_training_options, training_options, why_not_shared
 from deltasync.trainer.distributed.ranks import join_ranks
 from deltasync.trainer.distributed.sharding import OptimizerOptions, click_tables, shard
@@ -28,6 +28,7 @@ from deltasync.trainer.sync import DeltaSync, SyncOptions
 
 @click.command(context_settings=CONTEXT)
 @stream_options
+@managed_option
 @training_options
 @service_options(default=None)
 @click.option("--model", default="clicks", help="Name of the set of tables.")
@@ -46,7 +47,7 @@ def main(checkpoint: Path | None, results: Path | None, table_lr: float, dense_l
     torch.manual_seed(stream.seed)
     learning = OptimizerOptions(table_lr=table_lr, dense_lr=dense_lr)
     click_model = MODELS[training.input](stream.model, torch.device("meta"))
-    model, optimizer = shard(click_model, click_tables(), learning, device)
+    model, optimizer = shard(click_model, click_tables(stream.model.managed_tables), learning, device)
     pipeline = OnlinePipeline(model, optimizer, device, training.pipeline)
     sync, scored = DeltaSync(model, SyncOptions(**settings)), Results()
     if checkpoint:

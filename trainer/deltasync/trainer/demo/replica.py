@@ -25,7 +25,12 @@ from deltasync.core.tables import TableSpec
 from deltasync.trainer.clicks.events import Events
 from deltasync.trainer.clicks.features import Featurizer
 from deltasync.trainer.clicks.model import ClickModel
-from deltasync.trainer.clicks.stream_options import StreamOptions, stream_options, take_stream_options
+from deltasync.trainer.clicks.stream_options import (
+    StreamOptions,
+    managed_option,
+    stream_options,
+    take_stream_options,
+)
 from deltasync.trainer.demo.scorer import Scorer
 
 _CHECK_SECONDS = 0.5
@@ -87,6 +92,7 @@ class Replica:
 
 @click.command(context_settings=CONTEXT)
 @stream_options
+@managed_option
 @service_options(default=None)
 @click.option("--consumer", default="predictors", help="The consumer it belongs to.")
 @click.option("--replica", default="replica-0", help="Its name inside the consumer's fleet.")
