@@ -24,6 +24,7 @@ from deltasync.trainer.distributed.ranks import join_ranks
 from deltasync.trainer.distributed.sharding import OptimizerOptions, click_tables, shard
 from deltasync.trainer.pipelines import OnlinePipeline
 from deltasync.trainer.sync import DeltaSync, SyncOptions
+from deltasync.trainer.tracking.row_reset import evict_on_cpu
 
 
 @click.command(context_settings=CONTEXT)
@@ -48,8 +49,9 @@ def main(checkpoint: Path | None, results: Path | None, table_lr: float, dense_l
     learning = OptimizerOptions(table_lr=table_lr, dense_lr=dense_lr)
     click_model = MODELS[training.input](stream.model, torch.device("meta"))
     model, optimizer = shard(click_model, click_tables(stream.model.managed_tables), learning, device)
+    evict_on_cpu(model)
     pipeline = OnlinePipeline(model, optimizer, device, training.pipeline)
-    sync, scored = DeltaSync(model, SyncOptions(**settings)), Results()
+    sync, scored = DeltaSync(model, SyncOptions(**settings)), Results(model)
     if checkpoint:
         load_checkpoint(checkpoint, model, optimizer, sync)
     with sync:

@@ -1,6 +1,7 @@
 """What a click model holds beside its tables: buffers, and which raw id has which row."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.modules.mc_modules import MCHManagedCollisionModule
 
+_MAP, _BUFFER = "map", "buffer"  # of keys in files
 _FREE = torch.iinfo(torch.int64).max
 
 
@@ -55,6 +57,39 @@ def buffers(model: nn.Module) -> dict[str, NDArray[np.generic]]:
         for part in ("bottom", "top")
         for name, buffer in model.get_submodule(part).named_buffers()
     }
+
+
+@dataclass(frozen=True, eq=False)
+class ModelState:
+    """What a process holds of a model beside its tables.
+
+    Attributes:
+        maps: by the table's short name: whole, or this rank's share.
+        buffers: those that belong to no table, by FQN.
+    """
+
+    maps: dict[str, IdMap]
+    buffers: dict[str, NDArray[np.generic]]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "ModelState":
+        """A copy of what a model holds."""
+        return cls(id_maps(model), buffers(model))
+
+    @classmethod
+    def load(cls, file: Path) -> "ModelState":
+        """Read what `save` wrote."""
+        with np.load(file) as arrays:
+            keys = [(key.split(":"), array) for key, array in arrays.items()]
+        maps = {key[1]: IdMap(int(key[2]), array) for key, array in keys if key[0] == _MAP}
+        return cls(maps, {key[1]: array for key, array in keys if key[0] == _BUFFER})
+
+    def save(self, file: Path) -> None:
+        """Write it to an .npz file."""
+        maps = {f"{_MAP}:{name}:{its.first_row}": its.ids for name, its in self.maps.items()}
+        np.savez(
+            file, allow_pickle=False, **maps, **{f"{_BUFFER}:{name}": its for name, its in self.buffers.items()}
+        )
 
 
 class EvictionCount:

@@ -25,6 +25,7 @@ from deltasync.core.tables import TableSpec
 from deltasync.trainer.clicks.events import Events
 from deltasync.trainer.clicks.features import Featurizer
 from deltasync.trainer.clicks.model import ClickModel
+from deltasync.trainer.clicks.model_state import ModelState
 from deltasync.trainer.clicks.stream_options import (
     StreamOptions,
     managed_option,
@@ -49,6 +50,7 @@ class Replica:
     """
 
     def __init__(self, model: ClickModel, scorer: Scorer, stop: threading.Event, hold_releases: bool) -> None:
+        self._model = model
         self.target = TorchTarget(model)
         self.scorer = scorer
         self.applied: deque[tuple[int, int, int]] = deque(maxlen=1_000_000)
@@ -81,11 +83,13 @@ class Replica:
             self._scoring.notify_all()
 
     def write(self, folder: Path, name: str) -> None:
-        """Write scores, tables and the times of the releases into `folder`."""
+        """Write scores, tables, state, outputs and the times of the releases into `folder`."""
         with self._scoring:
             tables = {table: weight.numpy() for table, weight in self.target.tables().items()}
             np.savez(folder / f"tables-{name}.npz", allow_pickle=False, **tables)
             np.savez(folder / f"scores-{name}.npz", allow_pickle=False, **self.scorer.columns())
+            np.savez(folder / f"outputs-{name}.npz", allow_pickle=False, **self.scorer.last_outputs())
+            ModelState.of(self._model).save(folder / f"state-{name}.npz")
             facts = {"applied": list(self.applied), "received_bytes": list(self.received_bytes)}
             (folder / f"{name}.json").write_text(json.dumps(facts))
 
