@@ -48,7 +48,7 @@ class Piece:
         (low, high), shards = self.rows, []
         for first, end in self.columns:
             shard = Shard(TABLE, low, high - low, first, end - first)
-            own = torch.full((high - low, 1), momentum((first, end))) if momentum else None
+            own = [torch.full((high - low, 1), momentum((first, end)))] if momentum else []
             shards.append(TrackedShard(shard, whole[low:high, first:end].clone(), own))
         return TrackedTable(TABLE, shards, [], fused=True, replicated=False)
 

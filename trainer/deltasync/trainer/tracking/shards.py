@@ -37,17 +37,24 @@ class TrackedShard:
     Attributes:
         shard: which rows and columns of which table these are.
         weight: [rows, cols].
-        momentum: [rows, cols], or [rows, 1] where the optimizer keeps one value per row: the first state of the
-            fused optimizer. None where there is none.
+        states: the fused optimizer's, momentum first, each [rows, cols], or [rows, 1] where it keeps one value per
+            row; none where there is no fused optimizer, or it keeps nothing.
         rowwise_adagrad: the momentum is that of row-wise Adagrad.
         cached_in: the kernel whose cache has the newest rows, and is flushed before a read; None without a cache.
+        cache_offset: what the cache calls the shard's first row.
     """
 
     shard: Shard
     weight: torch.Tensor
-    momentum: torch.Tensor | None = None
+    states: Sequence[torch.Tensor] = ()
     rowwise_adagrad: bool = False
     cached_in: Any = None
+    cache_offset: int = 0
+
+    @property
+    def momentum(self) -> torch.Tensor | None:
+        """The first state of the fused optimizer; None where there is none."""
+        return self.states[0] if self.states else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,27 +177,27 @@ def kernel_tables(name: str, module: ShardedEmbeddingModule, kernel: Any) -> lis
             f"use one of: {', '.join(known.value for known in _KERNELS)}"
         )
     weights = kernel.split_embedding_weights()
-    momenta = _momenta(kernel, len(weights))
+    states = _states(kernel, len(weights))
     tables = []
-    for config, weight, momentum in zip(kernel._config.embedding_tables, weights, momenta, strict=True):
+    for number, (config, weight) in enumerate(zip(kernel._config.embedding_tables, weights, strict=True)):
         fqn = table_fqn(name, module, config.name)
         table = TableSpec(fqn, config.num_embeddings, config.embedding_dim, _dtype(fqn, weight.dtype))
         replicated = config.local_metadata is None
         row_offset, col_offset = (0, 0) if replicated else config.local_metadata.shard_offsets
         shard = Shard(table, row_offset, config.local_rows, col_offset, config.local_cols)
-        cached_in = kernel if kind is _CACHED else None
-        tracked = TrackedShard(shard, weight.detach(), momentum, _is_rowwise_adagrad(kernel), cached_in)
+        cache = (kernel, int(kernel.emb_module.cache_hash_size_cumsum[number])) if kind is _CACHED else (None, 0)
+        tracked = TrackedShard(shard, weight.detach(), states[number], _is_rowwise_adagrad(kernel), *cache)
         fused = kind is not EmbeddingComputeKernel.DENSE
         tables.append(TrackedTable(table, [tracked], config.feature_names, fused, replicated))
     return tables
 
 
-def _momenta(kernel: Any, tables: int) -> list[torch.Tensor | None]:
-    """The first state of the kernel's fused optimizer for each table, as a matrix; None where there is none."""
+def _states(kernel: Any, tables: int) -> list[list[torch.Tensor]]:
+    """The states of the kernel's fused optimizer for each table, as matrices."""
     if not hasattr(kernel.emb_module, "split_optimizer_states"):
-        return [None] * tables
+        return [[] for _ in range(tables)]
     by_table = kernel.emb_module.split_optimizer_states() or [[]] * tables
-    return [_matrix(states[0].detach()) if len(states) else None for states in by_table]
+    return [[_matrix(state.detach()) for state in states] for states in by_table]
 
 
 def _is_rowwise_adagrad(kernel: Any) -> bool:

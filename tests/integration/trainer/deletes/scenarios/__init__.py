@@ -1,0 +1,6 @@
+"""All scenarios: importing this registers them."""
+
+from tests.integration.trainer.deletes.registry import SCENARIOS
+from tests.integration.trainer.deletes.scenarios import evictions
+
+__all__ = ["SCENARIOS", "evictions"]
