@@ -51,15 +51,17 @@ def main(checkpoint: Path | None, results: Path | None, table_lr: float, dense_l
     model, optimizer = shard(click_model, click_tables(stream.model.managed_tables), learning, device)
     evict_on_cpu(model)
     pipeline = OnlinePipeline(model, optimizer, device, training.pipeline)
-    sync, scored = DeltaSync(model, SyncOptions(**settings)), Results(model)
+    sync, scored = DeltaSync(model, SyncOptions(**settings)), Results(model) if results else None
     if checkpoint:
         load_checkpoint(checkpoint, model, optimizer, sync)
     with sync:
         sync.flush()  # So that replicas hold the model before its first step.
-        _train(pipeline, micro_batches(stream, training, sync.tracker.steps), sync, scored if results else None)
+        mine = micro_batches(stream, training, sync.tracker.steps)
+        _train(pipeline, scored.watched(mine) if scored else mine, sync, scored)
     if checkpoint:
         save_checkpoint(checkpoint, model, optimizer, sync)
-    if results:
+    if results and scored:
+        pipeline.detach()
         scored.write(results, dist.get_rank(), sync)
     dist.destroy_process_group()
 

@@ -1,5 +1,6 @@
 """The trainer's model, gathered from its ranks into one that is not sharded: what replicas should be."""
 
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -82,7 +83,7 @@ def gathered_model(
 def last_outputs(model: ClickModel, stream: StreamOptions) -> dict[str, NDArray[np.generic]]:
     """Index and logit of the events of a stream's last batch, by this model."""
     batch = _last_batch(stream)
-    with _one_thread():
+    with _one_thread(), _quiet():
         return {"index": batch.index.numpy(), "logit": outputs(model, batch).numpy()}
 
 
@@ -92,6 +93,17 @@ def _last_batch(stream: StreamOptions) -> ClickBatch:
     for features in map(featurizer.features, at_once.batches()):
         last = features
     return click_batch(last)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warning for authors of TorchRec that the first lookup logs."""
+    logger = logging.getLogger("torch.fx._symbolic_trace")
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = False
 
 
 @contextmanager
