@@ -56,17 +56,23 @@ class LocalModel:
 
     async def cut(self, changes: Mapping[str, Rows]) -> None:
         """Publish some rows, by table and id, as the next version."""
+        await self.cut_batches(self.batches(changes))
+
+    def batches(self, changes: Mapping[str, Rows]) -> list[RowBatch]:
+        """Some rows, by table and id."""
         tables = {mapped.spec.name: mapped.spec for mapped in self.model.tables}
-        rows = [
+        return [
             RowBatch(
                 Shard.whole(tables[name]), np.array(sorted(some)), np.stack([some[row] for row in sorted(some)])
             )
             for name, some in changes.items()
             if some
         ]
-        seal = replace(
-            sealed(self.model.seals.newest_version + 1), sealed_unix_ns=self.model.seals.newest_version + 1
-        )
+
+    async def cut_batches(self, rows: Sequence[RowBatch], whole: Sequence[str] = ()) -> None:
+        """Publish some rows as the next version; of the tables `whole`, all that there are."""
+        version = self.model.seals.newest_version + 1
+        seal = replace(sealed(version), sealed_unix_ns=version, whole=tuple(whole))
         self.model.store.seal(seal).result()
         self.model.seals.append(seal)
         await self.model.apply_cut(seal, rows)

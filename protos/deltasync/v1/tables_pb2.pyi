@@ -202,6 +202,7 @@ class Rows(_message.Message):
     SLOT_FIELD_NUMBER: _builtins.int
     IDS_FIELD_NUMBER: _builtins.int
     VALUES_FIELD_NUMBER: _builtins.int
+    DELETED_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """slot is the index of the table in SubscribeOpened.tables, or of the shard in PublishOpen.shards."""
     ids: _builtins.bytes
@@ -212,16 +213,21 @@ class Rows(_message.Message):
     NaN and infinity are refused, but in buffers. In a release they are in Table.sent_as, or, in mode ids, one binary32
     per row: the L2 norm of what has changed in it.
     """
+    deleted: _builtins.bool
+    """deleted says that these rows are no more: values is empty, whatever the mode, and the receiver holds zeros from
+    here on, which add nothing to a checksum. Only of embedding tables.
+    """
     def __init__(
         self,
         *,
         slot: _builtins.int = ...,
         ids: _builtins.bytes = ...,
         values: _builtins.bytes = ...,
+        deleted: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ids", b"ids", "slot", b"slot", "values", b"values"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deleted", b"deleted", "ids", b"ids", "slot", b"slot", "values", b"values"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

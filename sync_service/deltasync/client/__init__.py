@@ -35,7 +35,7 @@ from deltasync.core.mode import Mode
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.core.rows import RowBatch
-from deltasync.core.tables import Shard, TableSpec
+from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.core.value_types import ValueType
 
 __all__ = [
@@ -65,6 +65,7 @@ __all__ = [
     "Subscriber",
     "SubscriberOptions",
     "Superseded",
+    "TableKind",
     "TableSpec",
     "Target",
     "ValueType",

@@ -114,4 +114,6 @@ def _decoded(rows: RowBatch, delivery: Delivery) -> RowBatch:
     if delivery.mode is Mode.IDS:
         norms = rows.values[:, 0].astype(np.float32, copy=False)
         return rows.with_values(spec, np.empty((len(rows), 0), spec.dtype), norms)
+    if rows.deleted:
+        return RowBatch.deletes(Shard.whole(spec), rows.ids)
     return rows.with_values(spec, delivery.decode(rows.values))

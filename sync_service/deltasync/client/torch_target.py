@@ -1,16 +1,17 @@
-"""Rows into the parameters of a torch module."""
+"""Rows into the parameters and buffers of a torch module."""
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 
-import numpy as np
 import torch
 from torch import nn
 
 from deltasync.client.targets import Release
-from deltasync.core.errors import Contradiction, NotFound
+from deltasync.client.torch_binding import Binding, Place, Tensor, bind, missing_maps
+from deltasync.core.errors import Contradiction, DeltasyncError, InvalidInput, NotFound
 from deltasync.core.rows import Ids, Values
 from deltasync.core.tables import TableSpec
 
@@ -20,17 +21,34 @@ logger = logging.getLogger(__name__)
 
 
 class TorchTarget:
-    """Writes rows into a module's parameters: an `EmbeddingBagCollection`, or a whole model that holds some.
+    """Writes tables into a module's parameters and buffers: an `EmbeddingBagCollection`, or a whole model.
 
-    A table belongs to the parameter whose name, without ".weight", is the table's name or the end of it:
-    table "sparse.embedding_bags.user" to "embedding_bags.user.weight" of a lone collection. Tables the module
-    has no parameter for are left out, which is logged.
+    A table belongs to the parameter or buffer whose name, without ".weight", is the table's name or the end of it:
+    table "sparse.embedding_bags.user" to "embedding_bags.user.weight" of a lone collection. A map of raw ids
+    belongs to the managed collision module of its name, which must be in evaluation mode and neither scripted nor
+    sharded: ids that nobody knows then take the rows that they take in the trainer.
+
+    Every table of the first release must have its place, but for those that are left out. Of tables that come
+    later, or grow, the others are followed, and lag names those that have no place.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, leave_out: Sequence[str] = ()) -> None:
+        """Write into `module`.
+
+        Args:
+            module: not replaced inside while it is followed; `to()` and `load_state_dict()` do no harm.
+            leave_out: names of tables not to write, as shell patterns: "*.user". A table's map goes with it.
+
+        Raises:
+            InvalidInput: `leave_out` is one string.
+        """
+        if isinstance(leave_out, str):
+            raise InvalidInput(f"leave_out: a string; expected a list of patterns, [{leave_out!r}]")
         self._module = module
-        self._known: list[TableSpec] = []
-        self._tables: dict[str, torch.Tensor] = {}
+        self._leave_out = tuple(leave_out)
+        self._followed: list[TableSpec] = []
+        self._binding = Binding({}, {}, [])
+        self._early: dict[str, Place | None] = {}
         self._lock = threading.Lock()
 
     @contextmanager
@@ -40,79 +58,87 @@ class TorchTarget:
             yield self._module
 
     def tables(self) -> dict[str, torch.Tensor]:
-        """The rows of every table received so far, as live [rows, dim] views of the parameters."""
-        return dict(self._tables)
+        """The rows of every table received so far, as live [rows, dim] views of the parameters and buffers.
+
+        Maps of raw ids have none.
+        """
+        return {name: place.rows for name, place in self._binding.places.items() if isinstance(place, Tensor)}
+
+    def bound(self) -> frozenset[str]:
+        """Names of the tables of the last release that the module holds."""
+        return frozenset(self._binding.places)
 
     def apply(self, release: Release) -> None:
-        """Write the rows of a release into the parameters.
+        """Write a release into the module: all of it, or nothing where an error is raised.
 
         Raises:
-            NotFound: none of the tables has a parameter, or one has several.
-            Contradiction: a parameter has another shape or type than its table, or several tables; or the
-                consumer streams ids only.
+            NotFound: a table has no place in the module and is not left out; the message names all of them.
+            Contradiction: a place has another shape or type than its table, or several tables; the module cannot
+                follow a map of raw ids; or the consumer streams ids only.
         """
         release.check_values()
-        if release.tables != self._known:
-            self._tables, self._known = _bind(self._module, release.tables), release.tables
+        if release.tables != self._followed:
+            self._follow(release.tables)
+        places, writes = self._binding.places, []
+        for table in release.tables:
+            if place := places.get(table.name):
+                rows = [each for each in release.rows if each.table.name == table.name]
+                writes.append(place.stage(rows, reset=release.resets(table)))
         with self._lock, torch.no_grad():
-            for table in release.tables:
-                if release.resets(table) and table.name in self._tables:
-                    self._tables[table.name].zero_()
-            for rows in release.rows:
-                if rows.table.name in self._tables:
-                    weight = self._tables[rows.table.name]
-                    ids = torch.from_numpy(rows.ids.copy()).to(weight.device)
-                    weight.index_copy_(0, ids, _tensor(rows.values).to(weight.device))
+            for write in writes:
+                write()
 
     def read(self, table: TableSpec, ids: Ids) -> Values | None:
-        """Some rows of a table, in host memory."""
-        weight = self._tables.get(table.name) if self._known else self._weight(table)
-        if weight is None:
-            return None
-        return weight.index_select(0, torch.from_numpy(ids.copy()).to(weight.device)).cpu().numpy()
+        """Some rows of a table as the module holds them, in host memory; None for a table that has no place."""
+        place = self._binding.places.get(table.name) if self._followed else self._outlived(table)
+        return place.read(ids) if place else None
 
-    def _weight(self, table: TableSpec) -> torch.Tensor | None:
-        """The rows of a table before any release: a module may have outlived another process."""
-        parameters = dict(self._module.named_parameters())
-        name = _name_of(parameters, table)
-        return _rows_of(parameters[name], table) if name else None
+    def _follow(self, tables: list[TableSpec]) -> None:
+        """Bind the tables of a first release, or others than before."""
+        binding = bind(self._module, [table for table in tables if not self._leaves_out(table)])
+        # What comes later has no place as long as the module is the one it was: the rest goes on.
+        known = {table.name for table in self._followed if table in tables and table.name in self.bound()}
+        refused = known if self._followed else set(binding.problems)
+        _refuse([(name, problem) for name, problem in binding.problems.items() if name in refused])
+        if not self._followed:
+            self._check_first(tables, binding)
+        for name in binding.problems.keys() - self._binding.problems.keys():
+            logger.warning("not followed: %s", binding.problems[name])
+        self._binding, self._followed, self._early = binding, tables, {}
 
+    def _check_first(self, tables: list[TableSpec], binding: Binding) -> None:
+        """Look for what the module needs and the tables of a first release do not bring."""
+        missing = [name for name in missing_maps(self._module, binding) if not self._matches(name)]
+        text = "the module maps raw ids by managed collision, and no table brings the map {}: update the trainer"
+        _refuse([(name, NotFound(text.format(name))) for name in missing])
+        names = [*(table.name for table in tables), *missing_maps(self._module, binding)]
+        if idle := [each for each in self._leave_out if not any(fnmatchcase(name, each) for name in names)]:
+            logger.warning("leave_out: no table fits %s", ", ".join(idle))
+        if binding.stale:
+            logger.warning(
+                "no table brings these of the module, which stay as they are: %s", ", ".join(binding.stale)
+            )
 
-def _tensor(values: Values) -> torch.Tensor:
-    # A copy, since torch has no read-only tensors.
-    return torch.from_numpy(values.copy())
+    def _leaves_out(self, table: TableSpec) -> bool:
+        return self._matches(table.name) or bool(table.of and self._matches(table.of))
 
+    def _matches(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self._leave_out)
 
-def _bind(module: nn.Module, tables: list[TableSpec]) -> dict[str, torch.Tensor]:
-    parameters = dict(module.named_parameters())
-    names = {table.name: name for table in tables if (name := _name_of(parameters, table))}
-    if not names:
-        expected = ", ".join(table.name for table in tables)
-        raise NotFound(f"no parameter of the module ({', '.join(parameters)}) fits a table ({expected})")
-    if len(set(names.values())) < len(names):
-        raise Contradiction(f"several tables fit one parameter: {names}; give the target the whole model")
-    if missing := [table.name for table in tables if table.name not in names]:
-        logger.warning("tables the module has no parameter for are left out: %s", ", ".join(missing))
-    return {table.name: _rows_of(parameters[names[table.name]], table) for table in tables if table.name in names}
-
-
-def _name_of(parameters: dict[str, nn.Parameter], table: TableSpec) -> str | None:
-    names = [name for name in parameters if _fits(name.removesuffix(".weight"), table.name)]
-    exact = [name for name in names if name.removesuffix(".weight") == table.name]
-    if len(exact or names) > 1:
-        raise NotFound(f"table {table.name!r}: {', '.join(names)} fit, expected one parameter")
-    return next(iter(exact or names), None)
-
-
-def _rows_of(parameter: nn.Parameter, table: TableSpec) -> torch.Tensor:
-    kind = torch.from_numpy(np.empty(0, table.dtype)).dtype
-    if parameter.numel() != table.rows * table.dim or parameter.dtype != kind:
-        raise Contradiction(
-            f"table {table.name!r} is {table.rows} x {table.dim} {kind}, the module's parameter is "
-            f"{tuple(parameter.shape)} {parameter.dtype}"
-        )
-    return parameter.detach().view(table.rows, table.dim)
+    def _outlived(self, table: TableSpec) -> Place | None:
+        """The place of a table before any release: a module may have outlived another process."""
+        if table.name not in self._early:
+            tables = [] if self._leaves_out(table) else [table]
+            self._early[table.name] = bind(self._module, tables).places.get(table.name)
+        return self._early[table.name]
 
 
-def _fits(parameter: str, table: str) -> bool:
-    return table == parameter or table.endswith("." + parameter) or table == parameter + ".weight"
+def _refuse(problems: list[tuple[str, DeltasyncError]]) -> None:
+    if not problems:
+        return
+    kind = Contradiction if any(isinstance(each, Contradiction) for _, each in problems) else NotFound
+    names, why = [name for name, _ in problems], "; ".join(dict.fromkeys(str(each) for _, each in problems))
+    raise kind(
+        f"{why}. Nothing was written: give the target a module with places for them, let the consumer follow "
+        f"other tables, or leave them out with TorchTarget(module, leave_out={names})"
+    )

@@ -13,6 +13,7 @@ from deltasync.core.tables import ID_TYPE, Shard, TableSpec
 Ids: TypeAlias = NDArray[np.int64]
 Values: TypeAlias = NDArray[np.generic]
 Norms: TypeAlias = NDArray[np.float32]
+Mask: TypeAlias = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,12 +27,20 @@ class RowBatch:
         ids: [n] int64, global row ids, strictly ascending.
         values: [n, columns of the shard], of the table's type; [n, 0] where a consumer's mode is `ids`.
         norms: [n] fp32, L2 norms of what has changed in the rows; None where nobody has asked for them.
+        deleted: the rows are no more. Their values are zeros, as of rows that never were, and are not sent.
     """
 
     shard: Shard
     ids: Ids
     values: Values
     norms: Norms | None = None
+    deleted: bool = False
+
+    @classmethod
+    def deletes(cls, shard: Shard, ids: Ids) -> "RowBatch":
+        """Rows of a shard that are no more. Their zeros take no memory."""
+        zeros = np.broadcast_to(np.zeros((), shard.table.dtype), (len(ids), shard.cols))
+        return cls(shard, ids, zeros, deleted=True)
 
     @classmethod
     def of_table(cls, table: TableSpec, ids: Ids, values: Values, norms: Norms | None = None) -> "RowBatch":
@@ -45,8 +54,8 @@ class RowBatch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of ids and values."""
-        return self.ids.nbytes + self.values.nbytes
+        """Bytes of ids and values, as they are sent."""
+        return self.ids.nbytes + (0 if self.deleted else self.values.nbytes)
 
     def __len__(self) -> int:
         """The number of rows."""
@@ -55,7 +64,7 @@ class RowBatch:
     def __getitem__(self, rows: slice) -> "RowBatch":
         """Some of the rows, as views."""
         norms = None if self.norms is None else self.norms[rows]
-        return RowBatch(self.shard, self.ids[rows], self.values[rows], norms)
+        return RowBatch(self.shard, self.ids[rows], self.values[rows], norms, self.deleted)
 
     def with_values(self, table: TableSpec, values: Values, norms: Norms | None = None) -> "RowBatch":
         """The same rows of a whole table in another form: encoded, or decoded."""
@@ -67,9 +76,15 @@ class RowBatch:
 
     @classmethod
     def from_bytes(
-        cls, shards: Sequence[Shard], slot: int, raw_ids: bytes | memoryview, raw_values: bytes | memoryview
+        cls,
+        shards: Sequence[Shard],
+        slot: int,
+        raw_ids: bytes | memoryview,
+        raw_values: bytes | memoryview,
+        *,
+        deleted: bool = False,
     ) -> "RowBatch":
-        """The rows of shard number `slot` that some bytes hold, as views of them.
+        """The rows of shard number `slot` that some bytes hold, as views of them; of those deleted, ids alone.
 
         Raises:
             InvalidInput: no such shard, or lengths that do not fit it.
@@ -82,12 +97,14 @@ class RowBatch:
             raise InvalidInput(
                 f"table {shard.table.name!r}: {len(raw_ids)} bytes of ids, expected a multiple of 8"
             )
-        expected = count * shard.cols * shard.table.dtype.itemsize
+        expected = 0 if deleted else count * shard.cols * shard.table.dtype.itemsize
         if len(raw_values) != expected:
             raise InvalidInput(
                 f"table {shard.table.name!r}: {len(raw_values)} bytes of values for {count} rows of {shard.cols} "
                 f"{shard.table.dtype} values, expected {expected}: does the row's dimension or type differ?"
             )
+        if deleted:
+            return cls.deletes(shard, np.frombuffer(raw_ids, ID_TYPE))
         values = np.frombuffer(raw_values, shard.table.dtype).reshape(count, shard.cols)
         return cls(shard, np.frombuffer(raw_ids, ID_TYPE), values)
 
@@ -95,7 +112,8 @@ class RowBatch:
         """Check rows against the rules that every sender has to keep.
 
         Raises:
-            InvalidInput: no rows, ids outside the shard or not strictly ascending, NaN or infinity.
+            InvalidInput: no rows, ids outside the shard or not strictly ascending, NaN or infinity, or a delete of
+                what is no embedding.
         """
         shard, ids = self.shard, self.ids
         name, first, last = shard.table.name, shard.row_offset, shard.row_offset + shard.rows
@@ -106,7 +124,11 @@ class RowBatch:
         if ids[0] < first or ids[-1] >= last:
             bad = int(ids[0]) if ids[0] < first else int(ids[-1])
             raise InvalidInput(f"table {name!r}: row id {bad} is outside this rank's rows {first} to {last - 1}")
-        if shard.table.kind.trained:
+        if self.deleted and not shard.table.kind.ranked:
+            raise InvalidInput(
+                f"table {name!r} is of kind {shard.table.kind.value!r}: only embeddings are deleted"
+            )
+        if shard.table.kind.trained and not self.deleted:
             self._check_finite()
 
     def _check_finite(self) -> None:

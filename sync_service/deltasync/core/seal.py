@@ -11,7 +11,8 @@ class Seal:
     """What is known of a sealed cut. Times are nanoseconds since 1970.
 
     `bytes` are those of ids and values, `log_bytes` those of the records the log holds of it. `resync` says that
-    its run does not continue the published history: it has every row.
+    its run does not continue the published history: it has every row. `whole` are the tables of a full cut: rows
+    that it does not name are deleted.
     """
 
     version: int
@@ -25,6 +26,7 @@ class Seal:
     step_end_unix_ns: int
     sealed_unix_ns: int
     resync: bool = False
+    whole: tuple[str, ...] = ()
 
 
 class SealHistory(deque[Seal]):

@@ -1,7 +1,7 @@
 """Rows with a stamp on every row: the one idea every hop is built on.
 
 "What does X still lack?" is `rows whose stamp > X's version`, always answered with sorted unique ids
-and their current values.
+and their current values. Of a row that was deleted, the stamp is the negative of the number.
 """
 
 import math
@@ -10,7 +10,7 @@ import numpy as np
 
 from deltasync.core.change_counts import ChangeCounts, Stamps
 from deltasync.core.digests import BLOCK_ROWS, Digest, digest
-from deltasync.core.rows import Ids, RowBatch, Values
+from deltasync.core.rows import Ids, Mask, RowBatch, Values
 from deltasync.core.tables import TableSpec
 
 # Stamps are scanned in blocks so that a scan's scratch memory stays in the processor's cache.
@@ -32,7 +32,7 @@ class StampedTable:
     Attributes:
         spec: what the table is.
         rows: [N, D] values, in the table's dtype.
-        stamps: [N] int64, 0 = never changed. Written by this class only.
+        stamps: [N] int64, 0 = never changed, negative = deleted then. Written by this class only.
         counts: of the stamps; any thread may read them.
         digest: of all rows, as replicas hold them.
     """
@@ -42,6 +42,7 @@ class StampedTable:
         self.rows = rows
         self.stamps = stamps
         self.counts = ChangeCounts.of(stamps)
+        self._has_deletes = bool((stamps < 0).any())
         self.digest = Digest()
         self._largest_sum = 0.0
 
@@ -51,7 +52,7 @@ class StampedTable:
         return cls(spec, np.zeros((spec.rows, spec.dim), spec.dtype), np.zeros(spec.rows, np.int64))
 
     def apply(self, rows: RowBatch, number: int) -> None:
-        """Overwrite some rows, in the columns of their shard, and stamp them with `number`."""
+        """Overwrite some rows, in the columns of their shard, and stamp them with `number`; or delete them."""
         for block in rows.blocks(BLOCK_ROWS):
             self._apply_block(block, number)
         self._largest_sum = max(self._largest_sum, self.digest.square_sum)
@@ -64,19 +65,31 @@ class StampedTable:
         columns = slice(first, first + block.shard.cols)
         before = digest(ids, self.decoded(self.rows[where, columns]), first)
         after = digest(ids, self.decoded(block.values), first)
-        counts = self.counts.moved(self.stamps[where], number)
+        counts = self.counts.moved(np.abs(self.stamps[where]), number)
         # What needs much memory comes before: a block that fails is tried again, and must not be half done.
         # The stamp first: if the process dies between the two, a row with a new stamp is sent again, while one
         # with an old stamp would be taken for the old row.
-        self.stamps[where] = number
+        self.stamps[where] = -number if block.deleted else number
+        self._has_deletes |= block.deleted
         self.rows[where, columns] = block.values
         self.counts = counts
         self.digest += after - before
 
     def restamp(self, ids: Ids, stamps: Stamps) -> None:
         """Give the rows `ids` ([n], strictly ascending) these stamps ([n]) instead of their own."""
-        self.counts = self.counts.without(self.stamps[ids]).plus(stamps)
+        self.counts = self.counts.without(self.numbers(ids)).plus(np.abs(stamps))
         self.stamps[ids] = stamps
+        self._has_deletes |= bool((stamps < 0).any())
+
+    def numbers(self, ids: Ids) -> Stamps:
+        """When the rows `ids` ([n]) last changed, or were deleted: [n], 0 = never."""
+        numbers: Stamps = np.abs(self.stamps[ids])
+        return numbers
+
+    def deleted(self, ids: Ids) -> Mask:
+        """Which of the rows `ids` ([n]) were deleted, and have not come back: [n]."""
+        mask: Mask = self.stamps[ids] < 0
+        return mask
 
     def decoded(self, rows: Values) -> Values:
         """What a replica holds that has applied `rows` ([n, cols], as stored)."""
@@ -101,12 +114,20 @@ class StampedTable:
         return self.rows[run] if run is not None else np.take(self.rows, ids, axis=0)
 
     def changed_since(self, number: int) -> Ids:
-        """Sorted unique ids ([n] int64) of the rows stamped after `number`."""
-        blocks = [
-            np.flatnonzero(self.stamps[start : start + _SCAN_ROWS] > number) + start
-            for start in range(0, len(self.stamps), _SCAN_ROWS)
-        ]
-        return np.concatenate(blocks)
+        """Sorted unique ids ([n] int64) of the rows stamped after `number`, deleted ones among them."""
+        starts = range(0, len(self.stamps), _SCAN_ROWS)
+        return np.concatenate([self._block_changed_since(start, number) + start for start in starts])
+
+    def _block_changed_since(self, start: int, number: int) -> Ids:
+        stamps = self.stamps[start : start + _SCAN_ROWS]
+        changed = stamps > number
+        if self._has_deletes:
+            changed |= stamps < -number
+        return np.flatnonzero(changed)
+
+    def unnamed(self, named: Mask) -> Ids:
+        """Sorted unique ids ([n] int64) of the rows that are there, of those that are not `named` ([N])."""
+        return np.flatnonzero(~named & (self.stamps > 0))
 
     def read(self, ids: Ids, out: Values) -> RowBatch:
         """The rows `ids` ([n], strictly ascending) as they are now, their values copied into `out` ([n, D])."""

@@ -40,6 +40,11 @@ class TableKind(Numbered):
         return self is TableKind.EMBEDDING
 
     @property
+    def complete(self) -> bool:
+        """Whether it has all of its rows at any time; of others, rows that nobody names are taken for deleted."""
+        return self in (TableKind.PARAMETER, TableKind.BUFFER)
+
+    @property
     def trained(self) -> bool:
         """Whether its values are weights: finite, and with norms that say how far off a replica is."""
         return self in (TableKind.EMBEDDING, TableKind.PARAMETER)

@@ -8,6 +8,7 @@ from weakref import WeakValueDictionary, ref
 
 from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.stamps import StampedTable
+from deltasync.core.tables import Shard
 from deltasync.feeds.scratch import room_for
 from deltasync.wire.row_messages import chunked
 
@@ -43,6 +44,7 @@ class FrozenRelease:
     Attributes:
         head: what a replica holds once it has applied this; None when nothing is published yet.
         batches: the rows of each table that has such rows, by slot.
+        deletes: of each table that has some, those that are no more.
         whole: slots of the tables of which this holds every row.
         checksums: of every table, by slot, as a replica at `head` holds it.
         memory_bytes: how much memory these take; 0 when they are in unlinked files.
@@ -50,6 +52,7 @@ class FrozenRelease:
 
     head: Head | None
     batches: dict[int, RowBatch] = field(default_factory=dict)
+    deletes: dict[int, RowBatch] = field(default_factory=dict)
     whole: frozenset[int] = NO_TABLES
     checksums: tuple[int, ...] = ()
     memory_bytes: int = 0
@@ -57,11 +60,12 @@ class FrozenRelease:
     @property
     def rows(self) -> int:
         """Rows of all tables together."""
-        return sum(map(len, self.batches.values()))
+        return sum(map(len, (*self.batches.values(), *self.deletes.values())))
 
     def chunks(self) -> Iterator[tuple[int, RowBatch]]:
         """The rows in pieces of bounded size, each with its slot."""
-        return ((slot, piece) for slot, rows in self.batches.items() for piece in chunked(rows))
+        batches = (*self.batches.items(), *self.deletes.items())
+        return ((slot, piece) for slot, rows in batches for piece in chunked(rows))
 
 
 class Releases:
@@ -114,17 +118,34 @@ def freeze(
 ) -> FrozenRelease:
     """Copy every row stamped after `after`, and all of the tables in the slots `whole`. Not while any row changes.
 
+    Who holds nothing of a table need not know what is deleted in it.
+
     A release of more than `memory_bytes` is kept in unlinked files in the folder `scratch`.
     """
-    changed = [table.changed_since(0 if slot in whole else after) for slot, table in enumerate(tables)]
+    changed, deleted = list[Ids](), dict[int, RowBatch]()
+    for slot, table in enumerate(tables):
+        live, gone = _split(table, 0 if slot in whole else after)
+        changed.append(live)
+        if len(gone):
+            deleted[slot] = RowBatch.deletes(Shard.whole(table.spec), gone)
     total = sum(len(ids) * table.spec.row_bytes for ids, table in zip(changed, tables, strict=True))
     spill = total > memory_bytes
     checksums = tuple(table.digest.checksum for table in tables)
-    release = FrozenRelease(head, whole=whole, checksums=checksums, memory_bytes=0 if spill else total)
+    memory = 0 if spill else total
+    release = FrozenRelease(head, deletes=deleted, whole=whole, checksums=checksums, memory_bytes=memory)
     for slot, (ids, table) in enumerate(zip(changed, tables, strict=True)):
         if len(ids):
             release.batches[slot] = _copied(table, ids, scratch if spill else None)
     return release
+
+
+def _split(table: StampedTable, after: int) -> tuple[Ids, Ids]:
+    """The rows stamped after `after`: those that are there, and those that are no more."""
+    ids = table.changed_since(after)
+    deleted = table.deleted(ids)
+    if not deleted.any():
+        return ids, ids[:0]
+    return ids[~deleted], ids[deleted & (after > 0)]
 
 
 def _copied(table: StampedTable, ids: Ids, scratch: Path | None) -> RowBatch:

@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import numpy as np
+
 from deltasync.core.delivery import Delivery
 from deltasync.core.errors import Contradiction, ServiceUnavailable
 from deltasync.core.policy import Policy
@@ -23,7 +25,7 @@ from deltasync.core.rows import RowBatch
 from deltasync.core.seal import Seal, SealHistory
 from deltasync.core.signals import Signal
 from deltasync.core.stamps import StampedTable
-from deltasync.core.tables import TableSpec
+from deltasync.core.tables import Shard, TableSpec
 from deltasync.core.threads import EVENT_LOOP, MODEL_PREFIX, MODEL_THREAD, SET_BY_EVENT_LOOP, confined
 from deltasync.feeds.frozen_release import NO_TABLES, FrozenRelease, Head, Releases
 from deltasync.feeds.standing import Standing, TableStanding, nothing_published
@@ -226,9 +228,15 @@ class Model:
 
     def _apply(self, seal: Seal, rows: Iterable[RowBatch] | None) -> None:
         by_name = {table.spec.name: table for table in self.tables}
+        named = {name: np.zeros(by_name[name].spec.rows, np.bool_) for name in seal.whole}
         for batch in self.store.rows(seal) if rows is None else rows:
             self._partly_applied = True
             by_name[batch.table.name].apply(batch, seal.version)
+            if batch.table.name in named:
+                named[batch.table.name][batch.ids] = True
+        for name, mask in named.items():
+            self._partly_applied, table = True, by_name[name]
+            table.apply(RowBatch.deletes(Shard.whole(table.spec), table.unnamed(mask)), seal.version)
         self._applied, self._partly_applied = seal, False
 
     async def _add(self, tables: list[TableSpec]) -> None:

@@ -181,6 +181,7 @@ def _seal_of(cut: Cut) -> Seal:
         step_end_unix_ns=cut.step_end_unix_ns,
         sealed_unix_ns=time.time_ns(),
         resync=cut.must_be_full,
+        whole=cut.whole,
     )
 
 

@@ -1,12 +1,13 @@
 """Parts of a cut, until all ranks have closed theirs."""
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from deltasync.core.errors import Contradiction, InvalidInput, ResyncRequired
-from deltasync.core.rows import Ids, RowBatch
+from deltasync.core.rows import RowBatch
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.publish.runs import Run
 
@@ -28,25 +29,28 @@ class RankPart:
     step_end_unix_ns: int = 0
     log_bytes: int = 0
     closed: bool = False
-    last_ids: dict[int, int] = field(default_factory=dict)
+    full: bool = False
+    last_ids: dict[tuple[int, bool], int] = field(default_factory=dict)
+    named_rows: Counter[int] = field(default_factory=Counter)
     kept: list[RowBatch] = field(default_factory=list)
 
-    def add(self, slot: int, ids: Ids) -> None:
-        """Count rows that arrived. Since ids ascend, none comes twice: a part as long as its shards has all rows.
+    def add(self, slot: int, rows: RowBatch) -> None:
+        """Count rows that arrived: live ones and deletes, each by ascending ids, so that none comes twice.
 
         Raises:
             InvalidInput: a row came before, or out of order.
         """
-        shard = self.shards[slot]
-        last = self.last_ids.get(slot, -1)
+        name, ids, column = self.shards[slot].table.name, rows.ids, (slot, rows.deleted)
+        last = self.last_ids.get(column, -1)
         if ids[0] <= last:
             raise InvalidInput(
-                f"table {shard.table.name!r}: row id {int(ids[0])} came after {last}; ids must be strictly "
-                "ascending inside a part"
+                f"table {name!r}: row id {int(ids[0])} came after {last}; ids must be strictly ascending inside a "
+                "part"
             )
-        self.last_ids[slot] = int(ids[-1])
+        self.last_ids[column] = int(ids[-1])
+        self.named_rows[slot] += len(ids)
         self.rows += len(ids)
-        self.bytes += len(ids) * shard.row_bytes
+        self.bytes += rows.nbytes
 
 
 @dataclass
@@ -87,23 +91,21 @@ class Cut:
         """Close a rank's part.
 
         Raises:
-            InvalidInput: the part's count of rows is not what arrived, or not that of a full part.
+            InvalidInput: the part's count of rows is not what arrived, or it claims to be full and lacks rows that
+                are not embeddings: only these are deleted where a full part does not name them.
             ResyncRequired: the part must hold every row, and does not claim to.
         """
         if rows != part.rows:
             raise InvalidInput(f"rank {part.rank} closed a part of {rows} rows, but {part.rows} arrived")
-        shard_rows = sum(shard.rows for shard in part.shards)
-        if full and rows != shard_rows:
-            raise InvalidInput(
-                f"rank {part.rank} closed a full part of {rows} rows, but its shards have {shard_rows}"
-            )
+        if full:
+            _check_full(part)
         if part.must_be_full and not full:
             raise ResyncRequired(
                 f"rank {part.rank} sent only changed rows, but its run does not continue the published history: "
                 "publish every row first"
             )
         part.step_end_unix_ns = step_end_unix_ns
-        part.closed = True
+        part.closed, part.full = True, full
 
     def closed_by(self, rank: int) -> bool:
         """Whether a rank has closed its part."""
@@ -115,20 +117,30 @@ class Cut:
         Raises:
             Contradiction: some values of a table belong to no rank's shard.
         """
+        for name, gap in self._gaps().items():
+            if gap:
+                raise Contradiction(
+                    f"table {name!r}: {gap} are in no rank's shard: publish all of it, or another model"
+                )
+
+    def _gaps(self) -> dict[str, str | None]:
         shards: dict[str, list[Shard]] = {name: [] for name in self.tables}
         for part in self.parts.values():
             for shard in part.shards:
                 shards[shard.table.name].append(shard)
-        for name, table in self.tables.items():
-            if gap := _gap(table, shards[name]):
-                raise Contradiction(
-                    f"table {table.name!r}: {gap} are in no rank's shard: publish all of it, or another model"
-                )
+        return {name: _gap(table, shards[name]) for name, table in self.tables.items()}
 
     @property
     def must_be_full(self) -> bool:
         """Whether the run cannot show that it continues the published history."""
         return any(part.must_be_full for part in self.parts.values())
+
+    @property
+    def whole(self) -> tuple[str, ...]:
+        """Names of the tables of which full parts have named all rows that there are."""
+        if not all(part.full for part in self.parts.values()):
+            return ()
+        return tuple(name for name, gap in self._gaps().items() if not gap)
 
     @property
     def complete(self) -> bool:
@@ -153,12 +165,22 @@ class Cut:
     @property
     def tables_with_rows(self) -> set[str]:
         """Names of the tables of which some rows are in the cut."""
-        return {part.shards[slot].table.name for part in self.parts.values() for slot in part.last_ids}
+        return {part.shards[slot].table.name for part in self.parts.values() for slot in part.named_rows}
 
     @property
     def step_end_unix_ns(self) -> int:
         """When the step ended on the last of the ranks."""
         return max(part.step_end_unix_ns for part in self.parts.values())
+
+
+def _check_full(part: RankPart) -> None:
+    for slot, shard in enumerate(part.shards):
+        rows, kind = part.named_rows[slot], shard.table.kind
+        if rows > shard.rows or (kind.complete and rows < shard.rows):
+            raise InvalidInput(
+                f"rank {part.rank} closed a full part with {rows} rows of {kind.value} {shard.table.name!r}, but "
+                f"its shard has {shard.rows}"
+            )
 
 
 def _gap(table: TableSpec, shards: Iterable[Shard]) -> str | None:

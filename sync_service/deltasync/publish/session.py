@@ -83,7 +83,7 @@ class PublishSession:
         if self._sealed_before(chunk.step) or self._closed_before(chunk.step):
             return
         open_cut, part = self._part_of(chunk.step)
-        part.add(chunk.rows.slot, batch.ids)
+        part.add(chunk.rows.slot, batch)
         open_cut.cut.keep(part, batch)
         self._append(open_cut.cut, part, chunk.rows.slot, batch)
         # Last: while this waits, another stream may begin the part anew.

@@ -4,6 +4,7 @@ import json
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ _HEADER = struct.Struct("<BBHIQQ")
 _FORMAT = 2
 _ROWS = 1  # The one kind there is.
 _VALUES, _NORMS = 1, 2  # Columns beside the ids.
+_DELETED = 4  # Instead of values.
 _NORM_TYPE = np.dtype("<f4")
 
 # What records of streams are called in messages.
@@ -79,6 +81,7 @@ def seal_record(seal: Seal) -> dict[str, Any]:
         "step_end_unix_ns": seal.step_end_unix_ns,
         "sealed_unix_ns": seal.sealed_unix_ns,
         "resync": seal.resync,
+        "whole": list(seal.whole),
     }
 
 
@@ -95,7 +98,8 @@ def seal_of_record(record: Mapping[str, Any]) -> Seal:
         log_bytes=record["log_bytes"],
         step_end_unix_ns=record["step_end_unix_ns"],
         sealed_unix_ns=record["sealed_unix_ns"],
-        resync=record.get("resync", False),  # Seals of earlier versions lack it.
+        resync=record.get("resync", False),  # Seals of earlier versions lack these.
+        whole=tuple(record.get("whole", ())),
     )
 
 
@@ -155,15 +159,19 @@ def pack_rows(slot: int, rows: RowBatch, layout: int = 0) -> tuple[Buffer, ...]:
         rows: the rows.
         layout: the number of the layout that has the shard; 0 = there is none, the slot is a view's.
     """
-    columns = (rows.values, rows.norms)
-    header = rows_header(slot, len(rows), layout, values=rows.values.shape[1] > 0, norms=rows.norms is not None)
+    values = rows.values.shape[1] > 0 and not rows.deleted
+    columns = (rows.values if values else None, rows.norms)
+    header = rows_header(
+        slot, len(rows), layout, values=values, norms=rows.norms is not None, deleted=rows.deleted
+    )
     arrays = [np.asarray(rows.ids, ID_TYPE), *(each for each in columns if each is not None)]
     return header, *(np.ascontiguousarray(each).data for each in arrays if each.size)
 
 
-def rows_header(slot: int, count: int, layout: int, *, values: bool, norms: bool) -> bytes:
+def rows_header(slot: int, count: int, layout: int, *, values: bool, norms: bool, deleted: bool = False) -> bytes:
     """The head of a record of rows, of which columns are said to follow the ids."""
-    return _HEADER.pack(_FORMAT, _ROWS, _VALUES * values | _NORMS * norms, slot, count, layout)
+    flags = _VALUES * values | _NORMS * norms | _DELETED * deleted
+    return _HEADER.pack(_FORMAT, _ROWS, flags, slot, count, layout)
 
 
 def packed_bytes(rows: RowBatch) -> int:
@@ -181,7 +189,7 @@ def unpack_rows(record: memoryview, shards_of: Callable[[int], Sequence[Shard]])
     form, kind, columns, slot, count, layout = _HEADER.unpack_from(record)
     _check_known("format", form, _FORMAT)
     _check_known("kind", kind, _ROWS)
-    _check_known("columns", columns | _VALUES | _NORMS, _VALUES | _NORMS)
+    _check_known("columns", columns | _VALUES | _NORMS | _DELETED, _VALUES | _NORMS | _DELETED)
     shard = shards_of(layout)[slot]
     rest = _Columns(record[_HEADER.size :], count)
     ids = rest.take(ID_TYPE, 1)[:, 0]
@@ -189,6 +197,8 @@ def unpack_rows(record: memoryview, shards_of: Callable[[int], Sequence[Shard]])
     norms = rest.take(_NORM_TYPE, 1)[:, 0] if columns & _NORMS else None
     if rest.left:
         raise ValueError(f"{rest.left} bytes more than its {count} rows take")
+    if columns & _DELETED:
+        return replace(RowBatch.deletes(shard, ids), norms=norms)
     return RowBatch(shard, ids, values, norms)
 
 

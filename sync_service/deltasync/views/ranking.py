@@ -25,6 +25,8 @@ class DirtyRows:
         norms: [n] float64, L2 norms of the deltas: the model's row less the row that replicas hold; never NaN.
         never_sent: [n] whether the row was never sent to any replica.
         overdue: [n] whether it is dirty for longer than the policy's maximum age.
+        forced: [n] whether it goes with the next release, whatever the policy: what is not ranked, deletes, and
+            rows that another id has now.
         row_bytes: bytes of one of the rows in a release.
     """
 
@@ -32,7 +34,21 @@ class DirtyRows:
     norms: Floats
     never_sent: Mask
     overdue: Mask
+    forced: Mask
     row_bytes: int
+
+    @property
+    def ranked(self) -> "DirtyRows":
+        """Those that are not forced."""
+        free = ~self.forced
+        return DirtyRows(
+            self.ids[free],
+            self.norms[free],
+            self.never_sent[free],
+            self.overdue[free],
+            self.forced[free],
+            self.row_bytes,
+        )
 
 
 def amount_of(rows: DirtyRows, chosen: Mask) -> Amount:
@@ -50,7 +66,19 @@ class Pick:
 
 
 def pick(tables: Sequence[DirtyRows], policy: Policy) -> Pick:
-    """What the next release takes.
+    """What the next release takes: all that is forced, and of the others what the policy lets out."""
+    forced = _total([table.forced for table in tables])
+    if not forced:
+        return _pick(tables, policy)
+    ranked = _pick([table.ranked for table in tables], policy)
+    taken = [table.forced.copy() for table in tables]
+    for mask, table, of_ranked in zip(taken, tables, ranked.taken, strict=True):
+        mask[~table.forced] = of_ranked
+    return Pick(taken, f"{ranked.reason}; and {forced} that no policy holds back")
+
+
+def _pick(tables: Sequence[DirtyRows], policy: Policy) -> Pick:
+    """What it takes of rows that are ranked.
 
     Rows are ranked: first those that were never sent, then by the norm of their delta, and equal ones by table and
     row id. The release takes the first `top_k` rows, and all that are overdue. If these do not fit `max_bytes`, it

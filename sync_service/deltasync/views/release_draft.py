@@ -1,7 +1,7 @@
 """A release before it is made: the rows that it takes, and what is known of those that it leaves."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -33,6 +33,7 @@ class TableDraft:
         since: [dirty rows] int64, the version since which each is dirty.
         taken: which of them the release takes; without those that could not be written.
         rows: those that were picked, encoded.
+        deletes: of those that were picked, the ones that are no more.
         norm: the L2 norm of all rows of the model's table.
     """
 
@@ -41,7 +42,13 @@ class TableDraft:
     since: NDArray[np.int64]
     taken: Mask
     rows: RowBatch
+    deletes: RowBatch
     norm: float
+
+    def pieces(self, slot: int) -> Iterator[Piece]:
+        """What it takes, piece by piece, live rows without their values as yet."""
+        batches = (*chunked(self.rows), *chunked(self.deletes))
+        return (Piece(slot, index, rows) for index, rows in enumerate(batches))
 
     def give_up(self, piece: RowBatch) -> None:
         """Leave the rows of a piece, which could not be written, for a later release."""
@@ -122,18 +129,21 @@ def draw(
     folder = scratch if size > _MEMORY_BYTES else None
     drafts = [_draft(*each, folder) for each in zip(tables, dirty, picked.taken, strict=True)]
     for slot, draft in enumerate(drafts):
-        for index, rows in enumerate(chunked(draft.rows)):
-            rows.values[:] = draft.table.encoded(rows.ids)
-            log.add(Piece(slot, index, rows))
+        for piece in draft.pieces(slot):
+            if not piece.rows.deleted:
+                piece.rows.values[:] = draft.table.encoded(piece.rows.ids)
+            log.add(piece)
     return ReleaseDraft(head, drafts, picked.reason, log)
 
 
 def _draft(table: ViewTable, dirty: DirtyRows, taken: Mask, folder: Path | None) -> TableDraft:
     """What a release takes of a table: as yet with room for the rows only."""
-    ids, spec = dirty.ids[taken], table.held.spec
+    deleted, spec = table.source.deleted(dirty.ids), table.held.spec
+    live = taken & ~deleted
+    ids = dirty.ids[live]
     room = room_for((len(ids), spec.dim), spec.dtype, folder, f"a release of table {spec.name!r}")
-    rows = table.batch(ids, room, dirty.norms[taken])
-    return TableDraft(table, dirty, table.dirty_since[dirty.ids], taken, rows, table.source.norm)
+    rows, deletes = table.batch(ids, room, dirty.norms[live]), table.deletes(dirty.ids[taken & deleted])
+    return TableDraft(table, dirty, table.dirty_since[dirty.ids], taken, rows, deletes, table.source.norm)
 
 
 def new_release(head: Head, taken: Amount, backlog: Amount, reason: str) -> NewestRelease:

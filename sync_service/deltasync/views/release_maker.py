@@ -12,7 +12,10 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from deltasync.core.policy import Policy
+from deltasync.core.tables import TableKind
 from deltasync.feeds.frozen_release import Head
 from deltasync.feeds.model import Model
 from deltasync.views.ranking import DirtyRows, pick
@@ -92,5 +95,16 @@ def find_dirty(
     for table in tables:
         ids, norms = table.find_dirty(compared_version)
         never_sent, overdue = table.never_sent(ids), table.dirty_since[ids] <= overdue_version
-        found.append(DirtyRows(ids, norms, never_sent, overdue, policy.row_bytes(table.source.spec)))
+        forced = table.source.deleted(ids) if table.source.spec.kind.ranked else np.ones(len(ids), np.bool_)
+        found.append(DirtyRows(ids, norms, never_sent, overdue, forced, policy.row_bytes(table.source.spec)))
+    _force_handed_over(tables, found)
     return found
+
+
+def _force_handed_over(tables: Sequence[ViewTable], dirty: Sequence[DirtyRows]) -> None:
+    """Force the rows whose raw id has changed: else a replica would look the new id up in the old one's row."""
+    by_name = {table.source.spec.name: each for table, each in zip(tables, dirty, strict=True)}
+    for table, handed_over in zip(tables, dirty, strict=True):
+        rows = by_name.get(table.source.spec.of)
+        if table.source.spec.kind is TableKind.ID_MAP and rows:
+            rows.forced[np.isin(rows.ids, handed_over.ids)] = True

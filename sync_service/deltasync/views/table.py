@@ -12,6 +12,7 @@ from deltasync.core.digests import BLOCK_ROWS
 from deltasync.core.mode import Mode
 from deltasync.core.rows import Ids, Norms, RowBatch, Values
 from deltasync.core.stamps import StampedTable
+from deltasync.core.tables import Shard
 from deltasync.core.threads import MODEL_THREAD, confined
 from deltasync.storage.mapped_table import MappedTable, file_of, map_array
 from deltasync.views.ranking import Floats, Mask
@@ -56,14 +57,18 @@ class ViewTable:
         self._mapped_since = map_array(since, np.dtype(np.int64), (delivery.spec.rows,), new=new)
         self.dirty_since: NDArray[np.int64] = self._mapped_since
         # Of the rows that are not dirty. Both replaced whole, so that `lacking` may read them in any thread.
-        self._clean: ChangeCounts = self.sent.counts.without(self.sent.stamps[np.flatnonzero(self._mapped_since)])
+        self._clean: ChangeCounts = self.sent.counts.without(self.sent.numbers(np.flatnonzero(self._mapped_since)))
         self._compared_version = 0  # The source's newest version at the last comparison, as far as it is known.
         # [N], as of the last comparison, and right for dirty rows only: one that has not changed since then is as
         # far off as it was. None = not known.
         self._norms: Floats | None = None
 
     def copy(self, ids: Ids, number: int | None) -> None:
-        """Take over rows of the source as they are. Stamp them with `number`; None = as in the source."""
+        """Take over rows of the source as they are. Stamp them with `number`; None = as in the source.
+
+        Those that are deleted are nothing to who is given all rows that there are.
+        """
+        ids = ids if number is None else ids[~self.source.deleted(ids)]
         values = self.source.rows_of(ids)
         norms = norms_of(values) if self.source.spec.kind.trained else np.zeros(len(ids))
         self.write(self.batch(ids, self.delivery.encode(values), norms), number or 1)
@@ -95,6 +100,10 @@ class ViewTable:
         never: Mask = self.sent.stamps[ids] == 0
         return never
 
+    def deletes(self, ids: Ids) -> RowBatch:
+        """Rows that are no more, as `write` takes them."""
+        return RowBatch.deletes(Shard.whole(self.held.spec), ids)
+
     def encoded(self, ids: Ids) -> Values:
         """Rows of the source ([n, width]) as replicas are to hold them."""
         return self.delivery.encode(self.source.rows_of(ids))
@@ -106,8 +115,10 @@ class ViewTable:
     def write(self, rows: RowBatch, number: int) -> None:
         """Note that replicas at release `number` hold these encoded rows: they are not dirty now."""
         was_clean = rows.ids[self.dirty_since[rows.ids] == 0]
-        clean = self._clean.without(self.sent.stamps[was_clean]).plus_rows(len(rows), number)
+        clean = self._clean.without(self.sent.numbers(was_clean)).plus_rows(len(rows), number)
         self.held.apply(rows, number)
+        if rows.deleted and self.sent is not self.held:
+            self.sent.apply(RowBatch.deletes(Shard.whole(self.sent.spec), rows.ids), number)
         if rows.norms is not None:
             self.sent.apply(RowBatch.of_table(self.sent.spec, rows.ids, rows.norms[:, None]), number)
         self.dirty_since[rows.ids] = 0
@@ -139,13 +150,13 @@ class ViewTable:
     def _mark(self, ids: Ids, since: int) -> None:
         """Note that these rows, which were not dirty, are so since a version, and that all rows have been seen."""
         self.dirty_since[ids] = since
-        self._clean = self._clean.without(self.sent.stamps[ids])
+        self._clean = self._clean.without(self.sent.numbers(ids))
         self._compared_version = self.source.counts.newest
 
     def _unmark(self, ids: Ids) -> None:
         """Note that these rows, which were dirty, are not."""
         self.dirty_since[ids] = 0
-        self._clean = self._clean.plus(self.sent.stamps[ids])
+        self._clean = self._clean.plus(self.sent.numbers(ids))
 
     def _compare(self, ids: Ids, compared_version: int) -> tuple[Floats, Mask]:
         """The norms of the deltas of these rows, and which of them are dirty."""
@@ -154,10 +165,12 @@ class ViewTable:
         norms = self._distances(rows, decoded)
         # Rows further away than encoding can explain need not be encoded to see that they differ.
         near = ~(norms > self.delivery.largest_distances(held, decoded))
-        unsure = np.flatnonzero(near & (self.source.stamps[ids] > compared_version))
+        unsure = np.flatnonzero(near & (self.source.numbers(ids) > compared_version))
         differ = np.ones(len(ids), np.bool_)
         differ[unsure] = _bits_differ(self.delivery.encode(rows[unsure]), held[unsure])
-        return norms, differ
+        # That a row is no more differs from zeros, but not to who never had it.
+        gone, told = self.source.deleted(ids), self.held.deleted(ids)
+        return norms, np.where(gone, ~told & ~self.never_sent(ids), differ | told)
 
     def _distances(self, rows: Values, others: Values) -> Floats:
         """The L2 norms [n] of what differs between rows; 0 for what is not trained."""

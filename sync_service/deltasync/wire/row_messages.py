@@ -23,7 +23,9 @@ def fill_rows(message: tables_pb2.Rows, slot: int, rows: RowBatch) -> None:
     """
     message.slot = slot
     message.ids = rows.ids.astype(ID_TYPE, copy=False).tobytes()
-    message.values = rows.values.tobytes()
+    message.deleted = rows.deleted
+    if not rows.deleted:
+        message.values = rows.values.tobytes()
 
 
 def decode_rows(message: tables_pb2.Rows, shards: list[Shard]) -> RowBatch:
@@ -32,4 +34,4 @@ def decode_rows(message: tables_pb2.Rows, shards: list[Shard]) -> RowBatch:
     Raises:
         InvalidInput: no such shard, or lengths that do not fit it.
     """
-    return RowBatch.from_bytes(shards, message.slot, message.ids, message.values)
+    return RowBatch.from_bytes(shards, message.slot, message.ids, message.values, deleted=message.deleted)

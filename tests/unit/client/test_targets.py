@@ -72,9 +72,13 @@ def test_a_callback_is_given_the_release() -> None:
 @pytest.mark.parametrize(
     ("module", "error", "said"),
     [
-        (nn.Linear(1, 1), NotFound, f"no parameter of the module (weight, bias) fits a table ({USER.name}, "),
-        (Bags(half=torch.float32), Contradiction, "small' is 4 x 3 torch.float16, the module's parameter is"),
-        (Bags(rows=6), Contradiction, "user' is 5 x 2"),
+        (nn.Linear(1, 1), NotFound, f"table {USER.name!r}: the module has no parameter or buffer of that name"),
+        (
+            Bags(half=torch.float32),
+            Contradiction,
+            "small' is 4 x 3 torch.float16, the module has small.weight of shape [4, 3] and type torch.float32",
+        ),
+        (Bags(rows=6), Contradiction, "user' is 5 x 2 torch.float32, the module has user.weight of shape [6, 2]"),
     ],
 )
 def test_a_module_that_does_not_fit_is_an_error(module: nn.Module, error: type[Exception], said: str) -> None:
@@ -84,15 +88,6 @@ def test_a_module_that_does_not_fit_is_an_error(module: nn.Module, error: type[E
         target.apply(release_of(1, (USER, [0], 1.0), resync=True))
     assert said in str(refused.value)
     assert all(torch.equal(*pair) for pair in zip(before, module.parameters(), strict=True))
-
-
-def test_tables_the_module_lacks_are_left_out_and_named(caplog: pytest.LogCaptureFixture) -> None:
-    module = nn.ModuleDict({"user": nn.EmbeddingBag(5, 2)})
-    target = TorchTarget(module)
-    target.apply(release_of(1, (USER, [1], 2.0), (HALF, [0], 3.0), resync=True))
-    assert list(target.tables()) == [USER.name]
-    assert target.tables()[USER.name][:, 0].tolist() == [0, 2, 0, 0, 0]
-    assert HALF.name in caplog.text
 
 
 def test_a_table_that_comes_later_is_written_too() -> None:

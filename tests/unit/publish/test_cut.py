@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltasync.core.errors import Contradiction, InvalidInput, ResyncRequired
-from deltasync.core.rows import RowBatch
-from deltasync.core.tables import Shard, TableSpec
+from deltasync.core.rows import Ids, RowBatch
+from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.publish import cut as cuts
 from deltasync.publish.cut import Cut, RankPart
 from deltasync.publish.runs import Run
@@ -20,15 +20,20 @@ def cut_of(world_size: int) -> Cut:
     return Cut(3, 10, Run("r", 1, world_size))
 
 
+def add(part: RankPart, slot: int, ids: Ids) -> None:
+    shard = part.shards[slot]
+    part.add(slot, RowBatch(shard, ids, np.ones((len(ids), shard.cols), shard.table.dtype)))
+
+
 def fill(part: RankPart) -> None:
     for slot, shard in enumerate(part.shards):
-        part.add(slot, np.arange(shard.row_offset, shard.row_offset + shard.rows))
+        add(part, slot, np.arange(shard.row_offset, shard.row_offset + shard.rows))
 
 
 def test_a_cut_is_complete_when_every_rank_has_closed() -> None:
     cut = cut_of(2)
     top, bottom = (cut.begin(rank, [shard], must_be_full=False) for rank, shard in enumerate((TOP, BOTTOM)))
-    top.add(0, np.array([1, 4]))
+    add(top, 0, np.array([1, 4]))
     cut.close(top, rows=2, full=False, step_end_unix_ns=50)
     assert not cut.complete
     assert cut.closed_by(0)
@@ -44,7 +49,7 @@ def test_a_part_begun_anew_forgets_what_came_before() -> None:
     fill(cut.begin(0, [TOP], must_be_full=False))
     again = cut.begin(0, [TOP], must_be_full=False)
     assert cut.rows == 0
-    again.add(0, np.array([0]))
+    add(again, 0, np.array([0]))
     cut.close(again, rows=1, full=False, step_end_unix_ns=1)
     assert cut.rows == 1
 
@@ -53,18 +58,42 @@ def test_a_part_begun_anew_forgets_what_came_before() -> None:
 def test_a_wrong_count_of_rows_is_refused(rows: int) -> None:
     cut = cut_of(1)
     part = cut.begin(0, [TOP], must_be_full=False)
-    part.add(0, np.array([1, 4]))
+    add(part, 0, np.array([1, 4]))
     with pytest.raises(InvalidInput, match=f"rank 0 closed a part of {rows} rows, but 2 arrived"):
         cut.close(part, rows=rows, full=False, step_end_unix_ns=1)
     assert not cut.complete
 
 
-def test_a_full_part_that_lacks_rows_is_refused() -> None:
+@pytest.mark.parametrize("kind", [TableKind.PARAMETER, TableKind.BUFFER])
+def test_a_full_part_that_lacks_rows_of_what_is_always_whole_is_refused(kind: TableKind) -> None:
     cut = cut_of(1)
-    part = cut.begin(0, [TOP, BOTTOM], must_be_full=False)
-    part.add(0, np.arange(6))
-    with pytest.raises(InvalidInput, match="full part of 6 rows, but its shards have 12"):
+    part = cut.begin(0, [Shard.whole(TableSpec("top", 12, 4, kind=kind))], must_be_full=False)
+    add(part, 0, np.arange(6))
+    with pytest.raises(InvalidInput, match=f"full part with 6 rows of {kind.value} 'top', but its shard has 12"):
         cut.close(part, rows=6, full=True, step_end_unix_ns=1)
+
+
+def test_rows_of_embeddings_that_full_parts_do_not_name_are_to_go() -> None:
+    cut, item = cut_of(2), TableSpec("item", 3, 1)
+    cut.announce([TABLE, item])
+    top, bottom = (cut.begin(rank, [shard], must_be_full=False) for rank, shard in enumerate((TOP, BOTTOM)))
+    add(top, 0, np.arange(3))
+    cut.close(top, rows=3, full=True, step_end_unix_ns=1)
+    cut.close(bottom, rows=0, full=False, step_end_unix_ns=1)
+    assert not cut.whole
+    bottom = cut.begin(1, [BOTTOM], must_be_full=False)
+    cut.close(bottom, rows=0, full=True, step_end_unix_ns=1)
+    assert cut.whole == ("user",)  # Nobody has shards of the other one.
+
+
+def test_a_part_has_each_row_once_live_and_deletes_by_themselves() -> None:
+    cut = cut_of(1)
+    part = cut.begin(0, [TOP], must_be_full=False)
+    add(part, 0, np.array([3, 5]))
+    part.add(0, RowBatch.deletes(TOP, np.array([1, 4])))
+    assert (part.rows, part.bytes) == (4, 2 * (8 + 16) + 2 * 8)
+    with pytest.raises(InvalidInput, match="'user': row id 4 came after 4"):
+        part.add(0, RowBatch.deletes(TOP, np.array([4])))
 
 
 def test_a_part_of_changed_rows_is_refused_where_all_are_needed() -> None:
@@ -78,10 +107,10 @@ def test_a_part_of_changed_rows_is_refused_where_all_are_needed() -> None:
 def test_a_row_that_came_before_is_refused(ids: list[int]) -> None:
     """Else a full part could hold one row twice and another never."""
     part = cut_of(1).begin(0, [TOP, BOTTOM], must_be_full=True)
-    part.add(0, np.array([3, 5]))
-    part.add(1, np.array([6]))  # Another shard counts by itself.
+    add(part, 0, np.array([3, 5]))
+    add(part, 1, np.array([6]))  # Another shard counts by itself.
     with pytest.raises(InvalidInput, match=f"'user': row id {ids[0]} came after 5"):
-        part.add(0, np.array(ids))
+        add(part, 0, np.array(ids))
     assert part.rows == 3
 
 
@@ -133,7 +162,7 @@ def test_the_tables_of_a_cut_are_those_it_has_rows_of() -> None:
     cut = cut_of(1)
     part = cut.begin(0, [TOP, Shard.whole(TableSpec("item", 3, 1))], must_be_full=False)
     assert cut.tables_with_rows == set()
-    part.add(1, np.array([2]))
+    add(part, 1, np.array([2]))
     assert cut.tables_with_rows == {"item"}
 
 
@@ -154,7 +183,7 @@ def test_rows_are_kept_in_memory_unless_there_are_many(monkeypatch: pytest.Monke
 
     def send(part: RankPart, *ids: int) -> None:
         for row in ids:
-            part.add(0, np.array([row]))
+            add(part, 0, np.array([row]))
             cut.keep(part, RowBatch(part.shards[0], np.array([row]), values))
 
     send(cut.begin(0, [TOP], must_be_full=False), 0, 1)

@@ -86,7 +86,7 @@ def dirty_rows(
     positions = np.arange(len(norms))
     found = positions if ids is None else np.array(ids, np.int64)
     flags = np.isin(positions, list(never)), np.isin(positions, list(overdue))
-    return DirtyRows(found, np.array(norms, np.float64), *flags, row_bytes)
+    return DirtyRows(found, np.array(norms, np.float64), *flags, np.zeros(len(found), np.bool_), row_bytes)
 
 
 @st.composite
@@ -100,7 +100,9 @@ def backlogs(draw: st.DrawFn, *, most: int = 3) -> list[DirtyRows]:
         norms = st.lists(st.sampled_from([0.0, 1e-300, 0.5, 1.0, 1e300]), min_size=len(ids), max_size=len(ids))
         row_bytes = draw(st.sampled_from([12, 16, 40, 300]))
         changed = np.array(draw(norms), np.float64)
-        tables.append(DirtyRows(np.array(ids, np.int64), changed, never, overdue, row_bytes))
+        tables.append(
+            DirtyRows(np.array(ids, np.int64), changed, never, overdue, np.zeros(len(ids), np.bool_), row_bytes)
+        )
     return tables
 
 
@@ -135,6 +137,7 @@ def test_every_backlog_is_empty_after_at_most_one_release_per_row(tables: list[D
                 table.norms[~mask],
                 table.never_sent[~mask],
                 table.overdue[~mask],
+                table.forced[~mask],
                 table.row_bytes,
             )
             for table, mask in zip(tables, masks, strict=True)
@@ -277,5 +280,5 @@ def test_the_reason_names_the_top_k_of_the_policy(top_k: float, said: str) -> No
 def test_the_reason_names_a_large_top_k_to_the_row() -> None:
     rows = 1_234_568
     none = np.zeros(rows, np.bool_)
-    picked = pick([DirtyRows(np.arange(rows), np.ones(rows), none, none, 20)], Policy(top_k=rows - 1))
+    picked = pick([DirtyRows(np.arange(rows), np.ones(rows), none, none, none, 20)], Policy(top_k=rows - 1))
     assert picked.reason.startswith(f"took {rows - 1} of {rows} dirty rows: top_k {rows - 1} takes")

@@ -10,7 +10,7 @@ from deltasync.core.delivery import Delivery
 from deltasync.core.mode import Mode
 from deltasync.core.rows import RowBatch
 from deltasync.core.stamps import StampedTable
-from deltasync.core.tables import TableSpec
+from deltasync.core.tables import Shard, TableSpec
 from deltasync.core.threads import not_shared_yet
 from deltasync.core.value_types import ValueType
 from deltasync.views.table import ViewTable
@@ -69,3 +69,24 @@ def test_a_row_that_is_encoded_as_what_replicas_hold_is_not_dirty(
     np.put_along_axis(moved, order, np.take_along_axis(moved, order, 1) * np.float32(1 + 1e-7), 1)
     source.apply(RowBatch.of_table(TABLE, np.array([5, 6]), moved), 2)
     assert table.find_dirty(1)[0].tolist() == []
+
+
+@pytest.mark.parametrize("kind", ValueType)
+def test_a_delete_differs_from_zeros_to_who_has_the_row_and_to_nobody_else(
+    source: StampedTable, kind: ValueType, tmp_path: Path
+) -> None:
+    zeros = RowBatch.of_table(TABLE, np.array([3]), np.zeros((1, 16), np.float32))
+    source.apply(zeros, 1)
+    for name in ("all", "one"):
+        (tmp_path / name).mkdir()
+    table = viewed(source, kind, tmp_path / "all")
+    one = ViewTable(source, table.delivery, tmp_path / "one", new=True)
+    one.copy(np.array([9]), 1)
+    source.apply(RowBatch.deletes(Shard.whole(TABLE), np.array([3, 9])), 2)
+    assert (table.find_dirty(1)[0].tolist(), one.find_dirty(1)[0].tolist()) == ([3, 9], [9])
+    table.write(table.deletes(np.array([3, 9])), 2)
+    assert table.find_dirty(2)[0].tolist() == []
+    source.apply(zeros, 3)
+    assert table.find_dirty(2)[0].tolist() == [3]
+    restarted = ViewTable(source, table.delivery, tmp_path / "all", new=False)
+    assert restarted.find_dirty(2)[0].tolist() == [3]

@@ -1,0 +1,216 @@
+"""The map from raw ids to rows that a managed collision module holds."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from deltasync.client.torch_collision import ROWS, SORTED, collision_module_of, hashes
+from deltasync.core.errors import Contradiction
+from deltasync.core.rows import Ids, RowBatch, Values
+from deltasync.core.tables import TableSpec
+
+# The raw id of a free row in an MCH module; and what is read of a row that its map has lost.
+_FREE, _LOST = np.iinfo(np.int64).max, np.iinfo(np.int64).min
+
+Ints = NDArray[np.int64]
+
+
+def id_map_of(module: nn.Module, table: TableSpec) -> "SortedIds | HashedIds":
+    """The place of a map of raw ids.
+
+    Raises:
+        NotFound: no managed collision module has its name.
+        Contradiction: that module cannot follow the map.
+    """
+    name, found = collision_module_of(module, table)
+    return (HashedIds if hashes(found) else SortedIds)(name, found, table)
+
+
+class SortedIds:
+    """The map of an `MCHManagedCollisionModule`: its raw ids in ascending order, and the row of each.
+
+    Attributes:
+        name: the module's FQN.
+    """
+
+    def __init__(self, name: str, module: nn.Module, table: TableSpec) -> None:
+        self.name = name
+        self._module = module
+        self._table = table
+        self._held = _SortedMap.of(_array(module, SORTED), _array(module, ROWS))
+
+    def stage(self, rows: Sequence[RowBatch], *, reset: bool) -> Callable[[], None]:
+        """See `torch_binding.Place`.
+
+        Raises:
+            Contradiction: two rows have one raw id; nothing was written.
+        """
+        held = _SortedMap.empty(self._table.rows) if reset else self._held
+        if not (rows or reset):
+            return _nothing
+        for each in rows:
+            held = held.changed(each.ids, _numbers(each))
+        held.check(self._table.name)
+        tensors = [(name, _like(self._module, name, array)) for name, array in held.arrays]
+
+        def write() -> None:
+            self._held = held
+            for name, tensor in tensors:
+                getattr(self._module, name).copy_(tensor)
+
+        return write
+
+    def read(self, ids: Ids) -> Values:
+        """See `torch_binding.Place`: as the module has it, so that damage shows."""
+        at = torch.from_numpy(self._held.places[ids])
+        raw, rows = (getattr(self._module, name)[at].cpu().numpy() for name in (SORTED, ROWS))
+        values = np.where(raw == _FREE, 0, raw + 1)
+        return np.where(rows == ids, values, _LOST)[:, None]
+
+
+@dataclass(frozen=True, eq=False)
+class _SortedMap:
+    """Raw ids in ascending order ([rows], free rows last), the row of each, and the place of each row."""
+
+    raw: Ints
+    rows: Ints
+    places: Ints
+
+    @classmethod
+    def of(cls, raw: Ints, rows: Ints) -> "_SortedMap":
+        """A map as a module has it; an empty one where that is none."""
+        places = np.full(len(rows), -1)
+        inside = (rows >= 0) & (rows < len(rows))
+        places[rows[inside]] = np.flatnonzero(inside)
+        if (places < 0).any() or (raw[1:] < raw[:-1]).any():
+            return cls.empty(len(rows))
+        return cls(raw, rows, places)
+
+    @classmethod
+    def empty(cls, rows: int) -> "_SortedMap":
+        """A map of which every row is free."""
+        return cls(np.full(rows, _FREE), np.arange(rows), np.arange(rows))
+
+    def changed(self, ids: Ids, values: Ints) -> "_SortedMap":
+        """The same with other raw ids in the rows `ids`: `values` holds each + 1, or 0 for a free row."""
+        kept = np.ones(len(self.raw), bool)
+        kept[self.places[ids]] = False
+        new = np.where(values == 0, _FREE, values - 1)
+        order = np.argsort(new, kind="stable")
+        at = np.searchsorted(self.raw[kept], new[order])
+        raw = np.insert(self.raw[kept], at, new[order])
+        rows = np.insert(self.rows[kept], at, ids[order])
+        places = np.empty_like(rows)
+        places[rows] = np.arange(len(rows))
+        return _SortedMap(raw, rows, places)
+
+    def check(self, table: str) -> None:
+        """Check that no raw id has two rows.
+
+        Raises:
+            Contradiction: one has.
+        """
+        twice = np.flatnonzero((self.raw[1:] == self.raw[:-1]) & (self.raw[1:] != _FREE))
+        if len(twice):
+            first, second = self.rows[twice[0]], self.rows[twice[0] + 1]
+            raise Contradiction(f"table {table!r}: raw id {self.raw[twice[0]]} has two rows, {first} and {second}")
+
+    @property
+    def arrays(self) -> list[tuple[str, Ints]]:
+        """What the module's buffers are to hold, by their names."""
+        return [(SORTED, self.raw), (ROWS, self.rows)]
+
+
+class HashedIds:
+    """The identities of a `HashZchManagedCollisionModule`: the raw id of each row, which is found by hashing.
+
+    Attributes:
+        name: the module's FQN.
+    """
+
+    def __init__(self, name: str, module: nn.Module, table: TableSpec) -> None:
+        self.name = name
+        self._module: Any = module
+        self._table = table
+
+    def stage(self, rows: Sequence[RowBatch], *, reset: bool) -> Callable[[], None]:
+        """See `torch_binding.Place`.
+
+        Raises:
+            Contradiction: the module, which hashes in its own way, would not find a raw id; nothing was written.
+        """
+        if not (rows or reset):
+            return _nothing
+        held = self._module._hash_zch_identities.data
+        staged = torch.full_like(held, -1) if reset else held.clone()
+        for each in rows:
+            ids = torch.from_numpy(each.ids.copy()).to(held.device)
+            staged.index_copy_(0, ids, torch.from_numpy(each.values - 1).to(held.device))
+        self._check(staged, np.concatenate([np.empty(0, np.int64), *map(_numbers, rows)]))
+
+        def write() -> None:
+            held.copy_(staged)
+
+        return write
+
+    def read(self, ids: Ids) -> Values:
+        """See `torch_binding.Place`."""
+        held = self._module._hash_zch_identities.data
+        rows: Values = held[torch.from_numpy(ids.copy())].cpu().numpy() + 1
+        return rows
+
+    def _check(self, identities: torch.Tensor, values: Ints) -> None:
+        """Check that the module finds the raw ids of some values in what it is to hold."""
+        raw = torch.from_numpy(values[values != 0] - 1).to(identities.device)
+        if lost := raw[_not_found(self._module, identities, raw)].tolist():
+            raise Contradiction(
+                f"table {self._table.name!r}: module {self.name} hashes otherwise: it does not find id {lost[0]} "
+                f"and {len(lost) - 1} others: total_num_buckets ({self._module._buckets}), max_probe "
+                f"({self._module._max_probe}), input_hash_size ({self._module._input_hash_size}) and the share of "
+                "reserved slots must be as in the trainer"
+            )
+
+
+def _nothing() -> None:
+    """Writes nothing."""
+
+
+def _not_found(module: Any, identities: torch.Tensor, raw: torch.Tensor) -> torch.Tensor:
+    """Which of the raw ids [n] the module would not find if it had these identities: bool [n]."""
+    try:
+        values, sizes, offsets = module.input_mapper(values=raw, output_offset=module._output_global_offset_tensor)
+    except (IndexError, RuntimeError):  # One belongs to no bucket.
+        return torch.ones(len(raw), dtype=torch.bool)
+    rows, _ = torch.ops.fbgemm.zero_collision_hash(
+        input=values,
+        identities=identities,
+        max_probe=module._max_probe,
+        circular_probe=True,
+        exp_hours=-1,
+        readonly=True,
+        local_sizes=sizes,
+        offsets=offsets,
+        disable_fallback=True,
+        opt_in_prob=module._opt_in_prob,
+        num_reserved_slots=module.get_reserved_slots_per_bucket(),
+    )
+    missing: torch.Tensor = rows.cpu() < 0
+    return missing
+
+
+def _array(module: nn.Module, name: str) -> Ints:
+    array: Ints = getattr(module, name).cpu().numpy().copy()
+    return array
+
+
+def _like(module: nn.Module, name: str, array: Ints) -> torch.Tensor:
+    return torch.from_numpy(array).to(getattr(module, name).device)
+
+
+def _numbers(rows: RowBatch) -> Ints:
+    return rows.values[:, 0].astype(np.int64, copy=False)

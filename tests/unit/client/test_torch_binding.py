@@ -1,0 +1,272 @@
+"""Every table has a place in the module, or is left out by name: nothing is dropped in silence."""
+
+import dataclasses
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec.inference.modules import quantize_embeddings
+
+from deltasync.client import Position, Release, RowBatch, TableKind, TableSpec
+from deltasync.client.checksums import TargetChecksums
+from deltasync.client.torch_target import TorchTarget
+from deltasync.core.digests import digest
+from deltasync.core.errors import Contradiction, DeltasyncError, InvalidInput, NotFound
+
+USER = TableSpec("sparse.embedding_bags.user", 5, 8)
+ITEM = TableSpec("sparse.embedding_bags.item", 4, 8)
+TYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "float64": torch.float64,
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "int16": torch.int16,
+    "uint8": torch.uint8,
+    "bool": torch.bool,
+}
+
+
+def table_of(name: str, tensor: torch.Tensor, kind: TableKind) -> TableSpec:
+    """As the trainer shapes what is outside of tables: a matrix by its rows, a vector as one row."""
+    rows, dim = (tensor.shape[0], tensor[0].numel()) if tensor.dim() > 1 else (1, tensor.numel())
+    return TableSpec(name, rows, dim, tensor.numpy().dtype, kind)
+
+
+def rows_of(table: TableSpec, values: Any) -> RowBatch:
+    values = np.broadcast_to(np.asarray(values, table.dtype), (table.rows, table.dim))
+    return RowBatch.of_table(table, np.arange(table.rows), values)
+
+
+def release_of(
+    number: int, *rows: RowBatch, tables: list[TableSpec] | None = None, resync: bool = False
+) -> Release:
+    tables = tables if tables is not None else [each.table for each in rows]
+    return Release(Position("h", number), number, 0, resync, tables, list(rows))
+
+
+class Model(nn.Module):
+    def __init__(self, **buffers: torch.Tensor) -> None:
+        super().__init__()
+        configs = [
+            EmbeddingBagConfig(name=name, embedding_dim=8, num_embeddings=rows, feature_names=[name])
+            for name, rows in (("user", 5), ("item", 4))
+        ]
+        self.sparse = EmbeddingBagCollection(tables=configs)
+        self.norm = nn.BatchNorm1d(3)
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer)
+
+    def state(self) -> dict[str, bytes]:
+        return {name: tensor.numpy().tobytes() for name, tensor in self.state_dict().items()}
+
+
+def whole_state(model: Model) -> list[TableSpec]:
+    """The tables that a trainer of this model publishes."""
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    dense = [
+        table_of(name, each.detach(), TableKind.PARAMETER) for name, each in parameters.items() if "norm" in name
+    ]
+    return [USER, ITEM, *dense, *(table_of(name, each, TableKind.BUFFER) for name, each in buffers.items())]
+
+
+def test_a_table_without_a_place_is_an_error_that_names_it_and_what_to_do() -> None:
+    model = Model()
+    before, target = model.state(), TorchTarget(model)
+    more = [dataclasses.replace(USER, name=f"sparse.embedding_bags.{name}") for name in ("shop", "town")]
+    with pytest.raises(NotFound) as refused:
+        target.apply(release_of(1, *(rows_of(each, 2) for each in (USER, ITEM, *more)), resync=True))
+    for table in more:
+        assert f"table {table.name!r}: the module has no parameter or buffer of that name" in str(refused.value)
+    assert f"leave_out={[table.name for table in more]}" in str(refused.value)
+    assert USER.name not in str(refused.value)
+    assert (model.state(), target.bound()) == (before, frozenset())
+
+
+def test_what_is_left_out_by_name_stays_as_it_is() -> None:
+    model = Model()
+    before = model.state()
+    target = TorchTarget(model, leave_out=["*.user", "*.shop"])
+    shop = dataclasses.replace(USER, name="sparse.embedding_bags.shop")
+    target.apply(release_of(1, rows_of(USER, 2), rows_of(ITEM, 3), rows_of(shop, 4), resync=True))
+    changed = {name for name, state in model.state().items() if state != before[name]}
+    assert changed == {"sparse.embedding_bags.item.weight"}
+    assert target.bound() == {ITEM.name}
+    assert target.read(USER, np.arange(5)) is None
+
+
+def test_a_pattern_that_no_table_fits_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    TorchTarget(Model(), leave_out=["*.usre", "*.user"]).apply(release_of(1, rows_of(USER, 2), resync=True))
+    assert [record.message for record in caplog.records if "leave_out" in record.message] == [
+        "leave_out: no table fits *.usre"
+    ]
+
+
+def test_one_string_is_no_list_of_patterns() -> None:
+    with pytest.raises(InvalidInput, match="expected a list of patterns"):
+        TorchTarget(Model(), leave_out="*.user")
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
+def test_a_quantised_collection_is_an_error() -> None:
+    """P1: its rows are buffers, which nothing was ever written to, while lag said that all was in sync."""
+    model = Model()
+    quantize_embeddings(model, dtype=torch.qint8, inplace=True)
+    before, target = model.state(), TorchTarget(model)
+    with pytest.raises(Contradiction) as refused:
+        target.apply(release_of(1, rows_of(USER, 2), rows_of(ITEM, 2), resync=True))
+    assert (
+        f"table {USER.name!r} is 5 x 8 torch.float32, the module has {USER.name}.weight of shape [5, 16] and type "
+        "torch.uint8, which looks quantised: quantised tables cannot follow yet"
+    ) in str(refused.value)
+    assert model.state() == before
+
+
+@pytest.mark.parametrize(
+    ("table", "has"),
+    [
+        (dataclasses.replace(USER, rows=8, dim=5), "user' is 8 x 5 torch.float32, the module has"),
+        (dataclasses.replace(USER, dtype=np.dtype("<f2")), "of shape [5, 8] and type torch.float32"),
+        (TableSpec("norm.running_mean", 3, 1, kind=TableKind.BUFFER), "norm.running_mean of shape [3]"),
+        (TableSpec("norm.num_batches_tracked", 1, 1, kind=TableKind.BUFFER), "of shape [] and type torch.int64"),
+    ],
+    ids=["transposed", "half", "column", "float count"],
+)
+def test_another_shape_or_type_is_an_error_that_names_both_sides(table: TableSpec, has: str) -> None:
+    model = Model()
+    before = model.state()
+    with pytest.raises(Contradiction) as refused:
+        TorchTarget(model).apply(release_of(1, rows_of(ITEM, 2), rows_of(table, 2), resync=True))
+    assert has in str(refused.value)
+    assert model.state() == before
+
+
+def test_a_module_without_memory_of_its_own_is_an_error() -> None:
+    with pytest.raises(Contradiction, match="on the meta device"):
+        TorchTarget(Model().to("meta")).apply(release_of(1, rows_of(USER, 2), resync=True))
+    strided = nn.ParameterDict({"user": nn.Parameter(torch.zeros(8, 5).t())})
+    with pytest.raises(Contradiction, match="does not lie in memory row by row"):
+        TorchTarget(strided).apply(release_of(1, rows_of(USER, 2), resync=True))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (2, 3, 2)], ids=str)
+def test_buffers_are_written_bit_by_bit(dtype: str, shape: tuple[int, ...]) -> None:
+    model = Model(level=torch.zeros(shape, dtype=TYPES[dtype]))
+    table = table_of("level", model.get_buffer("level"), TableKind.BUFFER)
+    random = np.random.default_rng(len(shape))
+    bits = random.integers(
+        0, 2 if dtype == "bool" else 256, (table.rows, table.dim * table.dtype.itemsize), np.uint8
+    )
+    values = bits.view(table.dtype)
+    target = TorchTarget(model)
+    target.apply(release_of(1, rows_of(table, values), resync=True))
+    assert model.get_buffer("level").numpy().tobytes() == values.tobytes()
+    held = target.read(table, np.arange(table.rows))
+    assert held is not None
+    assert (held.dtype, held.tobytes()) == (table.dtype, values.tobytes())
+
+
+@given(st.data())
+def test_all_of_a_models_state_follows(data: st.DataObject) -> None:
+    """Against a plain dictionary: any rows of any tables in any order, whole tables, and reading back."""
+    model = Model(count=torch.zeros((), dtype=torch.int64), mask=torch.zeros(2, 3, dtype=torch.bool))
+    tables = whole_state(model)
+    target = TorchTarget(model)
+    held = TargetChecksums(target)
+    expected = {table.name: np.zeros((table.rows, table.dim), table.dtype) for table in tables}
+    for number in range(1, data.draw(st.integers(2, 5))):
+        changed = []
+        for table in data.draw(st.lists(st.sampled_from(tables), unique=True)):
+            ids = np.array(sorted(data.draw(st.sets(st.integers(0, table.rows - 1), min_size=1))))
+            values = np.full((len(ids), table.dim), data.draw(st.integers(0, 1)) or number, table.dtype)
+            changed.append(RowBatch.of_table(table, ids, values))
+        whole = frozenset(data.draw(st.sets(st.sampled_from([table.name for table in tables]))))
+        release = dataclasses.replace(release_of(number, *changed, tables=tables, resync=number == 1), whole=whole)
+        for table in tables:
+            if release.resets(table):
+                expected[table.name][:] = 0
+        for each in changed:
+            expected[each.table.name][each.ids] = each.values
+        held.before(release)
+        target.apply(release)
+        assert held.after(release) == {
+            name: digest(np.arange(len(rows)), rows).checksum for name, rows in expected.items()
+        }
+    for name, rows in expected.items():
+        state = model.state_dict().get(name, model.state_dict().get(f"{name}.weight"))
+        assert state is not None
+        assert state.numpy().tobytes() == rows.tobytes()
+
+
+def test_of_a_model_all_of_whose_state_arrives_nothing_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    model = Model()
+    TorchTarget(model).apply(release_of(1, *(rows_of(table, 1) for table in whole_state(model)), resync=True))
+    assert caplog.records == []
+
+
+def test_state_that_no_table_brings_is_warned_of_by_name_once(caplog: pytest.LogCaptureFixture) -> None:
+    """P3, of a trainer that publishes no buffers."""
+    model = Model()
+    model.register_buffer("scratch", torch.zeros(2), persistent=False)
+    tables = [table for table in whole_state(model) if table.kind is not TableKind.BUFFER]
+    target = TorchTarget(model)
+    target.apply(release_of(1, *(rows_of(table, 1) for table in tables), resync=True))
+    target.apply(release_of(2, rows_of(USER, 2)))
+    assert [record.message for record in caplog.records] == [
+        "no table brings these of the module, which stay as they are: "
+        "norm.running_mean, norm.running_var, norm.num_batches_tracked"
+    ]
+
+
+def test_tables_that_come_later_and_have_no_place_leave_the_rest_going(caplog: pytest.LogCaptureFixture) -> None:
+    target = TorchTarget(Model())
+    target.apply(release_of(1, rows_of(USER, 1), rows_of(ITEM, 1), resync=True))
+    caplog.clear()
+    shop = dataclasses.replace(USER, name="sparse.embedding_bags.shop")
+    grown = dataclasses.replace(ITEM, rows=9)
+    for number in (2, 3):
+        target.apply(release_of(number, rows_of(USER, number), rows_of(grown, number), rows_of(shop, number)))
+    assert target.bound() == {USER.name}
+    assert set(target.tables()[USER.name].flatten().tolist()) == {3}
+    assert (target.read(shop, np.arange(1)), target.read(grown, np.arange(1))) == (None, None)
+    assert [record.levelno for record in caplog.records] == 2 * [logging.WARNING]
+    assert f"not followed: table {grown.name!r} is 9 x 8" in caplog.text
+    assert f"not followed: table {shop.name!r}: the module has no" in caplog.text
+
+
+def test_a_later_table_that_has_a_place_is_followed() -> None:
+    target = TorchTarget(Model())
+    target.apply(release_of(1, rows_of(USER, 1), resync=True))
+    target.apply(release_of(2, rows_of(ITEM, 2), tables=[USER, ITEM]))
+    assert target.bound() == {USER.name, ITEM.name}
+    assert set(target.tables()[ITEM.name].flatten().tolist()) == {2}
+
+
+def test_a_module_that_is_changed_while_it_is_followed_is_written_where_it_then_is() -> None:
+    model = Model()
+    target = TorchTarget(model)
+    target.apply(release_of(1, rows_of(USER, 1), resync=True))
+    model.double()
+    model.float()  # In other memory now.
+    target.apply(release_of(2, rows_of(USER, 2)))
+    assert model.sparse.embedding_bags["user"].weight.unique().tolist() == [2]
+    held = target.read(USER, np.arange(5))
+    assert held is not None
+    assert np.unique(held).tolist() == [2]
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["the same tables", "one more"])
+def test_a_module_that_no_longer_fits_is_an_error(later: bool) -> None:
+    model = Model()
+    target = TorchTarget(model)
+    target.apply(release_of(1, rows_of(USER, 1), resync=True))
+    model.double()
+    with pytest.raises(DeltasyncError, match=r"type torch\.float64"):
+        target.apply(release_of(2, rows_of(USER, 2), tables=[USER, ITEM] if later else None))

@@ -1,0 +1,100 @@
+"""Deletes, from hop to hop: rows that are no more, and that add nothing to a checksum."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deltasync.core.digests import digest
+from deltasync.core.errors import InvalidInput
+from deltasync.core.rows import RowBatch
+from deltasync.core.stamps import StampedTable
+from deltasync.core.tables import Shard, TableKind, TableSpec
+from deltasync.feeds.frozen_release import freeze
+from deltasync.storage import records
+from deltasync.v1 import tables_pb2
+from deltasync.wire.row_messages import chunked, decode_rows, fill_rows
+
+TABLE = TableSpec("user", 12, 3)
+WHOLE = Shard.whole(TABLE)
+
+ids_of = st.sets(st.integers(0, TABLE.rows - 1), max_size=6).map(sorted).map(lambda ids: np.array(ids, np.int64))
+
+
+def live(ids: np.ndarray, value: float = 1.0) -> RowBatch:
+    return RowBatch.of_table(TABLE, ids, np.full((len(ids), TABLE.dim), value, np.float32))
+
+
+@given(st.lists(st.tuples(ids_of, st.booleans()), max_size=8), st.integers(0, 9))
+def test_a_table_knows_what_was_deleted_and_when(changes: list[tuple[np.ndarray, bool]], since: int) -> None:
+    stamped = StampedTable.zeros(TABLE)
+    rows: dict[int, tuple[int, float]] = {}  # Version, and value; 0.0 = deleted.
+    for version, (ids, deleted) in enumerate(changes, 1):
+        stamped.apply(RowBatch.deletes(WHOLE, ids) if deleted else live(ids, version), version)
+        rows.update({int(row): (version, 0.0 if deleted else version) for row in ids})
+    changed = sorted(row for row, (version, _) in rows.items() if version > since)
+    assert stamped.changed_since(since).tolist() == changed
+    assert stamped.deleted(np.array(changed, np.int64)).tolist() == [rows[row][1] == 0.0 for row in changed]
+    assert stamped.counts.after(since) == len(changed)
+    # Who has applied everything agrees with who comes later and is given the live rows alone.
+    there = sorted(row for row, (_, value) in rows.items() if value)
+    late = StampedTable.zeros(TABLE)
+    for row in there:
+        late.apply(live(np.array([row]), rows[row][1]), 1)
+    assert stamped.digest == late.digest == digest(np.arange(TABLE.rows), stamped.rows)
+    again = StampedTable(TABLE, stamped.rows, stamped.stamps)
+    again.count_digest()
+    assert again.digest.checksum == stamped.digest.checksum
+    assert again.changed_since(since).tolist() == changed
+
+
+@pytest.mark.parametrize("count", [1, 7])
+def test_deletes_travel_and_are_logged_as_ids_alone(count: int) -> None:
+    rows = RowBatch.deletes(WHOLE, np.arange(count))
+    assert rows.nbytes == 8 * count
+    message = tables_pb2.Rows()
+    fill_rows(message, 0, rows)
+    assert (len(message.ids), message.values) == (8 * count, b"")
+    record = b"".join(records.pack_rows(0, rows))
+    logged = records.unpack_rows(memoryview(record), lambda _: [WHOLE])
+    assert len(record) < records.packed_bytes(live(np.arange(count)))
+    for found in (decode_rows(message, [WHOLE]), logged, *chunked(rows)):
+        assert found.deleted
+        assert found.ids.tolist() == list(range(count))
+        assert found.values.tolist() == [[0.0] * TABLE.dim] * count
+
+
+def test_deletes_with_values_are_refused() -> None:
+    message = tables_pb2.Rows(deleted=True, ids=np.arange(2).tobytes(), values=bytes(24))
+    with pytest.raises(InvalidInput, match=r"24 bytes of values for 2 rows .* expected 0"):
+        decode_rows(message, [WHOLE])
+
+
+def test_only_rows_of_embeddings_inside_of_the_table_are_deleted() -> None:
+    RowBatch.deletes(WHOLE, np.array([11])).check()
+    with pytest.raises(InvalidInput, match="'user': row id 12 is outside this rank's rows 0 to 11"):
+        RowBatch.deletes(WHOLE, np.array([12])).check()
+    buffer = TableSpec("norm", 12, 3, kind=TableKind.BUFFER)
+    with pytest.raises(InvalidInput, match="table 'norm' is of kind 'buffer': only embeddings are deleted"):
+        RowBatch.deletes(Shard.whole(buffer), np.array([1])).check()
+
+
+def test_who_was_away_learns_of_deletes_and_who_is_new_need_not(tmp_path: Path) -> None:
+    stamped = StampedTable.zeros(TABLE)
+    stamped.apply(live(np.arange(5)), 1)
+    stamped.apply(RowBatch.deletes(WHOLE, np.array([1, 3])), 2)
+    stamped.apply(live(np.array([3]), 7.0), 3)  # A row that comes back is a new row.
+
+    def frozen(after: int, whole: frozenset[int] = frozenset()) -> tuple[list[int], list[int]]:
+        release = freeze([stamped], after, None, tmp_path, 1 << 20, whole)
+        batches = release.batches, release.deletes
+        live_ids, deleted = ([row for rows in each.values() for row in rows.ids.tolist()] for each in batches)
+        assert release.rows == len(live_ids) + len(deleted)
+        assert sum(len(rows) for _, rows in release.chunks()) == release.rows
+        return live_ids, deleted
+
+    assert frozen(0) == frozen(1, frozenset({0})) == ([0, 2, 3, 4], [])
+    assert frozen(1) == ([3], [1])
+    assert frozen(2) == ([3], [])
