@@ -18,8 +18,8 @@ Scored = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Results:
-    """Collects index, logit and label of every event a rank has trained on, when each step ended, and how many rows
-    have changed hands.
+    """Collects index, logit and label of every event a rank has trained on, when each step ended, and how many
+    rows have changed hands.
 
     Made before the first step of `model`.
     """

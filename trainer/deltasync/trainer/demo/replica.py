@@ -85,11 +85,13 @@ class Replica:
     def write(self, folder: Path, name: str) -> None:
         """Write scores, tables, state, outputs and the times of the releases into `folder`."""
         with self._scoring:
-            tables = {table: weight.numpy() for table, weight in self.target.tables().items()}
+            state = ModelState.of(self._model)
+            held = self.target.tables()
+            tables = {table: held[table].numpy() for table in held.keys() - state.buffers.keys()}
             np.savez(folder / f"tables-{name}.npz", allow_pickle=False, **tables)
+            state.save(folder / f"state-{name}.npz")
             np.savez(folder / f"scores-{name}.npz", allow_pickle=False, **self.scorer.columns())
             np.savez(folder / f"outputs-{name}.npz", allow_pickle=False, **self.scorer.last_outputs())
-            ModelState.of(self._model).save(folder / f"state-{name}.npz")
             facts = {"applied": list(self.applied), "received_bytes": list(self.received_bytes)}
             (folder / f"{name}.json").write_text(json.dumps(facts))
 

@@ -15,6 +15,7 @@ from deltasync.trainer.demo.compare import freshness, quality
 from deltasync.trainer.demo.verdict import (
     WHATS,
     id_map_shards,
+    off_trainer,
     replica_holdings,
     rows_used,
     trainer_holdings,
@@ -43,6 +44,7 @@ def build_report(
     )
     return {
         **verdict(expected, {name: replica_holdings(folder, name) for name in replicas}),
+        "outputs_off_trainer": off_trainer(folder, expected, stream) if stream.model.managed else None,
         "evictions": sum(fact["evictions"] for fact in facts),
         "rows_used": rows_used(id_map_shards(folder, ranks)),
         "auc": found.auc,
@@ -111,8 +113,8 @@ def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ("restarts", f"{report['service_restarts']} of the service"),
         *_managed_lines(report),
-        ("compared", f"{_compared(report)} of the replicas with the trainer's{form}, bit by bit;"),
-        ("", f"{report['outputs_compared']:,} outputs with those of the trainer's model, gathered from its ranks"),
+        ("compared", f"{_compared(report)} of the replicas with the trainer's{form}, bit by bit"),
+        ("outputs", f"{report['outputs_compared']:,} of the replicas with those of the trainer's model, gathered"),
         ("rows equal:", _equal(report)),
     ]
 
@@ -123,7 +125,7 @@ def _managed_lines(report: dict[str, Any]) -> list[tuple[str, str]]:
     used = (f"{name} {' + '.join(f'{rows:,}' for rows in ranks)}" for name, ranks in report["rows_used"].items())
     return [
         ("evictions", f"{report['evictions']:,} rows changed hands, from one raw id to another"),
-        ("rows used", f"{', '.join(used)}, by rank"),
+        ("rows used", f"by rank: {', '.join(used)}"),
     ]
 
 

@@ -76,7 +76,6 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp(prefix="deltasync-demo-"))
     try:
         restarts = play(options, [fleet], folder, console)
-        console.print("comparing", highlight=False)
         report = build_report(
             folder,
             ranks=options.ranks,

@@ -83,6 +83,16 @@ def _load(path: Path) -> Tables:
         return dict(arrays)
 
 
+def off_trainer(folder: Path, expected: Holdings, stream: StreamOptions) -> float:
+    """How far the gathered model's outputs are from those of the trainer's first rank, in log odds, at most.
+
+    Ranks add in another order. Other ranks than the first have buffers of their own.
+    """
+    own = _load(folder / "outputs-trainer-0.npz")
+    first = (stream.events or 0) - len(expected.outputs["logit"])
+    return float(np.abs(expected.outputs["logit"][own["index"] - first, 0] - own["logit"]).max())
+
+
 def verdict(expected: Holdings, replicas: dict[str, Holdings]) -> dict[str, Any]:
     """For each of WHATS: `_equal`, whether all replicas hold it bit by bit (None where the model has none of it);
     `_unequal`, how many rows differ, by replica and name; and `_compared`, rows compared.
