@@ -3,6 +3,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -173,9 +174,9 @@ def test_types_and_shapes() -> None:
 
 @pytest.mark.parametrize("name", ["users", "items", "cross_buckets", "history_length"])
 def test_options_are_checked(name: str) -> None:
-    options = {"users": 1, "items": 1, "cross_buckets": 1, "history_length": 1}
+    options: dict[str, Any] = {"users": 1, "items": 1, "cross_buckets": 1, "history_length": 1}
     with pytest.raises(ValueError, match=f"{name}: 0, expected a whole number of at least 1"):
-        replace(FeatureOptions(**options), **{name: 0})
+        FeatureOptions(**{**options, name: 0})
 
 
 def test_raw_ids_of_users_and_items_are_spread_and_the_same_wherever_they_occur() -> None:

@@ -2,8 +2,8 @@
 
 import math
 import time
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -65,5 +65,6 @@ def test_the_first_event_arrives_at_the_time_in_the_start_file(tmp_path: Path) -
 
 @pytest.mark.parametrize(("field", "value"), [("users", 1), ("dim", 0), ("hidden", 1), ("dim", 5)])
 def test_a_wrong_size_names_the_field(field: str, value: int) -> None:
+    options: dict[str, Any] = {field: value}
     with pytest.raises(ValueError, match=f"{field}: {value}"):
-        replace(ModelOptions(), **{field: value})
+        ModelOptions(**options)
