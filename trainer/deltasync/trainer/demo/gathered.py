@@ -82,8 +82,8 @@ def gathered_model(
 
 def last_outputs(model: ClickModel, stream: StreamOptions) -> dict[str, NDArray[np.generic]]:
     """Index and logit of the events of a stream's last batch, by this model."""
-    batch = _last_batch(stream)
     with _one_thread(), _quiet():
+        batch = _last_batch(stream)
         return {"index": batch.index.numpy(), "logit": outputs(model, batch).numpy()}
 
 
