@@ -43,6 +43,7 @@ class _Checkpoint:
     state: bytes
     consumers: dict[str, ModelConsumer]
     silent: set[Row]
+    deleted: set[Row]
     steps: int
 
 
@@ -91,6 +92,15 @@ class SideBySide:
         ids = [row % tracked.table.rows for row in rows]
         self.tracker.mark(tracked.name, torch.tensor(ids, dtype=torch.int32))
         self.plain.mark({(tracked.name, row) for row in ids} & self.plain.rows)
+
+    def delete(self, table: int, rows: Sequence[int]) -> None:
+        tracked = self.tracker.tables[table % len(self.tracker.tables)]
+        ids = [row % tracked.table.rows for row in rows]
+        self.tracker.delete(tracked.name, torch.tensor(ids, dtype=torch.int64))
+        held = {(tracked.name, row) for row in ids} & self.plain.rows
+        self.plain.delete(held)
+        for values in map(self.values, (TrackingMode.EMBEDDING_LAST, *self.modes_with_state)):
+            assert not any(any(values[row]) for row in held), "row and momentum are zeros"
 
     def mark_all(self, table: int | None) -> None:
         name = None if table is None else self.tracker.tables[table % len(self.tracker.tables)].name
@@ -152,7 +162,12 @@ class SideBySide:
         weights = [tensor.clone() for tensor in self._live()]
         consumers = self.plain.save()
         self._checkpoint = _Checkpoint(
-            weights, buffer.getvalue(), consumers, set(self.plain.silent), self.tracker.steps
+            weights,
+            buffer.getvalue(),
+            consumers,
+            set(self.plain.silent),
+            set(self.plain.deleted),
+            self.tracker.steps,
         )
 
     def restore(self) -> None:
@@ -164,7 +179,7 @@ class SideBySide:
         self.tracker.close()
         self.tracker = Tracker(self.model, self._options)
         self.tracker.load_state_dict(torch.load(io.BytesIO(self._checkpoint.state), weights_only=True))
-        self.plain.load(self._checkpoint.consumers, self._checkpoint.silent)
+        self.plain.load(self._checkpoint.consumers, self._checkpoint.silent, self._checkpoint.deleted)
         for name in self._options.consumers:
             if name not in self.plain.consumers:
                 self.plain.begin(name, self._options.mode)
@@ -175,6 +190,11 @@ class SideBySide:
         self.restore()
 
     # -- inside
+
+    @property
+    def modes_with_state(self) -> Sequence[TrackingMode]:
+        """Modes that read what an optimizer keeps of all rows; none by default."""
+        return ()
 
     def _live(self) -> list[torch.Tensor]:
         shards = self.tracker.shards
@@ -206,6 +226,7 @@ class SideBySide:
         first, read = expected
         assert not self.plain.lost()
         assert _rows(delta) == set(read.taken), name
+        assert _deletes(delta) == set(read.deletes), name
         mode = self.plain.consumers[name].mode
         for table, rows in delta.rows.items():
             ids = rows.ids.tolist()
@@ -258,6 +279,14 @@ def _tensor(table: TrackedTable, mode: TrackingMode) -> torch.Tensor:
 
 def _rows(delta: Delta) -> set[Row]:
     return {(table, row) for table, ids in delta.ids.items() for row in ids.tolist()}
+
+
+def _deletes(delta: Delta) -> set[Row]:
+    for deleted in delta.deletes.values():
+        ids = deleted.ids.tolist()
+        assert ids, "tables without deleted rows are left out"
+        assert ids == sorted(set(ids))
+    return {(table, row) for table, deleted in delta.deletes.items() for row in deleted.ids.tolist()}
 
 
 def _bytes(values: torch.Tensor | None) -> list[bytes]:

@@ -46,6 +46,7 @@ class ModelRead:
 
     Attributes:
         number: reads are numbered as they come.
+        deletes: rows it was told are no more, and what is left of them.
         carried: rows that were due, and left for later.
         later: rows that have changed since.
     """
@@ -53,6 +54,7 @@ class ModelRead:
     consumer: ModelConsumer
     number: int
     taken: dict[Row, bytes]
+    deletes: dict[Row, bytes]
     carried: set[Row]
     later: set[Row] = field(default_factory=set)
 
@@ -63,12 +65,14 @@ class TrackerModel:
     Attributes:
         consumers: by name.
         silent: rows that have changed in a way the tracker was told to overlook.
+        deleted: rows that are no more.
     """
 
     def __init__(self, read: Reader) -> None:
         self.read_values = read
         self.consumers: dict[str, ModelConsumer] = {}
         self.silent: set[Row] = set()
+        self.deleted: set[Row] = set()
         self._reads: list[ModelRead] = []
         self._count = 0
         self._seen = dict(read(TrackingMode.EMBEDDING_LAST))
@@ -93,6 +97,19 @@ class TrackerModel:
 
     def mark(self, rows: Iterable[Row]) -> None:
         changed = set(rows)
+        self.deleted -= changed
+        self._change(changed)
+
+    def delete(self, rows: set[Row]) -> None:
+        """Nobody is known to hold any value of them until told."""
+        now = self.read_values(TrackingMode.EMBEDDING_LAST)
+        self._seen |= {row: now[row] for row in rows}
+        self.deleted |= rows
+        for consumer in self.consumers.values():
+            consumer.holds |= dict.fromkeys(rows)
+        self._change(rows)
+
+    def _change(self, changed: set[Row]) -> None:
         self.silent -= changed
         for consumer in self.consumers.values():
             consumer.due |= changed
@@ -123,12 +140,12 @@ class TrackerModel:
 
     def read(self, name: str) -> ModelRead:
         self.settle()
-        return self._read(self.consumers[name], self.consumers[name].due, set())
+        return self._read(self.consumers[name], self.consumers[name].due - self.deleted, set())
 
     def candidates(self, name: str) -> set[Row]:
         """Rows to rank: all that are due, even if they are as they were."""
         self.settle()
-        return set(self.consumers[name].due)
+        return self.consumers[name].due - self.deleted
 
     def top_k(self, name: str, chosen: set[Row]) -> ModelRead:
         """A read of these rows alone."""
@@ -137,8 +154,9 @@ class TrackerModel:
     def _read(self, consumer: ModelConsumer, rows: set[Row], carried: set[Row]) -> ModelRead:
         self._count += 1
         now = self.read_values(consumer.mode)
-        read = ModelRead(consumer, self._count, {row: now[row] for row in rows}, carried)
-        for row, value in read.taken.items():
+        deletes = {row: now[row] for row in consumer.due & self.deleted}
+        read = ModelRead(consumer, self._count, {row: now[row] for row in rows}, deletes, carried)
+        for row, value in (read.taken | deletes).items():
             consumer.offered.setdefault(row, {})[read.number] = value
         self._reads.append(read)
         return read
@@ -149,7 +167,7 @@ class TrackerModel:
             return False
         consumer.acknowledged = read.number
         consumer.due = read.carried | read.later
-        for row, value in read.taken.items():
+        for row, value in (read.taken | read.deletes).items():
             consumer.holds[row] = value
             left = {number: given for number, given in consumer.offered.pop(row).items() if number > read.number}
             consumer.offered |= {row: left} if left else {}
@@ -170,7 +188,7 @@ class TrackerModel:
         self.settle()
         return deepcopy(self.consumers)
 
-    def load(self, saved: "Mapping[str, ModelConsumer]", silent: set[Row]) -> None:
+    def load(self, saved: "Mapping[str, ModelConsumer]", silent: set[Row], deleted: set[Row]) -> None:
         """The rows are by now as they were.
 
         What was read and not acknowledged is as if it never was; what was overlooked is taken as held.
@@ -180,5 +198,5 @@ class TrackerModel:
             consumer.offered = {}
             now = self.read_values(consumer.mode)
             consumer.holds |= {row: now[row] for row in silent - consumer.due}
-        self.silent = set()
+        self.silent, self.deleted = set(), set(deleted)
         self._seen = dict(self.read_values(TrackingMode.EMBEDDING_LAST))

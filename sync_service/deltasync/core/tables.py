@@ -1,5 +1,7 @@
 """What a table and a shard of it are."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -138,3 +140,10 @@ class Shard:
     def row_bytes(self) -> int:
         """Bytes of one of its rows on the wire: its id and its values."""
         return ID_TYPE.itemsize + self.cols * self.table.dtype.itemsize
+
+
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """Rows and dim of the table that a parameter or a buffer of some shape is: a matrix by its rows, a vector as
+    one row, a single number as one of one. Where a row would be longer than `MAX_DIM`, each number is a row."""
+    rows, dim = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
+    return (rows, dim) if dim <= MAX_DIM else (math.prod(shape), 1)

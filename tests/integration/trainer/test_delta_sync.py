@@ -34,8 +34,8 @@ def subscriber(service: ServiceProcess, target: NumpyTarget) -> Subscriber:
 
 def assert_equal(target: NumpyTarget, model: nn.Module) -> None:
     with target.reading() as tables:
-        for name, parameter in model.named_parameters():
-            rows = parameter.detach().numpy()
+        for name, tensor in model.state_dict().items():
+            rows = tensor.numpy()
             np.testing.assert_array_equal(tables[name], rows.reshape(tables[name].shape), strict=True)
 
 
@@ -49,6 +49,30 @@ def test_every_step_reaches_the_replica(service: ServiceProcess) -> None:
         assert_equal(target, model)
         before = sync.flush()
         assert sync.flush() == before, "nothing changed, nothing is published"
+
+
+def test_statistics_of_batches_reach_the_replica(service: ServiceProcess) -> None:
+    model, target = nn.Sequential(linear(), nn.BatchNorm1d(3)), NumpyTarget()
+    with delta_sync(service, model) as sync, subscriber(service, target) as replica:
+        for _ in range(3):
+            model(torch.randn(4, 5))
+            sync.step()
+            replica.wait_for(sync.flush().number, 30)
+            assert_equal(target, model)
+    with target.reading() as tables:
+        assert tables["1.num_batches_tracked"].tolist() == [[3]]
+
+
+def test_a_buffer_of_another_shape_stops_publishing(service: ServiceProcess) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3))
+    sync = delta_sync(service, model)
+    sync.flush()
+    model[0].register_buffer("running_mean", torch.zeros(4))
+    sync.step()  # All ranks learn of it when they agree next.
+    with pytest.raises(InvalidInput, match=r"'0.running_mean' is \[4\] of torch.float32 now, and was \[3\]"):
+        sync.step()
+    sync.abort()
+    assert service.get_json("/consumers/predictors/lag")["head"] == 1
 
 
 def test_a_service_that_is_down_makes_no_step_wait(service: ServiceProcess) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import shutil
 import threading
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -233,3 +234,40 @@ def test_no_table_is_made_once_the_service_ends(tmp_path: Path) -> None:
         assert not list(tmp_path.rglob("*.rows"))
 
     run(tmp_path, scenario)
+
+
+def test_rows_that_a_full_cut_does_not_name_are_deleted_also_when_it_is_applied_again(tmp_path: Path) -> None:
+    rows = random_rows(0)
+    named = np.array([0, 2, 3])
+    whole = [(slot, named, rows[slot][named]) for slot in range(2)]
+
+    async def first(service: Service) -> None:
+        session = await join(service)
+        await send(session, full_part(1, rows, WHOLE))
+        await send(session, part(2, whole))  # A delta never deletes.
+        await service.coordinators["clicks"].drain()
+        tables = service.models["clicks"].tables
+        assert [table.changed_since(0).tolist() for table in tables] == [list(range(len(each))) for each in rows]
+        assert not any(table.deleted(np.arange(len(each))).any() for table, each in zip(tables, rows, strict=True))
+        await send(session, part(3, whole, full=True))
+        await service.coordinators["clicks"].drain()
+        await check(service)
+        shutil.copytree(tmp_path / "data", tmp_path / "crashed")
+
+    async def check(service: Service) -> None:
+        model = service.models["clicks"]
+        for table, expected in zip(model.tables, rows, strict=True):
+            ids = np.arange(len(expected))
+            assert np.flatnonzero(~table.deleted(ids)).tolist() == named.tolist()
+            assert table.rows[named].tolist() == expected[named].tolist()
+            assert not table.rows[table.deleted(ids)].any()
+            assert table.stamps[named].tolist() == [3, 3, 3]
+            assert set(table.stamps[table.deleted(ids)].tolist()) == {-3}
+        released = await model.release(2)
+        assert {slot: len(each) for slot, each in released.deletes.items()} == {
+            slot: len(each) - len(named) for slot, each in enumerate(rows)
+        }
+
+    run(tmp_path / "data", first)
+    run(tmp_path / "crashed", check)
+    run(tmp_path / "data", check)

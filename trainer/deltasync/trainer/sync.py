@@ -23,8 +23,9 @@ from deltasync.trainer.checks import check_format, check_whole
 from deltasync.trainer.distributed.agreement import Agreement
 from deltasync.trainer.tracking.delta import Token
 from deltasync.trainer.tracking.modes import TrackingMode
+from deltasync.trainer.tracking.module_tensors import buffer_digests
 from deltasync.trainer.tracking.options import TrackerOptions
-from deltasync.trainer.tracking.shards import tables_of
+from deltasync.trainer.tracking.tracked_model import published_tables
 from deltasync.trainer.tracking.tracker import Tracker
 
 __all__ = ["DeltaSync", "SyncOptions", "SyncStats"]
@@ -47,7 +48,7 @@ class SyncOptions:
         model: name of the set of tables.
         publish_every: steps between cuts. Where the last cut is not sealed by then, this one is left out: the next
             one publishes its rows.
-        dense: whether to publish the parameters outside of embedding tables too.
+        dense: whether to publish the parameters and buffers outside of embedding tables too.
     """
 
     service: Endpoint | str
@@ -113,12 +114,16 @@ class DeltaSync:
                 mode=TrackingMode.EMBEDDING_LAST,
                 auto_compact=True,
                 dense=options.dense and first,
+                id_maps=True,
                 replicas=first,
             ),
         )
         self.stats = SyncStats()
         self._options = options
-        self._tables = tables_of(model, dense=options.dense)
+        self._model = model
+        self._failure: DeltasyncError | None = None
+        self._buffers_compared = False
+        self._tables = published_tables(model, dense=options.dense)
         self._publisher: Publisher | None = None
         self._pending: _PendingCut | None = None
         self._position = Position()
@@ -235,7 +240,7 @@ class DeltaSync:
 
     def _cut(self, step_end_unix_ns: int, late: DeltasyncError | None = None) -> bool:
         """Publish a cut if all ranks are ready for one; whether all of them had nothing to publish."""
-        failure = late or self._settle()
+        failure = late or self._failure or self._settle()
         unpublished = self._resync or self._published_changes != self.tracker.changes
         ready, failed = self._pending is None, failure is not None
         agreed = self._agreement.reach(ready=ready, resync=self._resync, unpublished=unpublished, failed=failed)
@@ -278,7 +283,13 @@ class DeltaSync:
         if full:
             self.tracker.resync(_CONSUMER)
             self._resync = False
-        delta = self.tracker.get_delta(_CONSUMER)
+        if self._options.dense and not self._buffers_compared:
+            self._compare_buffers()
+        try:
+            delta = self.tracker.get_delta(_CONSUMER)
+        except DeltasyncError as error:  # The others learn of it when the ranks agree next.
+            self._failure = error
+            return
         part = Part(
             step=self.tracker.steps,
             step_end_unix_ns=step_end_unix_ns,
@@ -286,6 +297,13 @@ class DeltaSync:
             full=full,
         )
         self._pending = _PendingCut(part, delta.token, self.tracker.changes, self._connected().publish(part))
+
+    def _compare_buffers(self) -> None:
+        """Say once which buffers are not alike on all ranks: nothing but SyncBatchNorm keeps them so."""
+        self._buffers_compared = True
+        differing = self._agreement.differing(buffer_digests(self._model))
+        if differing and self._agreement.rank == 0:
+            logger.warning("buffers differ between ranks; those of rank 0 are published: %s", ", ".join(differing))
 
     def _connected(self) -> Publisher:
         if self._publisher is None:

@@ -2,6 +2,7 @@
 
 import sys
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from tests.support.ranks import leave
 
 from deltasync.core.errors import DeltasyncError, InvalidInput
+from deltasync.trainer import sync as sync_module
 from deltasync.trainer.clicks.model import ClickModel, ModelOptions
 from deltasync.trainer.distributed.sharding import OptimizerOptions, click_tables, shard
 from deltasync.trainer.sync import DeltaSync, SyncOptions
@@ -56,10 +58,38 @@ def a_part_refused_on_one_rank_fails_on_all(service: str) -> None:
     sync.abort()
 
 
+def buffers_that_differ_are_named_once(service: str) -> None:
+    model: Any = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(3))
+    model[1].running_mean.fill_(dist.get_rank())
+    sync = DeltaSync(model, SyncOptions(service=service, model="differing"))
+    with mock.patch.object(sync_module, "logger") as logger:
+        for _ in range(2):
+            model[0].running_mean += 1
+            sync.tracker.step()
+            sync.flush(PATIENCE_SECONDS)
+    expected = [mock.call.warning(mock.ANY, "1.running_mean")] if dist.get_rank() == 0 else []
+    assert logger.mock_calls == expected
+    sync.abort()
+
+
+def a_buffer_refused_on_one_rank_fails_on_all(service: str) -> None:
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
+    sync = DeltaSync(model, SyncOptions(service=service, model="refused"))
+    sync.flush(PATIENCE_SECONDS)
+    model[0].running_mean = torch.zeros(3)
+    sync.tracker.step()
+    expected = (InvalidInput, "'0.running_mean' is") if dist.get_rank() == 0 else (DeltasyncError, "another rank")
+    with pytest.raises(expected[0], match=expected[1]):
+        sync.flush()
+    sync.abort()
+
+
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     claims_that_differ_make_a_full_push(sys.argv[1])
     a_part_refused_on_one_rank_fails_on_all(sys.argv[1])
+    buffers_that_differ_are_named_once(sys.argv[1])
+    a_buffer_refused_on_one_rank_fails_on_all(sys.argv[1])
     dist.barrier()
     dist.destroy_process_group()
     leave()

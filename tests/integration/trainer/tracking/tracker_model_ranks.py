@@ -121,6 +121,15 @@ class Trained(SideBySide):
         self.optimizer.zero_grad()
         self.plain.overlook()
 
+    def delete(self, table: int, rows: Sequence[int]) -> None:
+        embeddings = [number for number, tracked in enumerate(self.tracker.tables) if tracked.features]
+        super().delete(embeddings[table % len(embeddings)], rows)
+
+    @property
+    def modes_with_state(self) -> Sequence[TrackingMode]:
+        momentum = self._options.mode is TrackingMode.MOMENTUM_DIFF
+        return (TrackingMode.MOMENTUM_LAST,) if momentum else ()
+
     def evaluate(self, ids: Sequence[Sequence[int]]) -> None:
         with torch.no_grad():
             self.model(batch(ids))
@@ -158,6 +167,7 @@ def programs(modes: Sequence[TrackingMode]) -> st.SearchStrategy[list[Operation]
         *3 * [operations("acknowledge", st.sampled_from((0, 0, 0, 1, 2, 5)))],
         operations("compact"),
         operations("mark", st.integers(0, 7), st.lists(row, max_size=3)),
+        operations("delete", st.integers(0, 7), st.lists(row, max_size=3)),
         operations("mark_all", st.none() | st.integers(0, 7)),
         operations("add", st.sampled_from("abc"), st.sampled_from(modes)),
         operations("remove", name),

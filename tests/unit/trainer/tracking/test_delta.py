@@ -92,7 +92,7 @@ def test_ids_alone_have_no_batches() -> None:
 
 def test_bytes_are_counted_without_joining() -> None:
     rows = column_rows([2, 1])
-    delta = Delta({"t": rows}, Token("c", 1, {}, {}, None))
+    delta = Delta({"t": rows}, Token("c", 1, {}, {}, {}, None), {})
     assert delta.nbytes == 3 * 8 + 3 * 3 * 4
     assert "values" not in vars(rows)
     assert [batch.shard for batch in delta.batches()] == rows.shards
@@ -105,7 +105,7 @@ def test_acknowledged_rows_become_the_first_values(widths: list[int]) -> None:
     cursor = ConsumerCursor.at(1, "c", TrackingMode.EMBEDDING, [table])
     before = cursor.first_values["t"].clone()
     rows = column_rows(widths, TrackingMode.EMBEDDING)
-    assert cursor.advance(Token("c", 2, {"t": rows}, {}, cursor))
+    assert cursor.advance(Token("c", 2, {"t": rows}, {}, {}, cursor))
     assert rows.values is not None
     changed = rows.ids - table.row_offset
     assert torch.equal(cursor.first_rows(table, changed), rows.values)  # type: ignore[arg-type]

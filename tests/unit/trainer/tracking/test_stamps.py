@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.embedding_parameters import embedding_parameters
 from torch import nn
 
 from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode, cursors
@@ -62,14 +63,16 @@ class Receiver:
             rows = delta.rows["t"]
             assert rows.values is not None
             assert rows.first is not None
-            assert torch.equal(rows.first, self.acknowledged[rows.ids])
+            assert torch.equal(rows.first.nan_to_num(-1.0), self.acknowledged[rows.ids].nan_to_num(-1.0))
             self.rows[rows.ids] = rows.values
+        if "t" in delta.deletes:
+            self.rows[delta.deletes["t"].ids] = 0.0
         if acknowledge and tracking.acknowledge(delta.token):
             self.acknowledged = self.rows.clone()
 
 
 STEP = st.one_of(
-    st.tuples(st.just("write"), st.integers(0, 3)),
+    st.tuples(st.sampled_from(("write", "write", "delete")), st.integers(0, 3)),
     st.tuples(st.sampled_from(("read", "lose")), st.sampled_from("ab")),
     st.tuples(st.just("reload"), st.none()),
 )
@@ -79,11 +82,15 @@ STEP = st.one_of(
 def test_nothing_is_lost_when_the_clock_starts_over(steps: list[tuple[str, int | str]], ticks: int) -> None:
     options = TrackerOptions(consumers=["a", "b"], mode=TrackingMode.EMBEDDING, dense=True)
     model, number = Rows(), 0.0
-    with mock.patch.object(cursors, "CLOCK_END", 3 + ticks):
+    with embedding_parameters(), mock.patch.object(cursors, "CLOCK_END", 3 + ticks):
         tracking = Tracker(model, options)
         receivers = {name: Receiver(name, model.t.data) for name in "ab"}
         for what, which in steps:
-            if isinstance(which, int):
+            if isinstance(which, int) and what == "delete":
+                tracking.delete("t", torch.tensor([which]))
+                for receiver in receivers.values():
+                    receiver.acknowledged[which] = float("nan")
+            elif isinstance(which, int):
                 number += 1.0
                 model.t.data[which] = number
             elif what == "reload":

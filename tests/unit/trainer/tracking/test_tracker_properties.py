@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tests.support.embedding_parameters import embedding_parameters
 from tests.support.side_by_side import Operation, SideBySide, operations
 from torch import nn
 
@@ -45,6 +46,7 @@ OFTEN = [
     *2 * [operations("read", NAME)],
     *3 * [operations("top_k", NAME, st.sampled_from((1, 1, 2, 3)))],
     *3 * [operations("acknowledge", st.sampled_from((0, 0, 1, 2)))],
+    operations("delete", TABLE, st.lists(ROW, max_size=2)),
 ]
 SELDOM = [
     operations("acknowledge", st.integers(0, 20)),
@@ -69,7 +71,8 @@ def run(
     delete_on_read: bool = False,
 ) -> None:
     options = TrackerOptions(consumers=["a", "b"], mode=mode, dense=True, delete_on_read=delete_on_read)
-    Written(Tables(), options).run(program)
+    with embedding_parameters():
+        Written(Tables(), options).run(program)
 
 
 def programs(*kinds: st.SearchStrategy[Operation]) -> st.SearchStrategy[list[Operation]]:

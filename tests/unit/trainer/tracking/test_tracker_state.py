@@ -83,6 +83,7 @@ def saved(piece: Piece, rows: dict[str, set[int]], ticks: int) -> dict[str, Any]
     consumer = ConsumerCursor.at(stamps.tick(), "c", TrackingMode.EMBEDDING, [table])
     stamps.stamp(0, piece.local(rows["due"]))
     consumer.carried["t"] = piece.local(rows["carried"]) + table.row_offset
+    stamps.stamp_deleted(0, piece.local(rows["deleted"]))
     return save([table], stamps, [consumer]) | {"steps": 1}
 
 
@@ -90,25 +91,30 @@ SOME = st.sets(st.integers(0, ROWS - 1))
 
 
 @given(
-    pieces(), pieces(), st.fixed_dictionaries(dict.fromkeys(("acknowledged", "due", "carried"), SOME)), st.data()
+    pieces(),
+    pieces(),
+    st.fixed_dictionaries(dict.fromkeys(("acknowledged", "due", "carried", "deleted"), SOME)),
+    st.data(),
 )
 def test_first_values_find_their_columns(
     before: list[Piece], after: list[Piece], rows: dict[str, set[int]], data: st.DataObject
 ) -> None:
     """Clocks of the ranks differ; so do their pieces before and after."""
     states = [saved(piece, rows, data.draw(st.integers(0, 5))) for piece in before]
-    expected = rows["due"] | rows["carried"]
+    expected = (rows["due"] | rows["carried"]) - rows["deleted"]
     now = HELD.clone()
     now[sorted(expected)] += 0.5
+    now[sorted(rows["deleted"])] = 0.0
     for piece in after:
         table = piece.table(now)
         stamps = RowStamps([table])
         consumer = load([table], stamps, states)["c"]
-        ids = consumer.due(table, stamps.later(0, consumer.cursor))
+        ids = consumer.due(table, stamps, 0)
         assert torch.equal(ids, piece.local(expected))
         first = consumer.first_rows(table, ids)
         assert first is not None
         assert torch.equal(first, piece.slice(HELD)[ids])
+        assert torch.equal(stamps.deleted_later(0, consumer.cursor), piece.local(rows["deleted"]))
 
 
 def momentum_of(columns: tuple[int, int]) -> float:
@@ -208,8 +214,8 @@ def test_the_names_in_a_state_are_those_of_its_format() -> None:
 def test_a_newer_format_is_refused_and_changes_nothing() -> None:
     loading = tracker()
     loading.mark("t", torch.tensor([2]))
-    with pytest.raises(InvalidInput, match="a tracker's state has format 2, this deltasync reads formats up to 1"):
-        loading.load_state_dict([loading.state_dict(), {"format": 2, "rows": "elsewhere"}])
+    with pytest.raises(InvalidInput, match="a tracker's state has format 3, this deltasync reads formats up to 2"):
+        loading.load_state_dict([loading.state_dict(), {"format": 3, "rows": "elsewhere"}])
     assert loading.get_delta().ids["t"].tolist() == [2]
 
 

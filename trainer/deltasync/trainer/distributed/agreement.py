@@ -1,7 +1,9 @@
 """Agreements of ranks: before a cut, of which all or none publish a part, and before other collectives."""
 
+import hashlib
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -43,7 +45,7 @@ def on_any_rank(
 
 
 class Agreement:
-    """One small collective, over a gloo group of its own: it uses no GPU, and no group that training uses.
+    """Small collectives, over a gloo group of its own: it uses no GPU, and no group that training uses.
 
     Without a process group there is one rank, and nothing is exchanged. In the thread that trains.
     """
@@ -57,6 +59,26 @@ class Agreement:
         """The state of all ranks together, from this rank's. A collective: all ranks call it."""
         busy, *others = on_any_rank([not ready, resync, unpublished, failed], self._group)
         return Consensus(not busy, *others)
+
+    def differing(self, digests: Mapping[str, int]) -> list[str]:
+        """The names of which ranks have different digests (signed, 64 bits). A collective: all ranks call it.
+
+        All have the same names; where they do not, none is told.
+        """
+        names = hashlib.blake2b("\n".join(digests).encode(), digest_size=8).digest()
+        if self._differ([int.from_bytes(names, signed=True)]) == [True]:
+            return []
+        differ = self._differ(list(digests.values()))
+        return [name for name, differs in zip(digests, differ, strict=True) if differs]
+
+    def _differ(self, numbers: list[int]) -> list[bool]:
+        values = torch.tensor(numbers, dtype=torch.int64)
+        found = [torch.empty_like(values) for _ in range(self.world_size)]
+        if not self._group or not numbers:
+            return [False] * len(numbers)
+        dist.all_gather(found, values, group=self._group)
+        every = torch.stack(found)
+        return [bool(differs) for differs in (every != every[0]).any(dim=0).tolist()]
 
     def new_run(self) -> tuple[str, int]:
         """The id of a new run and when it began (nanoseconds since 1970): the first rank's. A collective."""

@@ -69,12 +69,19 @@ class ConsumerCursor:
         tensors = [*self.first_values.values(), *self.carried.values()]
         return sum(int(tensor.nbytes) for tensor in tensors) + self.memory.nbytes
 
-    def due(self, table: TrackedTable, changed: torch.Tensor) -> torch.Tensor:
-        """Local ids of rows stamped after the cursor, and of those carried over: ascending, each once."""
-        carried = self.carried.get(table.name)
+    def due(self, table: TrackedTable, stamps: RowStamps, number: int) -> torch.Tensor:
+        """Local ids of rows stamped after the cursor, and of those carried over: ascending, each once.
+
+        Args:
+            table: the table.
+            stamps: those of the rank.
+            number: the table's among them.
+        """
+        changed, carried = stamps.later(number, self.cursor), self.carried.get(table.name)
         if carried is None:
             return changed
-        due: torch.Tensor = torch.unique(torch.cat([changed, carried.to(changed.device) - table.row_offset]))
+        left = stamps.not_deleted(number, carried.to(changed.device) - table.row_offset)
+        due: torch.Tensor = torch.unique(torch.cat([changed, left]))
         return due
 
     def first_rows(self, table: TrackedTable, ids: torch.Tensor) -> torch.Tensor | None:
@@ -82,15 +89,19 @@ class ConsumerCursor:
         return self.memory.select(self.first_values[table.name], ids) if self.first_values else None
 
     def most_changed(self, delta: Delta, k: int) -> Delta:
-        """The rows of a delta with the `k` largest norms. The others are carried over.
+        """The rows of a delta with the `k` largest norms, and those of buffers and maps, which are not ranked.
+
+        The others are carried over.
 
         Even rows with a norm of 0 are carried over: the receiver may have another value of them, from a delta that
         was not acknowledged.
         """
-        chosen = largest({fqn: rows.norms() for fqn, rows in delta.rows.items()}, k)
-        rows = {fqn: delta.rows[fqn].select(mask) for fqn, mask in chosen.items() if mask.any()}
+        ranked = {fqn: rows for fqn, rows in delta.rows.items() if rows.shards[0].table.kind.trained}
+        chosen = largest({fqn: rows.norms() for fqn, rows in ranked.items()}, k)
+        rows = {fqn: rows for fqn, rows in delta.rows.items() if fqn not in ranked}
+        rows |= {fqn: delta.rows[fqn].select(mask) for fqn, mask in chosen.items() if mask.any()}
         carried = {fqn: delta.rows[fqn].ids[~mask] for fqn, mask in chosen.items() if not mask.all()}
-        return Delta(rows, replace(delta.token, rows=rows, carried=carried))
+        return Delta(rows, replace(delta.token, rows=rows, carried=carried), delta.deletes)
 
     def advance(self, token: Token) -> bool:
         """Move the cursor to that of a token, unless it has been there already; whether it moved."""
@@ -102,7 +113,14 @@ class ConsumerCursor:
             by_shard = torch.split(self.first_values[fqn], widths, dim=1)
             for first_values, values in zip(by_shard, rows.shard_values, strict=True):
                 replace_rows(first_values, ids, values)
+        for fqn, deleted in token.deletes.items() if self.first_values else ():
+            self.first_values[fqn].index_fill_(0, deleted.ids - self.row_offsets[fqn], 0)
         return True
+
+    def forget(self, fqn: str, ids: torch.Tensor) -> None:
+        """Keep no values of rows of a table (local ids) that are deleted: should they come back, they are new."""
+        if fqn in self.first_values:
+            forget(self.first_values[fqn], ids.cpu())
 
 
 class Cursors:
@@ -177,6 +195,12 @@ class Cursors:
             return False
         with cursor.lock:
             return token.registration is cursor and cursor.advance(token)
+
+    def forget(self, fqn: str, ids: torch.Tensor) -> None:
+        """Keep no values of rows of a table (local ids) that are deleted. Within the gate."""
+        for cursor in self:
+            with cursor.lock:
+                cursor.forget(fqn, ids)
 
     def tick(self) -> int:
         """The position after all that is stamped by now. Within the gate."""

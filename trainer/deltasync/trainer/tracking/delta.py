@@ -90,6 +90,23 @@ class DeltaRows:
 
 
 @dataclass(frozen=True, eq=False)
+class DeletedRows:
+    """The deleted rows of one table that this rank holds.
+
+    Attributes:
+        ids: int64 [n], global row ids, ascending, each once.
+        shards: those of the table that this rank holds, by column.
+    """
+
+    ids: torch.Tensor
+    shards: list[Shard]
+
+    def batches(self) -> list[RowBatch]:
+        """The deletes of each shard, as they are published."""
+        return [RowBatch.deletes(shard, self.ids.numpy()) for shard in self.shards]
+
+
+@dataclass(frozen=True, eq=False)
 class Token:
     """Stands for a delta that was read. It acknowledges that delta for its consumer, and nothing else.
 
@@ -97,6 +114,7 @@ class Token:
         consumer: its name.
         cursor: everything marked up to here was in the delta, or is carried over.
         rows: those of the delta, by FQN.
+        deletes: likewise.
         carried: global ids that were due but left for later, by FQN.
         registration: tells the consumer from another of its name, before or after it.
     """
@@ -104,6 +122,7 @@ class Token:
     consumer: str
     cursor: int
     rows: Mapping[str, DeltaRows]
+    deletes: Mapping[str, DeletedRows]
     carried: Mapping[str, torch.Tensor]
     registration: object
 
@@ -114,27 +133,31 @@ class Delta:
 
     Attributes:
         rows: changed rows by table FQN; tables without any are left out.
-        token: to be given to `Tracker.acknowledge` once the rows have safely arrived.
+        token: to be given to `Tracker.acknowledge` once rows and deletes have safely arrived.
+        deletes: deleted rows by table FQN, likewise; a row that has changed since is among `rows` again.
     """
 
     rows: Mapping[str, DeltaRows]
     token: Token
+    deletes: Mapping[str, DeletedRows]
 
     @property
     def ids(self) -> dict[str, torch.Tensor]:
-        """Global ids of the changed rows by table FQN."""
+        """Global ids of the changed rows by table FQN, without those of deletes."""
         return {fqn: rows.ids for fqn, rows in self.rows.items()}
 
     @property
     def nbytes(self) -> int:
         """Bytes of ids and values, first ones too."""
         tensors = [part for rows in self.rows.values() for part in (rows.ids, *rows.shard_values, rows.first)]
+        tensors += [deleted.ids for deleted in self.deletes.values()]
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def batches(self) -> list[RowBatch]:
-        """The current rows of all tables, shard by shard, as they are published: no copies.
+        """The current rows and the deletes of all tables, shard by shard, as they are published: no copies.
 
         Raises:
             InvalidInput: the mode, or a read of ids only, has no current rows.
         """
-        return [batch for rows in self.rows.values() for batch in rows.batches()]
+        batches = [batch for rows in self.rows.values() for batch in rows.batches()]
+        return batches + [batch for deleted in self.deletes.values() for batch in deleted.batches()]

@@ -10,11 +10,11 @@ import torch
 
 from deltasync.trainer.tracking.cost import TrackerCost
 from deltasync.trainer.tracking.cursors import ConsumerCursor, Cursors
-from deltasync.trainer.tracking.delta import Delta, DeltaRows, Token
+from deltasync.trainer.tracking.delta import DeletedRows, Delta, DeltaRows, Token
 from deltasync.trainer.tracking.modes import TrackingMode, sources
 from deltasync.trainer.tracking.row_marking import RowMarking
 from deltasync.trainer.tracking.shards import TrackedTable
-from deltasync.trainer.tracking.stamps import RowStamps
+from deltasync.trainer.tracking.stamps import NOTHING, RowStamps
 from deltasync.trainer.tracking.update_gate import UpdateGate
 
 # Local ids of rows by table, and their values by shard if those are read.
@@ -64,12 +64,13 @@ class DeltaReader:
                 self._marking.compact_here()  # It has a count of its own.
                 stack.enter_context(self._cost.timed_reading())
                 self._marking.settle()
-                gathered = self._gather_due(cursor, mode)
+                gathered, deleted = self._gather_due(cursor, mode), self._deletes(cursor)
                 position = self._cursors.tick()
             with self._gate.side_stream():
                 gathered = _in_host_memory(gathered)
             rows = _delta_rows(cursor, gathered)
-            delta = Delta(rows, Token(cursor.name, position, rows if cursor.first_values else {}, {}, cursor))
+            kept = (rows, deleted) if cursor.first_values else ({}, {})
+            delta = Delta(rows, Token(cursor.name, position, *kept, {}, cursor), deleted)
             delta = delta if k is None else cursor.most_changed(delta, k)
             cursor.memory.trim()
         return delta
@@ -78,10 +79,27 @@ class DeltaReader:
         """The rows that are due, as they are now, in copies where the tables are."""
         gathered: Gathered = {}
         for number, table in enumerate(self._tables):
-            ids = cursor.due(table, self._stamps.later(number, cursor.cursor))
+            ids = _named(table, cursor, cursor.due(table, self._stamps, number))
             if len(ids):
                 gathered[table] = ids, [cursor.memory.select(live, ids) for live in sources(table, mode)]
         return gathered
+
+    def _deletes(self, cursor: ConsumerCursor) -> dict[str, DeletedRows]:
+        """The deleted rows that are due, by FQN."""
+        deletes = {}
+        for number, table in enumerate(self._tables):
+            ids = self._stamps.deleted_later(number, cursor.cursor)
+            if len(ids):
+                shards = [tracked.shard for tracked in table.shards]
+                deletes[table.name] = DeletedRows(ids.cpu() + table.row_offset, shards)
+        return deletes
+
+
+def _named(table: TrackedTable, cursor: ConsumerCursor, due: torch.Tensor) -> torch.Tensor:
+    """Those of the rows that are due which have to be said: to who has nothing, a free row need not be."""
+    if not table.table.of or cursor.cursor != NOTHING:
+        return due
+    return due[table.shards[0].weight.index_select(0, due).any(dim=1)]
 
 
 def _in_host_memory(gathered: Gathered) -> Gathered:

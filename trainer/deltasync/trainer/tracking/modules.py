@@ -9,6 +9,7 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.mc_modules import ShardedManagedCollisionCollection
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.distributed.types import ShardedModule
+from torchrec.modules.mc_modules import ManagedCollisionModule
 
 from deltasync.core.errors import InvalidInput
 
@@ -16,6 +17,8 @@ from deltasync.core.errors import InvalidInput
 _TRACKED = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
 # Maps ids to rows, and has no rows of its own.
 _WITHOUT_TABLES = (ShardedManagedCollisionCollection,)
+# What they hold is published as maps, or read in eviction only.
+_COLLISIONS = (ShardedManagedCollisionCollection, ManagedCollisionModule)
 
 
 def named_modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -44,16 +47,16 @@ def sharded_modules(model: nn.Module) -> Iterator[tuple[str, ShardedEmbeddingMod
             raise InvalidInput(f"module {name!r} is a {type(module).__name__}, whose rows cannot be tracked")
 
 
-def outside_of_tables(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every parameter outside of embedding tables and its FQN, each once."""
-    inside = tuple(f"{name}." if name else "" for name, _ in sharded_modules(model))
+def outside_of_tables(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module outside of sharded embedding modules and of managed collision, and its FQN, each once."""
+    inside = [name for name, _ in sharded_modules(model)]
+    inside += [name for name, module in named_modules(model) if isinstance(module, _COLLISIONS)]
+    prefixes = tuple(f"{name}." if name else "" for name in inside)
     seen = set[int]()
     for name, module in named_modules(model):
-        for own, parameter in module.named_parameters(recurse=False):
-            fqn = f"{name}.{own}" if name else own
-            if not fqn.startswith(inside) and id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield fqn, parameter
+        if not f"{name}.".startswith(prefixes) and id(module) not in seen:
+            seen.add(id(module))
+            yield name, module
 
 
 def table_fqn(name: str, module: ShardedEmbeddingModule, table: str) -> str:

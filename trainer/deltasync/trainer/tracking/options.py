@@ -23,7 +23,8 @@ class TrackerOptions:
             instead of at the step's end.
         fqns_to_skip: tables that are not tracked, each by its FQN, its name, one of its parents or any run of
             parts of its FQN.
-        dense: track the parameters outside of embedding tables too, each as a small table.
+        dense: track the parameters and buffers outside of embedding tables too, each as a small table.
+        id_maps: track the maps from raw ids to rows that managed collision keeps.
         replicas: track tables and parameters of which every rank has a copy; one rank is enough to publish them.
     """
 
@@ -33,6 +34,7 @@ class TrackerOptions:
     auto_compact: bool = False
     fqns_to_skip: Collection[str] = ()
     dense: bool = False
+    id_maps: bool = False
     replicas: bool = True
 
     def __post_init__(self) -> None:

@@ -15,16 +15,21 @@ from torch import nn
 from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from deltasync.core.errors import NotFound
+from deltasync.core.errors import InvalidInput, NotFound
 from deltasync.trainer.tracking.cost import TrackerCost
+from deltasync.trainer.tracking.dense_optimizers import DenseOptimizers
+from deltasync.trainer.tracking.module_tensors import modules_with_buffers
 from deltasync.trainer.tracking.modules import table_fqn
-from deltasync.trainer.tracking.shards import flush_caches
+from deltasync.trainer.tracking.row_reset import reset_rows
+from deltasync.trainer.tracking.shards import TrackedTable, flush_caches, follow_replaced
 from deltasync.trainer.tracking.stamps import STAMP_BYTES, RowStamps
 from deltasync.trainer.tracking.torchrec_hooks import (
     Hooks,
     listen_to_evictions,
+    listen_to_forwards,
     listen_to_gradients,
     listen_to_lookups,
+    listen_to_maps,
     listen_to_output_dists,
 )
 from deltasync.trainer.tracking.tracked_model import Lookups, TrackedModel, ids_by_table
@@ -101,19 +106,29 @@ class RowMarking:
         """
         self._tables, self._stamps, self._gate, self._overlaps = tracked.tables, stamps, gate, overlaps
         self._numbers = {table.name: number for number, table in enumerate(tracked.tables)}
+        self._id_maps, self._unpublished = tracked.id_maps, tracked.unpublished
         self._marks = LookupMarks(tracked.lookups, stamps, cost)
+        self._replicas = {table.name: table for table in tracked.replicas}
+        self._dense_optimizers = DenseOptimizers()
         self._hooks = Hooks()
         self._paused = threading.local()
         self._steps_uncompacted = 0
         self.steps = 0
         self.changes = 0
 
-    def listen(self, model: nn.Module, record_lookup: Callable[..., None], *, dense: bool) -> None:
+    def listen(
+        self, model: nn.Module, record_lookup: Callable[..., None], *, dense: bool, id_maps: bool = False
+    ) -> None:
         """Have TorchRec tell of what happens: of lookups to `record_lookup`, of all else to this object."""
         listen_to_lookups(self._hooks, model, record_lookup)
         listen_to_evictions(self._hooks, model, self._mark_evicted)
+        if not all(table.fused for table in (*self._tables, *self._replicas.values())):
+            self._hooks.undo_with(self._dense_optimizers.listen())
         if dense:
             listen_to_gradients(self._hooks, model, self._begin_updates)
+            listen_to_forwards(self._hooks, modules_with_buffers(model), self._begin_updates)
+        if id_maps:
+            listen_to_maps(self._hooks, model, self._begin_updates)
         if self._overlaps:
             listen_to_output_dists(self._hooks, model, self.compact)
 
@@ -165,9 +180,15 @@ class RowMarking:
         self._marks.compact()
 
     def settle(self) -> None:
-        """Stamp all that has changed by now, seen in a lookup or not. Within the gate's `reading`."""
+        """Stamp all that has changed by now, seen in a lookup or not. Within the gate's `reading`.
+
+        Raises:
+            InvalidInput: what is outside of tables is no longer what was attached to, or a map of ids contradicts
+                itself.
+        """
         self.compact_here()
         flush_caches(self._tables)
+        self._follow()
         self._stamps.compare()
 
     def mark(self, table: str, ids: torch.Tensor) -> None:
@@ -182,6 +203,28 @@ class RowMarking:
         with self._gate:
             self._stamps.stamp(number, local)
             self.changes += 1
+
+    def delete(self, table: str, ids: torch.Tensor) -> torch.Tensor:
+        """Reset rows of a table, by global ids, and stamp them as deleted; the local ids of those held here.
+
+        Raises:
+            NotFound: there is no such table.
+            InvalidInput: an id is none of the table's.
+        """
+        held = self._replicas.get(table) or self._tables[self._number(table)]
+        if not held.table.kind.ranked:
+            raise InvalidInput(
+                f"table {table!r} is of kind {held.table.kind.value!r}: only rows of embeddings can be deleted"
+            )
+        local = held.local_ids(ids)
+        with self._gate:
+            self.compact_here()  # Lookups until now came before.
+            reset_rows(held, local)
+            self._reset_dense(held, local)
+            if held is not self._replicas.get(table):
+                self._stamps.stamp_deleted(self._number(table), local)
+                self.changes += 1
+        return local
 
     def mark_all(self, table: str | None) -> None:
         """Stamp every row of a table, or of all.
@@ -209,12 +252,26 @@ class RowMarking:
         self._marks.clear()
         self.steps = steps
 
+    def _follow(self) -> None:
+        if self._unpublished:
+            self._unpublished.check()
+        follow_replaced(self._tables)
+        for id_map in self._id_maps:
+            changed = id_map.update()
+            for fqn in (id_map.of, id_map.tables[0].name):
+                if fqn in self._numbers:
+                    self._stamps.stamp(self._numbers[fqn], changed)
+
+    def _reset_dense(self, table: TrackedTable, ids: torch.Tensor) -> None:
+        for tracked in () if table.fused else table.shards:
+            self._dense_optimizers.reset(tracked.weight, ids)
+
     def _mark_lookup(self, features: KeyedJaggedTensor, kernel: nn.Module) -> None:
         with self._gate:
             self._gate.begin_updates()
             self._marks.add(features, kernel)
 
-    def _begin_updates(self, _gradient: torch.Tensor) -> None:
+    def _begin_updates(self, *_: object) -> None:
         if not self._gate.updating:
             with self._gate:
                 self._gate.begin_updates()

@@ -10,11 +10,11 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, ShardedEmbeddingModule
-from torchrec.modules.embedding_configs import data_type_to_dtype
 
 from deltasync.core.errors import InvalidInput
 from deltasync.core.tables import Shard, TableSpec
-from deltasync.trainer.tracking.modules import outside_of_tables, sharded_modules, table_fqn
+from deltasync.trainer.tracking.module_tensors import ModuleTensor, module_tensors
+from deltasync.trainer.tracking.modules import table_fqn
 
 _DTYPES: dict[torch.dtype, np.dtype[np.generic]] = {torch.float32: np.dtype("<f4"), torch.float16: np.dtype("<f2")}
 
@@ -42,6 +42,7 @@ class TrackedShard:
         rowwise_adagrad: the momentum is that of row-wise Adagrad.
         cached_in: the kernel whose cache has the newest rows, and is flushed before a read; None without a cache.
         cache_offset: what the cache calls the shard's first row.
+        source: where a parameter or a buffer outside of tables is found, should it be replaced.
     """
 
     shard: Shard
@@ -50,6 +51,7 @@ class TrackedShard:
     rowwise_adagrad: bool = False
     cached_in: Any = None
     cache_offset: int = 0
+    source: ModuleTensor | None = None
 
     @property
     def momentum(self) -> torch.Tensor | None:
@@ -66,7 +68,7 @@ class TrackedTable:
         shards: of its columns, by column.
         features: the features that are looked up in it.
         fused: only rows that were looked up change, in backward. The rows of a table that is not fused belong to a
-            dense optimizer, which may change any of them at every step (momentum, weight decay).
+            dense optimizer, which may change any of them at every step (momentum, weight decay), or are a map.
         replicated: every rank holds the same.
     """
 
@@ -95,6 +97,11 @@ class TrackedTable:
     def device(self) -> torch.device:
         """Where they are held."""
         return self.shards[0].weight.device
+
+    @property
+    def compared(self) -> bool:
+        """Whether nothing tells which of its rows change, so that they are compared with copies at each read."""
+        return not self.fused and not self.table.of
 
     @property
     def columns(self) -> list[tuple[int, int]]:
@@ -128,31 +135,18 @@ class TrackedTable:
         return local[(local >= 0) & (local < self.rows)]
 
 
-def tables_of(model: nn.Module, *, dense: bool) -> list[TableSpec]:
-    """Every table of a model, the same on all ranks; with `dense`, the parameters outside of them too."""
-    tables = []
-    for name, module in sharded_modules(model):
-        for config in module._table_name_to_config.values():
-            fqn = table_fqn(name, module, config.name)
-            dtype = _dtype(fqn, data_type_to_dtype(config.data_type))
-            tables.append(TableSpec(fqn, config.num_embeddings, config.embedding_dim, dtype))
-    return tables + [tracked.table for tracked in dense_tables(model) if dense]
-
-
 def dense_tables(model: nn.Module) -> list[TrackedTable]:
-    """Every parameter outside of embedding tables, as a table: a matrix by its rows, a vector as one row."""
-    found = []
-    for name, parameter in outside_of_tables(model):
-        weight = parameter.detach()
-        if not weight.numel():
-            continue
-        if not weight.is_contiguous():
-            raise InvalidInput(f"parameter {name!r} does not lie in memory row by row: make it contiguous first")
-        weight = weight.view(weight.shape[0], -1) if weight.dim() > 1 else weight.view(1, -1)
-        table = TableSpec(name, weight.shape[0], weight.shape[1], _dtype(name, weight.dtype))
-        shard = TrackedShard(Shard.whole(table), weight)
-        found.append(TrackedTable(table, [shard], [], fused=False, replicated=True))
-    return found
+    """Every parameter and buffer outside of embedding tables, as a table.
+
+    Raises:
+        InvalidInput: one has a type or a layout that cannot be published.
+    """
+    return [_dense_table(tensor) for tensor in module_tensors(model)]
+
+
+def _dense_table(tensor: ModuleTensor) -> TrackedTable:
+    shard = TrackedShard(Shard.whole(tensor.table), tensor.matrix(), source=tensor)
+    return TrackedTable(tensor.table, [shard], [], fused=False, replicated=True)
 
 
 def lookups_of(module: ShardedEmbeddingModule) -> Iterator[Any]:
@@ -181,7 +175,7 @@ def kernel_tables(name: str, module: ShardedEmbeddingModule, kernel: Any) -> lis
     tables = []
     for number, (config, weight) in enumerate(zip(kernel._config.embedding_tables, weights, strict=True)):
         fqn = table_fqn(name, module, config.name)
-        table = TableSpec(fqn, config.num_embeddings, config.embedding_dim, _dtype(fqn, weight.dtype))
+        table = TableSpec(fqn, config.num_embeddings, config.embedding_dim, table_dtype(fqn, weight.dtype))
         replicated = config.local_metadata is None
         row_offset, col_offset = (0, 0) if replicated else config.local_metadata.shard_offsets
         shard = Shard(table, row_offset, config.local_rows, col_offset, config.local_cols)
@@ -235,7 +229,24 @@ def flush_caches(tables: Sequence[TrackedTable]) -> None:
         kernel.flush()
 
 
-def _dtype(name: str, dtype: torch.dtype) -> np.dtype[np.generic]:
+def follow_replaced(tables: Sequence[TrackedTable]) -> None:
+    """Have tensors that were replaced in the model read where they are now.
+
+    Raises:
+        InvalidInput: one cannot be read any more.
+    """
+    for table in tables:
+        for tracked in table.shards:
+            if tracked.source:
+                tracked.weight.data = tracked.source.matrix()
+
+
+def table_dtype(name: str, dtype: torch.dtype) -> np.dtype[np.generic]:
+    """The type of an embedding table's values.
+
+    Raises:
+        InvalidInput: rows of that type cannot be tracked.
+    """
     if dtype not in _DTYPES:
         raise InvalidInput(f"table {name!r}: weights of type {dtype}, expected float32 or float16")
     return _DTYPES[dtype]

@@ -17,7 +17,7 @@ NOTHING = -1
 STAMP_BYTES = 4
 CLOCK_END = torch.iinfo(torch.int32).max
 
-_BITS = {2: torch.int16, 4: torch.int32}
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class RowStamps:
@@ -25,18 +25,19 @@ class RowStamps:
 
     Attributes:
         clock: what rows are stamped with now.
-        stamps: by table, int32 [rows]; 0 = never.
+        stamps: by table, int32 [rows]; 0 = never; where the row was deleted then, the opposite.
     """
 
     def __init__(self, tables: Sequence[TrackedTable]) -> None:
         self.clock = 1
         self.stamps = [torch.zeros(table.rows, dtype=torch.int32, device=table.device) for table in tables]
+        self._with_deletes = set[int]()
         self._tables = tables
         # No lookup tells when these change: they are compared with copies.
         self._compared = {
             number: [tracked.weight.clone() for tracked in table.shards]
             for number, table in enumerate(tables)
-            if not table.fused
+            if table.compared
         }
 
     @property
@@ -60,6 +61,13 @@ class RowStamps:
             inside = ids.numpy().view(f"u{ids.element_size()}").max() < len(stamps)
             stamps.numpy()[(ids if inside else _bounded(ids, len(stamps))).numpy()] = self.clock
 
+    def stamp_deleted(self, table: int, ids: torch.Tensor) -> None:
+        """Stamp rows (local ids, int64) as deleted: they are zeros by now."""
+        self._with_deletes.add(table)
+        self.stamps[table].index_fill_(0, ids, -self.clock)
+        for copy in self._compared.get(table, ()):
+            copy.index_fill_(0, ids, 0)
+
     def stamp_all(self, table: int) -> None:
         """Stamp every row of a table."""
         self.stamps[table].fill_(self.clock)
@@ -77,16 +85,30 @@ class RowStamps:
         self.clock = clock
         for ours, theirs in zip(self.stamps, stamps, strict=True):
             ours.copy_(theirs)
+        self._with_deletes = {number for number, ours in enumerate(self.stamps) if bool((ours < 0).any())}
         for number, copies in self._compared.items():
             for tracked, copy in zip(self._tables[number].shards, copies, strict=True):
                 copy.copy_(tracked.weight)
 
     def later(self, table: int, cursor: int) -> torch.Tensor:
-        """Local ids, ascending, of the rows stamped after `cursor`: int64 [n]."""
+        """Local ids, ascending, of the rows stamped after `cursor` and not deleted: int64 [n]."""
         stamps = self.stamps[table]
         if stamps.is_cuda:
             return torch.nonzero(stamps > cursor).squeeze(1)
         return torch.from_numpy(np.flatnonzero(stamps.numpy() > cursor))
+
+    def deleted_later(self, table: int, cursor: int) -> torch.Tensor:
+        """Local ids, ascending, of the rows deleted after `cursor`: int64 [n].
+
+        A consumer that has nothing gets all of them: it may have taken rows that it did not acknowledge.
+        """
+        if table not in self._with_deletes:  # A scan less.
+            return torch.empty(0, dtype=torch.int64)
+        return torch.nonzero(self.stamps[table] < -max(cursor, 0)).squeeze(1)
+
+    def not_deleted(self, table: int, ids: torch.Tensor) -> torch.Tensor:
+        """Those of some local ids whose rows are not deleted."""
+        return ids[self.stamps[table][ids] >= 0]
 
     def tick(self) -> int:
         """The cursor after all stamps so far; later ones are greater."""
@@ -94,10 +116,10 @@ class RowStamps:
         return cursor
 
     def restart_clock(self) -> None:
-        """Start over, with every row marked: for a cursor of 0, all of them have changed."""
+        """Start over, with every row marked: for a cursor of 0, all of them have changed or were deleted."""
         self.clock = 1
         for stamps in self.stamps:
-            stamps.fill_(self.clock)
+            stamps.copy_(torch.where(stamps < 0, -self.clock, self.clock))
 
 
 def _bounded(ids: torch.Tensor, rows: int) -> torch.Tensor:

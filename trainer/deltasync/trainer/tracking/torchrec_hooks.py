@@ -4,10 +4,11 @@ TorchRec has room for one function in each place. `Listeners` takes the place an
 that was there. Another function that is put there later takes the place away; `Hooks.check` finds that. TorchRec
 calls them in the thread that trains.
 
-PyTorch has room for any number of functions on a gradient. It calls them within backward, in autograd's threads.
+PyTorch has room for any number of functions on a gradient, which it calls within backward, in autograd's threads,
+and before a module's forward.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from deltasync.core.errors import Contradiction
+from deltasync.trainer.tracking.collision_modules import collision_modules
 from deltasync.trainer.tracking.modules import named_modules, outside_of_tables, sharded_modules
 from deltasync.trainer.tracking.shards import lookups_of
 
@@ -126,12 +128,47 @@ def listen_to_evictions(hooks: Hooks, model: nn.Module, listener: _Listener) -> 
             hooks.listen(f"evictions of module {name!r}", module, "_evict", told, first=True)
 
 
+class ForwardListener:
+    """Calls a function before each forward in training. In the thread that trains.
+
+    A copy of the module, or what is loaded from a pickle of it, calls nothing; nor does a compiled one.
+    """
+
+    def __init__(self, listener: Callable[[], None] | None = None) -> None:
+        self._listener = listener
+
+    def __call__(self, module: nn.Module, _arguments: object) -> None:
+        """What PyTorch calls."""
+        if not torch.compiler.is_compiling() and module.training and self._listener:
+            self._listener()
+
+    def __reduce__(self) -> tuple[type["ForwardListener"], tuple[()]]:
+        """Without the function."""
+        return ForwardListener, ()
+
+
+def listen_to_forwards(hooks: Hooks, modules: Iterable[nn.Module], listener: Callable[[], None]) -> None:
+    """Call `listener()` before each forward of some modules in training."""
+    for module in modules:
+        hooks.undo_with(module.register_forward_pre_hook(ForwardListener(listener)).remove)
+
+
+def listen_to_maps(hooks: Hooks, model: nn.Module, listener: Callable[[], None]) -> None:
+    """Call `listener()` before managed collision gives rows to other raw ids."""
+    for found in collision_modules(model):
+        if found.hashes:  # In each forward; there is no other place.
+            listen_to_forwards(hooks, [found.module.input_mapper], listener)
+        else:
+            hooks.listen(f"module {found.name!r}", found.module, "_coalesce_history", listener, first=True)
+
+
 def listen_to_gradients(hooks: Hooks, model: nn.Module, listener: Callable[[torch.Tensor], None]) -> None:
     """Call `listener(parameter)` when the gradient of a parameter outside of tables is complete.
 
     Within backward, in a thread of autograd.
     """
-    for _, parameter in outside_of_tables(model):
-        if parameter.requires_grad:
-            handle = parameter.register_post_accumulate_grad_hook(listener)  # type: ignore[no-untyped-call]
-            hooks.undo_with(handle.remove)
+    for _, module in outside_of_tables(model):
+        for parameter in module.parameters(recurse=False):
+            if parameter.requires_grad:
+                handle = parameter.register_post_accumulate_grad_hook(listener)  # type: ignore[no-untyped-call]
+                hooks.undo_with(handle.remove)

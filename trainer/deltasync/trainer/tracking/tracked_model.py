@@ -7,12 +7,25 @@ from typing import Any
 import torch
 from torch import nn
 from torchrec.distributed.embedding_types import ShardedEmbeddingModule
+from torchrec.modules.embedding_configs import data_type_to_dtype
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from deltasync.core.errors import InvalidInput
+from deltasync.core.tables import TableSpec
+from deltasync.trainer.tracking.collision_modules import collision_modules
+from deltasync.trainer.tracking.id_maps import IdMap, id_maps
+from deltasync.trainer.tracking.module_tensors import module_tensors
 from deltasync.trainer.tracking.modules import is_skipped, sharded_modules, table_fqn
 from deltasync.trainer.tracking.options import TrackerOptions
-from deltasync.trainer.tracking.shards import TrackedTable, dense_tables, kernel_tables, lookups_of, merged
+from deltasync.trainer.tracking.shards import (
+    TrackedTable,
+    dense_tables,
+    kernel_tables,
+    lookups_of,
+    merged,
+    table_dtype,
+)
+from deltasync.trainer.tracking.unpublished import UnpublishedState
 
 # Which table is marked (None: none), and how many features are looked up in it.
 Lookup = tuple[int | None, int]
@@ -27,12 +40,18 @@ class TrackedModel:
     Attributes:
         modules: sharded modules by FQN.
         tables: the rows that this rank has of each table.
+        replicas: tables of which this rank has a copy that another one tracks.
         lookups: what each kernel looks up.
+        id_maps: the maps of managed collision whose tables are among these.
+        unpublished: what no table holds, and must not change; None where it may.
     """
 
     modules: dict[str, ShardedEmbeddingModule]
     tables: list[TrackedTable]
+    replicas: list[TrackedTable]
     lookups: Lookups
+    id_maps: list[IdMap]
+    unpublished: UnpublishedState | None
 
 
 def tracked_model(model: nn.Module, options: TrackerOptions) -> TrackedModel:
@@ -43,7 +62,8 @@ def tracked_model(model: nn.Module, options: TrackerOptions) -> TrackedModel:
     """
     modules = dict(sharded_modules(model))
     outside = dense_tables(model) if options.dense else []
-    _check_skips(modules, outside, options)
+    maps = id_maps(model) if options.id_maps else []
+    _check_skips(modules, [*outside, *_tables_of_maps(maps)], options)
     kernels = {
         kernel: kernel_tables(name, module, kernel)
         for name, module in modules.items()
@@ -51,11 +71,41 @@ def tracked_model(model: nn.Module, options: TrackerOptions) -> TrackedModel:
         for kernel in lookup._emb_modules
         if not all(is_skipped(fqn, options.fqns_to_skip) for fqn in _kernel_fqns(name, module, kernel))
     }
-    everything = [table for tables in kernels.values() for table in tables]
-    tables = [table for table in merged(everything + outside) if _is_wanted(table, options)]
+    everything = [table for tables in kernels.values() for table in tables] + outside
+    wanted = [table for table in merged(everything) if not is_skipped(table.name, options.fqns_to_skip)]
+    tables = [table for table in wanted if options.replicas or not table.replicated]
+    replicas = [table for table in wanted if table not in tables]
+    maps = [one for one in maps if any(table.name == one.of for table in tables)]
+    tables += [table for table in _tables_of_maps(maps) if not is_skipped(table.name, options.fqns_to_skip)]
     numbers = {table.name: number for number, table in enumerate(tables) if table.fused}
     lookups = {kernel: _lookups(of_kernel, numbers) for kernel, of_kernel in kernels.items()}
-    return TrackedModel(modules, tables, lookups)
+    unpublished = UnpublishedState(model, options.fqns_to_skip) if options.dense else None
+    return TrackedModel(modules, tables, replicas, lookups, maps, unpublished)
+
+
+def published_tables(model: nn.Module, *, dense: bool) -> list[TableSpec]:
+    """Every table of a model, the same on all ranks.
+
+    Args:
+        model: the model.
+        dense: with parameters and buffers outside of embedding tables.
+
+    Raises:
+        InvalidInput: one cannot be published.
+    """
+    tables = []
+    for name, module in sharded_modules(model):
+        for config in module._table_name_to_config.values():
+            fqn = table_fqn(name, module, config.name)
+            dtype = table_dtype(fqn, data_type_to_dtype(config.data_type))
+            tables.append(TableSpec(fqn, config.num_embeddings, config.embedding_dim, dtype))
+    tables += [tensor.table for tensor in module_tensors(model)] if dense else []
+    maps = [table for found in collision_modules(model) for table in found.tables]
+    return tables + [table for table in maps if any(table.of == other.name for other in tables)]
+
+
+def _tables_of_maps(maps: list[IdMap]) -> list[TrackedTable]:
+    return [table for one in maps for table in one.tables]
 
 
 def _lookups(tables: list[TrackedTable], numbers: dict[str, int]) -> list[Lookup]:
@@ -81,10 +131,6 @@ def ids_by_table(lookups: list[Lookup], features: KeyedJaggedTensor) -> Iterator
             for ids in ids_by_feature[first : first + count]:
                 yield number, ids
         first += count
-
-
-def _is_wanted(table: TrackedTable, options: TrackerOptions) -> bool:
-    return (options.replicas or not table.replicated) and not is_skipped(table.name, options.fqns_to_skip)
 
 
 def _check_skips(

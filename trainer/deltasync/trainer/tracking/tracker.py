@@ -29,7 +29,7 @@ from deltasync.trainer.tracking.modes import TrackingMode
 from deltasync.trainer.tracking.options import TrackerOptions
 from deltasync.trainer.tracking.ranking import check_ranked
 from deltasync.trainer.tracking.row_marking import RowMarking
-from deltasync.trainer.tracking.shards import TrackedShard, flush_caches
+from deltasync.trainer.tracking.shards import TrackedShard, flush_caches, follow_replaced
 from deltasync.trainer.tracking.stamps import RowStamps
 from deltasync.trainer.tracking.tracked_model import tracked_model
 from deltasync.trainer.tracking.update_gate import UpdateGate
@@ -68,7 +68,7 @@ class Tracker:
         self._reader = DeltaReader(self.tables, self._stamps, self._gate, self._marking, self._cursors, self.cost)
         for name in self._options.consumers:
             self.add_consumer(name)
-        self._marking.listen(model, self.record_lookup, dense=self._options.dense)
+        self._marking.listen(model, self.record_lookup, dense=self._options.dense, id_maps=self._options.id_maps)
 
     # -- what happens to rows: by the thread that trains
 
@@ -110,6 +110,24 @@ class Tracker:
             InvalidInput: an id is none of the table's.
         """
         self._marking.mark(table, ids)
+
+    def delete(self, table: str, ids: torch.Tensor) -> None:
+        """Delete rows: they and what the optimizer keeps of them become zeros, and consumers are told.
+
+        A row that changes afterwards, in a lookup's backward or by `mark`, is a new row. Where the optimizer is
+        not fused, its state is reset in all optimizers that have stepped by now. A raw id that managed collision
+        maps to such a row stays mapped to it. By the thread that trains, between steps.
+
+        Args:
+            table: its FQN.
+            ids: global row ids, [n] of any integer type; those held by other ranks are left to them. Where every
+                rank has a copy of the table, all ranks delete the same after the same step.
+
+        Raises:
+            NotFound: there is no such table.
+            InvalidInput: an id is none of the table's, or it is none of embeddings.
+        """
+        self._cursors.forget(table, self._marking.delete(table, ids))
 
     def mark_all(self, table: str | None = None) -> None:
         """Note that every row of a table, or of all tables, was changed from outside, say by a load.
@@ -273,6 +291,7 @@ class Tracker:
         states = [saved] if isinstance(saved, Mapping) else list(saved)
         with self._gate.reading(None):
             flush_caches(self.tables)
+            follow_replaced(self.tables)
             self._cursors.restore(tracker_state.load(self.tables, self._stamps, states))
             self._marking.restore(max(int(one["steps"]) for one in states))
 

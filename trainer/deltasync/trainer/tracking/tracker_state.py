@@ -19,8 +19,9 @@ from deltasync.trainer.tracking.stamps import NOTHING, RowStamps, forget
 
 _Saved = Mapping[str, Any]
 _KEYS = {"clock", "tables", "consumers", "steps"}
-# States that name no format are of the first.
-_FORMAT = 1
+# States that name no format are of the first. The second has deleted rows: their stamps are below 0.
+_FORMAT = 2
+_NOT_SAVED = torch.iinfo(torch.int32).min
 
 
 def save(tables: Sequence[TrackedTable], stamps: RowStamps, cursors: Sequence[ConsumerCursor]) -> dict[str, Any]:
@@ -69,9 +70,9 @@ def _load(
     cursors = {name: _load_cursor(name, tables, states, clock) for name in names}
     for cursor in cursors.values():
         for table, its in zip(tables, found, strict=True) if cursor.first_values else ():
-            forget(cursor.first_values[table.name], its < 0)
+            forget(cursor.first_values[table.name], its == _NOT_SAVED)
     # Rows that no state knows have changed just now.
-    stamps.restore(clock, [its.masked_fill(its < 0, clock) for its in found])
+    stamps.restore(clock, [its.masked_fill(its == _NOT_SAVED, clock) for its in found])
     return cursors
 
 
@@ -79,7 +80,8 @@ def _save_cursor(cursor: ConsumerCursor, tables: Sequence[TrackedTable], stamps:
     first = {}
     with cursor.lock:
         for number, table in enumerate(tables if cursor.first_values else ()):
-            ids = cursor.due(table, stamps.later(number, cursor.cursor)).cpu()
+            deleted = stamps.deleted_later(number, cursor.cursor)
+            ids = torch.cat([cursor.due(table, stamps, number), deleted]).cpu()
             first[table.name] = {"ids": ids + table.row_offset, "values": cursor.first_rows(table, ids)}
         return {
             "mode": cursor.mode.value,
@@ -90,18 +92,24 @@ def _save_cursor(cursor: ConsumerCursor, tables: Sequence[TrackedTable], stamps:
 
 
 def _stamps_of(table: TrackedTable, states: Sequence[_Saved], clock: int) -> torch.Tensor:
-    """The stamps that were saved of a table's rows, by the clock that shows `clock`; -1 for rows not saved."""
-    found = torch.full((table.rows,), -1, dtype=torch.int32)
+    """The stamps that were saved of a table's rows, by the clock that shows `clock`."""
+    found = torch.full((table.rows,), _NOT_SAVED, dtype=torch.int32)
     for one in states:
         if saved := one["tables"].get(table.name):
             ours, theirs = _overlap(table, saved["row_offset"], len(saved["stamps"]))
             aligned = _aligned(saved["stamps"][theirs], clock - int(one["clock"]))
-            found[ours] = torch.maximum(found[ours], aligned)
+            found[ours] = _later(found[ours], aligned)
     return found
 
 
 def _aligned(stamps: torch.Tensor, shift: int) -> torch.Tensor:
-    return torch.where(stamps > 0, stamps + shift, stamps)
+    return stamps + shift * stamps.sign()
+
+
+def _later(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+    """The later of two stamps of each row; where one says deleted and the other changed, the row has changed."""
+    is_theirs = (ours == _NOT_SAVED) | (theirs.abs() > ours.abs()) | ((theirs == -ours) & (theirs > 0))
+    return torch.where(is_theirs, theirs, ours)
 
 
 def _overlap(table: TrackedTable, row_offset: int, rows: int) -> tuple[slice, slice]:

@@ -1,0 +1,172 @@
+"""Deletes: what is said of them, what is refused, and what dense optimizers and caches keep of rows."""
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.support.embedding_parameters import embedding_parameters
+from torch import nn
+
+from deltasync.core.errors import InvalidInput, NotFound
+from deltasync.core.tables import Shard, TableSpec
+from deltasync.trainer.tracking import Delta, Tracker, TrackerOptions, TrackingMode
+from deltasync.trainer.tracking.row_reset import reset_rows
+from deltasync.trainer.tracking.shards import TrackedShard, TrackedTable
+
+
+class Rows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.t = nn.Parameter(torch.arange(1.0, 9.0).view(4, 2))
+
+
+def ids(delta: Delta) -> tuple[list[int], list[int]]:
+    """Of rows and of deletes."""
+    rows, deletes = delta.rows.get("t"), delta.deletes.get("t")
+    return rows.ids.tolist() if rows else [], deletes.ids.tolist() if deletes else []
+
+
+@pytest.fixture
+def model() -> Rows:
+    return Rows()
+
+
+@pytest.fixture
+def tracker(model: Rows) -> Iterator[Tracker]:
+    with embedding_parameters():
+        tracker = Tracker(model, TrackerOptions(mode=TrackingMode.EMBEDDING, dense=True))
+    yield tracker
+    tracker.close()
+
+
+def test_a_delete_is_offered_until_it_is_acknowledged(model: Rows, tracker: Tracker) -> None:
+    tracker.delete("t", torch.tensor([3, 1, 3], dtype=torch.int32))
+    assert model.t.tolist() == [[1.0, 2.0], [0.0, 0.0], [5.0, 6.0], [0.0, 0.0]]
+    delta = tracker.get_delta()
+    assert ids(delta) == ids(tracker.get_delta()) == ids(tracker.get_delta_ids()) == ([], [1, 3])
+    (batch,) = delta.batches()
+    assert (batch.deleted, batch.ids.tolist(), batch.shard.table.name) == (True, [1, 3], "t")
+    assert delta.nbytes == 16
+    tracker.acknowledge(delta.token)
+    assert ids(tracker.get_delta()) == ([], [])
+
+
+def test_a_row_that_comes_back_is_a_new_row(model: Rows, tracker: Tracker) -> None:
+    tracker.delete("t", torch.tensor([1]))
+    model.t.data[1] = 7.0
+    delta = tracker.get_delta()
+    assert ids(delta) == ([1], [])
+    first = delta.rows["t"].first
+    assert first is not None
+    assert first.isnan().all(), "nothing of what it was is kept"
+    tracker.delete("t", torch.tensor([1]))
+    tracker.acknowledge(tracker.get_delta().token)
+    model.t.data[1] = 7.0
+    (first, values) = (tracker.get_delta().rows["t"].first, tracker.get_delta().rows["t"].values)
+    assert first is not None
+    assert values is not None
+    assert (first.tolist(), values.tolist()) == ([[0.0, 0.0]], [[7.0, 7.0]]), "zeros are what the consumer has"
+
+
+def test_no_delete_is_left_for_later(model: Rows, tracker: Tracker) -> None:
+    model.t.data[0] += 1.0
+    model.t.data[2] += 2.0
+    tracker.delete("t", torch.tensor([1, 3]))
+    delta = tracker.top_k(k=1)
+    assert ids(delta) == ([2], [1, 3])
+    tracker.acknowledge(delta.token)
+    tracker.delete("t", torch.tensor([0]))
+    assert ids(tracker.top_k(k=5)) == ([], [0]), "a row that was left for later is no longer due"
+
+
+def test_a_consumer_that_has_nothing_is_told_too(tracker: Tracker) -> None:
+    """It may have taken a row from a read that it did not acknowledge."""
+    tracker.resync()
+    tracker.get_delta()
+    tracker.delete("t", torch.tensor([1]))
+    assert ids(tracker.get_delta()) == ([0, 2, 3], [1])
+
+
+def test_clearing_forgets_deletes(tracker: Tracker) -> None:
+    tracker.delete("t", torch.tensor([1]))
+    tracker.clear()
+    assert ids(tracker.get_delta()) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("table", "wrong", "error", "message"),
+    [
+        ("u", torch.tensor([1]), NotFound, "no table 'u' is tracked on this rank; there are: t"),
+        ("t", torch.tensor([4]), InvalidInput, "table 't': ids from 4 to 4, it has rows 0 to 3"),
+        ("t", torch.tensor([-1, 2]), InvalidInput, "ids from -1 to 2"),
+        ("t", torch.tensor([1.0]), InvalidInput, "expected integers"),
+        ("t", torch.tensor([[1]]), InvalidInput, "expected integers"),
+    ],
+)
+def test_what_cannot_be_deleted(
+    model: Rows, tracker: Tracker, table: str, wrong: torch.Tensor, error: type[Exception], message: str
+) -> None:
+    before = model.t.detach().clone()
+    with pytest.raises(error, match=message):
+        tracker.delete(table, wrong)
+    assert torch.equal(model.t, before)
+    assert ids(tracker.get_delta()) == ([], [])
+
+
+def test_copies_that_another_rank_reports_are_reset_too(model: Rows) -> None:
+    with embedding_parameters():
+        tracker = Tracker(model, TrackerOptions(dense=True, replicas=False))
+    tracker.delete("t", torch.tensor([2]))
+    assert not model.t[2].any()
+    assert tracker.get_delta().deletes == {}
+    assert tracker.changes == 0
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.1),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1, initial_accumulator_value=0.25),
+}
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_a_dense_optimizer_forgets_a_deleted_row(
+    model: Rows, tracker: Tracker, make: Callable[[Any], torch.optim.Optimizer]
+) -> None:
+    """Otherwise momentum would bring it back."""
+    optimizer = make(model.parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        (model.t**2).sum().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    tracker.clear()
+    tracker.delete("t", torch.tensor([1]))
+    optimizer.zero_grad()
+    (model.t**2).sum().backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    assert ids(tracker.get_delta()) == ([0, 2, 3], [1])
+    fresh = make([nn.Parameter(torch.zeros(1, 2))])
+    (parameter,) = fresh.param_groups[0]["params"]
+    parameter.grad = torch.zeros(1, 2)
+    fresh.step()
+    for key, state in optimizer.state[model.t].items():
+        if state.numel() == model.t.numel():
+            assert torch.equal(state[1:2], fresh.state[parameter][key]), key
+
+
+def test_rows_in_a_cache_are_reset_there_too() -> None:
+    """The cache calls rows by numbers of its own; what is prefetched keeps its place."""
+    table = TableSpec("t", 6, 2, np.dtype("<f4"))
+    state = torch.tensor([[12, -1], [10, 15], [3, 13]])
+    cache = SimpleNamespace(lxu_cache_state=state, lxu_cache_weights=torch.ones(6, 2))
+    weight, momentum = torch.ones(6, 2), torch.ones(6, 1)
+    shard = TrackedShard(
+        Shard.whole(table), weight, [momentum], cached_in=SimpleNamespace(emb_module=cache), cache_offset=10
+    )
+    reset_rows(TrackedTable(table, [shard], [], fused=True, replicated=False), torch.tensor([0, 3, 4]))
+    assert weight[:, 0].tolist() == momentum[:, 0].tolist() == [0.0, 1.0, 1.0, 0.0, 0.0, 1.0]
+    assert cache.lxu_cache_weights[:, 0].tolist() == [1.0, 1.0, 0.0, 1.0, 1.0, 0.0]
+    assert torch.equal(cache.lxu_cache_state, state)

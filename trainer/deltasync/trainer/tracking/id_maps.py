@@ -1,0 +1,125 @@
+"""The maps from raw ids to rows that managed collision keeps, as tables: the raw id of each row."""
+
+import numpy as np
+import torch
+from torch import nn
+
+from deltasync.core.errors import InvalidInput
+from deltasync.core.tables import TableKind, TableSpec
+from deltasync.trainer.tracking.collision_modules import CollisionModule, collision_modules
+from deltasync.trainer.tracking.shards import TrackedShard, TrackedTable
+
+# The raw id of a free slot in an MCH module.
+_FREE = torch.iinfo(torch.int64).max
+
+
+class IdMap:
+    """The map of one managed collision module, as far as this rank has it. Within the gate.
+
+    Attributes:
+        of: the table whose rows it gives to raw ids.
+        tables: the map, and the ranges of raw ids if there are some.
+    """
+
+    def __init__(self, found: CollisionModule) -> None:
+        """The map as it is now.
+
+        Raises:
+            InvalidInput: it contradicts itself.
+        """
+        self._found, self.of = found, found.of
+        self._version: tuple[int, ...] = ()
+        self._column = torch.zeros(found.local_rows, dtype=torch.int64, device=found.module.device)
+        self.tables = [self._tracked(table) for table in found.tables]
+        self.update()
+
+    def update(self) -> torch.Tensor:
+        """Read the map anew; the local ids of the rows whose raw id has changed: int64 [n].
+
+        Raises:
+            InvalidInput: it contradicts itself; nothing was read.
+        """
+        version = self._buffers_version()
+        if version and version == self._version:
+            return self._column.new_empty(0)
+        column = self._hashed() if self._found.hashes else self._sorted()
+        changed = torch.nonzero(column != self._column).squeeze(1)
+        self._column.copy_(column)
+        self._version = version
+        return changed
+
+    def _tracked(self, table: TableSpec) -> TrackedTable:
+        rows = self._column.view(-1, 1) if table.kind is TableKind.ID_MAP else _ranges(self._found)
+        return TrackedTable(
+            table, [TrackedShard(self._found.shard(table), rows)], [], fused=False, replicated=False
+        )
+
+    def _buffers_version(self) -> tuple[int, ...]:
+        """What changes whenever a sorted map does; empty for one that a kernel writes to without saying so."""
+        if self._found.hashes:
+            return ()
+        module = self._found.module
+        tensors = (module._mch_sorted_raw_ids, module._mch_remapped_ids_mapping)
+        return tuple(number for tensor in tensors for number in (tensor.data_ptr(), tensor._version))
+
+    def _hashed(self) -> torch.Tensor:
+        identities: torch.Tensor = self._found.module._hash_zch_identities.detach().view(-1)
+        return identities + 1
+
+    def _sorted(self) -> torch.Tensor:
+        module = self._found.module
+        taken = module._mch_sorted_raw_ids != _FREE
+        raw = module._mch_sorted_raw_ids[taken]
+        rows = module._mch_remapped_ids_mapping[taken] - self._found.row_offset
+        self._check(raw, rows)
+        # After a reshard some may lie where no lookup of theirs comes.
+        reached = self._found.routing.shards_of(raw) == self._found.number
+        column = torch.zeros_like(self._column)
+        column[rows[reached]] = raw[reached] + 1
+        return column
+
+    def _check(self, raw: torch.Tensor, rows: torch.Tensor) -> None:
+        """Check a map: raw ids [n] and their local rows [n]."""
+        found, first = self._found, self._found.row_offset
+        problem = _problem(raw, rows, found.local_rows, first)
+        if problem:
+            raise InvalidInput(
+                f"managed collision module {found.name!r}: {problem}; it holds rows {first} to "
+                f"{first + found.local_rows - 1} of table {found.of!r}"
+            )
+
+
+def id_maps(model: nn.Module) -> list[IdMap]:
+    """The maps of all managed collision modules of a model.
+
+    Raises:
+        InvalidInput: one cannot be published.
+    """
+    return [IdMap(found) for found in collision_modules(model)]
+
+
+def _ranges(found: CollisionModule) -> torch.Tensor:
+    """The ranges table of a shard: all zero but for its last row, which raw ids take that are not in the map."""
+    rows = torch.from_numpy(np.zeros((found.local_rows, 3), np.int64))  # Memory that nobody touches is not taken.
+    rows[-1] = torch.tensor([*found.routing.range_of(found.number), found.row_offset])
+    return rows
+
+
+def _problem(raw: torch.Tensor, rows: torch.Tensor, local_rows: int, first: int) -> str | None:
+    if len(outside := torch.nonzero((rows < 0) | (rows >= local_rows))):
+        return f"raw id {int(raw[outside[0]])} has row {int(rows[outside[0]]) + first}"
+    if len(minus := torch.nonzero(raw == -1)):
+        return f"raw id -1, which cannot be published, has row {int(rows[minus[0]]) + first}"
+    if pair := _equal_pair(rows):
+        return f"raw ids {int(raw[pair[0]])} and {int(raw[pair[1]])} both have row {int(rows[pair[0]]) + first}"
+    if pair := _equal_pair(raw):
+        both = f"{int(rows[pair[0]]) + first} and {int(rows[pair[1]]) + first}"
+        return f"raw id {int(raw[pair[0]])} has two rows, {both}"
+    return None
+
+
+def _equal_pair(numbers: torch.Tensor) -> tuple[int, int] | None:
+    """Where two of some numbers [n] are equal."""
+    ordered, order = torch.sort(numbers, stable=True)
+    equal = torch.nonzero(ordered[1:] == ordered[:-1]).view(-1)
+    return (int(order[equal[0]]), int(order[equal[0] + 1])) if len(equal) else None

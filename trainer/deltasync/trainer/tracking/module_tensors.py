@@ -1,0 +1,140 @@
+"""The parameters and buffers of a model outside of embedding tables, wherever its modules keep them by now."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from deltasync.core.errors import InvalidInput
+from deltasync.core.tables import TableKind, TableSpec, matrix_shape
+from deltasync.trainer.tracking.modules import outside_of_tables
+
+_DTYPES: dict[torch.dtype, np.dtype[np.generic]] = {
+    torch.float32: np.dtype("<f4"),
+    torch.float16: np.dtype("<f2"),
+    torch.float64: np.dtype("<f8"),
+    torch.int64: np.dtype("<i8"),
+    torch.int32: np.dtype("<i4"),
+    torch.int16: np.dtype("<i2"),
+    torch.uint8: np.dtype("u1"),
+    torch.bool: np.dtype("?"),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleTensor:
+    """A parameter or a buffer, by its place: the tensor there may be replaced by another of its shape and type.
+
+    Attributes:
+        name: its FQN, and the key in the model's `state_dict`.
+        owner: the module it is of.
+        attribute: what it is called there.
+        kind: parameter or buffer.
+        shape: as it was when the place was found.
+        dtype: likewise.
+        aliases: other places of the same tensor, by FQN.
+    """
+
+    name: str
+    owner: nn.Module
+    attribute: str
+    kind: TableKind
+    shape: torch.Size
+    dtype: torch.dtype
+    aliases: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)
+
+    @property
+    def table(self) -> TableSpec:
+        """What it is published as.
+
+        Raises:
+            InvalidInput: its type is not supported.
+        """
+        if self.dtype not in _DTYPES:
+            known = ", ".join(str(one).removeprefix("torch.") for one in _DTYPES)
+            raise InvalidInput(f"{self.kind.value} {self.name!r} is of type {self.dtype}, expected one of {known}")
+        rows, dim = matrix_shape(self.shape)
+        return TableSpec(self.name, rows, dim, _DTYPES[self.dtype], self.kind)
+
+    def matrix(self) -> torch.Tensor:
+        """What is there now, [rows, dim] of its table: a view.
+
+        Raises:
+            InvalidInput: it has another shape or type than at first, does not lie in memory row by row, or is no
+                longer the tensor that other places have, too.
+        """
+        now = _held(self.owner, self.attribute)
+        if now is None or (now.shape, now.dtype) != (self.shape, self.dtype):
+            found = "is gone" if now is None else f"is {list(now.shape)} of {now.dtype} now"
+            raise InvalidInput(
+                f"{self.kind.value} {self.name!r} {found}, and was {list(self.shape)} of {self.dtype} when it was "
+                "first seen: restart publishing with the model as it is"
+            )
+        if now.layout is not torch.strided or not now.is_contiguous():
+            raise InvalidInput(
+                f"{self.kind.value} {self.name!r} does not lie in memory row by row: make it contiguous first"
+            )
+        for alias, (owner, attribute) in self.aliases.items():
+            if _held(owner, attribute) is not now:
+                raise InvalidInput(f"{alias!r} was the same tensor as {self.name!r}, and is another one now")
+        return now.detach().view(matrix_shape(self.shape))
+
+
+def module_tensors(model: nn.Module) -> list[ModuleTensor]:
+    """Every parameter and every buffer outside of embedding tables that `state_dict` has, each once.
+
+    Those without elements are left out.
+
+    Raises:
+        InvalidInput: one has no shape yet.
+    """
+    found: dict[int, ModuleTensor] = {}
+    for name, module in outside_of_tables(model):
+        for attribute, tensor, kind in _own(module):
+            fqn = f"{name}.{attribute}" if name else attribute
+            if is_lazy(tensor):
+                raise InvalidInput(f"{kind.value} {fqn!r} has no shape yet: run the model once before this")
+            known = found.setdefault(
+                id(tensor), ModuleTensor(fqn, module, attribute, kind, tensor.shape, tensor.dtype)
+            )
+            if known.name != fqn:
+                known.aliases[fqn] = (module, attribute)
+    return [tensor for tensor in found.values() if tensor.shape.numel()]
+
+
+def buffer_digests(model: nn.Module) -> dict[str, int]:
+    """A number of 64 bits, with a sign, for what each buffer holds, by FQN: for comparisons between ranks."""
+    digests = {}
+    for tensor in module_tensors(model):
+        held = _held(tensor.owner, tensor.attribute)
+        if tensor.kind is TableKind.BUFFER and held is not None:
+            content = held.detach().cpu().numpy().tobytes()
+            digests[tensor.name] = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), signed=True)
+    return digests
+
+
+def modules_with_buffers(model: nn.Module) -> list[nn.Module]:
+    """The modules outside of embedding tables that have buffers which `state_dict` has."""
+    return [
+        module
+        for _, module in outside_of_tables(model)
+        if any(kind is TableKind.BUFFER for _, _, kind in _own(module))
+    ]
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, TableKind]]:
+    for attribute, parameter in module._parameters.items():
+        if parameter is not None:
+            yield attribute, parameter, TableKind.PARAMETER
+    for attribute, buffer in module._buffers.items():
+        if buffer is not None and attribute not in module._non_persistent_buffers_set:
+            yield attribute, buffer, TableKind.BUFFER
+
+
+def _held(module: nn.Module, attribute: str) -> torch.Tensor | None:
+    parameter = module._parameters.get(attribute)
+    return module._buffers.get(attribute) if parameter is None else parameter
