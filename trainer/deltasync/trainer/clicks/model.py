@@ -1,6 +1,6 @@
 """The demo's model: a click predictor in the shape of DLRM, and how its tables are sharded."""
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +24,9 @@ from deltasync.trainer.clicks.features import DENSE_FEATURES, HOURS_OF_WEEK, RAW
 Output = tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
-_MANAGED = ("user", "item", "history")
+# Features by managed table. Histories have no table of their own: of a table's ids TorchRec notes as many as the
+# first batch has, which has no history.
+_MANAGED = {"user": ["user"], "item": ["item", "history"]}
 # A managed table has a row for one id in so many, and gives rows away after so many batches.
 _IDS_PER_ROW = 4
 _EVICTION_BATCHES = 5
@@ -36,7 +38,7 @@ class ModelOptions:
 
     Attributes:
         users: users there are, and rows of the user table; a managed one has a fourth of them.
-        items: likewise, of the item table and of the table of histories.
+        items: likewise, of the item table and of the table of histories; a managed item table has both.
         cross_buckets: rows of the table of user-item crosses.
         dim: values per row, the same in all tables; even.
         hidden: width of the hidden layers.
@@ -65,19 +67,15 @@ class ModelOptions:
     @property
     def managed_tables(self) -> tuple[str, ...]:
         """Tables whose rows are given to raw ids."""
-        return _MANAGED if self.managed else ()
+        return tuple(_MANAGED) if self.managed else ()
 
     @property
     def rows(self) -> dict[str, int]:
-        """Rows by table, which are named after their features."""
-        users, items = (-(-ids // _IDS_PER_ROW) if self.managed else ids for ids in (self.users, self.items))
-        return {
-            "user": users,
-            "item": items,
-            "cross": self.cross_buckets,
-            "hour": HOURS_OF_WEEK,
-            "history": items,
-        }
+        """Rows by table, which are named after features."""
+        rest = {"cross": self.cross_buckets, "hour": HOURS_OF_WEEK}
+        if self.managed:
+            return {"user": -(-self.users // _IDS_PER_ROW), "item": -(-self.items // _IDS_PER_ROW), **rest}
+        return {"user": self.users, "item": self.items, **rest, "history": self.items}
 
 
 class ClickModel(nn.Module):
@@ -92,8 +90,7 @@ class ClickModel(nn.Module):
         vectors = len(SPARSE_FEATURES) + 1
         pairs = vectors * (vectors - 1) // 2
         self.managed = _managed(options, device) if options.managed else None
-        rest = [name for name in SPARSE_FEATURES if name not in options.managed_tables]
-        self.sparse = EmbeddingBagCollection(tables=_tables(options, rest), device=device)
+        self.sparse = EmbeddingBagCollection(tables=_tables(options, _unmanaged(options)), device=device)
         self.bottom = _mlp(len(DENSE_FEATURES), options.hidden, options.dim, device, normalised=options.managed)
         self.top = _mlp(options.dim * vectors + pairs, options.hidden, 1, device)
         self._dim = options.dim
@@ -135,7 +132,7 @@ def _scored(logits: torch.Tensor, label: torch.Tensor, index: torch.Tensor) -> O
 
 
 def _managed(options: ModelOptions, device: torch.device | None) -> ManagedCollisionEmbeddingBagCollection:
-    tables = _tables(options, options.managed_tables)
+    tables = _tables(options, _MANAGED)
     modules = {
         table.name: MCHManagedCollisionModule(
             zch_size=table.num_embeddings,
@@ -151,18 +148,23 @@ def _managed(options: ModelOptions, device: torch.device | None) -> ManagedColli
     )
 
 
-def _tables(options: ModelOptions, names: Iterable[str]) -> list[EmbeddingBagConfig]:
+def _unmanaged(options: ModelOptions) -> dict[str, list[str]]:
+    managed = [feature for table in options.managed_tables for feature in _MANAGED[table]]
+    return {name: [name] for name in SPARSE_FEATURES if name not in managed}
+
+
+def _tables(options: ModelOptions, features: Mapping[str, list[str]]) -> list[EmbeddingBagConfig]:
     return [
         EmbeddingBagConfig(
             name=name,
             num_embeddings=options.rows[name],
             embedding_dim=options.dim,
-            feature_names=[name],
+            feature_names=names,
             pooling=PoolingType.MEAN,
             weight_init_min=-0.05,
             weight_init_max=0.05,
         )
-        for name in names
+        for name, names in features.items()
     ]
 
 

@@ -38,9 +38,11 @@ class GatheredIds(nn.Module):
     def forward(self, features: KeyedJaggedTensor) -> tuple[KeyedTensor, None]:
         """The same as managed collision returns."""
         rows = {}
-        for name, shards in self._shards.items():
-            values = torch.from_numpy(rows_of(shards, features[name].values().numpy()))
-            rows[name] = JaggedTensor(values, lengths=features[name].lengths())
+        for table in self._bags.embedding_bag_configs():
+            for name in table.feature_names:
+                ids = features[name].values().numpy()
+                values = torch.from_numpy(rows_of(self._shards[table.name], ids))
+                rows[name] = JaggedTensor(values, lengths=features[name].lengths())
         return self._bags(KeyedJaggedTensor.from_jt_dict(rows)), None
 
 
