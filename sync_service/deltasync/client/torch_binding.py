@@ -181,7 +181,7 @@ def _refuse_half(
         broken = [each.name for each in tables if each.name in problems and _together(table, each)]
         if table.name in places and broken:
             text = f"table {table.name!r} is of no use without {broken[0]!r}, which has no place"
-            problems[table.name] = Contradiction(text)
+            problems[table.name] = type(problems[broken[0]])(text)
             del places[table.name]
 
 

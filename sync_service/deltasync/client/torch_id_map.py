@@ -117,7 +117,7 @@ class _SortedMap:
         """
         twice = np.flatnonzero((self.raw[1:] == self.raw[:-1]) & (self.raw[1:] != _FREE))
         if len(twice):
-            first, second = self.rows[twice[0]], self.rows[twice[0] + 1]
+            first, second = sorted(self.rows[twice[0] : twice[0] + 2].tolist())
             raise Contradiction(f"table {table!r}: raw id {self.raw[twice[0]]} has two rows, {first} and {second}")
 
     @property
