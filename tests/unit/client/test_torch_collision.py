@@ -171,12 +171,10 @@ def test_any_changes_of_a_map_against_a_dictionary(data: st.DataObject) -> None:
         whole = number == 1 or data.draw(st.booleans())
         if whole:
             by_row = {}
-        changed = data.draw(st.dictionaries(st.integers(0, ROWS - 1), ids, max_size=ROWS))
-        taken = {raw for row, raw in by_row.items() if row not in changed}
-        kept = {raw: row for row, raw in changed.items() if raw not in taken}
-        changed = {row: raw for raw, row in kept.items()}
-        free = data.draw(st.sets(st.sampled_from([row for row in range(ROWS) if row not in changed] or [0])))
-        changed |= dict.fromkeys(free - changed.keys(), FREE)
+        changed = dict[int, int]()
+        for row, raw in data.draw(st.dictionaries(st.integers(0, ROWS - 1), ids | st.just(FREE))).items():
+            if raw == FREE or raw not in (by_row | changed).values():
+                changed[row] = raw
         release = release_of(number, resync=number == 1, ids=changed)
         release = dataclasses.replace(release, whole=frozenset([MAP.name] if whole else []))
         held.before(release)
