@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pytest
@@ -60,7 +60,7 @@ class Trainer:
         self._publisher = Publisher(options, self.tables, [Shard.whole(table) for table in tables])
         self._step = 0
 
-    def __enter__(self) -> "Trainer":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -25,6 +25,13 @@ POLICY_METRICS: dict[str, set[str]] = {
     "deltasync_consumer_table_oldest_row_seconds": _TABLE,
 }
 
+# Those that exist only where a trainer says the times of its events.
+EVENT_METRICS: dict[str, set[str]] = {
+    "deltasync_head_event_time_seconds": {"model"},
+    "deltasync_consumer_seconds_behind_events": _CONSUMER,
+    "deltasync_replica_seconds_behind_events": _REPLICA,
+}
+
 # Each metric and its labels: what dashboards and alerts are built on.
 METRICS: dict[str, set[str]] = {
     "deltasync_head_version": {"model"},
@@ -52,6 +59,7 @@ METRICS: dict[str, set[str]] = {
     "deltasync_model_failed": {"model"},
     "deltasync_consumer_failed": _CONSUMER,
     "deltasync_events_total": {"event"},
+    **EVENT_METRICS,
     **POLICY_METRICS,
 }
 

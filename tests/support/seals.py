@@ -3,7 +3,14 @@
 from deltasync.core.seal import Seal
 
 
-def sealed(version: int, *, run: str = "r", world_size: int = 9, sealed_unix_ns: int = 1) -> Seal:
+def sealed(
+    version: int,
+    *,
+    run: str = "r",
+    world_size: int = 9,
+    sealed_unix_ns: int = 1,
+    event_time_unix_ns: int | None = None,
+) -> Seal:
     return Seal(
         version=version,
         step=version,
@@ -15,4 +22,5 @@ def sealed(version: int, *, run: str = "r", world_size: int = 9, sealed_unix_ns:
         log_bytes=1,
         step_end_unix_ns=1,
         sealed_unix_ns=sealed_unix_ns,
+        event_time_unix_ns=event_time_unix_ns,
     )

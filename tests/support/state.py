@@ -20,9 +20,11 @@ def lag_of(service: Reachable, consumer: str = "predictors") -> dict[str, Any]:
     lag: dict[str, Any] = service.get_json(f"/consumers/{consumer}/lag")
     for each in (lag, *lag["replicas"]):
         del each["lag"]["seconds"]
+        each["lag"].pop("seconds_behind_events", None)  # A service of before lacks it.
     for replica in lag["replicas"]:
         del replica["seconds_since_ack"], replica["connected"]
     del lag["state"], lag["reason"]
+    lag.pop("head_seconds_behind_events", None)
     return lag
 
 

@@ -12,6 +12,7 @@ from deltasync.core.position import Position
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.v1 import publish_pb2, publish_pb2_grpc, subscribe_pb2, subscribe_pb2_grpc, tables_pb2
 from deltasync.wire.messages import position_to_message, shard_to_message, table_to_message
+from deltasync.wire.protocol import OURS, Protocols, protocols_to_metadata
 
 USER = TableSpec("sparse.embedding_bags.user", 40, 4)
 ITEM = TableSpec("sparse.embedding_bags.item", 30, 6, np.dtype("<f2"))
@@ -23,10 +24,14 @@ _TIMEOUT_SECONDS = 20.0
 class Stream:
     """One bidirectional stream. Ends when the block does."""
 
-    def __init__(self, address: str, method: Any) -> None:
+    def __init__(self, address: str, method: Any, protocols: Protocols = OURS) -> None:
         self._channel = grpc.insecure_channel(address)
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._call = method(self._channel)(iter(self._requests.get, None), timeout=_TIMEOUT_SECONDS)
+        self._call = method(self._channel)(
+            iter(self._requests.get, None),
+            timeout=_TIMEOUT_SECONDS,
+            metadata=[protocols_to_metadata(protocols)],
+        )
 
     def send(self, *requests: Any) -> None:
         for request in requests:
@@ -87,8 +92,11 @@ class RankStream(Stream):
 class ReplicaStream(Stream):
     """A replica's raw Subscribe stream; a bare one has sent nothing yet."""
 
-    def __init__(self, address: str, *, bare: bool = False, **fields: Any) -> None:
-        super().__init__(address, lambda channel: subscribe_pb2_grpc.SubscribeServiceStub(channel).Subscribe)
+    def __init__(self, address: str, *, bare: bool = False, protocols: Protocols = OURS, **fields: Any) -> None:
+        def subscribe(channel: grpc.Channel) -> Any:
+            return subscribe_pb2_grpc.SubscribeServiceStub(channel).Subscribe
+
+        super().__init__(address, subscribe, protocols)
         if not bare:
             self.send(subscribe_open(**fields))
 

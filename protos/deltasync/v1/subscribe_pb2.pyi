@@ -264,6 +264,7 @@ class ReleaseEnd(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     WHOLE_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
+    EVENT_TIME_UNIX_NS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """step is the trainer's optimizer step of that version."""
     step_end_unix_ns: _builtins.int
@@ -272,6 +273,10 @@ class ReleaseEnd(_message.Message):
     """rows is the number of rows in this release's chunks, as a check."""
     version: _builtins.int
     """version is the model's version that the release was made of."""
+    event_time_unix_ns: _builtins.int
+    """event_time_unix_ns is the time of the newest event that the model had been trained on at `version`, nanoseconds
+    since 1970; 0 where no rank has said one.
+    """
     @_builtins.property
     def position(self) -> _tables_pb2.Position:
         """position is what the replica holds once it has applied the release."""
@@ -296,10 +301,11 @@ class ReleaseEnd(_message.Message):
         version: _builtins.int = ...,
         whole: _abc.Iterable[_builtins.int] | None = ...,
         checksums: _abc.Iterable[_tables_pb2.Checksum] | None = ...,
+        event_time_unix_ns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "position", b"position", "rows", b"rows", "step", b"step", "step_end_unix_ns", b"step_end_unix_ns", "version", b"version", "whole", b"whole"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "event_time_unix_ns", b"event_time_unix_ns", "position", b"position", "rows", b"rows", "step", b"step", "step_end_unix_ns", b"step_end_unix_ns", "version", b"version", "whole", b"whole"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -313,9 +319,14 @@ class Progress(_message.Message):
 
     HEAD_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    EVENT_TIME_UNIX_NS_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """version is the model's version that who holds `head` is at: later than that of the last release where nothing
     has changed since that the consumer follows.
+    """
+    event_time_unix_ns: _builtins.int
+    """event_time_unix_ns is the time of the newest event that the model had been trained on at `version`, as in
+    ReleaseEnd.
     """
     @_builtins.property
     def head(self) -> _tables_pb2.Position:
@@ -326,10 +337,11 @@ class Progress(_message.Message):
         *,
         head: _tables_pb2.Position | None = ...,
         version: _builtins.int = ...,
+        event_time_unix_ns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["head", b"head"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event_time_unix_ns", b"event_time_unix_ns", "head", b"head", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

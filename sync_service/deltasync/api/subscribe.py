@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import grpc.aio
@@ -26,6 +27,7 @@ from deltasync.wire.messages import (
     position_from_message,
     position_to_message,
 )
+from deltasync.wire.protocol import DELETES_PROTOCOL, Protocols, protocols_from_metadata
 from deltasync.wire.row_messages import fill_rows
 
 _PROGRESS_SECONDS = 5.0
@@ -51,20 +53,23 @@ class SubscribeServicer(subscribe_pb2_grpc.SubscribeServiceServicer):
     ) -> Responses:
         """Answer one replica's stream."""
         try:
-            stream = await self._open(request_iterator)
+            protocols = protocols_from_metadata(dict(context.invocation_metadata() or ()))
+            stream = await self._open(request_iterator, protocols)
             async for response in stream.run(request_iterator):
                 yield response
         except DeltasyncError as error:
             await abort(context, error)
 
-    async def _open(self, requests: AsyncIterator[subscribe_pb2.SubscribeRequest]) -> "ReplicaStream":
+    async def _open(
+        self, requests: AsyncIterator[subscribe_pb2.SubscribeRequest], protocols: Protocols
+    ) -> "ReplicaStream":
         opening = subscribe_pb2.SubscribeOpen()
         try:
             first = await anext(requests, None)
             if first is None or first.WhichOneof("message") != "open":
                 raise InvalidInput("a stream begins with an open message")
             opening = first.open
-            return ReplicaStream(self._service, opening)
+            return ReplicaStream(self._service, opening, protocols)
         except DeltasyncError as error:
             emit = self._service.events.emit
             emit(EventKind.REPLICA_REFUSED, error=error, consumer=opening.consumer, replica=opening.replica)
@@ -74,7 +79,7 @@ class SubscribeServicer(subscribe_pb2_grpc.SubscribeServiceServicer):
 class ReplicaStream:
     """One replica's stream, from its open to its end."""
 
-    def __init__(self, service: Service, message: subscribe_pb2.SubscribeOpen) -> None:
+    def __init__(self, service: Service, message: subscribe_pb2.SubscribeOpen, protocols: Protocols) -> None:
         self._service = service
         self._registry = service.registry
         self._consumer: Consumer = service.registry.get(message.consumer)
@@ -84,6 +89,7 @@ class ReplicaStream:
         self._ended = asyncio.Event()
         self._replica: Replica = self._registry.connect(self._consumer, message.replica, self._ended)
         self._audit = ReplicaAudit()
+        self._knows_deletes = protocols.newest >= DELETES_PROTOCOL
         self._budget = message.max_outstanding_bytes or _DEFAULT_OUTSTANDING_BYTES
         self._sent_bytes = 0
         self._received_bytes = 0
@@ -122,10 +128,14 @@ class ReplicaStream:
             if self._feed.position == self._sent and not repaired:
                 await self._wait(acks, self._feed.changed(), self._damaged.wait())
                 if self._feed.position == self._sent and not self._audit.damaged:
-                    yield _progress(self._sent, self._feed.version_of(self._sent.number))
+                    yield self._no_news()
                 continue
             async for response in self._send(self._feed.release(self._sent.number, repaired), acks):
                 yield response
+
+    def _no_news(self) -> subscribe_pb2.SubscribeResponse:
+        version = self._feed.version_of(self._sent.number)
+        return _progress(self._sent, version, self._feed.event_time_of(version))
 
     def _ready_feed(self) -> Feed | None:
         """What the consumer is fed from, once there is something to send."""
@@ -158,7 +168,8 @@ class ReplicaStream:
         # Awaited only here, so that no release is kept in memory while there is nothing to send.
         release = await asyncio.shield(frozen)
         self._check_deliveries()
-        for slot, rows in release.chunks():
+        for slot, chunk in release.chunks():
+            rows = chunk if self._knows_deletes else replace(chunk, deleted=False)
             size = rows.nbytes
             while self._outstanding > 0 and self._outstanding + size > self._budget:
                 self._credited.clear()
@@ -184,6 +195,7 @@ class ReplicaStream:
             version=head.version,
             whole=sorted(release.whole),
             checksums=checksums_to_message(dict(enumerate(release.checksums))),
+            event_time_unix_ns=head.event_time_unix_ns or 0,
         )
 
     @property
@@ -267,6 +279,10 @@ class ReplicaStream:
             raise Superseded(f"a newer stream of replica {self._replica.name!r} has taken over")
 
 
-def _progress(head: Position, version: int) -> subscribe_pb2.SubscribeResponse:
-    progress = subscribe_pb2.Progress(head=position_to_message(head), version=version)
+def _progress(
+    head: Position, version: int, event_time_unix_ns: int | None = None
+) -> subscribe_pb2.SubscribeResponse:
+    progress = subscribe_pb2.Progress(
+        head=position_to_message(head), version=version, event_time_unix_ns=event_time_unix_ns or 0
+    )
     return subscribe_pb2.SubscribeResponse(progress=progress)

@@ -21,6 +21,8 @@ def lag_text(answer: Lag) -> str:
 def _facts(answer: Lag) -> list[tuple[str, str]]:
     facts = [("policy", Policy.from_dict(answer["policy"]).words)]
     facts += _release_facts(answer, answer["release"]) if answer["release"] else []
+    if (behind := answer.get("head_seconds_behind_events")) is not None:  # A service of before lacks it.
+        facts.append(("events", _events(answer["lag"]["seconds_behind_events"], behind)))
     if answer["damages"]:
         facts.append(("damages", f"{answer['damages']} tables of replicas since the service started"))
     facts += [
@@ -29,6 +31,11 @@ def _facts(answer: Lag) -> list[tuple[str, str]]:
         if replica["damaged"]
     ]
     return [(name, text) for name, text in facts if text]
+
+
+def _events(held: float | None, head: float) -> str:
+    holds = "not known" if held is None else f"{held} seconds ago"
+    return f"the newest that the last replica knows of was {holds}; the model, {head} seconds ago"
 
 
 def _release_facts(answer: Lag, release: Lag) -> list[tuple[str, str]]:

@@ -12,7 +12,12 @@ from deltasync.core.mode import Mode
 from deltasync.core.rows import RowBatch
 from deltasync.core.tables import Shard
 from deltasync.v1 import subscribe_pb2
-from deltasync.wire.messages import delivery_from_message, mode_from_message, position_from_message
+from deltasync.wire.messages import (
+    delivery_from_message,
+    event_time_from_message,
+    mode_from_message,
+    position_from_message,
+)
 from deltasync.wire.row_messages import CHUNK_BYTES, decode_rows
 
 logger = logging.getLogger(__name__)
@@ -81,6 +86,7 @@ class ReleaseAssembler:
             whole=self._whole(end),
             version=end.version,
             bytes=self.received_bytes - self._ended_bytes,
+            event_time_unix_ns=event_time_from_message(end),
         )
         self._resync, self._rows, self._ended_bytes = False, [], self.received_bytes
         self._known.clear()

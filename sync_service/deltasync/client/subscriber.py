@@ -18,7 +18,12 @@ from deltasync.core.errors import ServiceUnavailable
 from deltasync.core.position import Position
 from deltasync.v1 import subscribe_pb2, subscribe_pb2_grpc
 from deltasync.wire.error_codes import from_rpc_error, is_final
-from deltasync.wire.messages import checksums_to_message, position_from_message, position_to_message
+from deltasync.wire.messages import (
+    checksums_to_message,
+    event_time_from_message,
+    position_from_message,
+    position_to_message,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +41,8 @@ class Subscriber:
         held: the position the target is at: for a consumer with a policy, that of a release.
         version: the position, in the model's history, of what that was made of. With a policy, rows that have
             changed before may still be left for later releases.
+        event_time_unix_ns: the time of the newest event that the model had been trained on at `version`,
+            nanoseconds since 1970; None where the trainer does not say it, and before anything has come.
     """
 
     def __init__(self, options: SubscriberOptions, target: Target) -> None:
@@ -44,6 +51,7 @@ class Subscriber:
         self._target = target
         self.held = options.held
         self.version = options.held
+        self.event_time_unix_ns: int | None = None
         self._checksums = TargetChecksums(target) if isinstance(target, ReadableTarget) else None
         self._tables: set[str] = set()
         self._moved = threading.Condition()
@@ -166,7 +174,8 @@ class Subscriber:
             elif kind == "chunk" and assembler.add(response.chunk):
                 requests.put(_ack(assembler.received_bytes))
             elif kind == "progress" and position_from_message(response.progress.head) == self.held:
-                self._hold(self.held, Position(assembler.model_history, response.progress.version))
+                version = Position(assembler.model_history, response.progress.version)
+                self._hold(self.held, version, event_time_from_message(response.progress))
             elif kind == "release_end":
                 self._apply(assembler, response.release_end, requests)
 
@@ -183,11 +192,13 @@ class Subscriber:
             logger.error(text, self._options.replica, ", ".join(wrong))
             return
         # After the ack is on its way: whoever waits for the version may close the subscription at once.
-        self._hold(release.position, Position(assembler.model_history, release.version))
+        version = Position(assembler.model_history, release.version)
+        self._hold(release.position, version, release.event_time_unix_ns)
 
-    def _hold(self, position: Position, version: Position) -> None:
+    def _hold(self, position: Position, version: Position, event_time_unix_ns: int | None) -> None:
         with self._moved:
             self.held, self.version, self._trouble = position, version, None
+            self.event_time_unix_ns = event_time_unix_ns
             self._moved.notify_all()
 
     def _reached(self, wanted: Position | int) -> bool:

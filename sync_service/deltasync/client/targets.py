@@ -29,6 +29,8 @@ class Release:
             of their rows. Ask `resets`.
         version: the model's version that the release was made of.
         bytes: what ids and values took on the wire.
+        event_time_unix_ns: the time of the newest event that the model had been trained on at that version,
+            nanoseconds since 1970; None where the trainer does not say it.
     """
 
     position: Position
@@ -40,6 +42,7 @@ class Release:
     whole: frozenset[str] = frozenset()
     version: int = 0
     bytes: int = 0
+    event_time_unix_ns: int | None = None
 
     def resets(self, table: TableSpec) -> bool:
         """Whether a table must be reset to zero first."""
@@ -84,11 +87,18 @@ class NumpyTarget:
     """Keeps every table as a NumPy array.
 
     Attributes:
-        tables: [rows, dim] array by table name. Read it inside `reading()`.
+        tables: [rows, dim] array by table name.
+        position: the one that these are at, and
+        event_time_unix_ns: the time of the newest event that the model had been trained on there, nanoseconds
+            since 1970; None where it is not known.
+
+    Read all of them inside `reading()`.
     """
 
     def __init__(self) -> None:
         self.tables: dict[str, Values] = {}
+        self.position = Position()
+        self.event_time_unix_ns: int | None = None
         self._lock = threading.Lock()
 
     @contextmanager
@@ -108,12 +118,26 @@ class NumpyTarget:
             for name in self.tables.keys() - {table.name for table in release.tables}:
                 del self.tables[name]
             for table in release.tables:
-                if release.resets(table) or table.name not in self.tables:
-                    self.tables[table.name] = np.zeros((table.rows, table.dim), table.dtype)
+                held = None if release.resets(table) else self.tables.get(table.name)
+                if held is None or len(held) < table.rows:
+                    self.tables[table.name] = _with_room(table, held)
             for rows in release.rows:
                 self.tables[rows.table.name][rows.ids] = rows.values
+            self.position, self.event_time_unix_ns = release.position, release.event_time_unix_ns
 
     def read(self, table: TableSpec, ids: Ids) -> Values | None:
-        """Some rows of a table."""
+        """Some rows of a table; zeros for those that it has grown by since the last release."""
         rows = self.tables.get(table.name)
-        return rows[ids] if rows is not None else None
+        if rows is None:
+            return None
+        found, held = np.zeros((len(ids), table.dim), table.dtype), ids[: np.searchsorted(ids, len(rows))]
+        found[: len(held)] = rows[held]
+        return found
+
+
+def _with_room(table: TableSpec, rows: Values | None) -> Values:
+    """An array for all rows of a table, of which some are there already."""
+    array = np.zeros((table.rows, table.dim), table.dtype)
+    if rows is not None:
+        array[: len(rows)] = rows
+    return array

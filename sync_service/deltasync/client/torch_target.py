@@ -12,6 +12,7 @@ from torch import nn
 from deltasync.client.targets import Release
 from deltasync.client.torch_binding import Binding, Place, Tensor, bind, missing_maps
 from deltasync.core.errors import Contradiction, DeltasyncError, InvalidInput, NotFound
+from deltasync.core.position import Position
 from deltasync.core.rows import Ids, Values
 from deltasync.core.tables import TableSpec
 
@@ -30,6 +31,11 @@ class TorchTarget:
 
     Every table of the first release must have its place, but for those that are left out. Of tables that come
     later, or grow, the others are followed, and lag names those that have no place.
+
+    Attributes:
+        position: the one that the module is at, and
+        event_time_unix_ns: the time of the newest event that the model had been trained on there, nanoseconds
+            since 1970; None where it is not known. Read both inside `reading()`.
     """
 
     def __init__(self, module: nn.Module, *, leave_out: Sequence[str] = ()) -> None:
@@ -42,6 +48,8 @@ class TorchTarget:
         Raises:
             InvalidInput: `leave_out` is one string.
         """
+        self.position = Position()
+        self.event_time_unix_ns: int | None = None
         if isinstance(leave_out, str):
             raise InvalidInput(f"leave_out: a string; expected a list of patterns, [{leave_out!r}]")
         self._module = module
@@ -87,6 +95,7 @@ class TorchTarget:
         with self._lock, torch.no_grad():
             for write in writes:
                 write()
+            self.position, self.event_time_unix_ns = release.position, release.event_time_unix_ns
 
     def read(self, table: TableSpec, ids: Ids) -> Values | None:
         """Some rows of a table as the module holds them, in host memory; None for a table that has no place."""

@@ -12,7 +12,8 @@ class Seal:
 
     `bytes` are those of ids and values, `log_bytes` those of the records the log holds of it. `resync` says that
     its run does not continue the published history: it has every row. `whole` are the tables of a full cut: rows
-    that it does not name are deleted.
+    that it does not name are deleted. `event_time_unix_ns` is the time of the newest event that the run had been
+    trained on; None if no rank has said one.
     """
 
     version: int
@@ -27,6 +28,7 @@ class Seal:
     sealed_unix_ns: int
     resync: bool = False
     whole: tuple[str, ...] = ()
+    event_time_unix_ns: int | None = None
 
 
 class SealHistory(deque[Seal]):
@@ -66,3 +68,13 @@ def seconds_since_sealed(version: int, seals: Sequence[Seal], now_unix_ns: int) 
 def seal_of(version: int, seals: Sequence[Seal]) -> Seal:
     """The seal of a version, or the nearest one where that is no longer kept or not there yet."""
     return seals[min(max(0, version - seals[0].version), len(seals) - 1)]
+
+
+def event_time_of(version: int, seals: Sequence[Seal]) -> int | None:
+    """The time of the newest event that the model had been trained on at a version, nanoseconds since 1970.
+
+    None where it is not known: nobody has said it, or the version's seal is no longer kept.
+    """
+    if not seals or not seals[0].version <= version <= seals[-1].version:
+        return None
+    return seal_of(version, seals).event_time_unix_ns

@@ -39,6 +39,12 @@ class Feed(Protocol):
     def version_of(self, number: int) -> int:
         """The version of the model's rows that a replica at `number` holds, as far as it is known."""
 
+    def event_time_of(self, version: int) -> int | None:
+        """The time of the newest event that the model had been trained on at a version, nanoseconds since 1970.
+
+        None where it is not known.
+        """
+
     def release(self, after: int, whole: frozenset[int]) -> "Task[FrozenRelease]":
         """What a replica at `after` lacks, and all of the tables in the slots `whole`."""
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from weakref import WeakValueDictionary, ref
 
 from deltasync.core.rows import Ids, RowBatch
+from deltasync.core.seal import Seal
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import Shard
 from deltasync.feeds.scratch import room_for
@@ -29,12 +30,21 @@ class Head:
         version: the version whose rows it is made of.
         step: the trainer's step of that version.
         step_end_unix_ns: when that step ended, nanoseconds since 1970.
+        event_time_unix_ns: the time of the newest event that the model had been trained on, likewise; None if
+            nobody has said it.
     """
 
     number: int
     version: int
     step: int
     step_end_unix_ns: int
+    event_time_unix_ns: int | None = None
+
+    @classmethod
+    def of(cls, seal: Seal, number: int | None = None) -> "Head":
+        """The head that is made of a sealed version: that version itself, or the release of a number."""
+        number = seal.version if number is None else number
+        return cls(number, seal.version, seal.step, seal.step_end_unix_ns, seal.event_time_unix_ns)
 
 
 @dataclass

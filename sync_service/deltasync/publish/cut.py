@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from deltasync.core.errors import Contradiction, InvalidInput, ResyncRequired
+from deltasync.core.event_time import newest_event_time
 from deltasync.core.rows import RowBatch
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.publish.runs import Run
@@ -27,9 +28,11 @@ class RankPart:
     rows: int = 0
     bytes: int = 0
     step_end_unix_ns: int = 0
+    event_time_unix_ns: int | None = None
     log_bytes: int = 0
     closed: bool = False
     full: bool = False
+    deletes: frozenset[int] = frozenset()
     last_ids: dict[tuple[int, bool], int] = field(default_factory=dict)
     named_rows: Counter[int] = field(default_factory=Counter)
     kept: list[RowBatch] = field(default_factory=list)
@@ -87,7 +90,16 @@ class Cut:
         part = self.parts[rank] = RankPart(rank, shards, must_be_full)
         return part
 
-    def close(self, part: RankPart, *, rows: int, full: bool, step_end_unix_ns: int) -> None:
+    def close(
+        self,
+        part: RankPart,
+        *,
+        rows: int,
+        full: bool,
+        step_end_unix_ns: int,
+        deletes: frozenset[int] = frozenset(),
+        event_time_unix_ns: int | None = None,
+    ) -> None:
         """Close a rank's part.
 
         Raises:
@@ -104,7 +116,11 @@ class Cut:
                 f"rank {part.rank} sent only changed rows, but its run does not continue the published history: "
                 "publish every row first"
             )
-        part.step_end_unix_ns = step_end_unix_ns
+        part.step_end_unix_ns, part.event_time_unix_ns, part.deletes = (
+            step_end_unix_ns,
+            event_time_unix_ns,
+            deletes,
+        )
         part.closed, part.full = True, full
 
     def closed_by(self, rank: int) -> bool:
@@ -134,6 +150,11 @@ class Cut:
     def must_be_full(self) -> bool:
         """Whether the run cannot show that it continues the published history."""
         return any(part.must_be_full for part in self.parts.values())
+
+    @property
+    def deletes(self) -> frozenset[int]:
+        """Numbers of the requests that all ranks have met."""
+        return frozenset.intersection(*(part.deletes for part in self.parts.values()))
 
     @property
     def whole(self) -> tuple[str, ...]:
@@ -171,6 +192,11 @@ class Cut:
     def step_end_unix_ns(self) -> int:
         """When the step ended on the last of the ranks."""
         return max(part.step_end_unix_ns for part in self.parts.values())
+
+    @property
+    def event_time_unix_ns(self) -> int | None:
+        """The time of the newest event that a rank has been trained on; None if no rank has said one."""
+        return newest_event_time(part.event_time_unix_ns for part in self.parts.values())
 
 
 def _check_full(part: RankPart) -> None:

@@ -4,7 +4,9 @@ import asyncio
 from collections import deque
 from concurrent.futures import Future
 
+from deltasync.core.delete_request import DeleteRequest
 from deltasync.core.errors import Contradiction, InvalidInput, Superseded
+from deltasync.core.event_time import check_event_time
 from deltasync.core.events import EventKind
 from deltasync.core.position import Decision, Position
 from deltasync.core.rows import RowBatch
@@ -15,7 +17,7 @@ from deltasync.publish.opening import Opening
 from deltasync.publish.runs import continues
 from deltasync.storage.records import pack_layout, packed_bytes
 from deltasync.v1 import publish_pb2
-from deltasync.wire.messages import position_from_message
+from deltasync.wire.messages import event_time_from_message, position_from_message
 from deltasync.wire.row_messages import MAX_CHUNK_BYTES, decode_rows
 
 # Chunks per rank that are handed to the log and not on disk yet: bounds the memory that an arriving part takes.
@@ -44,6 +46,8 @@ class PublishSession:
         self.run = opening.run
         self.rank = opening.message.rank
         self.tables = opening.tables
+        self.takes_deletes = opening.message.takes_deletes
+        self.ended = False
         self._coordinator = coordinator
         self._model = coordinator.model
         self._layout = layout
@@ -56,11 +60,21 @@ class PublishSession:
         """Tell what happens to this rank."""
         self._coordinator.events.emit(kind, text, model=self._model.name, rank=self.rank, run=self.run.id)
 
+    def end(self, text: str) -> None:
+        """Note that the stream is over, and why."""
+        self.ended = True
+        self.say(EventKind.RANK_LEFT, text)
+
     @property
     def decision(self) -> Decision:
         """Whether the run continues the published history as it is now."""
         model = self._model
         return continues(self.run, self._claim, model.history, model.seals.newest, model.unpublished(self.tables))
+
+    @property
+    def deletes(self) -> list[DeleteRequest]:
+        """What this rank is asked to delete by now."""
+        return self._coordinator.deletes.handed(self.tables) if self.takes_deletes else []
 
     @property
     def sealed(self) -> Position:
@@ -109,7 +123,16 @@ class PublishSession:
         open_cut, part = self._part_of(close.step)
         await self._wait_written(0)
         self._check_current()
-        open_cut.cut.close(part, rows=close.rows, full=close.full, step_end_unix_ns=close.step_end_unix_ns)
+        event_time = event_time_from_message(close)
+        check_event_time(event_time)
+        open_cut.cut.close(
+            part,
+            rows=close.rows,
+            full=close.full,
+            step_end_unix_ns=close.step_end_unix_ns,
+            deletes=frozenset(close.deletes),
+            event_time_unix_ns=event_time,
+        )
         self._part = None
         self._coordinator.seal_when_complete()
         return await asyncio.shield(open_cut.sealed)

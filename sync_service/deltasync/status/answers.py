@@ -59,6 +59,7 @@ class Answers:
                     published_bytes=service.coordinators[model.name].bytes,
                     tables=[table.spec for table in model.tables],
                     failed=bool(model.failure),
+                    event_time_unix_ns=model.event_time_of(model.seals.newest_version),
                 )
                 for model in service.models.values()
             ],

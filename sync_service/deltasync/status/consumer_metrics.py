@@ -6,7 +6,7 @@ from prometheus_client.core import Metric
 
 from deltasync.consumers.consumer import Consumer
 from deltasync.status.lag import ConsumerLag, Lag, ReleaseLag, ReplicaLag
-from deltasync.status.metric_families import counter, gauge
+from deltasync.status.metric_families import Sample, counter, gauge
 
 _LAG: dict[str, tuple[Callable[[Lag], float], str]] = {
     "versions": (lambda lag: lag.versions, "Sealed versions that {who} has not applied."),
@@ -45,6 +45,11 @@ _RELEASE: dict[str, tuple[Callable[[ReleaseLag], float], str]] = {
 }
 
 
+_BEHIND_EVENTS = (
+    "Age of the newest event that the model had been trained on at the version whose rows {who} holds."
+)
+
+
 def consumer_metrics(consumers: Iterable[Consumer], lags: list[ConsumerLag]) -> list[Metric]:
     """Metrics of these consumers, whose lags were measured before."""
     return [
@@ -66,7 +71,19 @@ def _lag_metrics(lags: list[ConsumerLag]) -> list[Metric]:
             [([each.consumer], value(each.lag)) for each in lags],
         )
         for unit, (value, text) in _LAG.items()
+    ] + [
+        gauge(
+            "consumer_seconds_behind_events",
+            _BEHIND_EVENTS.format(who=who),
+            ["consumer"],
+            _behind_events(([each.consumer], each.lag) for each in lags),
+        )
     ]
+
+
+def _behind_events(lags: Iterable[tuple[list[str], Lag]]) -> list[Sample]:
+    known = ((labels, lag.seconds_behind_events) for labels, lag in lags)
+    return [(labels, seconds) for labels, seconds in known if seconds is not None]
 
 
 def _release_metrics(lags: list[ConsumerLag]) -> list[Metric]:
@@ -155,6 +172,12 @@ def _replica_metrics(lags: list[ConsumerLag]) -> list[Metric]:
             )
             for unit, (value, text) in _LAG.items()
         ],
+        gauge(
+            "replica_seconds_behind_events",
+            _BEHIND_EVENTS.format(who="the replica"),
+            ["consumer", "replica"],
+            _behind_events(replicas),
+        ),
         gauge(
             "replica_unsent_norm",
             "L2 norm of what the model has less what the replica holds, where it holds the newest release.",

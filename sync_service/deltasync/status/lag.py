@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from deltasync.consumers.consumer import Replica
-from deltasync.core.seal import Seal, seconds_since_sealed
+from deltasync.core.event_time import seconds_behind
+from deltasync.core.seal import Seal, event_time_of, seconds_since_sealed
 from deltasync.feeds.standing import Standing
 from deltasync.feeds.statistics import Backlog
 
@@ -25,6 +26,8 @@ class Lag:
         unsent_norm: L2 norm of what the model has less what it holds, as of the last release. None where it is not
             known: without a policy, or before it has applied the newest release.
         unsent_share: the same as a share of the norm of the tables.
+        seconds_behind_events: age of the newest event that the model had been trained on at the version whose rows
+            it holds; 0 if that is dated in the future. None where it is not known.
     """
 
     versions: int
@@ -33,6 +36,7 @@ class Lag:
     seconds: float
     unsent_norm: float | None = None
     unsent_share: float | None = None
+    seconds_behind_events: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,8 @@ class ConsumerLag:
 
     Without a policy `offset` is a version, and there is no `release`; with one it is the number of a release, and
     `release` says what the newest one took and left.
+    `head_seconds_behind_events` is to the head what `seconds_behind_events` is to what replicas hold: what lies
+    between the two is the way from the trainer to them, the rest is the trainer's.
     `damages` is how often a table of a replica was found to be damaged since the service started.
     """
 
@@ -110,6 +116,7 @@ class ConsumerLag:
     damages: int
     release: ReleaseLag | None
     policy: dict[str, Any]
+    head_seconds_behind_events: float | None = None
 
 
 def measure(
@@ -132,10 +139,12 @@ def measure(
     """
     newest = seals[-1].version if seals else 0
     oldest = version + 1 if since is None else since
+    behind_events = seconds_behind(event_time_of(version, seals), now_unix_ns)
     if newest <= version and not sum(lacking):
-        return Lag(0, 0, 0, 0.0)
+        return Lag(0, 0, 0, 0.0, seconds_behind_events=behind_events)
     size = sum(rows * each for rows, each in zip(lacking, row_bytes, strict=True))
-    return Lag(max(0, newest - version), sum(lacking), size, seconds_since_sealed(oldest, seals, now_unix_ns))
+    seconds = seconds_since_sealed(oldest, seals, now_unix_ns)
+    return Lag(max(0, newest - version), sum(lacking), size, seconds, seconds_behind_events=behind_events)
 
 
 def unsent(backlogs: Sequence[Backlog]) -> tuple[float, float]:

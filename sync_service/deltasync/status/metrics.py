@@ -18,8 +18,9 @@ from deltasync.status.report import report
 
 @dataclass(frozen=True)
 class ModelFigures:
-    """What is shown of a model: its newest version, what was published since the service started, its tables, and
-    whether cuts cannot be sealed or applied.
+    """What is shown of a model: its newest version, what was published since the service started, its tables,
+    whether cuts cannot be sealed or applied, and the time of the newest event it was trained on (nanoseconds since
+    1970; None where nobody has said it).
     """
 
     name: str
@@ -28,6 +29,7 @@ class ModelFigures:
     published_bytes: int
     tables: Sequence[TableSpec]
     failed: bool
+    event_time_unix_ns: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +75,16 @@ def _model_metrics(figures: Figures) -> list[Metric]:
             "Newest sealed version.",
             ["model"],
             [([model.name], model.newest_version) for model in models],
+        ),
+        gauge(
+            "head_event_time_seconds",
+            "Time of the newest event that the newest sealed version had been trained on, in seconds since 1970.",
+            ["model"],
+            [
+                ([model.name], model.event_time_unix_ns / 1e9)
+                for model in models
+                if model.event_time_unix_ns is not None
+            ],
         ),
         counter(
             "published_rows",

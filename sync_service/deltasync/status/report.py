@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from deltasync.consumers.consumer import Consumer, Replica
 from deltasync.consumers.fleet import consumer_offset, offset_in
+from deltasync.core.event_time import seconds_behind
 from deltasync.core.seal import Seal, seconds_since_sealed
 from deltasync.feeds.standing import Standing, TableStanding
 from deltasync.feeds.statistics import ReleaseStatistics
@@ -48,6 +49,7 @@ def report(consumer: Consumer, standing: Standing, now_unix_ns: int) -> Consumer
         damages=consumer.damages,
         release=_release_lag(standing.release, now_unix_ns) if standing.release else None,
         policy=consumer.policy.as_dict(),
+        head_seconds_behind_events=seconds_behind(seals[-1].event_time_unix_ns, now_unix_ns) if seals else None,
     )
 
 

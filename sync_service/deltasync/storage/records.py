@@ -69,7 +69,7 @@ def reading(name: str) -> Iterator[None]:
 
 def seal_record(seal: Seal) -> dict[str, Any]:
     """The record of a seal."""
-    return {
+    record = {
         "version": seal.version,
         "step": seal.step,
         "run": seal.run,
@@ -83,6 +83,7 @@ def seal_record(seal: Seal) -> dict[str, Any]:
         "resync": seal.resync,
         "whole": list(seal.whole),
     }
+    return record | event_time_record(seal.event_time_unix_ns)
 
 
 def seal_of_record(record: Mapping[str, Any]) -> Seal:
@@ -100,7 +101,13 @@ def seal_of_record(record: Mapping[str, Any]) -> Seal:
         sealed_unix_ns=record["sealed_unix_ns"],
         resync=record.get("resync", False),  # Seals of earlier versions lack these.
         whole=tuple(record.get("whole", ())),
+        event_time_unix_ns=record.get("event_time_unix_ns"),
     )
+
+
+def event_time_record(event_time_unix_ns: int | None) -> dict[str, int]:
+    """What a record says of the newest event: nothing where it is not known, as those of earlier versions."""
+    return {} if event_time_unix_ns is None else {"event_time_unix_ns": event_time_unix_ns}
 
 
 def spec_record(spec: TableSpec) -> dict[str, Any]:

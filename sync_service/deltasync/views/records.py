@@ -1,6 +1,7 @@
 """The small records of a view in the log: their names and keys are part of the data directory's format."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from deltasync.core.delivery import Delivery
@@ -10,7 +11,7 @@ from deltasync.core.value_types import ValueType
 from deltasync.feeds.frozen_release import Head
 from deltasync.feeds.statistics import Amount, ReleaseStatistics
 from deltasync.storage.log_store import LogStore
-from deltasync.storage.records import reading, unpack_json
+from deltasync.storage.records import event_time_record, reading, unpack_json
 from deltasync.views.table import ViewTable
 
 
@@ -55,12 +56,13 @@ def _recorded(log: LogStore, name: str) -> Mapping[str, Any] | None:
 
 def head_record(head: Head) -> dict[str, Any]:
     """The head, as it is written down."""
-    return {
+    record = {
         "number": head.number,
         "version": head.version,
         "step": head.step,
         "step_end_unix_ns": head.step_end_unix_ns,
     }
+    return record | event_time_record(head.event_time_unix_ns)
 
 
 def head_of_record(record: Mapping[str, Any]) -> Head:
@@ -70,6 +72,7 @@ def head_of_record(record: Mapping[str, Any]) -> Head:
         version=record["version"],
         step=record["step"],
         step_end_unix_ns=record["step_end_unix_ns"],
+        event_time_unix_ns=record.get("event_time_unix_ns"),  # Heads of earlier versions lack it.
     )
 
 
@@ -109,10 +112,14 @@ def table_record(table: ViewTable) -> dict[str, Any]:
         "value_type": table.delivery.value_type and table.delivery.value_type.value,
         "mode": table.delivery.mode.value,
         "folder": table.folder.name,
+        "rows": table.delivery.spec.rows,
     }
 
 
 def delivery_of_record(record: Mapping[str, Any], spec: TableSpec) -> Delivery:
-    """What was written down that replicas are sent of a table, which is `spec`."""
+    """What was written down that replicas are sent of a table, which is `spec`, or was before it has grown."""
+    spec = replace(
+        spec, rows=record.get("rows", spec.rows)
+    )  # Records of earlier versions lack it: none had grown.
     value_type = ValueType(record["value_type"]) if record["value_type"] else None
     return Delivery(spec, value_type, Mode(record["mode"]))

@@ -70,7 +70,7 @@ class ReleaseMaker:
         if seal is None or state.head is None:
             return None
         dirty = find_dirty(state.tables, state.compared_version, policy, overdue_version)
-        head = Head(state.head.number + 1, seal.version, seal.step, seal.step_end_unix_ns)
+        head = Head.of(seal, state.head.number + 1)
         log = ReleaseLog(self._store, head.number)
         return draw(state.tables, dirty, pick(dirty, policy), head, log, self._scratch)
 

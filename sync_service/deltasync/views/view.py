@@ -93,6 +93,10 @@ class View:
         """The version of the rows that a replica at `number` holds, as far as it is known."""
         return self._version_at(self.state, number)
 
+    def event_time_of(self, version: int) -> int | None:
+        """The time of the newest event that the model had been trained on at a version, or None."""
+        return self.model.event_time_of(version)
+
     def _version_at(self, state: ViewState, number: int) -> int:
         if state.head and number == state.head.number:
             return state.compared_version

@@ -15,7 +15,7 @@ from deltasync.core.policy_fields import OneOf, Patterns, PolicyField
 from deltasync.core.position import Position
 from deltasync.core.tables import STATE_TYPES, Shard, TableKind, TableSpec
 from deltasync.core.value_types import ValueType
-from deltasync.v1 import admin_pb2, publish_pb2, tables_pb2
+from deltasync.v1 import admin_pb2, publish_pb2, subscribe_pb2, tables_pb2
 
 N = TypeVar("N", bound=Numbered)
 
@@ -73,16 +73,16 @@ def delivery_from_message(message: tables_pb2.Table, mode: Mode) -> Delivery:
     Raises:
         InvalidInput: a field is out of bounds, or a value type is unknown.
     """
-    own, number = Delivery.unchanged(table_from_message(message)), message.sent_as
-    value_type = _member(ValueType, number, "value type") if number else own.value_type
-    return replace(own, value_type=value_type, mode=mode)
+    own = replace(Delivery.unchanged(table_from_message(message)), mode=mode)
+    if own.value_type is None or message.sent_as in (0, message.value_type):
+        return own
+    return replace(own, value_type=_member(ValueType, message.sent_as, "value type"))
 
 
 def delivery_to_message(delivery: Delivery) -> tables_pb2.Table:
     """The message that describes what a subscriber is sent of a table."""
     message = table_to_message(delivery.spec)
-    if delivery.value_type:
-        message.sent_as = delivery.value_type.number
+    message.sent_as = delivery.value_type.number if delivery.value_type else message.value_type
     return message
 
 
@@ -112,6 +112,13 @@ def shard_to_message(shard: Shard, tables: list[TableSpec]) -> publish_pb2.Shard
         col_offset=shard.col_offset,
         cols=shard.cols,
     )
+
+
+def event_time_from_message(
+    message: publish_pb2.PartClose | subscribe_pb2.ReleaseEnd | subscribe_pb2.Progress,
+) -> int | None:
+    """The event time that a message carries, nanoseconds since 1970; None if it carries none."""
+    return message.event_time_unix_ns or None
 
 
 def position_from_message(message: tables_pb2.Position) -> Position:

@@ -8,8 +8,10 @@ from deltasync.core.errors import InvalidInput
 from deltasync.core.position import Decision
 
 # What this code speaks, and the oldest that it still understands: 1, whose clients named no version.
-PROTOCOL = 2
+PROTOCOL = 3
 OLDEST_PROTOCOL = 1
+# The first in which rows can be deleted. To others a delete is a row of zeros.
+DELETES_PROTOCOL = 3
 
 _KEY = "deltasync-protocol"
 _FORM = re.compile(r"([1-9][0-9]{0,8})-([1-9][0-9]{0,8})", re.ASCII)

@@ -162,3 +162,30 @@ def test_one_state_is_not_taken_for_those_of_all_ranks(service: ServiceProcess) 
     with pytest.raises(InvalidInput, match="expected a list with the states of all ranks, got one state"):
         sync.load_state_dict(sync.state_dict())  # type: ignore[arg-type]
     sync.abort()
+
+
+def test_the_newest_event_of_all_steps_goes_with_a_cut(service: ServiceProcess) -> None:
+    model, target = linear(), NumpyTarget()
+    with delta_sync(service, model, publish_every=3) as sync, subscriber(service, target) as replica:
+        replica.wait_for(sync.flush(), 30)
+        assert replica.event_time_unix_ns is None, "nothing was trained on yet"
+        for event_time in (20, 10, None):  # One cut, after the third.
+            change(model)
+            sync.step(event_time)
+        replica.wait_for(sync.flush(), 30)
+        with target.reading():
+            assert (target.position, target.event_time_unix_ns) == (replica.held, 20)
+        with pytest.raises(InvalidInput, match=r"event_time_unix_ns: 1\.5, expected whole nanoseconds since 1970"):
+            sync.step(1.5)  # type: ignore[arg-type]
+        state = sync.state_dict()
+    with delta_sync(service, model) as sync, subscriber(service, target) as replica:
+        sync.load_state_dict([state])
+        change(model)
+        replica.wait_for(sync.flush(), 30)
+        assert replica.event_time_unix_ns == 20, "a run from a checkpoint knows of what it was trained on"
+    del state["event_time_unix_ns"]
+    with delta_sync(service, model) as sync, subscriber(service, target) as replica:
+        sync.load_state_dict([state])  # As one of before event times.
+        change(model)
+        replica.wait_for(sync.flush(), 30)
+        assert replica.event_time_unix_ns is None

@@ -23,8 +23,8 @@ from deltasync.client import (
 from deltasync.wire.protocol import Protocols
 
 NEWER = Protocols(4, 5)
-TOO_NEW = "the client speaks protocols 4 to 5, the service protocols 1 to 2: update the service"
-TOO_OLD = "the client speaks protocols 1 to 2, the service protocols 4 to 5: update the client"
+TOO_NEW = "the client speaks protocols 4 to 5, the service protocols 1 to 3: update the service"
+TOO_OLD = "the client speaks protocols 1 to 3, the service protocols 4 to 5: update the client"
 
 
 @pytest.fixture(params=["client", "service"])

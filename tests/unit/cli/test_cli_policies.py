@@ -323,6 +323,19 @@ RANKED = ConsumerLag(
 )
 
 
+@pytest.mark.parametrize(("held", "shown"), [(8.25, "8.25 seconds ago"), (None, "not known")])
+def test_the_lag_says_how_old_the_newest_event_is(held: float | None, shown: str) -> None:
+    lag = replace(RANKED, lag=replace(KNOWN, seconds_behind_events=held), head_seconds_behind_events=2.5)
+    lines = [" ".join(line.split()) for line in lag_text(asdict(lag)).splitlines()]
+    assert f"events the newest that the last replica knows of was {shown}; the model, 2.5 seconds ago" in lines
+
+
+def test_the_lag_of_a_service_of_before_is_shown() -> None:
+    lag = asdict(RANKED)
+    del lag["head_seconds_behind_events"], lag["lag"]["seconds_behind_events"]
+    assert not any(line.startswith("events") for line in lag_text(lag).splitlines())
+
+
 def test_the_lag_of_a_consumer_with_a_policy_says_what_is_unsent_and_why() -> None:
     lines = lag_text(asdict(RANKED)).splitlines()
     assert lines[:2] == ["consumer top  model clicks  head 12  behind", "20 rows are still to be applied"]

@@ -44,6 +44,15 @@ def test_a_cut_is_complete_when_every_rank_has_closed() -> None:
     assert (cut.rows, cut.bytes, cut.step_end_unix_ns) == (2, 2 * (8 + 16), 90)
 
 
+@pytest.mark.parametrize(("times", "newest"), [((5, 7), 7), ((7, None), 7), ((None, None), None)])
+def test_a_cut_has_the_newest_event_time_of_its_ranks(times: tuple[int | None, ...], newest: int | None) -> None:
+    cut = cut_of(len(times))
+    for rank, time in enumerate(times):
+        begun = cut.begin(rank, [TOP], must_be_full=False)
+        cut.close(begun, rows=0, full=False, step_end_unix_ns=1, event_time_unix_ns=time)
+    assert cut.event_time_unix_ns == newest
+
+
 def test_a_part_begun_anew_forgets_what_came_before() -> None:
     cut = cut_of(1)
     fill(cut.begin(0, [TOP], must_be_full=False))

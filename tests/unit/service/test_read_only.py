@@ -15,6 +15,7 @@ from deltasync.core.policy import Policy
 from deltasync.service.service import Service
 from deltasync.status.answers import Answers
 from deltasync.v1 import subscribe_pb2
+from deltasync.wire.protocol import OURS
 
 
 async def ask(service: Service, consumer: str) -> str:
@@ -31,7 +32,8 @@ async def silence() -> AsyncIterator[subscribe_pb2.SubscribeRequest]:
 
 async def subscribe(service: Service, consumer: str) -> None:
     """A replica asks for what there is, is told that there is nothing yet, and leaves."""
-    stream = ReplicaStream(service, subscribe_pb2.SubscribeOpen(consumer=consumer, replica="r")).run(silence())
+    opening = subscribe_pb2.SubscribeOpen(consumer=consumer, replica="r")
+    stream = ReplicaStream(service, opening, OURS).run(silence())
     assert (await anext(stream)).WhichOneof("message") == "progress"
     assert await ask(service, consumer) == "waiting"
     await cast("AsyncGenerator[Any, None]", stream).aclose()
@@ -77,7 +79,7 @@ def test_what_is_published_while_a_replica_is_told_to_wait_wakes_it(
     async def scenario(service: Service) -> None:
         await service.create_consumer("plain", "clicks", Policy())
         opening = subscribe_pb2.SubscribeOpen(consumer="plain", replica="r")
-        stream = ReplicaStream(service, opening).run(silence())
+        stream = ReplicaStream(service, opening, OURS).run(silence())
         kinds = [(await anext(stream)).WhichOneof("message")]
         session = await join(service)
         await send(session, full_part(1, random_rows(0), WHOLE))

@@ -25,7 +25,7 @@ async def lag_at(view: View, release: int, *, connected: bool = True) -> Consume
 
 
 ANSWER = ["consumer", "model", "history", "state", "reason", "head", "head_step", "offset", "lag", "replicas"]
-ANSWER += ["tables", "oldest_row_seconds", "damages", "release", "policy"]
+ANSWER += ["tables", "oldest_row_seconds", "damages", "release", "policy", "head_seconds_behind_events"]
 RELEASE = ["number", "version", "seconds_ago", "rows", "bytes", "norm", "left_rows", "left_bytes", "left_norm"]
 RELEASE += ["reason"]
 

@@ -110,9 +110,12 @@ def test_a_seal_comes_back_as_it_was() -> None:
     assert records.seal_of_record(
         records.unpack_json(records.pack_json(records.seal_record(sealed(7))))
     ) == sealed(7)
+    timed = sealed(8, event_time_unix_ns=9)
+    assert records.seal_of_record(records.unpack_json(records.pack_json(records.seal_record(timed)))) == timed
 
 
 def test_seals_of_before_runs_were_told_apart_are_read() -> None:
     older: dict[str, Any] = records.seal_record(sealed(1))
     assert older.pop("resync") is False
+    assert "event_time_unix_ns" not in older
     assert records.seal_of_record(json.loads(json.dumps(older))) == sealed(1)

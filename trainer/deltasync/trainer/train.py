@@ -3,7 +3,6 @@
 torchrun --nproc-per-node 2 -m deltasync.trainer.train --service localhost:50051 --model clicks
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import service_options
 from deltasync.core.process import log_to_stderr
 from deltasync.trainer.clicks.checkpoint import load_checkpoint, save_checkpoint
-from deltasync.trainer.clicks.micro_batches import micro_batches
+from deltasync.trainer.clicks.micro_batches import TimedBatches, micro_batches
 from deltasync.trainer.clicks.model import MODELS
 from deltasync.trainer.clicks.results import Results
 from deltasync.trainer.clicks.stream_options import managed_option, stream_options, take_stream_options
@@ -56,17 +55,17 @@ def main(checkpoint: Path | None, results: Path | None, table_lr: float, dense_l
         load_checkpoint(checkpoint, model, optimizer, sync)
     with sync:
         sync.flush()  # So that replicas hold the model before its first step.
-        mine = micro_batches(stream, training, sync.tracker.steps)
-        _train(pipeline, scored.watched(mine) if scored else mine, sync, scored)
+        mine = TimedBatches(micro_batches(stream, training, sync.tracker.steps))
+        _train(pipeline, mine, sync, scored)
     if checkpoint:
         save_checkpoint(checkpoint, model, optimizer, sync)
     if results and scored:
         pipeline.detach()
-        scored.write(results, dist.get_rank(), sync)
+        scored.write(results, dist.get_rank(), sync, mine.last)
     dist.destroy_process_group()
 
 
-def _train(pipeline: OnlinePipeline, mine: Iterator[Any], sync: DeltaSync, scored: Results | None) -> None:
+def _train(pipeline: OnlinePipeline, mine: TimedBatches, sync: DeltaSync, scored: Results | None) -> None:
     while True:
         try:
             output = pipeline.progress(mine)
@@ -74,8 +73,9 @@ def _train(pipeline: OnlinePipeline, mine: Iterator[Any], sync: DeltaSync, score
             return
         if scored:
             scored.add(output, step_ended=pipeline.stepped)
+        event_time_unix_ns = mine.trained()
         if pipeline.stepped:
-            sync.step()
+            sync.step(event_time_unix_ns)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def test_the_first_event_arrives_at_the_time_in_the_start_file(tmp_path: Path) -
         waited.append(seconds)
         start.write_text(str(time.time() - 1))
 
-    assert [len(events) for events in options.batches(sleep)] == [32, 32]
+    assert [len(events) for events in options.batches(options.pace(sleep), sleep)] == [32, 32]
     assert len(waited) == 1
     assert math.isfinite(waited[0])
 

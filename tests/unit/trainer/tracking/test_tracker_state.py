@@ -273,7 +273,15 @@ class TestDeltaSync:
 
     def test_the_names_in_a_state_are_those_of_its_format(self) -> None:
         state = self.sync().state_dict()
-        assert set(state) == {"format", "rank", "world_size", "tracker", "history", "version"}
+        assert set(state) == {
+            "format",
+            "rank",
+            "world_size",
+            "tracker",
+            "history",
+            "version",
+            "event_time_unix_ns",
+        }
         assert state["format"] == 1
 
     def test_a_state_of_before_is_read(self) -> None:

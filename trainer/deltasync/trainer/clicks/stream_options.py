@@ -47,12 +47,15 @@ class StreamOptions:
         sizes = {"users": model.users, "items": model.items, "cross_buckets": model.cross_buckets}
         return FeatureOptions(**sizes, raw_ids=model.managed)
 
-    def batches(self, sleep: Callable[[float], None] = time.sleep, past: int = 0) -> Iterator[Events]:
-        """The batches, each when its last event arrives; the first `past` of them at once."""
+    def pace(self, sleep: Callable[[float], None] = time.sleep, past: int = 0) -> Pace:
+        """When events arrive, from now or what the start file says on; those of `past` batches have before."""
+        start = self._start(sleep) - past * self.batch_size / self.events_per_second
+        return Pace(start_unix=start, events_per_second=self.events_per_second)
+
+    def batches(self, pace: Pace, sleep: Callable[[float], None] = time.sleep) -> Iterator[Events]:
+        """The batches, each when its last event arrives."""
         synthetic = SyntheticOptions(seed=self.seed, users=self.model.users, items=self.model.items)
         events = open_stream(self.data, events=self.events, synthetic=synthetic)
-        start = self._start(sleep) - past * self.batch_size / self.events_per_second
-        pace = Pace(start_unix=start, events_per_second=self.events_per_second)
         return paced(batches(events, self.batch_size), pace, sleep=sleep)
 
     def arguments(self) -> list[str]:

@@ -133,7 +133,7 @@ def _score(replica: Replica, stream: StreamOptions, stop: threading.Event) -> No
         if stop.wait(seconds):
             raise Stop
 
-    for events in stream.batches(sleep=pause):
+    for events in stream.batches(stream.pace(pause), pause):
         replica.score(events)
 
 
