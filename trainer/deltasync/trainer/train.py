@@ -66,10 +66,9 @@ def main(checkpoint: Path | None, results: Path | None, table_lr: float, dense_l
 
 
 def _train(pipeline: OnlinePipeline, mine: TimedBatches, sync: DeltaSync, scored: Results | None) -> None:
-    batches = scored.watched(mine) if scored else mine
     while True:
         try:
-            output = pipeline.progress(batches)
+            output = pipeline.progress(mine)
         except StopIteration:
             return
         if scored:
