@@ -62,11 +62,6 @@ class Case:
     sequences: bool = False
     policy: Callable[[], MCHEvictionPolicy] | None = None
 
-    @property
-    def below(self) -> int:
-        """What ids are below."""
-        return RAW_IDS if self.policy else ROWS
-
 
 _SHARDINGS = {
     "row-wise": row_wise(compute_kernel=KERNEL),

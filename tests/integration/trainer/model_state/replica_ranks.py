@@ -55,7 +55,8 @@ def batches(case: Case, step: int) -> tuple[Batch, Batch]:
         ids = (some * 521 + DRIFT * (step // 3)) % RAW_IDS
     else:
         ids = torch.randint(ROWS, size, generator=generator)
-    asked = torch.where(torch.rand(size, generator=generator) < 0.5, ids, ids.flip(1) * 7 % case.below)
+    others = ids.flip(1) * 7 % (3 * RAW_IDS if case.policy else ROWS)  # Beyond what is hashed to, too.
+    asked = torch.where(torch.rand(size, generator=generator) < 0.5, ids, others)
     numbers = torch.randn(2, SAMPLES, NUMBERS, generator=generator)
     return batch_of(ids, numbers[0]), batch_of(asked, numbers[1])
 
