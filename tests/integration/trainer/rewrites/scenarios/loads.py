@@ -1,6 +1,8 @@
 """Loads, first values and resets after the tracker has attached: followed, or found by verifying."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
@@ -13,17 +15,17 @@ from tests.integration.trainer.torchrec_defects.models import (
     ROWS,
     SEQUENCES,
     bags,
-    kernels_of,
-    lookups_of,
     sequences,
     sharded,
     train,
 )
 from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.sharding_plan import data_parallel, row_wise, table_wise
+from torchrec.distributed.sharding_plan import row_wise, table_wise
 
 from deltasync.core.errors import Contradiction
 from deltasync.trainer.tracking import TrackingMode
+from deltasync.trainer.tracking.modules import sharded_modules
+from deltasync.trainer.tracking.shards import lookups_of
 
 EVERY_ROW = set(range(ROWS))
 FUSED = f"{BAGS}.rows", f"{BAGS}.whole", f"{SEQUENCES}.rows"
@@ -33,15 +35,20 @@ def model() -> DistributedModelParallel:
     tables = {
         "rows": row_wise(compute_kernel="fused"),
         "whole": table_wise(rank=1, compute_kernel="fused"),
-        "copies": data_parallel(),
     }
-    collections = {"bags": bags("rows", "whole", "copies"), "sequences": sequences("rows")}
+    collections = {"bags": bags("rows", "whole"), "sequences": sequences("rows")}
     return sharded(collections, tables, optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD)
+
+
+def kernels(of: DistributedModelParallel) -> Iterator[Any]:
+    for _, module in sharded_modules(of):
+        for lookup in lookups_of(module):
+            yield from lookup._emb_modules
 
 
 def random_state(of: DistributedModelParallel) -> dict[str, torch.Tensor]:
     """As of a checkpoint of another moment."""
-    state = of.state_dict()
+    state: dict[str, torch.Tensor] = deepcopy(of.state_dict())
     for value in state.values():
         for shard in value.local_shards() if hasattr(value, "local_shards") else ():
             shard.tensor = torch.rand(shard.tensor.shape)
@@ -67,10 +74,10 @@ def load_module_by_module(of: DistributedModelParallel) -> None:
 
 
 def load_kernel_by_kernel(of: DistributedModelParallel) -> None:
-    for kernel in kernels_of(of):
-        if hasattr(kernel, "weights_host"):
-            state = kernel.state_dict()
-            kernel.load_state_dict({key: torch.rand(value.shape).to(value.dtype) for key, value in state.items()})
+    for kernel in kernels(of):
+        state = kernel.emb_module.state_dict()
+        weights = {key: torch.rand_like(value) for key, value in state.items() if value.is_floating_point()}
+        kernel.emb_module.load_state_dict(state | weights)
 
 
 def reset_modules(of: DistributedModelParallel) -> None:
@@ -79,14 +86,13 @@ def reset_modules(of: DistributedModelParallel) -> None:
 
 
 def reset_kernels(of: DistributedModelParallel) -> None:
-    for kernel in kernels_of(of):
-        kernel.init_embedding_weights_uniform(-1, 1)
+    for kernel in kernels(of):
+        kernel.emb_module.init_embedding_weights_uniform(-1, 1)
 
 
 def reset_kernels_of_torchrec(of: DistributedModelParallel) -> None:
-    for lookup in lookups_of(of):
-        for kernel in getattr(lookup, "module", lookup)._emb_modules:
-            kernel.init_parameters()
+    for kernel in kernels(of):
+        kernel.init_parameters()
 
 
 REWRITES: list[Callable[[DistributedModelParallel], None]] = [
@@ -105,7 +111,7 @@ def every_way_to_rewrite_a_model_is_followed() -> None:
     for rewrite in REWRITES:
         of = model()
         replica = Replica(of)
-        train(of, rows=[1], whole=[2], copies=[3])
+        train(of, rows=[1], whole=[2])
         replica.tracker.step()
         replica.catch_up()
         changes = replica.tracker.changes
@@ -116,10 +122,11 @@ def every_way_to_rewrite_a_model_is_followed() -> None:
             assert rewrite is reset_modules, f"{rewrite.__name__} has changed {list(replica.stale)}"
         replica.catch_up()
         assert not replica.stale, rewrite.__name__
-        train(of, rows=[4], whole=[4], copies=[4])
+        train(of, rows=[4], whole=[4])
         replica.tracker.step()
-        assert all(ids == {4} for ids in replica.catch_up().values()), "only what has changed since"
-        assert not replica.stale
+        taken = replica.catch_up()
+        assert {name: taken[name] for name in FUSED} == dict.fromkeys(FUSED, {4}), "only what has changed since"
+        assert not replica.stale, (rewrite.__name__, replica.stale)
 
 
 @SCENARIOS.scenario("loads", ranks=2)
@@ -148,7 +155,7 @@ def deleted_rows_stay_deleted_unless_a_load_fills_them() -> None:
     name = f"{BAGS}.rows"
     replica.tracker.delete(name, torch.tensor([1, 2, 9, 10]))
     replica.catch_up()
-    state = of.state_dict()
+    state = deepcopy(of.state_dict())
     for shard in state[f"{name}.weight"].local_shards():
         shard.tensor[1] = 0.5  # Rows 1 and 9.
     of.load_state_dict(state)
@@ -164,7 +171,7 @@ def deleted_rows_stay_deleted_unless_a_load_fills_them() -> None:
 def writes_that_nothing_tells_of_are_named_by_verifying_and_can_be_marked() -> None:
     of = model()
     replica = Replica(of)
-    kernel = next(iter(kernels_of(of)))
+    kernel = next(kernels(of))
     kernel.split_embedding_weights()[0][3] += 1.0
     table = replica.tracker.tables[0]
     row = table.row_offset + 3
@@ -185,7 +192,7 @@ def what_is_paused_is_not_verified() -> None:
     replica.tracker.step()
     taken = replica.catch_up()
     assert f"{BAGS}.rows" not in taken
-    kernel = next(iter(kernels_of(of)))
+    kernel = next(kernels(of))
     kernel.split_embedding_weights()[0][3] += 1.0
     with pytest.raises(Contradiction, match="have changed, but are not marked"):
         replica.tracker.add_consumer("late", TrackingMode.ID_ONLY)
