@@ -15,14 +15,14 @@ from torch import nn
 from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from deltasync.core.errors import InvalidInput, NotFound
+from deltasync.core.errors import NotFound
 from deltasync.trainer.tracking.cost import TrackerCost
 from deltasync.trainer.tracking.dense_optimizers import DenseOptimizers
 from deltasync.trainer.tracking.module_tensors import modules_with_buffers
 from deltasync.trainer.tracking.modules import table_fqn
 from deltasync.trainer.tracking.rewrites import RewriteListener, listen_to_rewrites
 from deltasync.trainer.tracking.row_reset import reset_rows
-from deltasync.trainer.tracking.shards import TrackedTable, flush_caches, follow_replaced
+from deltasync.trainer.tracking.shards import TrackedTable, check_deletable, flush_caches, follow_replaced
 from deltasync.trainer.tracking.stamps import STAMP_BYTES, RowStamps
 from deltasync.trainer.tracking.torchrec_hooks import (
     Hooks,
@@ -223,6 +223,10 @@ class RowMarking:
             self._stamps.stamp(number, local)
             self.changes += 1
 
+    def holds(self, table: str) -> bool:
+        """Whether this rank has rows of a table, tracked or a copy."""
+        return table in self._numbers or table in self._replicas
+
     def delete(self, table: str, ids: torch.Tensor) -> torch.Tensor:
         """Reset rows of a table, by global ids, and stamp them as deleted; the local ids of those held here.
 
@@ -231,10 +235,7 @@ class RowMarking:
             InvalidInput: an id is none of the table's.
         """
         held = self._replicas.get(table) or self._tables[self._number(table)]
-        if not held.table.kind.ranked:
-            raise InvalidInput(
-                f"table {table!r} is of kind {held.table.kind.value!r}: only rows of embeddings can be deleted"
-            )
+        check_deletable(held.table)
         local = held.local_ids(ids)
         with self._gate:
             self.compact_here()  # Lookups until now came before.

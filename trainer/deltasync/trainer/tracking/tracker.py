@@ -168,6 +168,10 @@ class Tracker:
         """
         self._cursors.forget(table, self._marking.delete(table, ids))
 
+    def holds(self, table: str) -> bool:
+        """Whether this rank has rows of a table, tracked here or a copy that another rank tracks."""
+        return self._marking.holds(table)
+
     def mark_all(self, table: str | None = None) -> None:
         """Note that every row of a table, or of all tables, was changed from outside, say by a load.
 
@@ -329,13 +333,13 @@ class Tracker:
         states = [saved] if isinstance(saved, Mapping) else list(saved)
         with self._gate.reading(None):
             flush_caches(self.tables)
-            follow_replaced(self.tables)
             self._restore(states)
 
     def _state(self) -> dict[str, Any]:
         return tracker_state.save(self.tables, self._stamps, list(self._cursors)) | {"steps": self.steps}
 
     def _restore(self, states: Sequence[Mapping[str, Any]]) -> None:
+        follow_replaced(self.tables)
         self._cursors.restore(tracker_state.load(self.tables, self._stamps, states))
         self._marking.restore(max(int(one["steps"]) for one in states))
 
