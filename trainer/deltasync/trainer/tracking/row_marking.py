@@ -87,7 +87,7 @@ class LookupMarks:
 
 
 class RowMarking:
-    """Stamps the rows of a tracked model: of lookups, evictions, rewrites and dense updates, and those marked by hand.
+    """Stamps the rows of a model: of lookups, evictions, rewrites and dense updates, and those marked by hand.
 
     Attributes:
         steps: optimizer steps completed.
