@@ -41,6 +41,8 @@ def _environment(store: TCPStore, rank: int, ranks: int) -> dict[str, str]:
     """What torchrun tells its ranks."""
     return {
         "OMP_NUM_THREADS": "1",
+        # By their hashes of names do ranks find what others send them when a table is moved (gloo heeds tags).
+        "PYTHONHASHSEED": "0",
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),

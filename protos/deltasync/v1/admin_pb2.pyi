@@ -293,3 +293,144 @@ class ListConsumersResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListConsumersResponse: _TypeAlias = ListConsumersResponse  # noqa: Y015
+
+@_typing.final
+class DeleteRowsRequest(_message.Message):
+    """DeleteRowsRequest names rows to delete."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    TABLE_FIELD_NUMBER: _builtins.int
+    IDS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """model is the name of the model. Required."""
+    table: _builtins.str
+    """table is the name of one of its embedding tables. Required."""
+    @_builtins.property
+    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """ids are global row ids, in any order: 1 to 100,000 of them."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        table: _builtins.str = ...,
+        ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ids", b"ids", "model", b"model", "table", b"table"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteRowsRequest: _TypeAlias = DeleteRowsRequest  # noqa: Y015
+
+@_typing.final
+class DeleteRowsResponse(_message.Message):
+    """DeleteRowsResponse answers DeleteRows."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PENDING_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def pending(self) -> Global___PendingDelete:
+        """pending is the request."""
+
+    def __init__(
+        self,
+        *,
+        pending: Global___PendingDelete | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pending", b"pending"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pending", b"pending"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteRowsResponse: _TypeAlias = DeleteRowsResponse  # noqa: Y015
+
+@_typing.final
+class PendingDelete(_message.Message):
+    """PendingDelete is a request to delete rows that is not done."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    TABLE_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    ASKED_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """number tells it from others of its model."""
+    model: _builtins.str
+    """model is the model's name."""
+    table: _builtins.str
+    """table is the table's name."""
+    rows: _builtins.int
+    """rows is the number of rows to delete."""
+    reason: _builtins.str
+    """reason says in words what it waits for."""
+    @_builtins.property
+    def asked(self) -> _timestamp_pb2.Timestamp:
+        """asked is when it was asked for."""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        model: _builtins.str = ...,
+        table: _builtins.str = ...,
+        rows: _builtins.int = ...,
+        asked: _timestamp_pb2.Timestamp | None = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["asked", b"asked"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked", b"asked", "model", b"model", "number", b"number", "reason", b"reason", "rows", b"rows", "table", b"table"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PendingDelete: _TypeAlias = PendingDelete  # noqa: Y015
+
+@_typing.final
+class ListPendingDeletesRequest(_message.Message):
+    """ListPendingDeletesRequest asks for all requests that are not done."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListPendingDeletesRequest: _TypeAlias = ListPendingDeletesRequest  # noqa: Y015
+
+@_typing.final
+class ListPendingDeletesResponse(_message.Message):
+    """ListPendingDeletesResponse answers ListPendingDeletes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PENDING_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def pending(self) -> _containers.RepeatedCompositeFieldContainer[Global___PendingDelete]:
+        """pending are the requests, by model and number."""
+
+    def __init__(
+        self,
+        *,
+        pending: _abc.Iterable[Global___PendingDelete] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pending", b"pending"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListPendingDeletesResponse: _TypeAlias = ListPendingDeletesResponse  # noqa: Y015

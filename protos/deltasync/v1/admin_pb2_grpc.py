@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class AdminServiceStub:
-    """AdminService manages consumers. Calls that change something need the admin token, sent as the
+    """AdminService manages consumers, and has rows deleted. Calls that change something need the admin token, sent as the
     metadata entry "authorization: Bearer TOKEN".
     """
 
@@ -56,10 +56,20 @@ class AdminServiceStub:
                 request_serializer=deltasync_dot_v1_dot_admin__pb2.ListConsumersRequest.SerializeToString,
                 response_deserializer=deltasync_dot_v1_dot_admin__pb2.ListConsumersResponse.FromString,
                 _registered_method=True)
+        self.DeleteRows = channel.unary_unary(
+                '/deltasync.v1.AdminService/DeleteRows',
+                request_serializer=deltasync_dot_v1_dot_admin__pb2.DeleteRowsRequest.SerializeToString,
+                response_deserializer=deltasync_dot_v1_dot_admin__pb2.DeleteRowsResponse.FromString,
+                _registered_method=True)
+        self.ListPendingDeletes = channel.unary_unary(
+                '/deltasync.v1.AdminService/ListPendingDeletes',
+                request_serializer=deltasync_dot_v1_dot_admin__pb2.ListPendingDeletesRequest.SerializeToString,
+                response_deserializer=deltasync_dot_v1_dot_admin__pb2.ListPendingDeletesResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
-    """AdminService manages consumers. Calls that change something need the admin token, sent as the
+    """AdminService manages consumers, and has rows deleted. Calls that change something need the admin token, sent as the
     metadata entry "authorization: Bearer TOKEN".
     """
 
@@ -92,6 +102,22 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DeleteRows(self, request, context):
+        """DeleteRows asks the trainer of a model to delete rows. It is answered once the request is durable; the rows are
+        deleted with a later cut, since only ranks make versions. Until that is sealed, the request is pending, and every
+        run that comes is asked. Needs the token.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListPendingDeletes(self, request, context):
+        """ListPendingDeletes lists the requests that are not done, by model and number.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -115,6 +141,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     request_deserializer=deltasync_dot_v1_dot_admin__pb2.ListConsumersRequest.FromString,
                     response_serializer=deltasync_dot_v1_dot_admin__pb2.ListConsumersResponse.SerializeToString,
             ),
+            'DeleteRows': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteRows,
+                    request_deserializer=deltasync_dot_v1_dot_admin__pb2.DeleteRowsRequest.FromString,
+                    response_serializer=deltasync_dot_v1_dot_admin__pb2.DeleteRowsResponse.SerializeToString,
+            ),
+            'ListPendingDeletes': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPendingDeletes,
+                    request_deserializer=deltasync_dot_v1_dot_admin__pb2.ListPendingDeletesRequest.FromString,
+                    response_serializer=deltasync_dot_v1_dot_admin__pb2.ListPendingDeletesResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'deltasync.v1.AdminService', rpc_method_handlers)
@@ -124,7 +160,7 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService:
-    """AdminService manages consumers. Calls that change something need the admin token, sent as the
+    """AdminService manages consumers, and has rows deleted. Calls that change something need the admin token, sent as the
     metadata entry "authorization: Bearer TOKEN".
     """
 
@@ -226,6 +262,60 @@ class AdminService:
             '/deltasync.v1.AdminService/ListConsumers',
             deltasync_dot_v1_dot_admin__pb2.ListConsumersRequest.SerializeToString,
             deltasync_dot_v1_dot_admin__pb2.ListConsumersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteRows(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/deltasync.v1.AdminService/DeleteRows',
+            deltasync_dot_v1_dot_admin__pb2.DeleteRowsRequest.SerializeToString,
+            deltasync_dot_v1_dot_admin__pb2.DeleteRowsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListPendingDeletes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/deltasync.v1.AdminService/ListPendingDeletes',
+            deltasync_dot_v1_dot_admin__pb2.ListPendingDeletesRequest.SerializeToString,
+            deltasync_dot_v1_dot_admin__pb2.ListPendingDeletesResponse.FromString,
             options,
             channel_credentials,
             insecure,

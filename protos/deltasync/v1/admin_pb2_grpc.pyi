@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class AdminServiceStub:
-    """AdminService manages consumers. Calls that change something need the admin token, sent as the
+    """AdminService manages consumers, and has rows deleted. Calls that change something need the admin token, sent as the
     metadata entry "authorization: Bearer TOKEN".
     """
 
@@ -45,10 +45,17 @@ class AdminServiceStub:
     """DeleteConsumer forgets a consumer and its offsets; its replicas are disconnected. Needs the token."""
     ListConsumers: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListConsumersRequest, _admin_pb2.ListConsumersResponse]
     """ListConsumers lists all consumers by name."""
+    DeleteRows: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DeleteRowsRequest, _admin_pb2.DeleteRowsResponse]
+    """DeleteRows asks the trainer of a model to delete rows. It is answered once the request is durable; the rows are
+    deleted with a later cut, since only ranks make versions. Until that is sealed, the request is pending, and every
+    run that comes is asked. Needs the token.
+    """
+    ListPendingDeletes: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListPendingDeletesRequest, _admin_pb2.ListPendingDeletesResponse]
+    """ListPendingDeletes lists the requests that are not done, by model and number."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
-    """AdminService manages consumers. Calls that change something need the admin token, sent as the
+    """AdminService manages consumers, and has rows deleted. Calls that change something need the admin token, sent as the
     metadata entry "authorization: Bearer TOKEN".
     """
 
@@ -63,9 +70,16 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """DeleteConsumer forgets a consumer and its offsets; its replicas are disconnected. Needs the token."""
     ListConsumers: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListConsumersRequest, _admin_pb2.ListConsumersResponse]  # type: ignore[assignment]
     """ListConsumers lists all consumers by name."""
+    DeleteRows: _aio.UnaryUnaryMultiCallable[_admin_pb2.DeleteRowsRequest, _admin_pb2.DeleteRowsResponse]  # type: ignore[assignment]
+    """DeleteRows asks the trainer of a model to delete rows. It is answered once the request is durable; the rows are
+    deleted with a later cut, since only ranks make versions. Until that is sealed, the request is pending, and every
+    run that comes is asked. Needs the token.
+    """
+    ListPendingDeletes: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListPendingDeletesRequest, _admin_pb2.ListPendingDeletesResponse]  # type: ignore[assignment]
+    """ListPendingDeletes lists the requests that are not done, by model and number."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
-    """AdminService manages consumers. Calls that change something need the admin token, sent as the
+    """AdminService manages consumers, and has rows deleted. Calls that change something need the admin token, sent as the
     metadata entry "authorization: Bearer TOKEN".
     """
 
@@ -102,5 +116,24 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListConsumersResponse, _abc.Awaitable[_admin_pb2.ListConsumersResponse]]:
         """ListConsumers lists all consumers by name."""
+
+    @_abc_1.abstractmethod
+    def DeleteRows(
+        self,
+        request: _admin_pb2.DeleteRowsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.DeleteRowsResponse, _abc.Awaitable[_admin_pb2.DeleteRowsResponse]]:
+        """DeleteRows asks the trainer of a model to delete rows. It is answered once the request is durable; the rows are
+        deleted with a later cut, since only ranks make versions. Until that is sealed, the request is pending, and every
+        run that comes is asked. Needs the token.
+        """
+
+    @_abc_1.abstractmethod
+    def ListPendingDeletes(
+        self,
+        request: _admin_pb2.ListPendingDeletesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ListPendingDeletesResponse, _abc.Awaitable[_admin_pb2.ListPendingDeletesResponse]]:
+        """ListPendingDeletes lists the requests that are not done, by model and number."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -109,6 +109,7 @@ class PublishOpen(_message.Message):
     TABLES_FIELD_NUMBER: _builtins.int
     SHARDS_FIELD_NUMBER: _builtins.int
     CONTINUES_FIELD_NUMBER: _builtins.int
+    TAKES_DELETES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """model names the set of tables: 1 to 128 of letters, digits, '.', '_' and '-', not starting with '.'."""
     run: _builtins.str
@@ -122,6 +123,8 @@ class PublishOpen(_message.Message):
     """rank is this process's number, 0 to world_size - 1."""
     world_size: _builtins.int
     """world_size is the number of ranks, 1 to 65,536; a cut is sealed when all of them have closed their parts."""
+    takes_deletes: _builtins.bool
+    """takes_deletes says that this rank deletes rows when it is asked to. Nobody else is asked."""
     @_builtins.property
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[_tables_pb2.Table]:
         """tables describes the tables of this run, the same on all ranks. At least one. Shards must cover these
@@ -147,10 +150,11 @@ class PublishOpen(_message.Message):
         tables: _abc.Iterable[_tables_pb2.Table] | None = ...,
         shards: _abc.Iterable[Global___Shard] | None = ...,
         continues: _tables_pb2.Position | None = ...,
+        takes_deletes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["continues", b"continues"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["continues", b"continues", "model", b"model", "rank", b"rank", "run", b"run", "run_started_unix_ns", b"run_started_unix_ns", "shards", b"shards", "tables", b"tables", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continues", b"continues", "model", b"model", "rank", b"rank", "run", b"run", "run_started_unix_ns", b"run_started_unix_ns", "shards", b"shards", "tables", b"tables", "takes_deletes", b"takes_deletes", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -196,6 +200,7 @@ class PartClose(_message.Message):
     ROWS_FIELD_NUMBER: _builtins.int
     STEP_END_UNIX_NS_FIELD_NUMBER: _builtins.int
     FULL_FIELD_NUMBER: _builtins.int
+    DELETES_FIELD_NUMBER: _builtins.int
     EVENT_TIME_UNIX_NS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """step is the optimizer step of the cut."""
@@ -212,6 +217,12 @@ class PartClose(_message.Message):
     """event_time_unix_ns is the time of the newest event that this rank has trained on up to this step, nanoseconds
     since 1970; 0 where it does not know. That of a cut is the newest of all ranks, and of the run's cuts before.
     """
+    @_builtins.property
+    def deletes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """deletes are the numbers of all requests that this rank has met by now, of those that it was last handed. A request
+        is done with the first cut of which all ranks name it.
+        """
+
     def __init__(
         self,
         *,
@@ -219,11 +230,12 @@ class PartClose(_message.Message):
         rows: _builtins.int = ...,
         step_end_unix_ns: _builtins.int = ...,
         full: _builtins.bool = ...,
+        deletes: _abc.Iterable[_builtins.int] | None = ...,
         event_time_unix_ns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event_time_unix_ns", b"event_time_unix_ns", "full", b"full", "rows", b"rows", "step", b"step", "step_end_unix_ns", b"step_end_unix_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deletes", b"deletes", "event_time_unix_ns", b"event_time_unix_ns", "full", b"full", "rows", b"rows", "step", b"step", "step_end_unix_ns", b"step_end_unix_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -271,6 +283,7 @@ class PublishOpened(_message.Message):
     CONTINUES_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     TABLES_FIELD_NUMBER: _builtins.int
+    DELETES_FIELD_NUMBER: _builtins.int
     continues: _builtins.bool
     """continues says whether this run continues the published history. If not, its next cut must be full. A
     run that claims a position from the future, or that has a table of which no row was ever published,
@@ -284,6 +297,10 @@ class PublishOpened(_message.Message):
     def head(self) -> _tables_pb2.Position:
         """head is the last sealed position."""
 
+    @_builtins.property
+    def deletes(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeleteRequest]:
+        """deletes are rows to be deleted: as CutSealed.deletes."""
+
     def __init__(
         self,
         *,
@@ -291,14 +308,47 @@ class PublishOpened(_message.Message):
         continues: _builtins.bool = ...,
         reason: _builtins.str = ...,
         tables: _builtins.int = ...,
+        deletes: _abc.Iterable[Global___DeleteRequest] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["head", b"head"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["continues", b"continues", "head", b"head", "reason", b"reason", "tables", b"tables"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continues", b"continues", "deletes", b"deletes", "head", b"head", "reason", b"reason", "tables", b"tables"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PublishOpened: _TypeAlias = PublishOpened  # noqa: Y015
+
+@_typing.final
+class DeleteRequest(_message.Message):
+    """DeleteRequest asks all ranks of a run to delete rows, on request of an operator."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    TABLE_FIELD_NUMBER: _builtins.int
+    IDS_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """number tells the request from others of the model. A later one has a greater number."""
+    table: _builtins.int
+    """table is the index of the table in PublishOpen.tables."""
+    @_builtins.property
+    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """ids are global row ids, strictly ascending. A rank deletes those that it holds."""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        table: _builtins.int = ...,
+        ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ids", b"ids", "number", b"number", "table", b"table"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteRequest: _TypeAlias = DeleteRequest  # noqa: Y015
 
 @_typing.final
 class CutSealed(_message.Message):
@@ -308,21 +358,29 @@ class CutSealed(_message.Message):
 
     STEP_FIELD_NUMBER: _builtins.int
     POSITION_FIELD_NUMBER: _builtins.int
+    DELETES_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """step is the optimizer step of the cut."""
     @_builtins.property
     def position(self) -> _tables_pb2.Position:
         """position is the version the cut got, and its history."""
 
+    @_builtins.property
+    def deletes(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeleteRequest]:
+        """deletes are the oldest of the requests that are not done, by number: about 1 MiB of ids at most. All ranks must
+        meet the same requests after the same step, at the latest for the cut after the one for which all have them.
+        """
+
     def __init__(
         self,
         *,
         step: _builtins.int = ...,
         position: _tables_pb2.Position | None = ...,
+        deletes: _abc.Iterable[Global___DeleteRequest] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["position", b"position", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deletes", b"deletes", "position", b"position", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

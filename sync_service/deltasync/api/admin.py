@@ -1,4 +1,4 @@
-"""The gRPC side of managing consumers."""
+"""The gRPC side of managing consumers and deleting rows."""
 
 from typing import Any
 
@@ -9,13 +9,13 @@ from deltasync.api.call_errors import abort
 from deltasync.api.token import check_token
 from deltasync.consumers.consumer import Consumer
 from deltasync.core.errors import DeltasyncError
-from deltasync.service.service import Service
+from deltasync.service.service import PendingDelete, Service
 from deltasync.v1 import admin_pb2, admin_pb2_grpc
 from deltasync.wire.messages import policy_from_message, policy_to_message
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
-    """Manages consumers; what changes something needs the admin token."""
+    """Manages consumers, and has rows deleted; what changes something needs the admin token."""
 
     def __init__(self, service: Service, token: str | None) -> None:
         self._service = service
@@ -63,12 +63,47 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         consumers = self._service.registry.consumers
         return admin_pb2.ListConsumersResponse(consumers=[_message(consumers[name]) for name in sorted(consumers)])
 
+    async def DeleteRows(
+        self, request: admin_pb2.DeleteRowsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.DeleteRowsResponse:
+        """Ask the trainer of a model to delete rows."""
+        try:
+            self._check_token(context)
+            pending = await self._service.delete_rows(request.model, request.table, request.ids)
+        except DeltasyncError as error:
+            await abort(context, error)
+        return admin_pb2.DeleteRowsResponse(pending=_pending(pending))
+
+    async def ListPendingDeletes(
+        self, request: admin_pb2.ListPendingDeletesRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.ListPendingDeletesResponse:
+        """List the deletes that are not done."""
+        return admin_pb2.ListPendingDeletesResponse(pending=map(_pending, self._service.pending_deletes()))
+
     def _check_token(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         check_token(self._token, dict(context.invocation_metadata() or ()))
 
 
 def _message(consumer: Consumer) -> admin_pb2.Consumer:
-    created = Timestamp()
-    created.FromNanoseconds(consumer.created_unix_ns)
     policy = policy_to_message(consumer.policy)
-    return admin_pb2.Consumer(name=consumer.name, model=consumer.model, created=created, policy=policy)
+    return admin_pb2.Consumer(
+        name=consumer.name, model=consumer.model, created=_timestamp(consumer.created_unix_ns), policy=policy
+    )
+
+
+def _pending(pending: PendingDelete) -> admin_pb2.PendingDelete:
+    request = pending.request
+    return admin_pb2.PendingDelete(
+        number=request.number,
+        model=pending.model,
+        table=request.table,
+        rows=len(request.ids),
+        asked=_timestamp(request.number),
+        reason=pending.reason,
+    )
+
+
+def _timestamp(unix_ns: int) -> Timestamp:
+    timestamp = Timestamp()
+    timestamp.FromNanoseconds(unix_ns)
+    return timestamp

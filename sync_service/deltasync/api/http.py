@@ -7,6 +7,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from deltasync.api.consumer_routes import consumer_routes
+from deltasync.api.delete_routes import delete_routes
 from deltasync.core.errors import DeltasyncError, ServiceUnavailable
 from deltasync.service.service import Service
 from deltasync.status.answers import Answers
@@ -36,6 +37,7 @@ def create_app(service: Service, token: str | None) -> FastAPI:
 
     answers = Answers(service)
     app.include_router(consumer_routes(service, answers, token))
+    app.include_router(delete_routes(service, token))
 
     @app.get("/tables")
     async def tables() -> list[TableLine]:

@@ -60,13 +60,17 @@ class _RankStream:
                 await self._session.add(request.chunk)
             else:
                 position = await self._session.close(request.close)
-                sealed = publish_pb2.CutSealed(step=request.close.step, position=position_to_message(position))
+                sealed = publish_pb2.CutSealed(
+                    step=request.close.step,
+                    position=position_to_message(position),
+                    deletes=_deletes(self._session),
+                )
                 yield publish_pb2.PublishResponse(sealed=sealed)
 
     def end(self, refusal: DeltasyncError | None) -> None:
         """Tell that the rank has left, or was refused; whoever went before it was let in was neither."""
         if self._session:
-            self._session.say(EventKind.RANK_LEFT, str(refusal or "its stream has ended"))
+            self._session.end(str(refusal or "its stream has ended"))
         elif refusal:
             self._service.events.emit(EventKind.PUBLISHER_REFUSED, error=refusal, model=self._model)
 
@@ -84,5 +88,14 @@ def _opened(session: PublishSession) -> publish_pb2.PublishResponse:
         continues=decision.yes,
         reason=decision.reason,
         tables=len(session.tables),
+        deletes=_deletes(session),
     )
     return publish_pb2.PublishResponse(opened=opened)
+
+
+def _deletes(session: PublishSession) -> list[publish_pb2.DeleteRequest]:
+    slots = {table.name: slot for slot, table in enumerate(session.tables)}
+    return [
+        publish_pb2.DeleteRequest(number=each.number, table=slots[each.table], ids=each.ids.tolist())
+        for each in session.deletes
+    ]

@@ -1,11 +1,12 @@
-"""Managing consumers from a program."""
+"""Managing consumers and deleting rows from a program."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import grpc
 
 from deltasync.client.endpoint import Endpoint
+from deltasync.core.errors import InvalidInput
 from deltasync.core.policy import Policy
 from deltasync.v1 import admin_pb2, admin_pb2_grpc
 from deltasync.wire.error_codes import from_rpc_error
@@ -15,7 +16,7 @@ T = TypeVar("T")
 
 
 class Admin:
-    """Makes, changes and deletes the consumers of a service. Each call connects anew.
+    """Makes, changes and deletes the consumers of a service, and has rows deleted. Each call connects anew.
 
     Every method raises NotPermitted for a wrong token, ServiceUnavailable where the service cannot be reached, and
     what its call of the same name raises.
@@ -63,6 +64,33 @@ class Admin:
         """All consumers, by name."""
         request = admin_pb2.ListConsumersRequest()
         return list(self._call(lambda stub: stub.ListConsumers(request)).consumers)
+
+    def delete_rows(self, model: str, table: str, ids: Iterable[int]) -> admin_pb2.PendingDelete:
+        """Have rows deleted: of the trainer, of the service and of all replicas.
+
+        The request is durable once this returns. The trainer meets it with one of its next cuts; while there is
+        none that can, it is pending.
+
+        Args:
+            model: the model.
+            table: one of its embedding tables.
+            ids: global row ids, in any order: 1 to 100,000 of them.
+
+        Raises:
+            NotFound: no such model, or no such table in it.
+            InvalidInput: no ids or too many, an id outside of the table, or a table that is none of embeddings.
+            Contradiction: too many deletes of the model are pending.
+        """
+        wanted = list(ids)
+        if wanted and min(wanted) < 0:
+            raise InvalidInput(f"row {min(wanted)} of table {table!r}: rows count from 0")
+        request = admin_pb2.DeleteRowsRequest(model=model, table=table, ids=wanted)
+        return self._call(lambda stub: stub.DeleteRows(request)).pending
+
+    def pending_deletes(self) -> list[admin_pb2.PendingDelete]:
+        """The deletes that are asked for and not done, by model and number; each with what it waits for."""
+        request = admin_pb2.ListPendingDeletesRequest()
+        return list(self._call(lambda stub: stub.ListPendingDeletes(request)).pending)
 
     def _call(self, call: Callable[[admin_pb2_grpc.AdminServiceStub], T]) -> T:
         with self._endpoint.channel() as channel:

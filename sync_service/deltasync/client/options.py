@@ -22,6 +22,7 @@ class PublisherOptions:
         rank: this process's number, from 0.
         world_size: number of ranks.
         continues: the last position whose rows this run is known to hold, from its checkpoint.
+        takes_deletes: whether this rank meets requests to delete rows (`Publisher.deletes`).
     """
 
     service: Endpoint | str
@@ -31,6 +32,7 @@ class PublisherOptions:
     rank: int = 0
     world_size: int = 1
     continues: Position = field(default_factory=Position)
+    takes_deletes: bool = False
 
     def __post_init__(self) -> None:
         Endpoint.of_grpc(self.service)

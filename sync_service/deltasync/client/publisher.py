@@ -3,21 +3,23 @@
 import logging
 import queue
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import grpc
+import numpy as np
 
 from deltasync.client.endpoint import Endpoint
 from deltasync.client.options import PublisherOptions
 from deltasync.core.backoff import backoff
+from deltasync.core.delete_request import DeleteRequest
 from deltasync.core.errors import DeltasyncError, InvalidInput, ResyncRequired, ServiceUnavailable
 from deltasync.core.event_time import check_event_time
 from deltasync.core.position import Position
 from deltasync.core.rows import RowBatch
-from deltasync.core.tables import Shard, TableSpec
+from deltasync.core.tables import ID_TYPE, Shard, TableSpec
 from deltasync.v1 import publish_pb2, publish_pb2_grpc
 from deltasync.wire.error_codes import from_rpc_error, is_final
 from deltasync.wire.messages import position_from_message, position_to_message, shard_to_message, table_to_message
@@ -39,6 +41,7 @@ class Part:
         step_end_unix_ns: when the step ended on this rank, nanoseconds since 1970.
         rows: the rows; may be empty.
         full: whether these are all rows of all shards of this rank.
+        deletes: numbers of the requests that this rank has met by now, of those in `Publisher.deletes`.
         event_time_unix_ns: the time of the newest event that this rank has trained on, nanoseconds since 1970;
             None where it does not know.
 
@@ -50,6 +53,7 @@ class Part:
     step_end_unix_ns: int
     rows: list[RowBatch] = field(default_factory=list)
     full: bool = False
+    deletes: Sequence[int] = ()
     event_time_unix_ns: int | None = None
 
     def __post_init__(self) -> None:
@@ -60,6 +64,10 @@ class Publisher:
     """Sends parts to the service, and again until they are sealed, whatever happens to the connection.
 
     One part is under way at a time: its arrays must not change until its future is done.
+
+    Attributes:
+        deletes: what operators want deleted and no sealed cut has met, oldest first, as of the service's last
+            answer; replaced as a whole, by the publisher's thread. All ranks meet the same of it with a cut.
     """
 
     def __init__(self, options: PublisherOptions, tables: list[TableSpec], shards: list[Shard]) -> None:
@@ -72,6 +80,7 @@ class Publisher:
             twice = next(shard for slot, shard in enumerate(shards) if self._slots[shard] != slot)
             raise InvalidInput(f"{twice} is announced twice: name each shard once")
         self._continues = options.continues
+        self.deletes: tuple[DeleteRequest, ...] = ()
         self._parts: queue.SimpleQueue[tuple[Part, Future[Position]] | None] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._stream: _Stream | None = None
@@ -166,13 +175,19 @@ class Publisher:
 
     def _connected(self) -> "_Stream":
         if self._stream is None:
-            self._stream = _Stream(self._endpoint, self._open_message(), self._slots)
+            self._stream = _Stream(self._endpoint, self._open_message(), self._slots, self._note_deletes)
         return self._stream
 
     def _drop_stream(self) -> None:
         if self._stream:
             self._stream.cancel()
         self._stream = None
+
+    def _note_deletes(self, requests: Iterable[publish_pb2.DeleteRequest]) -> None:
+        self.deletes = tuple(
+            DeleteRequest(each.number, self._tables[each.table].name, np.array(each.ids, ID_TYPE))
+            for each in requests
+        )
 
     def _open_message(self) -> publish_pb2.PublishOpen:
         options = self._options
@@ -185,13 +200,21 @@ class Publisher:
             tables=[table_to_message(table) for table in self._tables],
             shards=[shard_to_message(shard, self._tables) for shard in self._shards],
             continues=position_to_message(self._continues),
+            takes_deletes=options.takes_deletes,
         )
 
 
 class _Stream:
     """One connection to the service."""
 
-    def __init__(self, endpoint: Endpoint, message: publish_pb2.PublishOpen, slots: Mapping[Shard, int]) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        message: publish_pb2.PublishOpen,
+        slots: Mapping[Shard, int],
+        note_deletes: Callable[[Iterable[publish_pb2.DeleteRequest]], None],
+    ) -> None:
+        self._note_deletes = note_deletes
         self._address = endpoint.address
         self._slots = slots
         self._message = message
@@ -209,10 +232,13 @@ class _Stream:
         """
         if self._opened is None:
             self._opened = self._receive().opened
+            self._note_deletes(self._opened.deletes)
             if not self._opened.continues and not part.full:
                 raise ResyncRequired(f"publish every row: {self._opened.reason}")
         self._parts.put(part)
-        return position_from_message(self._receive().sealed.position)
+        sealed = self._receive().sealed
+        self._note_deletes(sealed.deletes)
+        return position_from_message(sealed.position)
 
     def cancel(self) -> None:
         """Close the connection."""
@@ -237,6 +263,7 @@ class _Stream:
                 rows=sum(map(len, part.rows)),
                 step_end_unix_ns=part.step_end_unix_ns,
                 full=part.full,
+                deletes=part.deletes,
                 event_time_unix_ns=part.event_time_unix_ns or 0,
             )
             yield publish_pb2.PublishRequest(close=close)

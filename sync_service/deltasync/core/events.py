@@ -28,6 +28,8 @@ class EventKind(Enum):
     REPLICA_REPAIRED = "replica_repaired", logging.INFO
     RELEASE_MADE = "release_made", logging.DEBUG
     CONSUMER_CHANGED = "consumer_changed", logging.INFO
+    DELETE_REQUESTED = "delete_requested", logging.INFO
+    ROWS_DELETED = "rows_deleted", logging.INFO
     MODEL_RECOVERED = "model_recovered", logging.INFO
     FLUSHED = "flushed", logging.DEBUG
     FAILED = "failed", logging.ERROR

@@ -3,8 +3,10 @@
 import asyncio
 import time
 from dataclasses import dataclass
+from typing import Protocol
 
 from deltasync.core.backoff import backoff
+from deltasync.core.delete_request import DeleteRequest
 from deltasync.core.errors import Contradiction, DeltasyncError, ServiceUnavailable, Superseded
 from deltasync.core.event_time import newest_event_time
 from deltasync.core.events import EventKind, Events, described
@@ -15,7 +17,22 @@ from deltasync.core.signals import first_of
 from deltasync.core.tables import TableSpec
 from deltasync.feeds.model import Model
 from deltasync.publish.cut import Cut
+from deltasync.publish.pending_deletes import PendingDeletes
 from deltasync.publish.runs import Run, may_publish
+
+
+class RankSession(Protocol):
+    """The stream of a rank, as far as others look at it.
+
+    Attributes:
+        tables: what its run publishes.
+        takes_deletes: whether it meets requests to delete rows.
+        ended: the stream is over; a newer one has not begun.
+    """
+
+    tables: list[TableSpec]
+    takes_deletes: bool
+    ended: bool
 
 
 @dataclass
@@ -29,13 +46,14 @@ class OpenCut:
 class CutCoordinator:
     """The ranks that publish one model."""
 
-    def __init__(self, model: Model, tasks: asyncio.TaskGroup, events: Events) -> None:
+    def __init__(self, model: Model, deletes: PendingDeletes, tasks: asyncio.TaskGroup, events: Events) -> None:
         self.model = model
+        self.deletes = deletes
         self.events = events
         self._tasks = tasks
         self._ending = asyncio.Event()
         self.run = _run_of(model.seals.newest)
-        self.sessions: dict[int, object] = {}  # By rank: only the newest session of a rank publishes.
+        self.sessions: dict[int, RankSession] = {}  # By rank: only the newest session of a rank publishes.
         self.open_cut: OpenCut | None = None
         self.rows = self.bytes = 0  # Of the cuts sealed since the service started.
         self._applying: asyncio.Task[None] | None = None
@@ -82,6 +100,17 @@ class CutCoordinator:
         if self.open_cut and self.open_cut.cut.complete:
             # In a task of its own: a rank that disconnects now must not stop it half way.
             self._sealing = self._tasks.create_task(self._seal(self.open_cut))
+
+    def waits_for(self, request: DeleteRequest) -> str:
+        """What a request to delete rows waits for, in words."""
+        here = [session for session in self.sessions.values() if not session.ended]
+        if self.run is None or not here:
+            return "no run is publishing: the next one is asked"
+        if not all(session.takes_deletes for session in here):
+            return f"the trainer of run {self.run.id} does not know of deletes: update it"
+        if not any(table.name == request.table for table in here[0].tables):
+            return f"run {self.run.id} does not publish the table: the next run that does is asked"
+        return f"run {self.run.id} is asked, and deletes them with one of its next cuts"
 
     async def idle(self) -> None:
         """Wait until no cut is under way."""
@@ -139,6 +168,7 @@ class CutCoordinator:
         self.model.published |= {name: table.rows for name, table in cut.tables.items()}
         self.rows += seal.rows
         self.bytes += seal.bytes
+        self.deletes.finish(cut.deletes, seal.version)
         self.events.emit(EventKind.CUT_SEALED, model=self.model.name, version=seal.version, rows=seal.rows)
         return Position(self.model.history, seal.version)
 

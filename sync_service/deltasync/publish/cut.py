@@ -33,6 +33,7 @@ class RankPart:
     log_bytes: int = 0
     closed: bool = False
     full: bool = False
+    deletes: frozenset[int] = frozenset()
     last_ids: dict[tuple[int, bool], int] = field(default_factory=dict)
     named_rows: Counter[int] = field(default_factory=Counter)
     new_rows: Counter[int] = field(default_factory=Counter)  # Of these, those that were never published.
@@ -103,6 +104,7 @@ class Cut:
         rows: int,
         full: bool,
         step_end_unix_ns: int,
+        deletes: frozenset[int] = frozenset(),
         event_time_unix_ns: int | None = None,
     ) -> None:
         """Close a rank's part.
@@ -124,7 +126,11 @@ class Cut:
             )
         if not full:
             _check_new(part)
-        part.step_end_unix_ns, part.event_time_unix_ns = step_end_unix_ns, event_time_unix_ns
+        part.step_end_unix_ns, part.event_time_unix_ns, part.deletes = (
+            step_end_unix_ns,
+            event_time_unix_ns,
+            deletes,
+        )
         part.closed, part.full = True, full
 
     def closed_by(self, rank: int) -> bool:
@@ -154,6 +160,11 @@ class Cut:
     def must_be_full(self) -> bool:
         """Whether the run cannot show that it continues the published history."""
         return any(part.must_be_full for part in self.parts.values())
+
+    @property
+    def deletes(self) -> frozenset[int]:
+        """Numbers of the requests that all ranks have met."""
+        return frozenset.intersection(*(part.deletes for part in self.parts.values()))
 
     @property
     def whole(self) -> tuple[str, ...]:

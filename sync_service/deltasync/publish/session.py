@@ -4,6 +4,7 @@ import asyncio
 from collections import deque
 from concurrent.futures import Future
 
+from deltasync.core.delete_request import DeleteRequest
 from deltasync.core.errors import Contradiction, InvalidInput, Superseded
 from deltasync.core.event_time import check_event_time
 from deltasync.core.events import EventKind
@@ -45,6 +46,8 @@ class PublishSession:
         self.run = opening.run
         self.rank = opening.message.rank
         self.tables = opening.tables
+        self.takes_deletes = opening.message.takes_deletes
+        self.ended = False
         self._coordinator = coordinator
         self._model = coordinator.model
         self._layout = layout
@@ -57,11 +60,21 @@ class PublishSession:
         """Tell what happens to this rank."""
         self._coordinator.events.emit(kind, text, model=self._model.name, rank=self.rank, run=self.run.id)
 
+    def end(self, text: str) -> None:
+        """Note that the stream is over, and why."""
+        self.ended = True
+        self.say(EventKind.RANK_LEFT, text)
+
     @property
     def decision(self) -> Decision:
         """Whether the run continues the published history as it is now."""
         model = self._model
         return continues(self.run, self._claim, model.history, model.seals.newest)
+
+    @property
+    def deletes(self) -> list[DeleteRequest]:
+        """What this rank is asked to delete by now."""
+        return self._coordinator.deletes.handed(self.tables) if self.takes_deletes else []
 
     @property
     def sealed(self) -> Position:
@@ -117,6 +130,7 @@ class PublishSession:
             rows=close.rows,
             full=close.full,
             step_end_unix_ns=close.step_end_unix_ns,
+            deletes=frozenset(close.deletes),
             event_time_unix_ns=event_time,
         )
         self._part = None

@@ -3,23 +3,36 @@
 import asyncio
 import contextlib
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from deltasync.consumers.consumer import Consumer, ConsumerOptions
 from deltasync.consumers.registry import ConsumerRegistry
+from deltasync.core.delete_request import DeleteRequest
+from deltasync.core.errors import NotFound
 from deltasync.core.events import EventCounts, EventKind, Events, log_event
 from deltasync.core.policy import Policy
 from deltasync.core.signals import Signal
 from deltasync.feeds.feed import Feed
 from deltasync.feeds.model import Model
 from deltasync.publish.coordinator import CutCoordinator
+from deltasync.publish.pending_deletes import PendingDeletes
 from deltasync.storage.data_directory import lock_data_directory
 from deltasync.storage.lmdb_store import LmdbStore
 from deltasync.storage.log_format import check_log
 from deltasync.storage.log_store import LogOptions, LogStore
 from deltasync.storage.model_store import recorded_models
 from deltasync.views.registry import ViewRegistry
+
+
+@dataclass(frozen=True)
+class PendingDelete:
+    """A request to delete rows of a model, and what it waits for."""
+
+    model: str
+    request: DeleteRequest
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +104,7 @@ class Service:
             model = Model(name, self.log, self._directory(name))
             await model.recover(record)
             self._add(model)
+            self.coordinators[name].deletes.recover()
             took = f"in {time.monotonic() - started:.2f} s"
             self.events.emit(EventKind.MODEL_RECOVERED, took, model=name, version=model.seals.newest_version)
         for consumer in self.registry.consumers.values():
@@ -158,6 +172,29 @@ class Service:
                 await self.views.forget(name)
         self.events.emit(EventKind.CONSUMER_CHANGED, "deleted", consumer=name)
 
+    async def delete_rows(self, model: str, table: str, ids: Sequence[int]) -> PendingDelete:
+        """Ask the trainer of a model to delete rows; durable once this returns.
+
+        Raises:
+            NotFound: no such model, or no such table in it.
+            InvalidInput: no ids or too many, an id outside of the table, or a table that is none of embeddings.
+            Contradiction: too many deletes of the model are pending.
+        """
+        if model not in self.models:
+            raise NotFound(f"no model {model!r}; models: {', '.join(sorted(self.models)) or 'none yet'}")
+        tables = [each.spec for each in self.models[model].tables]
+        coordinator = self.coordinators[model]
+        request = await coordinator.deletes.ask(table, ids, tables)
+        return PendingDelete(model, request, coordinator.waits_for(request))
+
+    def pending_deletes(self) -> list[PendingDelete]:
+        """The deletes that are asked for and not done, by model and number."""
+        return [
+            PendingDelete(name, request, coordinator.waits_for(request))
+            for name, coordinator in sorted(self.coordinators.items())
+            for request in coordinator.deletes.requests.values()
+        ]
+
     async def wait_idle(self, seconds: float) -> None:
         """Wait until no cut is under way, but no longer than `seconds`."""
         busy = [coordinator.idle() for coordinator in self.coordinators.values()]
@@ -205,7 +242,8 @@ class Service:
 
     def _add(self, model: Model) -> None:
         self.models[model.name] = model
-        self.coordinators[model.name] = CutCoordinator(model, self._tasks, self.events)
+        deletes = PendingDeletes(self.log, model.name, self.events)
+        self.coordinators[model.name] = CutCoordinator(model, deletes, self._tasks, self.events)
 
 
 def _words(policy: Policy) -> str:

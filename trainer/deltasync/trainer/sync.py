@@ -15,17 +15,21 @@ from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from deltasync.client import Endpoint, Part, Position, Publisher, PublisherOptions
-from deltasync.core.errors import DeltasyncError, InvalidInput, ResyncRequired, ServiceUnavailable
+from deltasync.core.delete_request import DeleteRequest
+from deltasync.core.errors import DeltasyncError, InvalidInput, NotFound, ResyncRequired, ServiceUnavailable
 from deltasync.core.event_time import check_event_time, newest_event_time
 from deltasync.trainer.checks import check_format, check_whole
 from deltasync.trainer.distributed.agreement import Agreement
+from deltasync.trainer.row_requests import RowRequests
 from deltasync.trainer.tracking.delta import Token
 from deltasync.trainer.tracking.modes import TrackingMode
 from deltasync.trainer.tracking.module_tensors import buffer_digests
 from deltasync.trainer.tracking.options import TrackerOptions
+from deltasync.trainer.tracking.shards import check_deletable, check_ids
 from deltasync.trainer.tracking.tracked_model import published_tables
 from deltasync.trainer.tracking.tracker import Tracker
 
@@ -50,12 +54,15 @@ class SyncOptions:
         publish_every: steps between cuts. Where the last cut is not sealed by then, this one is left out: the next
             one publishes its rows.
         dense: whether to publish the parameters and buffers outside of embedding tables too.
+        verify: to debug a model: compare all rows with a copy at every cut, and raise where some have changed that
+            would not be published (`TrackerOptions.verify`).
     """
 
     service: Endpoint | str
     model: str
     publish_every: int = 10
     dense: bool = True
+    verify: bool = False
 
     def __post_init__(self) -> None:
         Endpoint.of_grpc(self.service)
@@ -117,6 +124,7 @@ class DeltaSync:
                 dense=options.dense and first,
                 id_maps=True,
                 replicas=first,
+                verify=options.verify,
             ),
         )
         self.stats = SyncStats()
@@ -126,8 +134,10 @@ class DeltaSync:
         self._buffers_compared = False
         self._tables = published_tables(model, dense=options.dense)
         self._publisher: Publisher | None = None
+        self._announced = 0
         self._pending: _PendingCut | None = None
         self._position = Position()
+        self._requests = RowRequests()
         self._resync = True
         self._published_step = self._published_changes = -1
         self._event_time: int | None = None
@@ -174,6 +184,28 @@ class DeltaSync:
     def mark_all(self) -> None:
         """Note that rows were changed from outside, say by a load: the next cut publishes all of them."""
         self.tracker.mark_all()
+
+    def delete(self, table: str, ids: torch.Tensor) -> None:
+        """Delete rows here (`Tracker.delete`), and with the next cut everywhere. Between steps.
+
+        All ranks call it with the same ids after the same step; each takes the rows that it holds. Where a table
+        is sharded by rows alone, it is enough that those ranks call it that hold some of them.
+
+        Args:
+            table: its FQN.
+            ids: global row ids, [n] of any integer type.
+
+        Raises:
+            NotFound: the model has no such table.
+            InvalidInput: an id is none of the table's, or it is none of embeddings.
+        """
+        spec = next((spec for spec in self._tables if spec.name == table), None)
+        if spec is None:
+            raise NotFound(f"no table {table!r}; there are: {', '.join(each.name for each in self._tables)}")
+        check_deletable(spec)
+        check_ids(spec, ids)
+        if self.tracker.holds(table):
+            self.tracker.delete(table, ids)
 
     def close(self, timeout_seconds: float | None = None) -> Position:
         """Flush, and close the connection.
@@ -253,18 +285,32 @@ class DeltaSync:
     def _cut(self, step_end_unix_ns: int, late: DeltasyncError | None = None) -> bool:
         """Publish a cut if all ranks are ready for one; whether all of them had nothing to publish."""
         failure = late or self._failure or self._settle()
-        unpublished = self._resync or self._published_changes != self.tracker.changes
-        ready, failed = self._pending is None, failure is not None
-        agreed = self._agreement.reach(ready=ready, resync=self._resync, unpublished=unpublished, failed=failed)
+        agreed = self._agreement.reach(
+            ready=self._pending is None,
+            resync=self._resync,
+            unpublished=self._resync or self._published_changes != self.tracker.changes,
+            failed=failure is not None,
+            deletes=self._requests.newest(self._asked),
+        )
         if failure:
             raise failure
         if agreed.failed:
             raise DeltasyncError("another rank cannot publish: its log says why")
-        if agreed.ready and agreed.unpublished:
+        if agreed.ready and (agreed.unpublished or agreed.deletes):
+            self._meet_requests(agreed.deletes)
             if self._published_step == self.tracker.steps:  # Marks from outside: each cut needs its own step.
                 self.tracker.step()
             self._publish(step_end_unix_ns, full=agreed.resync)
-        return agreed.ready and not agreed.unpublished
+        return agreed.ready and not agreed.unpublished and not agreed.deletes
+
+    @property
+    def _asked(self) -> Sequence[DeleteRequest]:
+        return self._publisher.deletes if self._publisher else ()
+
+    def _meet_requests(self, upto: int) -> None:
+        for request in self._requests.meet(self._asked, upto):
+            self.delete(request.table, torch.from_numpy(request.ids))
+            logger.info("%d rows of table %r are deleted on request", len(request.ids), request.table)
 
     def _settle(self) -> Exception | None:
         """Take note of the pending cut's end, if it has come; the error, if it failed for good."""
@@ -289,7 +335,7 @@ class DeltaSync:
         self.stats.cuts.append((position.number, part.step, part.step_end_unix_ns))
         for rows in part.rows:
             self.stats.rows += len(rows.ids)
-            self.stats.bytes += rows.ids.nbytes + rows.values.nbytes
+            self.stats.bytes += rows.nbytes
 
     def _publish(self, step_end_unix_ns: int, *, full: bool) -> None:
         if full:
@@ -307,6 +353,7 @@ class DeltaSync:
             step_end_unix_ns=step_end_unix_ns,
             rows=delta.batches(),
             full=full,
+            deletes=sorted(self._requests.met),
             event_time_unix_ns=self._event_time,
         )
         self._pending = _PendingCut(part, delta.token, self.tracker.changes, self._connected().publish(part))
@@ -319,7 +366,12 @@ class DeltaSync:
             logger.warning("buffers differ between ranks; those of rank 0 are published: %s", ", ".join(differing))
 
     def _connected(self) -> Publisher:
+        if self._publisher and self._announced != self.tracker.attachments:
+            # The model was resharded: ranks hold other shards, which a new run announces. No cut is pending.
+            self._publisher.close()
+            self._publisher = None
         if self._publisher is None:
+            self._announced = self.tracker.attachments
             shards = [tracked.shard for tracked in self.tracker.shards]
             run, started = self._agreement.new_run()
             options = PublisherOptions(
@@ -330,6 +382,7 @@ class DeltaSync:
                 rank=self._agreement.rank,
                 world_size=self._agreement.world_size,
                 continues=self._position,
+                takes_deletes=True,
             )
             self._publisher = Publisher(options, self._tables, shards)
         return self._publisher

@@ -97,15 +97,20 @@ def sharded(
     *,
     optimizer: EmbOptimType = EmbOptimType.EXACT_SGD,
     dense: bool = False,
+    **fused: Any,
 ) -> DistributedModelParallel:
     """A model of these collections, sharded as told for each table; those left out are whole, on rank 0."""
-    return distributed(Model(collections, dense=dense), sharding or {}, optimizer)
+    return distributed(Model(collections, dense=dense), sharding or {}, optimizer, **fused)
 
 
 def distributed(
-    model: nn.Module, sharding: Mapping[str, Any], optimizer: EmbOptimType, group: dist.ProcessGroup | None = None
+    model: nn.Module,
+    sharding: Mapping[str, Any],
+    optimizer: EmbOptimType,
+    group: dist.ProcessGroup | None = None,
+    **fused: Any,
 ) -> DistributedModelParallel:
-    fused = {"optimizer": optimizer, "learning_rate": 0.5}
+    fused = {"optimizer": optimizer, "learning_rate": 0.5} | fused
     plain = {kind: sharder(fused_params=fused) for kind, sharder in _SHARDERS.items()}
     sharders = plain | {
         kind: sharder(inner)

@@ -19,12 +19,14 @@ class Consensus:
         resync: at least one rank must publish every row.
         unpublished: at least one rank has something to publish.
         failed: at least one rank cannot go on.
+        deletes: up to this number, every rank has the requests to delete rows that were not met yet; 0 for none.
     """
 
     ready: bool
     resync: bool
     unpublished: bool
     failed: bool
+    deletes: int
 
 
 def on_any_rank(
@@ -37,11 +39,17 @@ def on_any_rank(
         group: None is the default group. Without a process group there is one rank.
         device: where the group's backend takes tensors from; None is the CPU.
     """
-    if not flags or not dist.is_initialized() or dist.get_world_size(group) == 1:
-        return flags
-    values = torch.tensor(flags, dtype=torch.int32, device=device)
-    dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
-    return [bool(flag) for flag in values.tolist()]
+    return [bool(flag) for flag in _largest([int(flag) for flag in flags], group, device)]
+
+
+def _largest(values: list[int], group: dist.ProcessGroup | None, device: torch.device | None = None) -> list[int]:
+    """The largest that any rank of a group has of each value. A collective."""
+    if not values or not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return values
+    tensor = torch.tensor(values, dtype=torch.int64, device=device)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
+    largest: list[int] = tensor.tolist()
+    return largest
 
 
 class Agreement:
@@ -55,10 +63,11 @@ class Agreement:
         self.rank = dist.get_rank() if self._group else 0
         self.world_size = dist.get_world_size() if self._group else 1
 
-    def reach(self, *, ready: bool, resync: bool, unpublished: bool, failed: bool) -> Consensus:
+    def reach(self, *, ready: bool, resync: bool, unpublished: bool, failed: bool, deletes: int = 0) -> Consensus:
         """The state of all ranks together, from this rank's. A collective: all ranks call it."""
-        busy, *others = on_any_rank([not ready, resync, unpublished, failed], self._group)
-        return Consensus(not busy, *others)
+        values = [not ready, resync, unpublished, failed, -deletes]
+        busy, any_resync, any_unpublished, any_failed, largest = _largest(values, self._group)
+        return Consensus(not busy, bool(any_resync), bool(any_unpublished), bool(any_failed), -largest)
 
     def differing(self, digests: Mapping[str, int]) -> list[str]:
         """The names of which ranks have different digests (signed, 64 bits). A collective: all ranks call it.

@@ -26,6 +26,9 @@ class TrackerOptions:
         dense: track the parameters and buffers outside of embedding tables too, each as a small table.
         id_maps: track the maps from raw ids to rows that managed collision keeps.
         replicas: track tables and parameters of which every rank has a copy; one rank is enough to publish them.
+        verify: keep a copy of every row, and compare all of them at every read: rows that have changed and are not
+            marked raise `Contradiction`, which names them. To find out whether all writes of a model are followed;
+            it costs the memory of a second model, and the time to read both.
     """
 
     consumers: Sequence[str] = (DEFAULT_CONSUMER,)
@@ -36,6 +39,7 @@ class TrackerOptions:
     dense: bool = False
     id_maps: bool = False
     replicas: bool = True
+    verify: bool = False
 
     def __post_init__(self) -> None:
         check_names("consumers", self.consumers)

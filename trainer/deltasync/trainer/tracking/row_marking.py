@@ -6,7 +6,7 @@ autograd. Threads that read settle marks too, between steps. Marks and stamps ar
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,13 +15,14 @@ from torch import nn
 from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from deltasync.core.errors import InvalidInput, NotFound
+from deltasync.core.errors import NotFound
 from deltasync.trainer.tracking.cost import TrackerCost
 from deltasync.trainer.tracking.dense_optimizers import DenseOptimizers
 from deltasync.trainer.tracking.module_tensors import modules_with_buffers
 from deltasync.trainer.tracking.modules import table_fqn
+from deltasync.trainer.tracking.rewrites import RewriteListener, listen_to_rewrites
 from deltasync.trainer.tracking.row_reset import reset_rows
-from deltasync.trainer.tracking.shards import TrackedTable, flush_caches, follow_replaced
+from deltasync.trainer.tracking.shards import TrackedTable, check_deletable, flush_caches, follow_replaced
 from deltasync.trainer.tracking.stamps import STAMP_BYTES, RowStamps
 from deltasync.trainer.tracking.torchrec_hooks import (
     Hooks,
@@ -34,6 +35,7 @@ from deltasync.trainer.tracking.torchrec_hooks import (
 )
 from deltasync.trainer.tracking.tracked_model import Lookups, TrackedModel, ids_by_table
 from deltasync.trainer.tracking.update_gate import UpdateGate
+from deltasync.trainer.tracking.verification import Verification
 
 _MOST_BYTES, _MOST_LOOKUPS = 64 << 20, 1024
 
@@ -85,7 +87,7 @@ class LookupMarks:
 
 
 class RowMarking:
-    """Stamps the rows of a tracked model: those of lookups, evictions and dense updates, and those marked by hand.
+    """Stamps the rows of a tracked model: of lookups, evictions, rewrites and dense updates, and those marked by hand.
 
     Attributes:
         steps: optimizer steps completed.
@@ -93,7 +95,14 @@ class RowMarking:
     """
 
     def __init__(
-        self, tracked: TrackedModel, stamps: RowStamps, gate: UpdateGate, cost: TrackerCost, *, overlaps: bool
+        self,
+        tracked: TrackedModel,
+        stamps: RowStamps,
+        gate: UpdateGate,
+        cost: TrackerCost,
+        *,
+        overlaps: bool,
+        verify: bool,
     ) -> None:
         """Listen to nothing yet.
 
@@ -103,6 +112,7 @@ class RowMarking:
             gate: keeps reads away while rows change.
             cost: where the time of marking is added.
             overlaps: stamp the rows of a step during the next one's output dists, not at the step's end.
+            verify: compare all rows with copies whenever all that has changed is stamped.
         """
         self._tables, self._stamps, self._gate, self._overlaps = tracked.tables, stamps, gate, overlaps
         self._numbers = {table.name: number for number, table in enumerate(tracked.tables)}
@@ -110,8 +120,12 @@ class RowMarking:
         self._marks = LookupMarks(tracked.lookups, stamps, cost)
         self._replicas = {table.name: table for table in tracked.replicas}
         self._dense_optimizers = DenseOptimizers()
+        self._fused = {table.name for table in tracked.tables if table.fused}
+        self._lookups = tracked.lookups
+        self._verification = Verification(tracked.tables, stamps) if verify else None
         self._hooks = Hooks()
         self._paused = threading.local()
+        self._rewrites = list[bool]()
         self._steps_uncompacted = 0
         self.steps = 0
         self.changes = 0
@@ -122,6 +136,7 @@ class RowMarking:
         """Have TorchRec tell of what happens: of lookups to `record_lookup`, of all else to this object."""
         listen_to_lookups(self._hooks, model, record_lookup)
         listen_to_evictions(self._hooks, model, self._mark_evicted)
+        listen_to_rewrites(self._hooks, model, RewriteListener(self._begin_rewrite, self._end_rewrite))
         if not all(table.fused for table in (*self._tables, *self._replicas.values())):
             self._hooks.undo_with(self._dense_optimizers.listen())
         if dense:
@@ -138,8 +153,8 @@ class RowMarking:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of marks that wait to be stamped."""
-        return self._marks.nbytes
+        """Bytes of marks that wait to be stamped, and of what rows are compared with."""
+        return self._marks.nbytes + (self._verification.nbytes if self._verification else 0)
 
     def record_lookup(self, features: KeyedJaggedTensor, output: torch.Tensor, kernel: nn.Module) -> None:
         """See to it that the rows of a lookup are marked when they change. In the thread that trains."""
@@ -149,7 +164,7 @@ class RowMarking:
         if not output.requires_grad or not self._marks.knows(kernel):
             return
         if getattr(self._paused, "depth", 0):  # Not marked, but others must not read rows half changed.
-            output.register_hook(self._begin_updates)  # type: ignore[no-untyped-call]
+            output.register_hook(lambda _gradient: self._pass_over(kernel))  # type: ignore[no-untyped-call]
         else:
             self._gate.training_here()
             output.register_hook(lambda _gradient: self._mark_lookup(features, kernel))  # type: ignore[no-untyped-call]
@@ -165,6 +180,7 @@ class RowMarking:
         if not self._overlaps or self._steps_uncompacted:
             self.compact()
         self._steps_uncompacted += 1
+        self._rewrites.clear()
         self._gate.end_updates()
         self.steps += 1
         self.changes += 1
@@ -183,6 +199,7 @@ class RowMarking:
         """Stamp all that has changed by now, seen in a lookup or not. Within the gate's `reading`.
 
         Raises:
+            Contradiction: rows are verified, and some have changed unmarked.
             InvalidInput: what is outside of tables is no longer what was attached to, or a map of ids contradicts
                 itself.
         """
@@ -190,6 +207,8 @@ class RowMarking:
         flush_caches(self._tables)
         self._follow()
         self._stamps.compare()
+        if self._verification:
+            self._verification.check()
 
     def mark(self, table: str, ids: torch.Tensor) -> None:
         """Stamp rows of a table that were changed from outside, by global ids.
@@ -204,6 +223,10 @@ class RowMarking:
             self._stamps.stamp(number, local)
             self.changes += 1
 
+    def holds(self, table: str) -> bool:
+        """Whether this rank has rows of a table, tracked or a copy."""
+        return table in self._numbers or table in self._replicas
+
     def delete(self, table: str, ids: torch.Tensor) -> torch.Tensor:
         """Reset rows of a table, by global ids, and stamp them as deleted; the local ids of those held here.
 
@@ -212,10 +235,7 @@ class RowMarking:
             InvalidInput: an id is none of the table's.
         """
         held = self._replicas.get(table) or self._tables[self._number(table)]
-        if not held.table.kind.ranked:
-            raise InvalidInput(
-                f"table {table!r} is of kind {held.table.kind.value!r}: only rows of embeddings can be deleted"
-            )
+        check_deletable(held.table)
         local = held.local_ids(ids)
         with self._gate:
             self.compact_here()  # Lookups until now came before.
@@ -238,6 +258,14 @@ class RowMarking:
                 self._stamps.stamp_all(number)
             self.changes += 1
 
+    def mark_rewritten(self, tables: Iterable[str]) -> None:
+        """Stamp every row of tables, but for deleted ones that are still zeros."""
+        with self._gate:
+            for fqn in tables:
+                self._stamps.stamp_held(self._number(fqn))
+                self._stamps.stamp_refilled(self._number(fqn))
+            self.changes += 1
+
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Lookups made meanwhile by this thread mark nothing."""
@@ -250,6 +278,8 @@ class RowMarking:
     def restore(self, steps: int) -> None:
         """Go on after so many steps, whose stamps are restored. Within the gate."""
         self._marks.clear()
+        if self._verification:
+            self._verification.renew()
         self.steps = steps
 
     def _reset_dense(self, table: TrackedTable, ids: torch.Tensor) -> None:
@@ -270,6 +300,24 @@ class RowMarking:
         with self._gate:
             self._gate.begin_updates()
             self._marks.add(features, kernel)
+
+    def _pass_over(self, kernel: nn.Module) -> None:
+        with self._gate:
+            self._gate.begin_updates()
+            if self._verification:
+                self._verification.excuse(number for number, _ in self._lookups[kernel] if number is not None)
+
+    def _begin_rewrite(self, tables: Iterable[str]) -> None:
+        with self._gate:
+            self._rewrites.append(self._gate.updating)
+            self._gate.begin_updates()
+        self.mark_rewritten(self._fused.intersection(tables))
+
+    def _end_rewrite(self, tables: Iterable[str]) -> None:
+        self.mark_rewritten(self._fused.intersection(tables))
+        # One that failed has begun and not ended; others wait for the end of the step then.
+        if self._rewrites and not self._rewrites.pop():
+            self._gate.end_updates()
 
     def _begin_updates(self, *_: object) -> None:
         if not self._gate.updating:

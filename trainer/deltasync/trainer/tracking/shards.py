@@ -122,17 +122,38 @@ class TrackedTable:
         Raises:
             InvalidInput: they are no list of ids, or one is none of the table's.
         """
-        if ids.dim() != 1 or ids.is_floating_point() or ids.dtype is torch.bool:
-            raise InvalidInput(
-                f"table {self.name!r}: ids of shape {list(ids.shape)} and type {ids.dtype}, expected integers [n]"
-            )
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.table.rows:
-            raise InvalidInput(
-                f"table {self.name!r}: ids from {int(ids.min())} to {int(ids.max())}, "
-                f"it has rows 0 to {self.table.rows - 1}"
-            )
+        check_ids(self.table, ids)
         local = ids.to(self.device, torch.int64) - self.row_offset
         return local[(local >= 0) & (local < self.rows)]
+
+
+def check_ids(table: TableSpec, ids: torch.Tensor) -> None:
+    """Check that these are global ids of rows of a table.
+
+    Raises:
+        InvalidInput: they are no list of ids, or one is none of the table's.
+    """
+    if ids.dim() != 1 or ids.is_floating_point() or ids.dtype is torch.bool:
+        raise InvalidInput(
+            f"table {table.name!r}: ids of shape {list(ids.shape)} and type {ids.dtype}, expected integers [n]"
+        )
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < table.rows:
+        raise InvalidInput(
+            f"table {table.name!r}: ids from {int(ids.min())} to {int(ids.max())}, "
+            f"it has rows 0 to {table.rows - 1}"
+        )
+
+
+def check_deletable(table: TableSpec) -> None:
+    """Check that rows of a table can be deleted.
+
+    Raises:
+        InvalidInput: they are none of embeddings.
+    """
+    if not table.kind.ranked:
+        raise InvalidInput(
+            f"table {table.name!r} is of kind {table.kind.value!r}: only rows of embeddings can be deleted"
+        )
 
 
 def dense_tables(model: nn.Module) -> list[TrackedTable]:

@@ -39,10 +39,10 @@ class Listeners:
         there = getattr(owner, attribute)
         return there if isinstance(there, cls) else cls(owner, attribute)
 
-    def __call__(self, *arguments: Any) -> None:
+    def __call__(self, *arguments: Any, **named: Any) -> None:
         """Call them all, in their order."""
         for listener in self._listeners:
-            listener(*arguments)
+            listener(*arguments, **named)
 
     def add(self, listener: _Listener, *, first: bool = False) -> None:
         """Call this function too: after the others, or before them."""

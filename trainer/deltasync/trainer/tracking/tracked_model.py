@@ -17,6 +17,7 @@ from deltasync.trainer.tracking.id_maps import IdMap, id_maps
 from deltasync.trainer.tracking.module_tensors import module_tensors
 from deltasync.trainer.tracking.modules import is_skipped, sharded_modules, table_fqn
 from deltasync.trainer.tracking.options import TrackerOptions
+from deltasync.trainer.tracking.rewrites import check_averages
 from deltasync.trainer.tracking.shards import (
     TrackedTable,
     dense_tables,
@@ -26,6 +27,7 @@ from deltasync.trainer.tracking.shards import (
     table_dtype,
 )
 from deltasync.trainer.tracking.unpublished import UnpublishedState
+from deltasync.trainer.tracking.update_rules import check_tracked
 
 # Which table is marked (None: none), and how many features are looked up in it.
 Lookup = tuple[int | None, int]
@@ -64,19 +66,18 @@ def tracked_model(model: nn.Module, options: TrackerOptions) -> TrackedModel:
     outside = dense_tables(model) if options.dense else []
     maps = id_maps(model) if options.id_maps else []
     _check_skips(modules, [*outside, *_tables_of_maps(maps)], options)
-    kernels = {
-        kernel: kernel_tables(name, module, kernel)
-        for name, module in modules.items()
-        for lookup in lookups_of(module)
-        for kernel in lookup._emb_modules
-        if not all(is_skipped(fqn, options.fqns_to_skip) for fqn in _kernel_fqns(name, module, kernel))
-    }
+    check_averages(model)
+    kernels = {}
+    for name, module in modules.items():
+        for kernel in _kernels_wanted(name, module, options):
+            check_tracked(name, kernel)
+            kernels[kernel] = kernel_tables(name, module, kernel)
     everything = [table for tables in kernels.values() for table in tables] + outside
     wanted = [table for table in merged(everything) if not is_skipped(table.name, options.fqns_to_skip)]
-    maps = [one for one in maps if any(table.name == one.of for table in wanted)]
-    wanted += [table for table in _tables_of_maps(maps) if not is_skipped(table.name, options.fqns_to_skip)]
     tables = [table for table in wanted if options.replicas or not table.replicated]
     replicas = [table for table in wanted if table not in tables]
+    maps = [one for one in maps if any(table.name == one.of for table in tables)]
+    tables += [table for table in _tables_of_maps(maps) if not is_skipped(table.name, options.fqns_to_skip)]
     numbers = {table.name: number for number, table in enumerate(tables) if table.fused}
     lookups = {kernel: _lookups(of_kernel, numbers) for kernel, of_kernel in kernels.items()}
     unpublished = UnpublishedState(model, options.fqns_to_skip) if options.dense else None
@@ -106,6 +107,13 @@ def published_tables(model: nn.Module, *, dense: bool) -> list[TableSpec]:
 
 def _tables_of_maps(maps: list[IdMap]) -> list[TrackedTable]:
     return [table for one in maps for table in one.tables]
+
+
+def _kernels_wanted(name: str, module: ShardedEmbeddingModule, options: TrackerOptions) -> Iterator[Any]:
+    for lookup in lookups_of(module):
+        for kernel in lookup._emb_modules:
+            if not all(is_skipped(fqn, options.fqns_to_skip) for fqn in _kernel_fqns(name, module, kernel)):
+                yield kernel
 
 
 def _lookups(tables: list[TrackedTable], numbers: dict[str, int]) -> list[Lookup]:

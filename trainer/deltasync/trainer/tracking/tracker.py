@@ -26,12 +26,13 @@ from deltasync.trainer.tracking.cursors import Cursors
 from deltasync.trainer.tracking.delta import Delta, Token
 from deltasync.trainer.tracking.delta_reader import DeltaReader
 from deltasync.trainer.tracking.modes import TrackingMode
+from deltasync.trainer.tracking.new_lookups import LookupsHeld
 from deltasync.trainer.tracking.options import TrackerOptions
 from deltasync.trainer.tracking.ranking import check_ranked
 from deltasync.trainer.tracking.row_marking import RowMarking
 from deltasync.trainer.tracking.shards import TrackedShard, flush_caches, follow_replaced
 from deltasync.trainer.tracking.stamps import RowStamps
-from deltasync.trainer.tracking.tracked_model import tracked_model
+from deltasync.trainer.tracking.tracked_model import TrackedModel, tracked_model
 from deltasync.trainer.tracking.update_gate import UpdateGate
 
 
@@ -41,7 +42,8 @@ class Tracker:
     Three parts share the stamps: marking, which writes them, the consumers' cursors, and reading.
 
     Attributes:
-        tables: what is tracked.
+        tables: what is tracked, as this rank holds it.
+        attachments: 1, and one more for each time that the model's lookups were found to be others.
         cost: what tracking has cost so far.
     """
 
@@ -55,20 +57,51 @@ class Tracker:
         Raises:
             InvalidInput: the model has tables whose rows cannot be tracked, or not in the mode wanted.
         """
-        self._options = options or TrackerOptions()
-        tracked = tracked_model(model, self._options)
-        self.tables, self._modules = tracked.tables, tracked.modules
+        self._model, self._options = model, options or TrackerOptions()
         self.cost = TrackerCost()
-        self._stamps = RowStamps(self.tables)
-        self._gate = UpdateGate(self.tables[0].device if self.tables else torch.device("cpu"))
-        # A lone rank's ids lie where its batch does, which may be filled anew before the next output dist.
-        overlaps = self._options.auto_compact and dist.is_initialized() and dist.get_world_size() > 1
-        self._marking = RowMarking(tracked, self._stamps, self._gate, self.cost, overlaps=overlaps)
-        self._cursors = Cursors(self.tables, self._stamps, self._gate)
-        self._reader = DeltaReader(self.tables, self._stamps, self._gate, self._marking, self._cursors, self.cost)
+        self.attachments = 0
+        tracked = tracked_model(model, self._options)
+        self._gate = UpdateGate(tracked.tables[0].device if tracked.tables else torch.device("cpu"))
+        self._attach(tracked)
         for name in self._options.consumers:
             self.add_consumer(name)
-        self._marking.listen(model, self.record_lookup, dense=self._options.dense, id_maps=self._options.id_maps)
+        self._listen()
+
+    def _listen(self) -> None:
+        options = self._options
+        self._marking.listen(self._model, self.record_lookup, dense=options.dense, id_maps=options.id_maps)
+
+    def _attach(self, tracked: TrackedModel) -> None:
+        self.tables, self._modules = tracked.tables, tracked.modules
+        self._lookups_held = LookupsHeld(self._model)
+        self._stamps = RowStamps(self.tables)
+        # A lone rank's ids lie where its batch does, which may be filled anew before the next output dist.
+        overlaps = self._options.auto_compact and dist.is_initialized() and dist.get_world_size() > 1
+        self._marking = RowMarking(
+            tracked, self._stamps, self._gate, self.cost, overlaps=overlaps, verify=self._options.verify
+        )
+        self._cursors = Cursors(self.tables, self._stamps, self._gate)
+        self._reader = DeltaReader(self.tables, self._stamps, self._gate, self._marking, self._cursors, self.cost)
+        self.attachments += 1
+
+    def _attach_again(self, renewed: list[str]) -> None:
+        """Go on with the lookups that modules have made anew, and the rows that this rank holds now.
+
+        Rows that it held before keep their stamps, which its own state carries over. What it did not hold, and
+        all that the new lookups may have changed by now, is marked: nobody has listened to them.
+        """
+        tracked = tracked_model(self._model, self._options)
+        self._gate.training_here()
+        with self._gate.reading(None):
+            self._marking.settle()
+            state, before = self._state(), self._marking
+            before.close()
+            self._attach(tracked)
+            self._restore([state])
+            self._marking.changes = before.changes
+        self._listen()
+        prefixes = tuple(f"{name}." if name else "" for name in renewed)
+        self._marking.mark_rewritten(table.name for table in self.tables if table.name.startswith(prefixes))
 
     # -- what happens to rows: by the thread that trains
 
@@ -89,9 +122,15 @@ class Tracker:
     def step(self) -> None:
         """Note that an optimizer step is complete. To be called after each, by the thread that trains.
 
+        Where the model was resharded since the last (`DistributedModelParallel.reshard`), the tracker attaches to
+        its new lookups, and offers all rows of the modules resharded.
+
         Raises:
             Contradiction: another function was put in the place of the tracker's hooks.
+            InvalidInput: the model was resharded so that it can no longer be tracked.
         """
+        if renewed := self._lookups_held.renewed():
+            self._attach_again(renewed)
         self._marking.end_step()
 
     def trigger_compaction(self) -> None:
@@ -128,6 +167,10 @@ class Tracker:
             InvalidInput: an id is none of the table's, or it is none of embeddings.
         """
         self._cursors.forget(table, self._marking.delete(table, ids))
+
+    def holds(self, table: str) -> bool:
+        """Whether this rank has rows of a table, tracked here or a copy that another rank tracks."""
+        return self._marking.holds(table)
 
     def mark_all(self, table: str | None = None) -> None:
         """Note that every row of a table, or of all tables, was changed from outside, say by a load.
@@ -194,7 +237,7 @@ class Tracker:
             NotFound: there is no such consumer.
         """
         for name in self.consumers if consumer is None else [consumer]:
-            self.acknowledge(self._reader.read(self._cursors[name], values=False).token)
+            self.acknowledge(self._read(name, values=False).token)
 
     def acknowledge(self, token: Token) -> bool:
         """Move a consumer's cursor: what was read with this token has arrived. Safe to call from any thread.
@@ -220,11 +263,11 @@ class Tracker:
             NotFound: there is no such consumer.
             DeltasyncError: the step did not end in time.
         """
-        return self._handed_out(self._reader.read(self._cursors[consumer], timeout_seconds))
+        return self._handed_out(self._read(consumer, timeout_seconds))
 
     def get_delta_ids(self, consumer: str | None = None, timeout_seconds: float | None = None) -> Delta:
         """As `get_delta`, without values."""
-        delta = self._reader.read(self._cursors[consumer], timeout_seconds, values=False)
+        delta = self._read(consumer, timeout_seconds, values=False)
         rows = {fqn: replace(rows, shard_values=[], first=None) for fqn, rows in delta.rows.items()}
         return self._handed_out(replace(delta, rows=rows))
 
@@ -238,9 +281,8 @@ class Tracker:
             NotFound: there is no such consumer.
             DeltasyncError: the step did not end in time.
         """
-        cursor = self._cursors[consumer]
-        check_ranked(cursor.mode, k)
-        return self._handed_out(self._reader.read(cursor, timeout_seconds, k=k))
+        check_ranked(self._cursors[consumer].mode, k)
+        return self._handed_out(self._read(consumer, timeout_seconds, k=k))
 
     # -- as in TorchRec's tracker, and what is held
 
@@ -272,7 +314,7 @@ class Tracker:
         """What this rank knows, for a checkpoint: tensors and plain values."""
         with self._gate.reading(None):
             self._marking.settle()
-            return tracker_state.save(self.tables, self._stamps, list(self._cursors)) | {"steps": self.steps}
+            return self._state()
 
     def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Go on from a checkpoint, whose weights the model has by now. Every rank calls it, before the first step.
@@ -291,9 +333,22 @@ class Tracker:
         states = [saved] if isinstance(saved, Mapping) else list(saved)
         with self._gate.reading(None):
             flush_caches(self.tables)
-            follow_replaced(self.tables)
-            self._cursors.restore(tracker_state.load(self.tables, self._stamps, states))
-            self._marking.restore(max(int(one["steps"]) for one in states))
+            self._restore(states)
+
+    def _state(self) -> dict[str, Any]:
+        return tracker_state.save(self.tables, self._stamps, list(self._cursors)) | {"steps": self.steps}
+
+    def _restore(self, states: Sequence[Mapping[str, Any]]) -> None:
+        follow_replaced(self.tables)
+        self._cursors.restore(tracker_state.load(self.tables, self._stamps, states))
+        self._marking.restore(max(int(one["steps"]) for one in states))
+
+    def _read(self, consumer: str | None, timeout_seconds: float | None = None, **what: Any) -> Delta:
+        while True:
+            reader = self._reader
+            delta = reader.read(self._cursors[consumer], timeout_seconds, **what)
+            if reader is self._reader:  # Else the model was resharded while another thread waited for the step.
+                return delta
 
     def _handed_out(self, delta: Delta) -> Delta:
         self.cost.add_reading(nbytes=delta.nbytes)

@@ -4,6 +4,7 @@ from tests.integration.trainer.pipelines.registry import SCENARIOS
 from tests.integration.trainer.pipelines.scenarios import (
     accumulated_tables,
     accumulation,
+    backward,
     changed,
     deferring,
     embedding_modules,
@@ -30,6 +31,7 @@ __all__ = [
     "SCENARIOS",
     "accumulated_tables",
     "accumulation",
+    "backward",
     "changed",
     "deferring",
     "embedding_modules",

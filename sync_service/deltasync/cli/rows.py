@@ -1,0 +1,37 @@
+"""`deltasync rows`."""
+
+import click
+
+from deltasync.cli.config import CONTEXT
+from deltasync.cli.endpoint_options import service_options
+from deltasync.client.admin import Admin
+from deltasync.client.endpoint import Endpoint
+
+
+@click.group()
+def rows() -> None:
+    """Delete rows of embedding tables, everywhere."""
+
+
+@rows.command("delete", context_settings=CONTEXT)
+@click.argument("model")
+@click.argument("table")
+@click.argument("ids", metavar="ID...", type=click.IntRange(min=0), nargs=-1, required=True)
+@service_options(rights=True)
+def delete_rows(model: str, table: str, ids: tuple[int, ...], service: Endpoint) -> None:
+    """Have the rows ID... of TABLE deleted: by MODEL's trainer, with one of its next cuts, and by all replicas.
+
+    The service goes on asking, also after a restart of its own or of the trainer, until a sealed cut carries the
+    delete. A row that is looked up in training afterwards is a new row.
+    """
+    pending = Admin(service).delete_rows(model, table, ids)
+    click.echo(f"{pending.rows} rows of table {table} of model {model} are to be deleted: {pending.reason}")
+
+
+@rows.command("pending", context_settings=CONTEXT)
+@service_options()
+def pending_deletes(service: Endpoint) -> None:
+    """List the deletes that are not done: model, table, number of rows, since when, and what they wait for."""
+    for pending in Admin(service).pending_deletes():
+        asked = pending.asked.ToDatetime().isoformat(timespec="seconds")
+        click.echo("\t".join([pending.model, pending.table, str(pending.rows), f"{asked}Z", pending.reason]))

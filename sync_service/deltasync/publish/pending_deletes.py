@@ -1,0 +1,151 @@
+"""Deletes that operators have asked for, until a sealed cut carries them.
+
+Only ranks make versions: a request is written down, handed to all ranks of the run that publishes, and forgotten
+once all ranks have said, with their parts of one cut, that they have met it. A run that comes later is handed what
+is left. Used in the event loop.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import numpy as np
+
+from deltasync.core.delete_request import DeleteRequest
+from deltasync.core.errors import Contradiction, InvalidInput, NotFound
+from deltasync.core.events import EventKind, Events
+from deltasync.core.tables import ID_TYPE, TableSpec
+from deltasync.storage.log_store import LogStore
+from deltasync.storage.records import pack_json, reading, unpack_json
+
+# Of one request, and of all of a model together: they are kept in memory.
+MOST_IDS = 100_000
+_MOST_PENDING_IDS = 1_000_000
+# Of those that are handed to a rank at once; the others follow when these are done.
+_HANDED_IDS = 131_072
+
+
+class PendingDeletes:
+    """The requests of one model that are not done.
+
+    Attributes:
+        requests: by number, in ascending order.
+    """
+
+    def __init__(self, log: LogStore, model: str, events: Events) -> None:
+        self._log, self._model, self._events = log, model, events
+        self.requests: dict[int, DeleteRequest] = {}
+
+    def recover(self) -> None:
+        """Take up what is written down.
+
+        Raises:
+            StorageFailed: a record is damaged.
+        """
+        for number, record in self._log.items(self._record_name("")).items():
+            with reading(self._record_name(number)):
+                found = unpack_json(record)
+                ids = np.array(found["ids"], ID_TYPE)
+                self.requests[int(number)] = DeleteRequest(int(number), found["table"], ids)
+        self.requests = dict(sorted(self.requests.items()))
+
+    async def ask(self, table: str, ids: Sequence[int], tables: Sequence[TableSpec]) -> DeleteRequest:
+        """Write down a request.
+
+        Args:
+            table: the table's name.
+            ids: global row ids, in any order.
+            tables: those of the model.
+
+        Raises:
+            NotFound: the model has no table of that name.
+            InvalidInput: no ids or too many, an id outside of the table, or a table that is none of embeddings.
+            Contradiction: too many are pending.
+        """
+        rows = _checked(self._model, _find(self._model, table, tables), ids)
+        self._check_room(len(rows))
+        number = max(time.time_ns(), *(number + 1 for number in self.requests), 0)
+        request = self.requests[number] = DeleteRequest(number, table, rows)
+        try:
+            record = pack_json({"table": table, "ids": rows.tolist()})
+            await asyncio.wrap_future(self._log.put(self._record_name(number), record))
+        except BaseException:
+            self.requests.pop(number, None)
+            raise
+        text = f"{len(rows)} rows are to be deleted"
+        self._events.emit(EventKind.DELETE_REQUESTED, text, model=self._model, table=table, request=number)
+        return request
+
+    def handed(self, tables: Sequence[TableSpec]) -> list[DeleteRequest]:
+        """The oldest of those that concern some tables, as many as are handed to a rank at once."""
+        found: list[DeleteRequest] = []
+        count, names = 0, {table.name for table in tables}
+        for request in self.requests.values():
+            if request.table not in names:
+                continue
+            count += len(request.ids)
+            if found and count > _HANDED_IDS:
+                break
+            found.append(request)
+        return found
+
+    def finish(self, numbers: Iterable[int], version: int) -> None:
+        """Forget requests that the sealed cut `version` carries, without waiting for the disk.
+
+        Where that fails they are handed out again after a restart, and deleted once more.
+        """
+        for number in sorted(self.requests.keys() & set(numbers)):
+            request = self.requests.pop(number)
+            forgotten = asyncio.wrap_future(self._log.put(self._record_name(number), None))
+            forgotten.add_done_callback(partial(self._report, number))
+            text = f"{len(request.ids)} rows are deleted"
+            self._events.emit(
+                EventKind.ROWS_DELETED,
+                text,
+                model=self._model,
+                table=request.table,
+                request=number,
+                version=version,
+            )
+
+    def _check_room(self, rows: int) -> None:
+        pending = sum(len(request.ids) for request in self.requests.values())
+        if pending + rows > _MOST_PENDING_IDS:
+            raise Contradiction(
+                f"{pending} rows of model {self._model!r} wait to be deleted, {rows} more would be over "
+                f"{_MOST_PENDING_IDS}: is its trainer publishing?"
+            )
+
+    def _record_name(self, number: object) -> str:
+        return f"delete/{self._model}/{number}"
+
+    def _report(self, number: int, forgotten: asyncio.Future[None]) -> None:
+        if isinstance(error := forgotten.exception(), Exception):
+            text = "a delete that is done could not be forgotten; it is done again after a restart"
+            self._events.emit(EventKind.FAILED, text, error, model=self._model, request=number)
+
+
+def _find(model: str, table: str, tables: Sequence[TableSpec]) -> TableSpec:
+    for spec in tables:
+        if spec.name == table:
+            return spec
+    names = ", ".join(sorted(spec.name for spec in tables if spec.kind.ranked))
+    raise NotFound(f"model {model!r} has no table {table!r}; its embedding tables: {names or 'none yet'}")
+
+
+def _checked(model: str, table: TableSpec, ids: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    if not table.kind.ranked:
+        raise InvalidInput(
+            f"table {table.name!r} of model {model!r} is of kind {table.kind.value!r}: only rows of embeddings "
+            "can be deleted"
+        )
+    if not 1 <= len(ids) <= MOST_IDS:
+        raise InvalidInput(f"{len(ids)} ids: name 1 to {MOST_IDS} rows in a request")
+    for wrong in (min(ids), max(ids)):
+        if not 0 <= wrong < table.rows:
+            raise InvalidInput(
+                f"row {wrong} is outside of table {table.name!r} of model {model!r}, which has rows 0 to "
+                f"{table.rows - 1}"
+            )
+    return np.unique(np.array(ids, ID_TYPE))

@@ -1,0 +1,171 @@
+"""Which rows a fused kernel changes, by its optimizer and settings, as FBGEMM 1.8's source has it.
+
+What this does not know is refused: a row that changes unmarked is wrong at every predictor.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.tbe.config.optimizer_config import WeightDecayMode
+
+from deltasync.core.errors import InvalidInput
+
+
+class Marking(Enum):
+    """How the rows that a kernel changes are marked."""
+
+    EXACT = "exact"
+    """Those that were looked up: no others change."""
+    MORE = "marks more"
+    """All rows of a table at times, beside those that were looked up."""
+    REFUSED = "refused"
+    """Not at all: such a kernel cannot be tracked."""
+
+
+@dataclass(frozen=True)
+class WholeTableUpdate:
+    """A method of a kernel that may change all of its rows.
+
+    Attributes:
+        method: its name.
+        is_due: whether it does so now, by the kernel's settings for it, and the iteration that the kernel is in.
+        settings: the attribute of the kernel that has those.
+    """
+
+    method: str
+    is_due: Callable[[Mapping[str, float], int], bool]
+    settings: str
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """What is decided for an optimizer or a setting, and why.
+
+    Attributes:
+        marking: how its rows are marked.
+        reason: why.
+        whole_table: what changes all rows at times; None if nothing does.
+    """
+
+    marking: Marking
+    reason: str
+    whole_table: WholeTableUpdate | None = None
+
+
+def _ema_is_due(settings: Mapping[str, float], iteration: int) -> bool:
+    return iteration % int(settings["step_ema"]) == 0 and iteration >= int(settings["step_start"])
+
+
+def _swap_is_due(settings: Mapping[str, float], iteration: int) -> bool:
+    return iteration % int(settings["step_swap"]) == 0
+
+
+_LOOKED_UP = UpdateRule(Marking.EXACT, "changes the rows of each batch alone")
+_NO_KERNEL = UpdateRule(Marking.REFUSED, "FBGEMM has no kernel for it")
+
+OPTIMIZERS = {
+    EmbOptimType.EXACT_SGD: _LOOKED_UP,
+    EmbOptimType.EXACT_ADAGRAD: _LOOKED_UP,
+    EmbOptimType.EXACT_ROWWISE_ADAGRAD: _LOOKED_UP,
+    EmbOptimType.ADAM: _LOOKED_UP,
+    EmbOptimType.PARTIAL_ROWWISE_ADAM: _LOOKED_UP,
+    EmbOptimType.LAMB: _LOOKED_UP,
+    EmbOptimType.PARTIAL_ROWWISE_LAMB: _LOOKED_UP,
+    EmbOptimType.LARS_SGD: _LOOKED_UP,
+    EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD: UpdateRule(
+        Marking.MORE,
+        "moves half of the columns of every row each `step_ema` iterations: all rows are marked then",
+        WholeTableUpdate("ema_inplace", _ema_is_due, "_emainplace_mode"),
+    ),
+    EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD: UpdateRule(
+        Marking.MORE,
+        "replaces every row by its average each `step_swap` iterations: all rows are marked then",
+        WholeTableUpdate("ensemble_and_swap", _swap_is_due, "_ensemble_mode"),
+    ),
+    EmbOptimType.NONE: UpdateRule(Marking.REFUSED, "leaves the update to other code, which may change any row"),
+    EmbOptimType.SGD: _NO_KERNEL,
+    EmbOptimType.ROWWISE_ADAGRAD: _NO_KERNEL,
+    EmbOptimType.EXACT_ROWWISE_WEIGHTED_ADAGRAD: _NO_KERNEL,
+    EmbOptimType.MADGRAD: _NO_KERNEL,
+    EmbOptimType.SHAMPOO: _NO_KERNEL,
+    EmbOptimType.SHAMPOO_V2: _NO_KERNEL,
+}
+
+_DECAYS_LOOKED_UP = UpdateRule(Marking.EXACT, "the rows of each batch decay, others stay")
+
+WEIGHT_DECAYS = {
+    WeightDecayMode.NONE: _DECAYS_LOOKED_UP,
+    WeightDecayMode.L2: _DECAYS_LOOKED_UP,
+    WeightDecayMode.DECOUPLE: _DECAYS_LOOKED_UP,
+    WeightDecayMode.COUNTER: UpdateRule(
+        Marking.EXACT, "counts of ids weigh the decay and the gradients of the batch's rows, whatever its options"
+    ),
+    WeightDecayMode.COWCLIP: UpdateRule(
+        Marking.EXACT, "gradients of the batch's rows are clipped by the norms of these rows"
+    ),
+    WeightDecayMode.DECOUPLE_GLOBAL: UpdateRule(
+        Marking.EXACT,
+        "a row makes up for its decay when it is next looked up; evaluation reads it as it is",
+    ),
+}
+
+ROUNDING_CACHE = UpdateRule(
+    Marking.REFUSED,
+    "rows that leave a cache of another type than the table's are rounded at random each time, looked up or not: "
+    "set `stochastic_rounding=False`, or `cache_precision` to the table's type",
+)
+
+
+def update_rule(optimizer: Any, weight_decay: Any, *, rounds_in_cache: bool) -> UpdateRule:
+    """What is decided for a fused kernel.
+
+    Args:
+        optimizer: its `EmbOptimType`.
+        weight_decay: its `WeightDecayMode`.
+        rounds_in_cache: its cache has another type than its tables, and stochastic rounding.
+    """
+    decay = WEIGHT_DECAYS.get(weight_decay, UpdateRule(Marking.REFUSED, "this weight decay is not known"))
+    if rounds_in_cache:
+        return ROUNDING_CACHE
+    if decay.marking is Marking.REFUSED:
+        return decay
+    return OPTIMIZERS.get(optimizer, UpdateRule(Marking.REFUSED, "this optimizer is not known"))
+
+
+def rule_of(kernel: Any) -> UpdateRule:
+    """What is decided for a kernel of a lookup, fused or not."""
+    emb_module = kernel.emb_module
+    optimizer = getattr(emb_module, "optimizer", None)
+    if optimizer is None:
+        return UpdateRule(Marking.EXACT, "it is not fused: its rows are compared at each read")
+    return update_rule(optimizer, _weight_decay(emb_module), rounds_in_cache=_rounds_in_cache(emb_module))
+
+
+def check_tracked(name: str, kernel: Any) -> None:
+    """Check that the rows of a kernel of module `name` can be tracked.
+
+    Raises:
+        InvalidInput: they cannot.
+    """
+    rule = rule_of(kernel)
+    if rule.marking is Marking.REFUSED:
+        tables = ", ".join(repr(config.name) for config in kernel._config.embedding_tables)
+        decay = _weight_decay(kernel.emb_module)
+        raise InvalidInput(
+            f"module {name!r}, tables {tables}: rows under optimizer {str(kernel.emb_module.optimizer)!r} "
+            f"(weight decay {getattr(decay, 'name', decay)}) cannot be tracked: {rule.reason}"
+        )
+
+
+def _weight_decay(emb_module: Any) -> Any:
+    return getattr(emb_module, "weight_decay_mode", WeightDecayMode.NONE)
+
+
+def _rounds_in_cache(emb_module: Any) -> bool:
+    cache = getattr(emb_module, "lxu_cache_weights", None)
+    if cache is None or not cache.numel() or not emb_module.stochastic_rounding:
+        return False
+    return bool(cache.dtype != emb_module.weights_precision.as_dtype())

@@ -1,0 +1,78 @@
+"""Finding rows that have changed unmarked, by comparing all rows with a copy: to debug a model.
+
+Within the gate, by whichever thread reads.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from deltasync.core.errors import Contradiction
+from deltasync.trainer.tracking.shards import TrackedTable
+from deltasync.trainer.tracking.stamps import RowStamps, differing_rows
+
+_NAMED_ROWS = 10
+
+
+class Verification:
+    """Copies of the rows that are marked by what happens to them; others are compared at each read anyway."""
+
+    def __init__(self, tables: Sequence[TrackedTable], stamps: RowStamps) -> None:
+        self._tables, self._stamps = tables, stamps
+        self._copies = {
+            number: [tracked.weight.clone() for tracked in table.shards]
+            for number, table in enumerate(tables)
+            if table.fused
+        }
+        self._excused = set[int]()
+        self._cursor = stamps.tick()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(copy.nbytes for copies in self._copies.values() for copy in copies)
+
+    def excuse(self, tables: Iterable[int]) -> None:
+        """Look at these tables only after the next check: somebody has asked not to mark a change of theirs."""
+        self._excused.update(tables)
+
+    def check(self) -> None:
+        """Compare all rows with the copies. Rows that have changed unmarked are marked from then on.
+
+        Raises:
+            Contradiction: there are such rows; it names them.
+        """
+        if self._stamps.clock <= self._cursor:  # It has started over.
+            self._cursor = 0
+        unseen = {number: self._unseen(number) for number in self._copies}
+        self.renew()
+        found = {number: ids for number, ids in unseen.items() if len(ids) and number not in self._excused}
+        self._excused.clear()
+        for number, ids in found.items():
+            self._stamps.stamp(number, ids)
+        if found:
+            raise Contradiction(
+                "; ".join(_what_changed(self._tables[number], ids) for number, ids in found.items())
+                + ". Nothing that the tracker listens to has changed them: call mark(table, ids) or "
+                "mark_all(table) of the tracker wherever that is done. The next read offers them."
+            )
+
+    def renew(self) -> None:
+        """Compare with the rows as they are now, from here on."""
+        for number, copies in self._copies.items():
+            for tracked, copy in zip(self._tables[number].shards, copies, strict=True):
+                copy.copy_(tracked.weight)
+        self._cursor = self._stamps.tick()
+
+    def _unseen(self, number: int) -> torch.Tensor:
+        """Local ids of rows of a table that differ from the copies and have no stamp since: int64 [n]."""
+        shards = zip(self._tables[number].shards, self._copies[number], strict=True)
+        differing = torch.stack([differing_rows(tracked.weight, copy) for tracked, copy in shards]).any(dim=0)
+        return torch.nonzero(differing & (self._stamps.stamps[number].abs() <= self._cursor)).squeeze(1)
+
+
+def _what_changed(table: TrackedTable, ids: torch.Tensor) -> str:
+    rows = (ids + table.row_offset).tolist()
+    named = ", ".join(map(str, rows[:_NAMED_ROWS]))
+    more = f" and {len(rows) - _NAMED_ROWS} more" if len(rows) > _NAMED_ROWS else ""
+    return f"table {table.name!r}: rows {named}{more} have changed, but are not marked"
