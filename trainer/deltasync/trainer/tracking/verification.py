@@ -68,7 +68,7 @@ class Verification:
         """Local ids of rows of a table that differ from the copies and have no stamp since: int64 [n]."""
         shards = zip(self._tables[number].shards, self._copies[number], strict=True)
         differing = torch.stack([differing_rows(tracked.weight, copy) for tracked, copy in shards]).any(dim=0)
-        return torch.nonzero(differing & (self._stamps.stamps[number] <= self._cursor)).squeeze(1)
+        return torch.nonzero(differing & (self._stamps.stamps[number].abs() <= self._cursor)).squeeze(1)
 
 
 def _what_changed(table: TrackedTable, ids: torch.Tensor) -> str:
