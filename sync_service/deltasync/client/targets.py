@@ -48,6 +48,11 @@ class Release:
         """Whether a table must be reset to zero first."""
         return self.resync or table.name in self.whole
 
+    @property
+    def changes(self) -> bool:
+        """Whether it has rows, or resets a table."""
+        return bool(self.rows or self.resync or self.whole)
+
     def check_values(self) -> None:
         """Check that the rows have values.
 
@@ -76,8 +81,16 @@ class ReadableTarget(Target, Protocol):
         """
 
 
+@runtime_checkable
+class PartialTarget(Target, Protocol):
+    """A target that may hold only some of the tables that its consumer follows, and says which."""
+
+    def bound(self) -> frozenset[str]:
+        """Names of the tables of the last release that it holds. Called in the subscriber's thread."""
+
+
 class CallbackTarget:
-    """Hands every release to a function."""
+    """Hands every release to a function. Nothing shows what that makes of it: lag says `delivered`."""
 
     def __init__(self, callback: Callable[[Release], None]) -> None:
         self.apply = callback
@@ -118,13 +131,26 @@ class NumpyTarget:
             for name in self.tables.keys() - {table.name for table in release.tables}:
                 del self.tables[name]
             for table in release.tables:
-                if release.resets(table) or table.name not in self.tables:
-                    self.tables[table.name] = np.zeros((table.rows, table.dim), table.dtype)
+                held = None if release.resets(table) else self.tables.get(table.name)
+                if held is None or len(held) < table.rows:
+                    self.tables[table.name] = _with_room(table, held)
             for rows in release.rows:
                 self.tables[rows.table.name][rows.ids] = rows.values
             self.position, self.event_time_unix_ns = release.position, release.event_time_unix_ns
 
     def read(self, table: TableSpec, ids: Ids) -> Values | None:
-        """Some rows of a table."""
+        """Some rows of a table; zeros for those that it has grown by since the last release."""
         rows = self.tables.get(table.name)
-        return rows[ids] if rows is not None else None
+        if rows is None:
+            return None
+        found, held = np.zeros((len(ids), table.dim), table.dtype), ids[: np.searchsorted(ids, len(rows))]
+        found[: len(held)] = rows[held]
+        return found
+
+
+def _with_room(table: TableSpec, rows: Values | None) -> Values:
+    """An array for all rows of a table, of which some are there already."""
+    array = np.zeros((table.rows, table.dim), table.dtype)
+    if rows is not None:
+        array[: len(rows)] = rows
+    return array

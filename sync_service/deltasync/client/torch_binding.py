@@ -14,7 +14,7 @@ from deltasync.client.torch_id_map import id_map_of
 from deltasync.client.torch_id_ranges import id_ranges_of
 from deltasync.core.errors import Contradiction, DeltasyncError, NotFound
 from deltasync.core.rows import Ids, RowBatch, Values
-from deltasync.core.tables import TableKind, TableSpec
+from deltasync.core.tables import TableKind, TableSpec, matrix_shape
 
 _EMBEDDINGS = "._embedding_module."
 _COLLISIONS = "._managed_collision_collection."
@@ -82,9 +82,8 @@ class Tensor:
 
     def _check(self, tensor: torch.Tensor) -> None:
         table, wanted = self.table, torch.from_numpy(np.empty(0, self.table.dtype)).dtype
-        shape = (tensor.shape[0], tensor[0].numel()) if tensor.dim() > 1 else (1, tensor.numel())
         what = f"the module has {self.name} of shape {list(tensor.shape)} and type {tensor.dtype}"
-        if shape != (table.rows, table.dim) or tensor.dtype != wanted:
+        if matrix_shape(tensor.shape) != (table.rows, table.dim) or tensor.dtype != wanted:
             why = (
                 ", which looks quantised: quantised tables cannot follow yet" if _quantised(table, tensor) else ""
             )

@@ -69,6 +69,10 @@ class ChangeCounts:
         seen = self._from(number)
         return seen._with(rows, rows, rows * (_oldest(seen.newest) <= number))
 
+    def plus_unchanged(self, rows: int) -> "ChangeCounts":
+        """With so many more rows, which never changed."""
+        return self._with(rows, 0, ChangeCounts.unchanged(rows)._from(self.newest)._within)
+
     def without(self, stamps: Stamps) -> "ChangeCounts":
         """Without some of the rows, which have these stamps ([n])."""
         if not len(stamps):

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from deltasync.core.delivery import Delivery
-from deltasync.core.errors import Contradiction, ServiceUnavailable
+from deltasync.core.errors import ServiceUnavailable
 from deltasync.core.policy import Policy
 from deltasync.core.position import Decision, Position, resume
 from deltasync.core.rows import RowBatch
@@ -28,7 +28,8 @@ from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.core.threads import EVENT_LOOP, MODEL_PREFIX, MODEL_THREAD, SET_BY_EVENT_LOOP, confined
 from deltasync.feeds.frozen_release import NO_TABLES, FrozenRelease, Head, Releases
-from deltasync.feeds.standing import Standing, TableStanding, nothing_published
+from deltasync.feeds.standing import Standing, TableStanding
+from deltasync.feeds.table_changes import changes
 from deltasync.storage.log_store import LogStore
 from deltasync.storage.mapped_table import MappedTable
 from deltasync.storage.model_store import KEPT_SEALS, ModelStore
@@ -52,7 +53,7 @@ class Model:
         store: the model's files and records.
         head: the newest version that replicas can be sent, or None.
         seals: those of the last durable cuts, which may not be applied yet.
-        published: names of the tables of which some row is in a sealed cut.
+        published: how many rows of each table were published, by the table's name: all that it had at the time.
         signal: wakes who waits for the head to move, or for a table.
         failure: what keeps cuts from being sealed or applied, which is tried again; empty if nothing does.
     """
@@ -62,7 +63,7 @@ class Model:
         self.store = ModelStore(log, name, directory)
         self.seals = SealHistory(maxlen=KEPT_SEALS)
         self.head: Head | None = None
-        self.published: set[str] = set()
+        self.published: dict[str, int] = {}
         self.signal = Signal()
         self.failure = ""
         self._adding = asyncio.Lock()
@@ -131,17 +132,19 @@ class Model:
         """
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
 
-    async def add_tables(self, tables: list[TableSpec]) -> None:
+    async def add_tables(self, tables: list[TableSpec], *, later_run: bool = False) -> None:
         """Make sure that the model has these tables. Those it lacks are made, all zero.
 
+        In a later run than the last those may have more rows, zeros at first.
+
         Raises:
-            Contradiction: a table exists with another shape or type; nothing was added.
-            StorageFailed: there is no room for them; nothing was added.
+            Contradiction: a table exists and has more rows, or is something else; nothing was changed.
+            StorageFailed: there is no room for them; nothing was changed.
             ServiceUnavailable: the service is shutting down.
         """
-        if self._unknown(tables):
+        if self._changes(tables, later_run):
             # In a task of its own: a rank that disconnects now must not stop it half way.
-            await asyncio.shield(asyncio.create_task(self._add(tables)))
+            await asyncio.shield(asyncio.create_task(self._add(tables, later_run)))
 
     async def apply_cut(self, seal: Seal, rows: Iterable[RowBatch] | None) -> None:
         """Apply a cut that was just sealed, from `rows` or else from the log, and make it the head."""
@@ -153,9 +156,14 @@ class Model:
         """Whether it has tables: replicas read them as they are."""
         return bool(self.tables)
 
-    def unpublished(self, tables: list[TableSpec]) -> list[str]:
-        """Names of those of `tables` of which no row was ever published."""
-        return [table.name for table in tables if table.name not in self.published]
+    def unpublished(self, tables: list[TableSpec]) -> str:
+        """What of `tables` was never published, in words; empty if all of it was."""
+        for table in tables:
+            if not (rows := self.published.get(table.name, 0)):
+                return f"no row of table {table.name!r} was ever published"
+            if rows < table.rows:
+                return f"rows {rows} to {table.rows - 1} of table {table.name!r} were never published"
+        return ""
 
     def release(self, after: int, whole: frozenset[int] = NO_TABLES) -> asyncio.Task[FrozenRelease]:
         """What a replica at version `after` lacks, and all of the tables in the slots `whole`."""
@@ -191,7 +199,7 @@ class Model:
             tables=followed,
             version_of=lambda version: version,
             failure=self.failure,
-            unpublished="" if self.head else nothing_published(self.name).unpublished,
+            unpublished="" if self.head else f"nothing of model {self.name!r} is published",
         )
 
     def flush(self) -> bool:
@@ -208,8 +216,8 @@ class Model:
         unflushed = self.seals.after(self.store.flushed)
         return sum(seal.log_bytes for seal in unflushed) >= flush_bytes or len(unflushed) >= KEPT_SEALS // 2
 
-    def _recover(self, record: Mapping[str, Any]) -> tuple[list[Seal], set[str]]:
-        """What there was, on the model's thread: the seals, and names of the tables that have published rows."""
+    def _recover(self, record: Mapping[str, Any]) -> tuple[list[Seal], dict[str, int]]:
+        """What there was, on the model's thread: the seals, and how many rows of tables were published."""
         self.store.recover(record)
         seals = SealHistory(self.store.seals())
         self.store.drop_unsealed(seals.newest_version)
@@ -218,17 +226,16 @@ class Model:
         self._applied = seals.newest
         for table in self.tables:
             table.count_digest()
-        return list(seals), {table.spec.name for table in self.tables if table.counts.changed}
+        return list(seals), {table.spec.name: self._published_rows(table) for table in self.tables}
 
-    def _unknown(self, tables: list[TableSpec]) -> list[TableSpec]:
+    def _published_rows(self, table: StampedTable) -> int:
+        """How many rows of a table were published: all, unless none of those that it has grown by was."""
+        grown_from = self.store.grown_from.get(table.spec.name, 0)
+        return table.spec.rows if table.stamps[grown_from:].any() else grown_from
+
+    def _changes(self, announced: list[TableSpec], later_run: bool) -> list[TableSpec]:
         known = {table.spec.name: table.spec for table in self.tables}
-        for table in tables:
-            if known.get(table.name, table) != table:
-                raise Contradiction(
-                    f"table {table.name!r} of model {self.name!r} is {_shape(known[table.name])}, the run has "
-                    f"{_shape(table)}: publish it under another model or table name"
-                )
-        return [table for table in tables if table.name not in known]
+        return changes(self.name, known, announced, later_run=later_run)
 
     def _apply(self, seal: Seal, rows: Iterable[RowBatch] | None) -> None:
         by_name = {table.spec.name: table for table in self.tables}
@@ -243,11 +250,13 @@ class Model:
             table.apply(RowBatch.deletes(Shard.whole(table.spec), table.unnamed(mask)), seal.version)
         self._applied, self._partly_applied = seal, False
 
-    async def _add(self, tables: list[TableSpec]) -> None:
+    async def _add(self, tables: list[TableSpec], later_run: bool) -> None:
         async with self._adding:
             if self._closed:  # So is the log, soon: who waits for it to write would wait for ever.
                 raise ServiceUnavailable("the service is shutting down; reconnect")
-            await asyncio.to_thread(self.store.add, self._unknown(tables))
+            changed = self._changes(tables, later_run)
+            steps = await asyncio.to_thread(self.store.change, changed, dict(self.published))
+            await self.on_thread(_call, steps)
             self.signal.wake()
 
 
@@ -261,8 +270,9 @@ def _standing(table: StampedTable, newest: int, policy: Policy) -> TableStanding
     )
 
 
-def _shape(table: TableSpec) -> str:
-    return f"{table.rows} x {table.dim} {table.dtype}"
+def _call(steps: Iterable[Callable[[], None]]) -> None:
+    for step in steps:
+        step()
 
 
 def _head(seal: Seal | None) -> Head | None:

@@ -67,7 +67,7 @@ class CutCoordinator:
             StorageFailed: there is no room for a table.
         """
         self._check(run)
-        await self.model.add_tables(specs)
+        await self.model.add_tables(specs, later_run=self.run is None or self.run.id != run.id)
         self._take_over(run)
 
     def cut_of(self, run: Run, step: int) -> OpenCut:
@@ -166,7 +166,7 @@ class CutCoordinator:
         self.model.seals.append(seal)
         # Before anything that could fail: from here on it is part of the history.
         self._applying = self._tasks.create_task(self._apply(seal, cut.rows_in_memory()))
-        self.model.published |= cut.tables_with_rows
+        self.model.published |= {name: cut.tables[name].rows for name in cut.tables_with_rows}
         self.rows += seal.rows
         self.bytes += seal.bytes
         self.deletes.finish(cut.deletes, seal.version)

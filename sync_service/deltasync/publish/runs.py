@@ -1,6 +1,5 @@
 """Who may publish, and whether a run continues the published history. Pure decisions, each with its reason."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deltasync.core.position import Decision, Position
@@ -46,9 +45,7 @@ def _ahead(run: Run, now_unix_ns: int) -> bool:
     return run.started_unix_ns - now_unix_ns > MAX_AHEAD_NS
 
 
-def continues(
-    run: Run, claim: Position, history: str, newest: Seal | None, unpublished: Sequence[str]
-) -> Decision:
+def continues(run: Run, claim: Position, history: str, newest: Seal | None, unpublished: str) -> Decision:
     """Whether what `run` holds is known to build on the newest version.
 
     Args:
@@ -56,7 +53,7 @@ def continues(
         claim: the position it claims to hold.
         history: the service's history.
         newest: the newest seal.
-        unpublished: tables of the run of which no row was ever published.
+        unpublished: what of the run's tables was never published, in words; empty if all of it was.
     """
     if newest is None:
         return Decision(False, "nothing is published yet")
@@ -65,7 +62,7 @@ def continues(
     if claim.number > newest.version:
         return Decision(False, f"the run holds version {claim.number}, the newest one is only {newest.version}")
     if unpublished:
-        return Decision(False, f"no row of table {unpublished[0]!r} was ever published")
+        return Decision(False, unpublished)
     if run.id == newest.run:
         return Decision(True, f"run {run.id} published version {newest.version} itself")
     if claim.number == newest.version and claim.history == history:

@@ -2,6 +2,8 @@
 
 import math
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 from urllib.parse import quote
@@ -14,6 +16,9 @@ from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import TableSpec
 from deltasync.storage.data_directory import RESTORE
 
+_STAMP_TYPE = np.dtype(np.int64)
+_BLOCK_BYTES = 1 << 20
+
 Mapped: TypeAlias = np.memmap[tuple[int, ...], np.dtype[Any]]
 
 
@@ -24,16 +29,60 @@ class MappedTable(StampedTable):
     """
 
     def __init__(self, table: TableSpec, directory: Path, *, new: bool) -> None:
-        rows_file, stamps_file = _files(table, directory)
-        rows = map_array(rows_file, table.dtype, (table.rows, table.dim), new=new)
-        stamps = map_array(stamps_file, np.dtype(np.int64), (table.rows,), new=new)
+        rows, stamps = _mapped(table, directory, new=new)
         super().__init__(table, rows, stamps)
         self._mapped = (rows, stamps)
+
+    def extend(self, spec: TableSpec, directory: Path) -> Callable[[], None]:
+        """Make room for what the table is to be, which may have more rows. Blocks; any thread.
+
+        Returns:
+            What makes the table that, with zeros in new rows: for the thread that changes it.
+
+        Raises:
+            StorageFailed: there is no room; the table is as it was.
+        """
+        extend_files(spec, directory)
+        arrays = _mapped(spec, directory, new=False)
+        return partial(self._become, spec, *arrays)
+
+    def _become(self, spec: TableSpec, rows: Mapped, stamps: Mapped) -> None:
+        self.counts = self.counts.plus_unchanged(spec.rows - self.spec.rows)
+        self.spec, self.rows, self.stamps, self._mapped = spec, rows, stamps, (rows, stamps)
 
     def flush(self) -> None:
         """Wait until everything written before the call is on disk."""
         for array in self._mapped:
             array.flush()
+
+
+def extend_files(table: TableSpec, directory: Path) -> None:
+    """Make room in a table's files for as many rows as it is to have, with zeros.
+
+    Raises:
+        StorageFailed: there is no room.
+    """
+    rows_file, stamps_file = _files(table, directory)
+    extend_file(rows_file, table.nbytes)
+    extend_file(stamps_file, table.rows * _STAMP_TYPE.itemsize)
+
+
+def extend_file(path: Path, size: int) -> None:
+    """Make room in a file for so many bytes, the new ones zero; one that is as long stays so.
+
+    Raises:
+        StorageFailed: there is no room; the file is as it was.
+    """
+    before = path.stat().st_size
+    if before >= size:
+        return
+    with path.open("r+b") as file:
+        try:
+            reserve(file, size, str(path))
+            os.fsync(file.fileno())
+        except BaseException:
+            file.truncate(before)
+            raise
 
 
 def remove_files(table: TableSpec, directory: Path) -> None:
@@ -64,8 +113,17 @@ def _files(table: TableSpec, directory: Path) -> tuple[Path, Path]:
     return file_of(table, directory, "rows"), file_of(table, directory, "stamps")
 
 
+def _mapped(table: TableSpec, directory: Path, *, new: bool) -> tuple[Mapped, Mapped]:
+    """The rows and the stamps of a table."""
+    rows_file, stamps_file = _files(table, directory)
+    rows = map_array(rows_file, table.dtype, (table.rows, table.dim), new=new)
+    return rows, map_array(stamps_file, _STAMP_TYPE, (table.rows,), new=new)
+
+
 def map_array(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...], *, new: bool) -> Mapped:
     """An array mapped from a file; a `new` one is made, all zero.
+
+    One that has more, but zeros only, was being extended when its process ended: it is made as short as before.
 
     Raises:
         StorageFailed: there is no room, or the file is missing or of another size.
@@ -73,6 +131,8 @@ def map_array(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...], *, new: 
     size = math.prod(shape) * dtype.itemsize
     if new:
         _allocate(path, size)
+    elif path.exists() and path.stat().st_size > size and not _anything_after(path, size):
+        os.truncate(path, size)
     found = path.stat().st_size if path.exists() else None
     if found != size:
         has = "is missing" if found is None else f"has {found} bytes"
@@ -90,6 +150,13 @@ def _allocate(path: Path, size: int) -> None:
     finally:
         unfinished.unlink(missing_ok=True)
     _sync_folder(path.parent)
+
+
+def _anything_after(path: Path, size: int) -> bool:
+    """Whether a file has anything but zeros after so many bytes."""
+    with path.open("rb") as file:
+        file.seek(size)
+        return any(block.count(0) < len(block) for block in iter(partial(file.read, _BLOCK_BYTES), b""))
 
 
 def _sync_folder(folder: Path) -> None:

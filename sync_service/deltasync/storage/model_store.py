@@ -7,7 +7,7 @@ says how many ranks its run had: what an abandoned cut of a larger run has left 
 
 import threading
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
@@ -38,6 +38,8 @@ from deltasync.storage.records import (
 # a log that is full although it has no rows that could be dropped.
 KEPT_SEALS = 100_000
 
+_GROWN = "grown_from"
+
 
 def recorded_models(log: LogStore) -> dict[str, Mapping[str, Any]]:
     """What is written down of each model, by its name.
@@ -58,6 +60,7 @@ class ModelStore:
     Attributes:
         history: the id made when the model's log was created.
         tables: the tables, in the order they were added; a table's index is its slot. Replaced when one is added.
+        grown_from: how many rows were published of a table when it grew, by its name.
         flushed: the version up to which the tables' files need no record of the log.
     """
 
@@ -71,6 +74,8 @@ class ModelStore:
         self._describing = threading.Lock()  # So that a flush and a new table do not write over each other.
         self.history = uuid.uuid4().hex
         self.tables: list[MappedTable] = []
+        self.grown_from: dict[str, int] = {}
+        self._specs: dict[str, TableSpec] = {}  # As they are written down.
         self.flushed = 0
         self._kept_seals = KEPT_SEALS
         self._described_flushed = 0  # The one that is written down, which is ahead until the log is cut.
@@ -84,24 +89,43 @@ class ModelStore:
         with reading(f"record model/{self._model}"):
             self.history, self.flushed = record["history"], record["flushed"]
             specs = [spec_of_record(each) for each in record["tables"]]
+            self.grown_from = {each["name"]: each[_GROWN] for each in record["tables"] if _GROWN in each}
+        self._specs = {spec.name: spec for spec in specs}
         self._described_flushed = self.flushed
         self.tables = [MappedTable(spec, self._folder, new=False) for spec in specs]
         self._layouts.recover()
 
-    def add(self, specs: Sequence[TableSpec]) -> None:
-        """Make tables, all zero.
+    def change(self, specs: Sequence[TableSpec], published: Mapping[str, int]) -> list[Callable[[], None]]:
+        """Make tables, all zero, and make room in those that are there already for what they are to be.
+
+        What is written down last is which tables there are: until then, a crash leaves them as they were.
+
+        Args:
+            specs: what tables are to be.
+            published: how many rows were published of those that are there, by name.
+
+        Returns:
+            What makes those that are there what they are to be: for the thread that changes them.
 
         Raises:
-            StorageFailed: there is no room; nothing was added.
+            StorageFailed: there is no room; nothing was changed.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
+        tables = {table.spec.name: table for table in self.tables}
         new: list[MappedTable] = []
         with ExitStack() as undo:
+            steps = [tables[spec.name].extend(spec, self._folder) for spec in specs if spec.name in tables]
             for spec in specs:
-                undo.callback(remove_files, spec, self._folder)
-                new.append(MappedTable(spec, self._folder, new=True))
-            self._describe(new)
+                if spec.name not in tables:
+                    undo.callback(remove_files, spec, self._folder)
+                    new.append(MappedTable(spec, self._folder, new=True))
+            grown = {each.name: published.get(each.name, 0) for each in specs if self._grows(each)}
+            self._describe(specs, self.grown_from | grown, new)
             undo.pop_all()
+        return steps
+
+    def _grows(self, spec: TableSpec) -> bool:
+        return spec.name in self._specs and spec.rows > self._specs[spec.name].rows
 
     def flush(self, version: int) -> bool:
         """Put the tables, which are at `version` or later, on disk, and drop the log up to there.
@@ -184,15 +208,27 @@ class ModelStore:
                 f"{seal.rows}: {RESTORE}"
             )
 
-    def _describe(self, new: Sequence[MappedTable] = (), flushed: int = 0) -> None:
+    def _describe(
+        self,
+        specs: Sequence[TableSpec] = (),
+        grown_from: Mapping[str, int] | None = None,
+        new: Sequence[MappedTable] = (),
+        flushed: int = 0,
+    ) -> None:
         """Write down which tables there are, and only then have them."""
         with self._describing:
-            tables = [*self.tables, *new]
+            every = self._specs | {spec.name: spec for spec in specs}
+            grown = dict(self.grown_from if grown_from is None else grown_from)
             flushed = max(flushed, self._described_flushed)
             record = {
                 "history": self.history,
                 "flushed": flushed,
-                "tables": [spec_record(table.spec) for table in tables],
+                "tables": [_table_record(spec, grown) for spec in every.values()],
             }
             self._log.put(f"model/{self._model}", pack_json(record)).result()
-            self.tables, self._described_flushed = tables, flushed
+            self.tables, self._specs, self.grown_from = [*self.tables, *new], every, grown
+            self._described_flushed = flushed
+
+
+def _table_record(spec: TableSpec, grown_from: Mapping[str, int]) -> dict[str, Any]:
+    return spec_record(spec) | ({_GROWN: grown_from[spec.name]} if spec.name in grown_from else {})

@@ -1,6 +1,7 @@
 """The small records of a view in the log: their names and keys are part of the data directory's format."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from deltasync.core.delivery import Delivery
@@ -111,10 +112,14 @@ def table_record(table: ViewTable) -> dict[str, Any]:
         "value_type": table.delivery.value_type and table.delivery.value_type.value,
         "mode": table.delivery.mode.value,
         "folder": table.folder.name,
+        "rows": table.delivery.spec.rows,
     }
 
 
 def delivery_of_record(record: Mapping[str, Any], spec: TableSpec) -> Delivery:
-    """What was written down that replicas are sent of a table, which is `spec`."""
+    """What was written down that replicas are sent of a table, which is `spec`, or was before it has grown."""
+    spec = replace(
+        spec, rows=record.get("rows", spec.rows)
+    )  # Records of earlier versions lack it: none had grown.
     value_type = ValueType(record["value_type"]) if record["value_type"] else None
     return Delivery(spec, value_type, Mode(record["mode"]))

@@ -14,8 +14,10 @@ from deltasync.core.rows import Ids, Norms, RowBatch, Values
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import Shard
 from deltasync.core.threads import MODEL_THREAD, confined
-from deltasync.storage.mapped_table import MappedTable, file_of, map_array
+from deltasync.storage.mapped_table import MappedTable, extend_file, extend_files, file_of, map_array
 from deltasync.views.ranking import Floats, Mask
+
+_SINCE_TYPE = np.dtype(np.int64)
 
 
 class EncodedTable(MappedTable):
@@ -54,7 +56,7 @@ class ViewTable:
         if delivery.mode is Mode.IDS:
             self.sent = MappedTable(delivery.wire_spec, _norms_folder(folder, new), new=new)
         since = file_of(delivery.spec, folder, "since")
-        self._mapped_since = map_array(since, np.dtype(np.int64), (delivery.spec.rows,), new=new)
+        self._mapped_since = map_array(since, _SINCE_TYPE, (delivery.spec.rows,), new=new)
         self.dirty_since: NDArray[np.int64] = self._mapped_since
         # Of the rows that are not dirty. Both replaced whole, so that `lacking` may read them in any thread.
         self._clean: ChangeCounts = self.sent.counts.without(self.sent.numbers(np.flatnonzero(self._mapped_since)))
@@ -62,6 +64,38 @@ class ViewTable:
         # [N], as of the last comparison, and right for dirty rows only: one that has not changed since then is as
         # far off as it was. None = not known.
         self._norms: Floats | None = None
+
+    def extend(self, delivery: Delivery) -> "ViewTable":
+        """Make room for the rows that the source has grown by. Blocks; any thread.
+
+        Returns:
+            The table with that room, of the same files; to be told to `follow` this one before it is used.
+
+        Raises:
+            StorageFailed: there is no room; this table is as it was.
+        """
+        extend_files(delivery.encoded_spec, self.folder)
+        if delivery.mode is Mode.IDS:
+            extend_files(delivery.wire_spec, _norms_folder(self.folder, new=False))
+        extend_file(file_of(delivery.spec, self.folder, "since"), delivery.spec.rows * _SINCE_TYPE.itemsize)
+        return ViewTable(self.source, delivery, self.folder, new=False)
+
+    def follow(self, before: "ViewTable") -> int:
+        """Take the place of a table that had room for fewer rows.
+
+        Returns:
+            The last version before any of the source's rows that it had no room for: these were not compared.
+        """
+        for mapped, earlier in ((self.held, before.held), (self.sent, before.sent)):
+            mapped.digest = earlier.digest
+        changed = self.changed_since(0)
+        numbers = self.source.numbers(changed[changed >= before.delivery.spec.rows])
+        return int(numbers.min()) - 1 if len(numbers) else self.source.counts.newest
+
+    def changed_since(self, version: int) -> Ids:
+        """Sorted unique ids ([n]) of the rows of the source stamped after a version, as far as there is room."""
+        changed = self.source.changed_since(version)
+        return changed[: np.searchsorted(changed, len(self.dirty_since))]
 
     def copy(self, ids: Ids, number: int | None) -> None:
         """Take over rows of the source as they are. Stamp them with `number`; None = as in the source.
@@ -83,7 +117,7 @@ class ViewTable:
             compared_version: the version at the last comparison; rows that have not changed after it are as dirty
                 as they were.
         """
-        changed = self.source.changed_since(compared_version)
+        changed = self.changed_since(compared_version)
         self._mark(changed[self.dirty_since[changed] == 0], compared_version + 1)
         if self._norms is None:
             self._norms = np.zeros(len(self.dirty_since))

@@ -1,7 +1,7 @@
 """Making the tables of a view, as a policy wants them, while cuts go on being applied to the model."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -53,11 +53,12 @@ class TableMaker:
         number = version if as_it_was else state.head.number + 1 if state.head else version + 1
         # All of them are made first: where there is no room for one, nothing need be copied.
         tables = await asyncio.to_thread(self._found_or_made, sources, deliveries)
+        grown = _grown(tables, state)
         for table in tables:
-            if table not in state.tables:
+            if table not in state.tables and table not in grown:
                 await self._copy(table, None if as_it_was else number)
         await asyncio.to_thread(_flush, tables)
-        after, release = await self._model.on_thread(self._installed, tables, number, version)
+        after, release = await self._model.on_thread(self._installed, tables, grown, number, version)
         await asyncio.to_thread(self._store.install, after, release)
 
     def _found_or_made(
@@ -65,24 +66,35 @@ class TableMaker:
     ) -> tuple[ViewTable, ...]:
         existing = {table.delivery: table for table in self._store.state.tables}
         pairs = zip(sources, deliveries, strict=True)
-        return tuple(existing.get(each) or self._store.make_table(source, each) for source, each in pairs)
+        return tuple(existing.get(each) or self._extended_or_made(source, each) for source, each in pairs)
+
+    def _extended_or_made(self, source: MappedTable, delivery: Delivery) -> ViewTable:
+        for table in self._store.state.tables:
+            rows = table.delivery.spec.rows
+            if rows < delivery.spec.rows and table.delivery == _with_rows(delivery, rows):
+                return table.extend(delivery)
+        return self._store.make_table(source, delivery)
 
     async def _copy(self, table: ViewTable, number: int | None) -> None:
-        ids = await self._model.on_thread(table.source.changed_since, 0)
+        ids = await self._model.on_thread(table.changed_since, 0)
         for start in range(0, len(ids), _COPIED_ROWS):
             await self._model.on_thread(table.copy, ids[start : start + _COPIED_ROWS], number)
 
     def _installed(
-        self, tables: tuple[ViewTable, ...], number: int, version: int
+        self, tables: tuple[ViewTable, ...], grown: Mapping[ViewTable, ViewTable], number: int, version: int
     ) -> tuple[ViewState, NewestRelease]:
-        """The state with these tables, of which new ones were copied at `version` or later, and its release."""
+        """The state with these tables, of which new ones were copied at `version` or later, and its release.
+
+        Some of them are `grown`: in the place of others, which had fewer rows.
+        """
         seal, before = self._model.applied, self._store.state
         if seal is None:
             raise RuntimeError("a view is made of a model of which nothing is published")
         if before.head is None:
             self._store.history.first_version, number = version, max(number, seal.version)
-        taken, reason = _taken(table for table in tables if table not in before.tables)
-        backlog = {table.source.spec.name: _backlog(table, before) for table in tables}
+        version = min([version, *(table.follow(earlier) for table, earlier in grown.items())])
+        taken, reason = _taken(table for table in tables if table not in before.tables and table not in grown)
+        backlog = {table.source.spec.name: _backlog(table, before, grown) for table in tables}
         left = total(each.amount for each in backlog.values())
         after = replace(before, tables=tables, compared_version=version, backlog=backlog)
         head = replace(Head.of(seal, number), version=version)
@@ -102,10 +114,20 @@ def _whole(table: ViewTable) -> Amount:
     return Amount(rows, rows * table.sent.spec.row_bytes, table.held.norm)
 
 
-def _backlog(table: ViewTable, before: ViewState) -> Backlog:
+def _grown(tables: Iterable[ViewTable], before: ViewState) -> dict[ViewTable, ViewTable]:
+    """Which of the tables have taken the place of which, having more rows of the same files."""
+    places = {table.folder: table for table in before.tables}
+    return {each: places[each.folder] for each in tables if places.get(each.folder, each) is not each}
+
+
+def _with_rows(delivery: Delivery, rows: int) -> Delivery:
+    return replace(delivery, spec=replace(delivery.spec, rows=rows))
+
+
+def _backlog(table: ViewTable, before: ViewState, grown: Mapping[ViewTable, ViewTable]) -> Backlog:
     """What is left of a table; nothing of one that is new."""
     source = table.source
-    known = before.backlog.get(source.spec.name) if table in before.tables else None
+    known = before.backlog.get(source.spec.name) if grown.get(table, table) in before.tables else None
     # After a restart it is only known which rows are dirty.
     dirty = int(np.count_nonzero(table.dirty_since))
     return known or Backlog(Amount(dirty, dirty * table.sent.spec.row_bytes), source.norm)

@@ -25,6 +25,7 @@ from tests.support.fleet import (
     follow,
     release_at_once,
     wait_for_lag,
+    wait_until_delivered,
     wait_until_in_sync,
 )
 from tests.support.server import RunningService
@@ -413,5 +414,5 @@ def test_a_target_without_checksums_is_served_unchecked(service: RunningService)
 
     plain: Target = Plain()
     with Trainer(service.grpc) as trainer, follow(service, "top", "a", plain):
-        lag = wait_until_in_sync(service, "top", trainer.publish_all())
+        lag = wait_until_delivered(service, "top", trainer.publish_all())
         assert not lag["replicas"][0]["checked"]

@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import numpy as np
@@ -5,6 +6,7 @@ import pytest
 
 from deltasync.core.errors import StorageFailed
 from deltasync.core.rows import RowBatch
+from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import TableSpec
 from deltasync.storage.mapped_table import MappedTable
 
@@ -80,3 +82,78 @@ def test_alike_names_are_tables_of_their_own(tmp_path: Path) -> None:
     for name in names:
         written(tmp_path, TableSpec(name, 10, 4))
     assert len({path.name.lower() for path in tmp_path.iterdir()}) == 2 * len(names)
+
+
+LARGER = TableSpec(TABLE.name, 3000, 4)
+
+
+def extended(table: MappedTable, folder: Path, spec: TableSpec = LARGER) -> MappedTable:
+    table.extend(spec, folder)()
+    return table
+
+
+def test_a_table_that_has_grown_keeps_its_rows_and_stamps(tmp_path: Path) -> None:
+    table, plain = written(tmp_path), StampedTable.zeros(LARGER)
+    plain.apply(RowBatch.of_table(LARGER, np.array([3, 7]), np.full((2, 4), 5, np.float32)), 2)
+    extended(table, tmp_path)
+    for number, ids in ((3, [7, 10, 2999]), (5, [0, 1500])):
+        rows = RowBatch.of_table(LARGER, np.array(ids), np.full((len(ids), 4), number, np.float32))
+        table.apply(rows, number)
+        plain.apply(rows, number)
+    back = MappedTable(LARGER, tmp_path, new=False)
+    back.count_digest()
+    for each in (table, back):
+        assert each.spec == LARGER
+        np.testing.assert_array_equal(each.rows, plain.rows)
+        np.testing.assert_array_equal(each.stamps, plain.stamps)
+        assert each.digest.checksum == plain.digest.checksum
+        assert [each.counts.after(number) for number in range(7)] == [plain.counts.after(n) for n in range(7)]
+        assert each.counts.rows == 3000
+
+
+def test_a_table_is_flushed_whole_once_it_has_grown(tmp_path: Path) -> None:
+    table = extended(written(tmp_path), tmp_path)
+    table.apply(RowBatch.of_table(LARGER, np.array([2999]), np.ones((1, 4), np.float32)), 3)
+    table.flush()
+    assert [len(array) for array in table._mapped] == [3000, 3000]
+
+
+def test_room_that_nobody_has_written_down_is_given_back(tmp_path: Path) -> None:
+    """The process ended after it had made room, and before the log said so."""
+    written(tmp_path).extend(LARGER, tmp_path)
+    assert MappedTable(TABLE, tmp_path, new=False).changed_since(0).tolist() == [3, 7]
+    assert sorted(path.stat().st_size for path in tmp_path.iterdir()) == [10 * 8, 10 * 4 * 4]
+
+
+@pytest.mark.parametrize("kind", ["rows", "stamps"])
+def test_more_than_room_is_damage(tmp_path: Path, kind: str) -> None:
+    table = extended(written(tmp_path), tmp_path)
+    table.apply(RowBatch.of_table(LARGER, np.array([2999]), np.ones((1, 4), np.float32)), 3)
+    other = {"rows": "stamps", "stamps": "rows"}[kind]
+    (path,) = tmp_path.glob(f"*.{other}")
+    with path.open("r+b") as file:
+        file.truncate({"rows": 160, "stamps": 80}[other])
+    with pytest.raises(StorageFailed, match=rf"\.{kind} has [0-9]+ bytes, expected"):
+        MappedTable(TABLE, tmp_path, new=False)
+
+
+@pytest.mark.parametrize("refused", [1, 2])
+def test_no_room_to_grow_is_an_error_and_the_table_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: int
+) -> None:
+    table, reserved, calls = written(tmp_path), os.posix_fallocate, []
+
+    def full(descriptor: int, offset: int, size: int) -> None:
+        calls.append(size)
+        reserved(descriptor, offset, size)  # A part of it may be there.
+        if len(calls) == refused:
+            raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(StorageFailed, match="No space left on device"):
+        patch.setattr("os.posix_fallocate", full)
+        table.extend(LARGER, tmp_path)
+    assert len(calls) == refused
+    table.apply(RowBatch.of_table(TABLE, np.array([9]), np.ones((1, 4), np.float32)), 3)
+    table.flush()
+    assert extended(table, tmp_path).changed_since(0).tolist() == [3, 7, 9]
+    assert MappedTable(LARGER, tmp_path, new=False).changed_since(2).tolist() == [9]

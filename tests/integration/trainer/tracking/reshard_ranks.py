@@ -313,7 +313,7 @@ def _of_before(folder: Path) -> Path:
     (before / "format").unlink()
     for file in before.glob("sync-*.pt"):
         state = torch.load(file, weights_only=True)
-        assert state.pop("format") == state["tracker"].pop("format") == 1
+        assert (state.pop("format"), state["tracker"].pop("format")) == (1, 2)
         torch.save(state, file)
     return before
 

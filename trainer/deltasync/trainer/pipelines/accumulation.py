@@ -69,6 +69,10 @@ class AccumulationCycle:
         """Begin a cycle anew."""
         self._done = 0
 
+    def forget_reducers(self) -> None:
+        """Look for the model's DDP modules anew: it has other lookups."""
+        self._reducers = None
+
     def _reducers_to_pause(self) -> list[DistributedDataParallel]:
         """All of the model's DDP modules: the outermost, and those around data-parallel tables.
 

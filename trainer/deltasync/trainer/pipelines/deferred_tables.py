@@ -45,14 +45,19 @@ class DeferredTables:
             InvalidInput: a table's gradients cannot be kept.
         """
         _refuse_undeferrable(model)
+        self._model = model
+        self._patches = AttributePatches()
+        self.pipeline = pipeline
+        self.find_lookups()
+
+    def find_lookups(self) -> None:
+        """Take the lookups that the model has now for those to attach to: with nothing attached or pending."""
         self._lookups = [
             DeferredLookup(self, f"lookup of module {name!r}", lookup)
-            for name, module in sharded_modules(model)
+            for name, module in sharded_modules(self._model)
             for lookup in lookups_of(module)
             if any(map(_is_fused, _kernels(lookup)))
         ]
-        self._patches = AttributePatches()
-        self.pipeline = pipeline
 
     def attach(self) -> None:
         """Keep the gradients of lookups from now on; another pipeline that kept them no longer does."""

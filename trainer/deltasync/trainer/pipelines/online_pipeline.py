@@ -22,6 +22,7 @@ from deltasync.trainer.pipelines.lookahead.forwards import LookAheadContext
 from deltasync.trainer.pipelines.options import PipelineOptions
 from deltasync.trainer.pipelines.precision import LossScale, Step, autocast
 from deltasync.trainer.pipelines.tensordicts import accept_tensordicts
+from deltasync.trainer.tracking.new_lookups import LookupsHeld
 
 
 @dataclass
@@ -92,6 +93,7 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         self._cycle = AccumulationCycle(model, options.grad_accum)
         self._tables = DeferredTables(model, self._ahead) if options.defers_tables else None
         self._step = Step(optimizer, self._tables)
+        self._lookups_held = LookupsHeld(model)
         self._scale = LossScale(options.loss_scale, model, device) if options.scales_loss else None
         self.stepped, self.trained = False, 0
 
@@ -100,7 +102,8 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
 
         Raises:
             StopIteration: there is none now.
-            Contradiction: another kind of pipeline is attached to the model.
+            Contradiction: another kind of pipeline is attached to the model, or it was resharded in the middle of
+                a step of deferred tables.
         """
         self.stepped = False
         self._take_batches_of_mode()
@@ -204,6 +207,8 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         self._training = self._model.training
 
     def _ensure_attached(self) -> None:
+        if self._lookups_held.renewed():
+            self._follow_resharding()
         if self._ahead.outdated:
             self.detach()
         if not self._ahead.attached:
@@ -211,6 +216,22 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         self._ahead.check()
         if self._tables:
             self._tables.attach()
+
+    def _follow_resharding(self) -> None:
+        """Attach to the model's new lookups. Ids in flight were sent to the ranks that had their rows before."""
+        if self._tables and self._tables.outputs:
+            raise Contradiction(
+                "the model was resharded in the middle of an optimizer step, whose gradients are those of the "
+                "lookups it had: reshard it where the pipeline has `stepped`, or reset() the pipeline"
+            )
+        self.detach()
+        if self._tables:
+            self._tables.find_lookups()
+        self._cycle.forget_reducers()
+        for waiting in self._in_flight.values():
+            for place in range(len(waiting.contexts)):
+                waiting.contexts[place] = self._create_context()
+        self._lookups_held = LookupsHeld(self._model)
 
     def _forward(self, batch: In) -> tuple[torch.Tensor, Out]:
         self._ahead.in_forward = True

@@ -99,7 +99,9 @@ def _named(table: TrackedTable, cursor: ConsumerCursor, due: torch.Tensor) -> to
     """Those of the rows that are due which have to be said: to who has nothing, a free row need not be."""
     if not table.table.of or cursor.cursor != NOTHING:
         return due
-    return due[table.shards[0].weight.index_select(0, due).any(dim=1)]
+    named = table.shards[0].weight.index_select(0, due).any(dim=1)
+    named[-1] = True  # A table without any row is one that nobody has published.
+    return due[named]
 
 
 def _in_host_memory(gathered: Gathered) -> Gathered:

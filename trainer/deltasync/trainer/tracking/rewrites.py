@@ -85,10 +85,12 @@ def _listen_around(
 
 
 def _listen_to_loads(hooks: Hooks, module: nn.Module, listener: RewriteListener, tables: list[str]) -> None:
-    before = module.register_load_state_dict_pre_hook(lambda *_: listener.begins(tables))
-    after = module.register_load_state_dict_post_hook(lambda *_: listener.ends(tables))
-    hooks.undo_with(before.remove)
-    hooks.undo_with(after.remove)
+    handles: list[Any] = [
+        module.register_load_state_dict_pre_hook(lambda *_: listener.begins(tables)),  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_post_hook(lambda *_: listener.ends(tables)),  # type: ignore[no-untyped-call]
+    ]
+    for handle in handles:
+        hooks.undo_with(handle.remove)
 
 
 def _listen_to_averages(hooks: Hooks, model: nn.Module, listener: RewriteListener, tables: list[str]) -> None:

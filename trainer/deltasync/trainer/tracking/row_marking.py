@@ -87,8 +87,7 @@ class LookupMarks:
 
 
 class RowMarking:
-    """Stamps the rows of a tracked model: those of lookups, evictions, rewrites and dense updates, and those marked
-    by hand.
+    """Stamps the rows of a tracked model: of lookups, evictions, rewrites and dense updates, and those marked by hand.
 
     Attributes:
         steps: optimizer steps completed.
@@ -137,9 +136,9 @@ class RowMarking:
         """Have TorchRec tell of what happens: of lookups to `record_lookup`, of all else to this object."""
         listen_to_lookups(self._hooks, model, record_lookup)
         listen_to_evictions(self._hooks, model, self._mark_evicted)
+        listen_to_rewrites(self._hooks, model, RewriteListener(self._begin_rewrite, self._end_rewrite))
         if not all(table.fused for table in (*self._tables, *self._replicas.values())):
             self._hooks.undo_with(self._dense_optimizers.listen())
-        listen_to_rewrites(self._hooks, model, RewriteListener(self._begin_rewrite, self._end_rewrite))
         if dense:
             listen_to_gradients(self._hooks, model, self._begin_updates)
             listen_to_forwards(self._hooks, modules_with_buffers(model), self._begin_updates)
@@ -200,9 +199,9 @@ class RowMarking:
         """Stamp all that has changed by now, seen in a lookup or not. Within the gate's `reading`.
 
         Raises:
+            Contradiction: rows are verified, and some have changed unmarked.
             InvalidInput: what is outside of tables is no longer what was attached to, or a map of ids contradicts
                 itself.
-            Contradiction: rows are verified, and some have changed unmarked.
         """
         self.compact_here()
         flush_caches(self._tables)
@@ -259,6 +258,14 @@ class RowMarking:
                 self._stamps.stamp_all(number)
             self.changes += 1
 
+    def mark_rewritten(self, tables: Iterable[str]) -> None:
+        """Stamp every row of tables, but for deleted ones that are still zeros."""
+        with self._gate:
+            for fqn in tables:
+                self._stamps.stamp_held(self._number(fqn))
+                self._stamps.stamp_refilled(self._number(fqn))
+            self.changes += 1
+
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Lookups made meanwhile by this thread mark nothing."""
@@ -304,11 +311,10 @@ class RowMarking:
         with self._gate:
             self._rewrites.append(self._gate.updating)
             self._gate.begin_updates()
-            for fqn in self._fused.intersection(tables):
-                self._stamps.stamp_all(self._numbers[fqn])
-            self.changes += 1
+        self.mark_rewritten(self._fused.intersection(tables))
 
-    def _end_rewrite(self, _tables: Iterable[str]) -> None:
+    def _end_rewrite(self, tables: Iterable[str]) -> None:
+        self.mark_rewritten(self._fused.intersection(tables))
         # One that failed has begun and not ended; others wait for the end of the step then.
         if self._rewrites and not self._rewrites.pop():
             self._gate.end_updates()

@@ -72,6 +72,18 @@ class RowStamps:
         """Stamp every row of a table."""
         self.stamps[table].fill_(self.clock)
 
+    def stamp_held(self, table: int) -> None:
+        """Stamp every row of a table that is not deleted."""
+        stamps = self.stamps[table]
+        stamps.copy_(torch.where(stamps < 0, stamps, self.clock))
+
+    def stamp_refilled(self, table: int) -> None:
+        """Stamp the deleted rows of a table that are no longer zeros: they are new rows."""
+        if table in self._with_deletes:
+            deleted = torch.nonzero(self.stamps[table] < 0).squeeze(1)
+            for tracked in self._tables[table].shards:
+                self.stamp(table, deleted[tracked.weight[deleted].ne(0).any(dim=1)])
+
     def compare(self) -> None:
         """Stamp the rows that have changed without a lookup."""
         for number, copies in self._compared.items():

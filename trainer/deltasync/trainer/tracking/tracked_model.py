@@ -74,10 +74,10 @@ def tracked_model(model: nn.Module, options: TrackerOptions) -> TrackedModel:
             kernels[kernel] = kernel_tables(name, module, kernel)
     everything = [table for tables in kernels.values() for table in tables] + outside
     wanted = [table for table in merged(everything) if not is_skipped(table.name, options.fqns_to_skip)]
-    maps = [one for one in maps if any(table.name == one.of for table in wanted)]
-    wanted += [table for table in _tables_of_maps(maps) if not is_skipped(table.name, options.fqns_to_skip)]
     tables = [table for table in wanted if options.replicas or not table.replicated]
     replicas = [table for table in wanted if table not in tables]
+    maps = [one for one in maps if any(table.name == one.of for table in tables)]
+    tables += [table for table in _tables_of_maps(maps) if not is_skipped(table.name, options.fqns_to_skip)]
     numbers = {table.name: number for number, table in enumerate(tables) if table.fused}
     lookups = {kernel: _lookups(of_kernel, numbers) for kernel, of_kernel in kernels.items()}
     unpublished = UnpublishedState(model, options.fqns_to_skip) if options.dense else None

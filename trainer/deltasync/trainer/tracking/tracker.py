@@ -67,6 +67,10 @@ class Tracker:
             self.add_consumer(name)
         self._listen()
 
+    def _listen(self) -> None:
+        options = self._options
+        self._marking.listen(self._model, self.record_lookup, dense=options.dense, id_maps=options.id_maps)
+
     def _attach(self, tracked: TrackedModel) -> None:
         self.tables, self._modules = tracked.tables, tracked.modules
         self._lookups_held = LookupsHeld(self._model)
@@ -80,15 +84,11 @@ class Tracker:
         self._reader = DeltaReader(self.tables, self._stamps, self._gate, self._marking, self._cursors, self.cost)
         self.attachments += 1
 
-    def _listen(self) -> None:
-        options = self._options
-        self._marking.listen(self._model, self.record_lookup, dense=options.dense, id_maps=options.id_maps)
-
     def _attach_again(self, renewed: list[str]) -> None:
         """Go on with the lookups that modules have made anew, and the rows that this rank holds now.
 
         Rows that it held before keep their stamps, which its own state carries over. What it did not hold, and
-        all that the new lookups may have changed by now, is marked.
+        all that the new lookups may have changed by now, is marked: nobody has listened to them.
         """
         tracked = tracked_model(self._model, self._options)
         self._gate.training_here()
@@ -100,9 +100,8 @@ class Tracker:
             self._restore([state])
             self._marking.changes = before.changes
         self._listen()
-        for table in self.tables:
-            if any(table.name.startswith(f"{name}." if name else "") for name in renewed):
-                self._marking.mark_all(table.name)
+        prefixes = tuple(f"{name}." if name else "" for name in renewed)
+        self._marking.mark_rewritten(table.name for table in self.tables if table.name.startswith(prefixes))
 
     # -- what happens to rows: by the thread that trains
 

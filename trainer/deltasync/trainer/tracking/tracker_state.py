@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from deltasync.core.errors import InvalidInput
+from deltasync.core.tables import TableKind
 from deltasync.trainer.checks import check_format
 from deltasync.trainer.tracking.cursors import ConsumerCursor
 from deltasync.trainer.tracking.modes import TrackingMode
@@ -99,7 +100,16 @@ def _stamps_of(table: TrackedTable, states: Sequence[_Saved], clock: int) -> tor
             ours, theirs = _overlap(table, saved["row_offset"], len(saved["stamps"]))
             aligned = _aligned(saved["stamps"][theirs], clock - int(one["clock"]))
             found[ours] = _later(found[ours], aligned)
+    if table.table.kind is TableKind.ID_RANGES:
+        found[_ends(table, states)] = clock
     return found
+
+
+def _ends(table: TrackedTable, states: Sequence[_Saved]) -> list[int]:
+    """Local ids of the rows that are last in a shard, now or when it was saved: only these can have changed."""
+    saved = [one["tables"][table.name] for one in states if table.name in one["tables"]]
+    ends = [its["row_offset"] + len(its["stamps"]) - 1 - table.row_offset for its in saved]
+    return [end for end in {*ends, table.rows - 1} if 0 <= end < table.rows]
 
 
 def _aligned(stamps: torch.Tensor, shift: int) -> torch.Tensor:

@@ -108,7 +108,7 @@ WEIGHT_DECAYS = {
     ),
     WeightDecayMode.DECOUPLE_GLOBAL: UpdateRule(
         Marking.EXACT,
-        "a row makes up for its decay when it is next looked up; evaluation reads it as it lies there",
+        "a row makes up for its decay when it is next looked up; evaluation reads it as it is",
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Finding rows that have changed unmarked, by comparing all rows with a copy: to debug a model, not for production.
+"""Finding rows that have changed unmarked, by comparing all rows with a copy: to debug a model.
 
 Within the gate, by whichever thread reads.
 """

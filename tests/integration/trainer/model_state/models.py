@@ -1,0 +1,212 @@
+"""Models whose forward in evaluation reads more than rows: statistics, counts, maps from raw ids to rows."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
+from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
+from torchrec.distributed.mc_modules import ManagedCollisionCollectionSharder
+from torchrec.distributed.sharding_plan import (
+    ParameterShardingGenerator,
+    column_wise,
+    construct_module_sharding_plan,
+    row_wise,
+    table_wise,
+)
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
+from torchrec.modules.mc_modules import (
+    DistanceLFU_EvictionPolicy,
+    LFU_EvictionPolicy,
+    LRU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHEvictionPolicy,
+    MCHManagedCollisionModule,
+)
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from deltasync.trainer.tracking.row_reset import evict_on_cpu
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+TABLES = ("user", "item")
+ROWS, DIM, NUMBERS, IDS, SAMPLES = 20, 8, 3, 2, 8
+# Raw ids are below; those of a table are not many more than its rows at a time.
+RAW_IDS = 1000
+KERNEL = "fused"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and how its tables are sharded.
+
+    Attributes:
+        sequences: rows are looked up one by one, not pooled.
+        policy: by which raw ids lose their rows; None for ids that are rows.
+        sharding: of both tables.
+    """
+
+    sharding: ParameterShardingGenerator
+    sequences: bool = False
+    policy: Callable[[], MCHEvictionPolicy] | None = None
+
+    @property
+    def below(self) -> int:
+        """What ids are below."""
+        return RAW_IDS if self.policy else ROWS
+
+
+_SHARDINGS = {
+    "row-wise": row_wise(compute_kernel=KERNEL),
+    "table-wise": table_wise(rank=1, compute_kernel=KERNEL),
+    "column-wise": column_wise(ranks=[0, 1], compute_kernel=KERNEL),
+}
+_POLICIES = {"distance-lfu": DistanceLFU_EvictionPolicy, "lfu": LFU_EvictionPolicy, "lru": LRU_EvictionPolicy}
+
+
+def _cases() -> Iterator[tuple[str, Case]]:
+    for name, sharding in _SHARDINGS.items():
+        yield f"bags-{name}", Case(sharding)
+        yield f"sequences-{name}", Case(sharding, sequences=True)
+    for name, policy in _POLICIES.items():
+        yield f"raw-ids-of-bags-{name}", Case(_SHARDINGS["row-wise"], policy=policy)
+    yield "raw-ids-of-sequences", Case(_SHARDINGS["row-wise"], sequences=True, policy=DistanceLFU_EvictionPolicy)
+
+
+CASES = dict(_cases())
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Two ids of each table and some numbers, for each of `SAMPLES` samples."""
+
+    ids: KeyedJaggedTensor
+    numbers: torch.Tensor
+
+
+def batch_of(ids: torch.Tensor, numbers: torch.Tensor) -> Batch:
+    """Of int64 [tables, samples * ids] and float32 [samples, numbers]."""
+    lengths = torch.full((len(TABLES) * SAMPLES,), IDS, dtype=torch.int32)
+    return Batch(KeyedJaggedTensor(keys=list(TABLES), values=ids.flatten(), lengths=lengths), numbers)
+
+
+class Counted(nn.Module):
+    """Buffers of other types: how many samples there were, the sum of their numbers, which of these were large."""
+
+    count: torch.Tensor
+    total: torch.Tensor
+    large: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.tensor(1))
+        self.register_buffer("total", torch.zeros(NUMBERS, dtype=torch.float64))
+        self.register_buffer("large", torch.zeros(NUMBERS, dtype=torch.bool))
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.count += len(numbers)
+            self.total = self.total + numbers.sum(dim=0)
+            self.large = numbers.mean(dim=0) > 0
+        mean = (self.total / self.count).float()
+        return torch.where(self.large, numbers - mean, numbers)
+
+
+class Model(nn.Module):
+    """What is looked up and some numbers, through two layers with batch normalisation in between."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        super().__init__()
+        self.case = case
+        self.sparse = _sparse(case, device)
+        self.counted = Counted()
+        self.under = nn.Linear(len(TABLES) * DIM + NUMBERS, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.over = nn.Linear(6, 1)
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, KeyedJaggedTensor | None]:
+        """Logits [samples], and the row of each id where these are raw ids."""
+        looked_up = self.sparse(batch.ids)
+        found, rows = looked_up if self.case.policy else (looked_up, None)
+        return self.logits(found, batch.numbers), rows
+
+    def logits(self, found: Any, numbers: torch.Tensor) -> torch.Tensor:
+        """Of what was looked up, pooled or not."""
+        if self.case.sequences:
+            pooled = [found[table].values().view(-1, IDS, DIM).sum(dim=1) for table in TABLES]
+        else:
+            pooled = [found.values()]
+        hidden = self.under(torch.cat([*pooled, self.counted(numbers)], dim=1))
+        logits: torch.Tensor = self.over(torch.relu(self.norm(hidden))).squeeze(1)
+        return logits
+
+
+def _sparse(case: Case, device: torch.device) -> nn.Module:
+    inner: Any
+    if case.sequences:
+        rows = [EmbeddingConfig(**_config(name)) for name in TABLES]
+        inner = EmbeddingCollection(tables=rows, device=device)
+    else:
+        bags = [EmbeddingBagConfig(**_config(name)) for name in TABLES]
+        inner = EmbeddingBagCollection(tables=bags, device=device)
+    if not case.policy:
+        return inner  # type: ignore[no-any-return]
+    modules = {
+        name: MCHManagedCollisionModule(
+            zch_size=ROWS,
+            device=CPU,
+            eviction_policy=case.policy(),
+            eviction_interval=2,
+            input_hash_size=RAW_IDS,
+        )
+        for name in TABLES
+    }
+    configs = inner.embedding_configs() if case.sequences else inner.embedding_bag_configs()
+    kind = ManagedCollisionEmbeddingCollection if case.sequences else ManagedCollisionEmbeddingBagCollection
+    collection = ManagedCollisionCollection(modules, configs)
+    managed: nn.Module = kind(inner, collection, return_remapped_features=True)
+    return managed
+
+
+def _config(name: str) -> dict[str, Any]:
+    return {"name": name, "num_embeddings": ROWS, "embedding_dim": DIM, "feature_names": [name]}
+
+
+def sharded(case: Case) -> tuple[DistributedModelParallel, torch.optim.Optimizer]:
+    """The model over all ranks, and the optimizer of what is outside of its tables."""
+    torch.manual_seed(1)
+    model = Model(case, META)
+    fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.3}
+    bags, sequences = EmbeddingBagCollectionSharder(fused), EmbeddingCollectionSharder(fused)
+    collisions = ManagedCollisionCollectionSharder()
+    sharders: dict[type[nn.Module], Any] = {
+        EmbeddingBagCollection: bags,
+        EmbeddingCollection: sequences,
+        ManagedCollisionEmbeddingBagCollection: ManagedCollisionEmbeddingBagCollectionSharder(bags, collisions),
+        ManagedCollisionEmbeddingCollection: ManagedCollisionEmbeddingCollectionSharder(sequences, collisions),
+    }
+    plan = construct_module_sharding_plan(
+        model.sparse, dict.fromkeys(TABLES, case.sharding), sharders[type(model.sparse)], device_type="cpu"
+    )
+    distributed = DistributedModelParallel(
+        model,
+        env=ShardingEnv.from_process_group(dist.group.WORLD),
+        device=CPU,
+        plan=ShardingPlan(plan={"sparse": plan}),
+        sharders=list(sharders.values()),
+    )
+    evict_on_cpu(distributed)
+    dense = [parameter for name, parameter in distributed.named_parameters() if not name.startswith("sparse.")]
+    return distributed, torch.optim.Adam(dense, lr=0.05)

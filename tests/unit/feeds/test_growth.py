@@ -1,0 +1,305 @@
+"""Tables that have grown in a later run: old rows stay, a crash leaves one size or the other, and who is refused
+harms nobody."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.crashes import Crashes
+from tests.support.local_model import LocalModel
+from tests.support.local_service import join, run, send
+from tests.support.wire import ITEM, TABLES, USER, WHOLE, full_part, part, random_rows
+
+from deltasync.core.digests import digest
+from deltasync.core.errors import Contradiction, ResyncRequired, StorageFailed
+from deltasync.core.tables import Shard, TableKind, TableSpec
+from deltasync.feeds.model import Model
+from deltasync.publish.session import PublishSession
+from deltasync.service.service import Service
+from deltasync.storage.mapped_table import MappedTable
+
+GROWN = [replace(USER, rows=60), ITEM]
+NEW = TableSpec("another", 7, 2)
+
+
+def grown_part(step: int, tables: Sequence[TableSpec]) -> list[Any]:
+    rows = random_rows(step, tables)
+    return part(step, [(slot, np.arange(len(some)), some) for slot, some in enumerate(rows)], full=True)
+
+
+async def join_later(
+    service: Service, tables: Sequence[TableSpec], number: int = 2, **fields: Any
+) -> PublishSession:
+    shards = [Shard.whole(table) for table in tables]
+    return await join(service, run=f"run-{number}", started=number, tables=tables, shards=shards, **fields)
+
+
+def tables_of(model: Model) -> dict[str, tuple[int, list[int], bytes]]:
+    """Rows, stamps and values of each table."""
+    return {
+        table.spec.name: (table.spec.rows, table.stamps.tolist(), table.rows.tobytes()) for table in model.tables
+    }
+
+
+def test_old_rows_keep_their_values_and_stamps(tmp_path: Path) -> None:
+    async def scenario(service: Service) -> None:
+        session = await join(service)
+        await send(session, full_part(1, random_rows(0), WHOLE))
+        await send(session, part(2, [(0, [3], np.ones((1, 4), "<f4"))]))
+        await service.coordinators["clicks"].drain()
+        model = service.models["clicks"]
+        before = tables_of(model)
+        table, checksum = model.tables[0], model.tables[0].digest.checksum
+        later = await join_later(service, [*GROWN, NEW])
+        assert not later.decision.yes
+        assert later.decision.reason == f"rows 40 to 59 of table {USER.name!r} were never published"
+        rows, stamps, values = tables_of(model)[USER.name]
+        assert (rows, stamps) == (60, [*before[USER.name][1], *[0] * 20])
+        assert values == before[USER.name][2] + bytes(20 * 4 * 4)
+        assert tables_of(model)[ITEM.name] == before[ITEM.name]
+        assert tables_of(model)[NEW.name] == (7, [0] * 7, bytes(7 * 2 * 4))
+        assert model.tables[0] is table
+        assert table.digest.checksum == checksum
+        with pytest.raises(ResyncRequired):
+            await send(later, part(3, [(0, [50], np.ones((1, 4), "<f4"))]))
+        position = await send(later, grown_part(4, [*GROWN, NEW]))
+        assert position
+        assert position.number == 3
+        await service.coordinators["clicks"].drain()
+        assert later.decision.yes
+        assert table.stamps.tolist() == [3] * 60
+
+    run(tmp_path, scenario)
+
+
+def test_what_a_later_run_has_grown_by_is_known_to_be_unpublished_after_a_restart(tmp_path: Path) -> None:
+    async def grow(service: Service) -> None:
+        await send(await join(service), full_part(1, random_rows(0), WHOLE))
+        await service.coordinators["clicks"].drain()
+        await join_later(service, GROWN)
+
+    async def publish(service: Service) -> None:
+        model = service.models["clicks"]
+        assert [table.spec for table in model.tables] == GROWN
+        later = await join_later(service, GROWN, continues=model.position)
+        assert later.decision.reason == f"rows 40 to 59 of table {USER.name!r} were never published"
+        await send(later, grown_part(2, GROWN))
+        await service.coordinators["clicks"].drain()
+
+    async def again(service: Service) -> None:
+        model = service.models["clicks"]
+        later = await join_later(service, GROWN, 3, continues=model.position)
+        assert later.decision.yes, later.decision.reason
+
+    run(tmp_path, grow)
+    run(tmp_path, publish)
+    run(tmp_path, again)
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        [replace(USER, rows=39), ITEM],
+        [replace(USER, rows=60), replace(ITEM, rows=29)],
+        [replace(USER, dim=5), ITEM],
+        [NEW, replace(ITEM, dtype=np.dtype("<f4"))],
+    ],
+)
+def test_who_is_refused_harms_nobody(tmp_path: Path, tables: list[TableSpec]) -> None:
+    async def scenario(service: Service) -> None:
+        session = await join(service)
+        await send(session, full_part(1, random_rows(0), WHOLE))
+        await service.coordinators["clicks"].drain()
+        model = service.models["clicks"]
+        before, files = tables_of(model), {path: path.stat().st_size for path in tmp_path.rglob("*")}
+        with pytest.raises(Contradiction, match="publish it under another model, say with --model NAME"):
+            await join_later(service, tables)
+        assert tables_of(model) == before
+        assert {path: path.stat().st_size for path in tmp_path.rglob("*")} == files
+        assert await send(session, part(2, [(0, [3], np.ones((1, 4), "<f4"))])), "the run before goes on"
+
+    run(tmp_path, scenario)
+
+
+def test_ranks_of_one_run_have_the_same_tables(tmp_path: Path) -> None:
+    async def scenario(service: Service) -> None:
+        await send(await join(service), full_part(1, random_rows(0), WHOLE))
+        await join_later(service, TABLES, world_size=2)
+        with pytest.raises(Contradiction, match="is 40 x 4 float32, the run has 60 x 4 float32"):
+            await join_later(service, GROWN, world_size=2, rank=1)
+
+    run(tmp_path, scenario)
+
+
+def test_a_later_run_without_a_table_leaves_it_as_it_was(tmp_path: Path) -> None:
+    async def scenario(service: Service) -> None:
+        await send(await join(service), full_part(1, random_rows(0), WHOLE))
+        await service.coordinators["clicks"].drain()
+        model = service.models["clicks"]
+        before = tables_of(model)[ITEM.name]
+        later = await join_later(service, [USER])
+        await send(later, grown_part(2, [USER]))
+        await service.coordinators["clicks"].drain()
+        assert tables_of(model)[ITEM.name] == before
+        assert model.tables[0].stamps.tolist() == [2] * 40
+
+    run(tmp_path, scenario)
+
+
+def test_a_kind_that_is_said_is_kept_over_restarts_and_by_older_trainers(tmp_path: Path) -> None:
+    said = replace(USER, kind=TableKind.PARAMETER)
+
+    async def first(service: Service) -> None:
+        await send(await join(service), full_part(1, random_rows(0), WHOLE))
+        await service.coordinators["clicks"].drain()
+        later = await join_later(service, [said, ITEM], continues=service.models["clicks"].position)
+        assert later.decision.yes, "its rows are what they were"
+        assert service.models["clicks"].tables[0].spec == said
+
+    async def second(service: Service) -> None:
+        assert service.models["clicks"].tables[0].spec == said
+        older = await join_later(service, TABLES, 3)
+        await send(older, grown_part(2, TABLES))
+        await service.coordinators["clicks"].drain()
+        assert service.models["clicks"].tables[0].spec == said
+
+    run(tmp_path, first)
+    run(tmp_path, second)
+
+
+def test_a_flush_meanwhile_does_not_forget_the_new_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between what is written down of a table and what it has in memory."""
+    become = MappedTable._become
+
+    async def first(service: Service) -> None:
+        await send(await join(service), full_part(1, random_rows(0), WHOLE))
+        await service.coordinators["clicks"].drain()
+        model = service.models["clicks"]
+
+        def flushed(table: MappedTable, *arguments: Any) -> None:
+            assert model.store.flush(1)
+            become(table, *arguments)
+
+        monkeypatch.setattr(MappedTable, "_become", flushed)
+        await join_later(service, GROWN)
+
+    async def second(service: Service) -> None:
+        assert [table.spec for table in service.models["clicks"].tables] == GROWN
+
+    run(tmp_path, first)
+    run(tmp_path, second)
+
+
+def test_where_there_is_no_room_nothing_has_grown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(service: Service) -> None:
+        session = await join(service)
+        await send(session, full_part(1, random_rows(0), WHOLE))
+        await service.coordinators["clicks"].drain()
+        before = tables_of(service.models["clicks"])
+        for name in ("os.posix_fallocate", "deltasync.storage.model_store.pack_json"):
+            with monkeypatch.context() as patch, pytest.raises(StorageFailed, match="No space left on device"):
+                patch.setattr(name, full)
+                await join_later(service, [*GROWN, NEW])
+            assert tables_of(service.models["clicks"]) == before
+        assert await send(session, part(2, [(0, [39], np.ones((1, 4), "<f4"))])), "the run before goes on"
+        await service.coordinators["clicks"].drain()
+        await join_later(service, [*GROWN, NEW])
+        assert [table.spec for table in service.models["clicks"].tables] == [*GROWN, NEW]
+
+    def full(*_: object) -> None:
+        raise StorageFailed("No space left on device")
+
+    run(tmp_path, scenario)
+
+
+def test_a_crash_at_any_point_leaves_the_old_tables_or_the_new_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the log or only the files have the rows of before."""
+    data_dir, copies = tmp_path / "data", list[Path]()
+    before, after = dict[str, object](), dict[str, object]()
+    later = [replace(USER, rows=5000), ITEM, NEW, replace(WHOLE[1].table, name="more")]
+
+    async def grow(service: Service) -> None:
+        session = await join(service)
+        await send(session, full_part(1, random_rows(0), WHOLE))
+        await service.coordinators["clicks"].drain()
+        await asyncio.to_thread(service.models["clicks"].flush)
+        await send(session, part(2, [(0, [39], np.ones((1, 4), "<f4"))]))
+        await service.coordinators["clicks"].drain()
+        before.update(tables_of(service.models["clicks"]))
+        with monkeypatch.context() as patch:
+            crashes = Crashes(patch, data_dir, tmp_path)
+            await join_later(service, later)
+        after.update(tables_of(service.models["clicks"]))
+        copies.extend(crashes.copies)
+
+    found = []
+
+    async def check(service: Service) -> None:
+        model = service.models["clicks"]
+        state = tables_of(model)
+        assert state in (before, after)
+        found.append(state == after)
+        session = await join_later(service, later)
+        await send(session, grown_part(3, later))
+        await service.coordinators["clicks"].drain()
+        for table, rows in zip(model.tables, random_rows(3, later), strict=True):
+            np.testing.assert_array_equal(table.rows, rows)
+
+    run(data_dir, grow)
+    assert len(copies) >= 10
+    for copy in copies:
+        run(copy, check)
+    assert found == sorted(found), "once it has grown it stays so"
+    assert set(found) == {False, True}
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("grow"), st.integers(0, 3)),
+        st.tuples(st.just("cut"), st.lists(st.integers(0, 30), max_size=4, unique=True)),
+        st.tuples(st.just("restart"), st.booleans()),
+    ),
+    max_size=12,
+)
+
+
+@given(STEPS)
+@settings(deadline=None, max_examples=30)
+def test_a_table_that_grows_is_like_a_dictionary(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, Any]]
+) -> None:
+    """Rows and versions are those of a plain model, whatever the order of growing, publishing and restarting."""
+    folder = tmp_path_factory.mktemp("grows")
+
+    async def scenario() -> None:
+        table, plain, version = TableSpec("t", 3, 2), dict[int, tuple[int, float]](), 0
+        local = await LocalModel.opened(folder, log_max_bytes=1 << 22)
+        await local.add(table)
+        for kind, what in steps:
+            if kind == "grow":
+                table = replace(table, rows=table.rows + what)
+                await local.model.add_tables([table], later_run=True)
+            elif kind == "cut":
+                ids = sorted({row % table.rows for row in what})
+                version += 1
+                await local.cut({"t": {row: np.full(2, version + row, np.float32) for row in ids}})
+                plain |= {row: (version, version + row) for row in ids}
+            else:
+                await local.close()
+                local = await LocalModel.opened(folder, log_max_bytes=1 << 22)
+            (held,) = local.model.tables
+            assert held.spec == table
+            assert held.stamps.tolist() == [plain.get(row, (0, 0))[0] for row in range(table.rows)]
+            assert held.rows[:, 1].tolist() == [plain.get(row, (0, 0))[1] for row in range(table.rows)]
+            assert held.digest.checksum == digest(np.arange(table.rows), np.asarray(held.rows)).checksum
+        await local.close()
+
+    asyncio.run(scenario())

@@ -1,0 +1,248 @@
+"""Views of tables that have grown: what replicas hold stays, and only what is new goes out."""
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.crashes import Crashes
+from tests.support.local_model import LocalModel
+from tests.support.view_scenarios import ITEM, USER, changed, held_by_a_replica, run, run_again
+
+from deltasync.core.errors import StorageFailed
+from deltasync.core.mode import Mode
+from deltasync.core.policy import Policy
+from deltasync.core.rows import Values
+from deltasync.core.tables import TableKind, TableSpec
+from deltasync.core.value_types import ValueType
+from deltasync.feeds.frozen_release import FrozenRelease
+from deltasync.views.view import View
+
+LARGER = replace(USER, rows=90)
+POLICIES = [Policy(value_type=ValueType.INT8), Policy(value_type=ValueType.BF16), Policy(mode=Mode.IDS)]
+INT8 = POLICIES[0]
+
+
+async def grow(local: LocalModel, *tables: TableSpec) -> None:
+    await local.model.add_tables(list(tables), later_run=True)
+
+
+async def release_everything(view: View, policy: Policy) -> None:
+    await view.prepare(policy)
+    await view.make_release(policy, 0)
+
+
+def ids_of(release: FrozenRelease) -> dict[int, list[int]]:
+    return {slot: rows.ids.tolist() for slot, rows in release.batches.items()}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_only_what_is_new_goes_out(tmp_path: Path, policy: Policy) -> None:
+    async def scenario(local: LocalModel) -> None:
+        view = await local.prepared_view(policy)
+        await local.cut(changed(1, USER, 3))
+        await release_everything(view, policy)
+        held, before = view.state.tables[0].held.rows.copy(), view.position.number
+        await grow(local, LARGER)
+        assert not view.fits(policy)
+        await view.prepare(policy)
+        assert view.fits(policy)
+        assert [each.spec for each in view.deliveries] == [LARGER, ITEM]
+        np.testing.assert_array_equal(view.state.tables[0].held.rows[: USER.rows], held)
+        assert ids_of(await view.release(before)) == {}
+        await local.cut(changed(2, LARGER, 5, 40, 89))
+        await view.make_release(policy, 0)
+        release = await view.release(before)
+        assert ids_of(release) == {0: [5, 40, 89]}
+        whole = await view.release(0)
+        assert ids_of(whole)[0] == [*range(40), 40, 89]
+        assert whole.checksums == release.checksums
+
+    run(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_checksums_and_lag_are_right_after_growing_and_after_a_restart(tmp_path: Path, policy: Policy) -> None:
+    told = []
+
+    async def grown(local: LocalModel) -> None:
+        view = await local.prepared_view(policy)
+        await grow(local, LARGER)
+        await local.cut(changed(2, LARGER, 40, 89))
+        await release_everything(view, policy)
+        told.append((await view.release(0)).checksums)
+        (table, _) = view.standing(policy).tables()
+        assert [table.lacking(number) for number in (view.position.number - 1, view.position.number)] == [2, 0]
+
+    async def again(local: LocalModel) -> None:
+        view = local.view()
+        assert [each.spec for each in view.deliveries] == [LARGER, ITEM]
+        told.append((await view.release(0)).checksums)
+
+    run(tmp_path, grown)
+    run_again(tmp_path, again)
+    assert told[0] == told[1]
+
+
+def test_rows_that_came_before_there_was_room_for_them_go_out_once_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The view goes on meanwhile with the tables that it has."""
+
+    def full(*_: object) -> None:
+        raise StorageFailed("the disk is full")
+
+    async def scenario(local: LocalModel) -> None:
+        view = await local.prepared_view(INT8)
+        await view.make_release(INT8, 0)
+        await grow(local, LARGER)
+        await local.cut(changed(2, LARGER, 5, 40, 89))
+        with monkeypatch.context() as patch:
+            patch.setattr("deltasync.views.table.extend_files", full)
+            with pytest.raises(StorageFailed, match="the disk is full"):
+                await view.prepare(INT8)
+        before = view.position.number
+        assert view.may_serve(INT8)
+        await view.make_release(INT8, 0)
+        assert ids_of(await view.release(before)) == {0: [5]}
+        await local.cut(changed(3, LARGER, 6, 41))
+        await view.make_release(INT8, 0)
+        (table, _) = view.standing(INT8).tables()
+        assert table.lacking(view.position.number) >= 3, "what there is no room for is lacking"
+        await release_everything(view, INT8)
+        assert ids_of(await view.release(before)) == {0: [5, 6, 40, 41, 89]}
+        held = await held_by_a_replica(view)
+        (source, _) = local.model.tables
+        delivery = view.deliveries[0]
+        np.testing.assert_array_equal(held[USER.name], delivery.decode(delivery.encode(source.rows)))
+
+    run(tmp_path, scenario)
+
+
+def test_what_turns_out_to_be_no_embedding_table_is_sent_in_its_own_type(tmp_path: Path) -> None:
+    async def scenario(local: LocalModel) -> None:
+        view = await local.prepared_view(INT8)
+        await view.make_release(INT8, 0)
+        before = view.position.number
+        await grow(local, replace(USER, kind=TableKind.PARAMETER))
+        await release_everything(view, INT8)
+        assert [each.value_type for each in view.deliveries] == [None, ValueType.INT8]
+        release = await view.release(before)
+        assert ids_of(release) == {0: list(range(40))}
+        held, (source, _) = await held_by_a_replica(view), local.model.tables
+        assert held[USER.name].tobytes() == source.rows.tobytes()
+
+    async def again(local: LocalModel) -> None:
+        assert [each.value_type for each in local.view().deliveries] == [None, ValueType.INT8]
+
+    run(tmp_path, scenario)
+    run_again(tmp_path, again)
+
+
+@pytest.mark.parametrize("policy", [INT8, POLICIES[2]])
+def test_a_crash_at_any_point_takes_nothing_from_replicas(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: Policy
+) -> None:
+    data_dir, copies, before = tmp_path / "data", list[Path](), list[int]()
+    found = []
+
+    async def grown(local: LocalModel) -> None:
+        view = await local.prepared_view(policy)
+        await local.cut(changed(1, USER, 3))
+        await release_everything(view, policy)
+        before.append(view.position.number)
+        await grow(local, LARGER)
+        await local.cut(changed(2, LARGER, 5, 40, 89))
+        with monkeypatch.context() as patch:
+            crashes = Crashes(patch, data_dir, tmp_path)
+            await release_everything(view, policy)
+        copies.extend(crashes.copies)
+
+    async def again(local: LocalModel) -> None:
+        view = local.view()
+        found.append([each.spec.rows for each in view.deliveries])
+        held = view.state.tables[0].held.rows[:40].copy()
+        assert view.resume(view.position)[0].yes
+        await release_everything(view, policy)
+        assert [each.spec.rows for each in view.deliveries] == [90, 30]
+        release = await view.release(before[0])
+        assert ids_of(release) == {0: [5, 40, 89]}, "and nobody is given a row twice"
+        others = [row for row in range(40) if row != 5]
+        np.testing.assert_array_equal(view.state.tables[0].held.rows[others], held[others])
+        assert (await view.release(0)).checksums == release.checksums
+
+    run(data_dir, grown)
+    assert len(copies) >= 10
+    for copy in copies:
+        run_again(copy, again)
+    assert found == sorted(found), "once it has grown it stays so"
+    assert {rows for rows, _ in found} == {40, 90}
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("grow"), st.integers(1, 30)),
+        st.tuples(st.just("cut"), st.lists(st.integers(0, 200), max_size=5, unique=True)),
+        st.tuples(st.just("release"), st.booleans()),
+        st.tuples(st.just("restart"), st.none()),
+    ),
+    max_size=10,
+)
+
+
+@given(STEPS, st.sampled_from([INT8, Policy(top_k=3, value_type=ValueType.INT8)]))
+@settings(deadline=None, max_examples=25)
+def test_a_replica_that_applies_all_releases_holds_what_the_model_has(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, Any]], policy: Policy
+) -> None:
+    folder = tmp_path_factory.mktemp("grows")
+    table, held, number = TableSpec("user", 5, 8), dict[int, Values](), 0
+
+    async def catch_up(view: View) -> None:
+        nonlocal number
+        release = await view.release(number)
+        for rows in release.batches.values():
+            held.update(zip(rows.ids.tolist(), view.deliveries[0].decode(rows.values), strict=True))
+        number = view.position.number
+
+    async def scenario() -> None:
+        nonlocal table
+        local = await LocalModel.opened(folder, log_max_bytes=1 << 22)
+        await local.add(table)
+        await local.cut(cut_of(table, range(5), 0))
+        view = await local.prepared_view(policy)
+        for seed, (kind, what) in enumerate(steps):
+            if kind == "grow":
+                table = replace(table, rows=table.rows + what)
+                await grow(local, table)
+            elif kind == "cut":
+                await local.cut(cut_of(table, {row % table.rows for row in what}, seed))
+            elif kind == "release":
+                if what:
+                    await view.prepare(policy)
+                await view.make_release(policy, 0)
+                await catch_up(view)
+            else:
+                await local.close()
+                local = await LocalModel.opened(folder, log_max_bytes=1 << 22)
+                view = local.view()
+        await release_everything(view, Policy(value_type=ValueType.INT8))
+        await catch_up(view)
+        (source,) = local.model.tables
+        ids = source.changed_since(0)
+        assert sorted(held) == ids.tolist()
+        delivery = view.deliveries[0]
+        expected = delivery.decode(delivery.encode(source.rows_of(ids)))
+        np.testing.assert_array_equal(np.stack([held[row] for row in ids.tolist()]), expected)
+        await local.close()
+
+    asyncio.run(scenario())
+
+
+def cut_of(table: TableSpec, ids: Iterable[int], seed: int) -> Mapping[str, Mapping[int, Values]]:
+    return changed(seed, table, *sorted(ids))
