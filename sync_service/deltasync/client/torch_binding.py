@@ -27,6 +27,10 @@ class Place(Protocol):
     def name(self) -> str:
         """Its FQN in the module."""
 
+    @property
+    def table(self) -> TableSpec:
+        """The table."""
+
     def stage(self, rows: Sequence[RowBatch], *, reset: bool) -> Callable[[], None]:
         """Prepare what a release brings of the table, and return what writes it, which is quick and cannot fail.
 
