@@ -154,6 +154,15 @@ def wait_until_in_sync(service: Reachable, consumer: str, head: Position) -> dic
     return wait_for_lag(service, consumer, lambda lag: lag["head"] >= head.number and lag["state"] == "in sync")
 
 
+def wait_until_delivered(service: Reachable, consumer: str, head: Position) -> dict[str, Any]:
+    """The lag of a consumer whose replicas have taken everything, and cannot show it."""
+    return wait_for_lag(
+        service,
+        consumer,
+        lambda lag: lag["head"] >= head.number and lag["state"] == "delivered" and lag["lag"]["rows"] == 0,
+    )
+
+
 def admin_of(service: Reachable) -> Admin:
     return Admin(Endpoint(service.grpc, TOKEN))
 

@@ -100,6 +100,7 @@ class Ack(_message.Message):
     RECEIVED_BYTES_FIELD_NUMBER: _builtins.int
     APPLIED_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
+    UNBOUND_FIELD_NUMBER: _builtins.int
     received_bytes: _builtins.int
     """received_bytes is the total of ids and values bytes taken from this stream so far."""
     @_builtins.property
@@ -112,7 +113,12 @@ class Ack(_message.Message):
     def checksums(self) -> _containers.RepeatedCompositeFieldContainer[_tables_pb2.Checksum]:
         """checksums are those of the replica's tables at `applied`, of as many as it can tell. Where one differs from
         what the service expects, the position does not count as applied, and a release with the whole table follows.
+        A table without a checksum, where others have one, is one that the replica does not hold.
         """
+
+    @_builtins.property
+    def unbound(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """unbound are the slots of the tables that the replica does not hold, and does not follow."""
 
     def __init__(
         self,
@@ -120,10 +126,11 @@ class Ack(_message.Message):
         received_bytes: _builtins.int = ...,
         applied: _tables_pb2.Position | None = ...,
         checksums: _abc.Iterable[_tables_pb2.Checksum] | None = ...,
+        unbound: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "checksums", b"checksums", "received_bytes", b"received_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "checksums", b"checksums", "received_bytes", b"received_bytes", "unbound", b"unbound"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -289,7 +296,9 @@ class ReleaseEnd(_message.Message):
 
     @_builtins.property
     def checksums(self) -> _containers.RepeatedCompositeFieldContainer[_tables_pb2.Checksum]:
-        """checksums are those of all tables once the release is applied."""
+        """checksums are those of all tables once the release is applied. The first release of a stream may have no rows,
+        and the position held: it asks the replica to show by its checksums that it holds that.
+        """
 
     def __init__(
         self,

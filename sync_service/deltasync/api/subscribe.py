@@ -95,6 +95,8 @@ class ReplicaStream:
         self._received_bytes = 0
         self._credited = asyncio.Event()
         self._damaged = asyncio.Event()
+        # Also of a replica that lacks nothing the first release asks to show what it holds.
+        self._asked = False
 
     async def run(self, requests: AsyncIterator[subscribe_pb2.SubscribeRequest]) -> Responses:
         """Everything there is to send, until either side ends the stream."""
@@ -125,7 +127,7 @@ class ReplicaStream:
             self._check_deliveries()
             self._damaged.clear()
             repaired = self._audit.begin_repair(time.monotonic())
-            if self._feed.position == self._sent and not repaired:
+            if self._feed.position == self._sent and not repaired and self._asked:
                 await self._wait(acks, self._feed.changed(), self._damaged.wait())
                 if self._feed.position == self._sent and not self._audit.damaged:
                     yield self._no_news()
@@ -151,6 +153,7 @@ class ReplicaStream:
         deliveries = self._deliveries = list(self._feed.deliveries)
         # Only what the replica is known to hold may become its offset, not what it claims.
         decision, self._sent = self._feed.resume(self._claim)
+        self._replica.checked, self._replica.unbound = False, ()
         self._registry.acknowledge(self._consumer, self._replica, self._sent)
         self._say(EventKind.REPLICA_JOINED, decision.reason)
         opened = subscribe_pb2.SubscribeOpened(
@@ -168,6 +171,7 @@ class ReplicaStream:
         # Awaited only here, so that no release is kept in memory while there is nothing to send.
         release = await asyncio.shield(frozen)
         self._check_deliveries()
+        self._asked = True
         for slot, chunk in release.chunks():
             rows = chunk if self._knows_deletes else replace(chunk, deleted=False)
             size = rows.nbytes
@@ -211,13 +215,12 @@ class ReplicaStream:
                 raise InvalidInput(f"acked {ack.received_bytes} bytes, only {self._sent_bytes} were sent")
             self._received_bytes = max(self._received_bytes, ack.received_bytes)
             self._credited.set()
-            if unknown := [each.slot for each in ack.checksums if each.slot >= len(self._deliveries)]:
-                raise InvalidInput(f"a checksum of table {unknown[0]}, but there are only {len(self._deliveries)}")
+            if unknown := [slot for slot in _slots(ack) if slot >= len(self._deliveries)]:
+                raise InvalidInput(f"an ack of table {unknown[0]}, but there are only {len(self._deliveries)}")
             if ack.HasField("applied"):
-                checksums = {each.slot: each.sum for each in ack.checksums}
-                self._acknowledge(position_from_message(ack.applied), checksums, ack.received_bytes)
+                self._acknowledge(position_from_message(ack.applied), ack)
 
-    def _acknowledge(self, applied: Position, checksums: dict[int, int], received_bytes: int) -> None:
+    def _acknowledge(self, applied: Position, ack: subscribe_pb2.Ack) -> None:
         if applied.history != self._sent.history or applied.number > self._sent.number:
             raise InvalidInput(
                 f"acked number {applied.number} of history {applied.history!r}, only number "
@@ -226,15 +229,25 @@ class ReplicaStream:
         # An earlier ack that is repeated changes nothing.
         if self._replica.stream is not self._ended or applied.number < self._replica.applied.number:
             return
-        damaged = self._audit.check(applied.number, checksums, received_bytes)
+        checksums = {each.slot: each.sum for each in ack.checksums}
+        damaged = self._audit.check(applied.number, checksums, ack.received_bytes)
         if damaged:
             self._report(damaged)
             return
         if self._replica.damaged and checksums:
             self._say(EventKind.REPLICA_REPAIRED, f"holds what it was sent in {', '.join(self._replica.damaged)}")
             self._replica.damaged = ()
-        self._replica.checked = bool(checksums)
+        if self._audit.compared:
+            self._replica.checked, self._replica.unbound = bool(checksums), self._unbound(ack)
         self._registry.acknowledge(self._consumer, self._replica, applied)
+
+    def _unbound(self, ack: subscribe_pb2.Ack) -> tuple[str, ...]:
+        """Names of the tables that a replica does not hold: those it names, and those of which alone it shows
+        nothing, as clients do that name none.
+        """
+        shown = {each.slot for each in ack.checksums} or range(len(self._deliveries))
+        slots = set(ack.unbound).union(range(len(self._deliveries))) - set(shown)
+        return tuple(self._deliveries[slot].spec.name for slot in sorted(slots))
 
     def _report(self, damaged: frozenset[int]) -> None:
         """Report a replica that holds other bits than it was sent, and have the tables sent to it whole."""
@@ -277,6 +290,11 @@ class ReplicaStream:
             raise NotFound(f"consumer {self._consumer.name!r} was deleted")
         if self._replica.stream is not self._ended:
             raise Superseded(f"a newer stream of replica {self._replica.name!r} has taken over")
+
+
+def _slots(ack: subscribe_pb2.Ack) -> list[int]:
+    """The slots that an ack names."""
+    return [*(each.slot for each in ack.checksums), *ack.unbound]
 
 
 def _progress(

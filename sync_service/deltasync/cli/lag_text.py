@@ -30,6 +30,11 @@ def _facts(answer: Lag) -> list[tuple[str, str]]:
         for replica in answer["replicas"]
         if replica["damaged"]
     ]
+    facts += [
+        ("partial", f"{replica['replica']} lacks {', '.join(replica['unbound'])}")
+        for replica in answer["replicas"]
+        if replica["unbound"]
+    ]
     return [(name, text) for name, text in facts if text]
 
 

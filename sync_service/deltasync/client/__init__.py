@@ -15,6 +15,7 @@ from deltasync.client.subscriber import Subscriber
 from deltasync.client.targets import (
     CallbackTarget,
     NumpyTarget,
+    PartialTarget,
     ReadableTarget,
     Release,
     Target,
@@ -50,6 +51,7 @@ __all__ = [
     "NotPermitted",
     "NumpyTarget",
     "Part",
+    "PartialTarget",
     "Policy",
     "Position",
     "Publisher",

@@ -10,7 +10,7 @@ from deltasync.core.delivery import Delivery
 from deltasync.core.errors import InvalidInput
 from deltasync.core.mode import Mode
 from deltasync.core.rows import RowBatch
-from deltasync.core.tables import Shard
+from deltasync.core.tables import Shard, TableSpec
 from deltasync.v1 import subscribe_pb2
 from deltasync.wire.messages import (
     delivery_from_message,
@@ -81,7 +81,7 @@ class ReleaseAssembler:
             step=end.step,
             step_end_unix_ns=end.step_end_unix_ns,
             resync=self._resync,
-            tables=[delivery.spec for delivery in self._deliveries],
+            tables=self.tables,
             rows=self._rows,
             whole=self._whole(end),
             version=end.version,
@@ -99,6 +99,11 @@ class ReleaseAssembler:
         return frozenset(new.union(self._deliveries[slot].spec.name for slot in end.whole))
 
     @property
+    def tables(self) -> list[TableSpec]:
+        """The tables of this stream, by slot."""
+        return [delivery.spec for delivery in self._deliveries]
+
+    @property
     def has_values(self) -> bool:
         """Whether rows come with values, which a target could show that it holds."""
         return all(delivery.mode is Mode.EMBEDDINGS for delivery in self._deliveries)
@@ -107,6 +112,10 @@ class ReleaseAssembler:
         """Checksums of tables by slot instead of by name."""
         slots = {delivery.spec.name: slot for slot, delivery in enumerate(self._deliveries)}
         return {slots[name]: checksum for name, checksum in checksums.items()}
+
+    def unbound(self, bound: frozenset[str]) -> list[int]:
+        """Slots of the tables that are not among the bound ones."""
+        return [slot for slot, delivery in enumerate(self._deliveries) if delivery.spec.name not in bound]
 
     def wrong(self, end: subscribe_pb2.ReleaseEnd, checksums: Mapping[str, int]) -> list[str]:
         """Names of the tables of which the service has another checksum."""

@@ -1,5 +1,6 @@
 """Checksums of what a target really holds: its rows are read back before and after every release."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,13 +29,14 @@ class _TableChecksum:
 class TargetChecksums:
     """The checksum of each table of a target, at the cost of the rows that change.
 
-    With every release one more block of rows is read again, table by table: rows that something else has changed
-    are found in the end, even if no release touches them.
+    With every release, and now and then without one, one more block of rows is read again, table by table: rows
+    that something else has changed are found in the end, even if no release touches them.
     """
 
     def __init__(self, target: ReadableTarget) -> None:
         self._target = target
         self._checksums: dict[str, _TableChecksum] = {}
+        self._rows: dict[str, int] = {}  # Of each table as of the last release: it may have grown since.
         self._sweeping = 0  # Index of the table that is being swept.
 
     def before(self, release: Release) -> None:
@@ -46,7 +48,8 @@ class TargetChecksums:
                 self._checksums[table.name] = _TableChecksum(self._digest(table, np.arange(table.rows)))
         for rows in release.rows:
             if not release.resets(rows.table):
-                checksum, (swept, others) = self._checksums[rows.table.name], self._digests(rows)
+                held = rows[: int(np.searchsorted(rows.ids, self._rows.get(rows.table.name, rows.table.rows)))]
+                checksum, (swept, others) = self._checksums[rows.table.name], self._digests(held)
                 checksum.digest, checksum.swept = checksum.digest - swept - others, checksum.swept - swept
 
     def after(self, release: Release) -> dict[str, int]:
@@ -54,8 +57,13 @@ class TargetChecksums:
         for rows in release.rows:
             checksum, (swept, others) = self._checksums[rows.table.name], self._digests(rows)
             checksum.digest, checksum.swept = checksum.digest + swept + others, checksum.swept + swept
+        self._rows = {table.name: table.rows for table in release.tables}
+        return self.look(release.tables)
+
+    def look(self, tables: Sequence[TableSpec]) -> dict[str, int]:
+        """Read one more block of what the target holds: the checksum of each table that it keeps, by name."""
         no_rows = np.empty(0, np.int64)
-        kept = [table for table in release.tables if self._target.read(table, no_rows) is not None]
+        kept = [table for table in tables if self._target.read(table, no_rows) is not None]
         if kept:
             self._sweep(kept[self._sweeping % len(kept)])
         return {table.name: self._checksums[table.name].digest.checksum for table in kept}

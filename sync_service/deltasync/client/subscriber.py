@@ -12,10 +12,11 @@ from deltasync.client.assembler import ReleaseAssembler
 from deltasync.client.checksums import TargetChecksums
 from deltasync.client.endpoint import Endpoint
 from deltasync.client.options import SubscriberOptions
-from deltasync.client.targets import ReadableTarget, Target
+from deltasync.client.targets import PartialTarget, ReadableTarget, Target
 from deltasync.core.backoff import backoff
 from deltasync.core.errors import ServiceUnavailable
 from deltasync.core.position import Position
+from deltasync.core.tables import TableSpec
 from deltasync.v1 import subscribe_pb2, subscribe_pb2_grpc
 from deltasync.wire.error_codes import from_rpc_error, is_final
 from deltasync.wire.messages import (
@@ -54,6 +55,7 @@ class Subscriber:
         self.event_time_unix_ns: int | None = None
         self._checksums = TargetChecksums(target) if isinstance(target, ReadableTarget) else None
         self._tables: set[str] = set()
+        self._applied: list[TableSpec] = []  # Those of the last release.
         self._moved = threading.Condition()
         self._failure: Exception | None = None
         self._trouble: Exception | None = None
@@ -172,10 +174,11 @@ class Subscriber:
             if kind == "opened":
                 assembler.begin(response.opened)
             elif kind == "chunk" and assembler.add(response.chunk):
-                requests.put(_ack(assembler.received_bytes))
+                requests.put(_credit(assembler.received_bytes))
             elif kind == "progress" and position_from_message(response.progress.head) == self.held:
                 version = Position(assembler.model_history, response.progress.version)
                 self._hold(self.held, version, event_time_from_message(response.progress))
+                self._look_again(assembler, requests)
             elif kind == "release_end":
                 self._apply(assembler, response.release_end, requests)
 
@@ -184,9 +187,11 @@ class Subscriber:
         checksums_of = self._checksums if assembler.has_values else None
         if checksums_of:
             checksums_of.before(release)
-        self._target.apply(release)
+        if release.changes or release.tables != self._applied or release.position != self.held:
+            self._target.apply(release)
+            self._applied = release.tables
         checksums = checksums_of.after(release) if checksums_of else {}
-        requests.put(_ack(assembler.received_bytes, release.position, assembler.by_slot(checksums)))
+        requests.put(self._ack(assembler, release.position, checksums))
         if wrong := assembler.wrong(end, checksums):
             text = "replica %s holds other rows than it was sent in %s; it will be sent all of them"
             logger.error(text, self._options.replica, ", ".join(wrong))
@@ -194,6 +199,23 @@ class Subscriber:
         # After the ack is on its way: whoever waits for the version may close the subscription at once.
         version = Position(assembler.model_history, release.version)
         self._hold(release.position, version, release.event_time_unix_ns)
+
+    def _look_again(self, assembler: ReleaseAssembler, requests: _Requests) -> None:
+        """While nothing comes, read some more of what the target holds, and show what was found."""
+        if self._checksums and assembler.has_values and self._applied and assembler.tables == self._applied:
+            requests.put(self._ack(assembler, self.held, self._checksums.look(self._applied)))
+
+    def _ack(
+        self, assembler: ReleaseAssembler, applied: Position, checksums: Mapping[str, int]
+    ) -> subscribe_pb2.SubscribeRequest:
+        target = self._target
+        ack = subscribe_pb2.Ack(
+            received_bytes=assembler.received_bytes,
+            applied=position_to_message(applied),
+            checksums=checksums_to_message(assembler.by_slot(checksums)),
+            unbound=assembler.unbound(target.bound()) if isinstance(target, PartialTarget) else [],
+        )
+        return subscribe_pb2.SubscribeRequest(ack=ack)
 
     def _hold(self, position: Position, version: Position, event_time_unix_ns: int | None) -> None:
         with self._moved:
@@ -207,10 +229,5 @@ class Subscriber:
         return any(at.history == wanted.history and at.number >= wanted.number for at in (self.held, self.version))
 
 
-def _ack(
-    received_bytes: int, applied: Position | None = None, checksums: Mapping[int, int] | None = None
-) -> subscribe_pb2.SubscribeRequest:
-    message = position_to_message(applied) if applied else None
-    sums = checksums_to_message(checksums or {})
-    ack = subscribe_pb2.Ack(received_bytes=received_bytes, applied=message, checksums=sums)
-    return subscribe_pb2.SubscribeRequest(ack=ack)
+def _credit(received_bytes: int) -> subscribe_pb2.SubscribeRequest:
+    return subscribe_pb2.SubscribeRequest(ack=subscribe_pb2.Ack(received_bytes=received_bytes))

@@ -48,6 +48,11 @@ class Release:
         """Whether a table must be reset to zero first."""
         return self.resync or table.name in self.whole
 
+    @property
+    def changes(self) -> bool:
+        """Whether it has rows, or resets a table."""
+        return bool(self.rows or self.resync or self.whole)
+
     def check_values(self) -> None:
         """Check that the rows have values.
 
@@ -76,8 +81,16 @@ class ReadableTarget(Target, Protocol):
         """
 
 
+@runtime_checkable
+class PartialTarget(Target, Protocol):
+    """A target that may hold only some of the tables that its consumer follows, and says which."""
+
+    def bound(self) -> frozenset[str]:
+        """Names of the tables of the last release that it holds. Called in the subscriber's thread."""
+
+
 class CallbackTarget:
-    """Hands every release to a function."""
+    """Hands every release to a function. Nothing shows what that makes of it: lag says `delivered`."""
 
     def __init__(self, callback: Callable[[Release], None]) -> None:
         self.apply = callback

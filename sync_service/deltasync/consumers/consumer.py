@@ -22,6 +22,7 @@ class Replica:
         stream: ends its open stream when set; None while it is away.
         away_since_unix_ns: when its last stream ended, or the service started without it.
         checked: whether its last ack had checksums of what it holds, and they were right.
+        unbound: tables that the consumer follows and that it does not hold.
         damaged: tables of which it holds other bits than it was sent; they are being sent to it whole.
     """
 
@@ -31,6 +32,7 @@ class Replica:
     stream: asyncio.Event | None = None
     away_since_unix_ns: int = 0
     checked: bool = False
+    unbound: tuple[str, ...] = ()
     damaged: tuple[str, ...] = ()
 
 

@@ -28,7 +28,7 @@ from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.core.threads import EVENT_LOOP, MODEL_PREFIX, MODEL_THREAD, SET_BY_EVENT_LOOP, confined
 from deltasync.feeds.frozen_release import NO_TABLES, FrozenRelease, Head, Releases
-from deltasync.feeds.standing import Standing, TableStanding, nothing_published
+from deltasync.feeds.standing import Standing, TableStanding
 from deltasync.feeds.table_changes import changes
 from deltasync.storage.log_store import LogStore
 from deltasync.storage.mapped_table import MappedTable
@@ -190,7 +190,7 @@ class Model:
             tables=followed,
             version_of=lambda version: version,
             failure=self.failure,
-            unpublished="" if self.head else nothing_published(self.name).unpublished,
+            unpublished="" if self.head else f"nothing of model {self.name!r} is published",
         )
 
     def flush(self) -> bool:

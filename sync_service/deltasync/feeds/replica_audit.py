@@ -28,12 +28,15 @@ class ReplicaAudit:
 
     Attributes:
         damaged: slots of the tables that are to be sent whole.
+        compared: whether the last ack was of a release that it could be compared with.
     """
 
     def __init__(self) -> None:
         self.damaged = NO_TABLES
+        self.compared = False
         self._repairing = NO_TABLES
         self._sent: deque[_Sent] = deque(maxlen=_KEPT_RELEASES)
+        self._acknowledged: _Sent | None = None  # The last of them.
         self._repairs = 0
         self._repaired_at = -math.inf
 
@@ -62,8 +65,13 @@ class ReplicaAudit:
         """
         sent = self._take(applied, received_bytes)
         repairing = self._repairing.union(*(each.whole for each in self._sent))
-        if sent is None:  # Acknowledged before: it is as it was then.
-            return self.damaged | repairing
+        if sent is None:
+            if pending := self.damaged | repairing:
+                return pending
+            sent = self._again(applied) if checksums and not self._sent else None
+        self.compared = sent is not None
+        if sent is None:
+            return NO_TABLES
         wrong = frozenset(slot for slot, checksum in checksums.items() if checksum != _at(sent.checksums, slot))
         self.damaged |= wrong - repairing
         if not wrong:
@@ -75,8 +83,15 @@ class ReplicaAudit:
         while self._sent and self._sent[0].number < applied:
             self._sent.popleft()
         first = self._sent[0] if self._sent else None
-        known = first and first.number == applied and first.end_bytes <= received_bytes
-        return self._sent.popleft() if known else None
+        if not first or first.number != applied or first.end_bytes > received_bytes:
+            return None
+        self._acknowledged = self._sent.popleft()
+        return self._acknowledged
+
+    def _again(self, applied: int) -> _Sent | None:
+        """The last release acknowledged, if it is of that number: the replica has looked at its rows again."""
+        last = self._acknowledged
+        return last if last and last.number == applied else None
 
 
 def _at(checksums: tuple[int, ...], slot: int) -> int:

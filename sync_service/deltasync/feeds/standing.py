@@ -1,6 +1,6 @@
 """Where a feed stands, for those who ask how far its replicas are behind."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from deltasync.core.seal import Seal
@@ -40,6 +40,7 @@ class Standing:
         trouble: why the policy is not in force; empty if it is.
         failure: the error that keeps replicas from what is new, and is tried again; empty if there is none.
         unpublished: that there is nothing to hold yet; empty if there is something.
+        unfit: that no table fits what the consumer wants; empty if one does.
     """
 
     history: str
@@ -52,9 +53,10 @@ class Standing:
     trouble: str = ""
     failure: str = ""
     unpublished: str = ""
+    unfit: str = ""
 
 
-def nothing_published(model: str) -> Standing:
-    """Where the consumers of a model stand that does not exist."""
-    text = f"nothing of model {model!r} is published"
+def nothing_published(model: str, others: Iterable[str]) -> Standing:
+    """Where the consumers of a model stand of which nothing is published, beside `others`."""
+    text = f"nothing of model {model!r} is published; models: {', '.join(sorted(others)) or 'none yet'}"
     return Standing(history="", seals=(), tables=list, version_of=lambda _: 0, unpublished=text)

@@ -69,4 +69,4 @@ class Answers:
 
     def _standing(self, consumer: Consumer) -> Standing:
         feed = self._service.feed(consumer)
-        return feed.standing(consumer.policy) if feed else nothing_published(consumer.model)
+        return feed.standing(consumer.policy) if feed else nothing_published(consumer.model, self._service.models)

@@ -161,6 +161,7 @@ def _replica_metrics(lags: list[ConsumerLag]) -> list[Metric]:
         for each in lags
         for state in ("connected", "away")
     ]
+    unbound = [([each.consumer], sum(len(replica.unbound) for replica in each.replicas)) for each in lags]
     damaged = [([each.consumer], sum(len(replica.damaged) for replica in each.replicas)) for each in lags]
     return [
         *[
@@ -198,6 +199,9 @@ def _replica_metrics(lags: list[ConsumerLag]) -> list[Metric]:
             [([each.consumer], each.state == "failed") for each in lags],
         ),
         gauge("consumer_damaged_tables", "Tables of replicas that are damaged now.", ["consumer"], damaged),
+        gauge(
+            "consumer_unbound_tables", "Tables that replicas of the consumer do not hold.", ["consumer"], unbound
+        ),
     ]
 
 

@@ -11,7 +11,9 @@ from deltasync.core.seal import Seal, event_time_of, seconds_since_sealed
 from deltasync.feeds.standing import Standing
 from deltasync.feeds.statistics import Backlog
 
-State = Literal["in sync", "current", "behind", "waiting", "damaged", "failed", "away", "empty"]
+State = Literal[
+    "in sync", "current", "delivered", "partial", "behind", "waiting", "damaged", "failed", "away", "empty"
+]
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class ReplicaLag:
         seconds_since_ack: when it last said so.
         checked: whether it then showed by checksums that it holds the right rows.
         damaged: tables of which it holds other rows than it was sent; they are being sent to it whole.
+        unbound: tables that the consumer follows and that it does not hold.
     """
 
     replica: str
@@ -72,6 +75,7 @@ class ReplicaLag:
     seconds_since_ack: float
     checked: bool
     damaged: list[str]
+    unbound: list[str]
 
 
 @dataclass(frozen=True)
@@ -168,19 +172,30 @@ def state(replicas: Sequence[Replica], lag: Lag, standing: Standing, offset: int
         return "empty", "no replica has ever subscribed"
     if standing.failure:
         return "failed", standing.failure
+    if standing.unpublished:
+        return "empty", standing.unpublished
     if len(away) == len(replicas):
         return "away", f"none of {len(replicas)} replicas is connected"
     if damaged := [replica for replica in replicas if replica.damaged]:
         names = ", ".join(f"{replica.name} ({', '.join(replica.damaged)})" for replica in damaged)
         return "damaged", f"other rows than were sent, in tables that are being sent again whole: {names}"
-    if standing.unpublished:
-        return "waiting", standing.unpublished
-    if lag.versions == 0 and lag.rows == 0:
-        return "in sync", f"all {len(replicas)} replicas hold the newest version"
-    if standing.newest_release and offset == standing.newest_release:  # Before the first one nobody holds it.
-        return (
-            "current",
-            f"all {len(replicas)} replicas hold the newest release; {lag.rows} rows are left for later",
-        )
-    reason = f"{lag.rows} rows of {lag.versions} versions are still to be applied by the last replica"
-    return "behind", f"{reason}; away: {', '.join(away)}" if away else reason
+    if standing.unfit:
+        return "waiting", standing.unfit
+    found, reason = _held(replicas, lag, standing, offset)
+    return found, f"{reason}; away: {', '.join(away)}" if away else reason
+
+
+def _held(replicas: Sequence[Replica], lag: Lag, standing: Standing, offset: int) -> tuple[State, str]:
+    """How much of what there is the replicas of a fleet hold, and how well that is known."""
+    everything = lag.versions == 0 and lag.rows == 0
+    # Before the first release nobody holds it.
+    if not everything and not (standing.newest_release and offset == standing.newest_release):
+        return "behind", f"{lag.rows} rows of {lag.versions} versions are still to be applied by the last replica"
+    newest = "the newest version" if everything else "the newest release"
+    left = "" if everything else f"; {lag.rows} rows are left for later"
+    if partial := [f"{each.name} lacks {', '.join(each.unbound)}" for each in replicas if each.unbound]:
+        return "partial", f"of {newest} some replicas follow only a part: {'; '.join(partial)}{left}"
+    if unchecked := [each.name for each in replicas if not each.checked]:
+        shown = f"no checksums show yet what is held by {', '.join(unchecked)}"
+        return "delivered", f"all {len(replicas)} replicas have taken {newest}; {shown}{left}"
+    return "in sync" if everything else "current", f"all {len(replicas)} replicas hold {newest}{left}"

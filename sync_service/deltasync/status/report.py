@@ -26,7 +26,7 @@ def report(consumer: Consumer, standing: Standing, now_unix_ns: int) -> Consumer
     tables, seals = _tables(standing, replicas), standing.seals
     counts = {each: [table.lacking(each) for table in tables] for each in {offset, *offsets}}
     lags = {each: _lag(each, rows, tables, standing, now_unix_ns) for each, rows in counts.items()}
-    found, reason = state(replicas, lags[offset], _waiting(standing, tables, consumer), offset)
+    found, reason = state(replicas, lags[offset], _with_unfit(standing, tables, consumer), offset)
     if standing.trouble:
         reason = f"{reason}; the policy is not in force: {standing.trouble}"
     pairs = zip(tables, counts[offset], strict=True)
@@ -53,12 +53,12 @@ def report(consumer: Consumer, standing: Standing, now_unix_ns: int) -> Consumer
     )
 
 
-def _waiting(standing: Standing, tables: Sequence[TableStanding], consumer: Consumer) -> Standing:
-    """The same; that there is nothing to hold is also true of who follows no table."""
+def _with_unfit(standing: Standing, tables: Sequence[TableStanding], consumer: Consumer) -> Standing:
+    """The same, with what there is to say of a consumer that follows no table."""
     if tables or standing.unpublished:
         return standing
     patterns = ", ".join(consumer.policy.tables)
-    return replace(standing, unpublished=f"no table of model {consumer.model!r} fits {patterns}")
+    return replace(standing, unfit=f"no table of model {consumer.model!r} fits {patterns}")
 
 
 def _tables(standing: Standing, replicas: Sequence[Replica]) -> list[TableStanding]:
@@ -110,6 +110,7 @@ def _line(replica: Replica, offset: int, lag: Lag, now: int) -> ReplicaLag:
         seconds_since_ack=round((now - replica.acked_unix_ns) / 1e9, 3),
         checked=replica.checked,
         damaged=list(replica.damaged),
+        unbound=list(replica.unbound),
     )
 
 

@@ -25,6 +25,7 @@ from tests.support.fleet import (
     follow,
     release_at_once,
     wait_for_lag,
+    wait_until_delivered,
     wait_until_in_sync,
 )
 from tests.support.server import RunningService
@@ -155,9 +156,10 @@ def test_a_new_process_finds_any_row_that_was_changed(
             wait_until_in_sync(service, "top", trainer.publish_all())
         damage(target, 7)
         with follow(service, "top", "a", target, held=replica.held):
-            wait_until_in_sync(service, "top", trainer.set(USER, 8, 1.5))
+            lag = wait_until_in_sync(service, "top", trainer.set(USER, 8, 1.5))
         assert target.bytes() == trainer.expected(ValueType.INT8)
-        assert len(damages(caplog)) == 1
+        assert lag["damages"] == 1
+        assert set(damages(caplog)) == {damaged("top")}
 
 
 @pytest.mark.parametrize("consumer", CONSUMERS)
@@ -413,5 +415,5 @@ def test_a_target_without_checksums_is_served_unchecked(service: RunningService)
 
     plain: Target = Plain()
     with Trainer(service.grpc) as trainer, follow(service, "top", "a", plain):
-        lag = wait_until_in_sync(service, "top", trainer.publish_all())
+        lag = wait_until_delivered(service, "top", trainer.publish_all())
         assert not lag["replicas"][0]["checked"]

@@ -9,12 +9,25 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.support.fleet import ITEM, USER, WAIT, Recorder, Trainer, admin_of, follow, wait_until_in_sync
+import torch
+from tests.support.fleet import (
+    ITEM,
+    USER,
+    WAIT,
+    Recorder,
+    Trainer,
+    admin_of,
+    follow,
+    wait_for_lag,
+    wait_until_in_sync,
+)
 from tests.support.process import ServiceProcess
 from tests.support.server import TOKEN, RunningService
 from tests.support.wire import random_rows
+from torch import nn
 
 from deltasync.client import Part, Policy, Position, Publisher, PublisherOptions, RowBatch, Shard, TableSpec
+from deltasync.client.torch_target import TorchTarget
 from deltasync.core.errors import Contradiction
 from deltasync.core.value_types import ValueType
 
@@ -133,3 +146,25 @@ def test_nothing_is_lost_by_kills_while_tables_grow(tmp_path: Path) -> None:
                         assert lag["damages"] == 0
                     assert plain.bytes() == trainer.expected()
                     assert coded.bytes() == trainer.expected(ValueType.INT8)
+
+
+def test_a_module_that_lacks_what_is_new_follows_the_rest_and_lag_names_it(ranked: RunningService) -> None:
+    """A module of before: of a table that has grown it keeps what it has."""
+    user, item = nn.EmbeddingBag(USER.rows, USER.dim), nn.EmbeddingBag(ITEM.rows, ITEM.dim, dtype=torch.float16)
+    target, rows = TorchTarget(nn.ModuleDict({"user": user, "item": item})), random_rows(7, LARGER)
+    with Trainer(ranked.grpc) as trainer, follow(ranked, "predictors", "a", target) as replica:
+        head = trainer.publish_all()
+        replica.wait_for(head, WAIT)
+        wait_until_in_sync(ranked, "predictors", head)
+        held = user.weight.detach().clone()
+        with later_run(ranked, LARGER, head) as publisher:
+            changed = {0: np.array([3, *range(USER.rows, 500)]), 1: np.array([2, 30]), 2: np.arange(20)}
+            batches = [RowBatch(Shard.whole(LARGER[slot]), ids, rows[slot][ids]) for slot, ids in changed.items()]
+            head = publisher.publish(Part(step=1, step_end_unix_ns=1, rows=batches)).result(WAIT)
+            replica.wait_for(head, WAIT)
+            lag = wait_for_lag(ranked, "predictors", lambda lag: lag["offset"] == head.number)
+    assert lag["state"] == "partial"
+    assert sorted(lag["replicas"][0]["unbound"]) == ["context", USER.name]
+    with target.reading():
+        np.testing.assert_array_equal(item.weight[[2, 30]].detach().numpy(), rows[1][[2, 30]])
+        assert torch.equal(user.weight, held)

@@ -16,6 +16,7 @@ from tests.support.fleet import (
     follow,
     release_at_once,
     wait_for_lag,
+    wait_until_delivered,
     wait_until_in_sync,
 )
 from tests.support.server import RunningService
@@ -109,7 +110,8 @@ def test_a_view_that_has_lost_files_begins_anew_and_others_go_on(tmp_path: Path,
         assert lost.bytes() == trainer.expected()
         assert other.bytes() == {"user": trainer.expected()["user"]}
     assert lost.releases[sizes[id(lost)]].resync
-    assert [(each.resync, rows_of(each)) for each in other.releases[sizes[id(other)] :]] == [(False, 1)]
+    changed = [each for each in other.releases[sizes[id(other)] :] if each.rows]
+    assert [(each.resync, rows_of(each)) for each in changed] == [(False, 1)]
 
 
 def test_a_table_that_a_policy_of_the_file_has_no_room_for_does_not_keep_the_service_from_starting(
@@ -145,7 +147,7 @@ def test_a_target_that_can_be_read_is_not_asked_for_rows_it_was_not_given(servic
     cache = Cache()
     with Trainer(service.grpc) as trainer, follow(service, "ids", "a", cache):
         trainer.publish_all()
-        lag = wait_until_in_sync(service, "ids", trainer.change(20))
+        lag = wait_until_delivered(service, "ids", trainer.change(20))
     assert lag["damages"] == 0
     assert [(replica["checked"], replica["damaged"]) for replica in lag["replicas"]] == [(False, [])]
     assert len(cache.changed[0]) == ALL_ROWS
@@ -155,7 +157,7 @@ def test_from_ids_to_values_while_nobody_is_connected(service: RunningService, a
     target, seen = Recorder(), list[Release]()
     with Trainer(service.grpc) as trainer:
         with follow(service, "ids", "a", CallbackTarget(seen.append)):
-            wait_until_in_sync(service, "ids", trainer.publish_all())
+            wait_until_delivered(service, "ids", trainer.publish_all())
         wait_for_lag(service, "ids", lambda lag: lag["state"] == "away")
         admin.update_consumer("ids", Policy(top_k=5))
         with follow(service, "ids", "a", target) as replica:

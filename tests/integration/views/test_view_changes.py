@@ -13,6 +13,7 @@ from tests.support.fleet import (
     follow,
     release_at_once,
     wait_for_lag,
+    wait_until_delivered,
     wait_until_in_sync,
 )
 from tests.support.server import RunningService
@@ -34,7 +35,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 0.02)
 
 
-def given_as(service: RunningService, consumer: str, policy: Policy, head: Position) -> dict[str, Any]:
+def given_as(
+    service: RunningService, consumer: str, policy: Policy, head: Position, state: str = "in sync"
+) -> dict[str, Any]:
     """The lag once replicas hold everything by a policy."""
     return wait_for_lag(
         service,
@@ -42,7 +45,8 @@ def given_as(service: RunningService, consumer: str, policy: Policy, head: Posit
         lambda lag: (
             lag["policy"] == policy.as_dict()
             and lag["head"] >= head.number
-            and lag["state"] == "in sync"
+            and lag["state"] == state
+            and lag["lag"]["rows"] == 0
             and (lag["release"] is not None or policy.sends_everything)
         ),
     )
@@ -144,11 +148,11 @@ def test_tables_that_are_not_followed_any_more_and_followed_again(service: Runni
 def test_from_ids_to_values_and_back(service: RunningService, admin: Admin) -> None:
     taken: list[Release] = []
     with Trainer(service.grpc) as trainer, follow(service, "top", "a", CallbackTarget(taken.append)):
-        wait_until_in_sync(service, "top", trainer.publish_all())
+        wait_until_delivered(service, "top", trainer.publish_all())
         for mode in (Mode.IDS, Mode.EMBEDDINGS, Mode.IDS):
             begun, policy = len(taken), Policy(mode=mode)
             admin.update_consumer("top", policy)
-            given_as(service, "top", policy, trainer.change(5))
+            given_as(service, "top", policy, trainer.change(5), "delivered")
             new = [rows for release in taken[begun:] for rows in release.rows]
             assert all((rows.norms is not None) == (mode is Mode.IDS) for rows in new)
             assert all(rows.values.shape[1] == (0 if mode is Mode.IDS else rows.table.dim) for rows in new)

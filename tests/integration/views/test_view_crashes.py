@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import numpy as np
 import pytest
-from tests.support.fleet import WAIT, Recorder, Trainer, admin_of, follow, wait_until_in_sync
+from tests.support.fleet import WAIT, Recorder, Trainer, admin_of, follow, wait_for_lag, wait_until_in_sync
 from tests.support.process import ServiceProcess
 from tests.support.server import TOKEN
 
@@ -139,6 +139,7 @@ def kill_and_follow(folder: Path, kills: int, seed: int, flush_bytes: int) -> No
 
 
 def everybody_holds(service: ServiceProcess, fleet: Fleet, trainer: Trainer, head: Position) -> None:
+    wait_for_lag(service, fleet.consumer, lambda lag: len(lag["replicas"]) == len(fleet.targets))
     wait_until_in_sync(service, fleet.consumer, head)
     expected = trainer.expected(POLICIES[fleet.consumer].value_type)
     late = Recorder()

@@ -17,6 +17,7 @@ from tests.support.fleet import (
     follow,
     release_at_once,
     wait_for_lag,
+    wait_until_delivered,
     wait_until_in_sync,
 )
 from tests.support.server import RunningService
@@ -190,12 +191,12 @@ def test_ids_and_norms_alone_are_streamed(service: RunningService) -> None:
         before = {name: rows.astype(np.float64) for name, rows in trainer.rows.items()}
         with follow(service, "ids", "cache", CallbackTarget(taken.append)):
             head = trainer.publish_all()
-            wait_until_in_sync(service, "ids", head)
+            wait_until_delivered(service, "ids", head)
             size = service.get_json("/consumers/ids/lag")["release"]["bytes"]
             assert size == sum(table.rows for table in TABLES) * 12
             begun = len(taken)
             head = trainer.change(7)
-            lag = wait_until_in_sync(service, "ids", head)
+            lag = wait_until_delivered(service, "ids", head)
             assert lag["release"]["bytes"] == lag["release"]["rows"] * 12
     found: dict[tuple[str, int], float] = {}
     for release in taken[begun:]:

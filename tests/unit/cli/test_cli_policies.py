@@ -310,9 +310,18 @@ RANKED = ConsumerLag(
     offset=9,
     lag=KNOWN,
     replicas=[
-        ReplicaLag("p0", connected=True, offset=9, lag=KNOWN, seconds_since_ack=1.0, checked=True, damaged=[]),
         ReplicaLag(
-            "p1", connected=False, offset=8, lag=UNKNOWN, seconds_since_ack=1.0, checked=False, damaged=["u"]
+            "p0", connected=True, offset=9, lag=KNOWN, seconds_since_ack=1.0, checked=True, damaged=[], unbound=[]
+        ),
+        ReplicaLag(
+            "p1",
+            connected=False,
+            offset=8,
+            lag=UNKNOWN,
+            seconds_since_ack=1.0,
+            checked=False,
+            damaged=["u"],
+            unbound=["item"],
         ),
     ],
     tables=[TableLag("user", 15, 600, 7.5, 2.0, 0.5), TableLag("item", 5, 200)],
@@ -345,14 +354,15 @@ def test_the_lag_of_a_consumer_with_a_policy_says_what_is_unsent_and_why() -> No
         ["took", "7 of 70 dirty rows: top_k 10 % takes those that have changed most"],
         ["took", "7 rows, 280 bytes, norm 4"],
     ]
-    assert [" ".join(line.split()) for line in lines[6:11]] == [
+    assert [" ".join(line.split()) for line in lines[6:12]] == [
         "left 63 rows, 2520 bytes, norm 12.35",
         "oldest row 7.5 seconds unsent",
         "unsent norm 2.5, 1.25 % of the tables'",
         "damaged p1 (u)",
+        "partial p1 lacks item",
         "",
     ]
-    assert [" ".join(line.split()) for line in lines[11:]] == [
+    assert [" ".join(line.split()) for line in lines[12:]] == [
         "release versions rows bytes seconds unsent norm unsent share",
         "all replicas 9 3 20 800 7.5 2.5 1.25 %",
         "p0 9 3 20 800 7.5 2.5 1.25 %",
@@ -363,7 +373,7 @@ def test_the_lag_of_a_consumer_with_a_policy_says_what_is_unsent_and_why() -> No
 
 
 def test_columns_of_a_lag_stand_under_their_titles() -> None:
-    titles, everything, *_ = lag_text(asdict(RANKED)).splitlines()[11:]
+    titles, everything, *_ = lag_text(asdict(RANKED)).splitlines()[12:]
     for title, cell in {
         "release": "9",
         "versions": "3",

@@ -26,9 +26,9 @@ def seals(first: int, last: int) -> list[Seal]:
     return [sealed(version, sealed_unix_ns=version * 10**9) for version in range(first, last + 1)]
 
 
-def replica(name: str, version: int = 0, history: str = "h", *, away: int | None = None) -> Replica:
+def replica(name: str, version: int = 0, history: str = "h", *, away: int | None = None, **known: Any) -> Replica:
     stream = None if away is not None else asyncio.Event()
-    return Replica(name, Position(history, version), stream=stream, away_since_unix_ns=away or 0)
+    return Replica(name, Position(history, version), stream=stream, away_since_unix_ns=away or 0, **known)
 
 
 @given(st.integers(1, 30), st.integers(0, 30), st.integers(0, 40))
@@ -57,11 +57,31 @@ def test_a_clock_that_was_set_back_gives_no_negative_lag() -> None:
     [
         ([], NONE, {}, "empty", "no replica has ever subscribed"),
         ([replica("a", away=1), replica("b", away=1)], SOME, {}, "away", "none of 2 replicas is connected"),
-        ([replica("a")], NONE, {}, "in sync", "all 1 replicas"),
-        ([replica("a")], NONE, {"unpublished": "nothing is published"}, "waiting", "nothing is published"),
+        ([replica("a", checked=True)], NONE, {}, "in sync", "all 1 replicas"),
+        (
+            [replica("a", checked=True), replica("b")],
+            NONE,
+            {},
+            "delivered",
+            "no checksums show yet what is held by b",
+        ),
+        (
+            [replica("a", checked=True, unbound=("t", "u")), replica("b")],
+            NONE,
+            {},
+            "partial",
+            "of the newest version some replicas follow only a part: a lacks t, u",
+        ),
+        ([replica("a", unbound=("t",))], SOME, {"newest_release": 3}, "partial", "; 7 rows are left for later"),
+        ([replica("a")], SOME, {"newest_release": 3}, "delivered", "; 7 rows are left for later"),
+        ([replica("a", unbound=("t",))], SOME, {}, "behind", "7 rows of 2 versions"),
+        ([replica("a")], NONE, {"unpublished": "nothing is published"}, "empty", "nothing is published"),
+        ([replica("a", away=1)], NONE, {"unpublished": "nothing is published"}, "empty", "nothing is published"),
+        ([replica("a")], NONE, {"unfit": "no table fits"}, "waiting", "no table fits"),
+        ([replica("a", away=1), replica("b", checked=True)], NONE, {}, "delivered", "held by a; away: a"),
         ([replica("a")], NONE, {"failure": "no luck"}, "failed", "no luck"),
         ([replica("a", away=1)], NONE, {"failure": "no luck"}, "failed", "no luck"),
-        ([replica("a")], SOME, {"newest_release": 3}, "current", "7 rows are left for later"),
+        ([replica("a", checked=True)], SOME, {"newest_release": 3}, "current", "7 rows are left for later"),
         ([replica("a")], SOME, {}, "behind", "7 rows of 2 versions"),
         ([replica("a"), replica("b", away=1)], SOME, {}, "behind", "away: b"),
     ],

@@ -35,7 +35,7 @@ async def subscribe(service: Service, consumer: str) -> None:
     opening = subscribe_pb2.SubscribeOpen(consumer=consumer, replica="r")
     stream = ReplicaStream(service, opening, OURS).run(silence())
     assert (await anext(stream)).WhichOneof("message") == "progress"
-    assert await ask(service, consumer) == "waiting"
+    assert await ask(service, consumer) == "empty"
     await cast("AsyncGenerator[Any, None]", stream).aclose()
 
 
@@ -45,7 +45,7 @@ def test_a_consumer_of_a_misspelt_model_makes_no_model(tmp_path: Path) -> None:
             await service.create_consumer(name, "clikcs", policy)
             assert await ask(service, name) == "empty"
             await subscribe(service, name)
-            assert await ask(service, name) == "away"
+            assert await ask(service, name) == "empty"
         assert (service.models, service.coordinators) == ({}, {})
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("model-clikcs")]
         assert not (tmp_path / "models").exists()

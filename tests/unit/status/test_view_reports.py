@@ -19,7 +19,9 @@ from deltasync.views.view import View
 
 async def lag_at(view: View, release: int, *, connected: bool = True) -> ConsumerLag:
     """Of a consumer whose replica holds that release."""
-    replica = Replica("a", Position(view.history, release), stream=asyncio.Event() if connected else None)
+    replica = Replica(
+        "a", Position(view.history, release), stream=asyncio.Event() if connected else None, checked=True
+    )
     consumer = Consumer("top", "clicks", 0, replicas={"a": replica})
     return report(consumer, view.standing(consumer.policy), time.time_ns())
 

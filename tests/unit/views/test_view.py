@@ -209,7 +209,7 @@ def test_what_was_left_of_a_table_that_is_not_followed_any_more_is_forgotten(tmp
 
 async def lag_at(view: View, release: int) -> ConsumerLag:
     """Of a consumer whose replica holds that release."""
-    replica = Replica("a", Position(view.history, release), stream=asyncio.Event())
+    replica = Replica("a", Position(view.history, release), stream=asyncio.Event(), checked=True)
     consumer = Consumer("top", "clicks", 0, replicas={"a": replica})
     return report(consumer, view.standing(consumer.policy), time.time_ns())
 

@@ -17,16 +17,18 @@ from deltasync.trainer.clicks.checkpoint import load_checkpoint, save_checkpoint
 from deltasync.trainer.clicks.micro_batches import TimedBatches, micro_batches
 from deltasync.trainer.clicks.model import MODELS
 from deltasync.trainer.clicks.results import Results
-from deltasync.trainer.clicks.stream_options import stream_options, take_stream_options
+from deltasync.trainer.clicks.stream_options import managed_option, stream_options, take_stream_options
 from deltasync.trainer.clicks.training_options import take_training_options, training_options, why_not_shared
 from deltasync.trainer.distributed.ranks import join_ranks
 from deltasync.trainer.distributed.sharding import OptimizerOptions, click_tables, shard
 from deltasync.trainer.pipelines import OnlinePipeline
 from deltasync.trainer.sync import DeltaSync, SyncOptions
+from deltasync.trainer.tracking.row_reset import evict_on_cpu
 
 
 @click.command(context_settings=CONTEXT)
 @stream_options
+@managed_option
 @training_options
 @service_options(default=None)
 @click.option("--model", default="clicks", help="Name of the set of tables.")
@@ -45,19 +47,21 @@ def main(checkpoint: Path | None, results: Path | None, table_lr: float, dense_l
     torch.manual_seed(stream.seed)
     learning = OptimizerOptions(table_lr=table_lr, dense_lr=dense_lr)
     click_model = MODELS[training.input](stream.model, torch.device("meta"))
-    model, optimizer = shard(click_model, click_tables(), learning, device)
+    model, optimizer = shard(click_model, click_tables(stream.model.managed_tables), learning, device)
+    evict_on_cpu(model)
     pipeline = OnlinePipeline(model, optimizer, device, training.pipeline)
-    sync, scored = DeltaSync(model, SyncOptions(**settings)), Results()
+    sync, scored = DeltaSync(model, SyncOptions(**settings)), Results(model) if results else None
     if checkpoint:
         load_checkpoint(checkpoint, model, optimizer, sync)
     with sync:
         sync.flush()  # So that replicas hold the model before its first step.
         mine = TimedBatches(micro_batches(stream, training, sync.tracker.steps))
-        _train(pipeline, mine, sync, scored if results else None)
+        _train(pipeline, mine, sync, scored)
     if checkpoint:
         save_checkpoint(checkpoint, model, optimizer, sync)
-    if results:
-        scored.write(results, dist.get_rank(), sync)
+    if results and scored:
+        pipeline.detach()
+        scored.write(results, dist.get_rank(), sync, mine.last)
     dist.destroy_process_group()
 
 

@@ -32,6 +32,8 @@ def test_rows_are_equal_although_the_service_is_killed(tmp_path: Path) -> None:
     assert "rows equal:" in done.stdout
     report = json.loads(found.read_text())
     assert report["rows_equal"] is True
+    assert report["outputs_equal"] is True
+    assert (report["map_equal"], report["buffers_equal"]) == (None, None), "the model has none"
     assert report["service_restarts"] == 1, "the fault must have happened"
     assert set(report["auc"]) == {"trainer", "synced", "frozen"}
     assert all(0 < value < 1 for value in report["auc"].values())
@@ -76,6 +78,22 @@ def test_replicas_of_a_policy_reach_the_quantised_rows_although_the_service_is_k
     assert (report["rows_equal"], report["service_restarts"]) == (True, 1)
     assert (report["policy"]["top_k"], report["policy"]["value_type"]) == (0.1, "int8")
     assert 0 < report["bytes_received"] < report["bytes_published"] / 2
+
+
+@pytest.mark.slow
+def test_a_model_whose_rows_change_hands_is_equal_in_rows_map_buffers_and_outputs(tmp_path: Path) -> None:
+    found = tmp_path / "demo.json"
+    done = run_program(*COMMAND, *SMALL, "--model", "mch", "--json", str(found))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    report = json.loads(found.read_text())
+    assert [report[f"{what}_equal"] for what in ("rows", "map", "buffers", "outputs")] == [True] * 4
+    rows = 125 + 75  # of users and items
+    assert report["map_compared"] == 2 * rows
+    assert report["buffers_compared"] == 2 * 3
+    assert report["outputs_compared"] == 2 * (6000 % 64 or 64)
+    assert report["outputs_off_trainer"] < 1e-5
+    assert report["evictions"] > 100
+    assert all(used > 10 for ranks in report["rows_used"].values() for used in ranks), "ids go to all ranks"
 
 
 def test_a_policy_that_cannot_be_met_is_a_wrong_use() -> None:

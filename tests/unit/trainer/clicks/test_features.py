@@ -2,6 +2,8 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltasync.trainer.clicks.events import Events
-from deltasync.trainer.clicks.features import DENSE_FEATURES, HOURS_OF_WEEK, FeatureOptions, Features, Featurizer
+from deltasync.trainer.clicks.features import (
+    DENSE_FEATURES,
+    HOURS_OF_WEEK,
+    RAW_IDS,
+    FeatureOptions,
+    Features,
+    Featurizer,
+)
 
 ROOMY = FeatureOptions(users=100, items=100, cross_buckets=1000, history_length=3)
 TIGHT = FeatureOptions(users=3, items=2, cross_buckets=5, history_length=2)
@@ -165,6 +174,22 @@ def test_types_and_shapes() -> None:
 
 @pytest.mark.parametrize("name", ["users", "items", "cross_buckets", "history_length"])
 def test_options_are_checked(name: str) -> None:
-    options = {"users": 1, "items": 1, "cross_buckets": 1, "history_length": 1}
+    options: dict[str, Any] = {"users": 1, "items": 1, "cross_buckets": 1, "history_length": 1}
     with pytest.raises(ValueError, match=f"{name}: 0, expected a whole number of at least 1"):
         FeatureOptions(**{**options, name: 0})
+
+
+def test_raw_ids_of_users_and_items_are_spread_and_the_same_wherever_they_occur() -> None:
+    stream = events([(user, user % 30, MONDAY, 1) for user in range(60)] * 2)
+    found = Featurizer(replace(ROOMY, raw_ids=True)).features(stream)
+    rows = Featurizer(ROOMY).features(stream)
+    for key, number in {"user": 60, "item": 30}.items():
+        ids = found.ids[key]
+        assert len(np.unique(ids)) == number
+        np.testing.assert_array_equal(ids[:60], ids[60:])
+        assert 0 <= ids.min() < RAW_IDS // 8
+        assert RAW_IDS - RAW_IDS // 8 < ids.max() < RAW_IDS
+    by_row = dict(zip(rows.ids["item"].tolist(), found.ids["item"].tolist(), strict=True))
+    assert found.history.tolist() == [by_row[row] for row in rows.history.tolist()]
+    for key in ("cross", "hour"):
+        np.testing.assert_array_equal(found.ids[key], rows.ids[key])

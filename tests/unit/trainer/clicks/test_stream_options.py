@@ -3,13 +3,19 @@
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
 from click.testing import CliRunner
 
 from deltasync.trainer.clicks.model import ModelOptions
-from deltasync.trainer.clicks.stream_options import StreamOptions, stream_options, take_stream_options
+from deltasync.trainer.clicks.stream_options import (
+    StreamOptions,
+    managed_option,
+    stream_options,
+    take_stream_options,
+)
 
 
 def _parse(arguments: list[str]) -> StreamOptions:
@@ -17,6 +23,7 @@ def _parse(arguments: list[str]) -> StreamOptions:
 
     @click.command()
     @stream_options
+    @managed_option
     def command(**settings: object) -> None:
         found.append(take_stream_options(settings))
         assert not settings
@@ -26,7 +33,8 @@ def _parse(arguments: list[str]) -> StreamOptions:
     return found[0]
 
 
-def test_arguments_say_the_same_to_another_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("managed", [False, True])
+def test_arguments_say_the_same_to_another_process(managed: bool, tmp_path: Path) -> None:
     options = StreamOptions(
         data="ratings:some file",
         events=77,
@@ -34,7 +42,7 @@ def test_arguments_say_the_same_to_another_process(tmp_path: Path) -> None:
         batch_size=6,
         seed=9,
         start_file=tmp_path / "start",
-        model=ModelOptions(users=11, items=12, cross_buckets=13, dim=4, hidden=5),
+        model=ModelOptions(users=11, items=12, cross_buckets=13, dim=4, hidden=5, managed=managed),
     )
     assert _parse(options.arguments()) == options
 
@@ -57,5 +65,6 @@ def test_the_first_event_arrives_at_the_time_in_the_start_file(tmp_path: Path) -
 
 @pytest.mark.parametrize(("field", "value"), [("users", 1), ("dim", 0), ("hidden", 1), ("dim", 5)])
 def test_a_wrong_size_names_the_field(field: str, value: int) -> None:
+    options: dict[str, Any] = {field: value}
     with pytest.raises(ValueError, match=f"{field}: {value}"):
-        ModelOptions(**{field: value})
+        ModelOptions(**options)

@@ -20,6 +20,7 @@ from deltasync.trainer.demo.processes import DemoFailed, Processes
 from deltasync.trainer.demo.progress import DemoProgress
 from deltasync.trainer.demo.report import print_report
 from deltasync.trainer.demo.run import DemoOptions, run_demo
+from deltasync.trainer.demo.verdict import WHATS
 
 STREAM = StreamOptions(
     data="synthetic",
@@ -48,6 +49,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ({"data": "ratings:nowhere"}, {}, "nowhere: cannot be read"),
         ({"events": 100}, {}, "100 events: the demo needs at least two batches of 64"),
         ({}, {"grad_accum": 3}, "2 ranks share it evenly, 3 micro-batches each"),
+        ({"model": ModelOptions(managed=True)}, {"input": "tensordict"}, "takes KeyedJaggedTensors only"),
     ],
 )
 def test_what_cannot_be_run_leaves_nothing(
@@ -59,7 +61,9 @@ def test_what_cannot_be_run_leaves_nothing(
     assert not list(temporary.iterdir())
 
 
-@pytest.mark.parametrize("arguments", [["--json", "nowhere/report.json"], ["--dim", "5"], ["--top-k", "-1"]])
+@pytest.mark.parametrize(
+    "arguments", [["--json", "nowhere/report.json"], ["--dim", "5"], ["--top-k", "-1"], ["--model", "x"]]
+)
 def test_a_wrong_use_leaves_nothing(temporary: Path, arguments: list[str]) -> None:
     assert CliRunner().invoke(demo, arguments).exit_code == 2
     assert not list(temporary.iterdir())
@@ -141,7 +145,10 @@ def test_what_a_replica_received_is_a_share_of_what_was_published() -> None:
         "bytes_published": 29_400_000,
         "bytes_received": 28_500_000,
         "policy": {"value_type": "fp32", "top_k": None},
-        "rows_equal": True,
+        **{f"{what}_equal": True for what in WHATS},
+        **{f"{what}_compared": 10 for what in WHATS},
+        "evictions": 0,
+        "rows_used": {},
         "versions": 294,
         "steps": 586,
         "rows_published": 471_537,

@@ -14,6 +14,8 @@ HOURS_OF_WEEK = 168
 """Rows of the hour table; hour 0 begins on Monday at 00:00 UTC."""
 DENSE_FEATURES = ("user_events", "item_events", "hour_sin", "hour_cos")
 """Columns of the dense features."""
+RAW_IDS = 2**62
+"""Raw ids of users and items are from 0 up to here, spread evenly."""
 
 _HOUR, _DAY = 3600, 86_400
 _MONDAY = 72  # hours from the Monday before the unix epoch, a Thursday
@@ -21,12 +23,16 @@ _MONDAY = 72  # hours from the Monday before the unix epoch, a Thursday
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureOptions:
-    """Rows of the tables of users, items and user-item crosses, and how many liked items are remembered."""
+    """Rows of the tables of users, items and user-item crosses, and how many liked items are remembered.
+
+    With `raw_ids`, users and items are named by raw ids, not by rows; the numbers of rows bound the memory still.
+    """
 
     users: int
     items: int
     cross_buckets: int
     history_length: int = 5
+    raw_ids: bool = False
 
     def __post_init__(self) -> None:
         for name in ("users", "items", "cross_buckets", "history_length"):
@@ -44,9 +50,9 @@ class Features:
     dense: NDArray[np.float32]
     """[n, 4] DENSE_FEATURES: log(1 + earlier events) of user and item, sine and cosine of the time of day."""
     ids: dict[str, NDArray[np.int64]]
-    """[n] rows of the tables `user`, `item`, `cross` and `hour`, by these names."""
+    """[n] rows of the tables `user`, `item`, `cross` and `hour`, by these names; or raw ids of users and items."""
     history: NDArray[np.int64]
-    """[sum of history_lengths] item rows liked before by the user of each event in turn, oldest first."""
+    """[sum of history_lengths] items liked before by the user of each event in turn, oldest first."""
     history_lengths: NDArray[np.int32]
     """[n] entries of `history` that belong to each event, from 0 to the history length."""
 
@@ -63,7 +69,7 @@ class Featurizer:
     """
 
     def __init__(self, options: FeatureOptions) -> None:
-        self._cross_buckets = options.cross_buckets
+        self._cross_buckets, self._raw_ids = options.cross_buckets, options.raw_ids
         self._users, self._items = _Vocabulary(options.users), _Vocabulary(options.items)
         self._user_events, self._item_events = _Counts(options.users), _Counts(options.items)
         self._liked = _LikedItems(options.history_length)
@@ -71,14 +77,16 @@ class Featurizer:
     def features(self, events: Events) -> Features:
         """Return the features of the stream's next events and remember these events."""
         user, item = self._users.rows(events.user), self._items.rows(events.item)
-        history, lengths = self._liked.before(user, item, events.label)
+        user_id = hash_to(RAW_IDS, events.user) if self._raw_ids else user
+        item_id = hash_to(RAW_IDS, events.item) if self._raw_ids else item
+        history, lengths = self._liked.before(user, item_id, events.label)
         return Features(
             index=events.index,
             label=events.label,
             dense=self._dense(user, item, events.timestamp),
             ids={
-                "user": user,
-                "item": item,
+                "user": user_id,
+                "item": item_id,
                 "cross": hash_to(self._cross_buckets, user, item),
                 "hour": (events.timestamp // _HOUR + _MONDAY) % HOURS_OF_WEEK,
             },
@@ -142,7 +150,7 @@ class _Counts:
 
 
 class _LikedItems:
-    """The item rows each user row liked last, oldest first."""
+    """The items each user row liked last, oldest first."""
 
     def __init__(self, length: int) -> None:
         self._length = length

@@ -1,5 +1,6 @@
 """The demo's model: a click predictor in the shape of DLRM, and how its tables are sharded."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -7,26 +8,42 @@ from tensordict import TensorDict
 from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+from torchrec.modules.mc_modules import (
+    DistanceLFU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHManagedCollisionModule,
+)
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from deltasync.trainer.checks import check_whole
 from deltasync.trainer.clicks.batch import SPARSE_FEATURES, ClickBatch
-from deltasync.trainer.clicks.features import DENSE_FEATURES, HOURS_OF_WEEK
+from deltasync.trainer.clicks.features import DENSE_FEATURES, HOURS_OF_WEEK, RAW_IDS
 
 # The loss that the pipeline calls backward() on, and index, logit and label of each event.
 Output = tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
+# Features by managed table. Histories have no table of their own: of a table's ids TorchRec notes as many as the
+# first batch has, which has no history.
+_MANAGED = {"user": ["user"], "item": ["item", "history"]}
+# A managed table has a row for one id in so many, and gives rows away after so many batches.
+_IDS_PER_ROW = 4
+_EVICTION_BATCHES = 5
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Sizes of the model.
+    """Sizes of the model, and whether it maps raw ids itself.
 
     Attributes:
-        users: rows of the user table.
-        items: rows of the item table, and of the table of histories.
+        users: users there are, and rows of the user table; a managed one has a fourth of them.
+        items: likewise, of the item table and of the table of histories; a managed item table has both.
         cross_buckets: rows of the table of user-item crosses.
         dim: values per row, the same in all tables; even.
         hidden: width of the hidden layers.
+        managed: ids of users and items are raw and get rows by managed collision; and the dense features are
+            normalised by batch.
     """
 
     users: int = 20_000
@@ -34,23 +51,31 @@ class ModelOptions:
     cross_buckets: int = 10_000
     dim: int = 16
     hidden: int = 32
+    managed: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("users", "items", "cross_buckets", "dim", "hidden"):
-            check_whole(name, getattr(self, name), least=2)
+        for name, value in self.sizes.items():
+            check_whole(name, value, least=2)
         if self.dim % 2:
             raise ValueError(f"dim: {self.dim}, expected an even number: one table is sharded by columns")
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """The options that are sizes, by name."""
+        return {name: value for name, value in vars(self).items() if name != "managed"}
+
+    @property
+    def managed_tables(self) -> tuple[str, ...]:
+        """Tables whose rows are given to raw ids."""
+        return tuple(_MANAGED) if self.managed else ()
+
+    @property
     def rows(self) -> dict[str, int]:
-        """Rows by table, which are named after their features."""
-        return {
-            "user": self.users,
-            "item": self.items,
-            "cross": self.cross_buckets,
-            "hour": HOURS_OF_WEEK,
-            "history": self.items,
-        }
+        """Rows by table, which are named after features."""
+        rest = {"cross": self.cross_buckets, "hour": HOURS_OF_WEEK}
+        if self.managed:
+            return {"user": -(-self.users // _IDS_PER_ROW), "item": -(-self.items // _IDS_PER_ROW), **rest}
+        return {"user": self.users, "item": self.items, **rest, "history": self.items}
 
 
 class ClickModel(nn.Module):
@@ -64,8 +89,9 @@ class ClickModel(nn.Module):
         super().__init__()
         vectors = len(SPARSE_FEATURES) + 1
         pairs = vectors * (vectors - 1) // 2
-        self.sparse = EmbeddingBagCollection(tables=_tables(options), device=device)
-        self.bottom = _mlp(len(DENSE_FEATURES), options.hidden, options.dim, device)
+        self.managed = _managed(options, device) if options.managed else None
+        self.sparse = EmbeddingBagCollection(tables=_tables(options, _unmanaged(options)), device=device)
+        self.bottom = _mlp(len(DENSE_FEATURES), options.hidden, options.dim, device, normalised=options.managed)
         self.top = _mlp(options.dim * vectors + pairs, options.hidden, 1, device)
         self._dim = options.dim
         first, second = torch.triu_indices(vectors, vectors, offset=1).tolist()
@@ -73,7 +99,7 @@ class ClickModel(nn.Module):
 
     def logits(self, dense: torch.Tensor, sparse: KeyedJaggedTensor | TensorDict) -> torch.Tensor:
         """Log odds of a click: float32 [B], from dense features [B, 4] and the sparse ones."""
-        pooled = self.sparse(sparse).values().view(-1, len(SPARSE_FEATURES), self._dim)
+        pooled = self._pooled(sparse).view(-1, len(SPARSE_FEATURES), self._dim)
         vectors = torch.cat([pooled, self.bottom(dense).unsqueeze(1)], dim=1)
         dots = torch.bmm(vectors, vectors.transpose(1, 2))[:, self._first, self._second]
         logits: torch.Tensor = self.top(torch.cat([vectors.flatten(1), dots], dim=1)).squeeze(1)
@@ -82,6 +108,10 @@ class ClickModel(nn.Module):
     def forward(self, batch: ClickBatch) -> Output:
         """The loss of a batch, and the logits made before anything was learnt from it."""
         return _scored(self.logits(batch.dense, batch.sparse), batch.label, batch.index)
+
+    def _pooled(self, sparse: KeyedJaggedTensor | TensorDict) -> torch.Tensor:
+        found: torch.Tensor = self.sparse(sparse).values()
+        return found if self.managed is None else torch.cat([self.managed(sparse)[0].values(), found], dim=1)
 
 
 class TensorDictClickModel(ClickModel):
@@ -101,22 +131,47 @@ def _scored(logits: torch.Tensor, label: torch.Tensor, index: torch.Tensor) -> O
     return loss, (index, logits.detach().float(), label)
 
 
-def _tables(options: ModelOptions) -> list[EmbeddingBagConfig]:
+def _managed(options: ModelOptions, device: torch.device | None) -> ManagedCollisionEmbeddingBagCollection:
+    tables = _tables(options, _MANAGED)
+    modules = {
+        table.name: MCHManagedCollisionModule(
+            zch_size=table.num_embeddings,
+            device=device or torch.device("cpu"),
+            eviction_policy=DistanceLFU_EvictionPolicy(),
+            eviction_interval=_EVICTION_BATCHES,
+            input_hash_size=RAW_IDS,
+        )
+        for table in tables
+    }
+    return ManagedCollisionEmbeddingBagCollection(
+        EmbeddingBagCollection(tables=tables, device=device), ManagedCollisionCollection(modules, tables)
+    )
+
+
+def _unmanaged(options: ModelOptions) -> dict[str, list[str]]:
+    managed = [feature for table in options.managed_tables for feature in _MANAGED[table]]
+    return {name: [name] for name in SPARSE_FEATURES if name not in managed}
+
+
+def _tables(options: ModelOptions, features: Mapping[str, list[str]]) -> list[EmbeddingBagConfig]:
     return [
         EmbeddingBagConfig(
             name=name,
             num_embeddings=options.rows[name],
             embedding_dim=options.dim,
-            feature_names=[name],
+            feature_names=names,
             pooling=PoolingType.MEAN,
             weight_init_min=-0.05,
             weight_init_max=0.05,
         )
-        for name in SPARSE_FEATURES
+        for name, names in features.items()
     ]
 
 
-def _mlp(inputs: int, hidden: int, outputs: int, device: torch.device | None) -> nn.Sequential:
+def _mlp(
+    inputs: int, hidden: int, outputs: int, device: torch.device | None, *, normalised: bool = False
+) -> nn.Sequential:
+    norm = [nn.BatchNorm1d(hidden, device=device)] if normalised else []
     return nn.Sequential(
-        nn.Linear(inputs, hidden, device=device), nn.ReLU(), nn.Linear(hidden, outputs, device=device)
+        nn.Linear(inputs, hidden, device=device), *norm, nn.ReLU(), nn.Linear(hidden, outputs, device=device)
     )

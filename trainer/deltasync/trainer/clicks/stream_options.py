@@ -44,7 +44,8 @@ class StreamOptions:
     def features(self) -> FeatureOptions:
         """Sizes for the features, which are ids of the model's tables."""
         model = self.model
-        return FeatureOptions(users=model.users, items=model.items, cross_buckets=model.cross_buckets)
+        sizes = {"users": model.users, "items": model.items, "cross_buckets": model.cross_buckets}
+        return FeatureOptions(**sizes, raw_ids=model.managed)
 
     def pace(self, sleep: Callable[[float], None] = time.sleep, past: int = 0) -> Pace:
         """When events arrive, from now or what the start file says on; those of `past` batches have before."""
@@ -60,9 +61,9 @@ class StreamOptions:
     def arguments(self) -> list[str]:
         """The command-line arguments that say the same to another process."""
         given = {name: getattr(self, name) for name in ("data", "events", "batch_size", "seed", "start_file")}
-        given |= {"events_per_second": self.events_per_second, **vars(self.model)}
+        given |= {"events_per_second": self.events_per_second, **self.model.sizes}
         pairs = [(f"--{name.replace('_', '-')}", str(value)) for name, value in given.items() if value is not None]
-        return [argument for pair in pairs for argument in pair]
+        return [argument for pair in pairs for argument in pair] + ["--managed"] * self.model.managed
 
     def _start(self, sleep: Callable[[float], None]) -> float:
         if self.start_file is None:
@@ -70,6 +71,10 @@ class StreamOptions:
         while not self.start_file.exists():
             sleep(_START_POLL_SECONDS)
         return float(self.start_file.read_text())
+
+
+managed_option = click.option("--managed", is_flag=True, help="Ids are raw and get rows by managed collision.")
+"""The one that a command adds itself, after `stream_options`."""
 
 
 def stream_options(command: F) -> F:
@@ -88,7 +93,7 @@ def stream_options(command: F) -> F:
             *(
                 click.option(f"--{name.replace('_', '-')}", type=click.IntRange(2), default=default,
                              help=f"Size of the model: {name.replace('_', ' ')}.")
-                for name, default in vars(model).items()
+                for name, default in model.sizes.items()
             ),
         ]
     ):  # fmt: skip
@@ -98,9 +103,9 @@ def stream_options(command: F) -> F:
 
 def take_stream_options(settings: dict[str, Any]) -> StreamOptions:
     """Take the options of a stream out of a command's settings."""
-    sizes = {name: settings.pop(name) for name in vars(ModelOptions())}
+    given = {name: settings.pop(name) for name in vars(ModelOptions())}
     try:
-        model = ModelOptions(**sizes)
+        model = ModelOptions(**given)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     names = ("data", "events", "events_per_second", "batch_size", "seed", "start_file")

@@ -1,6 +1,7 @@
 """Whether replicas hold exactly what the trainer holds, and how fresh and how good they were on the way."""
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltasync.core.policy import Policy
-from deltasync.core.tables import TableSpec
+from deltasync.core.tables import TableKind, TableSpec
 from deltasync.trainer.demo.metrics import auc, log_loss
 from deltasync.trainer.demo.processes import DemoFailed
 
@@ -54,13 +55,17 @@ def _bits(values: NDArray[Any]) -> NDArray[Any]:
     return np.ascontiguousarray(values).view(f"u{values.dtype.itemsize}")
 
 
-def as_released(tables: Tables, policy: Policy) -> Tables:
-    """The values of these tables as a policy's value type lets replicas have them."""
-    return {name: _as_released(name, rows, policy) for name, rows in tables.items()}
+def as_released(tables: Tables, policy: Policy, parameters: Collection[str] = ()) -> Tables:
+    """The values of these tables as a policy's value type lets replicas have them.
+
+    `parameters` are the names of those that are parameters outside of embedding tables.
+    """
+    return {name: _as_released(name, rows, policy, name in parameters) for name, rows in tables.items()}
 
 
-def _as_released(name: str, rows: NDArray[Any], policy: Policy) -> NDArray[Any]:
-    table = TableSpec(name, len(rows), rows.shape[1], rows.dtype)
+def _as_released(name: str, rows: NDArray[Any], policy: Policy, is_parameter: bool) -> NDArray[Any]:
+    kind = TableKind.PARAMETER if is_parameter else TableKind.EMBEDDING
+    table = TableSpec(name, len(rows), rows.shape[1], rows.dtype, kind)
     delivery = policy.delivery_of(table)
     return delivery.decode(delivery.encode(rows))
 

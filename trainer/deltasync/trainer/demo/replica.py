@@ -25,7 +25,13 @@ from deltasync.core.tables import TableSpec
 from deltasync.trainer.clicks.events import Events
 from deltasync.trainer.clicks.features import Featurizer
 from deltasync.trainer.clicks.model import ClickModel
-from deltasync.trainer.clicks.stream_options import StreamOptions, stream_options, take_stream_options
+from deltasync.trainer.clicks.model_state import ModelState
+from deltasync.trainer.clicks.stream_options import (
+    StreamOptions,
+    managed_option,
+    stream_options,
+    take_stream_options,
+)
 from deltasync.trainer.demo.scorer import Scorer
 
 _CHECK_SECONDS = 0.5
@@ -44,6 +50,7 @@ class Replica:
     """
 
     def __init__(self, model: ClickModel, scorer: Scorer, stop: threading.Event, hold_releases: bool) -> None:
+        self._model = model
         self.target = TorchTarget(model)
         self.scorer = scorer
         self.applied: deque[tuple[int, int, int]] = deque(maxlen=1_000_000)
@@ -76,17 +83,22 @@ class Replica:
             self._scoring.notify_all()
 
     def write(self, folder: Path, name: str) -> None:
-        """Write scores, tables and the times of the releases into `folder`."""
+        """Write scores, tables, state, outputs and the times of the releases into `folder`."""
         with self._scoring:
-            tables = {table: weight.numpy() for table, weight in self.target.tables().items()}
+            state = ModelState.of(self._model)
+            held = self.target.tables()
+            tables = {table: held[table].numpy() for table in held.keys() - state.buffers.keys()}
             np.savez(folder / f"tables-{name}.npz", allow_pickle=False, **tables)
+            state.save(folder / f"state-{name}.npz")
             np.savez(folder / f"scores-{name}.npz", allow_pickle=False, **self.scorer.columns())
+            np.savez(folder / f"outputs-{name}.npz", allow_pickle=False, **self.scorer.last_outputs())
             facts = {"applied": list(self.applied), "received_bytes": list(self.received_bytes)}
             (folder / f"{name}.json").write_text(json.dumps(facts))
 
 
 @click.command(context_settings=CONTEXT)
 @stream_options
+@managed_option
 @service_options(default=None)
 @click.option("--consumer", default="predictors", help="The consumer it belongs to.")
 @click.option("--replica", default="replica-0", help="Its name inside the consumer's fleet.")

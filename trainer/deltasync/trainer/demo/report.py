@@ -10,11 +10,21 @@ from rich.console import Console
 from rich.table import Table
 
 from deltasync.core.policy import Policy
-from deltasync.trainer.demo.compare import as_released, freshness, quality, trainer_tables, unequal_rows
+from deltasync.trainer.clicks.stream_options import StreamOptions
+from deltasync.trainer.demo.compare import freshness, quality
+from deltasync.trainer.demo.verdict import (
+    WHATS,
+    id_map_shards,
+    off_trainer,
+    replica_holdings,
+    rows_used,
+    trainer_holdings,
+    verdict,
+)
 
 
 def build_report(
-    folder: Path, *, ranks: int, replicas: Sequence[str], events: int, restarts: int, policy: Policy
+    folder: Path, *, ranks: int, replicas: Sequence[str], stream: StreamOptions, restarts: int, policy: Policy
 ) -> dict[str, Any]:
     """Compare what the processes have left in `folder`. Bytes are those of ids and values.
 
@@ -22,9 +32,7 @@ def build_report(
         DemoFailed: the processes' results contradict each other.
     """
     facts = [json.loads((folder / f"trainer-{rank}.json").read_text()) for rank in range(ranks)]
-    trainer = trainer_tables(folder, ranks)
-    expected = as_released(trainer, policy)
-    unequal = {name: _unequal(folder, expected, name) for name in replicas}
+    expected, events = trainer_holdings(folder, ranks, stream, policy), stream.events or 0
     received = [sum(_facts(folder, name)["received_bytes"]) for name in replicas]
     found = quality(folder, ranks, replicas[0], replicas[-1], events // 2)
     fresh = np.array(
@@ -35,9 +43,10 @@ def build_report(
         ]
     )
     return {
-        "rows_equal": not any(unequal.values()),
-        "rows_unequal": unequal,
-        "rows_compared": sum(len(rows) for rows in trainer.values()) * len(replicas),
+        **verdict(expected, {name: replica_holdings(folder, name) for name in replicas}),
+        "outputs_off_trainer": off_trainer(folder, expected, stream) if stream.model.managed else None,
+        "evictions": sum(fact["evictions"] for fact in facts),
+        "rows_used": rows_used(id_map_shards(folder, ranks)),
         "auc": found.auc,
         "log_loss": found.log_loss,
         "events": events,
@@ -54,14 +63,9 @@ def build_report(
         "bytes_published": sum(fact["bytes"] for fact in facts),
         "bytes_received": max(received),
         "policy": policy.as_dict(),
-        "bytes_full_push": facts[0]["versions"] * sum(rows.nbytes for rows in trainer.values()),
+        "bytes_full_push": facts[0]["versions"] * sum(rows.nbytes for rows in expected.rows.values()),
         "service_restarts": restarts,
     }
-
-
-def _unequal(folder: Path, trainer: dict[str, Any], name: str) -> dict[str, int]:
-    with np.load(folder / f"tables-{name}.npz") as arrays:
-        return unequal_rows(trainer, dict(arrays))
 
 
 def _facts(folder: Path, name: str) -> dict[str, Any]:
@@ -92,7 +96,6 @@ def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
     value_type, top_k = report["policy"]["value_type"], report["policy"]["top_k"]
     form = "" if value_type == "fp32" else f" in {value_type}"
     of_releases = ", of what is released" if top_k else ""
-    equal = "yes" if report["rows_equal"] else f"NO: {report['rows_unequal']}"
     return [
         (
             "freshness",
@@ -109,6 +112,31 @@ def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
             f"1/{full / received:.0f} of full pushes",
         ),
         ("restarts", f"{report['service_restarts']} of the service"),
-        ("compared", f"{report['rows_compared']:,} rows of the replicas with the trainer's{form}, bit by bit"),
-        ("rows equal:", equal),
+        *_managed_lines(report),
+        ("compared", f"{_compared(report)} of the replicas with the trainer's{form}, bit by bit"),
+        ("outputs", f"{report['outputs_compared']:,} of the replicas with those of the trainer's model, gathered"),
+        ("rows equal:", _equal(report)),
     ]
+
+
+def _managed_lines(report: dict[str, Any]) -> list[tuple[str, str]]:
+    if not report["rows_used"]:
+        return []
+    used = (f"{name} {' + '.join(f'{rows:,}' for rows in ranks)}" for name, ranks in report["rows_used"].items())
+    return [
+        ("evictions", f"{report['evictions']:,} rows changed hands, from one raw id to another"),
+        ("rows used", f"by rank: {', '.join(used)}"),
+    ]
+
+
+def _compared(report: dict[str, Any]) -> str:
+    rows = f"{report['rows_compared']:,} rows"
+    if not report["map_compared"]:
+        return rows
+    return f"{rows}, {report['map_compared']:,} entries of maps and {report['buffers_compared']} buffers"
+
+
+def _equal(report: dict[str, Any]) -> str:
+    """Of everything that was compared."""
+    unequal = {what: report[f"{what}_unequal"] for what in WHATS if report[f"{what}_equal"] is False}
+    return f"NO: {unequal}" if unequal else "yes"

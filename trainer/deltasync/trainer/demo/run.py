@@ -20,6 +20,7 @@ from deltasync.trainer.clicks.training_options import TrainingOptions, why_not_s
 from deltasync.trainer.demo.processes import DemoFailed, Processes, Service
 from deltasync.trainer.demo.progress import DemoProgress
 from deltasync.trainer.demo.report import build_report
+from deltasync.trainer.demo.verdict import all_equal
 
 MODEL = "clicks"
 # States of a fleet whose replicas all hold every row as the model has it, or every release that there is.
@@ -75,8 +76,14 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp(prefix="deltasync-demo-"))
     try:
         restarts = play(options, [fleet], folder, console)
-        facts = {"ranks": options.ranks, "events": options.stream.events or 0, "restarts": restarts}
-        report = build_report(folder, replicas=fleet.replicas, policy=fleet.policy, **facts)
+        report = build_report(
+            folder,
+            ranks=options.ranks,
+            replicas=fleet.replicas,
+            stream=options.stream,
+            restarts=restarts,
+            policy=fleet.policy,
+        )
     except (KeyboardInterrupt, SystemExit):
         _leave(folder, console, keep=options.keep)
         raise
@@ -85,7 +92,7 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
     except Exception:
         _leave(folder, console, keep=True)
         raise
-    _leave(folder, console, keep=options.keep or not report["rows_equal"])
+    _leave(folder, console, keep=options.keep or not all_equal(report))
     return report
 
 
@@ -106,6 +113,8 @@ def checked(options: DemoOptions) -> DemoOptions:
     stream = options.stream
     if reason := why_not_shared(stream.batch_size, options.ranks, options.training):
         raise InvalidInput(reason)
+    if stream.model.managed and options.training.input == "tensordict":
+        raise InvalidInput("--input tensordict: managed collision takes KeyedJaggedTensors only")
     events = _count_events(stream)
     if events < 2 * stream.batch_size:
         raise InvalidInput(f"{events} events: the demo needs at least two batches of {stream.batch_size}")

@@ -24,6 +24,7 @@ class Scorer:
         self._freeze_at = freeze_at
         self._keep = keep
         self._frozen: ClickModel | None = None
+        self._last: ClickBatch | None = None
         self._scores: list[dict[str, torch.Tensor]] = []
         self.batches = 0
 
@@ -31,10 +32,10 @@ class Scorer:
         """Score a batch with the weights the model has now; freeze a copy of them when it is time."""
         if self._freeze_at is not None and self._frozen is None and int(events.index[-1]) >= self._freeze_at:
             self._frozen = copy.deepcopy(self._model)
-        batch = click_batch(self._featurizer.features(events))
-        scores = {"index": batch.index, "label": batch.label, "logit": _logits(self._model, batch)}
+        self._last = batch = click_batch(self._featurizer.features(events))
+        scores = {"index": batch.index, "label": batch.label, "logit": outputs(self._model, batch)}
         if self._freeze_at is not None:
-            scores["frozen"] = _logits(self._frozen, batch) if self._frozen else scores["logit"]
+            scores["frozen"] = outputs(self._frozen, batch) if self._frozen else scores["logit"]
         if self._keep:
             self._scores.append(scores)
         self.batches += 1
@@ -45,7 +46,14 @@ class Scorer:
             return {}
         return {name: torch.cat([scores[name] for scores in self._scores]).numpy() for name in self._scores[0]}
 
+    def last_outputs(self) -> dict[str, np.ndarray]:
+        """Index, and logit by the weights the model has now, of the events of the last batch."""
+        if self._last is None:
+            return {}
+        return {"index": self._last.index.numpy(), "logit": outputs(self._model, self._last).numpy()}
 
-def _logits(model: ClickModel, batch: ClickBatch) -> torch.Tensor:
+
+def outputs(model: ClickModel, batch: ClickBatch) -> torch.Tensor:
+    """Log odds of a click for each event of a batch, without gradients."""
     with torch.no_grad():
         return model.logits(batch.dense, batch.sparse)

@@ -1,6 +1,6 @@
 """Sharding a model over ranks, with one optimizer fused into the tables and one for the rest."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +8,9 @@ import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embedding_types import BaseEmbeddingSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import (
     ParameterShardingGenerator,
     column_wise,
@@ -17,7 +19,7 @@ from torchrec.distributed.sharding_plan import (
     row_wise,
     table_wise,
 )
-from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.distributed.types import ModuleShardingPlan, ShardingEnv, ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
@@ -47,7 +49,7 @@ def shard(
     """A model over all ranks of the default process group, and its optimizer.
 
     Args:
-        model: has its tables in an EmbeddingBagCollection `sparse`.
+        model: its tables are in children of it that are EmbeddingBagCollections, with managed collision or not.
         tables: how each of them is sharded.
         options: learning rates.
         device: where this rank's share goes.
@@ -57,30 +59,46 @@ def shard(
         "learning_rate": options.table_lr,
         "eps": 1e-8,
     }
-    sharder = EmbeddingBagCollectionSharder(fused_params=fused)
-    ranks = dist.get_world_size()
-    plan = construct_module_sharding_plan(
-        model.sparse, dict(tables), sharder, local_size=ranks, world_size=ranks, device_type=device.type
-    )
+    bags = EmbeddingBagCollectionSharder(fused_params=fused)
+    sharders = [bags, ManagedCollisionEmbeddingBagCollectionSharder(bags)]
     distributed = DistributedModelParallel(
         module=model,
         env=ShardingEnv.from_process_group(dist.group.WORLD),
         device=device,
-        plan=ShardingPlan(plan={"sparse": plan}),
-        sharders=[sharder],
+        plan=ShardingPlan(plan=_plan(model, tables, sharders, device)),
+        sharders=sharders,
     )
     rest = dict(in_backward_optimizer_filter(distributed.named_parameters()))
     dense = KeyedOptimizerWrapper(rest, lambda parameters: torch.optim.Adagrad(parameters, lr=options.dense_lr))
     return distributed, CombinedOptimizer([distributed.fused_optimizer, dense])
 
 
-def click_tables() -> dict[str, ParameterShardingGenerator]:
-    """The click model's tables, every sharding type once: rows, whole tables, columns and copies."""
+def _plan(
+    model: nn.Module,
+    tables: Mapping[str, ParameterShardingGenerator],
+    sharders: Sequence[BaseEmbeddingSharder[nn.Module]],
+    device: torch.device,
+) -> dict[str, ModuleShardingPlan]:
+    ranks, plan = dist.get_world_size(), {}
+    for name, module in model.named_children():
+        for sharder in sharders:
+            if isinstance(module, sharder.module_type):
+                ways = {table: tables[table] for table in sharder.shardable_parameters(module)}
+                plan[name] = construct_module_sharding_plan(module, ways, sharder, ranks, ranks, device.type)
+    return plan
+
+
+def click_tables(managed: Iterable[str] = ()) -> dict[str, ParameterShardingGenerator]:
+    """The click model's tables, every sharding type once: rows, whole tables, columns and copies.
+
+    `managed` ones, by name, go by rows: TorchRec shards them in no other way.
+    """
     last = dist.get_world_size() - 1
-    return {
+    ways = {
         "user": row_wise(compute_kernel=KERNEL),
         "item": table_wise(rank=0, compute_kernel=KERNEL),
         "cross": table_wise(rank=last, compute_kernel=KERNEL),
         "history": column_wise(ranks=[0, last], compute_kernel=KERNEL),
         "hour": data_parallel(),
     }
+    return ways | {name: row_wise(compute_kernel=KERNEL) for name in managed}
