@@ -1,5 +1,7 @@
 """T3: a loss scale, and what is updated in backward beside sharded tables."""
 
+from typing import Any
+
 import pytest
 import torch
 from tests.integration.trainer.pipelines.models import BOTH_RANKS
@@ -45,9 +47,10 @@ def with_a_layer_in_backward() -> Training:
 
 @SCENARIOS.scenario("backward", ranks=2)
 def tables_that_are_fused_and_not_sharded_are_refused_under_a_loss_scale() -> None:
+    options: dict[str, Any] = FLOAT16
     expected = rf"float16: module 'own' \(FusedEmbeddingBagCollection\): {ELSEWHERE}"
     with pytest.raises(InvalidInput, match=expected):
-        OnlinePipeline(*with_fused_tables(), CPU, PipelineOptions(**FLOAT16))
+        OnlinePipeline(*with_fused_tables(), CPU, PipelineOptions(**options))
 
 
 @SCENARIOS.scenario("backward", ranks=2)
