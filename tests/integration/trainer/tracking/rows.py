@@ -1,8 +1,12 @@
 """What a rank really holds of a model, from its `state_dict` alone."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard
+from torch.distributed.tensor import DTensor
 from torchrec.distributed import DistributedModelParallel
 
 # By FQN, a whole table with NaN in what this rank does not hold.
@@ -13,7 +17,7 @@ Ids = dict[str, set[int]]
 def weights(model: DistributedModelParallel) -> Rows:
     """A copy of what is held of every table and of every other parameter."""
     parameters = {name for name, _ in model.named_parameters()}
-    held = {_table(key): value for key, value in model.state_dict().items() if key in parameters}
+    held = {_table(key): _local(value) for key, value in model.state_dict().items() if key in parameters}
     return {table: _whole(value) for table, value in held.items() if _is_held(value)}
 
 
@@ -58,11 +62,32 @@ def _whole(value: Any) -> torch.Tensor:
 
 def _placed(weight: Any, by_shard: list[torch.Tensor]) -> torch.Tensor:
     """Values of the shards of a weight, in their places."""
-    whole = torch.full(weight.size(), float("nan"), dtype=by_shard[0].dtype)
+    whole = torch.full(tuple(weight.size()), float("nan"), dtype=by_shard[0].dtype)
     for ((row, column), held), values in zip(_shards(weight), by_shard, strict=True):
         rows, columns = held.shape
         whole[row : row + rows, column : column + columns] = values if values.dim() > 1 else values.unsqueeze(1)
     return whole
+
+
+@dataclass(frozen=True)
+class _LocalShards:
+    """What a rank has of a DTensor, which tables are in under a DMPCollection."""
+
+    of: DTensor
+
+    def local_shards(self) -> list[Shard]:
+        local = self.of.to_local()
+        return [
+            Shard(rows, ShardMetadata(list(offsets), list(rows.shape), "rank:0/cpu"))
+            for rows, offsets in zip(local.local_shards(), local.local_offsets(), strict=True)
+        ]
+
+    def size(self) -> torch.Size:
+        return self.of.size()
+
+
+def _local(value: Any) -> Any:
+    return _LocalShards(value) if isinstance(value, DTensor) else value
 
 
 def _shards(value: Any) -> list[tuple[tuple[int, ...], torch.Tensor]]:
