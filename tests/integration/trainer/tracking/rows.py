@@ -1,11 +1,8 @@
 """What a rank really holds of a model, from its `state_dict` alone."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed._shard.metadata import ShardMetadata
-from torch.distributed._shard.sharded_tensor import Shard
 from torch.distributed.tensor import DTensor
 from torchrec.distributed import DistributedModelParallel
 
@@ -17,7 +14,7 @@ Ids = dict[str, set[int]]
 def weights(model: DistributedModelParallel) -> Rows:
     """A copy of what is held of every table and of every other parameter."""
     parameters = {name for name, _ in model.named_parameters()}
-    held = {_table(key): _local(value) for key, value in model.state_dict().items() if key in parameters}
+    held = {_table(key): value for key, value in model.state_dict().items() if key in parameters}
     return {table: _whole(value) for table, value in held.items() if _is_held(value)}
 
 
@@ -50,11 +47,16 @@ def _table(key: str) -> str:
 
 
 def _is_held(value: Any) -> bool:
-    return not hasattr(value, "local_shards") or any(shard.tensor.numel() for shard in value.local_shards())
+    return not _is_sharded(value) or any(values.numel() for _, values in _shards(value))
+
+
+def _is_sharded(value: Any) -> bool:
+    """Under a DMPCollection, shards are in DTensors."""
+    return isinstance(value, DTensor) or hasattr(value, "local_shards")
 
 
 def _whole(value: Any) -> torch.Tensor:
-    if hasattr(value, "local_shards"):
+    if _is_sharded(value):
         return _placed(value, [values for _, values in _shards(value)])
     rows: torch.Tensor = value.detach().clone()
     return rows.view(rows.shape[0] if rows.dim() > 1 else 1, -1)
@@ -69,27 +71,13 @@ def _placed(weight: Any, by_shard: list[torch.Tensor]) -> torch.Tensor:
     return whole
 
 
-@dataclass(frozen=True)
-class _LocalShards:
-    """What a rank has of a DTensor, which tables are in under a DMPCollection."""
-
-    of: DTensor
-
-    def local_shards(self) -> list[Shard]:
-        local = self.of.to_local()
-        return [
-            Shard(rows, ShardMetadata(list(offsets), list(rows.shape), "rank:0/cpu"))
-            for rows, offsets in zip(local.local_shards(), local.local_offsets(), strict=True)
-        ]
-
-    def size(self) -> torch.Size:
-        return self.of.size()
-
-
-def _local(value: Any) -> Any:
-    return _LocalShards(value) if isinstance(value, DTensor) else value
-
-
 def _shards(value: Any) -> list[tuple[tuple[int, ...], torch.Tensor]]:
-    found = [(tuple(shard.metadata.shard_offsets), shard.tensor.detach()) for shard in value.local_shards()]
+    if isinstance(value, DTensor):
+        local = value.to_local()
+        pieces = zip(
+            local.local_offsets(), local.local_shards(), strict=False
+        )  # A rank without any has an offset.
+    else:
+        pieces = ((shard.metadata.shard_offsets, shard.tensor) for shard in value.local_shards())
+    found = [(tuple(offsets), values.detach()) for offsets, values in pieces]
     return sorted(found, key=lambda shard: shard[0][::-1])
