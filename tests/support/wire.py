@@ -130,6 +130,7 @@ def publish_open(
     tables: Iterable[TableSpec] = tuple(TABLES),
     shards: Iterable[Shard] = tuple(WHOLE),
     continues: Position | None = None,
+    takes_deletes: bool = False,
 ) -> publish_pb2.PublishRequest:
     tables = list(tables)
     return publish_pb2.PublishRequest(
@@ -142,6 +143,7 @@ def publish_open(
             tables=[table_to_message(table) for table in tables],
             shards=[shard_to_message(shard, tables) for shard in shards],
             continues=position_to_message(continues) if continues else None,
+            takes_deletes=takes_deletes,
         )
     )
 

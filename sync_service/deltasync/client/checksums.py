@@ -55,17 +55,17 @@ class TargetChecksums:
         for rows in release.rows:
             checksum, (swept, others) = self._checksums[rows.table.name], self._digests(rows)
             checksum.digest, checksum.swept = checksum.digest + swept + others, checksum.swept + swept
-        return self.sweep(release.tables)
+        return self.look(release.tables)
 
-    def sweep(self, tables: Sequence[TableSpec]) -> dict[str, int]:
+    def look(self, tables: Sequence[TableSpec]) -> dict[str, int]:
         """Read one more block of what the target holds: the checksum of each table that it keeps, by name."""
         no_rows = np.empty(0, np.int64)
         kept = [table for table in tables if self._target.read(table, no_rows) is not None]
         if kept:
-            self._sweep_block(kept[self._sweeping % len(kept)])
+            self._sweep(kept[self._sweeping % len(kept)])
         return {table.name: self._checksums[table.name].digest.checksum for table in kept}
 
-    def _sweep_block(self, table: TableSpec) -> None:
+    def _sweep(self, table: TableSpec) -> None:
         """Read the next block of a table. At its end, the digest of what was read replaces the one kept so far."""
         checksum = self._checksums[table.name]
         block = np.arange(checksum.upto, min(checksum.upto + BLOCK_ROWS, table.rows))

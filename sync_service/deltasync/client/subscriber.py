@@ -203,7 +203,7 @@ class Subscriber:
     def _look_again(self, assembler: ReleaseAssembler, requests: _Requests) -> None:
         """While nothing comes, read some more of what the target holds, and show what was found."""
         if self._checksums and assembler.has_values and self._applied and assembler.tables == self._applied:
-            requests.put(self._ack(assembler, self.held, self._checksums.sweep(self._applied)))
+            requests.put(self._ack(assembler, self.held, self._checksums.look(self._applied)))
 
     def _ack(
         self, assembler: ReleaseAssembler, applied: Position, checksums: Mapping[str, int]

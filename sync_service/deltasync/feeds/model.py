@@ -10,7 +10,7 @@ neither sees the other half done; nothing there waits for a disk. All else happe
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -156,15 +156,6 @@ class Model:
         """Whether it has tables: replicas read them as they are."""
         return bool(self.tables)
 
-    def unpublished(self, tables: list[TableSpec]) -> str:
-        """What of `tables` was never published, in words; empty if all of it was."""
-        for table in tables:
-            if not (rows := self.published.get(table.name, 0)):
-                return f"no row of table {table.name!r} was ever published"
-            if rows < table.rows:
-                return f"rows {rows} to {table.rows - 1} of table {table.name!r} were never published"
-        return ""
-
     def release(self, after: int, whole: frozenset[int] = NO_TABLES) -> asyncio.Task[FrozenRelease]:
         """What a replica at version `after` lacks, and all of the tables in the slots `whole`."""
         return self._releases.get(after, whole, self.position.number)
@@ -226,12 +217,17 @@ class Model:
         self._applied = seals.newest
         for table in self.tables:
             table.count_digest()
-        return list(seals), {table.spec.name: self._published_rows(table) for table in self.tables}
+        whole = {name for seal in seals for name in seal.whole}
+        return list(seals), {table.spec.name: self._published_rows(table, whole) for table in self.tables}
 
-    def _published_rows(self, table: StampedTable) -> int:
-        """How many rows of a table were published: all, unless none of those that it has grown by was."""
+    def _published_rows(self, table: StampedTable, whole: Set[str]) -> int:
+        """How many rows of a table were published: all, unless none of those that it has grown by was.
+
+        Of one of the `whole` tables of a cut it may be that no row is left.
+        """
         grown_from = self.store.grown_from.get(table.spec.name, 0)
-        return table.spec.rows if table.stamps[grown_from:].any() else grown_from
+        known = table.stamps[grown_from:].any() or (not grown_from and table.spec.name in whole)
+        return table.spec.rows if known else grown_from
 
     def _changes(self, announced: list[TableSpec], later_run: bool) -> list[TableSpec]:
         known = {table.spec.name: table.spec for table in self.tables}

@@ -85,7 +85,7 @@ class CutCoordinator:
         if current and step < current.cut.step:
             raise Contradiction(f"part of step {step}, but the cut of step {current.cut.step} is under way")
         self.abandon(f"abandoned for the cut of step {step}")
-        cut = Cut(self.model.seals.newest_version + 1, step, run)
+        cut = Cut(self.model.seals.newest_version + 1, step, run, dict(self.model.published))
         self.open_cut = OpenCut(cut, asyncio.get_running_loop().create_future())
         return self.open_cut
 
@@ -154,8 +154,7 @@ class CutCoordinator:
             self.open_cut = None
 
     async def _sealed(self, cut: Cut) -> Position:
-        if cut.must_be_full:
-            cut.check_coverage()
+        cut.check_coverage()
         if self._applying:
             await self._applying
         if self.model.position.number < (newest := self.model.seals.newest_version):
@@ -166,7 +165,7 @@ class CutCoordinator:
         self.model.seals.append(seal)
         # Before anything that could fail: from here on it is part of the history.
         self._applying = self._tasks.create_task(self._apply(seal, cut.rows_in_memory()))
-        self.model.published |= {name: cut.tables[name].rows for name in cut.tables_with_rows}
+        self.model.published |= {name: table.rows for name, table in cut.tables.items()}
         self.rows += seal.rows
         self.bytes += seal.bytes
         self.deletes.finish(cut.deletes, seal.version)

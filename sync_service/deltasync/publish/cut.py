@@ -1,7 +1,7 @@
 """Parts of a cut, until all ranks have closed theirs."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,11 +18,12 @@ KEPT_BYTES = 32 << 20
 
 @dataclass
 class RankPart:
-    """One rank's share of a cut, as far as it has come."""
+    """One rank's share of a cut, as far as it has come; `published` rows of each table were in earlier cuts."""
 
     rank: int
     shards: list[Shard]
     must_be_full: bool
+    published: Mapping[str, int] = field(default_factory=dict)
     layout: int = 0
     records: int = 0
     rows: int = 0
@@ -35,6 +36,7 @@ class RankPart:
     deletes: frozenset[int] = frozenset()
     last_ids: dict[tuple[int, bool], int] = field(default_factory=dict)
     named_rows: Counter[int] = field(default_factory=Counter)
+    new_rows: Counter[int] = field(default_factory=Counter)  # Of these, those that were never published.
     kept: list[RowBatch] = field(default_factory=list)
 
     def add(self, slot: int, rows: RowBatch) -> None:
@@ -52,17 +54,22 @@ class RankPart:
             )
         self.last_ids[column] = int(ids[-1])
         self.named_rows[slot] += len(ids)
+        self.new_rows[slot] += len(ids) - int(np.searchsorted(ids, self.published.get(name, 0)))
         self.rows += len(ids)
         self.bytes += rows.nbytes
 
 
 @dataclass
 class Cut:
-    """What the ranks publish after one step: at most one is open in a model."""
+    """What the ranks publish after one step: at most one is open in a model.
+
+    `published` is how many rows of each table were published before: the others are to be in it.
+    """
 
     version: int
     step: int
     run: Run
+    published: Mapping[str, int] = field(default_factory=dict)
     tables: dict[str, TableSpec] = field(default_factory=dict)
     parts: dict[int, RankPart] = field(default_factory=dict)
     _only_in_log: bool = False
@@ -87,7 +94,7 @@ class Cut:
 
     def begin(self, rank: int, shards: list[Shard], *, must_be_full: bool) -> RankPart:
         """Begin a rank's part; one that was begun before is begun anew."""
-        part = self.parts[rank] = RankPart(rank, shards, must_be_full)
+        part = self.parts[rank] = RankPart(rank, shards, must_be_full, self.published)
         return part
 
     def close(
@@ -105,7 +112,8 @@ class Cut:
         Raises:
             InvalidInput: the part's count of rows is not what arrived, or it claims to be full and lacks rows that
                 are not embeddings: only these are deleted where a full part does not name them.
-            ResyncRequired: the part must hold every row, and does not claim to.
+            ResyncRequired: the part must hold every row, and does not claim to; or it lacks some that were never
+                published.
         """
         if rows != part.rows:
             raise InvalidInput(f"rank {part.rank} closed a part of {rows} rows, but {part.rows} arrived")
@@ -116,6 +124,8 @@ class Cut:
                 f"rank {part.rank} sent only changed rows, but its run does not continue the published history: "
                 "publish every row first"
             )
+        if not full:
+            _check_new(part)
         part.step_end_unix_ns, part.event_time_unix_ns, part.deletes = (
             step_end_unix_ns,
             event_time_unix_ns,
@@ -128,13 +138,13 @@ class Cut:
         return rank in self.parts and self.parts[rank].closed
 
     def check_coverage(self) -> None:
-        """Check that the shards of a complete cut make up all of the tables its ranks have announced.
+        """Check that the shards of a complete cut make up the tables of which it brings what was never published.
 
         Raises:
             Contradiction: some values of a table belong to no rank's shard.
         """
         for name, gap in self._gaps().items():
-            if gap:
+            if gap and (self.must_be_full or self.published.get(name, 0) < self.tables[name].rows):
                 raise Contradiction(
                     f"table {name!r}: {gap} are in no rank's shard: publish all of it, or another model"
                 )
@@ -206,6 +216,17 @@ def _check_full(part: RankPart) -> None:
             raise InvalidInput(
                 f"rank {part.rank} closed a full part with {rows} rows of {kind.value} {shard.table.name!r}, but "
                 f"its shard has {shard.rows}"
+            )
+
+
+def _check_new(part: RankPart) -> None:
+    for slot, shard in enumerate(part.shards):
+        first = max(shard.row_offset, part.published.get(shard.table.name, 0))
+        new = max(0, shard.row_offset + shard.rows - first)
+        if (sent := part.new_rows[slot]) < new:
+            raise ResyncRequired(
+                f"rank {part.rank} sent {sent} of its {new} rows of table {shard.table.name!r} that were never "
+                "published: publish every row first"
             )
 
 

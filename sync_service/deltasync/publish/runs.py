@@ -45,7 +45,7 @@ def _ahead(run: Run, now_unix_ns: int) -> bool:
     return run.started_unix_ns - now_unix_ns > MAX_AHEAD_NS
 
 
-def continues(run: Run, claim: Position, history: str, newest: Seal | None, unpublished: str) -> Decision:
+def continues(run: Run, claim: Position, history: str, newest: Seal | None) -> Decision:
     """Whether what `run` holds is known to build on the newest version.
 
     Args:
@@ -53,7 +53,6 @@ def continues(run: Run, claim: Position, history: str, newest: Seal | None, unpu
         claim: the position it claims to hold.
         history: the service's history.
         newest: the newest seal.
-        unpublished: what of the run's tables was never published, in words; empty if all of it was.
     """
     if newest is None:
         return Decision(False, "nothing is published yet")
@@ -61,8 +60,6 @@ def continues(run: Run, claim: Position, history: str, newest: Seal | None, unpu
         return Decision(False, f"the run holds history {claim.history}, the service history {history}")
     if claim.number > newest.version:
         return Decision(False, f"the run holds version {claim.number}, the newest one is only {newest.version}")
-    if unpublished:
-        return Decision(False, unpublished)
     if run.id == newest.run:
         return Decision(True, f"run {run.id} published version {newest.version} itself")
     if claim.number == newest.version and claim.history == history:

@@ -69,7 +69,7 @@ class PublishSession:
     def decision(self) -> Decision:
         """Whether the run continues the published history as it is now."""
         model = self._model
-        return continues(self.run, self._claim, model.history, model.seals.newest, model.unpublished(self.tables))
+        return continues(self.run, self._claim, model.history, model.seals.newest)
 
     @property
     def deletes(self) -> list[DeleteRequest]:

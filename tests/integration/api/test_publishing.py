@@ -266,13 +266,30 @@ def test_a_run_may_bring_further_tables(running: RunningService) -> None:
         first.send(*full_part(1, rows, [WHOLE[0]]))
         position = first.sealed()
     with RankStream(running.grpc, run="run-2", started=2, continues=position) as second:
-        opened = second.opened()
-        assert not opened.continues
-        assert opened.reason == f"no row of table {ITEM.name!r} was ever published"
-        second.send(*full_part(2, rows, WHOLE))
+        assert second.opened().continues, "as far as there are tables"
+        second.send(*part(2, [(1, np.arange(30), rows[1])]))
         assert second.sealed().number == 2
         second.send(*part(3, []))
         assert second.sealed().number == 3
+    expect(running, rows)
+
+
+def test_a_run_that_leaves_out_rows_of_a_further_table_has_to_publish_every_row(running: RunningService) -> None:
+    rows = random_rows(1)
+    with RankStream(running.grpc, tables=[USER], shards=[WHOLE[0]]) as first:
+        first.opened()
+        first.send(*full_part(1, rows, [WHOLE[0]]))
+        position = first.sealed()
+    with RankStream(running.grpc, run="run-2", started=2, continues=position) as second:
+        second.opened()
+        second.send(*part(2, [(1, np.arange(29), rows[1][:29])]))
+        code, details = second.refusal()
+        assert code is grpc.StatusCode.DATA_LOSS
+        assert f"29 of its 30 rows of table {ITEM.name!r} that were never published" in details
+    with RankStream(running.grpc, run="run-2", started=2, continues=position) as second:
+        second.opened()
+        second.send(*full_part(2, rows, WHOLE))
+        assert second.sealed().number == 2
     expect(running, rows)
 
 

@@ -156,9 +156,10 @@ def test_a_new_process_finds_any_row_that_was_changed(
             wait_until_in_sync(service, "top", trainer.publish_all())
         damage(target, 7)
         with follow(service, "top", "a", target, held=replica.held):
-            wait_until_in_sync(service, "top", trainer.set(USER, 8, 1.5))
+            lag = wait_until_in_sync(service, "top", trainer.set(USER, 8, 1.5))
         assert target.bytes() == trainer.expected(ValueType.INT8)
-        assert len(damages(caplog)) == 1
+        assert lag["damages"] == 1
+        assert set(damages(caplog)) == {damaged("top")}
 
 
 @pytest.mark.parametrize("consumer", CONSUMERS)

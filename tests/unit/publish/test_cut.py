@@ -17,7 +17,8 @@ TOP, BOTTOM = Shard(TABLE, 0, 6, 0, 4), Shard(TABLE, 6, 6, 0, 4)
 
 
 def cut_of(world_size: int) -> Cut:
-    return Cut(3, 10, Run("r", 1, world_size))
+    """Of a run whose tables were published before."""
+    return Cut(3, 10, Run("r", 1, world_size), {"user": 12, "item": 3})
 
 
 def add(part: RankPart, slot: int, ids: Ids) -> None:
@@ -51,6 +52,21 @@ def test_a_cut_has_the_newest_event_time_of_its_ranks(times: tuple[int | None, .
         begun = cut.begin(rank, [TOP], must_be_full=False)
         cut.close(begun, rows=0, full=False, step_end_unix_ns=1, event_time_unix_ns=time)
     assert cut.event_time_unix_ns == newest
+
+
+@pytest.mark.parametrize(("ids", "sent"), [([], 0), ([2], 0), ([3, 4], 2), ([0, 3, 5], 2)])
+def test_a_part_lacks_nothing_that_was_never_published(ids: list[int], sent: int) -> None:
+    """Three of its six rows were, whether it names them or not."""
+    cut = Cut(3, 10, Run("r", 1, 1), {"user": 3})
+    part = cut.begin(0, [TOP], must_be_full=False)
+    if ids:
+        add(part, 0, np.array(ids))
+    with pytest.raises(ResyncRequired, match=f"rank 0 sent {sent} of its 3 rows of table 'user' that were never"):
+        cut.close(part, rows=len(ids), full=False, step_end_unix_ns=1)
+    whole = cut.begin(0, [TOP], must_be_full=False)
+    add(whole, 0, np.array([1, 3, 4, 5]))
+    cut.close(whole, rows=4, full=False, step_end_unix_ns=1)
+    assert cut.complete
 
 
 def test_a_part_begun_anew_forgets_what_came_before() -> None:

@@ -10,7 +10,7 @@ import pytest
 from tests.support.local_service import HeldWrites, join, run, send
 from tests.support.wire import ITEM, USER, WHOLE, full_part, part, random_rows
 
-from deltasync.core.errors import DeltasyncError, StorageFailed, Superseded
+from deltasync.core.errors import DeltasyncError, ResyncRequired, StorageFailed, Superseded
 from deltasync.core.position import Position
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.publish.session import PublishSession
@@ -126,17 +126,26 @@ def test_a_new_table_is_published_whole_whichever_rank_brought_it(tmp_path: Path
         session = await join(service, tables=[USER], shards=WHOLE[:1])
         heads.append(await send(session, full_part(1, rows, WHOLE[:1])) or Position())
         for rank in (0, 1):
-            decision = (await joined(service, rank)).decision
-            assert (decision.yes, decision.reason) == (False, f"no row of table {ITEM.name!r} was ever published")
+            with pytest.raises(
+                ResyncRequired, match=r"0 of its 15 rows of table .*item' that were never published"
+            ):
+                await send(await joined(service, rank), part(2, []))
 
     async def second(service: Service) -> None:
         ranks = [await joined(service, rank) for rank in (0, 1)]
-        with pytest.raises(DeltasyncError, match="publish every row first"):
-            await send(ranks[1], part(2, []))
-        cut = [send(session, full_part(2, rows, held)) for session, held in zip(ranks, shards, strict=True)]
+        for step, changes in ((2, []), (3, [(0, np.arange(16, 30), rows[1][16:])])):
+            with pytest.raises(ResyncRequired, match="publish every row first"):
+                await send(ranks[1], part(step, changes))
+        # Nothing else need be published: of the other table all rows are there.
+        cut = [
+            send(ranks[0], part(4, [(1, np.arange(15), rows[1][:15])])),
+            send(ranks[1], part(4, [(0, np.arange(15, 30), rows[1][15:])])),
+        ]
         await asyncio.gather(*cut)
-        assert all(session.decision.yes for session in ranks)
-        delta = [send(session, part(3, [])) for session in ranks]
+        await service.coordinators["clicks"].drain()
+        tables = service.models["clicks"].tables
+        assert [table.stamps.tolist() for table in tables] == [[1] * 40, [2] * 30]
+        delta = [send(session, part(5, [])) for session in ranks]
         assert {position.number for position in await asyncio.gather(*delta) if position} == {3}
 
     async def third(service: Service) -> None:

@@ -149,9 +149,10 @@ def test_no_room_to_grow_is_an_error_and_the_table_goes_on(
         if len(calls) == refused:
             raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as patch, pytest.raises(StorageFailed, match="No space left on device"):
+    with monkeypatch.context() as patch:
         patch.setattr("os.posix_fallocate", full)
-        table.extend(LARGER, tmp_path)
+        with pytest.raises(StorageFailed, match="No space left on device"):
+            table.extend(LARGER, tmp_path)
     assert len(calls) == refused
     table.apply(RowBatch.of_table(TABLE, np.array([9]), np.ones((1, 4), np.float32)), 3)
     table.flush()

@@ -61,15 +61,14 @@ def main(checkpoint: Path | None, results: Path | None, table_lr: float, dense_l
         save_checkpoint(checkpoint, model, optimizer, sync)
     if results and scored:
         pipeline.detach()
-        scored.write(results, dist.get_rank(), sync)
+        scored.write(results, dist.get_rank(), sync, mine.last)
     dist.destroy_process_group()
 
 
 def _train(pipeline: OnlinePipeline, mine: TimedBatches, sync: DeltaSync, scored: Results | None) -> None:
-    batches = scored.watched(mine) if scored else mine
     while True:
         try:
-            output = pipeline.progress(batches)
+            output = pipeline.progress(mine)
         except StopIteration:
             return
         if scored:

@@ -54,18 +54,20 @@ class Case:
 
     Attributes:
         sequences: rows are looked up one by one, not pooled.
-        policy: by which raw ids lose their rows; None for ids that are rows.
+        policy: by which raw ids lose their rows.
+        hashed: rows of raw ids are found by hashing. The test gives rows to them: on a CPU, TorchRec does not.
         sharding: of both tables.
     """
 
     sharding: ParameterShardingGenerator
     sequences: bool = False
     policy: Callable[[], MCHEvictionPolicy] | None = None
+    hashed: bool = False
 
     @property
-    def below(self) -> int:
-        """What ids are below."""
-        return RAW_IDS if self.policy else ROWS
+    def managed(self) -> bool:
+        """Whether ids are raw ids, to which managed collision gives rows."""
+        return self.hashed or self.policy is not None
 
 
 _SHARDINGS = {
@@ -82,6 +84,7 @@ def _cases() -> Iterator[tuple[str, Case]]:
         yield f"sequences-{name}", Case(sharding, sequences=True)
     for name, policy in _POLICIES.items():
         yield f"raw-ids-of-bags-{name}", Case(_SHARDINGS["row-wise"], policy=policy)
+    yield "hashed-ids-of-bags", Case(_SHARDINGS["row-wise"], hashed=True)
     yield "raw-ids-of-sequences", Case(_SHARDINGS["row-wise"], sequences=True, policy=DistanceLFU_EvictionPolicy)
 
 
@@ -139,7 +142,7 @@ class Model(nn.Module):
     def forward(self, batch: Batch) -> tuple[torch.Tensor, KeyedJaggedTensor | None]:
         """Logits [samples], and the row of each id where these are raw ids."""
         looked_up = self.sparse(batch.ids)
-        found, rows = looked_up if self.case.policy else (looked_up, None)
+        found, rows = looked_up if self.case.managed else (looked_up, None)
         return self.logits(found, batch.numbers), rows
 
     def logits(self, found: Any, numbers: torch.Tensor) -> torch.Tensor:
@@ -161,23 +164,33 @@ def _sparse(case: Case, device: torch.device) -> nn.Module:
     else:
         bags = [EmbeddingBagConfig(**_config(name)) for name in TABLES]
         inner = EmbeddingBagCollection(tables=bags, device=device)
-    if not case.policy:
+    if not case.managed:
         return inner  # type: ignore[no-any-return]
-    modules = {
-        name: MCHManagedCollisionModule(
-            zch_size=ROWS,
-            device=CPU,
-            eviction_policy=case.policy(),
-            eviction_interval=2,
-            input_hash_size=RAW_IDS,
-        )
-        for name in TABLES
-    }
+    modules = {name: _hashed() if case.hashed else _sorted(case) for name in TABLES}
     configs = inner.embedding_configs() if case.sequences else inner.embedding_bag_configs()
     kind = ManagedCollisionEmbeddingCollection if case.sequences else ManagedCollisionEmbeddingBagCollection
     collection = ManagedCollisionCollection(modules, configs)
     managed: nn.Module = kind(inner, collection, return_remapped_features=True)
     return managed
+
+
+def _sorted(case: Case) -> nn.Module:
+    assert case.policy
+    module: nn.Module = MCHManagedCollisionModule(
+        zch_size=ROWS,
+        device=CPU,
+        eviction_policy=case.policy(),
+        eviction_interval=2,
+        input_hash_size=RAW_IDS,
+    )
+    return module
+
+
+def _hashed() -> nn.Module:
+    from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule  # It compiles kernels.
+
+    module: nn.Module = HashZchManagedCollisionModule(zch_size=ROWS, device=CPU, total_num_buckets=2)
+    return module
 
 
 def _config(name: str) -> dict[str, Any]:

@@ -32,7 +32,8 @@ from tests.support.ranks import leave
 from torch import nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torchrec.distributed.model_parallel import get_unwrapped_module
-from torchrec.modules.mc_modules import MCHManagedCollisionModule
+from torchrec.modules.mc_modules import ManagedCollisionModule
+from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from deltasync.client import Endpoint, Subscriber, SubscriberOptions
 from deltasync.client.admin import Admin
@@ -50,12 +51,13 @@ def batches(case: Case, step: int) -> tuple[Batch, Batch]:
     """What a rank trains on in a step, and is asked in evaluation after it: ids that it knows, and others."""
     generator = torch.Generator().manual_seed(2 * step + dist.get_rank())
     size = (len(TABLES), SAMPLES * IDS)
-    if case.policy:  # From all of the range; fewer after some steps, which come the more often, and others.
+    if case.managed:  # From all of the range; fewer after some steps, which come the more often, and others.
         some = torch.randint(max(2, 24 >> 2 * (step // 3)), size, generator=generator)
         ids = (some * 521 + DRIFT * (step // 3)) % RAW_IDS
     else:
         ids = torch.randint(ROWS, size, generator=generator)
-    asked = torch.where(torch.rand(size, generator=generator) < 0.5, ids, ids.flip(1) * 7 % case.below)
+    others = ids.flip(1) * 7 % (3 * RAW_IDS if case.managed else ROWS)  # Beyond what is hashed to, too.
+    asked = torch.where(torch.rand(size, generator=generator) < 0.5, ids, others)
     numbers = torch.randn(2, SAMPLES, NUMBERS, generator=generator)
     return batch_of(ids, numbers[0]), batch_of(asked, numbers[1])
 
@@ -73,7 +75,35 @@ def evaluation(model: nn.Module) -> Iterator[None]:
     model.eval()
     with torch.no_grad():
         yield
+    to_training(model)
+
+
+def to_training(model: nn.Module) -> None:
     model.train()
+    for module in hashing(model).values():
+        module.eval()
+
+
+def hashing(model: nn.Module) -> dict[str, Any]:
+    """Modules that find the rows of raw ids by hashing, by table."""
+    found = get_unwrapped_module(model).named_modules()
+    return {name.rpartition(".")[2]: module for name, module in found if hasattr(module, "_hash_zch_identities")}
+
+
+def give_rows(model: nn.Module, batch: Batch) -> None:
+    """Give each raw id of a batch that is this rank's the row where a lookup looks first; the last one gets it."""
+    for table, module in hashing(model).items():
+        mine = [raw for raw in batch.ids[table].values().tolist() if raw % 2 == dist.get_rank()]
+        for raw in mine:
+            jagged = JaggedTensor(values=torch.tensor([raw]), lengths=torch.tensor([1]))
+            held, module._hash_zch_identities.data = module._hash_zch_identities.data, _free(module)
+            row = module.remap({table: jagged})[table].values() - dist.get_rank() * ROWS // 2
+            module._hash_zch_identities.data = held
+            held[row] = raw
+
+
+def _free(module: Any) -> torch.Tensor:
+    return torch.full_like(module._hash_zch_identities.data, -1)
 
 
 def gathered(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -153,11 +183,15 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 def _check_maps(model: nn.Module, reference: nn.Module) -> None:
     others = dict(reference.named_modules())
     for name, module in model.named_modules():
-        if isinstance(module, MCHManagedCollisionModule):
+        if isinstance(module, ManagedCollisionModule):
             assert _map(module) == _map(others[name]), name
 
 
 def _map(module: Any) -> dict[int, int]:
+    """Row by raw id."""
+    if hasattr(module, "_hash_zch_identities"):
+        identities = module._hash_zch_identities.view(-1).tolist()
+        return {raw: row for row, raw in enumerate(identities) if raw != -1}
     pairs = zip(module._mch_sorted_raw_ids.tolist(), module._mch_remapped_ids_mapping.tolist(), strict=True)
     return {raw: row for raw, row in pairs if raw != torch.iinfo(torch.int64).max}
 
@@ -170,15 +204,17 @@ def follow(name: str, service: str) -> None:
             _replica(stack, case, name, service, consumer) for consumer in POLICIES if dist.get_rank() == 0
         ]
         sync = DeltaSync(model, SyncOptions(service=service, model=name, publish_every=1))
+        to_training(model)
         known = []
         for step in range(STEPS):
             trained, asked = batches(case, step)
+            give_rows(model, trained)
             train(model, optimizer, trained)
             sync.step()
             if step % 3 == 1:
                 _compare(model, case, replicas, sync.flush(PATIENCE_SECONDS), asked)
                 known.append(_known(model))
-        assert not case.policy or any(before - after for before, after in pairwise(known)), "none was evicted"
+        assert not case.managed or any(before - after for before, after in pairwise(known)), "none was evicted"
         sync.abort()
     dist.barrier()
 
@@ -209,7 +245,7 @@ def _compare(model: nn.Module, case: Case, replicas: list[Replica], position: An
 
 def _known(model: nn.Module) -> set[int]:
     modules = get_unwrapped_module(model).modules()
-    return {raw for module in modules if isinstance(module, MCHManagedCollisionModule) for raw in _map(module)}
+    return {raw for module in modules if isinstance(module, ManagedCollisionModule) for raw in _map(module)}
 
 
 def main(service: str, *names: str) -> None:

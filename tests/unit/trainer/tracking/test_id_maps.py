@@ -1,7 +1,9 @@
 """Maps from raw ids to rows, and which shard of a table a raw id is looked up in."""
 
+import threading
 import warnings
 from typing import Any
+from unittest import mock
 
 import fbgemm_gpu  # noqa: F401
 import pytest
@@ -22,7 +24,7 @@ from torchrec.modules.mc_modules import (
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from deltasync.core.errors import InvalidInput
+from deltasync.core.errors import DeltasyncError, InvalidInput
 from deltasync.core.tables import TableKind
 from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode
 from deltasync.trainer.tracking.collision_modules import Routing
@@ -205,6 +207,33 @@ def test_every_eviction_policy(policy: type[MCHEvictionPolicy]) -> None:
         expected = {row: [0 if raw == FREE else raw + 1] for raw, row in known}
         assert copies[RAW_IDS] == expected
     assert handed_over
+
+
+def test_others_do_not_read_while_rows_are_given_to_others() -> None:
+    collisions = sorted_ids()
+    model: Any = model_of(collisions)
+    tracked = tracker(model)
+    outcomes = list[object]()
+
+    def read_elsewhere(*_: object) -> None:
+        other = threading.Thread(target=read)
+        other.start()
+        other.join()
+
+    def read() -> None:
+        try:
+            outcomes.append(set(tracked.get_delta(timeout_seconds=0.01).ids))
+        except DeltasyncError as error:
+            outcomes.append(str(error))
+
+    with mock.patch.object(collisions, "_sort_mch_buffers", read_elsewhere):
+        model.eval()["collided"](lookups([1, 2]))
+        assert not outcomes
+        model.train()["collided"](lookups([1, 2]))
+    assert "has not ended" in str(outcomes.pop())
+    tracked.step()
+    read_elsewhere()
+    assert RAW_IDS in outcomes.pop()  # type: ignore[operator]
 
 
 def test_identities_of_hashing() -> None:

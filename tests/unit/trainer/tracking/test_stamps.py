@@ -119,3 +119,17 @@ def test_at_the_end_of_the_clock_everything_is_offered_once_more() -> None:
     assert tracking.acknowledge(again.token)
     model.t.data[2] = 1.0
     assert tracking.get_delta().ids["t"].tolist() == [2]
+
+
+def test_deletes_outlive_the_end_of_the_clock() -> None:
+    model = Rows()
+    with embedding_parameters():
+        tracking = Tracker(model, TrackerOptions(dense=True))
+    tracking.delete("t", torch.tensor([3]))
+    tracking.acknowledge(tracking.get_delta().token)
+    tracking.delete("t", torch.tensor([1]))
+    tracking._stamps.clock = CLOCK_END
+    tracking.get_delta()
+    again = tracking.get_delta()
+    assert again.ids["t"].tolist() == [0, 2]
+    assert again.deletes["t"].ids.tolist() == [1, 3]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from deltasync.core.errors import InvalidInput
-from deltasync.core.tables import Shard, TableSpec
+from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.trainer.sync import DeltaSync, SyncOptions
 from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode
 from deltasync.trainer.tracking.cursors import ConsumerCursor
@@ -115,6 +115,32 @@ def test_first_values_find_their_columns(
         assert first is not None
         assert torch.equal(first, piece.slice(HELD)[ids])
         assert torch.equal(stamps.deleted_later(0, consumer.cursor), piece.local(rows["deleted"]))
+
+
+RANGES = TableSpec("t.id_ranges", ROWS, 3, np.dtype("<i8"), TableKind.ID_RANGES, "t")
+
+
+def ranges_of(rows: tuple[int, int]) -> TrackedTable:
+    shard = Shard(RANGES, rows[0], rows[1] - rows[0], 0, 3)
+    weight = torch.zeros(shard.rows, 3, dtype=torch.int64)
+    return TrackedTable(RANGES, [TrackedShard(shard, weight)], [], fused=False, replicated=False)
+
+
+@given(cuts(ROWS), cuts(ROWS))
+def test_ranges_of_other_ranks_have_changed(before: list[tuple[int, int]], after: list[tuple[int, int]]) -> None:
+    """Only where a shard ends, or ended, is a row that is not zero."""
+    states = []
+    for rows in before:
+        stamps = RowStamps([ranges_of(rows)])
+        consumer = ConsumerCursor.at(stamps.tick(), "c", TrackingMode.EMBEDDING_LAST, [])
+        states.append(save([ranges_of(rows)], stamps, [consumer]) | {"steps": 1})
+    due = set[int]()
+    for rows in after:
+        table = ranges_of(rows)
+        stamps = RowStamps([table])
+        consumer = load([table], stamps, states)["c"]
+        due |= {row + rows[0] for row in consumer.due(table, stamps, 0).tolist()}
+    assert due == {end - 1 for _, end in (*before, *after)}
 
 
 def momentum_of(columns: tuple[int, int]) -> float:

@@ -17,17 +17,21 @@ class TimedBatches(Iterator[Any]):
     """Batches for a pipeline that takes some ahead: tells of which of them the newest event is, once trained on.
 
     The stream is played anew, so the time of an event is when it arrives in the play, not when it once was.
+
+    Attributes:
+        last: the last batch taken.
     """
 
     def __init__(self, batches: Iterator[tuple[Any, int]]) -> None:
         """`batches` come each with the time of its newest event, nanoseconds since 1970."""
         self._batches = batches
+        self.last: Any = None
         self._in_flight: deque[int] = deque()
 
     def __next__(self) -> Any:
-        batch, event_time_unix_ns = next(self._batches)
+        self.last, event_time_unix_ns = next(self._batches)
         self._in_flight.append(event_time_unix_ns)
-        return batch
+        return self.last
 
     def trained(self) -> int:
         """Note that the oldest batch under way is trained on; the time of its newest event."""

@@ -2,7 +2,6 @@
 
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +25,9 @@ class Results:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._last: Any = None
         self._scored: list[Scored] = []
         self._step_ends_unix_ns: list[int] = []
         self._evictions = EvictionCount(model)
-
-    def watched(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The same batches; the last one is evaluated again in the end."""
-        for batch in batches:
-            self._last = batch
-            yield batch
 
     def add(self, scored: Scored, *, step_ended: bool) -> None:
         """Keep the scores of a batch, made before it was learnt, and the time, if it has just ended a step."""
@@ -44,10 +36,11 @@ class Results:
             self._step_ends_unix_ns.append(time.time_ns())
             self._evictions.note_step()
 
-    def write(self, folder: Path, rank: int, sync: DeltaSync) -> None:
+    def write(self, folder: Path, rank: int, sync: DeltaSync, last: Any) -> None:
         """Write this rank's scores, shards, state, outputs and numbers into `folder`.
 
-        Called by all ranks together, once no pipeline is attached to the model.
+        Called by all ranks together, once no pipeline is attached to the model. Outputs are those of the batch
+        `last`.
         """
         index, logit, label = (torch.cat(column).cpu().numpy() for column in zip(*self._scored, strict=True))
         np.savez(folder / f"scores-trainer-{rank}.npz", index=index, logit=logit, label=label)
@@ -57,14 +50,14 @@ class Results:
             shards.append([shard.table.name, shard.row_offset, shard.col_offset])
             arrays[f"shard{number}"] = tracked.weight.detach().cpu().numpy()
         np.savez(folder / f"tables-trainer-{rank}.npz", **arrays)
-        np.savez(folder / f"outputs-trainer-{rank}.npz", allow_pickle=False, **self._outputs())
+        np.savez(folder / f"outputs-trainer-{rank}.npz", allow_pickle=False, **self._outputs(last))
         ModelState.of(self._model).save(folder / f"state-trainer-{rank}.npz")
         (folder / f"trainer-{rank}.json").write_text(json.dumps(self._facts(sync) | {"shards": shards}))
 
-    def _outputs(self) -> dict[str, Any]:
-        """Index and logit of the last batch's events, by the model as it is now, in evaluation."""
+    def _outputs(self, batch: Any) -> dict[str, Any]:
+        """Index and logit of a batch's events, by the model as it is now, in evaluation."""
         with torch.no_grad():
-            _, (index, logit, _) = self._model.eval()(self._last)
+            _, (index, logit, _) = self._model.eval()(batch)
         return {"index": index.cpu().numpy(), "logit": logit.cpu().numpy()}
 
     def _facts(self, sync: DeltaSync) -> dict[str, Any]:

@@ -1,10 +1,8 @@
 """The trainer's model, gathered from its ranks into one that is not sharded: what replicas should be."""
 
 import logging
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -17,6 +15,7 @@ from deltasync.trainer.clicks.batch import ClickBatch, click_batch
 from deltasync.trainer.clicks.features import RAW_IDS, Featurizer
 from deltasync.trainer.clicks.model import ClickModel, ModelOptions
 from deltasync.trainer.clicks.model_state import IdMap
+from deltasync.trainer.clicks.stream import Pace
 from deltasync.trainer.clicks.stream_options import StreamOptions
 from deltasync.trainer.demo.scorer import outputs
 
@@ -90,9 +89,8 @@ def last_outputs(model: ClickModel, stream: StreamOptions) -> dict[str, NDArray[
 
 
 def _last_batch(stream: StreamOptions) -> ClickBatch:
-    featurizer = Featurizer(stream.features)
-    at_once = replace(stream, start_file=None, events_per_second=math.ldexp(1, 60))
-    for features in map(featurizer.features, at_once.batches()):
+    featurizer, past = Featurizer(stream.features), Pace(start_unix=0, events_per_second=stream.events_per_second)
+    for features in map(featurizer.features, stream.batches(past)):
         last = features
     return click_batch(last)
 

@@ -154,7 +154,8 @@ class RowMarking:
     @property
     def nbytes(self) -> int:
         """Bytes of marks that wait to be stamped, and of what rows are compared with."""
-        return self._marks.nbytes + (self._verification.nbytes if self._verification else 0)
+        compared = [each for each in (self._verification, self._unpublished) if each]
+        return self._marks.nbytes + sum(each.nbytes for each in compared)
 
     def record_lookup(self, features: KeyedJaggedTensor, output: torch.Tensor, kernel: nn.Module) -> None:
         """See to it that the rows of a lookup are marked when they change. In the thread that trains."""

@@ -1,0 +1,204 @@
+"""Deletes that operators ask for: written down, handed to ranks, and forgotten with the cut that carries them."""
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.local_service import join, run, send
+from tests.support.wire import ITEM, USER, WHOLE, full_part, part, random_rows
+
+from deltasync.core.errors import Contradiction, DeltasyncError, InvalidInput, NotFound
+from deltasync.core.tables import Shard, TableKind, TableSpec
+from deltasync.publish import pending_deletes
+from deltasync.publish.session import PublishSession
+from deltasync.service.service import Service
+
+HALVES = [[WHOLE[0]], [WHOLE[1]]]
+
+
+def meeting(requests: list[Any], *numbers: int) -> list[Any]:
+    """The same part, of a rank that has met these requests."""
+    requests[-1].close.deletes.extend(numbers)
+    return requests
+
+
+def numbers(session: PublishSession) -> list[int]:
+    return [request.number for request in session.deletes]
+
+
+async def ask(service: Service, ids: list[int], table: TableSpec = USER) -> int:
+    return (await service.delete_rows("clicks", table.name, ids)).request.number
+
+
+def test_a_request_is_handed_out_until_a_cut_carries_it(tmp_path: Path) -> None:
+    async def scenario(service: Service) -> None:
+        rank = await join(service, takes_deletes=True)
+        await send(rank, full_part(1, random_rows(0), WHOLE))
+        first, second = await ask(service, [7, 3, 7]), await ask(service, [2], ITEM)
+        assert first < second
+        assert numbers(rank) == [first, second]
+        assert rank.deletes[0].ids.tolist() == [3, 7]
+        assert (rank.deletes[1].table, rank.deletes[1].ids.tolist()) == (ITEM.name, [2])
+        await send(rank, part(2, []))
+        assert numbers(rank) == [first, second], "the cut did not carry them"
+        await send(rank, meeting(part(3, []), first))
+        assert numbers(rank) == [second]
+        await send(rank, meeting(part(4, []), first, second))
+        assert numbers(rank) == []
+        assert service.pending_deletes() == []
+
+    run(tmp_path, scenario)
+
+
+def test_a_request_outlives_the_service(tmp_path: Path) -> None:
+    asked = []
+
+    async def before(service: Service) -> None:
+        rank = await join(service, takes_deletes=True)
+        await send(rank, full_part(1, random_rows(0), WHOLE))
+        asked.extend([await ask(service, [3]), await ask(service, [4])])
+        await send(rank, meeting(part(2, []), asked[0]))
+
+    async def after(service: Service) -> None:
+        (pending,) = service.pending_deletes()
+        assert (pending.model, pending.request.table, pending.request.ids.tolist()) == ("clicks", USER.name, [4])
+        assert pending.reason == "no run is publishing: the next one is asked"
+        rank = await join(service, run="run-2", started=2, takes_deletes=True)
+        assert numbers(rank) == asked[1:]
+
+    run(tmp_path, before)
+    run(tmp_path, after)
+
+
+def test_all_ranks_have_to_meet_a_request_with_the_same_cut(tmp_path: Path) -> None:
+    async def scenario(service: Service) -> None:
+        ranks = [
+            await join(service, world_size=2, rank=rank, shards=HALVES[rank], takes_deletes=True)
+            for rank in (0, 1)
+        ]
+        await both(ranks, full_part(1, random_rows(0), HALVES[0]), full_part(1, random_rows(0), HALVES[1]))
+        number = await ask(service, [3])
+        await both(ranks, meeting(part(2, []), number), part(2, []))
+        assert [numbers(rank) for rank in ranks] == [[number], [number]]
+        await both(ranks, meeting(part(3, []), number), meeting(part(3, []), number))
+        assert service.pending_deletes() == []
+
+    async def both(ranks: list[PublishSession], *parts: list[Any]) -> None:
+        await asyncio.gather(*(send(rank, requests) for rank, requests in zip(ranks, parts, strict=True)))
+
+    run(tmp_path, scenario)
+
+
+def test_a_cut_that_is_not_sealed_meets_nothing(tmp_path: Path) -> None:
+    async def scenario(service: Service) -> None:
+        rank = await join(service, takes_deletes=True)
+        await send(rank, full_part(1, random_rows(0), WHOLE))
+        number = await ask(service, [3])
+        other = await join(service, run="run-2", started=2, takes_deletes=True)
+        with pytest.raises(DeltasyncError, match="publish every row first"):
+            await send(other, meeting(part(2, []), number))
+        assert numbers(other) == [number]
+
+    run(tmp_path, scenario)
+
+
+def test_what_a_request_waits_for_is_said(tmp_path: Path) -> None:
+    async def scenario(service: Service) -> None:
+        rank = await join(service, run="old", takes_deletes=False)
+        await send(rank, full_part(1, random_rows(0), WHOLE))
+        pending = await service.delete_rows("clicks", USER.name, [1])
+        assert pending.reason == "the trainer of run old does not know of deletes: update it"
+        assert rank.deletes == []
+        partly = [Shard.whole(ITEM)]
+        new = await join(service, run="new", started=2, tables=[ITEM], shards=partly, takes_deletes=True)
+        assert new.deletes == []
+        assert waits(service) == "run new does not publish the table: the next run that does is asked"
+        await ask(service, [1], ITEM)
+        assert "asked, and deletes them" in waits(service, 1)
+        new.end("")
+        assert waits(service, 1) == "no run is publishing: the next one is asked"
+
+    def waits(service: Service, number: int = 0) -> str:
+        return service.pending_deletes()[number].reason
+
+    run(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(
+    ("model", "table", "ids", "error", "message"),
+    [
+        ("bids", USER.name, [1], NotFound, "no model 'bids'; models: clicks"),
+        (
+            "clicks",
+            "nowhere",
+            [1],
+            NotFound,
+            f"no table 'nowhere'; its embedding tables: {ITEM.name}, {USER.name}",
+        ),
+        (
+            "clicks",
+            USER.name,
+            [0, 40],
+            InvalidInput,
+            f"row 40 is outside of table '{USER.name}' of model 'clicks'",
+        ),
+        ("clicks", USER.name, [2**63, 1], InvalidInput, "which has rows 0 to 39"),
+        ("clicks", USER.name, [], InvalidInput, "0 ids: name 1 to 100000 rows"),
+        ("clicks", USER.name, [1] * 100_001, InvalidInput, "100001 ids: name 1 to 100000 rows"),
+        ("clicks", "bias", [0], InvalidInput, "table 'bias' of model 'clicks' is of kind 'parameter'"),
+    ],
+)
+def test_what_cannot_be_asked_for(
+    tmp_path: Path, model: str, table: str, ids: list[int], error: type[Exception], message: str
+) -> None:
+    bias = TableSpec("bias", 1, 4, np.dtype("<f4"), TableKind.PARAMETER)
+
+    async def scenario(service: Service) -> None:
+        await join(service, tables=[USER, ITEM, bias])
+        with pytest.raises(error, match=message):
+            await service.delete_rows(model, table, ids)
+        assert service.pending_deletes() == []
+        assert service.log.items("delete/") == {}
+
+    run(tmp_path, scenario)
+
+
+def test_requests_that_pile_up_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pending_deletes, "_MOST_PENDING_IDS", 3)
+
+    async def scenario(service: Service) -> None:
+        await join(service)
+        await ask(service, [1, 2])
+        with pytest.raises(
+            Contradiction, match="2 rows of model 'clicks' wait to be deleted, 2 more would be over 3"
+        ):
+            await ask(service, [1, 2])
+
+    run(tmp_path, scenario)
+
+
+def test_a_rank_is_handed_a_bounded_number_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pending_deletes, "_HANDED_IDS", 3)
+
+    async def scenario(service: Service) -> None:
+        rank = await join(service, takes_deletes=True)
+        asked = [await ask(service, ids) for ids in ([1, 2, 3, 4], [5], [6, 7], [8])]
+        await send(rank, meeting(full_part(1, random_rows(0), WHOLE)))
+        assert numbers(rank) == asked[:1], "one is handed out, however large it is"
+        await send(rank, meeting(part(2, []), asked[0]))
+        assert numbers(rank) == asked[1:3]
+
+    run(tmp_path, scenario)
+
+
+def test_a_clock_that_was_set_back_makes_no_number_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time_ns", lambda: 5)
+
+    async def scenario(service: Service) -> None:
+        await join(service)
+        assert [await ask(service, [1]) for _ in range(3)] == [5, 6, 7]
+
+    run(tmp_path, scenario)
