@@ -1,7 +1,7 @@
 """The ranks of test_published: a model whose rows change in unusual ways, published as it is trained.
 
-Arguments: what happens to it, the address of a service, and a folder for what the ranks hold at the end. There is no
-`assert` here: TorchRec has to run without them to average on a CPU.
+Arguments: what happens to it, the address of a service, and a folder for what the ranks hold at the end. There is
+no `assert` here: TorchRec has to run without them to average on a CPU.
 """
 
 import sys
@@ -68,7 +68,7 @@ def two_of_two_ranks() -> OnCpu:
     plan = construct_module_sharding_plan(
         model.get_submodule("bags"), TABLES, sharder, local_size=2, world_size=2, device_type="cpu"
     )
-    distributed = OnCpu(
+    distributed: OnCpu = OnCpu(
         model,
         device=CPU,
         plan=ShardingPlan(plan={"bags": plan}),

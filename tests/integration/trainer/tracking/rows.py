@@ -73,8 +73,8 @@ def _placed(weight: Any, by_shard: list[torch.Tensor]) -> torch.Tensor:
 
 def _shards(value: Any) -> list[tuple[tuple[int, ...], torch.Tensor]]:
     if isinstance(value, DTensor):
-        local = value.to_local()
-        pieces = zip(
+        local: Any = value.to_local()
+        pieces: Any = zip(
             local.local_offsets(), local.local_shards(), strict=False
         )  # A rank without any has an offset.
     else:
