@@ -1,7 +1,7 @@
 """The tracked part of a model: its tables, and which of them the lookups of each kernel change."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from deltasync.trainer.tracking.id_maps import IdMap, id_maps
 from deltasync.trainer.tracking.module_tensors import module_tensors
 from deltasync.trainer.tracking.modules import is_skipped, sharded_modules, table_fqn
 from deltasync.trainer.tracking.options import TrackerOptions
-from deltasync.trainer.tracking.rewrites import check_averages
+from deltasync.trainer.tracking.rewrites import check_averages, is_replica
 from deltasync.trainer.tracking.shards import (
     TrackedTable,
     dense_tables,
@@ -71,7 +71,10 @@ def tracked_model(model: nn.Module, options: TrackerOptions) -> TrackedModel:
     for name, module in modules.items():
         for kernel in _kernels_wanted(name, module, options):
             check_tracked(name, kernel)
-            kernels[kernel] = kernel_tables(name, module, kernel)
+            tables = kernel_tables(name, module, kernel)
+            kernels[kernel] = (
+                [replace(table, replicated=True) for table in tables] if is_replica(module) else tables
+            )
     everything = [table for tables in kernels.values() for table in tables] + outside
     wanted = [table for table in merged(everything) if not is_skipped(table.name, options.fqns_to_skip)]
     tables = [table for table in wanted if options.replicas or not table.replicated]
