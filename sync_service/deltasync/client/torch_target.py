@@ -100,7 +100,8 @@ class TorchTarget:
     def read(self, table: TableSpec, ids: Ids) -> Values | None:
         """Some rows of a table as the module holds them, in host memory; None for a table that has no place."""
         place = self._binding.places.get(table.name) if self._followed else self._outlived(table)
-        return place.read(ids) if place else None
+        # A table that has grown meanwhile is not the one that is held.
+        return place.read(ids) if place and place.table == table else None
 
     def _follow(self, tables: list[TableSpec]) -> None:
         """Bind the tables of a first release, or others than before."""

@@ -10,7 +10,9 @@ from tests.support.process import ServiceProcess
 from tests.support.ranks import torchrun
 
 from deltasync.client import NumpyTarget, Subscriber, SubscriberOptions
-from deltasync.trainer.demo.compare import trainer_tables, unequal_rows
+from deltasync.trainer.clicks.model_state import ModelState
+from deltasync.trainer.demo.compare import Tables, trainer_tables, unequal_rows
+from deltasync.trainer.demo.verdict import id_map_shards
 
 SIZES = ["--users", "500", "--items", "300", "--cross-buckets", "200", "--dim", "8", "--batch-size", "32"]
 
@@ -33,9 +35,28 @@ def absorbed_cuts(folder: Path) -> int:
     return sum(json.loads((folder / f"trainer-{rank}.json").read_text())["absorbed"] for rank in range(2))
 
 
+def trainer_state(folder: Path) -> Tables:
+    """Everything the trainer holds, as it is published."""
+    buffers = ModelState.load(folder / "state-trainer-0.npz").buffers
+    maps = {
+        f"managed._managed_collision_collection._managed_collision_modules.{name}.raw_ids": np.concatenate(
+            [shard.ids[:, np.newaxis] for shard in shards]
+        )
+        for name, shards in id_map_shards(folder, 2).items()
+    }
+    return trainer_tables(folder, 2) | maps | {name: values.reshape(1, -1) for name, values in buffers.items()}
+
+
+def held(target: NumpyTarget) -> Tables:
+    """The same of a replica: what unknown ids take is no state of the trainer's."""
+    return {name: rows for name, rows in target.tables.items() if not name.endswith(".id_ranges")}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "ways", [(), ("--grad-accum", "2", "--accumulate-tables")], ids=["plain", "micro-batches"]
+    "ways",
+    [(), ("--grad-accum", "2", "--accumulate-tables"), ("--managed",)],
+    ids=["plain", "micro-batches", "managed"],
 )
 def test_a_replica_holds_the_trainers_rows_and_a_checkpoint_goes_on(
     ways: tuple[str, ...], service: ServiceProcess, tmp_path: Path
@@ -48,8 +69,8 @@ def test_a_replica_holds_the_trainers_rows_and_a_checkpoint_goes_on(
         assert head > 1, "the last steps are a version of their own"
         assert head + absorbed_cuts(tmp_path / "first") >= 20 // 3
         replica.wait_for(head, 30)
-        trainer = trainer_tables(tmp_path / "first", 2)
-        assert unequal_rows(trainer, target.tables) == {}
+        trainer = trainer_state(tmp_path / "first")
+        assert unequal_rows(trainer, held(target)) == {}
         assert all(np.isfinite(rows).all() for rows in trainer.values())
         first = published_rows(service)
         assert first > sum(len(rows) for rows in trainer.values())
@@ -59,4 +80,4 @@ def test_a_replica_holds_the_trainers_rows_and_a_checkpoint_goes_on(
             "a run that continues publishes only what it changes"
         )
         replica.wait_for(service.get_json("/consumers/predictors/lag")["head"], 30)
-        assert unequal_rows(trainer_tables(tmp_path / "second", 2), target.tables) == {}
+        assert unequal_rows(trainer_state(tmp_path / "second"), held(target)) == {}

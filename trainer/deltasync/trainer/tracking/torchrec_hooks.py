@@ -158,6 +158,8 @@ def listen_to_maps(hooks: Hooks, model: nn.Module, listener: Callable[[], None])
     for found in collision_modules(model):
         if found.hashes:  # In each forward; there is no other place.
             listen_to_forwards(hooks, [found.module.input_mapper], listener)
+        elif not found.sharded:
+            listen_to_forwards(hooks, [found.module], listener)
         else:
             hooks.listen(f"module {found.name!r}", found.module, "_coalesce_history", listener, first=True)
 
