@@ -87,7 +87,7 @@ class _SortedMap:
         places = np.full(len(rows), -1)
         inside = (rows >= 0) & (rows < len(rows))
         places[rows[inside]] = np.flatnonzero(inside)
-        if (places < 0).any() or (raw[1:] < raw[:-1]).any():
+        if (places < 0).any() or ((raw[1:] <= raw[:-1]) & (raw[1:] != _FREE)).any():
             return cls.empty(len(rows))
         return cls(raw, rows, places)
 

@@ -261,6 +261,43 @@ def test_a_map_that_outlived_its_process_is_read_and_gone_on_with(hashes: bool) 
     assert rows_for(model, ids[1], ids[4], hashed_to(7)) == [1, 4, 7]
 
 
+def test_a_map_that_was_damaged_while_nobody_followed_is_repaired() -> None:
+    model = model_of(sorting())
+    TorchTarget(model).apply(release_of(1, resync=True, ids={1: 40, 4: 44}))
+    collision_of(model)._mch_sorted_raw_ids[1] = 40  # Two rows have one id now.
+    target = TorchTarget(model)
+    held, release = TargetChecksums(target), release_of(2, ids={7: 47})
+    held.before(release)
+    target.apply(release)
+    column = np.array([[{1: 41, 4: 45, 7: 48}.get(row, 0)] for row in range(ROWS)])
+    expected = digest(np.arange(ROWS), column).checksum
+    assert held.after(release)[MAP.name] != expected
+    repair = dataclasses.replace(release_of(2, ids={1: 40, 4: 44, 7: 47}), whole=frozenset({MAP.name}))
+    held.before(repair)
+    target.apply(repair)
+    assert held.after(repair)[MAP.name] == expected
+    assert rows_for(model, 40, 44, 47) == [1, 4, 7]
+
+
+def test_a_checkpoint_loaded_into_a_followed_module_is_found_and_repaired() -> None:
+    model = model_of(sorting())
+    old = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    target, ids = TorchTarget(model), {1: 40, 4: 44}
+    held, first = TargetChecksums(target), release_of(1, resync=True, ids=ids, rows={1: 1.0, 4: 4.0})
+    held.before(first)
+    target.apply(first)
+    right = held.after(first)
+    model.load_state_dict(old)
+    for _ in range(6):
+        found = held.look(TABLES)
+    assert {name for name in right if found[name] != right[name]} == {USER.name, MAP.name}
+    repair = dataclasses.replace(first, resync=False, whole=frozenset({USER.name, MAP.name}))
+    held.before(repair)
+    target.apply(repair)
+    assert held.after(repair) == right
+    assert embeddings_of(model, 40, 44) == [1, 4]
+
+
 def damage_sorted(module: Any) -> None:
     module._mch_sorted_raw_ids[0] += 1
 
@@ -377,7 +414,9 @@ def test_one_shard_of_a_map_is_an_error() -> None:
 
 def test_modules_whose_names_end_alike_have_maps_of_their_own() -> None:
     """A collection, and one of the same name inside of a tower."""
-    model: Any = nn.ModuleDict({"sparse": model_of(sorting())["sparse"], "tower": model_of(sorting())}).eval()
+    model: Any = nn.ModuleDict(
+        {"sparse": model_of(sorting()).get_submodule("sparse"), "tower": model_of(sorting())}
+    )
     towers = [
         dataclasses.replace(each, name=f"tower.{each.name}", of=each.of and f"tower.{each.of}") for each in TABLES
     ]
