@@ -169,8 +169,7 @@ def listen_to_gradients(hooks: Hooks, model: nn.Module, listener: Callable[[torc
 
     Within backward, in a thread of autograd.
     """
-    for _, module in outside_of_tables(model):
-        for parameter in module.parameters(recurse=False):
-            if parameter.requires_grad:
-                handle = parameter.register_post_accumulate_grad_hook(listener)  # type: ignore[no-untyped-call]
-                hooks.undo_with(handle.remove)
+    for _, parameter in outside_of_tables(model):
+        if parameter.requires_grad:
+            handle = parameter.register_post_accumulate_grad_hook(listener)  # type: ignore[no-untyped-call]
+            hooks.undo_with(handle.remove)
