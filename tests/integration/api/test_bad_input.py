@@ -173,6 +173,11 @@ BAD_PARTS = {
         INVALID,
         "row id 0 came after 39",
     ),
+    "differing of no table": (
+        [publish_pb2.PublishRequest(close=publish_pb2.PartClose(step=11, differing=[9]))],
+        INVALID,
+        "table 9 differs between ranks, but only 2 were announced",
+    ),
     "an old step": (part(9, [(0, [1], rows(1, 4))]), CONTRADICTION, "step 10 of this run is published already"),
     "step back in the cut": (
         [chunk(13, 0, [5], rows(1, 4)), chunk(12, 0, [6], rows(1, 4))],

@@ -131,7 +131,8 @@ class DeltaSync:
         self._options = options
         self._model = model
         self._failure: DeltasyncError | None = None
-        self._buffers_compared = False
+        self._cuts_begun = 0
+        self._differing: list[str] = []
         self._tables = published_tables(model, dense=options.dense)
         self._publisher: Publisher | None = None
         self._announced = 0
@@ -341,7 +342,7 @@ class DeltaSync:
         if full:
             self.tracker.resync(_CONSUMER)
             self._resync = False
-        if self._options.dense and not self._buffers_compared:
+        if self._options.dense:
             self._compare_buffers()
         try:
             delta = self.tracker.get_delta(_CONSUMER)
@@ -355,15 +356,23 @@ class DeltaSync:
             full=full,
             deletes=sorted(self._requests.met),
             event_time_unix_ns=self._event_time,
+            differing=self._differing if self._agreement.rank == 0 else (),
         )
         self._pending = _PendingCut(part, delta.token, self.tracker.changes, self._connected().publish(part))
 
     def _compare_buffers(self) -> None:
-        """Say once which buffers are not alike on all ranks: nothing but SyncBatchNorm keeps them so."""
-        self._buffers_compared = True
+        """Find buffers that are not alike on all ranks, as nothing but SyncBatchNorm keeps them; say each once.
+
+        At the first cut all are as they were made: looked for at the 1st, 2nd, 4th, 8th and so on.
+        """
+        self._cuts_begun += 1
+        if self._cuts_begun & (self._cuts_begun - 1):
+            return
         differing = self._agreement.differing(buffer_digests(self._model))
-        if differing and self._agreement.rank == 0:
-            logger.warning("buffers differ between ranks; those of rank 0 are published: %s", ", ".join(differing))
+        new = [name for name in differing if name not in self._differing]
+        self._differing += new
+        if new and self._agreement.rank == 0:
+            logger.warning("buffers differ between ranks; those of rank 0 are published: %s", ", ".join(new))
 
     def _connected(self) -> Publisher:
         if self._publisher and self._announced != self.tracker.attachments:
