@@ -50,6 +50,10 @@ class TableDraft:
         batches = (*chunked(self.rows), *chunked(self.deletes))
         return (Piece(slot, index, rows) for index, rows in enumerate(batches))
 
+    def needs(self, piece: RowBatch) -> bool:
+        """Whether some of the rows of a piece are forced."""
+        return bool(self.dirty.forced[np.searchsorted(self.dirty.ids, piece.ids)].any())
+
     def give_up(self, piece: RowBatch) -> None:
         """Leave the rows of a piece, which could not be written, for a later release."""
         self.taken[np.searchsorted(self.dirty.ids, piece.ids)] = False
@@ -89,9 +93,12 @@ class ReleaseDraft:
         """Wait until the log has the rows; those that it has not are left for later. Blocks; returns why.
 
         Raises:
-            StorageFailed: none of them is to be released.
+            StorageFailed: none of them is to be released. So it is where one that is forced is not in the log: those
+                that are belong together.
         """
         self.written, refused, failure = self.log.settle()
+        if failure and any(self.tables[piece.slot].needs(piece.rows) for piece in refused):
+            raise failure
         for piece in refused:
             self.tables[piece.slot].give_up(piece.rows)
         return failure

@@ -226,7 +226,8 @@ class ViewStore:
             self.history = ReleaseHistory(record["history"], record["forked"])
             self._flushed, compared_version = record["flushed"], record["seen"]
             tables = self._open_tables(record["tables"])
-        newest = self._recover_release(self._replay(tables))
+        newest = self._recover_release()
+        self._replay(tables, newest.head.number if newest else 0)
         self.state = ViewState(tables=tables, newest=newest, compared_version=compared_version)
         if newest:
             self.history.add(newest.head)
@@ -240,26 +241,27 @@ class ViewStore:
         delivery = delivery_of_record(record, source.spec)
         return ViewTable(source, delivery, self._directory / record["folder"], new=False)
 
-    def _replay(self, tables: Sequence[ViewTable]) -> int:
-        """Write the rows that the log has into the tables; the newest release of which it has any."""
-        newest, shards = self._flushed, [Shard.whole(table.held.spec) for table in tables]
+    def _replay(self, tables: Sequence[ViewTable], newest: int) -> None:
+        """Write the rows that the log has of releases up to the newest one into the tables.
+
+        Of a later one it may have some and lack others, say a map without the rows that it leads to. No replica was
+        given any of them, and they are dirty still.
+        """
+        last, shards = newest, [Shard.whole(table.held.spec) for table in tables]
         for record in self._log.read(self._stream):  # Also those that nobody needs: they may be of another number.
-            if record.number > self._flushed:
+            if self._flushed < record.number <= newest:
                 with reading(name_of(self._stream, record.number, record.part, record.index)):
                     tables[record.part].write(unpack_rows(record.payload, lambda _: shards), record.number)
-                newest = record.number
                 self._appended_bytes += len(record.payload)
+            last = max(last, record.number)
+        if last > newest:
+            self.drop(newest + 1).result()
         for table in tables:
             table.count_digests()
-        return newest
 
-    def _recover_release(self, newest: int) -> NewestRelease | None:
+    def _recover_release(self) -> NewestRelease | None:
         record = recorded_release(self._log, self._consumer)
         if record is None:
             return None
         with reading(f"record {release_name(self._consumer)}"):
-            head, statistics = head_of_record(record["head"]), statistics_of_record(record["account"])
-        if head.number < newest:
-            # The log has rows of a release that was not written down: no replica has them, all are to get them.
-            head = replace(head, number=newest)
-        return NewestRelease(head, statistics)
+            return NewestRelease(head_of_record(record["head"]), statistics_of_record(record["account"]))

@@ -100,12 +100,14 @@ class ViewTable:
     def copy(self, ids: Ids, number: int | None) -> None:
         """Take over rows of the source as they are. Stamp them with `number`; None = as in the source.
 
-        Those that are deleted are nothing to who is given all rows that there are.
+        Deleted ones too: a replica may hold them of before, in another form.
         """
-        ids = ids if number is None else ids[~self.source.deleted(ids)]
-        values = self.source.rows_of(ids)
-        norms = norms_of(values) if self.source.spec.kind.trained else np.zeros(len(ids))
-        self.write(self.batch(ids, self.delivery.encode(values), norms), number or 1)
+        gone = self.source.deleted(ids)
+        live = ids[~gone]
+        values = self.source.rows_of(live)
+        norms = norms_of(values) if self.source.spec.kind.trained else np.zeros(len(live))
+        self.write(self.batch(live, self.delivery.encode(values), norms), number or 1)
+        self.write(self.deletes(ids[gone]), number or 1)
         if number is None:
             self.held.restamp(ids, self.source.stamps[ids])
         self._clean = self.sent.counts  # No row of a table that is being made is dirty.
