@@ -277,3 +277,28 @@ def test_a_checkpoint_knows_the_map() -> None:
     restored.load_state_dict(saved)
     assert changed(restored)[RAW_IDS] == {0: [26]}
     assert not changed(restored)
+
+
+def test_a_map_that_was_loaded_is_the_one_of_the_checkpoint() -> None:
+    """A trainer loads its weights once it tracks the model: these rows have not changed since they were saved."""
+    collisions = sorted_ids()
+    model = model_of(collisions)
+    tracked = tracker(model)
+    fill(collisions, {10: 3, 20: 0})
+    changed(tracked)
+    other = sorted_ids()
+    loaded = model_of(other)
+    restored = tracker(loaded)
+    loaded.load_state_dict(model.state_dict())
+    restored.load_state_dict(tracked.state_dict())
+    assert set(changed(restored)) <= {RANGES}
+    fill(other, {10: 3, 25: 0})
+    assert changed(restored)[RAW_IDS] == {0: [26]}
+
+
+def test_memory_of_a_map_is_counted() -> None:
+    model = model_of(sorted_ids())
+    without = Tracker(model, TrackerOptions(dense=True))
+    tables = {table.name: table for table in tracker(model).tables}
+    stamps = 4 * (tables[RAW_IDS].rows + tables[RANGES].rows)
+    assert tracker(model).nbytes - without.nbytes == stamps + 8 * ROWS
