@@ -308,3 +308,28 @@ def test_a_copy_built_from_reads_is_the_map(program: list[tuple[str, dict[int, i
                 if batch.table.name == RAW_IDS:
                     copy |= dict(zip(batch.ids.tolist(), batch.values.tolist(), strict=True))
             assert {row: raw for row, [raw] in copy.items() if raw} == {row: raw + 1 for raw, row in rows.items()}
+
+
+def test_a_map_that_was_loaded_is_the_one_of_the_checkpoint() -> None:
+    """A trainer loads its weights once it tracks the model: these rows have not changed since they were saved."""
+    collisions = sorted_ids()
+    model = model_of(collisions)
+    tracked = tracker(model)
+    fill(collisions, {10: 3, 20: 0})
+    changed(tracked)
+    other = sorted_ids()
+    loaded = model_of(other)
+    restored = tracker(loaded)
+    loaded.load_state_dict(model.state_dict())
+    restored.load_state_dict(tracked.state_dict())
+    assert set(changed(restored)) <= {RANGES}
+    fill(other, {10: 3, 25: 0})
+    assert changed(restored)[RAW_IDS] == {0: [26]}
+
+
+def test_memory_of_a_map_is_counted() -> None:
+    model = model_of(sorted_ids())
+    without = Tracker(model, TrackerOptions(dense=True))
+    tables = {table.name: table for table in tracker(model).tables}
+    stamps = 4 * (tables[RAW_IDS].rows + tables[RANGES].rows)
+    assert tracker(model).nbytes - without.nbytes == stamps + 8 * ROWS
