@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tests.support.fleet import WAIT, Trainer, admin_of, follow, wait_for_lag
+from tests.support.fleet import USER, WAIT, Trainer, admin_of, follow, wait_for_lag
 from tests.support.process import ServiceProcess
 
 from deltasync.client import Mode, NumpyTarget, Policy, Position, ValueType
@@ -57,8 +57,8 @@ def _follow(service: ServiceProcess, replica: str, trainer: Trainer) -> tuple[di
     targets = {name: NumpyTarget() for name in ("plain", "ranked")}
     followers = {name: follow(service, name, replica, target) for name, target in targets.items()}
     followers["counted"] = follow(service, "counted", replica, _Ids())
-    for _ in range(3):
-        head = trainer.change(12)
+    for step in range(3):
+        head = trainer.delete(USER, [3, 5, 8]) if step == 1 else trainer.change(12)
         for each in followers.values():
             each.wait_for(head, WAIT)
     for name in followers:  # Of acknowledgements that the service has taken, the log has all but the last few.

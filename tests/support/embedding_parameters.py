@@ -4,23 +4,19 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from torch import nn
-
 from deltasync.core.tables import Shard, TableKind
 from deltasync.trainer.tracking import tracked_model
-from deltasync.trainer.tracking.shards import TrackedTable, dense_tables
+from deltasync.trainer.tracking.module_tensors import ModuleTensor
+from deltasync.trainer.tracking.shards import TrackedTable, dense_table
 
 
 def embedding_parameters() -> Any:
     """While this context is entered, trackers that are made take parameters for embedding tables."""
-    return mock.patch.object(tracked_model, "dense_tables", _embeddings)
+    return mock.patch.object(tracked_model, "dense_table", _embedding)
 
 
-def _embeddings(model: nn.Module) -> list[TrackedTable]:
-    return [_embedding(table) for table in dense_tables(model)]
-
-
-def _embedding(tracked: TrackedTable) -> TrackedTable:
+def _embedding(tensor: ModuleTensor) -> TrackedTable:
+    tracked = dense_table(tensor)
     table = replace(tracked.table, kind=TableKind.EMBEDDING)
     return replace(
         tracked,

@@ -84,6 +84,15 @@ class Trainer:
         ids = [np.array([row] if each is table else [], np.int64) for each in self.tables]
         return self._publish(ids)
 
+    def delete(self, table: TableSpec, ids: Any) -> Position:
+        """Delete rows of a table, and publish that."""
+        self._step += 1
+        self.rows[table.name][ids] = 0
+        rows = [RowBatch.deletes(Shard.whole(table), np.asarray(ids, np.int64))]
+        return self._publisher.publish(Part(step=self._step, step_end_unix_ns=time.time_ns(), rows=rows)).result(
+            WAIT
+        )
+
     def expected(self, value_type: ValueType = ValueType.FP32) -> dict[str, bytes]:
         """What a replica holds that has everything in a value type."""
         return {table.name: as_sent(table, self.rows[table.name], value_type).tobytes() for table in self.tables}

@@ -128,7 +128,9 @@ class PublishOpen(_message.Message):
     @_builtins.property
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[_tables_pb2.Table]:
         """tables describes the tables of this run, the same on all ranks. At least one. Shards must cover these
-        tables; a table of the model that the run no longer has stays as it is.
+        tables; a table of the model that the run no longer has stays as it is. In a later run a table may have more
+        rows than it had, and an embedding table of a run that named no kinds may be a parameter or a buffer; any other
+        difference is refused with FAILED_PRECONDITION.
         """
 
     @_builtins.property
@@ -211,7 +213,8 @@ class PartClose(_message.Message):
     full: _builtins.bool
     """full says that the part holds every row of every shard of the rank. The first cut of a run that
     does not continue the published history must be full: all of every table it announces. A part that
-    is not, although it must be, is answered with DATA_LOSS.
+    is not, although it must be, is answered with DATA_LOSS; so is one that lacks rows, of a table that is new or
+    has grown, that were never published.
     """
     event_time_unix_ns: _builtins.int
     """event_time_unix_ns is the time of the newest event that this rank has trained on up to this step, nanoseconds
@@ -286,8 +289,7 @@ class PublishOpened(_message.Message):
     DELETES_FIELD_NUMBER: _builtins.int
     continues: _builtins.bool
     """continues says whether this run continues the published history. If not, its next cut must be full. A
-    run that claims a position from the future, or that has a table of which no row was ever published,
-    does not continue.
+    run that claims a position from the future does not continue.
     """
     reason: _builtins.str
     """reason says why, in words."""

@@ -245,8 +245,9 @@ class ReplicaStream:
         """Names of the tables that a replica does not hold: those it names, and those of which alone it shows
         nothing, as clients do that name none.
         """
-        shown = {each.slot for each in ack.checksums} or range(len(self._deliveries))
-        slots = set(ack.unbound).union(range(len(self._deliveries))) - set(shown)
+        everything = range(len(self._deliveries))
+        shown = {each.slot for each in ack.checksums} or everything
+        slots = {*ack.unbound, *set(everything).difference(shown)}
         return tuple(self._deliveries[slot].spec.name for slot in sorted(slots))
 
     def _report(self, damaged: frozenset[int]) -> None:

@@ -36,6 +36,7 @@ class TargetChecksums:
     def __init__(self, target: ReadableTarget) -> None:
         self._target = target
         self._checksums: dict[str, _TableChecksum] = {}
+        self._rows: dict[str, int] = {}  # Of each table as of the last release: it may have grown since.
         self._sweeping = 0  # Index of the table that is being swept.
 
     def before(self, release: Release) -> None:
@@ -47,7 +48,8 @@ class TargetChecksums:
                 self._checksums[table.name] = _TableChecksum(self._digest(table, np.arange(table.rows)))
         for rows in release.rows:
             if not release.resets(rows.table):
-                checksum, (swept, others) = self._checksums[rows.table.name], self._digests(rows)
+                held = rows[: int(np.searchsorted(rows.ids, self._rows.get(rows.table.name, rows.table.rows)))]
+                checksum, (swept, others) = self._checksums[rows.table.name], self._digests(held)
                 checksum.digest, checksum.swept = checksum.digest - swept - others, checksum.swept - swept
 
     def after(self, release: Release) -> dict[str, int]:
@@ -55,6 +57,7 @@ class TargetChecksums:
         for rows in release.rows:
             checksum, (swept, others) = self._checksums[rows.table.name], self._digests(rows)
             checksum.digest, checksum.swept = checksum.digest + swept + others, checksum.swept + swept
+        self._rows = {table.name: table.rows for table in release.tables}
         return self.look(release.tables)
 
     def look(self, tables: Sequence[TableSpec]) -> dict[str, int]:

@@ -27,6 +27,10 @@ class Place(Protocol):
     def name(self) -> str:
         """Its FQN in the module."""
 
+    @property
+    def table(self) -> TableSpec:
+        """The table."""
+
     def stage(self, rows: Sequence[RowBatch], *, reset: bool) -> Callable[[], None]:
         """Prepare what a release brings of the table, and return what writes it, which is quick and cannot fail.
 
@@ -181,7 +185,7 @@ def _refuse_half(
         broken = [each.name for each in tables if each.name in problems and _together(table, each)]
         if table.name in places and broken:
             text = f"table {table.name!r} is of no use without {broken[0]!r}, which has no place"
-            problems[table.name] = Contradiction(text)
+            problems[table.name] = type(problems[broken[0]])(text)
             del places[table.name]
 
 

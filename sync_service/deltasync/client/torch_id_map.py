@@ -36,12 +36,13 @@ class SortedIds:
 
     Attributes:
         name: the module's FQN.
+        table: the table.
     """
 
     def __init__(self, name: str, module: nn.Module, table: TableSpec) -> None:
         self.name = name
         self._module = module
-        self._table = table
+        self.table = table
         self._held = _SortedMap.of(_array(module, SORTED), _array(module, ROWS))
 
     def stage(self, rows: Sequence[RowBatch], *, reset: bool) -> Callable[[], None]:
@@ -50,12 +51,10 @@ class SortedIds:
         Raises:
             Contradiction: two rows have one raw id; nothing was written.
         """
-        held = _SortedMap.empty(self._table.rows) if reset else self._held
-        if not (rows or reset):
-            return _nothing
+        held = _SortedMap.empty(self.table.rows) if reset else self._held
         for each in rows:
             held = held.changed(each.ids, _numbers(each))
-        held.check(self._table.name)
+        held.check(self.table.name)
         tensors = [(name, _like(self._module, name, array)) for name, array in held.arrays]
 
         def write() -> None:
@@ -117,7 +116,7 @@ class _SortedMap:
         """
         twice = np.flatnonzero((self.raw[1:] == self.raw[:-1]) & (self.raw[1:] != _FREE))
         if len(twice):
-            first, second = self.rows[twice[0]], self.rows[twice[0] + 1]
+            first, second = sorted(self.rows[twice[0] : twice[0] + 2].tolist())
             raise Contradiction(f"table {table!r}: raw id {self.raw[twice[0]]} has two rows, {first} and {second}")
 
     @property
@@ -131,12 +130,13 @@ class HashedIds:
 
     Attributes:
         name: the module's FQN.
+        table: the table.
     """
 
     def __init__(self, name: str, module: nn.Module, table: TableSpec) -> None:
         self.name = name
         self._module: Any = module
-        self._table = table
+        self.table = table
 
     def stage(self, rows: Sequence[RowBatch], *, reset: bool) -> Callable[[], None]:
         """See `torch_binding.Place`.
@@ -144,8 +144,6 @@ class HashedIds:
         Raises:
             Contradiction: the module, which hashes in its own way, would not find a raw id; nothing was written.
         """
-        if not (rows or reset):
-            return _nothing
         held = self._module._hash_zch_identities.data
         staged = torch.full_like(held, -1) if reset else held.clone()
         for each in rows:
@@ -169,15 +167,11 @@ class HashedIds:
         raw = torch.from_numpy(values[values != 0] - 1).to(identities.device)
         if lost := raw[_not_found(self._module, identities, raw)].tolist():
             raise Contradiction(
-                f"table {self._table.name!r}: module {self.name} hashes otherwise: it does not find id {lost[0]} "
+                f"table {self.table.name!r}: module {self.name} hashes otherwise: it does not find id {lost[0]} "
                 f"and {len(lost) - 1} others: total_num_buckets ({self._module._buckets}), max_probe "
                 f"({self._module._max_probe}), input_hash_size ({self._module._input_hash_size}) and the share of "
                 "reserved slots must be as in the trainer"
             )
-
-
-def _nothing() -> None:
-    """Writes nothing."""
 
 
 def _not_found(module: Any, identities: torch.Tensor, raw: torch.Tensor) -> torch.Tensor:

@@ -31,12 +31,13 @@ class IdRanges:
 
     Attributes:
         name: the module's FQN.
+        table: the table.
     """
 
     def __init__(self, name: str, module: nn.Module, table: TableSpec) -> None:
         self.name = name
         self._module = module
-        self._table = table
+        self.table = table
 
     def stage(self, rows: Sequence[RowBatch], *, reset: bool) -> Callable[[], None]:
         """See `torch_binding.Place`.
@@ -48,11 +49,11 @@ class IdRanges:
         for each in rows:
             by_row.update(zip(each.ids.tolist(), map(tuple, each.values.tolist()), strict=True))
         by_row = {row: each for row, each in by_row.items() if any(each)}
-        ranges = _Ranges.of(by_row, self._table)
-        by_itself = not by_row or ranges.defaults.tolist() == [self._table.rows - 1]
+        ranges = _Ranges.of(by_row, self.table)
+        by_itself = not by_row or ranges.defaults.tolist() == [self.table.rows - 1]
         if hashes(self._module) and by_row:
             raise Contradiction(
-                f"table {self._table.name!r}: unknown ids take rows {ranges.defaults.tolist()} in the trainer, in "
+                f"table {self.table.name!r}: unknown ids take rows {ranges.defaults.tolist()} in the trainer, in "
                 f"module {self.name} those that they hash to"
             )
 

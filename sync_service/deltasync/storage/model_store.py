@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from deltasync.core.errors import StorageFailed
@@ -112,20 +113,20 @@ class ModelStore:
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         tables = {table.spec.name: table for table in self.tables}
-        new: list[MappedTable] = []
+        grown = {each.name: published.get(each.name, 0) for each in specs if self._grows(each)}
         with ExitStack() as undo:
-            steps = [tables[spec.name].extend(spec, self._folder) for spec in specs if spec.name in tables]
-            for spec in specs:
-                if spec.name not in tables:
-                    undo.callback(remove_files, spec, self._folder)
-                    new.append(MappedTable(spec, self._folder, new=True))
-            grown = {each.name: published.get(each.name, 0) for each in specs if self._grows(each)}
-            self._describe(specs, self.grown_from | grown, new)
+            steps = [tables[each.name].extend(each, self._folder) for each in specs if each.name in tables]
+            new = [self._made(each, undo) for each in specs if each.name not in tables]
+            self._describe(specs, new, grown)
             undo.pop_all()
         return steps
 
     def _grows(self, spec: TableSpec) -> bool:
         return spec.name in self._specs and spec.rows > self._specs[spec.name].rows
+
+    def _made(self, spec: TableSpec, undo: ExitStack) -> MappedTable:
+        undo.callback(remove_files, spec, self._folder)
+        return MappedTable(spec, self._folder, new=True)
 
     def flush(self, version: int) -> bool:
         """Put the tables, which are at `version` or later, on disk, and drop the log up to there.
@@ -211,14 +212,14 @@ class ModelStore:
     def _describe(
         self,
         specs: Sequence[TableSpec] = (),
-        grown_from: Mapping[str, int] | None = None,
         new: Sequence[MappedTable] = (),
+        grown_from: Mapping[str, int] = MappingProxyType({}),
         flushed: int = 0,
     ) -> None:
         """Write down which tables there are, and only then have them."""
         with self._describing:
             every = self._specs | {spec.name: spec for spec in specs}
-            grown = dict(self.grown_from if grown_from is None else grown_from)
+            grown = {**self.grown_from, **grown_from}
             flushed = max(flushed, self._described_flushed)
             record = {
                 "history": self.history,

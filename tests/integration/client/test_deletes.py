@@ -41,19 +41,6 @@ def service(tmp_path: Path) -> Iterator[RunningService]:
         yield running
 
 
-class Deleting(Trainer):
-    """A trainer of one table that deletes rows of it."""
-
-    def __init__(self, address: str) -> None:
-        super().__init__(address, [USER])
-
-    def delete(self, ids: np.ndarray) -> int:
-        self._step += 1
-        self.rows[USER.name][ids] = 0
-        part = Part(step=self._step, step_end_unix_ns=1, rows=[RowBatch.deletes(Shard.whole(USER), ids)])
-        return self._publisher.publish(part).result(WAIT).number
-
-
 def wait_for(service: RunningService, consumer: str, replica: str, head: int) -> None:
     def has_all(lag: dict[str, Any]) -> bool:
         its = next(each for each in lag["replicas"] if each["replica"] == replica)
@@ -71,10 +58,10 @@ def test_everybody_learns_of_deletes(service: RunningService, consumer: str) -> 
     """One delete a release would be all that the policy lets out."""
     there, away, late = Recorder(), Recorder(), Recorder()
     value_type = ValueType.INT8 if consumer == "top" else ValueType.FP32
-    with Deleting(service.grpc) as trainer, follow(service, consumer, "there", there):
+    with Trainer(service.grpc, [USER]) as trainer, follow(service, consumer, "there", there):
         with follow(service, consumer, "away", away) as left:
             wait_until_in_sync(service, consumer, trainer.publish_all())
-        head = trainer.delete(GONE)
+        head = trainer.delete(USER, GONE).number
         wait_for(service, consumer, "there", head)
         assert deleted_in(there) == GONE.tolist()
         # In the release after: top_k alone would have let one of them out.
@@ -95,13 +82,13 @@ def test_everybody_learns_of_deletes(service: RunningService, consumer: str) -> 
 
 
 def test_to_replicas_of_an_older_protocol_a_delete_is_a_row_of_zeros(service: RunningService) -> None:
-    with Deleting(service.grpc) as trainer:
+    with Trainer(service.grpc, [USER]) as trainer:
         trainer.publish_all()
         for protocols, deleted in ((Protocols(1, 2), False), (Protocols(1, 3), True)):
             stream = ReplicaStream(service.grpc, consumer="predictors", replica="r", protocols=protocols)
             with stream:
                 stream.release()
-                trainer.delete(GONE)
+                trainer.delete(USER, GONE)
                 (rows,), end = stream.release()
             assert (rows.deleted, np.frombuffer(rows.ids, "<i8").tolist()) == (deleted, GONE.tolist())
             assert rows.values == (b"" if deleted else bytes(len(GONE) * USER.dim * 4))
@@ -109,7 +96,7 @@ def test_to_replicas_of_an_older_protocol_a_delete_is_a_row_of_zeros(service: Ru
 
 
 def test_a_delete_of_no_row_of_the_shard_is_refused_and_nothing_is_written(service: RunningService) -> None:
-    with Deleting(service.grpc) as trainer:
+    with Trainer(service.grpc, [USER]) as trainer:
         trainer.publish_all()
         options = PublisherOptions(service=service.grpc, model="clicks", run="other", run_started_unix_ns=2)
         with Publisher(options, [USER], [Shard.whole(USER)]) as other:

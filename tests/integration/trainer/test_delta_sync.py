@@ -8,7 +8,7 @@ import torch
 from tests.support.process import ServiceProcess
 from torch import nn
 
-from deltasync.client import NumpyTarget, Subscriber, SubscriberOptions
+from deltasync.client import CallbackTarget, NumpyTarget, Release, Subscriber, SubscriberOptions
 from deltasync.core.errors import InvalidInput, ServiceUnavailable
 from deltasync.trainer.sync import DeltaSync, SyncOptions
 
@@ -189,3 +189,48 @@ def test_the_newest_event_of_all_steps_goes_with_a_cut(service: ServiceProcess) 
         change(model)
         replica.wait_for(sync.flush(), 30)
         assert replica.event_time_unix_ns is None
+
+
+class Shop(nn.Module):
+    def __init__(self, users: int, *, items: int = 0) -> None:
+        super().__init__()
+        self.user = nn.EmbeddingBag(users, 4)
+        self.over = nn.Linear(4, 2)
+        if items:
+            self.item = nn.EmbeddingBag(items, 4)
+            self.norm = nn.BatchNorm1d(4)
+
+
+def test_a_larger_model_from_a_checkpoint_publishes_what_is_new(service: ServiceProcess) -> None:
+    """A table, a column of buffers and rows more."""
+    target, received = NumpyTarget(), list[int]()
+
+    def take(release: Release) -> None:
+        target.apply(release)
+        received.append(sum(map(len, release.rows)))
+
+    def follower() -> Subscriber:
+        options = SubscriberOptions(
+            service=service.grpc, consumer="predictors", replica="p1", held=target.position
+        )
+        return Subscriber(options, CallbackTarget(take))
+
+    before, after = Shop(10), Shop(25, items=7)
+    with delta_sync(service, before) as sync, follower() as replica:
+        replica.wait_for(sync.flush(), 30)
+        state = sync.state_dict()
+    with torch.no_grad():
+        after.over.load_state_dict(before.over.state_dict())
+        after.user.weight[:10] = before.user.weight
+    received.clear()
+    with delta_sync(service, after) as sync, follower() as replica:
+        sync.load_state_dict([state])
+        with torch.no_grad():
+            after.user.weight[3] += 1
+        sync.tracker.mark("user.weight", torch.tensor([3]))
+        replica.wait_for(sync.flush(), 30)
+    new = sum(rows.numel() // rows.shape[-1] if rows.dim() else 1 for rows in after.norm.state_dict().values())
+    assert sum(received) == 1 + 15 + 7 + new
+    with target.reading() as tables:
+        for name, tensor in after.state_dict().items():
+            np.testing.assert_array_equal(tables[name].reshape(tensor.shape), tensor.numpy())

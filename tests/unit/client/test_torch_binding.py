@@ -231,8 +231,12 @@ def test_tables_that_come_later_and_have_no_place_leave_the_rest_going(caplog: p
     caplog.clear()
     shop = dataclasses.replace(USER, name="sparse.embedding_bags.shop")
     grown = dataclasses.replace(ITEM, rows=9)
+    held = TargetChecksums(target)
     for number in (2, 3):
-        target.apply(release_of(number, rows_of(USER, number), rows_of(grown, number), rows_of(shop, number)))
+        release = release_of(number, rows_of(USER, number), rows_of(grown, number), rows_of(shop, number))
+        held.before(release)
+        target.apply(release)
+        assert held.after(release).keys() == {USER.name}
     assert target.bound() == {USER.name}
     assert set(target.tables()[USER.name].flatten().tolist()) == {3}
     assert (target.read(shop, np.arange(1)), target.read(grown, np.arange(1))) == (None, None)

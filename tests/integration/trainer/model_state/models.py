@@ -182,8 +182,14 @@ def _sorted(case: Case) -> nn.Module:
         eviction_policy=case.policy(),
         eviction_interval=2,
         input_hash_size=RAW_IDS,
+        input_hash_func=_mixed if case.sequences else None,
     )
     return module
+
+
+def _mixed(ids: torch.Tensor, below: int) -> torch.Tensor:
+    """Ids below, of which ones next to each other are not."""
+    return ids * 7919 % below
 
 
 def _hashed() -> nn.Module:

@@ -39,12 +39,13 @@ from deltasync.client import Endpoint, Subscriber, SubscriberOptions
 from deltasync.client.admin import Admin
 from deltasync.client.torch_target import TorchTarget
 from deltasync.core.policy import Policy
+from deltasync.core.tables import TableKind
 from deltasync.trainer.sync import DeltaSync, SyncOptions
 
 PATIENCE_SECONDS = 60.0
 # A view of its own, which sends all that has changed.
 POLICIES = {"plain": Policy(), "ranked": Policy(top_k=1_000_000)}
-STEPS, DRIFT = 12, 25
+STEPS, DRIFT, RESUMED_AFTER = 12, 25, 5
 
 
 def batches(case: Case, step: int) -> tuple[Batch, Batch]:
@@ -203,7 +204,8 @@ def follow(name: str, service: str) -> None:
         replicas = [
             _replica(stack, case, name, service, consumer) for consumer in POLICIES if dist.get_rank() == 0
         ]
-        sync = DeltaSync(model, SyncOptions(service=service, model=name, publish_every=1))
+        options = SyncOptions(service=service, model=name, publish_every=1)
+        sync = DeltaSync(model, options)
         to_training(model)
         known = []
         for step in range(STEPS):
@@ -211,12 +213,29 @@ def follow(name: str, service: str) -> None:
             give_rows(model, trained)
             train(model, optimizer, trained)
             sync.step()
+            if step == RESUMED_AFTER:
+                sync = _resumed(sync, model, options)
             if step % 3 == 1:
                 _compare(model, case, replicas, sync.flush(PATIENCE_SECONDS), asked)
                 known.append(_known(model))
         assert not case.managed or any(before - after for before, after in pairwise(known)), "none was evicted"
         sync.abort()
     dist.barrier()
+
+
+def _resumed(sync: DeltaSync, model: nn.Module, options: SyncOptions) -> DeltaSync:
+    """Go on as from a checkpoint, which publishes what has changed since then alone."""
+    sync.flush(PATIENCE_SECONDS)
+    states: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(states, sync.state_dict())
+    sync.abort()
+    resumed = DeltaSync(model, options)
+    resumed.load_state_dict(states)
+    resumed.flush(PATIENCE_SECONDS)
+    # Which rows unknown ids take may be others in a run with other options.
+    kinds = [table.table.kind for table in resumed.tracker.tables]
+    assert resumed.stats.rows == kinds.count(TableKind.ID_RANGES)
+    return resumed
 
 
 def _replica(stack: ExitStack, case: Case, name: str, service: str, consumer: str) -> Replica:

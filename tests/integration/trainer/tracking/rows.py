@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torchrec.distributed import DistributedModelParallel
 
 # By FQN, a whole table with NaN in what this rank does not hold.
@@ -46,11 +47,16 @@ def _table(key: str) -> str:
 
 
 def _is_held(value: Any) -> bool:
-    return not hasattr(value, "local_shards") or any(shard.tensor.numel() for shard in value.local_shards())
+    return not _is_sharded(value) or any(values.numel() for _, values in _shards(value))
+
+
+def _is_sharded(value: Any) -> bool:
+    """Under a DMPCollection, shards are in DTensors."""
+    return isinstance(value, DTensor) or hasattr(value, "local_shards")
 
 
 def _whole(value: Any) -> torch.Tensor:
-    if hasattr(value, "local_shards"):
+    if _is_sharded(value):
         return _placed(value, [values for _, values in _shards(value)])
     rows: torch.Tensor = value.detach().clone()
     return rows.view(rows.shape[0] if rows.dim() > 1 else 1, -1)
@@ -58,7 +64,7 @@ def _whole(value: Any) -> torch.Tensor:
 
 def _placed(weight: Any, by_shard: list[torch.Tensor]) -> torch.Tensor:
     """Values of the shards of a weight, in their places."""
-    whole = torch.full(weight.size(), float("nan"), dtype=by_shard[0].dtype)
+    whole = torch.full(tuple(weight.size()), float("nan"), dtype=by_shard[0].dtype)
     for ((row, column), held), values in zip(_shards(weight), by_shard, strict=True):
         rows, columns = held.shape
         whole[row : row + rows, column : column + columns] = values if values.dim() > 1 else values.unsqueeze(1)
@@ -66,5 +72,12 @@ def _placed(weight: Any, by_shard: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _shards(value: Any) -> list[tuple[tuple[int, ...], torch.Tensor]]:
-    found = [(tuple(shard.metadata.shard_offsets), shard.tensor.detach()) for shard in value.local_shards()]
+    if isinstance(value, DTensor):
+        local: Any = value.to_local()
+        pieces: Any = zip(
+            local.local_offsets(), local.local_shards(), strict=False
+        )  # A rank without any has an offset.
+    else:
+        pieces = ((shard.metadata.shard_offsets, shard.tensor) for shard in value.local_shards())
+    found = [(tuple(offsets), values.detach()) for offsets, values in pieces]
     return sorted(found, key=lambda shard: shard[0][::-1])

@@ -31,7 +31,7 @@ class Run:
         self._lengths_known = _watch_lengths(self._model)
         self._pipeline = training.pipeline(self._model, optimizer, torch.device("cpu"))
         self._weights, self._momenta = weights(self._model), momenta(self._model)
-        self._tracker = Tracker(self._model, TrackerOptions(dense=True, consumers=()))
+        self._tracker = Tracker(self._model, TrackerOptions(dense=True, verify=True, consumers=()))
         self._compacting = Tracker(self._model, TrackerOptions(dense=True, auto_compact=True, consumers=()))
         self._of_momenta = self._momentum_tracker()
         rowwise_adagrad = all(spec.optimizer is None for spec in case.tables)

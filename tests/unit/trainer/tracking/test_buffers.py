@@ -4,6 +4,7 @@ import copy
 import pickle
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -110,17 +111,20 @@ def test_every_shape(shape: tuple[int, ...]) -> None:
     [
         (
             torch.zeros(2, dtype=torch.bfloat16),
-            r"buffer 'held' is of type torch.bfloat16, expected one of float32,",
+            r"buffer 'odd.held' is of type torch.bfloat16, expected one of float32,",
         ),
-        (torch.zeros(2, dtype=torch.complex64), "buffer 'held' is of type torch.complex64"),
-        (torch.zeros(2, 3).t(), "buffer 'held' does not lie in memory row by row: make it contiguous"),
-        (torch.zeros(2, 3).to_sparse(), "buffer 'held' does not lie in memory row by row"),
-        (torch.zeros(1).expand(3), "buffer 'held' does not lie in memory row by row"),
+        (torch.zeros(2, dtype=torch.complex64), "buffer 'odd.held' is of type torch.complex64"),
+        (torch.zeros(2, 3).t(), "buffer 'odd.held' does not lie in memory row by row: make it contiguous"),
+        (torch.zeros(2, 3).to_sparse(), "buffer 'odd.held' does not lie in memory row by row"),
+        (torch.zeros(1).expand(3), "buffer 'odd.held' does not lie in memory row by row"),
     ],
 )
 def test_what_cannot_be_published_is_refused_by_name(buffer: torch.Tensor, message: str) -> None:
-    with pytest.raises(InvalidInput, match=message):
-        tracker(Holder(buffer))
+    model = nn.ModuleDict({"odd": Holder(buffer), "plain": nn.Linear(1, 1)})
+    for attach in (tracker, partial(published_tables, dense=True)):
+        with pytest.raises(InvalidInput, match=message):
+            attach(model)
+    assert len(Tracker(model, TrackerOptions(dense=True, fqns_to_skip=["odd.held"])).tables) == 2
 
 
 def test_buffers_and_parameters_that_are_replaced_are_followed() -> None:
@@ -212,9 +216,11 @@ class _WithExtraState(nn.Linear):
 
 def test_extra_state_is_refused_where_it_would_be_published() -> None:
     model = nn.Sequential(_WithExtraState(2, 2))
-    with pytest.raises(InvalidInput, match="module '0', a _WithExtraState, has state of its own"):
-        tracker(model)
+    for attach in (tracker, partial(published_tables, dense=True)):
+        with pytest.raises(InvalidInput, match="module '0', a _WithExtraState, has state of its own"):
+            attach(model)
     Tracker(model)
+    Tracker(model, TrackerOptions(dense=True, fqns_to_skip=["0"]))
 
 
 def test_what_has_no_shape_yet_is_refused() -> None:

@@ -59,6 +59,7 @@ class CollisionModule:
         row_offset: of this rank's rows.
         number: of this rank's shard.
         shards: how many there are.
+        sharded: the table is, if only over one rank.
     """
 
     name: str
@@ -68,6 +69,7 @@ class CollisionModule:
     row_offset: int
     number: int
     shards: int
+    sharded: bool
 
     @property
     def hashes(self) -> bool:
@@ -129,7 +131,8 @@ def _of_collection(name: str, module: Any) -> Iterator[CollisionModule]:
         rows = collection._table_name_to_config[table].num_embeddings
         offsets, offset = _shard_offsets(collection, table)
         of = _table(f"{name}._embedding_module".removeprefix("."), module._embedding_module, table)
-        yield CollisionModule(fqn, collisions, of, rows, offset, offsets.index(offset), len(offsets))
+        sharded = isinstance(collection, ShardedManagedCollisionCollection)
+        yield CollisionModule(fqn, collisions, of, rows, offset, offsets.index(offset), len(offsets), sharded)
 
 
 def _table(name: str, embeddings: nn.Module, table: str) -> str:

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from deltasync.core.errors import InvalidInput
 from deltasync.core.tables import TableKind, TableSpec, matrix_shape
-from deltasync.trainer.tracking.modules import outside_of_tables
+from deltasync.trainer.tracking.modules import modules_outside_of_tables
 
 _DTYPES: dict[torch.dtype, np.dtype[np.generic]] = {
     torch.float32: np.dtype("<f4"),
@@ -93,7 +93,7 @@ def module_tensors(model: nn.Module) -> list[ModuleTensor]:
         InvalidInput: one has no shape yet.
     """
     found: dict[int, ModuleTensor] = {}
-    for name, module in outside_of_tables(model):
+    for name, module in modules_outside_of_tables(model):
         for attribute, tensor, kind in _own(module):
             fqn = f"{name}.{attribute}" if name else attribute
             if is_lazy(tensor):
@@ -121,7 +121,7 @@ def modules_with_buffers(model: nn.Module) -> list[nn.Module]:
     """The modules outside of embedding tables that have buffers which `state_dict` has."""
     return [
         module
-        for _, module in outside_of_tables(model)
+        for _, module in modules_outside_of_tables(model)
         if any(kind is TableKind.BUFFER for _, _, kind in _own(module))
     ]
 

@@ -47,7 +47,17 @@ def sharded_modules(model: nn.Module) -> Iterator[tuple[str, ShardedEmbeddingMod
             raise InvalidInput(f"module {name!r} is a {type(module).__name__}, whose rows cannot be tracked")
 
 
-def outside_of_tables(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def outside_of_tables(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Every parameter outside of embedding tables and its FQN, each once."""
+    seen = set[int]()
+    for name, module in modules_outside_of_tables(model):
+        for own, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield f"{name}.{own}" if name else own, parameter
+
+
+def modules_outside_of_tables(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every module outside of sharded embedding modules and of managed collision, and its FQN, each once."""
     inside = [name for name, _ in sharded_modules(model)]
     inside += [name for name, module in named_modules(model) if isinstance(module, _COLLISIONS)]

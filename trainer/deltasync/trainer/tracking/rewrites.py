@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 from torchrec.distributed.model_parallel import DMPCollection
-from torchrec.distributed.types import ShardingStrategy
+from torchrec.distributed.types import ShardingEnv2D, ShardingStrategy
 
 from deltasync.core.errors import InvalidInput
 from deltasync.trainer.tracking.modules import sharded_modules, table_fqn
@@ -112,6 +113,12 @@ def check_averages(model: nn.Module) -> None:
                 "a DMPCollection of sharding_strategy FULLY_SHARDED has whole rows on no rank between steps, so "
                 "that they cannot be tracked: use DEFAULT or PER_MODULE"
             )
+
+
+def is_replica(module: ShardedEmbeddingModule) -> bool:
+    """Whether other ranks are the first to have the rows that this one has of a module, under a DMPCollection."""
+    environment = getattr(module, "_env", None)
+    return isinstance(environment, ShardingEnv2D) and dist.get_rank(environment.replica_pg) > 0
 
 
 def _is_fully_sharded(context: Any) -> bool:

@@ -293,9 +293,9 @@ class RowMarking:
         follow_replaced(self._tables)
         for id_map in self._id_maps:
             changed = id_map.update()
-            for fqn in (id_map.of, id_map.tables[0].name):
-                if fqn in self._numbers:
-                    self._stamps.stamp(self._numbers[fqn], changed)
+            for number in (self._numbers.get(fqn) for fqn in (id_map.of, id_map.tables[0].name)):
+                if number is not None:
+                    self._stamps.stamp(number, changed.to(self._tables[number].device))
 
     def _mark_lookup(self, features: KeyedJaggedTensor, kernel: nn.Module) -> None:
         with self._gate:

@@ -7,13 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, ShardedEmbeddingModule
 
 from deltasync.core.errors import InvalidInput
 from deltasync.core.tables import Shard, TableSpec
-from deltasync.trainer.tracking.module_tensors import ModuleTensor, module_tensors
+from deltasync.trainer.tracking.module_tensors import ModuleTensor
 from deltasync.trainer.tracking.modules import table_fqn
 
 _DTYPES: dict[torch.dtype, np.dtype[np.generic]] = {torch.float32: np.dtype("<f4"), torch.float16: np.dtype("<f2")}
@@ -156,16 +155,12 @@ def check_deletable(table: TableSpec) -> None:
         )
 
 
-def dense_tables(model: nn.Module) -> list[TrackedTable]:
-    """Every parameter and buffer outside of embedding tables, as a table.
+def dense_table(tensor: ModuleTensor) -> TrackedTable:
+    """A parameter or buffer outside of embedding tables, as a table.
 
     Raises:
-        InvalidInput: one has a type or a layout that cannot be published.
+        InvalidInput: its type or layout cannot be published.
     """
-    return [_dense_table(tensor) for tensor in module_tensors(model)]
-
-
-def _dense_table(tensor: ModuleTensor) -> TrackedTable:
     shard = TrackedShard(Shard.whole(tensor.table), tensor.matrix(), source=tensor)
     return TrackedTable(tensor.table, [shard], [], fused=False, replicated=True)
 

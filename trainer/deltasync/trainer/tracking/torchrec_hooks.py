@@ -158,6 +158,8 @@ def listen_to_maps(hooks: Hooks, model: nn.Module, listener: Callable[[], None])
     for found in collision_modules(model):
         if found.hashes:  # In each forward; there is no other place.
             listen_to_forwards(hooks, [found.module.input_mapper], listener)
+        elif not found.sharded:
+            listen_to_forwards(hooks, [found.module], listener)
         else:
             hooks.listen(f"module {found.name!r}", found.module, "_coalesce_history", listener, first=True)
 
@@ -167,8 +169,7 @@ def listen_to_gradients(hooks: Hooks, model: nn.Module, listener: Callable[[torc
 
     Within backward, in a thread of autograd.
     """
-    for _, module in outside_of_tables(model):
-        for parameter in module.parameters(recurse=False):
-            if parameter.requires_grad:
-                handle = parameter.register_post_accumulate_grad_hook(listener)  # type: ignore[no-untyped-call]
-                hooks.undo_with(handle.remove)
+    for _, parameter in outside_of_tables(model):
+        if parameter.requires_grad:
+            handle = parameter.register_post_accumulate_grad_hook(listener)  # type: ignore[no-untyped-call]
+            hooks.undo_with(handle.remove)

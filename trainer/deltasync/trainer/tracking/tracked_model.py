@@ -1,7 +1,7 @@
 """The tracked part of a model: its tables, and which of them the lookups of each kernel change."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,16 +17,16 @@ from deltasync.trainer.tracking.id_maps import IdMap, id_maps
 from deltasync.trainer.tracking.module_tensors import module_tensors
 from deltasync.trainer.tracking.modules import is_skipped, sharded_modules, table_fqn
 from deltasync.trainer.tracking.options import TrackerOptions
-from deltasync.trainer.tracking.rewrites import check_averages
+from deltasync.trainer.tracking.rewrites import check_averages, is_replica
 from deltasync.trainer.tracking.shards import (
     TrackedTable,
-    dense_tables,
+    dense_table,
     kernel_tables,
     lookups_of,
     merged,
     table_dtype,
 )
-from deltasync.trainer.tracking.unpublished import UnpublishedState
+from deltasync.trainer.tracking.unpublished import UnpublishedState, check_extra_state
 from deltasync.trainer.tracking.update_rules import check_tracked
 
 # Which table is marked (None: none), and how many features are looked up in it.
@@ -63,23 +63,30 @@ def tracked_model(model: nn.Module, options: TrackerOptions) -> TrackedModel:
         InvalidInput: some have rows that cannot be tracked, or nothing is called as one of `fqns_to_skip`.
     """
     modules = dict(sharded_modules(model))
-    outside = dense_tables(model) if options.dense else []
+    outside = module_tensors(model) if options.dense else []
     maps = id_maps(model) if options.id_maps else []
-    _check_skips(modules, [*outside, *_tables_of_maps(maps)], options)
+    others = [tensor.name for tensor in outside] + [table.name for table in _tables_of_maps(maps)]
+    _check_skips(modules, others, options)
     check_averages(model)
     kernels = {}
     for name, module in modules.items():
         for kernel in _kernels_wanted(name, module, options):
             check_tracked(name, kernel)
-            kernels[kernel] = kernel_tables(name, module, kernel)
-    everything = [table for tables in kernels.values() for table in tables] + outside
+            tables = kernel_tables(name, module, kernel)
+            kernels[kernel] = (
+                [replace(table, replicated=True) for table in tables] if is_replica(module) else tables
+            )
+    everything = [table for tables in kernels.values() for table in tables]
     wanted = [table for table in merged(everything) if not is_skipped(table.name, options.fqns_to_skip)]
+    wanted += [dense_table(tensor) for tensor in outside if not is_skipped(tensor.name, options.fqns_to_skip)]
     tables = [table for table in wanted if options.replicas or not table.replicated]
     replicas = [table for table in wanted if table not in tables]
     maps = [one for one in maps if any(table.name == one.of for table in tables)]
     tables += [table for table in _tables_of_maps(maps) if not is_skipped(table.name, options.fqns_to_skip)]
     numbers = {table.name: number for number, table in enumerate(tables) if table.fused}
     lookups = {kernel: _lookups(of_kernel, numbers) for kernel, of_kernel in kernels.items()}
+    if options.dense:
+        check_extra_state(model, options.fqns_to_skip)
     unpublished = UnpublishedState(model, options.fqns_to_skip) if options.dense else None
     return TrackedModel(modules, tables, replicas, lookups, maps, unpublished)
 
@@ -100,7 +107,9 @@ def published_tables(model: nn.Module, *, dense: bool) -> list[TableSpec]:
             fqn = table_fqn(name, module, config.name)
             dtype = table_dtype(fqn, data_type_to_dtype(config.data_type))
             tables.append(TableSpec(fqn, config.num_embeddings, config.embedding_dim, dtype))
-    tables += [tensor.table for tensor in module_tensors(model)] if dense else []
+    if dense:  # Checked on all ranks, so that none waits for one that has failed.
+        check_extra_state(model)
+        tables += [dense_table(tensor).table for tensor in module_tensors(model)]
     maps = [table for found in collision_modules(model) for table in found.tables]
     return tables + [table for table in maps if any(table.of == other.name for other in tables)]
 
@@ -141,11 +150,9 @@ def ids_by_table(lookups: list[Lookup], features: KeyedJaggedTensor) -> Iterator
         first += count
 
 
-def _check_skips(
-    modules: dict[str, ShardedEmbeddingModule], outside: list[TrackedTable], options: TrackerOptions
-) -> None:
+def _check_skips(modules: dict[str, ShardedEmbeddingModule], others: list[str], options: TrackerOptions) -> None:
     fqns = [table_fqn(name, module, table) for name, module in modules.items() for table in _table_names(module)]
-    fqns += [table.name for table in outside]
+    fqns += others
     for skip in options.fqns_to_skip:
         if not any(is_skipped(fqn, [skip]) for fqn in fqns):
             raise InvalidInput(f"fqns_to_skip: {skip!r} is no table and no part of one; tables: {', '.join(fqns)}")

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from deltasync.core.errors import InvalidInput
-from deltasync.trainer.tracking.modules import is_skipped, outside_of_tables
+from deltasync.trainer.tracking.modules import is_skipped, modules_outside_of_tables
 
 _ADVICE = "or publish without what is outside of embedding tables (dense=False)"
 
@@ -18,20 +18,10 @@ class UnpublishedState:
     """
 
     def __init__(self, model: nn.Module, fqns_to_skip: Collection[str] = ()) -> None:
-        """Remember what there is, except in modules that are skipped.
-
-        Raises:
-            InvalidInput: a module has extra state.
-        """
-        modules = outside_of_tables(model)
+        """Remember what there is, except in modules that are skipped."""
+        modules = modules_outside_of_tables(model)
         self._modules = [(name, module) for name, module in modules if not is_skipped(name, fqns_to_skip)]
         self._names = [_names(module) for _, module in self._modules]
-        for name, module in self._modules:
-            if type(module).get_extra_state is not nn.Module.get_extra_state:
-                raise InvalidInput(
-                    f"module {name!r}, a {type(module).__name__}, has state of its own (get_extra_state), which "
-                    f"cannot be published: keep it in buffers, {_ADVICE}"
-                )
         self._copies = {
             (name, attribute): (module, buffer.detach().clone())
             for name, module in self._modules
@@ -63,6 +53,20 @@ class UnpublishedState:
                     f"buffer {f'{name}.{attribute}'.removeprefix('.')!r} has changed and is not in the state_dict "
                     f"(persistent=False), so that no predictor would learn of it: make it persistent, {_ADVICE}"
                 )
+
+
+def check_extra_state(model: nn.Module, fqns_to_skip: Collection[str] = ()) -> None:
+    """Check that no module outside of embedding tables, but for those that are skipped, has extra state.
+
+    Raises:
+        InvalidInput: one has.
+    """
+    for name, module in modules_outside_of_tables(model):
+        if type(module).get_extra_state is not nn.Module.get_extra_state and not is_skipped(name, fqns_to_skip):
+            raise InvalidInput(
+                f"module {name!r}, a {type(module).__name__}, has state of its own (get_extra_state), which "
+                f"cannot be published: keep it in buffers, {_ADVICE}"
+            )
 
 
 def _names(module: nn.Module) -> set[str]:

@@ -33,7 +33,7 @@ def as_tensordict(batch: Batch) -> TensorDict:
 def follow(module: nn.Module, stream: Iterable[Any], **options: Any) -> None:
     """Train on a stream, and see after each batch that consumers are given the rows that it has changed."""
     training = Training(module, BOTH_RANKS)
-    tracker = Tracker(training.model, TrackerOptions(dense=True, consumers=()))
+    tracker = Tracker(training.model, TrackerOptions(dense=True, verify=True, consumers=()))
     followers = [
         Follower(tracker, TrackingMode.EMBEDDING_LAST, 1, training.held),
         Follower(tracker, TrackingMode.EMBEDDING, 3, training.held),

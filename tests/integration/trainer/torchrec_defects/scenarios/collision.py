@@ -1,8 +1,9 @@
 """Row 27: tables behind managed collision, whose ids are remapped and whose rows are reset."""
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -158,6 +159,24 @@ def rows_are_not_read_while_they_are_evicted() -> None:
 def _read_in_vain(tracker: Tracker, **_: object) -> None:
     with ThreadPoolExecutor(1) as other, pytest.raises(DeltasyncError, match="has not ended"):
         other.submit(tracker.get_delta, timeout_seconds=0.01).result()
+
+
+def _sort_unread(tracker: Tracker, sort: Callable[[], None]) -> None:
+    _read_in_vain(tracker)
+    sort()
+
+
+@scenario(row=27)
+def maps_are_not_read_while_they_change() -> None:
+    for kind in KINDS.values():
+        model = _model(kind, evicts_every=1)
+        tracker = Tracker(model, TrackerOptions(id_maps=True))
+        [remapping] = [module for module in model.modules() if isinstance(module, MCHManagedCollisionModule)]
+        sorting = Mock(side_effect=partial(_sort_unread, tracker, remapping._sort_mch_buffers))
+        with patch.object(remapping, "_sort_mch_buffers", sorting):
+            _evict(model, tracker)
+        sorting.assert_called()
+        assert [fqn for fqn in tracker.get_delta().rows if fqn.endswith(".raw_ids")]
 
 
 @scenario(row=27)

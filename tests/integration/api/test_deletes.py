@@ -1,0 +1,148 @@
+"""Having rows deleted: by the client library, by HTTP and by the command line, and what ranks are told."""
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from tests.support.fleet import admin_of
+from tests.support.server import TOKEN, RunningService
+from tests.support.wire import ITEM, USER, WHOLE, RankStream, full_part, part, random_rows
+
+from deltasync.cli.rows import rows
+from deltasync.client import Endpoint
+from deltasync.client.admin import Admin
+from deltasync.core.errors import DeltasyncError, InvalidInput, NotFound, NotPermitted
+
+
+@pytest.fixture
+def rank(running: RunningService) -> Iterator[RankStream]:
+    """A rank that takes deletes, and has published everything."""
+    with RankStream(running.grpc, takes_deletes=True) as stream:
+        assert not stream.opened().deletes
+        stream.send(*full_part(1, random_rows(0), WHOLE))
+        stream.sealed()
+        yield stream
+
+
+def post(service: RunningService, body: Any, token: str = TOKEN) -> tuple[int, Any]:
+    request = urllib.request.Request(  # noqa: S310
+        service.http + "/deletes",
+        json.dumps(body).encode(),
+        {"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=10) as response:  # noqa: S310
+            return response.status, json.load(response)
+    except HTTPError as error:
+        with error:
+            return error.code, json.load(error)
+
+
+def answered(rank: RankStream, step: int, *numbers: int) -> list[Any]:
+    """What a rank is asked for in the answer to a part in which it has met these."""
+    requests = part(step, [])
+    requests[-1].close.deletes.extend(numbers)
+    rank.send(*requests)
+    return list(rank.receive().sealed.deletes)
+
+
+def test_ranks_are_asked_until_they_say_that_it_is_done(running: RunningService, rank: RankStream) -> None:
+    pending = admin_of(running).delete_rows("clicks", ITEM.name, [7, 3])
+    assert (pending.model, pending.table, pending.rows) == ("clicks", ITEM.name, 2)
+    assert pending.reason == "run run-1 is asked, and deletes them with one of its next cuts"
+    (asked,) = answered(rank, 2)
+    assert (asked.number, asked.table, list(asked.ids)) == (pending.number, 1, [3, 7])
+    assert admin_of(running).pending_deletes() == [pending]
+    assert answered(rank, 3, asked.number) == []
+    assert admin_of(running).pending_deletes() == []
+    events = running.get("/metrics")[1]
+    for event in ("delete_requested", "rows_deleted"):
+        assert f'deltasync_events_total{{event="{event}"}} 1.0' in events
+
+
+def test_a_run_that_comes_later_is_asked_with_its_first_answer(running: RunningService, rank: RankStream) -> None:
+    number = admin_of(running).delete_rows("clicks", USER.name, [1]).number
+    with RankStream(running.grpc, run="run-2", started=2, takes_deletes=True) as later:
+        assert [each.number for each in later.opened().deletes] == [number]
+
+
+def test_a_rank_that_does_not_know_of_deletes_is_not_asked(running: RunningService, rank: RankStream) -> None:
+    admin_of(running).delete_rows("clicks", USER.name, [1])
+    with RankStream(running.grpc, run="run-2", started=2) as old:
+        assert not old.opened().deletes
+        assert admin_of(running).pending_deletes()[0].reason.endswith("does not know of deletes: update it")
+
+
+def test_over_http(running: RunningService, rank: RankStream) -> None:
+    wanted = {"model": "clicks", "table": USER.name, "ids": [5, 1]}
+    status, line = post(running, wanted)
+    assert status == 202
+    assert running.get_json("/deletes") == [line]
+    assert line == {
+        "model": "clicks",
+        "table": USER.name,
+        "rows": 2,
+        "asked_unix_ns": admin_of(running).pending_deletes()[0].number,
+        "reason": "run run-1 is asked, and deletes them with one of its next cuts",
+    }
+    assert post(running, wanted, token="wrong")[0] == 403  # noqa: S106
+    assert post(running, wanted | {"model": "bids"})[0] == 404
+    assert post(running, wanted | {"ids": [40]})[0] == 400
+    assert len(running.get_json("/deletes")) == 1
+
+
+@pytest.mark.parametrize(
+    ("table", "ids", "error", "message"),
+    [
+        ("nowhere", [1], NotFound, "model 'clicks' has no table 'nowhere'; its embedding tables: "),
+        (USER.name, [40], InvalidInput, f"row 40 is outside of table '{USER.name}' of model 'clicks'"),
+        (USER.name, [-1], InvalidInput, "row -1 of table .* rows count from 0"),
+        (USER.name, [], InvalidInput, "name 1 to 100000 rows"),
+        (USER.name, range(100_001), InvalidInput, "name 1 to 100000 rows"),
+    ],
+)
+def test_what_is_refused(
+    running: RunningService, rank: RankStream, table: str, ids: Any, error: type[DeltasyncError], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        admin_of(running).delete_rows("clicks", table, ids)
+    assert admin_of(running).pending_deletes() == []
+
+
+def test_it_needs_the_token(running: RunningService, rank: RankStream) -> None:
+    with pytest.raises(NotPermitted):
+        Admin(Endpoint(running.grpc, "wrong")).delete_rows("clicks", USER.name, [1])
+    assert Admin(running.grpc).pending_deletes() == [], "a look needs none"
+
+
+def test_by_the_command_line(running: RunningService, rank: RankStream) -> None:
+    service = ["--service", running.grpc]
+    arguments = ["delete", "clicks", USER.name, "5", "1", *service, "--admin-token", TOKEN]
+    done = CliRunner().invoke(rows, arguments)
+    assert done.output == (
+        f"2 rows of table {USER.name} of model clicks are to be deleted: run run-1 is asked, and deletes them "
+        "with one of its next cuts\n"
+    )
+    listed = CliRunner().invoke(rows, ["pending", *service]).output.rstrip("\n").split("\t")
+    assert listed[:3] == ["clicks", USER.name, "2"]
+    assert np.datetime64(listed[3].removesuffix("Z")) <= np.datetime64("now")
+    assert listed[4].startswith("run run-1 is asked")
+    assert CliRunner().invoke(rows, ["delete", "clicks", USER.name, *service]).exit_code == 2
+
+
+def test_a_request_outlives_a_restart(tmp_path: Path) -> None:
+    with RunningService(tmp_path / "data") as service, RankStream(service.grpc) as stream:
+        stream.opened()
+        stream.send(*full_part(1, random_rows(0), WHOLE))
+        stream.sealed()
+        number = admin_of(service).delete_rows("clicks", USER.name, [1]).number
+    with RunningService(tmp_path / "data") as service:
+        assert admin_of(service).pending_deletes()[0].number == number
+        with RankStream(service.grpc, run="run-2", started=2, takes_deletes=True) as stream:
+            assert [each.number for each in stream.opened().deletes] == [number]
