@@ -164,7 +164,6 @@ BAD_PARTS = {
     ),
     "fewer rows than closed": ([chunk(11, 0, [5], rows(1, 4)), close(11, 2)], INVALID, "of 2 rows, but 1 arrived"),
     "more rows than closed": ([chunk(11, 0, [5], rows(1, 4)), close(11, 0)], INVALID, "of 0 rows, but 1 arrived"),
-    "not full": ([chunk(11, 0, [5], rows(1, 4)), close(11, 1, full=True)], INVALID, "its shards have 70"),
     "full of the same rows": (
         [
             chunk(11, 0, np.arange(40), rows(40, 4)),
