@@ -161,7 +161,6 @@ def test_a_full_log_refuses_parts_and_everything_else_goes_on(
         with RankStream(service.grpc) as rank, ReplicaStream(service.grpc, held=position) as replica:
             assert replica.release()[0] == []  # It is asked to show what it holds.
             rank.opened()
-            assert replica.release()[0] == []
             rank.send(*part(2, [(0, [7], rows[0][:1])]))
             assert rank.sealed().number == 2
             found, end = replica.release()
