@@ -93,8 +93,8 @@ class ReleaseDraft:
         """Wait until the log has the rows; those that it has not are left for later. Blocks; returns why.
 
         Raises:
-            StorageFailed: none of them is to be released. So it is where one that is forced is not in the log: those
-                that are belong together.
+            StorageFailed: none of them is to be released. So it is where the log lacks some that are forced: these
+                belong together.
         """
         self.written, refused, failure = self.log.settle()
         if failure and any(self.tables[piece.slot].needs(piece.rows) for piece in refused):

@@ -244,8 +244,8 @@ class ViewStore:
     def _replay(self, tables: Sequence[ViewTable], newest: int) -> None:
         """Write the rows that the log has of releases up to the newest one into the tables.
 
-        Of a later one it may have some and lack others, say a map without the rows that it leads to. No replica was
-        given any of them, and they are dirty still.
+        Of a later one it may have a part, say a map without the rows that it leads to. No replica was given any of
+        it, and all of it is dirty still.
         """
         last, shards = newest, [Shard.whole(table.held.spec) for table in tables]
         for record in self._log.read(self._stream):  # Also those that nobody needs: they may be of another number.

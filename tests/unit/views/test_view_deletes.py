@@ -1,4 +1,4 @@
-"""Deletes in views, and what belongs together in them: nobody keeps a row that is no more, or sees half a release."""
+"""Deletes, and what belongs together: nobody keeps a row that is no more, nor sees the half of a release."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
