@@ -106,7 +106,7 @@ class ReleaseDraft:
     def state_after(self, before: ViewState) -> ViewState:
         """The state once it is made; where it takes no rows, with the release of before and the backlog of now."""
         backlogs = {draft.table.source.spec.name: draft.backlog for draft in self.tables}
-        state = replace(before, compared_version=self.head.version, backlog=backlogs)
+        state = replace(before, compared_version=self.head.version, backlog=backlogs, mixed=False)
         taken = total(draft.amount for draft in self.tables)
         left = total(each.amount for each in backlogs.values())
         if taken.rows:
