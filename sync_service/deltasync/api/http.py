@@ -9,6 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from deltasync.api.consumer_routes import consumer_routes
 from deltasync.api.delete_routes import delete_routes
 from deltasync.core.errors import DeltasyncError, ServiceUnavailable
+from deltasync.core.tables import TableSpec
 from deltasync.service.service import Service
 from deltasync.status.answers import Answers
 from deltasync.wire.error_codes import http_status
@@ -16,7 +17,7 @@ from deltasync.wire.error_codes import http_status
 
 @dataclass(frozen=True)
 class TableLine:
-    """A table, in a list: `bytes` are those of its values."""
+    """A table, in a list: `bytes` are those of its values, `kind` is what it holds."""
 
     model: str
     table: str
@@ -25,6 +26,7 @@ class TableLine:
     dtype: str
     bytes: int
     head: int
+    kind: str
 
 
 def create_app(service: Service, token: str | None) -> FastAPI:
@@ -43,7 +45,7 @@ def create_app(service: Service, token: str | None) -> FastAPI:
     async def tables() -> list[TableLine]:
         """All tables of all models."""
         return [
-            TableLine(name, t.name, t.rows, t.dim, str(t.dtype), t.nbytes, model.seals.newest_version)
+            _line(name, t, model.seals.newest_version)
             for name, model in sorted(service.models.items())
             for t in (table.spec for table in model.tables)
         ]
@@ -68,3 +70,9 @@ def create_app(service: Service, token: str | None) -> FastAPI:
         return Response(await answers.metrics(), media_type=CONTENT_TYPE_LATEST)
 
     return app
+
+
+def _line(model: str, table: TableSpec, head: int) -> TableLine:
+    return TableLine(
+        model, table.name, table.rows, table.dim, str(table.dtype), table.nbytes, head, table.kind.value
+    )

@@ -80,8 +80,8 @@ class StampedTable:
         """Which rows hold nothing outside of some columns: where others hold some of a row, it is still there."""
         bits = self.rows.view(f"u{self.rows.itemsize}")
         before, after = bits[where, : columns.start], bits[where, columns.stop :]
-        empty: Mask = ~(before.any(axis=1) | after.any(axis=1))
-        return empty
+        filled: Mask = before.any(axis=1) | after.any(axis=1)
+        return ~filled
 
     def restamp(self, ids: Ids, stamps: Stamps) -> None:
         """Give the rows `ids` ([n], strictly ascending) these stamps ([n]) instead of their own."""
