@@ -9,7 +9,6 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from deltasync.api.consumer_routes import consumer_routes
 from deltasync.api.delete_routes import delete_routes
 from deltasync.core.errors import DeltasyncError, ServiceUnavailable
-from deltasync.core.tables import TableSpec
 from deltasync.service.service import Service
 from deltasync.status.answers import Answers
 from deltasync.wire.error_codes import http_status
@@ -17,7 +16,11 @@ from deltasync.wire.error_codes import http_status
 
 @dataclass(frozen=True)
 class TableLine:
-    """A table, in a list: `bytes` are those of its values, `kind` is what it holds."""
+    """A table, in a list.
+
+    `bytes` are those of its values. `ranks_differ` says that ranks of the trainer have different rows of it, as of
+    a buffer: those of the first are published.
+    """
 
     model: str
     table: str
@@ -27,6 +30,7 @@ class TableLine:
     bytes: int
     head: int
     kind: str
+    ranks_differ: bool
 
 
 def create_app(service: Service, token: str | None) -> FastAPI:
@@ -44,11 +48,7 @@ def create_app(service: Service, token: str | None) -> FastAPI:
     @app.get("/tables")
     async def tables() -> list[TableLine]:
         """All tables of all models."""
-        return [
-            _line(name, t, model.seals.newest_version)
-            for name, model in sorted(service.models.items())
-            for t in (table.spec for table in model.tables)
-        ]
+        return [line for name in sorted(service.models) for line in _lines(service, name)]
 
     @app.get("/livez", response_class=PlainTextResponse)
     async def livez() -> str:
@@ -72,7 +72,20 @@ def create_app(service: Service, token: str | None) -> FastAPI:
     return app
 
 
-def _line(model: str, table: TableSpec, head: int) -> TableLine:
-    return TableLine(
-        model, table.name, table.rows, table.dim, str(table.dtype), table.nbytes, head, table.kind.value
-    )
+def _lines(service: Service, name: str) -> list[TableLine]:
+    """The tables of a model."""
+    model, differing = service.models[name], service.coordinators[name].differing
+    return [
+        TableLine(
+            model=name,
+            table=t.name,
+            rows=t.rows,
+            dim=t.dim,
+            dtype=str(t.dtype),
+            bytes=t.nbytes,
+            head=model.seals.newest_version,
+            kind=t.kind.value,
+            ranks_differ=t.name in differing,
+        )
+        for t in (table.spec for table in model.tables)
+    ]

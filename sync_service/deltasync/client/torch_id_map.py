@@ -52,8 +52,6 @@ class SortedIds:
             Contradiction: two rows have one raw id; nothing was written.
         """
         held = _SortedMap.empty(self.table.rows) if reset else self._held
-        if not (rows or reset):
-            return _nothing
         for each in rows:
             held = held.changed(each.ids, _numbers(each))
         held.check(self.table.name)
@@ -146,8 +144,6 @@ class HashedIds:
         Raises:
             Contradiction: the module, which hashes in its own way, would not find a raw id; nothing was written.
         """
-        if not (rows or reset):
-            return _nothing
         held = self._module._hash_zch_identities.data
         staged = torch.full_like(held, -1) if reset else held.clone()
         for each in rows:
@@ -176,10 +172,6 @@ class HashedIds:
                 f"({self._module._max_probe}), input_hash_size ({self._module._input_hash_size}) and the share of "
                 "reserved slots must be as in the trainer"
             )
-
-
-def _nothing() -> None:
-    """Writes nothing."""
 
 
 def _not_found(module: Any, identities: torch.Tensor, raw: torch.Tensor) -> torch.Tensor:

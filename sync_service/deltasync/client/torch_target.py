@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 
@@ -13,7 +13,7 @@ from deltasync.client.targets import Release
 from deltasync.client.torch_binding import Binding, Place, Tensor, bind, missing_maps
 from deltasync.core.errors import Contradiction, DeltasyncError, InvalidInput, NotFound
 from deltasync.core.position import Position
-from deltasync.core.rows import Ids, Values
+from deltasync.core.rows import Ids, RowBatch, Values
 from deltasync.core.tables import TableSpec
 
 __all__ = ["TorchTarget"]
@@ -87,11 +87,7 @@ class TorchTarget:
         release.check_values()
         if release.tables != self._followed:
             self._follow(release.tables)
-        places, writes = self._binding.places, []
-        for table in release.tables:
-            if place := places.get(table.name):
-                rows = [each for each in release.rows if each.table.name == table.name]
-                writes.append(place.stage(rows, reset=release.resets(table)))
+        writes = self._staged(release)
         with self._lock, torch.no_grad():
             for write in writes:
                 write()
@@ -102,6 +98,17 @@ class TorchTarget:
         place = self._binding.places.get(table.name) if self._followed else self._outlived(table)
         # A table that has grown meanwhile is not the one that is held.
         return place.read(ids) if place and place.table == table else None
+
+    def _staged(self, release: Release) -> list[Callable[[], None]]:
+        """What writes a release, prepared while others still read."""
+        rows: dict[str, list[RowBatch]] = {table.name: [] for table in release.tables if release.resets(table)}
+        for each in release.rows:
+            rows.setdefault(each.table.name, []).append(each)
+        return [
+            self._binding.places[table.name].stage(rows[table.name], reset=release.resets(table))
+            for table in release.tables
+            if table.name in rows and table.name in self._binding.places
+        ]
 
     def _follow(self, tables: list[TableSpec]) -> None:
         """Bind the tables of a first release, or others than before."""

@@ -55,6 +55,7 @@ class CutCoordinator:
         self.run = _run_of(model.seals.newest)
         self.sessions: dict[int, RankSession] = {}  # By rank: only the newest session of a rank publishes.
         self.open_cut: OpenCut | None = None
+        self.differing = set[str]()  # Names of tables of which the run's ranks have different rows.
         self.rows = self.bytes = 0  # Of the cuts sealed since the service started.
         self._applying: asyncio.Task[None] | None = None
         self._sealing: asyncio.Task[None] | None = None
@@ -136,6 +137,7 @@ class CutCoordinator:
         if self.run is None or run.id != self.run.id:
             self.abandon(decision.reason)
             self.sessions.clear()
+            self.differing.clear()
         self.run = run
 
     async def _seal(self, current: OpenCut) -> None:

@@ -180,7 +180,6 @@ BAD_PARTS = {
     ),
     "fewer rows than closed": ([chunk(11, 0, [5], rows(1, 4)), close(11, 2)], INVALID, "of 2 rows, but 1 arrived"),
     "more rows than closed": ([chunk(11, 0, [5], rows(1, 4)), close(11, 0)], INVALID, "of 0 rows, but 1 arrived"),
-    "not full": ([chunk(11, 0, [5], rows(1, 4)), close(11, 1, full=True)], INVALID, "its shards have 70"),
     "full of the same rows": (
         [
             chunk(11, 0, np.arange(40), rows(40, 4)),
@@ -189,6 +188,11 @@ BAD_PARTS = {
         ],
         INVALID,
         "row id 0 came after 39",
+    ),
+    "differing of no table": (
+        [publish_pb2.PublishRequest(close=publish_pb2.PartClose(step=11, differing=[9]))],
+        INVALID,
+        "table 9 differs between ranks, but only 2 were announced",
     ),
     "an old step": (part(9, [(0, [1], rows(1, 4))]), CONTRADICTION, "step 10 of this run is published already"),
     "step back in the cut": (
