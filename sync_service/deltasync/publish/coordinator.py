@@ -109,8 +109,8 @@ class CutCoordinator:
             return "no run is publishing: the next one is asked"
         if not all(session.takes_deletes for session in here):
             return f"the trainer of run {self.run.id} does not know of deletes: update it"
-        if not any(table.name == request.table for table in here[0].tables):
-            return f"run {self.run.id} does not publish the table: the next run that does is asked"
+        if not any(table.name == request.table and table.kind.ranked for table in here[0].tables):
+            return f"run {self.run.id} publishes no embedding table of that name: the next run that does is asked"
         return f"run {self.run.id} is asked, and deletes them with one of its next cuts"
 
     async def idle(self) -> None:

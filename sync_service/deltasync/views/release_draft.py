@@ -93,8 +93,8 @@ class ReleaseDraft:
         """Wait until the log has the rows; those that it has not are left for later. Blocks; returns why.
 
         Raises:
-            StorageFailed: none of them is to be released. So it is where one that is forced is not in the log: those
-                that are belong together.
+            StorageFailed: none of them is to be released. So it is where the log lacks some that are forced: these
+                belong together.
         """
         self.written, refused, failure = self.log.settle()
         if failure and any(self.tables[piece.slot].needs(piece.rows) for piece in refused):
@@ -106,7 +106,7 @@ class ReleaseDraft:
     def state_after(self, before: ViewState) -> ViewState:
         """The state once it is made; where it takes no rows, with the release of before and the backlog of now."""
         backlogs = {draft.table.source.spec.name: draft.backlog for draft in self.tables}
-        state = replace(before, compared_version=self.head.version, backlog=backlogs)
+        state = replace(before, compared_version=self.head.version, backlog=backlogs, mixed=False)
         taken = total(draft.amount for draft in self.tables)
         left = total(each.amount for each in backlogs.values())
         if taken.rows:

@@ -56,12 +56,15 @@ class ViewState:
         newest: the newest release; None = replicas can be given nothing yet.
         compared_version: the version of the model at which its rows were last compared with those of the view.
         backlog: what was left of each table then, by the table's name. After a restart it is not known, and empty.
+        mixed: whether rows that belong together may be of several versions, say a map and the rows that it leads
+            to: nobody is given them before the next release, which makes them fit.
     """
 
     tables: tuple[ViewTable, ...] = ()
     newest: NewestRelease | None = None
     compared_version: int = 0
     backlog: Mapping[str, Backlog] = field(default_factory=dict)
+    mixed: bool = False
 
     @property
     def head(self) -> Head | None:
@@ -203,6 +206,7 @@ class ViewStore:
             "forked": self.history.first_version,
             "flushed": number,
             "seen": state.compared_version,
+            "mixed": state.mixed,
             "tables": [table_record(table) for table in state.tables],
         }
         self._log.put(view_name(self._consumer), pack_json(record)).result()
@@ -225,10 +229,12 @@ class ViewStore:
                 return
             self.history = ReleaseHistory(record["history"], record["forked"])
             self._flushed, compared_version = record["flushed"], record["seen"]
+            mixed = record.get("mixed", False)  # Records of earlier versions lack it.
             tables = self._open_tables(record["tables"])
         newest = self._recover_release()
         self._replay(tables, newest.head.number if newest else 0)
-        self.state = ViewState(tables=tables, newest=newest, compared_version=compared_version)
+        mixed = bool(mixed and newest and newest.head.number == self._flushed)
+        self.state = ViewState(tables=tables, newest=newest, compared_version=compared_version, mixed=mixed)
         if newest:
             self.history.add(newest.head)
         self.remove_unused()
@@ -244,8 +250,8 @@ class ViewStore:
     def _replay(self, tables: Sequence[ViewTable], newest: int) -> None:
         """Write the rows that the log has of releases up to the newest one into the tables.
 
-        Of a later one it may have some and lack others, say a map without the rows that it leads to. No replica was
-        given any of them, and they are dirty still.
+        Of a later one it may have a part, say a map without the rows that it leads to. No replica was given any of
+        it, and all of it is dirty still.
         """
         last, shards = newest, [Shard.whole(table.held.spec) for table in tables]
         for record in self._log.read(self._stream):  # Also those that nobody needs: they may be of another number.

@@ -1,4 +1,4 @@
-"""Deletes in views, and what belongs together in them: nobody keeps a row that is no more, or sees half a release."""
+"""Deletes, and what belongs together: nobody keeps a row that is no more, nor sees the half of a release."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.local_model import LocalModel
-from tests.support.view_scenarios import held_by_a_replica, run_again
+from tests.support.view_scenarios import held_by_a_replica, refuse, run_again
 
 from deltasync.core.errors import StorageFailed
 from deltasync.core.mode import Mode
@@ -17,7 +17,10 @@ from deltasync.core.policy import Policy
 from deltasync.core.rows import RowBatch
 from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.core.value_types import ValueType
+from deltasync.views.release_maker import ReleaseMaker
 from deltasync.views.store import ViewStore
+from deltasync.views.table import ViewTable
+from deltasync.views.table_maker import TableMaker
 from deltasync.views.view import View
 
 USER = TableSpec("user", 8, 4)
@@ -138,3 +141,50 @@ def test_a_delete_that_the_log_had_no_room_for_comes_with_the_next_release(
         assert await deletes_after(view, before) == [3]
 
     run(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("order", [[USER.name, MAP.name], [MAP.name, USER.name]])
+@pytest.mark.parametrize("crash", [True, False])
+def test_rows_that_change_hands_while_tables_are_made_go_with_their_map(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: list[str], crash: bool
+) -> None:
+    """Whichever of the two was copied before the cut; `top_k` leaves other rows for later."""
+    copy = TableMaker._copy
+
+    async def before(local: LocalModel) -> None:
+        copied: list[str] = []
+
+        async def copying(maker: TableMaker, table: ViewTable, number: int | None) -> None:
+            if table.source.spec.name == order[1]:
+                await hand_over(local, {1: 10, 2: 20, 3: 30})
+            await copy(maker, table, number)
+            copied.append(table.source.spec.name)
+
+        monkeypatch.setattr(TableMaker, "_copy", copying)
+        if order[0] == MAP.name:
+            monkeypatch.setattr("deltasync.views.table_maker.followed", lambda model, _: model.tables[::-1])
+            monkeypatch.setattr("deltasync.views.view.followed", lambda model, _: model.tables[::-1])
+        view = local.view()
+        if crash:
+            with monkeypatch.context() as patch:
+                patch.setattr(ReleaseMaker, "make", refuse)
+                with pytest.raises(StorageFailed, match="the disk is full"):
+                    await view.prepare(TOP)
+            assert not view.may_serve(TOP)
+        else:
+            await view.prepare(TOP)
+            await check_served(view)
+        assert copied == order
+
+    async def after(local: LocalModel) -> None:
+        view = local.view()
+        assert view.may_serve(TOP) is not crash
+        await view.prepare(TOP)
+        await check_served(view)
+
+    async def check_served(view: View) -> None:
+        assert view.may_serve(TOP)
+        await check_owners(view)
+
+    run(tmp_path, before)
+    run_again(tmp_path, after)
