@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support.process import ServiceProcess
+from tests.unit.trainer.tracking.test_id_maps import RAW_IDS, fill, model_of, sorted_ids
 from torch import nn
 
 from deltasync.client import CallbackTarget, NumpyTarget, Release, Subscriber, SubscriberOptions
@@ -119,6 +120,20 @@ def test_rows_marked_between_two_flushes_are_published(service: ServiceProcess) 
         sync.tracker.mark("weight", torch.tensor([1]))
         replica.wait_for(sync.flush().number, 30)
         assert_equal(target, model)
+
+
+def test_rows_that_are_free_again_are_free_after_everything_was_asked_for(service: ServiceProcess) -> None:
+    collisions = sorted_ids()
+    model, target = model_of(collisions), NumpyTarget()
+    fill(collisions, {10: 3, 20: 0})
+    with delta_sync(service, model) as sync, subscriber(service, target) as replica:
+        replica.wait_for(sync.flush().number, 30)
+        fill(collisions, {10: 3})
+        sync.tracker.resync()
+        replica.wait_for(sync.flush().number, 30)
+        with target.reading() as tables:
+            assert tables[RAW_IDS][:, 0].tolist() == [0, 0, 0, 11, 0, 0, 0, 0]
+        assert sync.flush() == sync.flush()
 
 
 def test_nan_is_refused_and_said_where(service: ServiceProcess) -> None:

@@ -26,6 +26,7 @@ from deltasync.trainer.checks import check_format, check_whole
 from deltasync.trainer.distributed.agreement import Agreement
 from deltasync.trainer.row_requests import RowRequests
 from deltasync.trainer.tracking.delta import Token
+from deltasync.trainer.tracking.mean_pooling import wrongly_divided
 from deltasync.trainer.tracking.modes import TrackingMode
 from deltasync.trainer.tracking.module_tensors import buffer_digests
 from deltasync.trainer.tracking.options import TrackerOptions
@@ -131,8 +132,11 @@ class DeltaSync:
         self._options = options
         self._model = model
         self._failure: DeltasyncError | None = None
-        self._buffers_compared = False
+        self._parts = 0
+        self._differing = set[str]()
         self._tables = published_tables(model, dense=options.dense)
+        for sentence in wrongly_divided(model) if first else ():
+            logger.warning("%s", sentence)
         self._publisher: Publisher | None = None
         self._announced = 0
         self._pending: _PendingCut | None = None
@@ -285,10 +289,12 @@ class DeltaSync:
     def _cut(self, step_end_unix_ns: int, late: DeltasyncError | None = None) -> bool:
         """Publish a cut if all ranks are ready for one; whether all of them had nothing to publish."""
         failure = late or self._failure or self._settle()
+        # A cut that is not full leaves what free rows of a map were.
+        resync = self._resync or self.tracker.offers_all(_CONSUMER)
         agreed = self._agreement.reach(
             ready=self._pending is None,
-            resync=self._resync,
-            unpublished=self._resync or self._published_changes != self.tracker.changes,
+            resync=resync,
+            unpublished=resync or self._published_changes != self.tracker.changes,
             failed=failure is not None,
             deletes=self._requests.newest(self._asked),
         )
@@ -341,8 +347,10 @@ class DeltaSync:
         if full:
             self.tracker.resync(_CONSUMER)
             self._resync = False
-        if self._options.dense and not self._buffers_compared:
+        self._parts += 1
+        if self._options.dense and self._parts.bit_count() == 1:  # 1, 2, 4, 8 …: at first, all are alike.
             self._compare_buffers()
+        publisher = self._connected()  # All ranks do so, before what may fail on one alone.
         try:
             delta = self.tracker.get_delta(_CONSUMER)
         except DeltasyncError as error:  # The others learn of it when the ranks agree next.
@@ -355,15 +363,17 @@ class DeltaSync:
             full=full,
             deletes=sorted(self._requests.met),
             event_time_unix_ns=self._event_time,
+            differing=sorted(self._differing) if self._agreement.rank == 0 else (),
         )
-        self._pending = _PendingCut(part, delta.token, self.tracker.changes, self._connected().publish(part))
+        self._pending = _PendingCut(part, delta.token, self.tracker.changes, publisher.publish(part))
 
     def _compare_buffers(self) -> None:
-        """Say once which buffers are not alike on all ranks: nothing but SyncBatchNorm keeps them so."""
-        self._buffers_compared = True
-        differing = self._agreement.differing(buffer_digests(self._model))
-        if differing and self._agreement.rank == 0:
-            logger.warning("buffers differ between ranks; those of rank 0 are published: %s", ", ".join(differing))
+        """Say once of each buffer that it is not alike on all ranks: nothing but SyncBatchNorm keeps them so."""
+        found = self._agreement.differing(buffer_digests(self._model))
+        new = [name for name in found if name not in self._differing]
+        self._differing.update(new)
+        if new and self._agreement.rank == 0:
+            logger.warning("buffers differ between ranks; those of rank 0 are published: %s", ", ".join(new))
 
     def _connected(self) -> Publisher:
         if self._publisher and self._announced != self.tracker.attachments:

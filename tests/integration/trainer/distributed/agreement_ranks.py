@@ -72,6 +72,44 @@ def buffers_that_differ_are_named_once(service: str) -> None:
     sync.abort()
 
 
+def buffers_that_come_to_differ_are_named(service: str) -> None:
+    """Before the first step they are alike, as a model that has just been made is."""
+    model: Any = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(3))
+    sync = DeltaSync(model, SyncOptions(service=service, model="coming-to-differ", publish_every=1))
+    with mock.patch.object(sync_module, "logger") as logger:
+        sync.flush(PATIENCE_SECONDS)
+        for norm in model:
+            norm.running_mean += dist.get_rank()
+            sync.tracker.step()
+            sync.flush(PATIENCE_SECONDS)
+            sync.tracker.step()
+            sync.flush(PATIENCE_SECONDS)
+    named = [mock.call.warning(mock.ANY, f"{place}.running_mean") for place in range(2)]
+    assert logger.mock_calls == (named if dist.get_rank() == 0 else []), logger.mock_calls
+    sync.abort()
+
+
+def a_first_cut_refused_on_one_rank_fails_on_all(service: str) -> None:
+    model = torch.nn.Linear(2, 1)
+    model.register_buffer("seen", torch.zeros(2), persistent=False)
+    sync = DeltaSync(model, SyncOptions(service=service, model="refused-at-first"))
+    model.seen = torch.ones(2)
+    expected = (InvalidInput, "'seen' has changed") if dist.get_rank() == 0 else (DeltasyncError, "another rank")
+    with pytest.raises(expected[0], match=expected[1]):
+        sync.flush()
+    sync.abort()
+
+
+def a_buffer_of_a_type_refused_fails_on_all(service: str) -> None:
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
+    sync = DeltaSync(model, SyncOptions(service=service, model="refused-type"))
+    model[0].running_mean = torch.zeros(2, dtype=torch.bfloat16)
+    expected = (InvalidInput, "'0.running_mean' is") if dist.get_rank() == 0 else (DeltasyncError, "another rank")
+    with pytest.raises(expected[0], match=expected[1]):
+        sync.flush()
+    sync.abort()
+
+
 def a_buffer_refused_on_one_rank_fails_on_all(service: str) -> None:
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
     sync = DeltaSync(model, SyncOptions(service=service, model="refused"))
@@ -89,6 +127,9 @@ if __name__ == "__main__":
     claims_that_differ_make_a_full_push(sys.argv[1])
     a_part_refused_on_one_rank_fails_on_all(sys.argv[1])
     buffers_that_differ_are_named_once(sys.argv[1])
+    buffers_that_come_to_differ_are_named(sys.argv[1])
+    a_first_cut_refused_on_one_rank_fails_on_all(sys.argv[1])
+    a_buffer_of_a_type_refused_fails_on_all(sys.argv[1])
     a_buffer_refused_on_one_rank_fails_on_all(sys.argv[1])
     dist.barrier()
     dist.destroy_process_group()

@@ -143,6 +143,30 @@ def test_ranges_of_other_ranks_have_changed(before: list[tuple[int, int]], after
     assert due == {end - 1 for _, end in (*before, *after)}
 
 
+MAP = TableSpec("t.raw_ids", ROWS, 1, np.dtype("<i8"), TableKind.ID_MAP, "t")
+
+
+def map_of(rows: tuple[int, int]) -> TrackedTable:
+    shard = Shard(MAP, rows[0], rows[1] - rows[0], 0, 1)
+    weight = torch.zeros(shard.rows, 1, dtype=torch.int64)
+    return TrackedTable(MAP, [TrackedShard(shard, weight)], [], fused=False, replicated=False)
+
+
+@given(cuts(ROWS), cuts(ROWS))
+def test_maps_of_other_ranks_have_changed(before: list[tuple[int, int]], after: list[tuple[int, int]]) -> None:
+    """Raw ids may be looked up elsewhere then, so that rows have none, or have one again."""
+    states = []
+    for rows in before:
+        stamps = RowStamps([map_of(rows)])
+        consumer = ConsumerCursor.at(stamps.tick(), "c", TrackingMode.EMBEDDING_LAST, [])
+        states.append(save([map_of(rows)], stamps, [consumer]) | {"steps": 1})
+    for rows in after:
+        stamps = RowStamps([map_of(rows)])
+        consumer = load([map_of(rows)], stamps, states)["c"]
+        due = consumer.due(map_of(rows), stamps, 0)
+        assert len(due) == (0 if rows in before else rows[1] - rows[0])
+
+
 def momentum_of(columns: tuple[int, int]) -> float:
     return 10.0 * columns[0] + columns[1]
 

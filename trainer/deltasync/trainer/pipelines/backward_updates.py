@@ -7,7 +7,7 @@ from torch import nn
 from torchrec.optim.fused import FusedOptimizerModule
 
 from deltasync.core.errors import InvalidInput
-from deltasync.trainer.tracking.modules import outside_of_tables
+from deltasync.trainer.tracking.modules import modules_outside_of_tables, outside_of_tables
 
 _MARK = "_in_backward_optimizers"  # Of PyTorch, and of TorchRec's `apply_optimizer_in_backward`.
 
@@ -29,7 +29,7 @@ def refuse_backward_updates(model: nn.Module) -> None:
 
 def _fused_modules(model: nn.Module) -> Iterator[str]:
     outermost: list[str] = []
-    for name, module in outside_of_tables(model):
+    for name, module in modules_outside_of_tables(model):
         fused = isinstance(module, FusedOptimizerModule | SplitTableBatchedEmbeddingBagsCodegen)
         if fused and not any(f"{name}.".startswith(f"{other}.") for other in outermost):
             outermost.append(name)
@@ -37,8 +37,6 @@ def _fused_modules(model: nn.Module) -> Iterator[str]:
 
 
 def _parameters_in_backward(model: nn.Module) -> Iterator[str]:
-    for name, module in outside_of_tables(model):
-        for own, parameter in module.named_parameters(recurse=False):
-            if hasattr(parameter, _MARK):
-                fqn = f"{name}.{own}" if name else own
-                yield f"parameter {fqn!r}"
+    for name, parameter in outside_of_tables(model):
+        if hasattr(parameter, _MARK):
+            yield f"parameter {name!r}"

@@ -99,9 +99,9 @@ def _named(table: TrackedTable, cursor: ConsumerCursor, due: torch.Tensor) -> to
     """Those of the rows that are due which have to be said: to who has nothing, a free row need not be."""
     if not table.table.of or cursor.cursor != NOTHING:
         return due
-    named = table.shards[0].weight.index_select(0, due).any(dim=1)
+    named = table.shards[0].weight.any(dim=1)  # Without a copy of the rows.
     named[-1] = True  # A table without any row is one that nobody has published.
-    return due[named]
+    return due[named[due]]
 
 
 def _in_host_memory(gathered: Gathered) -> Gathered:

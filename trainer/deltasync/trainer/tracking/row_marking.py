@@ -154,7 +154,7 @@ class RowMarking:
     @property
     def nbytes(self) -> int:
         """Bytes of marks that wait to be stamped, and of what rows are compared with."""
-        compared = [each for each in (self._verification, self._unpublished) if each]
+        compared = [*self._id_maps, *(each for each in (self._verification, self._unpublished) if each)]
         return self._marks.nbytes + sum(each.nbytes for each in compared)
 
     def record_lookup(self, features: KeyedJaggedTensor, output: torch.Tensor, kernel: nn.Module) -> None:
@@ -275,6 +275,15 @@ class RowMarking:
             yield
         finally:
             self._paused.depth -= 1
+
+    def read_maps(self) -> None:
+        """Take maps as they are now for those that the stamps know, which are restored next. Within the gate.
+
+        Raises:
+            InvalidInput: one contradicts itself.
+        """
+        for id_map in self._id_maps:
+            id_map.update()
 
     def restore(self, steps: int) -> None:
         """Go on after so many steps, whose stamps are restored. Within the gate."""

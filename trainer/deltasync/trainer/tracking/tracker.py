@@ -31,7 +31,7 @@ from deltasync.trainer.tracking.options import TrackerOptions
 from deltasync.trainer.tracking.ranking import check_ranked
 from deltasync.trainer.tracking.row_marking import RowMarking
 from deltasync.trainer.tracking.shards import TrackedShard, flush_caches, follow_replaced
-from deltasync.trainer.tracking.stamps import RowStamps
+from deltasync.trainer.tracking.stamps import NOTHING, RowStamps
 from deltasync.trainer.tracking.tracked_model import TrackedModel, tracked_model
 from deltasync.trainer.tracking.update_gate import UpdateGate
 
@@ -230,6 +230,14 @@ class Tracker:
         """
         self._cursors.resync(consumer)
 
+    def offers_all(self, consumer: str | None = None) -> bool:
+        """Whether a consumer is offered every row, as one that has nothing.
+
+        Raises:
+            NotFound: there is no such consumer.
+        """
+        return self._cursors[consumer].cursor == NOTHING
+
     def clear(self, consumer: str | None = None) -> None:
         """Forget what has changed so far: for one consumer, or for all.
 
@@ -340,6 +348,7 @@ class Tracker:
 
     def _restore(self, states: Sequence[Mapping[str, Any]]) -> None:
         follow_replaced(self.tables)
+        self._marking.read_maps()
         self._cursors.restore(tracker_state.load(self.tables, self._stamps, states))
         self._marking.restore(max(int(one["steps"]) for one in states))
 

@@ -102,7 +102,15 @@ def _stamps_of(table: TrackedTable, states: Sequence[_Saved], clock: int) -> tor
             found[ours] = _later(found[ours], aligned)
     if table.table.kind is TableKind.ID_RANGES:
         found[_ends(table, states)] = clock
+    if table.table.kind is TableKind.ID_MAP and not _was_saved(table, states):
+        found.fill_(clock)  # Other raw ids may be looked up in a shard of other rows.
     return found
+
+
+def _was_saved(table: TrackedTable, states: Sequence[_Saved]) -> bool:
+    """Whether some rank held the same rows of a table when it was saved."""
+    saved = [one["tables"][table.name] for one in states if table.name in one["tables"]]
+    return any((its["row_offset"], len(its["stamps"])) == (table.row_offset, table.rows) for its in saved)
 
 
 def _ends(table: TrackedTable, states: Sequence[_Saved]) -> list[int]:
