@@ -141,6 +141,11 @@ def missing_maps(module: nn.Module, binding: Binding) -> list[str]:
     ]
 
 
+def accelerators(module: nn.Module) -> set[torch.device]:
+    """Where work on the module's tensors goes on after the call that began it."""
+    return {tensor.device for _, tensor in _tensors(module) if tensor.is_cuda}
+
+
 def in_training(module: nn.Module, binding: Binding) -> list[str]:
     """Names of the modules in training mode whose forward may change what tables bring."""
     changing = [

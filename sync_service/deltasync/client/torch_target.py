@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from deltasync.client.targets import Release
-from deltasync.client.torch_binding import Binding, Place, Tensor, bind, in_training, missing_maps
+from deltasync.client.torch_binding import Binding, Place, Tensor, accelerators, bind, in_training, missing_maps
 from deltasync.core.errors import Contradiction, DeltasyncError, InvalidInput, NotFound
 from deltasync.core.position import Position
 from deltasync.core.rows import Ids, RowBatch, Values
@@ -89,11 +89,13 @@ class TorchTarget:
             self._follow(release.tables)
         if release.resync or release.whole:
             self._warn_of_training()
-        writes = self._staged(release)
+        writes, devices = self._staged(release), accelerators(self._module)
         # Inference mode, since a module may have been made in it: what it holds can be written in no other.
         with self._lock, torch.inference_mode():
+            _finish(devices)  # What readers have begun there, on streams of their own.
             for write in writes:
                 write()
+            _finish(devices)
             self.position, self.event_time_unix_ns = release.position, release.event_time_unix_ns
 
     def read(self, table: TableSpec, ids: Ids) -> Values | None:
@@ -160,6 +162,11 @@ class TorchTarget:
             tables = [] if self._leaves_out(table) else [table]
             self._early[table.name] = bind(self._module, tables).places.get(table.name)
         return self._early[table.name]
+
+
+def _finish(devices: Iterable[torch.device]) -> None:
+    for device in devices:
+        torch.cuda.synchronize(device)
 
 
 def _refuse(problems: list[tuple[str, DeltasyncError]]) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.inference.modules import quantize_embeddings
 
-from deltasync.client import Position, Release, RowBatch, TableKind, TableSpec
+from deltasync.client import Position, Release, RowBatch, TableKind, TableSpec, torch_target
 from deltasync.client.checksums import TargetChecksums
 from deltasync.client.torch_target import TorchTarget
 from deltasync.core.digests import digest
@@ -301,6 +301,17 @@ def test_a_module_that_was_made_in_inference_mode_is_written() -> None:
     tables = whole_state(model)
     TorchTarget(model).apply(release_of(1, *(rows_of(table, 1) for table in tables), resync=True))
     assert {value for each in model.state_dict().values() for value in each.flatten().tolist()} == {1}
+
+
+def test_on_an_accelerator_a_release_waits_for_readers_and_readers_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work goes on there after the calls that began it, on streams that do not wait for each other."""
+    model, seen = Model(), list[float]()
+    weight, target = model.sparse.embedding_bags["user"].weight, TorchTarget(model)
+    target.apply(release_of(1, rows_of(USER, 1)))
+    monkeypatch.setattr(torch_target, "accelerators", lambda _: {torch.device("cuda", 3)})
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: seen.extend([device.index, weight[0, 0].item()]))
+    target.apply(release_of(2, rows_of(USER, 2)))
+    assert seen == [3, 1, 3, 2]
 
 
 def test_autograd_knows_of_what_is_written() -> None:

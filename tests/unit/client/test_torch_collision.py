@@ -1,5 +1,6 @@
 """Managed collision in a TorchTarget: ids take the rows that they take in the trainer, from the same version."""
 
+import copy
 import dataclasses
 import threading
 import warnings
@@ -224,6 +225,15 @@ def test_an_id_that_nobody_knows_takes_the_row_of_the_rank_that_it_is_sent_to(
     defaults = list(ranges)
     assert rows_for(model, *unknown) == [defaults[rank_of(raw, ranks, size)] for raw in unknown]
     assert rows_for(model, 1_000_001) == [3]
+
+
+def test_a_copy_of_a_model_has_a_map_of_its_own() -> None:
+    model = model_of(sorting())
+    target = TorchTarget(model)
+    target.apply(release_of(1, resync=True, ids={3: 9}, ranges=ranges_of(2, 99)))
+    twin = copy.deepcopy(model)
+    target.apply(release_of(2, ids={3: FREE}, ranges=dict.fromkeys(range(ROWS), (0, 0, 0)) | ranges_of(1, 99)))
+    assert (rows_for(twin, 9, 1, 98), rows_for(model, 9, 1, 98)) == ([3, 5, 11], [11, 11, 11])
 
 
 def test_of_a_trainer_of_one_rank_nothing_of_the_module_is_replaced() -> None:
