@@ -25,9 +25,10 @@ class TorchTarget:
     """Writes tables into a module's parameters and buffers: an `EmbeddingBagCollection`, or a whole model.
 
     A table belongs to the parameter or buffer whose name, without ".weight", is the table's name or the end of it:
-    table "sparse.embedding_bags.user" to "embedding_bags.user.weight" of a lone collection. A map of raw ids
-    belongs to the managed collision module of its name, which must be in evaluation mode and neither scripted nor
-    sharded: ids that nobody knows then take the rows that they take in the trainer.
+    table "sparse.embedding_bags.user" to "embedding_bags.user.weight" of a lone collection. Of several tables the
+    one of that very name has it, then the one that had it first. A map of raw ids belongs to the managed collision
+    module of its name, which must be in evaluation mode and neither scripted nor sharded: ids that nobody knows
+    then take the rows that they take in the trainer.
 
     Every table of the first release must have its place, but for those that are left out. Of tables that come
     later, or grow, the others are followed, and lag names those that have no place.
