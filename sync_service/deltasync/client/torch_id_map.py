@@ -52,8 +52,9 @@ class SortedIds:
             Contradiction: two rows have one raw id; nothing was written.
         """
         held = _SortedMap.empty(self.table.rows) if reset else self._held
-        for each in rows:
-            held = held.changed(each.ids, _numbers(each))
+        if rows:  # All at once: each change costs as much as the map has rows.
+            ids = np.concatenate([each.ids for each in rows])
+            held = held.changed(ids, np.concatenate([*map(_numbers, rows)]))
         held.check(self.table.name)
         tensors = [(name, _like(self._module, name, array)) for name, array in held.arrays]
 
@@ -146,13 +147,17 @@ class HashedIds:
         """
         held = self._module._hash_zch_identities.data
         staged = torch.full_like(held, -1) if reset else held.clone()
-        for each in rows:
-            ids = torch.from_numpy(each.ids.copy()).to(held.device)
-            staged.index_copy_(0, ids, torch.from_numpy(each.values - 1).to(held.device))
-        self._check(staged, np.concatenate([np.empty(0, np.int64), *map(_numbers, rows)]))
+        ids = np.concatenate([np.empty(0, np.int64), *(each.ids for each in rows)])
+        values = np.concatenate([np.empty(0, np.int64), *map(_numbers, rows)])
+        changed, raw = (torch.from_numpy(each).to(held.device) for each in (ids, values - 1))
+        staged[changed, 0] = raw
+        self._check(staged, values)
 
         def write() -> None:
-            held.copy_(staged)
+            if reset:
+                held.copy_(staged)
+            else:
+                held[changed, 0] = raw
 
         return write
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from deltasync.client.targets import Release
-from deltasync.client.torch_binding import Binding, Place, Tensor, bind, missing_maps
+from deltasync.client.torch_binding import Binding, Place, Tensor, bind, in_training, missing_maps
 from deltasync.core.errors import Contradiction, DeltasyncError, InvalidInput, NotFound
 from deltasync.core.position import Position
 from deltasync.core.rows import Ids, RowBatch, Values
@@ -87,8 +87,11 @@ class TorchTarget:
         release.check_values()
         if release.tables != self._followed:
             self._follow(release.tables)
+        if release.resync or release.whole:
+            self._warn_of_training()
         writes = self._staged(release)
-        with self._lock, torch.no_grad():
+        # Inference mode, since a module may have been made in it: what it holds can be written in no other.
+        with self._lock, torch.inference_mode():
             for write in writes:
                 write()
             self.position, self.event_time_unix_ns = release.position, release.event_time_unix_ns
@@ -112,7 +115,8 @@ class TorchTarget:
 
     def _follow(self, tables: list[TableSpec]) -> None:
         """Bind the tables of a first release, or others than before."""
-        binding = bind(self._module, [table for table in tables if not self._leaves_out(table)])
+        taken = [table for table in tables if not self._leaves_out(table)]
+        binding = bind(self._module, taken, self.bound())
         # What comes later has no place as long as the module is the one it was: the rest goes on.
         known = {table.name for table in self._followed if table in tables and table.name in self.bound()}
         refused = known if self._followed else set(binding.problems)
@@ -131,9 +135,17 @@ class TorchTarget:
         names = [*(table.name for table in tables), *missing_maps(self._module, binding)]
         if idle := [each for each in self._leave_out if not any(fnmatchcase(name, each) for name in names)]:
             logger.warning("leave_out: no table fits %s", ", ".join(idle))
-        if binding.stale:
+        left_out = bind(self._module, [table for table in tables if self._leaves_out(table)])
+        wanted = {place.name for place in left_out.places.values()}
+        if stale := [name for name in binding.stale if name not in wanted]:
+            logger.warning("no table brings these of the module, which stay as they are: %s", ", ".join(stale))
+
+    def _warn_of_training(self) -> None:
+        """Say what may have changed, or will change, what the trainer brings: also when it has to be repaired."""
+        if names := in_training(self._module, self._binding):
             logger.warning(
-                "no table brings these of the module, which stay as they are: %s", ", ".join(binding.stale)
+                "in training mode, in which a forward may change what follows the trainer: %s; call eval()",
+                ", ".join(name or "the module" for name in names),
             )
 
     def _leaves_out(self, table: TableSpec) -> bool:

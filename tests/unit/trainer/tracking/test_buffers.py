@@ -4,6 +4,7 @@ import copy
 import pickle
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -251,6 +252,29 @@ def test_others_do_not_read_in_a_forward_of_training() -> None:
     assert "has not ended" in str(read_elsewhere())
     tracked.step()
     assert read_elsewhere() == {"0.running_mean", "0.running_var", "0.num_batches_tracked"}
+
+
+class Scripted(nn.Module):
+    """A part of it is scripted: PyTorch lets nobody listen to that one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm: Any = torch.jit.script(nn.BatchNorm1d(2))
+
+    def forward(self, batch: torch.Tensor) -> Any:
+        return self.norm(batch)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script.:DeprecationWarning")
+def test_scripted_modules_are_followed() -> None:
+    model = Scripted()
+    tracked = tracker(model)
+    model(torch.randn(4, 2))
+    with ThreadPoolExecutor() as other, pytest.raises(DeltasyncError, match="has not ended"):
+        other.submit(tracked.get_delta, timeout_seconds=0).result()
+    tracked.step()
+    assert sorted(changed(tracked)) == ["norm.num_batches_tracked", "norm.running_mean", "norm.running_var"]
+    changed(tracker(torch.jit.script(nn.BatchNorm1d(2))))
 
 
 def test_a_copy_of_the_model_is_not_tracked() -> None:

@@ -120,12 +120,25 @@ def buffer_digests(model: nn.Module) -> dict[str, int]:
 
 
 def modules_with_buffers(model: nn.Module) -> list[nn.Module]:
-    """The modules outside of embedding tables that have buffers which `state_dict` has."""
-    return [
-        module
-        for _, module in modules_outside_of_tables(model)
-        if any(kind is TableKind.BUFFER for _, _, kind in _own(module))
+    """The modules outside of embedding tables that have buffers which `state_dict` has.
+
+    Those that a scripted module has are counted as of the module that has it: nothing can listen to a scripted one.
+    """
+    modules = dict(modules_outside_of_tables(model))
+    having = [
+        name for name, module in modules.items() if any(kind is TableKind.BUFFER for _, _, kind in _own(module))
     ]
+    found = {id(module): module for module in (_unscripted(name, modules) for name in having) if module}
+    return list(found.values())
+
+
+def _unscripted(name: str, modules: dict[str, nn.Module]) -> nn.Module | None:
+    """The module of that name, or the innermost around it that is not scripted; None where all are."""
+    while isinstance(modules[name], torch.jit.ScriptModule):
+        if not name:
+            return None
+        name = name.rpartition(".")[0]
+    return modules[name]
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, TableKind]]:
@@ -138,5 +151,5 @@ def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, TableKind]]:
 
 
 def _held(module: nn.Module, attribute: str) -> torch.Tensor | None:
-    parameter = module._parameters.get(attribute)
-    return module._buffers.get(attribute) if parameter is None else parameter
+    places = (module._parameters, module._buffers)  # Of a scripted module, they are no dictionaries.
+    return next((held[attribute] for held in places if attribute in held), None)
