@@ -72,8 +72,11 @@ class Stream:
 class RankStream(Stream):
     """A rank's raw Publish stream; a bare one has sent nothing yet."""
 
-    def __init__(self, address: str, *, bare: bool = False, **fields: Any) -> None:
-        super().__init__(address, lambda channel: publish_pb2_grpc.PublishServiceStub(channel).Publish)
+    def __init__(self, address: str, *, bare: bool = False, protocols: Protocols = OURS, **fields: Any) -> None:
+        def publish(channel: grpc.Channel) -> Any:
+            return publish_pb2_grpc.PublishServiceStub(channel).Publish
+
+        super().__init__(address, publish, protocols)
         if not bare:
             self.send(publish_open(**fields))
 

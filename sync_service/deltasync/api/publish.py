@@ -13,6 +13,7 @@ from deltasync.publish.session import PublishSession, open_session
 from deltasync.service.service import Service
 from deltasync.v1 import publish_pb2, publish_pb2_grpc
 from deltasync.wire.messages import position_to_message
+from deltasync.wire.protocol import Protocols, protocols_from_metadata
 
 
 class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
@@ -29,7 +30,8 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
         """Answer one rank's stream."""
         stream, refusal = _RankStream(self._service), None
         try:
-            async for response in stream.answers(request_iterator):
+            protocols = protocols_from_metadata(dict(context.invocation_metadata() or ()))
+            async for response in stream.answers(request_iterator, protocols):
                 yield response
         except DeltasyncError as error:
             refusal = error
@@ -47,7 +49,7 @@ class _RankStream:
         self._model = ""
 
     async def answers(
-        self, requests: AsyncIterator[publish_pb2.PublishRequest]
+        self, requests: AsyncIterator[publish_pb2.PublishRequest], protocols: Protocols
     ) -> AsyncIterator[publish_pb2.PublishResponse]:
         """What there is to answer."""
         async for request in requests:
@@ -55,7 +57,7 @@ class _RankStream:
             if (kind == "open") != (self._session is None) or kind is None:
                 raise InvalidInput("a stream begins with one open message, then chunks and closes follow")
             if self._session is None:
-                yield _opened(await self._open(request.open))
+                yield _opened(await self._open(request.open, protocols))
             elif kind == "chunk":
                 await self._session.add(request.chunk)
             else:
@@ -74,9 +76,9 @@ class _RankStream:
         elif refusal:
             self._service.events.emit(EventKind.PUBLISHER_REFUSED, error=refusal, model=self._model)
 
-    async def _open(self, message: publish_pb2.PublishOpen) -> PublishSession:
+    async def _open(self, message: publish_pb2.PublishOpen, protocols: Protocols) -> PublishSession:
         self._model = message.model
-        opening = check_open(message)
+        opening = check_open(message, protocols)
         self._session = await open_session(await self._service.open_model(message.model), opening)
         return self._session
 

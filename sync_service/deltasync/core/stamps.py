@@ -79,9 +79,9 @@ class StampedTable:
     def _empty(self, where: slice | Ids, columns: slice) -> Mask:
         """Which rows hold nothing outside of some columns: where others hold some of a row, it is still there."""
         bits = self.rows.view(f"u{self.rows.itemsize}")
-        before, after = bits[where, : columns.start], bits[where, columns.stop :]
-        filled: Mask = before.any(axis=1) | after.any(axis=1)
-        return ~filled
+        others = bits[where, : columns.start], bits[where, columns.stop :]
+        filled: list[Mask] = [np.any(some, axis=1) for some in others]
+        return ~(filled[0] | filled[1])
 
     def restamp(self, ids: Ids, stamps: Stamps) -> None:
         """Give the rows `ids` ([n], strictly ascending) these stamps ([n]) instead of their own."""

@@ -18,12 +18,17 @@ KEPT_BYTES = 32 << 20
 
 @dataclass
 class RankPart:
-    """One rank's share of a cut, as far as it has come; `published` rows of each table were in earlier cuts."""
+    """One rank's share of a cut, as far as it has come.
+
+    `published` rows of each table were in earlier cuts. Of a rank that `knows_deletes`, a full part need not name
+    every row: the others are deleted.
+    """
 
     rank: int
     shards: list[Shard]
     must_be_full: bool
     published: Mapping[str, int] = field(default_factory=dict)
+    knows_deletes: bool = True
     layout: int = 0
     records: int = 0
     rows: int = 0
@@ -92,9 +97,9 @@ class Cut:
         """Note that a rank's run has these tables."""
         self.tables |= {table.name: table for table in tables}
 
-    def begin(self, rank: int, shards: list[Shard], *, must_be_full: bool) -> RankPart:
+    def begin(self, rank: int, shards: list[Shard], *, must_be_full: bool, knows_deletes: bool = True) -> RankPart:
         """Begin a rank's part; one that was begun before is begun anew."""
-        part = self.parts[rank] = RankPart(rank, shards, must_be_full, self.published)
+        part = self.parts[rank] = RankPart(rank, shards, must_be_full, self.published, knows_deletes)
         return part
 
     def close(
@@ -111,7 +116,8 @@ class Cut:
 
         Raises:
             InvalidInput: the part's count of rows is not what arrived, or it claims to be full and lacks rows that
-                are not embeddings: only these are deleted where a full part does not name them.
+                are not embeddings, or any, of a rank that does not know of deletes: where a full part does not
+                name them, only embeddings are deleted, and only by who knows it.
             ResyncRequired: the part must hold every row, and does not claim to; or it lacks some that were never
                 published.
         """
@@ -212,7 +218,8 @@ class Cut:
 def _check_full(part: RankPart) -> None:
     for slot, shard in enumerate(part.shards):
         rows, kind = part.named_rows[slot], shard.table.kind
-        if rows > shard.rows or (kind.complete and rows < shard.rows):
+        every = kind.complete or not part.knows_deletes
+        if rows > shard.rows or (every and rows < shard.rows):
             raise InvalidInput(
                 f"rank {part.rank} closed a full part with {rows} rows of {kind.value} {shard.table.name!r}, but "
                 f"its shard has {shard.rows}"

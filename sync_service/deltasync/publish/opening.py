@@ -8,6 +8,7 @@ from deltasync.core.tables import Shard, TableSpec
 from deltasync.publish.runs import Run
 from deltasync.v1 import publish_pb2
 from deltasync.wire.messages import shards_from_open, table_from_message
+from deltasync.wire.protocol import DELETES_PROTOCOL, OURS, Protocols
 
 MAX_WORLD_SIZE = 65_536
 
@@ -20,17 +21,19 @@ class Opening:
     run: Run
     tables: list[TableSpec]
     shards: list[Shard]
+    knows_deletes: bool
 
 
-def check_open(message: publish_pb2.PublishOpen) -> Opening:
-    """Check the message that opens a stream.
+def check_open(message: publish_pb2.PublishOpen, protocols: Protocols = OURS) -> Opening:
+    """Check the message that opens a stream of a client that understands these protocols.
 
     Raises:
         InvalidInput: a field of the message can never be right.
     """
     check_name("model", message.model)
     tables = _checked_tables(message)
-    return Opening(message, _checked_run(message), tables, shards_from_open(message, tables))
+    knows_deletes = protocols.newest >= DELETES_PROTOCOL
+    return Opening(message, _checked_run(message), tables, shards_from_open(message, tables), knows_deletes)
 
 
 def _checked_run(message: publish_pb2.PublishOpen) -> Run:

@@ -53,6 +53,7 @@ class PublishSession:
         self._layout = layout
         self._claim = position_from_message(opening.message.continues)
         self._shards = opening.shards
+        self._knows_deletes = opening.knows_deletes
         self._part: tuple[OpenCut, RankPart] | None = None
         self._unwritten: deque[Future[None]] = deque()
 
@@ -165,7 +166,9 @@ class PublishSession:
         open_cut = self._coordinator.cut_of(self.run, step)
         if self._part is None or self._part[0] is not open_cut:
             open_cut.cut.announce(self.tables)
-            part = open_cut.cut.begin(self.rank, self._shards, must_be_full=not self.decision.yes)
+            part = open_cut.cut.begin(
+                self.rank, self._shards, must_be_full=not self.decision.yes, knows_deletes=self._knows_deletes
+            )
             self._part = (open_cut, part)
             dropped = self._model.store.drop_part(open_cut.cut.version, self.rank)
             layout = self._model.store.use_layout(self._layout, self._shards, open_cut.cut.version)

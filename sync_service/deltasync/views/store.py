@@ -206,9 +206,9 @@ class ViewStore:
             "forked": self.history.first_version,
             "flushed": number,
             "seen": state.compared_version,
-            "mixed": state.mixed,
             "tables": [table_record(table) for table in state.tables],
         }
+        record |= {"mixed": True} if state.mixed else {}
         self._log.put(view_name(self._consumer), pack_json(record)).result()
 
     def _cut_log(self, number: int) -> None:
@@ -229,7 +229,7 @@ class ViewStore:
                 return
             self.history = ReleaseHistory(record["history"], record["forked"])
             self._flushed, compared_version = record["flushed"], record["seen"]
-            mixed = record.get("mixed", False)  # Records of earlier versions lack it.
+            mixed = record.get("mixed", False)
             tables = self._open_tables(record["tables"])
         newest = self._recover_release()
         self._replay(tables, newest.head.number if newest else 0)

@@ -8,6 +8,7 @@ import numpy as np
 
 from deltasync.core.delivery import Delivery
 from deltasync.core.policy import Policy
+from deltasync.core.seal import seal_of
 from deltasync.feeds.frozen_release import Head
 from deltasync.feeds.model import Model
 from deltasync.feeds.statistics import Amount, Backlog, total
@@ -59,7 +60,12 @@ class TableMaker:
                 await self._copy(table, None if as_it_was else number)
         await asyncio.to_thread(_flush, tables)
         after, release = await self._model.on_thread(self._installed, tables, grown, number, version)
-        await asyncio.to_thread(self._store.install, after, release)
+        await asyncio.to_thread(self._store.install, after, replace(release, head=self._dated(release.head)))
+
+    def _dated(self, head: Head) -> Head:
+        """A head with the step and the times of its version, and not of a later one that was applied meanwhile."""
+        seal = seal_of(head.version, self._model.seals)
+        return replace(Head.of(seal, head.number), version=head.version)
 
     def _found_or_made(
         self, sources: Sequence[MappedTable], deliveries: Sequence[Delivery]

@@ -186,6 +186,25 @@ def test_what_cannot_be_asked_for(
     run(tmp_path, scenario)
 
 
+def test_a_request_whose_asker_is_gone_is_not_forgotten_and_then_remembered(tmp_path: Path) -> None:
+    async def scenario(service: Service) -> None:
+        await join(service)
+        asking = asyncio.create_task(ask(service, [3]))
+        while not service.pending_deletes():
+            await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.wait([asking])
+        pending.extend(each.request.number for each in service.pending_deletes())
+
+    async def again(service: Service) -> None:
+        assert [each.request.number for each in service.pending_deletes()] == pending
+
+    pending: list[int] = []
+    run(tmp_path, scenario)
+    run(tmp_path, again)
+    assert len(pending) == 1
+
+
 def test_requests_that_pile_up_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pending_deletes, "_MOST_PENDING_IDS", 3)
 

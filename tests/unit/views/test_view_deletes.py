@@ -15,6 +15,7 @@ from deltasync.core.errors import StorageFailed
 from deltasync.core.mode import Mode
 from deltasync.core.policy import Policy
 from deltasync.core.rows import RowBatch
+from deltasync.core.seal import seal_of
 from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.core.value_types import ValueType
 from deltasync.views.release_maker import ReleaseMaker
@@ -188,3 +189,26 @@ def test_rows_that_change_hands_while_tables_are_made_go_with_their_map(
 
     run(tmp_path, before)
     run_again(tmp_path, after)
+
+
+def test_a_release_of_new_tables_has_the_step_of_its_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not of a later one, to which only some of its rows belong."""
+    copy = TableMaker._copy
+
+    async def copying(maker: TableMaker, table: ViewTable, number: int | None) -> None:
+        await local_of[0].cut({"user": {1: np.ones(4, np.float32)}})
+        await copy(maker, table, number)
+
+    async def scenario(local: LocalModel) -> None:
+        local_of.append(local)
+        monkeypatch.setattr(TableMaker, "_copy", copying)
+        view = await local.prepared_view(Policy(tables=("use?",), top_k=1))
+        head = view.state.head
+        assert head
+        assert local.model.position.number > head.version
+        assert head.step == seal_of(head.version, local.model.seals).step
+
+    local_of: list[LocalModel] = []
+    run(tmp_path, scenario)
