@@ -41,6 +41,7 @@ METRICS: dict[str, set[str]] = {
     "deltasync_consumer_lag_seconds": _CONSUMER,
     "deltasync_consumer_replicas": {"consumer", "state"},
     "deltasync_consumer_damaged_tables": _CONSUMER,
+    "deltasync_consumer_unbound_tables": _CONSUMER,
     "deltasync_consumer_damages_total": _CONSUMER,
     "deltasync_consumer_table_lag_rows": _TABLE,
     "deltasync_consumer_table_lag_bytes": _TABLE,

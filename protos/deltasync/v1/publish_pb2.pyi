@@ -204,6 +204,7 @@ class PartClose(_message.Message):
     FULL_FIELD_NUMBER: _builtins.int
     DELETES_FIELD_NUMBER: _builtins.int
     EVENT_TIME_UNIX_NS_FIELD_NUMBER: _builtins.int
+    DIFFERING_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """step is the optimizer step of the cut."""
     rows: _builtins.int
@@ -226,6 +227,12 @@ class PartClose(_message.Message):
         is done with the first cut of which all ranks name it.
         """
 
+    @_builtins.property
+    def differing(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """differing are the indexes in PublishOpen.tables of those of which other ranks have other rows than this one, which
+        publishes its own.
+        """
+
     def __init__(
         self,
         *,
@@ -235,10 +242,11 @@ class PartClose(_message.Message):
         full: _builtins.bool = ...,
         deletes: _abc.Iterable[_builtins.int] | None = ...,
         event_time_unix_ns: _builtins.int = ...,
+        differing: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deletes", b"deletes", "event_time_unix_ns", b"event_time_unix_ns", "full", b"full", "rows", b"rows", "step", b"step", "step_end_unix_ns", b"step_end_unix_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deletes", b"deletes", "differing", b"differing", "event_time_unix_ns", b"event_time_unix_ns", "full", b"full", "rows", b"rows", "step", b"step", "step_end_unix_ns", b"step_end_unix_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

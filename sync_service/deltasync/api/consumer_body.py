@@ -1,13 +1,11 @@
 """The body of a request that describes a consumer."""
 
-import json
 from typing import Any
 
 from fastapi import Request
-from starlette.requests import ClientDisconnect
 
+from deltasync.api.json_body import json_object
 from deltasync.consumers.consumer import ConsumerOptions
-from deltasync.core.errors import InvalidInput
 from deltasync.core.policy import FIELDS, Policy
 from deltasync.core.policy_fields import PolicyField
 
@@ -52,28 +50,5 @@ async def consumer_of(name: str, request: Request) -> ConsumerOptions:
     Raises:
         InvalidInput: it describes none; the message says what is wrong.
     """
-    described = _parsed(await _body(request))
-    if not isinstance(described, dict):
-        raise InvalidInput("body: expected an object")
-    if unknown := sorted(described.keys() - {"model", "policy"}):
-        raise InvalidInput(f"body: unknown key {unknown[0]!r}; keys: model, policy")
+    described = await json_object(request, ("model", "policy"), _MAX_BODY_BYTES)
     return ConsumerOptions.described(name, described.get("model"), described.get("policy", {}))
-
-
-async def _body(request: Request) -> bytes:
-    body = bytearray()
-    try:
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > _MAX_BODY_BYTES:
-                raise InvalidInput(f"body: more than {_MAX_BODY_BYTES} bytes")
-    except ClientDisconnect as error:
-        raise InvalidInput("body: it ends in the middle") from error
-    return bytes(body)
-
-
-def _parsed(body: bytes) -> Any:
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"body: no JSON: {error}") from error

@@ -16,7 +16,11 @@ from deltasync.wire.error_codes import http_status
 
 @dataclass(frozen=True)
 class TableLine:
-    """A table, in a list: `bytes` are those of its values."""
+    """A table, in a list.
+
+    `bytes` are those of its values. `ranks_differ` says that ranks of the trainer have different rows of it, as of
+    a buffer: those of the first are published.
+    """
 
     model: str
     table: str
@@ -25,6 +29,8 @@ class TableLine:
     dtype: str
     bytes: int
     head: int
+    kind: str
+    ranks_differ: bool
 
 
 def create_app(service: Service, token: str | None) -> FastAPI:
@@ -42,11 +48,7 @@ def create_app(service: Service, token: str | None) -> FastAPI:
     @app.get("/tables")
     async def tables() -> list[TableLine]:
         """All tables of all models."""
-        return [
-            TableLine(name, t.name, t.rows, t.dim, str(t.dtype), t.nbytes, model.seals.newest_version)
-            for name, model in sorted(service.models.items())
-            for t in (table.spec for table in model.tables)
-        ]
+        return [line for name in sorted(service.models) for line in _lines(service, name)]
 
     @app.get("/livez", response_class=PlainTextResponse)
     async def livez() -> str:
@@ -68,3 +70,22 @@ def create_app(service: Service, token: str | None) -> FastAPI:
         return Response(await answers.metrics(), media_type=CONTENT_TYPE_LATEST)
 
     return app
+
+
+def _lines(service: Service, name: str) -> list[TableLine]:
+    """The tables of a model."""
+    model, differing = service.models[name], service.coordinators[name].differing
+    return [
+        TableLine(
+            model=name,
+            table=t.name,
+            rows=t.rows,
+            dim=t.dim,
+            dtype=str(t.dtype),
+            bytes=t.nbytes,
+            head=model.seals.newest_version,
+            kind=t.kind.value,
+            ranks_differ=t.name in differing,
+        )
+        for t in (table.spec for table in model.tables)
+    ]

@@ -44,6 +44,7 @@ class Part:
         deletes: numbers of the requests that this rank has met by now, of those in `Publisher.deletes`.
         event_time_unix_ns: the time of the newest event that this rank has trained on, nanoseconds since 1970;
             None where it does not know.
+        differing: names of the tables of which other ranks have other rows than this one, which publishes its own.
 
     Raises:
         InvalidInput: the event time is no whole number from 1 on.
@@ -55,6 +56,7 @@ class Part:
     full: bool = False
     deletes: Sequence[int] = ()
     event_time_unix_ns: int | None = None
+    differing: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         check_event_time(self.event_time_unix_ns)
@@ -265,6 +267,9 @@ class _Stream:
                 full=part.full,
                 deletes=part.deletes,
                 event_time_unix_ns=part.event_time_unix_ns or 0,
+                differing=[
+                    index for index, table in enumerate(self._message.tables) if table.name in part.differing
+                ],
             )
             yield publish_pb2.PublishRequest(close=close)
 

@@ -1,6 +1,6 @@
 """What of a module holds which table."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, Protocol
@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from deltasync.client.torch_collision import collision_modules
 from deltasync.client.torch_id_map import id_map_of
@@ -75,7 +76,7 @@ class Tensor:
             if reset:
                 held.zero_()
             for each in rows:
-                held.index_copy_(0, _on(held, each.ids), _on(held, each.values))
+                _write(held, each)
 
         return write
 
@@ -112,8 +113,12 @@ class Binding:
     stale: list[str]
 
 
-def bind(module: nn.Module, tables: Sequence[TableSpec]) -> Binding:
-    """Find the place of each table. A table and its map and ranges have places together, or none has."""
+def bind(module: nn.Module, tables: Sequence[TableSpec], held: Collection[str] = ()) -> Binding:
+    """Find the place of each table. A table and its map and ranges have places together, or none has.
+
+    Where several fit one place, the one that has its very name gets it, or else the one among `held`, tables that
+    had their places before.
+    """
     places: dict[str, Place] = {}
     problems: dict[str, DeltasyncError] = {}
     for table in tables:
@@ -121,7 +126,7 @@ def bind(module: nn.Module, tables: Sequence[TableSpec]) -> Binding:
             places[table.name] = _place(module, table)
         except DeltasyncError as problem:
             problems[table.name] = problem
-    _refuse_shared(places, problems)
+    _refuse_shared(places, problems, held)
     _refuse_half(tables, places, problems)
     return Binding(places, problems, _stale(module, places))
 
@@ -134,6 +139,15 @@ def missing_maps(module: nn.Module, binding: Binding) -> list[str]:
         for name in collision_modules(module)
         if name not in bound and any(_embeds(name, parameter) for parameter in bound)
     ]
+
+
+def in_training(module: nn.Module, binding: Binding) -> list[str]:
+    """Names of the modules in training mode whose forward may change what tables bring."""
+    changing = [
+        each for each in binding.places.values() if each.table.kind in (TableKind.BUFFER, TableKind.ID_MAP)
+    ]
+    owners = [each.name.rpartition(".")[0] if isinstance(each, Tensor) else each.name for each in changing]
+    return [name for name in dict.fromkeys(owners) if module.get_submodule(name).training]
 
 
 def _embeds(collision: str, parameter: str) -> bool:
@@ -166,16 +180,22 @@ def _ends_with(table: str, name: str) -> bool:
     return table.endswith((f".{name}", f".{name.removesuffix('.weight')}"))
 
 
-def _refuse_shared(places: dict[str, Place], problems: dict[str, DeltasyncError]) -> None:
+def _refuse_shared(places: dict[str, Place], problems: dict[str, DeltasyncError], held: Collection[str]) -> None:
     tables: dict[tuple[type[Place], str], list[str]] = {}
     for table, place in places.items():
         tables.setdefault((type(place), place.name), []).append(table)
     for (_, name), several in tables.items():
-        if len(several) > 1:
-            for table in several:
-                text = f"tables {', '.join(several)} fit one place, {name}: give the target the whole model"
-                problems[table] = Contradiction(text)
-                del places[table]
+        for table in _without_owner(several, name, held):
+            text = f"tables {', '.join(several)} fit one place, {name}: give the target the whole model"
+            problems[table] = Contradiction(text)
+            del places[table]
+
+
+def _without_owner(tables: list[str], place: str, held: Collection[str]) -> list[str]:
+    """Those of some tables that fit one place which do not get it."""
+    exact = [table for table in tables if place in (table, f"{table}.weight", table.rpartition(".")[0])]
+    owners = exact or [table for table in tables if table in held] or tables
+    return tables if len(owners) > 1 else [table for table in tables if table not in owners]
 
 
 def _refuse_half(
@@ -214,6 +234,16 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _quantised(table: TableSpec, tensor: torch.Tensor) -> bool:
     return table.kind is TableKind.EMBEDDING and not tensor.dtype.is_floating_point
+
+
+def _write(held: torch.Tensor, rows: RowBatch) -> None:
+    if held.device.type != "cpu":
+        held.index_copy_(0, _on(held, rows.ids), _on(held, rows.values))
+        return
+    # Without a copy of them, which would be made while nobody can read.
+    held.numpy()[rows.ids] = rows.values
+    if not held.is_inference():
+        increment_version(held)
 
 
 def _on(held: torch.Tensor, values: Ids | Values) -> torch.Tensor:

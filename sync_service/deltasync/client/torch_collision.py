@@ -37,13 +37,13 @@ def collision_module_of(module: nn.Module, table: TableSpec) -> tuple[str, nn.Mo
         Contradiction: the module has another size, is only a shard, is scripted, or is in training mode.
     """
     wanted = table.name.rpartition(".")[0]
-    found = {name: each for name, each in collision_modules(module).items() if f".{wanted}".endswith(f".{name}")}
-    if len(found) != 1:
-        known = ", ".join(found or collision_modules(module)) or "none"
+    modules = collision_modules(module)
+    names = [wanted] if wanted in modules else [name for name in modules if wanted.endswith(f".{name}")]
+    if len(names) != 1:
+        known = ", ".join(names or modules) or "none"
         raise NotFound(f"table {table.name!r}: no one managed collision module of that name; modules: {known}")
-    name, each = found.popitem()
-    _check(name, each, table)
-    return name, each
+    _check(names[0], modules[names[0]], table)
+    return names[0], modules[names[0]]
 
 
 def _check(name: str, module: Any, table: TableSpec) -> None:

@@ -52,10 +52,9 @@ class SortedIds:
             Contradiction: two rows have one raw id; nothing was written.
         """
         held = _SortedMap.empty(self.table.rows) if reset else self._held
-        if not (rows or reset):
-            return _nothing
-        for each in rows:
-            held = held.changed(each.ids, _numbers(each))
+        if rows:  # All at once: each change costs as much as the map has rows.
+            ids = np.concatenate([each.ids for each in rows])
+            held = held.changed(ids, np.concatenate([*map(_numbers, rows)]))
         held.check(self.table.name)
         tensors = [(name, _like(self._module, name, array)) for name, array in held.arrays]
 
@@ -146,17 +145,19 @@ class HashedIds:
         Raises:
             Contradiction: the module, which hashes in its own way, would not find a raw id; nothing was written.
         """
-        if not (rows or reset):
-            return _nothing
         held = self._module._hash_zch_identities.data
         staged = torch.full_like(held, -1) if reset else held.clone()
-        for each in rows:
-            ids = torch.from_numpy(each.ids.copy()).to(held.device)
-            staged.index_copy_(0, ids, torch.from_numpy(each.values - 1).to(held.device))
-        self._check(staged, np.concatenate([np.empty(0, np.int64), *map(_numbers, rows)]))
+        ids = np.concatenate([np.empty(0, np.int64), *(each.ids for each in rows)])
+        values = np.concatenate([np.empty(0, np.int64), *map(_numbers, rows)])
+        changed, raw = (torch.from_numpy(each).to(held.device) for each in (ids, values - 1))
+        staged[changed, 0] = raw
+        self._check(staged, values)
 
         def write() -> None:
-            held.copy_(staged)
+            if reset:
+                held.copy_(staged)
+            else:
+                held[changed, 0] = raw
 
         return write
 
@@ -176,10 +177,6 @@ class HashedIds:
                 f"({self._module._max_probe}), input_hash_size ({self._module._input_hash_size}) and the share of "
                 "reserved slots must be as in the trainer"
             )
-
-
-def _nothing() -> None:
-    """Writes nothing."""
 
 
 def _not_found(module: Any, identities: torch.Tensor, raw: torch.Tensor) -> torch.Tensor:

@@ -45,11 +45,12 @@ class IdRanges:
         Raises:
             Contradiction: ranges that overlap or leave gaps, or rows that the module cannot give to unknown ids.
         """
-        by_row = {} if reset else dict(self._held)
-        for each in rows:
-            by_row.update(zip(each.ids.tolist(), map(tuple, each.values.tolist()), strict=True))
-        by_row = {row: each for row, each in by_row.items() if any(each)}
-        ranges = _Ranges.of(by_row, self.table)
+        by_row = {} if reset else self._held
+        for each in rows:  # Nearly all of them may be zeros: no loop over them.
+            by_row = {row: held for row, held in by_row.items() if not (each.ids == row).any()}
+            some = each.values.any(axis=1)
+            by_row.update(zip(each.ids[some].tolist(), map(tuple, each.values[some].tolist()), strict=True))
+        ranges = _Ranges.of(by_row, self.table).on(next(self._module.buffers()).device)
         by_itself = not by_row or ranges.defaults.tolist() == [self.table.rows - 1]
         if hashes(self._module) and by_row:
             raise Contradiction(
@@ -68,7 +69,10 @@ class IdRanges:
 
     def read(self, ids: Ids) -> Values:
         """See `torch_binding.Place`."""
-        return np.array([self._held.get(row, (0, 0, 0)) for row in ids.tolist()], np.int64).reshape(-1, 3)
+        values = np.zeros((len(ids), 3), np.int64)
+        for row, each in self._held.items():
+            values[ids == row] = each
+        return values
 
     @property
     def _held(self) -> dict[int, tuple[int, ...]]:
@@ -103,9 +107,14 @@ class _Ranges:
         ends, defaults = [each[1] for each in ordered], [each[3] for each in ordered]
         return cls(torch.tensor(ends, dtype=torch.int64), torch.tensor(defaults, dtype=torch.int64))
 
+    def on(self, device: torch.device) -> "_Ranges":
+        """The same on a device: a forward there need not bring them."""
+        return _Ranges(self.ends.to(device), self.defaults.to(device))
+
     def rows(self, raw: torch.Tensor) -> torch.Tensor:
         """The row that each of some unknown raw ids takes."""
-        ends, defaults = self.ends.to(raw.device), self.defaults.to(raw.device)
+        here = self.on(raw.device)
+        ends, defaults = here.ends, here.defaults
         ranks = torch.searchsorted(ends, raw, right=True)
         # Ids outside of all ranges go to the ranks in turn, taken as unsigned numbers.
         outside = (raw < 0) | (ranks == len(ends))

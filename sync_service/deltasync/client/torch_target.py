@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 
@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from deltasync.client.targets import Release
-from deltasync.client.torch_binding import Binding, Place, Tensor, bind, missing_maps
+from deltasync.client.torch_binding import Binding, Place, Tensor, bind, in_training, missing_maps
 from deltasync.core.errors import Contradiction, DeltasyncError, InvalidInput, NotFound
 from deltasync.core.position import Position
-from deltasync.core.rows import Ids, Values
+from deltasync.core.rows import Ids, RowBatch, Values
 from deltasync.core.tables import TableSpec
 
 __all__ = ["TorchTarget"]
@@ -87,12 +87,11 @@ class TorchTarget:
         release.check_values()
         if release.tables != self._followed:
             self._follow(release.tables)
-        places, writes = self._binding.places, []
-        for table in release.tables:
-            if place := places.get(table.name):
-                rows = [each for each in release.rows if each.table.name == table.name]
-                writes.append(place.stage(rows, reset=release.resets(table)))
-        with self._lock, torch.no_grad():
+        if release.resync or release.whole:
+            self._warn_of_training()
+        writes = self._staged(release)
+        # Inference mode, since a module may have been made in it: what it holds can be written in no other.
+        with self._lock, torch.inference_mode():
             for write in writes:
                 write()
             self.position, self.event_time_unix_ns = release.position, release.event_time_unix_ns
@@ -103,9 +102,21 @@ class TorchTarget:
         # A table that has grown meanwhile is not the one that is held.
         return place.read(ids) if place and place.table == table else None
 
+    def _staged(self, release: Release) -> list[Callable[[], None]]:
+        """What writes a release, prepared while others still read."""
+        rows: dict[str, list[RowBatch]] = {table.name: [] for table in release.tables if release.resets(table)}
+        for each in release.rows:
+            rows.setdefault(each.table.name, []).append(each)
+        return [
+            self._binding.places[table.name].stage(rows[table.name], reset=release.resets(table))
+            for table in release.tables
+            if table.name in rows and table.name in self._binding.places
+        ]
+
     def _follow(self, tables: list[TableSpec]) -> None:
         """Bind the tables of a first release, or others than before."""
-        binding = bind(self._module, [table for table in tables if not self._leaves_out(table)])
+        taken = [table for table in tables if not self._leaves_out(table)]
+        binding = bind(self._module, taken, self.bound())
         # What comes later has no place as long as the module is the one it was: the rest goes on.
         known = {table.name for table in self._followed if table in tables and table.name in self.bound()}
         refused = known if self._followed else set(binding.problems)
@@ -124,9 +135,17 @@ class TorchTarget:
         names = [*(table.name for table in tables), *missing_maps(self._module, binding)]
         if idle := [each for each in self._leave_out if not any(fnmatchcase(name, each) for name in names)]:
             logger.warning("leave_out: no table fits %s", ", ".join(idle))
-        if binding.stale:
+        left_out = bind(self._module, [table for table in tables if self._leaves_out(table)])
+        wanted = {place.name for place in left_out.places.values()}
+        if stale := [name for name in binding.stale if name not in wanted]:
+            logger.warning("no table brings these of the module, which stay as they are: %s", ", ".join(stale))
+
+    def _warn_of_training(self) -> None:
+        """Say what may have changed, or will change, what the trainer brings: also when it has to be repaired."""
+        if names := in_training(self._module, self._binding):
             logger.warning(
-                "no table brings these of the module, which stay as they are: %s", ", ".join(binding.stale)
+                "in training mode, in which a forward may change what follows the trainer: %s; call eval()",
+                ", ".join(name or "the module" for name in names),
             )
 
     def _leaves_out(self, table: TableSpec) -> bool:

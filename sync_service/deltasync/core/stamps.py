@@ -66,14 +66,22 @@ class StampedTable:
         before = digest(ids, self.decoded(self.rows[where, columns]), first)
         after = digest(ids, self.decoded(block.values), first)
         counts = self.counts.moved(np.abs(self.stamps[where]), number)
+        gone = self._empty(where, columns) if block.deleted else False
         # What needs much memory comes before: a block that fails is tried again, and must not be half done.
         # The stamp first: if the process dies between the two, a row with a new stamp is sent again, while one
         # with an old stamp would be taken for the old row.
-        self.stamps[where] = -number if block.deleted else number
+        self.stamps[where] = np.where(gone, -number, number) if block.deleted else number
         self._has_deletes |= block.deleted
         self.rows[where, columns] = block.values
         self.counts = counts
         self.digest += after - before
+
+    def _empty(self, where: slice | Ids, columns: slice) -> Mask:
+        """Which rows hold nothing outside of some columns: where others hold some of a row, it is still there."""
+        bits = self.rows.view(f"u{self.rows.itemsize}")
+        before, after = bits[where, : columns.start], bits[where, columns.stop :]
+        filled: Mask = before.any(axis=1) | after.any(axis=1)
+        return ~filled
 
     def restamp(self, ids: Ids, stamps: Stamps) -> None:
         """Give the rows `ids` ([n], strictly ascending) these stamps ([n]) instead of their own."""
@@ -125,9 +133,13 @@ class StampedTable:
             changed |= stamps < -number
         return np.flatnonzero(changed)
 
-    def unnamed(self, named: Mask) -> Ids:
-        """Sorted unique ids ([n] int64) of the rows that are there, of those that are not `named` ([N])."""
-        return np.flatnonzero(~named & (self.stamps > 0))
+    def not_stamped(self, number: int) -> Ids:
+        """Sorted unique ids ([n] int64) of the rows that are there, and have another stamp than `number`."""
+        starts = range(0, len(self.stamps), _SCAN_ROWS)
+        blocks = ((start, self.stamps[start : start + _SCAN_ROWS]) for start in starts)
+        return np.concatenate(
+            [np.flatnonzero((stamps > 0) & (stamps != number)) + start for start, stamps in blocks]
+        )
 
     def read(self, ids: Ids, out: Values) -> RowBatch:
         """The rows `ids` ([n], strictly ascending) as they are now, their values copied into `out` ([n, D])."""

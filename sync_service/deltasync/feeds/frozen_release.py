@@ -132,20 +132,17 @@ def freeze(
 
     A release of more than `memory_bytes` is kept in unlinked files in the folder `scratch`.
     """
-    changed, deleted = list[Ids](), dict[int, RowBatch]()
-    for slot, table in enumerate(tables):
-        live, gone = _split(table, 0 if slot in whole else after)
-        changed.append(live)
-        if len(gone):
-            deleted[slot] = RowBatch.deletes(Shard.whole(table.spec), gone)
-    total = sum(len(ids) * table.spec.row_bytes for ids, table in zip(changed, tables, strict=True))
+    changed = [_split(table, 0 if slot in whole else after) for slot, table in enumerate(tables)]
+    pairs = list(zip(tables, changed, strict=True))
+    total = sum(len(ids) * table.spec.row_bytes + gone.nbytes for table, (ids, gone) in pairs)
     spill = total > memory_bytes
     checksums = tuple(table.digest.checksum for table in tables)
-    memory = 0 if spill else total
-    release = FrozenRelease(head, deletes=deleted, whole=whole, checksums=checksums, memory_bytes=memory)
-    for slot, (ids, table) in enumerate(zip(changed, tables, strict=True)):
+    release = FrozenRelease(head, whole=whole, checksums=checksums, memory_bytes=0 if spill else total)
+    for slot, (table, (ids, gone)) in enumerate(pairs):
         if len(ids):
             release.batches[slot] = _copied(table, ids, scratch if spill else None)
+        if len(gone):
+            release.deletes[slot] = _deletes(table, gone, scratch if spill else None)
     return release
 
 
@@ -162,9 +159,18 @@ def _copied(table: StampedTable, ids: Ids, scratch: Path | None) -> RowBatch:
     """Some rows as they are now: in memory, or in unlinked files in the folder `scratch`."""
     spec, what = table.spec, f"a release of table {table.spec.name!r}"
     values = room_for((len(ids), spec.dim), spec.dtype, scratch, what)
-    rows = table.read(ids, values)
+    return replace(table.read(ids, values), ids=_room_of(ids, scratch, what))
+
+
+def _deletes(table: StampedTable, ids: Ids, scratch: Path | None) -> RowBatch:
+    """Rows that are no more: likewise."""
+    ids = _room_of(ids, scratch, f"a release of table {table.spec.name!r}")
+    return RowBatch.deletes(Shard.whole(table.spec), ids)
+
+
+def _room_of(ids: Ids, scratch: Path | None, what: str) -> Ids:
     if scratch is None:
-        return rows
+        return ids
     spilled = room_for(ids.shape, ids.dtype, scratch, what)
     spilled[:] = ids
-    return replace(rows, ids=spilled)
+    return spilled

@@ -15,8 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import numpy as np
-
 from deltasync.core.delivery import Delivery
 from deltasync.core.errors import ServiceUnavailable
 from deltasync.core.policy import Policy
@@ -235,15 +233,13 @@ class Model:
 
     def _apply(self, seal: Seal, rows: Iterable[RowBatch] | None) -> None:
         by_name = {table.spec.name: table for table in self.tables}
-        named = {name: np.zeros(by_name[name].spec.rows, np.bool_) for name in seal.whole}
         for batch in self.store.rows(seal) if rows is None else rows:
             self._partly_applied = True
             by_name[batch.table.name].apply(batch, seal.version)
-            if batch.table.name in named:
-                named[batch.table.name][batch.ids] = True
-        for name, mask in named.items():
+        for name in seal.whole:  # What a full cut does not name is no more.
             self._partly_applied, table = True, by_name[name]
-            table.apply(RowBatch.deletes(Shard.whole(table.spec), table.unnamed(mask)), seal.version)
+            unnamed = table.not_stamped(seal.version)
+            table.apply(RowBatch.deletes(Shard.whole(table.spec), unnamed), seal.version)
         self._applied, self._partly_applied = seal, False
 
     async def _add(self, tables: list[TableSpec], later_run: bool) -> None:

@@ -55,6 +55,7 @@ class CutCoordinator:
         self.run = _run_of(model.seals.newest)
         self.sessions: dict[int, RankSession] = {}  # By rank: only the newest session of a rank publishes.
         self.open_cut: OpenCut | None = None
+        self.differing = set[str]()  # Names of tables of which the run's ranks have different rows.
         self.rows = self.bytes = 0  # Of the cuts sealed since the service started.
         self._applying: asyncio.Task[None] | None = None
         self._sealing: asyncio.Task[None] | None = None
@@ -108,8 +109,8 @@ class CutCoordinator:
             return "no run is publishing: the next one is asked"
         if not all(session.takes_deletes for session in here):
             return f"the trainer of run {self.run.id} does not know of deletes: update it"
-        if not any(table.name == request.table for table in here[0].tables):
-            return f"run {self.run.id} does not publish the table: the next run that does is asked"
+        if not any(table.name == request.table and table.kind.ranked for table in here[0].tables):
+            return f"run {self.run.id} publishes no embedding table of that name: the next run that does is asked"
         return f"run {self.run.id} is asked, and deletes them with one of its next cuts"
 
     async def idle(self) -> None:
@@ -136,6 +137,7 @@ class CutCoordinator:
         if self.run is None or run.id != self.run.id:
             self.abandon(decision.reason)
             self.sessions.clear()
+            self.differing.clear()
         self.run = run
 
     async def _seal(self, current: OpenCut) -> None:

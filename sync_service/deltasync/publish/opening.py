@@ -47,9 +47,22 @@ def _checked_tables(message: publish_pb2.PublishOpen) -> list[TableSpec]:
     tables = [table_from_message(table) for table in message.tables]
     if not tables:
         raise InvalidInput("the run announces no tables: describe at least one")
-    known: set[str] = set()
+    known: dict[str, TableSpec] = {}
     for table in tables:
         if table.name in known:
             raise InvalidInput(f"table {table.name!r} is announced twice: tables need distinct names")
-        known.add(table.name)
+        known[table.name] = table
+    for table in tables:
+        if table.of:
+            _check_map(table, known.get(table.of))
     return tables
+
+
+def _check_map(table: TableSpec, rows: TableSpec | None) -> None:
+    """Check that a map, or ranges, are of the rows of an embedding table."""
+    if rows is None or not rows.kind.ranked:
+        raise InvalidInput(f"table {table.name!r} is of {table.of!r}, which is no embedding table of the run")
+    if rows.rows != table.rows:
+        raise InvalidInput(
+            f"table {table.name!r} has {table.rows} rows, but {table.of!r}, to which it belongs, has {rows.rows}"
+        )

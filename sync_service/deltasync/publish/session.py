@@ -123,7 +123,7 @@ class PublishSession:
         open_cut, part = self._part_of(close.step)
         await self._wait_written(0)
         self._check_current()
-        event_time = event_time_from_message(close)
+        event_time, differing = event_time_from_message(close), self._differing(close)
         check_event_time(event_time)
         open_cut.cut.close(
             part,
@@ -133,9 +133,17 @@ class PublishSession:
             deletes=frozenset(close.deletes),
             event_time_unix_ns=event_time,
         )
+        self._coordinator.differing |= differing
         self._part = None
         self._coordinator.seal_when_complete()
         return await asyncio.shield(open_cut.sealed)
+
+    def _differing(self, close: publish_pb2.PartClose) -> set[str]:
+        if unknown := [index for index in close.differing if index >= len(self.tables)]:
+            raise InvalidInput(
+                f"table {unknown[0]} differs between ranks, but only {len(self.tables)} were announced"
+            )
+        return {self.tables[index].name for index in close.differing}
 
     def _sealed_before(self, step: int) -> Seal | None:
         """The seal of the cut after `step`, if it was sealed before: the answer may have been lost."""

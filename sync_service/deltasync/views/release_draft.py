@@ -50,6 +50,10 @@ class TableDraft:
         batches = (*chunked(self.rows), *chunked(self.deletes))
         return (Piece(slot, index, rows) for index, rows in enumerate(batches))
 
+    def needs(self, piece: RowBatch) -> bool:
+        """Whether some of the rows of a piece are forced."""
+        return bool(self.dirty.forced[np.searchsorted(self.dirty.ids, piece.ids)].any())
+
     def give_up(self, piece: RowBatch) -> None:
         """Leave the rows of a piece, which could not be written, for a later release."""
         self.taken[np.searchsorted(self.dirty.ids, piece.ids)] = False
@@ -89,9 +93,12 @@ class ReleaseDraft:
         """Wait until the log has the rows; those that it has not are left for later. Blocks; returns why.
 
         Raises:
-            StorageFailed: none of them is to be released.
+            StorageFailed: none of them is to be released. So it is where the log lacks some that are forced: these
+                belong together.
         """
         self.written, refused, failure = self.log.settle()
+        if failure and any(self.tables[piece.slot].needs(piece.rows) for piece in refused):
+            raise failure
         for piece in refused:
             self.tables[piece.slot].give_up(piece.rows)
         return failure
@@ -99,7 +106,7 @@ class ReleaseDraft:
     def state_after(self, before: ViewState) -> ViewState:
         """The state once it is made; where it takes no rows, with the release of before and the backlog of now."""
         backlogs = {draft.table.source.spec.name: draft.backlog for draft in self.tables}
-        state = replace(before, compared_version=self.head.version, backlog=backlogs)
+        state = replace(before, compared_version=self.head.version, backlog=backlogs, mixed=False)
         taken = total(draft.amount for draft in self.tables)
         left = total(each.amount for each in backlogs.values())
         if taken.rows:

@@ -97,14 +97,18 @@ def find_dirty(
         never_sent, overdue = table.never_sent(ids), table.dirty_since[ids] <= overdue_version
         forced = table.source.deleted(ids) if table.source.spec.kind.ranked else np.ones(len(ids), np.bool_)
         found.append(DirtyRows(ids, norms, never_sent, overdue, forced, policy.row_bytes(table.source.spec)))
-    _force_handed_over(tables, found)
+    _force_handed_over(tables, found, compared_version)
     return found
 
 
-def _force_handed_over(tables: Sequence[ViewTable], dirty: Sequence[DirtyRows]) -> None:
-    """Force the rows whose raw id has changed: else a replica would look the new id up in the old one's row."""
+def _force_handed_over(tables: Sequence[ViewTable], dirty: Sequence[DirtyRows], compared_version: int) -> None:
+    """Force the rows whose raw id has changed: else a replica would look the new id up in the old one's row.
+
+    Also where the view has the new id already, since the map was made after the rows were last compared.
+    """
     by_name = {table.source.spec.name: each for table, each in zip(tables, dirty, strict=True)}
     for table, handed_over in zip(tables, dirty, strict=True):
         rows = by_name.get(table.source.spec.of)
         if table.source.spec.kind is TableKind.ID_MAP and rows:
-            rows.forced[np.isin(rows.ids, handed_over.ids)] = True
+            changed = np.union1d(handed_over.ids, table.changed_since(compared_version))
+            rows.forced[np.isin(rows.ids, changed)] = True

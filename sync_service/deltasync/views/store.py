@@ -56,12 +56,15 @@ class ViewState:
         newest: the newest release; None = replicas can be given nothing yet.
         compared_version: the version of the model at which its rows were last compared with those of the view.
         backlog: what was left of each table then, by the table's name. After a restart it is not known, and empty.
+        mixed: whether rows that belong together may be of several versions, say a map and the rows that it leads
+            to: nobody is given them before the next release, which makes them fit.
     """
 
     tables: tuple[ViewTable, ...] = ()
     newest: NewestRelease | None = None
     compared_version: int = 0
     backlog: Mapping[str, Backlog] = field(default_factory=dict)
+    mixed: bool = False
 
     @property
     def head(self) -> Head | None:
@@ -203,6 +206,7 @@ class ViewStore:
             "forked": self.history.first_version,
             "flushed": number,
             "seen": state.compared_version,
+            "mixed": state.mixed,
             "tables": [table_record(table) for table in state.tables],
         }
         self._log.put(view_name(self._consumer), pack_json(record)).result()
@@ -225,9 +229,12 @@ class ViewStore:
                 return
             self.history = ReleaseHistory(record["history"], record["forked"])
             self._flushed, compared_version = record["flushed"], record["seen"]
+            mixed = record.get("mixed", False)  # Records of earlier versions lack it.
             tables = self._open_tables(record["tables"])
-        newest = self._recover_release(self._replay(tables))
-        self.state = ViewState(tables=tables, newest=newest, compared_version=compared_version)
+        newest = self._recover_release()
+        self._replay(tables, newest.head.number if newest else 0)
+        mixed = bool(mixed and newest and newest.head.number == self._flushed)
+        self.state = ViewState(tables=tables, newest=newest, compared_version=compared_version, mixed=mixed)
         if newest:
             self.history.add(newest.head)
         self.remove_unused()
@@ -240,26 +247,27 @@ class ViewStore:
         delivery = delivery_of_record(record, source.spec)
         return ViewTable(source, delivery, self._directory / record["folder"], new=False)
 
-    def _replay(self, tables: Sequence[ViewTable]) -> int:
-        """Write the rows that the log has into the tables; the newest release of which it has any."""
-        newest, shards = self._flushed, [Shard.whole(table.held.spec) for table in tables]
+    def _replay(self, tables: Sequence[ViewTable], newest: int) -> None:
+        """Write the rows that the log has of releases up to the newest one into the tables.
+
+        Of a later one it may have a part, say a map without the rows that it leads to. No replica was given any of
+        it, and all of it is dirty still.
+        """
+        last, shards = newest, [Shard.whole(table.held.spec) for table in tables]
         for record in self._log.read(self._stream):  # Also those that nobody needs: they may be of another number.
-            if record.number > self._flushed:
+            if self._flushed < record.number <= newest:
                 with reading(name_of(self._stream, record.number, record.part, record.index)):
                     tables[record.part].write(unpack_rows(record.payload, lambda _: shards), record.number)
-                newest = record.number
                 self._appended_bytes += len(record.payload)
+            last = max(last, record.number)
+        if last > newest:
+            self.drop(newest + 1).result()
         for table in tables:
             table.count_digests()
-        return newest
 
-    def _recover_release(self, newest: int) -> NewestRelease | None:
+    def _recover_release(self) -> NewestRelease | None:
         record = recorded_release(self._log, self._consumer)
         if record is None:
             return None
         with reading(f"record {release_name(self._consumer)}"):
-            head, statistics = head_of_record(record["head"]), statistics_of_record(record["account"])
-        if head.number < newest:
-            # The log has rows of a release that was not written down: no replica has them, all are to get them.
-            head = replace(head, number=newest)
-        return NewestRelease(head, statistics)
+            return NewestRelease(head_of_record(record["head"]), statistics_of_record(record["account"]))

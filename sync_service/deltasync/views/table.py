@@ -18,6 +18,7 @@ from deltasync.storage.mapped_table import MappedTable, extend_file, extend_file
 from deltasync.views.ranking import Floats, Mask
 
 _SINCE_TYPE = np.dtype(np.int64)
+_LARGEST_NORM = float(np.finfo(np.float32).max)
 
 
 class EncodedTable(MappedTable):
@@ -100,12 +101,14 @@ class ViewTable:
     def copy(self, ids: Ids, number: int | None) -> None:
         """Take over rows of the source as they are. Stamp them with `number`; None = as in the source.
 
-        Those that are deleted are nothing to who is given all rows that there are.
+        Deleted ones too: a replica may hold them of before, in another form.
         """
-        ids = ids if number is None else ids[~self.source.deleted(ids)]
-        values = self.source.rows_of(ids)
-        norms = norms_of(values) if self.source.spec.kind.trained else np.zeros(len(ids))
-        self.write(self.batch(ids, self.delivery.encode(values), norms), number or 1)
+        gone = self.source.deleted(ids)
+        live = ids[~gone]
+        values = self.source.rows_of(live)
+        norms = norms_of(values) if self.source.spec.kind.trained else np.zeros(len(live))
+        self.write(self.batch(live, self.delivery.encode(values), norms), number or 1)
+        self.write(self.deletes(ids[gone]), number or 1)
         if number is None:
             self.held.restamp(ids, self.source.stamps[ids])
         self._clean = self.sent.counts  # No row of a table that is being made is dirty.
@@ -211,14 +214,16 @@ class ViewTable:
         if not self.source.spec.kind.trained:
             return np.zeros(len(rows))
         # In fp64, in which no difference of two fp32 numbers overflows, nor its square.
-        return norms_of(np.subtract(rows, others, dtype=np.float64))
+        with np.errstate(over="ignore"):
+            return norms_of(np.subtract(rows, others, dtype=np.float64))
 
 
 def norms_of(rows: Values) -> Floats:
-    """The L2 norms [n] of rows [n, D]."""
+    """The L2 norms [n] of rows [n, D]; of fp64 rows at most the largest fp32 number, so that none is infinite."""
     exact = rows.astype(np.float64, copy=False)
-    norms: Floats = np.sqrt(np.einsum("ij,ij->i", exact, exact))
-    return norms
+    with np.errstate(over="ignore"):
+        norms: Floats = np.sqrt(np.einsum("ij,ij->i", exact, exact))
+    return np.minimum(norms, _LARGEST_NORM)
 
 
 def _norms_folder(folder: Path, new: bool) -> Path:
@@ -229,7 +234,7 @@ def _norms_folder(folder: Path, new: bool) -> Path:
 
 
 def _as_fp32(norms: Floats) -> Norms:
-    return np.minimum(norms, np.finfo(np.float32).max).astype(np.float32)
+    return np.minimum(norms, _LARGEST_NORM).astype(np.float32)
 
 
 def _bits_differ(some: Values, others: Values) -> Mask:

@@ -93,19 +93,20 @@ class TableMaker:
         if before.head is None:
             self._store.history.first_version, number = version, max(number, seal.version)
         version = min([version, *(table.follow(earlier) for table, earlier in grown.items())])
-        taken, reason = _taken(table for table in tables if table not in before.tables and table not in grown)
+        copied = [table for table in tables if table not in before.tables and table not in grown]
+        taken, reason = _taken(copied)
         backlog = {table.source.spec.name: _backlog(table, before, grown) for table in tables}
         left = total(each.amount for each in backlog.values())
-        after = replace(before, tables=tables, compared_version=version, backlog=backlog)
+        mixed = bool(copied) and seal.version != version and any(not t.source.spec.kind.ranked for t in tables)
+        after = replace(before, tables=tables, compared_version=version, backlog=backlog, mixed=mixed)
         head = replace(Head.of(seal, number), version=version)
         return after, new_release(head, taken, left, reason)
 
 
-def _taken(tables: Iterable[ViewTable]) -> tuple[Amount, str]:
+def _taken(tables: Sequence[ViewTable]) -> tuple[Amount, str]:
     """What a release takes that has these tables whole, and why."""
-    new = list(tables)
-    taken = total(_whole(table) for table in new)
-    reason = f"took all {taken.rows} rows of {len(new)} tables that the replicas did not have in this form"
+    taken = total(_whole(table) for table in tables)
+    reason = f"took all {taken.rows} rows of {len(tables)} tables that the replicas did not have in this form"
     return taken, reason
 
 

@@ -106,7 +106,7 @@ class View:
         """Whether replicas may be given the tables there are: those of the policy or, where there was no room for
         these, older ones of its mode.
         """
-        if not self.tables:
+        if not self.tables or self.state.mixed:
             return False
         return self.fits(policy) or (
             bool(self.trouble) and all(each.mode is policy.mode for each in self.deliveries)
@@ -148,6 +148,9 @@ class View:
             if self.model.head and not self.fits(policy):
                 await self._maker.finish()  # So that its number is not used twice.
                 await self._tables.make(policy)
+                self._signal.wake()
+            if self.state.mixed:  # Cuts were applied while tables were made.
+                await self._maker.make(policy, 0)
                 self._signal.wake()
         except StorageFailed as error:
             self.trouble = str(error)

@@ -26,7 +26,7 @@ from tests.support.wire import (
 )
 
 from deltasync.core.position import Position
-from deltasync.core.tables import Shard, TableSpec
+from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.v1 import admin_pb2, publish_pb2, subscribe_pb2, tables_pb2
 from deltasync.wire.row_messages import MAX_CHUNK_BYTES
 
@@ -70,6 +70,12 @@ def opening(**wrong: Any) -> publish_pb2.PublishRequest:
 
 
 HALF = Shard(USER, 0, 20, 0, 4)
+
+
+def map_of(table: TableSpec, rows: int) -> TableSpec:
+    return TableSpec("raw_ids", rows, 1, np.dtype("<i8"), TableKind.ID_MAP, table.name)
+
+
 BAD_OPENS = {
     "model": (opening(model="a/b"), INVALID, "model name 'a/b'"),
     "no run": (opening(run=""), INVALID, "run id ''"),
@@ -110,6 +116,16 @@ BAD_OPENS = {
         publish_open(tables=[USER, TableSpec(ITEM.name, 30, 6)], shards=[]),
         CONTRADICTION,
         "30 x 6 float16, the run has 30 x 6 float32",
+    ),
+    "map of no table": (
+        publish_open(tables=[USER, map_of(ITEM, 30)], shards=[]),
+        INVALID,
+        f"table 'raw_ids' is of {ITEM.name!r}, which is no embedding table of the run",
+    ),
+    "map of rows outside": (
+        publish_open(tables=[USER, map_of(USER, 41)], shards=[]),
+        INVALID,
+        f"table 'raw_ids' has 41 rows, but {USER.name!r}, to which it belongs, has 40",
     ),
     "first a chunk": (chunk(11, 0, [0], rows(1, 4)), INVALID, "begins with one open message"),
     "first a close": (close(11, 0), INVALID, "begins with one open message"),
@@ -164,7 +180,6 @@ BAD_PARTS = {
     ),
     "fewer rows than closed": ([chunk(11, 0, [5], rows(1, 4)), close(11, 2)], INVALID, "of 2 rows, but 1 arrived"),
     "more rows than closed": ([chunk(11, 0, [5], rows(1, 4)), close(11, 0)], INVALID, "of 0 rows, but 1 arrived"),
-    "not full": ([chunk(11, 0, [5], rows(1, 4)), close(11, 1, full=True)], INVALID, "its shards have 70"),
     "full of the same rows": (
         [
             chunk(11, 0, np.arange(40), rows(40, 4)),
@@ -173,6 +188,11 @@ BAD_PARTS = {
         ],
         INVALID,
         "row id 0 came after 39",
+    ),
+    "differing of no table": (
+        [publish_pb2.PublishRequest(close=publish_pb2.PartClose(step=11, differing=[9]))],
+        INVALID,
+        "table 9 differs between ranks, but only 2 were announced",
     ),
     "an old step": (part(9, [(0, [1], rows(1, 4))]), CONTRADICTION, "step 10 of this run is published already"),
     "step back in the cut": (

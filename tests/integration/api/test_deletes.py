@@ -31,10 +31,10 @@ def rank(running: RunningService) -> Iterator[RankStream]:
 
 
 def post(service: RunningService, body: Any, token: str = TOKEN) -> tuple[int, Any]:
+    """HTTP status and JSON of the answer; the content type is the one that `curl -d` names."""
+    text = body if isinstance(body, bytes) else json.dumps(body).encode()
     request = urllib.request.Request(  # noqa: S310
-        service.http + "/deletes",
-        json.dumps(body).encode(),
-        {"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
+        service.http + "/deletes", text, {"Authorization": f"Bearer {token}"}
     )
     try:
         with urllib.request.urlopen(request, timeout=10) as response:  # noqa: S310
@@ -95,6 +95,39 @@ def test_over_http(running: RunningService, rank: RankStream) -> None:
     assert post(running, wanted | {"model": "bids"})[0] == 404
     assert post(running, wanted | {"ids": [40]})[0] == 400
     assert len(running.get_json("/deletes")) == 1
+
+
+WANTED = {"model": "clicks", "table": USER.name, "ids": [1]}
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"{", "body: no JSON"),
+        (b"[]", "body: expected an object"),
+        ({"model": "clicks", "row": 1}, "body: unknown key 'row'; keys: model, table, ids"),
+        ({"model": "clicks", "ids": [1]}, "body: expected the names of a model and a table"),
+        (WANTED | {"ids": [1, "x"]}, "body: expected ids, a list of whole numbers"),
+        (WANTED | {"ids": [True]}, "body: expected ids, a list of whole numbers"),
+        (WANTED | {"ids": [1.5]}, "body: expected ids, a list of whole numbers"),
+        (WANTED | {"ids": [2**63]}, "body: expected ids, a list of whole numbers"),
+        (WANTED | {"ids": 1}, "body: expected ids, a list of whole numbers"),
+        (WANTED | {"ids": []}, "name 1 to 100000 rows"),
+        (b"[" * (3 << 20), "body: more than 2097152 bytes"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_a_bad_body_says_what_is_wrong(running: RunningService, rank: RankStream, body: Any, said: str) -> None:
+    status, answer = post(running, body)
+    assert (status, answer["error"]) == (400, "InvalidInput")
+    assert said in answer["message"]
+    assert post(running, body, token="wrong")[0] == 403  # noqa: S106  # before any of it is read
+    assert running.get_json("/deletes") == []
+
+
+def test_as_many_ids_over_http_as_a_request_may_have(running: RunningService, rank: RankStream) -> None:
+    status, answer = post(running, WANTED | {"ids": [2**40 - each for each in range(100_000)]})
+    assert (status, "is outside of table" in answer["message"]) == (400, True)
 
 
 @pytest.mark.parametrize(

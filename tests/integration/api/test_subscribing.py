@@ -88,6 +88,8 @@ def test_a_replica_goes_on_from_what_it_holds(running: RunningService, rank: Ran
         assert (ids_of(rows), end.position.version) == ([4, 9], 3)
     with ReplicaStream(running.grpc, held=second) as replica:
         replica.until("opened")
+        rows, end = replica.release()  # It lacks nothing, and is asked to show that.
+        assert (ids_of(rows), end.position.version) == ([], 3)
         publish(rank, 4, 1)
         rows, end = replica.release()
         assert (ids_of(rows), end.position.version) == ([1], 4)

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -278,12 +277,12 @@ class Follower:
         self._taken += size_of(rows)
         return end
 
-    def acknowledge(
-        self, end: subscribe_pb2.ReleaseEnd, checksums: Mapping[int, int] = MappingProxyType({})
-    ) -> None:
+    def acknowledge(self, end: subscribe_pb2.ReleaseEnd, checksums: Mapping[int, int] | None = None) -> None:
+        """Acknowledge a release, with the right checksums unless others are said."""
+        right = {each.slot: each.sum for each in end.checksums}
         position = Position(end.position.history, end.position.version)
         message = ack(self._taken, position)
-        message.ack.checksums.extend(checksums_to_message(checksums))
+        message.ack.checksums.extend(checksums_to_message(right if checksums is None else checksums))
         self._stream.send(message)
 
 

@@ -159,6 +159,7 @@ def test_a_full_log_refuses_parts_and_everything_else_goes_on(
             assert code.name == "RESOURCE_EXHAUSTED"
             assert "raise --log-max-bytes" in details
         with RankStream(service.grpc) as rank, ReplicaStream(service.grpc, held=position) as replica:
+            assert replica.release()[0] == []  # It is asked to show what it holds.
             rank.opened()
             rank.send(*part(2, [(0, [7], rows[0][:1])]))
             assert rank.sealed().number == 2

@@ -206,8 +206,36 @@ def test_all_of_a_models_state_follows(data: st.DataObject) -> None:
 
 
 def test_of_a_model_all_of_whose_state_arrives_nothing_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    model = Model()
+    model = Model().eval()
     TorchTarget(model).apply(release_of(1, *(rows_of(table, 1) for table in whole_state(model)), resync=True))
+    assert caplog.records == []
+
+
+def test_what_is_left_out_is_not_among_what_no_table_brings(caplog: pytest.LogCaptureFixture) -> None:
+    model = Model().eval()
+    target = TorchTarget(model, leave_out=["*.user", "norm.*"])
+    target.apply(release_of(1, *(rows_of(table, 1) for table in whole_state(model)), resync=True))
+    assert caplog.records == []
+
+
+def test_training_mode_is_warned_of_where_a_forward_would_change_what_follows(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Again with every repair: what something else has changed is often this."""
+    model = Model()
+    mean = TableSpec("norm.running_mean", 1, 3, kind=TableKind.BUFFER)
+    target, said = TorchTarget(model), "in training mode, in which a forward may change"
+    release = release_of(1, rows_of(USER, 1), rows_of(mean, 1), resync=True)
+    target.apply(release)
+    assert f"{said} what follows the trainer: norm; call eval()" in caplog.text
+    caplog.clear()
+    target.apply(release_of(2, rows_of(mean, 2), tables=[USER, mean]))
+    assert caplog.records == []
+    target.apply(dataclasses.replace(release, resync=False, whole=frozenset({mean.name})))
+    assert said in caplog.text
+    caplog.clear()
+    model.eval()
+    target.apply(release)
     assert caplog.records == []
 
 
@@ -243,6 +271,45 @@ def test_tables_that_come_later_and_have_no_place_leave_the_rest_going(caplog: p
     assert [record.levelno for record in caplog.records] == 2 * [logging.WARNING]
     assert f"not followed: table {grown.name!r} is 9 x 8" in caplog.text
     assert f"not followed: table {shop.name!r}: the module has no" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("first", "later"),
+    [("norm.bias", "tower.norm.bias"), ("tower.norm.bias", "other.norm.bias")],
+    ids=["exact", "the first"],
+)
+def test_a_later_table_takes_nobodys_place(first: str, later: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Both end alike: a model grew by a part that has a layer of the same name."""
+    model, bias = Model(), TableSpec(first, 1, 3, kind=TableKind.PARAMETER)
+    target, other = TorchTarget(model), dataclasses.replace(bias, name=later)
+    target.apply(release_of(1, rows_of(bias, 1), resync=True))
+    target.apply(release_of(2, rows_of(bias, 2), rows_of(other, 9)))
+    assert target.bound() == {first}
+    assert model.norm.bias.tolist() == [2, 2, 2]
+    assert f"not followed: tables {first}, {later} fit one place, norm.bias" in caplog.text
+
+
+def test_tables_that_end_alike_are_refused_where_none_has_the_very_name() -> None:
+    both = [TableSpec(f"{name}.norm.bias", 1, 3, kind=TableKind.PARAMETER) for name in ("tower", "other")]
+    with pytest.raises(Contradiction, match=r"fit one place, norm\.bias"):
+        TorchTarget(Model()).apply(release_of(1, *(rows_of(each, 1) for each in both), resync=True))
+
+
+def test_a_module_that_was_made_in_inference_mode_is_written() -> None:
+    with torch.inference_mode():
+        model = Model()
+    tables = whole_state(model)
+    TorchTarget(model).apply(release_of(1, *(rows_of(table, 1) for table in tables), resync=True))
+    assert {value for each in model.state_dict().values() for value in each.flatten().tolist()} == {1}
+
+
+def test_autograd_knows_of_what_is_written() -> None:
+    model = Model()
+    weight = model.sparse.embedding_bags["user"].weight
+    squared = (weight * weight).sum()
+    TorchTarget(model).apply(release_of(1, rows_of(USER, 2)))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squared.backward()
 
 
 def test_a_later_table_that_has_a_place_is_followed() -> None:

@@ -25,11 +25,12 @@ from torchrec.modules.mc_modules import (
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from deltasync.client import Position, Release, RowBatch, TableKind, TableSpec
+from deltasync.client import Position, Release, RowBatch, TableKind, TableSpec, torch_id_map
 from deltasync.client.checksums import TargetChecksums
 from deltasync.client.torch_target import TorchTarget
 from deltasync.core.digests import digest
 from deltasync.core.errors import Contradiction, NotFound
+from deltasync.core.rows import Ids
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # It scripts something.
@@ -81,7 +82,7 @@ def numbers(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64)
 
 
-def rows_for(model: nn.Module, *raw_ids: int) -> list[int]:
+def rows_for(model: Any, *raw_ids: int) -> list[int]:
     """The rows that a forward looks up for some raw ids."""
     feature = JaggedTensor(values=numbers(*raw_ids), lengths=torch.ones(len(raw_ids), dtype=torch.int32))
     remapped: list[int] = collision_of(model)({"user": feature})["user"].values().tolist()
@@ -372,6 +373,45 @@ def test_one_shard_of_a_map_is_an_error() -> None:
     halves = [dataclasses.replace(table, rows=6) for table in (USER, MAP)]
     with pytest.raises(Contradiction, match="one shard of several"):
         TorchTarget(model_of(shard, rows=6)).apply(release_of(1, resync=True, tables=halves))
+
+
+def test_modules_whose_names_end_alike_have_maps_of_their_own() -> None:
+    """A collection, and one of the same name inside of a tower."""
+    model: Any = nn.ModuleDict({"sparse": model_of(sorting())["sparse"], "tower": model_of(sorting())}).eval()
+    towers = [
+        dataclasses.replace(each, name=f"tower.{each.name}", of=each.of and f"tower.{each.of}") for each in TABLES
+    ]
+    target = TorchTarget(model)
+    release = release_of(1, resync=True, ids={3: 9}, rows={3: 1.0})
+    target.apply(dataclasses.replace(release, tables=[*TABLES, *towers]))
+    assert target.bound() == {each.name for each in [*TABLES, *towers]}
+    assert (rows_for(model, 9), rows_for(model["tower"], 9)) == ([3], [ROWS - 1])
+
+
+@pytest.mark.parametrize("hashes", [False, True], ids=["sorted", "hashed"])
+def test_a_model_that_was_made_in_inference_mode_is_written(hashes: bool) -> None:
+    with torch.inference_mode():
+        model = model_of(hashing() if hashes else sorting())
+    target, ids = TorchTarget(model), {row: hashed_to(row) for row in (1, 4)}
+    target.apply(release_of(1, resync=True, ids=ids))
+    target.apply(release_of(2, ids={7: hashed_to(7)}))
+    assert rows_for(model, ids[1], ids[4], hashed_to(7)) == [1, 4, 7]
+
+
+def test_a_map_in_many_chunks_is_put_together_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time costs as much as the map has rows."""
+    changes, changed = list[int](), torch_id_map._SortedMap.changed
+
+    def counted(self: Any, ids: Ids, values: Any) -> Any:
+        changes.append(len(ids))
+        return changed(self, ids, values)
+
+    monkeypatch.setattr(torch_id_map._SortedMap, "changed", counted)
+    model = model_of(sorting())
+    release = release_of(1, resync=True, ids={row: 1000 - row for row in range(ROWS - 1)})
+    TorchTarget(model).apply(dataclasses.replace(release, rows=[*release.rows[0].blocks(2)]))
+    assert changes == [ROWS - 1]
+    assert rows_for(model, *(1000 - row for row in range(ROWS - 1))) == list(range(ROWS - 1))
 
 
 def test_a_map_without_its_module_is_an_error_that_names_those_there_are() -> None:

@@ -98,3 +98,26 @@ def test_who_was_away_learns_of_deletes_and_who_is_new_need_not(tmp_path: Path) 
     assert frozen(0) == frozen(1, frozenset({0})) == ([0, 2, 3, 4], [])
     assert frozen(1) == ([3], [1])
     assert frozen(2) == ([3], [])
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("kept", ["unnamed", "live", "deleted"])
+def test_a_row_is_there_as_long_as_a_shard_of_columns_has_some_of_it(order: tuple[int, int], kept: str) -> None:
+    """Whichever shard comes first: after a restart that may be another."""
+    left, right = Shard(TABLE, 0, 12, 0, 1), Shard(TABLE, 0, 12, 1, 2)
+    ids = np.array([2, 5])
+    stamped = StampedTable.zeros(TABLE)
+    stamped.apply(live(np.arange(12)), 1)
+    parts = [RowBatch.deletes(left, ids), RowBatch.deletes(right, ids)]
+    if kept == "live":
+        parts[1] = RowBatch(right, ids, np.full((2, 2), -0.0, np.float32))
+    for number in order:
+        if number == 0 or kept != "unnamed":
+            stamped.apply(parts[number], 2)
+    gone = kept == "deleted"
+    assert stamped.deleted(ids).tolist() == [gone, gone]
+    assert not stamped.rows[ids, 0].any()
+    assert stamped.changed_since(1).tolist() == [2, 5]
+    # Who is given live rows alone, and zeros where they are deleted, holds the same.
+    held = np.where((stamped.stamps > 0)[:, None], stamped.rows, np.zeros(1, np.float32))
+    assert digest(np.arange(12), held).checksum == stamped.digest.checksum

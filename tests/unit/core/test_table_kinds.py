@@ -136,3 +136,17 @@ def test_a_view_sees_every_bit_that_changes(spec: TableSpec, tmp_path: Path) -> 
         dirty, norms = view.find_dirty(1)
     assert (dirty.tolist(), norms.tolist()) == ([1], [0.0])
     assert source.norm == view.held.norm == 0.0
+
+
+def test_no_norm_of_what_changes_is_infinite(tmp_path: Path) -> None:
+    """JSON knows of none."""
+    spec = TableSpec("top.weight", 2, 2, np.dtype("<f8"), TableKind.PARAMETER)
+    source, ids = StampedTable.zeros(spec), np.arange(2)
+    source.apply(RowBatch.of_table(spec, ids, np.full((2, 2), 1e308)), 1)
+    view = ViewTable(source, Policy(top_k=1).delivery_of(spec), tmp_path, new=True)
+    with not_shared_yet():
+        view.copy(ids, 1)
+        source.apply(RowBatch.of_table(spec, ids, np.full((2, 2), -1e308)), 2)
+        dirty, norms = view.find_dirty(1)
+    assert dirty.tolist() == [0, 1]
+    assert np.isfinite(norms).all()

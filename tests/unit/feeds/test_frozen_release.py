@@ -10,7 +10,7 @@ from tests.support.wire import random_rows
 from deltasync.core.errors import StorageFailed
 from deltasync.core.rows import RowBatch, Values
 from deltasync.core.stamps import StampedTable
-from deltasync.core.tables import TableSpec
+from deltasync.core.tables import Shard, TableSpec
 from deltasync.feeds.frozen_release import FrozenRelease, freeze
 
 TABLES = [TableSpec("a", 40, 3), TableSpec("b", 20, 2, np.dtype("<f2")), TableSpec("c", 5, 1)]
@@ -67,3 +67,13 @@ def test_no_room_for_a_spilled_release_is_an_error(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("os.posix_fallocate", full)
     with pytest.raises(StorageFailed, match=r"a release of table 'a': cannot reserve .*No space left"):
         freeze(stamped(0, 4), 0, None, tmp_path, 0)
+
+
+def test_deletes_take_no_more_memory_than_is_allowed(tmp_path: Path) -> None:
+    table = StampedTable.zeros(TABLES[0])
+    table.apply(RowBatch.of_table(table.spec, np.arange(9), np.ones((9, 3), np.float32)), 1)
+    table.apply(RowBatch.deletes(Shard.whole(table.spec), np.arange(2, 8)), 2)
+    in_memory, spilled = (freeze([table], 1, None, tmp_path, size) for size in (48, 47))
+    assert (in_memory.memory_bytes, spilled.memory_bytes) == (48, 0)
+    assert [isinstance(each.deletes[0].ids, np.memmap) for each in (in_memory, spilled)] == [False, True]
+    assert [each.deletes[0].ids.tolist() for each in (in_memory, spilled)] == [[2, 3, 4, 5, 6, 7]] * 2

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,23 @@ def test_a_cut_that_is_not_sealed_meets_nothing(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
+def test_of_a_table_that_is_a_parameter_by_now_no_rows_are_asked_for(tmp_path: Path) -> None:
+    """A trainer that knew of no kinds has published it."""
+
+    async def scenario(service: Service) -> None:
+        rank = await join(service, takes_deletes=True)
+        await send(rank, full_part(1, random_rows(0), WHOLE))
+        await ask(service, [3])
+        dense = [replace(USER, kind=TableKind.PARAMETER), ITEM]
+        new = await join(
+            service, run="new", started=2, tables=dense, shards=[*map(Shard.whole, dense)], takes_deletes=True
+        )
+        assert new.deletes == []
+        assert "publishes no embedding table of that name" in service.pending_deletes()[0].reason
+
+    run(tmp_path, scenario)
+
+
 def test_what_a_request_waits_for_is_said(tmp_path: Path) -> None:
     async def scenario(service: Service) -> None:
         rank = await join(service, run="old", takes_deletes=False)
@@ -115,7 +133,9 @@ def test_what_a_request_waits_for_is_said(tmp_path: Path) -> None:
         partly = [Shard.whole(ITEM)]
         new = await join(service, run="new", started=2, tables=[ITEM], shards=partly, takes_deletes=True)
         assert new.deletes == []
-        assert waits(service) == "run new does not publish the table: the next run that does is asked"
+        assert (
+            waits(service) == "run new publishes no embedding table of that name: the next run that does is asked"
+        )
         await ask(service, [1], ITEM)
         assert "asked, and deletes them" in waits(service, 1)
         new.end("")

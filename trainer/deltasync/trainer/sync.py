@@ -26,6 +26,7 @@ from deltasync.trainer.checks import check_format, check_whole
 from deltasync.trainer.distributed.agreement import Agreement
 from deltasync.trainer.row_requests import RowRequests
 from deltasync.trainer.tracking.delta import Token
+from deltasync.trainer.tracking.mean_pooling import wrongly_divided
 from deltasync.trainer.tracking.modes import TrackingMode
 from deltasync.trainer.tracking.module_tensors import buffer_digests
 from deltasync.trainer.tracking.options import TrackerOptions
@@ -134,6 +135,8 @@ class DeltaSync:
         self._parts = 0
         self._differing = set[str]()
         self._tables = published_tables(model, dense=options.dense)
+        for sentence in wrongly_divided(model) if first else ():
+            logger.warning("%s", sentence)
         self._publisher: Publisher | None = None
         self._announced = 0
         self._pending: _PendingCut | None = None
@@ -360,6 +363,7 @@ class DeltaSync:
             full=full,
             deletes=sorted(self._requests.met),
             event_time_unix_ns=self._event_time,
+            differing=sorted(self._differing) if self._agreement.rank == 0 else (),
         )
         self._pending = _PendingCut(part, delta.token, self.tracker.changes, publisher.publish(part))
 

@@ -206,6 +206,7 @@ def follow(name: str, service: str) -> None:
         ]
         options = SyncOptions(service=service, model=name, publish_every=1)
         sync = DeltaSync(model, options)
+        sync.flush(PATIENCE_SECONDS)  # Of buffers that are still alike on all ranks.
         to_training(model)
         known = []
         for step in range(STEPS):

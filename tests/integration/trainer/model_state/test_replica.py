@@ -15,6 +15,13 @@ GROUPS = ("bags", "sequences", "raw-ids-of-bags", "raw-ids-of-sequences", "hashe
 def test_a_replica_computes_what_the_whole_model_would(service: ServiceProcess, group: str) -> None:
     cases = [name for name in CASES if name.startswith(group)]
     run_ranks(str(Path(__file__).with_name("replica_ranks.py")), service.grpc, *cases)
+    for name in cases:
+        lines = [line for line in service.get_json("/tables") if line["model"] == name]
+        differing = {line["table"].rpartition(".")[2] for line in lines if line["ranks_differ"]}
+        # Of each rank's own batches; what else there is of buffers is alike.
+        assert {"running_mean", "running_var"} <= differing
+        assert all(line["kind"] == "buffer" for line in lines if line["ranks_differ"])
+        assert any(line["kind"] == "buffer" and not line["ranks_differ"] for line in lines)
 
 
 def test_every_case_is_in_a_group() -> None:

@@ -50,6 +50,11 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ({"events": 100}, {}, "100 events: the demo needs at least two batches of 64"),
         ({}, {"grad_accum": 3}, "2 ranks share it evenly, 3 micro-batches each"),
         ({"model": ModelOptions(managed=True)}, {"input": "tensordict"}, "takes KeyedJaggedTensors only"),
+        (
+            {"model": ModelOptions(managed=True)},
+            {"accumulate_tables": True},
+            "gives rows away between micro-batches",
+        ),
     ],
 )
 def test_what_cannot_be_run_leaves_nothing(

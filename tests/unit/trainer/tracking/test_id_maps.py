@@ -8,7 +8,7 @@ from unittest import mock
 import fbgemm_gpu  # noqa: F401
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -277,6 +277,37 @@ def test_a_checkpoint_knows_the_map() -> None:
     restored.load_state_dict(saved)
     assert changed(restored)[RAW_IDS] == {0: [26]}
     assert not changed(restored)
+
+
+MAPS = st.dictionaries(st.integers(-3, 12).filter(lambda raw: raw != -1), st.integers(0, ROWS - 2)).map(
+    lambda rows: {raw: row for row, raw in {row: raw for raw, row in rows.items()}.items()}
+)
+PROGRAMS = st.lists(st.tuples(st.sampled_from(("keep", "lose", "resync", "reload")), MAPS), max_size=12)
+
+
+@settings(max_examples=200)
+@given(PROGRAMS)
+def test_a_copy_built_from_reads_is_the_map(program: list[tuple[str, dict[int, int]]]) -> None:
+    collisions = sorted_ids()
+    tracked = tracker(model_of(collisions))
+    copy: dict[int, list[int]] = {}
+    tracked.resync()
+    for what, rows in [*program, ("keep", {5: 1})]:
+        fill(collisions, rows)
+        if what == "resync":
+            tracked.resync()
+            copy = {}
+        if what == "reload":
+            saved = tracked.state_dict()
+            tracked = tracker(model_of(collisions))
+            tracked.load_state_dict(saved)
+        delta = tracked.get_delta()
+        if what != "lose":
+            tracked.acknowledge(delta.token)
+            for batch in delta.batches():
+                if batch.table.name == RAW_IDS:
+                    copy |= dict(zip(batch.ids.tolist(), batch.values.tolist(), strict=True))
+            assert {row: raw for row, [raw] in copy.items() if raw} == {row: raw + 1 for raw, row in rows.items()}
 
 
 def test_a_map_that_was_loaded_is_the_one_of_the_checkpoint() -> None:

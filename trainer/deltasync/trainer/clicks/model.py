@@ -160,7 +160,9 @@ def _tables(options: ModelOptions, features: Mapping[str, list[str]]) -> list[Em
             num_embeddings=options.rows[name],
             embedding_dim=options.dim,
             feature_names=names,
-            pooling=PoolingType.MEAN,
+            # Of one id sum and mean are the same. TorchRec 1.8.0 divides all of a collection's means by their
+            # lengths, if it has one that is sharded by rows; those that are not have been divided before.
+            pooling=PoolingType.MEAN if "history" in names else PoolingType.SUM,
             weight_init_min=-0.05,
             weight_init_max=0.05,
         )

@@ -44,7 +44,7 @@ def build_report(
     )
     return {
         **verdict(expected, {name: replica_holdings(folder, name) for name in replicas}),
-        "outputs_off_trainer": off_trainer(folder, expected, stream) if stream.model.managed else None,
+        "outputs_off_trainer": off_trainer(folder, expected, stream),
         "evictions": sum(fact["evictions"] for fact in facts),
         "rows_used": rows_used(id_map_shards(folder, ranks)),
         "auc": found.auc,

@@ -113,12 +113,19 @@ def checked(options: DemoOptions) -> DemoOptions:
     stream = options.stream
     if reason := why_not_shared(stream.batch_size, options.ranks, options.training):
         raise InvalidInput(reason)
-    if stream.model.managed and options.training.input == "tensordict":
-        raise InvalidInput("--input tensordict: managed collision takes KeyedJaggedTensors only")
+    if stream.model.managed:
+        _check_managed(options.training)
     events = _count_events(stream)
     if events < 2 * stream.batch_size:
         raise InvalidInput(f"{events} events: the demo needs at least two batches of {stream.batch_size}")
     return replace(options, stream=replace(stream, events=events - events % options.ranks))
+
+
+def _check_managed(training: TrainingOptions) -> None:
+    if training.input == "tensordict":
+        raise InvalidInput("--input tensordict: managed collision takes KeyedJaggedTensors only")
+    if training.accumulate_tables:
+        raise InvalidInput("--accumulate-tables: managed collision gives rows away between micro-batches")
 
 
 def _count_events(stream: StreamOptions) -> int:

@@ -7,7 +7,7 @@ from torch import nn
 from torchrec.optim.fused import FusedOptimizerModule
 
 from deltasync.core.errors import InvalidInput
-from deltasync.trainer.tracking.modules import named_modules, outside_of_tables, sharded_modules
+from deltasync.trainer.tracking.modules import modules_outside_of_tables, outside_of_tables
 
 _MARK = "_in_backward_optimizers"  # Of PyTorch, and of TorchRec's `apply_optimizer_in_backward`.
 
@@ -28,11 +28,10 @@ def refuse_backward_updates(model: nn.Module) -> None:
 
 
 def _fused_modules(model: nn.Module) -> Iterator[str]:
-    sharded = _prefixes([name for name, _ in sharded_modules(model)])
     outermost: list[str] = []
-    for name, module in named_modules(model):
+    for name, module in modules_outside_of_tables(model):
         fused = isinstance(module, FusedOptimizerModule | SplitTableBatchedEmbeddingBagsCodegen)
-        if fused and not f"{name}.".startswith((*sharded, *_prefixes(outermost))):
+        if fused and not any(f"{name}.".startswith(f"{other}.") for other in outermost):
             outermost.append(name)
             yield f"module {name!r} ({type(module).__name__})"
 
@@ -41,7 +40,3 @@ def _parameters_in_backward(model: nn.Module) -> Iterator[str]:
     for name, parameter in outside_of_tables(model):
         if hasattr(parameter, _MARK):
             yield f"parameter {name!r}"
-
-
-def _prefixes(names: list[str]) -> tuple[str, ...]:
-    return tuple(f"{name}." if name else "" for name in names)

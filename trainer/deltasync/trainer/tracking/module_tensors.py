@@ -112,10 +112,9 @@ def buffer_digests(model: nn.Module) -> dict[str, int]:
     for tensor in module_tensors(model):
         held = _held(tensor.owner, tensor.attribute)
         if tensor.kind is TableKind.BUFFER and held is not None:
-            content = (
-                held.detach().cpu().reshape(-1).view(torch.uint8).numpy()
-            )  # Of any type: a read refuses some.
-            digests[tensor.name] = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), signed=True)
+            content = held.detach().cpu().reshape(-1).view(torch.uint8)  # Of any type: a read refuses some.
+            digest = hashlib.blake2b(content.numpy().tobytes(), digest_size=8).digest()
+            digests[tensor.name] = int.from_bytes(digest, signed=True)
     return digests
 
 

@@ -6,7 +6,7 @@ from tests.integration.trainer.deletes.registry import SCENARIOS
 from tests.integration.trainer.torchrec_defects.models import ROWS, bag, bags, kernels_of, lookups, sharded, train
 from torchrec.distributed.sharding_plan import column_wise, row_wise, table_wise
 
-from deltasync.trainer.tracking import Tracker
+from deltasync.trainer.tracking import Tracker, TrackerOptions
 
 OPTIMIZERS = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD)
 SHARDING = {
@@ -23,7 +23,7 @@ def a_deleted_row_is_reset_and_no_other() -> None:
     everything, ids = list(range(ROWS)), torch.tensor([1, 9])
     for optimizer in OPTIMIZERS:
         model = sharded({"bags": bags(*(bag(name, dim=8) for name in SHARDING))}, SHARDING, optimizer=optimizer)
-        tracker = Tracker(model)
+        tracker = Tracker(model, TrackerOptions(verify=True))
         train(model, **dict.fromkeys(SHARDING, everything))
         tracker.step()
         held = [kernel.split_embedding_weights() for kernel in kernels_of(model)]
@@ -46,6 +46,8 @@ def a_deleted_row_is_reset_and_no_other() -> None:
             assert not tensor[local].any()
             others = [row for row in range(len(tensor)) if row not in local]
             assert torch.equal(tensor[others], was[others])
+        for _ in range(2):  # Which find no row that has changed unmarked.
+            assert set(tracker.get_delta().deletes) == {table.name for table in tracker.tables}
 
 
 @SCENARIOS.scenario("resets", ranks=2)

@@ -1,0 +1,190 @@
+"""Deletes, and what belongs together: nobody keeps a row that is no more, nor sees the half of a release."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.local_model import LocalModel
+from tests.support.view_scenarios import held_by_a_replica, refuse, run_again
+
+from deltasync.core.errors import StorageFailed
+from deltasync.core.mode import Mode
+from deltasync.core.policy import Policy
+from deltasync.core.rows import RowBatch
+from deltasync.core.tables import Shard, TableKind, TableSpec
+from deltasync.core.value_types import ValueType
+from deltasync.views.release_maker import ReleaseMaker
+from deltasync.views.store import ViewStore
+from deltasync.views.table import ViewTable
+from deltasync.views.table_maker import TableMaker
+from deltasync.views.view import View
+
+USER = TableSpec("user", 8, 4)
+MAP = TableSpec("user.raw_ids", 8, 1, np.dtype("<i8"), TableKind.ID_MAP, "user")
+TOP, INT8 = Policy(top_k=1), Policy(top_k=1, value_type=ValueType.INT8)
+
+
+def run(folder: Path, scenario: Callable[[LocalModel], Coroutine[Any, Any, None]]) -> None:
+    """Every row is published as version 1, for the raw ids 0 to 7."""
+
+    async def main() -> None:
+        local = await LocalModel.opened(folder)
+        await local.add(USER, MAP)
+        await hand_over(local, dict(enumerate(range(8))))
+        try:
+            await scenario(local)
+        finally:
+            await local.close()
+
+    asyncio.run(main())
+
+
+async def hand_over(local: LocalModel, owners: dict[int, int]) -> None:
+    """Publish rows that are other raw ids' now, which each row says in its first value."""
+    rows = {row: np.array([raw, 1, 2, 3], np.float32) for row, raw in owners.items()}
+    await local.cut({"user": rows, MAP.name: {row: np.array([raw + 1]) for row, raw in owners.items()}})
+
+
+async def delete(local: LocalModel, *ids: int) -> None:
+    await local.cut_batches([RowBatch.deletes(Shard.whole(USER), np.array(ids))])
+
+
+async def deletes_after(view: View, number: int) -> list[int]:
+    return [row for rows in (await view.release(number)).deletes.values() for row in rows.ids.tolist()]
+
+
+async def check_owners(view: View) -> None:
+    """See that who holds nothing before is given no row of another raw id than the map says."""
+    held = await held_by_a_replica(view)
+    np.testing.assert_array_equal(held["user"][:, 0], held[MAP.name][:, 0] - 1)
+
+
+@pytest.mark.parametrize("policy", [INT8, Policy(mode=Mode.IDS)])
+@pytest.mark.parametrize("told", [True, False])
+def test_who_holds_a_row_in_another_form_learns_that_it_was_deleted(
+    tmp_path: Path, policy: Policy, told: bool
+) -> None:
+    """Whether the view itself knew of the delete before the policy changed, or not."""
+
+    async def scenario(local: LocalModel) -> None:
+        view = await local.prepared_view(TOP)
+        before = view.position.number
+        await delete(local, 3, 5)
+        if told:
+            await view.make_release(TOP, 0)
+        await view.prepare(policy)
+        assert await deletes_after(view, before) == [3, 5]
+        assert await deletes_after(view, 0) == []
+        checksums = (await view.release(0)).checksums
+        await view.make_release(policy, 0)
+        assert (await view.release(0)).checksums == checksums
+
+    run(tmp_path, scenario)
+
+
+def refuse_some(patch: pytest.MonkeyPatch, refused: Callable[[int, RowBatch], bool]) -> None:
+    """Have the log refuse some pieces of releases, by slot and rows."""
+    append = ViewStore.append
+
+    def refusing(store: ViewStore, number: int, slot: int, index: int, rows: RowBatch) -> Future[None]:
+        if not refused(slot, rows):
+            return append(store, number, slot, index, rows)
+        failed: Future[None] = Future()
+        failed.set_exception(StorageFailed("the disk is full"))
+        return failed
+
+    patch.setattr(ViewStore, "append", refusing)
+
+
+@pytest.mark.parametrize("slot", [0, 1])
+def test_what_belongs_together_is_released_together_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slot: int
+) -> None:
+    async def before(local: LocalModel) -> None:
+        view = await local.prepared_view(TOP)
+        position = view.position
+        await hand_over(local, {2: 20})
+        with monkeypatch.context() as patch:
+            refuse_some(patch, lambda number, _: number == slot)
+            with pytest.raises(StorageFailed, match="the disk is full"):
+                await view.make_release(TOP, 0)
+        assert view.position == position
+        await check_owners(view)
+
+    async def after(local: LocalModel) -> None:
+        view = local.view()
+        await check_owners(view)
+        await view.make_release(TOP, 0)
+        await check_owners(view)
+        assert (await held_by_a_replica(view))["user"][2, 0] == 20
+
+    run(tmp_path, before)
+    run_again(tmp_path, after)
+
+
+def test_a_delete_that_the_log_had_no_room_for_comes_with_the_next_release(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(local: LocalModel) -> None:
+        view = await local.prepared_view(TOP)
+        before = view.position.number
+        await delete(local, 3)
+        with monkeypatch.context() as patch:
+            refuse_some(patch, lambda _, rows: rows.deleted)
+            with pytest.raises(StorageFailed, match="the disk is full"):
+                await view.make_release(TOP, 0)
+        await view.make_release(TOP, 0)
+        assert await deletes_after(view, before) == [3]
+
+    run(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("order", [[USER.name, MAP.name], [MAP.name, USER.name]])
+@pytest.mark.parametrize("crash", [True, False])
+def test_rows_that_change_hands_while_tables_are_made_go_with_their_map(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: list[str], crash: bool
+) -> None:
+    """Whichever of the two was copied before the cut; `top_k` leaves other rows for later."""
+    copy = TableMaker._copy
+
+    async def before(local: LocalModel) -> None:
+        copied: list[str] = []
+
+        async def copying(maker: TableMaker, table: ViewTable, number: int | None) -> None:
+            if table.source.spec.name == order[1]:
+                await hand_over(local, {1: 10, 2: 20, 3: 30})
+            await copy(maker, table, number)
+            copied.append(table.source.spec.name)
+
+        monkeypatch.setattr(TableMaker, "_copy", copying)
+        if order[0] == MAP.name:
+            monkeypatch.setattr("deltasync.views.table_maker.followed", lambda model, _: model.tables[::-1])
+            monkeypatch.setattr("deltasync.views.view.followed", lambda model, _: model.tables[::-1])
+        view = local.view()
+        if crash:
+            with monkeypatch.context() as patch:
+                patch.setattr(ReleaseMaker, "make", refuse)
+                with pytest.raises(StorageFailed, match="the disk is full"):
+                    await view.prepare(TOP)
+            assert not view.may_serve(TOP)
+        else:
+            await view.prepare(TOP)
+            await check_served(view)
+        assert copied == order
+
+    async def after(local: LocalModel) -> None:
+        view = local.view()
+        assert view.may_serve(TOP) is not crash
+        await view.prepare(TOP)
+        await check_served(view)
+
+    async def check_served(view: View) -> None:
+        assert view.may_serve(TOP)
+        await check_owners(view)
+
+    run(tmp_path, before)
+    run_again(tmp_path, after)
