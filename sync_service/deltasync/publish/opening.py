@@ -62,8 +62,8 @@ def _checked_tables(message: publish_pb2.PublishOpen) -> list[TableSpec]:
 
 
 def _check_map(table: TableSpec, rows: TableSpec | None) -> None:
-    """Check that a map, or ranges, are of the rows of an embedding table."""
-    if rows is None or not rows.kind.ranked:
+    """Check that a map, or ranges, are of the rows of an embedding table: one not sharded is a parameter."""
+    if rows is None or not rows.kind.trained:
         raise InvalidInput(f"table {table.name!r} is of {table.of!r}, which is no embedding table of the run")
     if rows.rows != table.rows:
         raise InvalidInput(

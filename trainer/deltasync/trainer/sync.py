@@ -348,7 +348,7 @@ class DeltaSync:
             self.tracker.resync(_CONSUMER)
             self._resync = False
         self._parts += 1
-        if self._options.dense and self._parts.bit_count() == 1:  # 1, 2, 4, 8 …: at first, all are alike.
+        if self._options.dense and self._parts.bit_count() == 1:  # 1, 2, 4, 8 and so on: at first, all are alike.
             self._compare_buffers()
         publisher = self._connected()  # All ranks do so, before what may fail on one alone.
         try:
@@ -369,6 +369,8 @@ class DeltaSync:
 
     def _compare_buffers(self) -> None:
         """Say once of each buffer that it is not alike on all ranks: nothing but SyncBatchNorm keeps them so."""
+        if self._agreement.world_size == 1:
+            return
         found = self._agreement.differing(buffer_digests(self._model))
         new = [name for name in found if name not in self._differing]
         self._differing.update(new)

@@ -200,6 +200,18 @@ def test_what_is_not_in_the_state_dict_may_not_change() -> None:
     assert not changed(tracked)
 
 
+@pytest.mark.parametrize(
+    "held", [torch.eye(2).to_sparse(), torch.ones(2, dtype=torch.complex64).conj(), torch.eye(3)[:, 1:]]
+)
+def test_what_is_no_plain_array_may_not_change_either(held: torch.Tensor) -> None:
+    model: Any = nn.ModuleDict({"graph": Holder(held.clone(), persistent=False), "linear": nn.Linear(1, 1)})
+    tracked = tracker(model)
+    assert not changed(tracked)
+    model["graph"].held.sub_(held + held)
+    with pytest.raises(InvalidInput, match=r"buffer 'graph.held' has changed"):
+        tracked.get_delta()
+
+
 def test_what_is_registered_later_is_refused() -> None:
     model: Any = nn.ModuleDict({"late": Holder(None)})
     tracked = tracker(model)

@@ -112,17 +112,16 @@ def buffer_digests(model: nn.Module) -> dict[str, int]:
     for tensor in module_tensors(model):
         held = _held(tensor.owner, tensor.attribute)
         if tensor.kind is TableKind.BUFFER and held is not None:
-            content = (
-                held.detach().cpu().reshape(-1).view(torch.uint8).numpy()
-            )  # Of any type, also one refused later.
-            digests[tensor.name] = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), signed=True)
+            content = held.detach().cpu().reshape(-1).view(torch.uint8)  # Of any type: a read refuses some.
+            digest = hashlib.blake2b(content.numpy().tobytes(), digest_size=8).digest()
+            digests[tensor.name] = int.from_bytes(digest, signed=True)
     return digests
 
 
 def modules_with_buffers(model: nn.Module) -> list[nn.Module]:
     """The modules outside of embedding tables that have buffers which `state_dict` has.
 
-    Those that a scripted module has are counted as of the module that has it: nothing can listen to a scripted one.
+    Those of a scripted module, which nothing can listen to, count as of the module around it.
     """
     modules = dict(modules_outside_of_tables(model))
     having = [

@@ -276,14 +276,17 @@ class RowMarking:
         finally:
             self._paused.depth -= 1
 
-    def read_maps(self) -> None:
-        """Take maps as they are now for those that the stamps know, which are restored next. Within the gate.
+    def follow_maps(self) -> None:
+        """Read maps anew, and stamp the rows whose raw id has changed. Within the gate.
 
         Raises:
             InvalidInput: one contradicts itself.
         """
         for id_map in self._id_maps:
-            id_map.update()
+            changed = id_map.update()
+            for number in (self._numbers.get(fqn) for fqn in (id_map.of, id_map.tables[0].name)):
+                if number is not None:
+                    self._stamps.stamp(number, changed.to(self._tables[number].device))
 
     def restore(self, steps: int) -> None:
         """Go on after so many steps, whose stamps are restored. Within the gate."""
@@ -300,11 +303,7 @@ class RowMarking:
         if self._unpublished:
             self._unpublished.check()
         follow_replaced(self._tables)
-        for id_map in self._id_maps:
-            changed = id_map.update()
-            for number in (self._numbers.get(fqn) for fqn in (id_map.of, id_map.tables[0].name)):
-                if number is not None:
-                    self._stamps.stamp(number, changed.to(self._tables[number].device))
+        self.follow_maps()
 
     def _mark_lookup(self, features: KeyedJaggedTensor, kernel: nn.Module) -> None:
         with self._gate:

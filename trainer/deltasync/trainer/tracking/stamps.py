@@ -31,7 +31,7 @@ class RowStamps:
     def __init__(self, tables: Sequence[TrackedTable]) -> None:
         self.clock = 1
         self.stamps = [torch.zeros(table.rows, dtype=torch.int32, device=table.device) for table in tables]
-        self._with_deletes = set[int]()
+        self._last_delete = dict[int, int]()  # By table, when; a scan is left out where none is later.
         self._tables = tables
         # No lookup tells when these change: they are compared with copies.
         self._compared = {
@@ -63,7 +63,7 @@ class RowStamps:
 
     def stamp_deleted(self, table: int, ids: torch.Tensor) -> None:
         """Stamp rows (local ids, int64) as deleted: they are zeros by now."""
-        self._with_deletes.add(table)
+        self._last_delete[table] = self.clock
         self.stamps[table].index_fill_(0, ids, -self.clock)
         for copy in self._compared.get(table, ()):
             copy.index_fill_(0, ids, 0)
@@ -79,7 +79,7 @@ class RowStamps:
 
     def stamp_refilled(self, table: int) -> None:
         """Stamp the deleted rows of a table that are no longer zeros: they are new rows."""
-        if table in self._with_deletes:
+        if table in self._last_delete:
             deleted = torch.nonzero(self.stamps[table] < 0).squeeze(1)
             for tracked in self._tables[table].shards:
                 self.stamp(table, deleted[tracked.weight[deleted].ne(0).any(dim=1)])
@@ -97,7 +97,8 @@ class RowStamps:
         self.clock = clock
         for ours, theirs in zip(self.stamps, stamps, strict=True):
             ours.copy_(theirs)
-        self._with_deletes = {number for number, ours in enumerate(self.stamps) if bool((ours < 0).any())}
+        least = {number: int(ours.min()) for number, ours in enumerate(self.stamps) if len(ours)}
+        self._last_delete = {number: -stamp for number, stamp in least.items() if stamp < 0}
         for number, copies in self._compared.items():
             for tracked, copy in zip(self._tables[number].shards, copies, strict=True):
                 copy.copy_(tracked.weight)
@@ -114,7 +115,7 @@ class RowStamps:
 
         A consumer that has nothing gets all of them: it may have taken rows that it did not acknowledge.
         """
-        if table not in self._with_deletes:  # A scan less.
+        if self._last_delete.get(table, 0) <= max(cursor, 0):
             return torch.empty(0, dtype=torch.int64)
         return torch.nonzero(self.stamps[table] < -max(cursor, 0)).squeeze(1)
 
@@ -130,6 +131,7 @@ class RowStamps:
     def restart_clock(self) -> None:
         """Start over, with every row marked: for a cursor of 0, all of them have changed or were deleted."""
         self.clock = 1
+        self._last_delete = dict.fromkeys(self._last_delete, self.clock)
         for stamps in self.stamps:
             stamps.copy_(torch.where(stamps < 0, -self.clock, self.clock))
 

@@ -348,7 +348,7 @@ class Tracker:
 
     def _restore(self, states: Sequence[Mapping[str, Any]]) -> None:
         follow_replaced(self.tables)
-        self._marking.read_maps()
+        self._marking.follow_maps()  # They came with the weights: their stamps are the ones restored.
         self._cursors.restore(tracker_state.load(self.tables, self._stamps, states))
         self._marking.restore(max(int(one["steps"]) for one in states))
 

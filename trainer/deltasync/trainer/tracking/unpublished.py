@@ -1,6 +1,7 @@
 """What a forward may read and no table holds: it must not change unseen while a model is published."""
 
 from collections.abc import Collection
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -23,7 +24,7 @@ class UnpublishedState:
         self._modules = [(name, module) for name, module in modules if not is_skipped(name, fqns_to_skip)]
         self._names = [_names(module) for _, module in self._modules]
         self._copies = {
-            (name, attribute): (module, buffer.detach().clone())
+            (name, attribute): (module, _Buffer.of(buffer))
             for name, module in self._modules
             for attribute, buffer in module._buffers.items()
             if buffer is not None and attribute in module._non_persistent_buffers_set
@@ -32,7 +33,7 @@ class UnpublishedState:
     @property
     def nbytes(self) -> int:
         """Bytes in memory."""
-        return sum(copy.nbytes for _, copy in self._copies.values())
+        return sum(before.nbytes for _, before in self._copies.values())
 
     def check(self) -> None:
         """Check that it is as it was.
@@ -47,8 +48,8 @@ class UnpublishedState:
                     f"module {name!r} has got {found}, which is not published: restart publishing with the model "
                     "as it is"
                 )
-        for (name, attribute), (module, copy) in self._copies.items():
-            if not _same(module._buffers.get(attribute), copy):
+        for (name, attribute), (module, before) in self._copies.items():
+            if not before.equals(module._buffers.get(attribute)):
                 raise InvalidInput(
                     f"buffer {f'{name}.{attribute}'.removeprefix('.')!r} has changed and is not in the state_dict "
                     f"(persistent=False), so that no predictor would learn of it: make it persistent, {_ADVICE}"
@@ -74,11 +75,43 @@ def _names(module: nn.Module) -> set[str]:
     return {name for name, tensor in held if tensor is not None}
 
 
-def _same(now: torch.Tensor | None, before: torch.Tensor) -> bool:
-    if now is None or (now.shape, now.dtype) != (before.shape, before.dtype):
-        return False
-    return torch.equal(_bits(now), _bits(before))
+@dataclass(frozen=True, eq=False)
+class _Buffer:
+    """A buffer as it was.
+
+    Attributes:
+        tensor: itself.
+        version: how often PyTorch had seen it change.
+        bits: a copy; None where it cannot be read as an array, since it is sparse, say.
+    """
+
+    tensor: torch.Tensor
+    version: int
+    bits: torch.Tensor | None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "_Buffer":
+        bits = _bits(tensor)
+        return cls(tensor, _version(tensor), None if bits is None else bits.clone())
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.bits is None else self.bits.nbytes
+
+    def equals(self, now: torch.Tensor | None) -> bool:
+        if now is None or (now.shape, now.dtype) != (self.tensor.shape, self.tensor.dtype):
+            return False
+        bits = _bits(now)
+        if bits is None or self.bits is None:
+            return now is self.tensor and _version(now) == self.version
+        return torch.equal(bits, self.bits)
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)
+def _bits(tensor: torch.Tensor) -> torch.Tensor | None:
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return None
+    return tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
