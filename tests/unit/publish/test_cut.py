@@ -1,15 +1,18 @@
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.wire import publish_open
 
 from deltasync.core.errors import Contradiction, InvalidInput, ResyncRequired
 from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.publish import cut as cuts
 from deltasync.publish.cut import Cut, RankPart
+from deltasync.publish.opening import check_open
 from deltasync.publish.runs import Run
 
 TABLE = TableSpec("user", 12, 4)
@@ -220,3 +223,10 @@ def test_rows_are_kept_in_memory_unless_there_are_many(monkeypatch: pytest.Monke
         assert sorted(int(batch.ids[0]) for batch in rows) == [2, 6]
     else:
         assert rows is None
+
+
+@pytest.mark.parametrize("kind", [TableKind.EMBEDDING, TableKind.PARAMETER])
+def test_a_map_is_of_a_table_that_is_sharded_or_not(kind: TableKind) -> None:
+    rows = replace(TABLE, kind=kind)
+    ids = TableSpec("raw_ids", rows.rows, 1, np.dtype("<i8"), TableKind.ID_MAP, rows.name)
+    assert check_open(publish_open(tables=[rows, ids], shards=[]).open).tables == [rows, ids]
