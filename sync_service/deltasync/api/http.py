@@ -25,6 +25,7 @@ class TableLine:
     dtype: str
     bytes: int
     head: int
+    kind: str
 
 
 def create_app(service: Service, token: str | None) -> FastAPI:
@@ -43,7 +44,9 @@ def create_app(service: Service, token: str | None) -> FastAPI:
     async def tables() -> list[TableLine]:
         """All tables of all models."""
         return [
-            TableLine(name, t.name, t.rows, t.dim, str(t.dtype), t.nbytes, model.seals.newest_version)
+            TableLine(
+                name, t.name, t.rows, t.dim, str(t.dtype), t.nbytes, model.seals.newest_version, t.kind.value
+            )
             for name, model in sorted(service.models.items())
             for t in (table.spec for table in model.tables)
         ]
