@@ -39,8 +39,8 @@ def _facts(answer: Lag) -> list[tuple[str, str]]:
 
 
 def _events(held: float | None, head: float) -> str:
-    holds = "not known" if held is None else f"{held} seconds ago"
-    return f"the newest that the last replica knows of was {holds}; the model, {head} seconds ago"
+    holds = "is not known" if held is None else f"{held} seconds ago"
+    return f"newest in the newest version: {head} seconds ago; in what the last replica holds: {holds}"
 
 
 def _release_facts(answer: Lag, release: Lag) -> list[tuple[str, str]]:

@@ -174,8 +174,22 @@ def _refuse(problems: list[tuple[str, DeltasyncError]]) -> None:
     if not problems:
         return
     kind = Contradiction if any(isinstance(each, Contradiction) for _, each in problems) else NotFound
-    names, why = [name for name, _ in problems], "; ".join(dict.fromkeys(str(each) for _, each in problems))
+    names, why = [name for name, _ in problems], "; ".join(_sentences(problems))
     raise kind(
         f"{why}. Nothing was written: give the target a module with places for them, let the consumer follow "
         f"other tables, or leave them out with TorchTarget(module, leave_out={names})"
     )
+
+
+def _sentences(problems: list[tuple[str, DeltasyncError]]) -> list[str]:
+    """What is wrong, one sentence for all tables of which the same is."""
+    tables: dict[str, list[str]] = {}
+    for name, problem in problems:
+        subject, colon, what = str(problem).partition(": ")
+        of_one = colon and subject == f"table {name!r}"
+        tables.setdefault(what if of_one else str(problem), []).extend([name] if of_one else [])
+    return [f"{_subject(names)}{what}" for what, names in tables.items()]
+
+
+def _subject(names: list[str]) -> str:
+    return f"table{'s' * (len(names) > 1)} {', '.join(map(repr, names))}: " if names else ""

@@ -43,8 +43,8 @@ def _wanted(model: str, known: TableSpec | None, announced: TableSpec, *, later_
             return wanted
     raise Contradiction(
         f"table {announced.name!r} of model {model!r} is {_words(known, announced)}, the run has "
-        f"{_words(announced, known)}: only a later run may change it, by more rows; publish it under "
-        "another model, say with --model NAME, or under another table name"
+        f"{_words(announced, known)}: a table can get more rows in a later run, and change in nothing else; "
+        "publish it under another model (SyncOptions(model=...), --model NAME), or under another table name"
     )
 
 

@@ -114,7 +114,9 @@ def test_a_smaller_run_is_refused_and_replicas_go_on(ranked: RunningService) -> 
         replica.wait_for(trainer.publish_all(), WAIT)
         with later_run(ranked, [replace(USER, rows=59), ITEM], Position()) as publisher:
             refused = publisher.publish(Part(step=1, step_end_unix_ns=1, full=True))
-            with pytest.raises(Contradiction, match="publish it under another model, say with --model NAME"):
+            with pytest.raises(
+                Contradiction, match=r"publish it under another model \(SyncOptions\(model=...\), --model NAME\)"
+            ):
                 refused.result(WAIT)
         head = trainer.change(5)
         replica.wait_for(head, WAIT)

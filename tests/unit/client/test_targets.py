@@ -72,7 +72,7 @@ def test_a_callback_is_given_the_release() -> None:
 @pytest.mark.parametrize(
     ("module", "error", "said"),
     [
-        (nn.Linear(1, 1), NotFound, f"table {USER.name!r}: the module has no parameter or buffer of that name"),
+        (nn.Linear(1, 1), NotFound, f"tables {USER.name!r}, {HALF.name!r}: the module has no parameter or buffer"),
         (
             Bags(half=torch.float32),
             Contradiction,

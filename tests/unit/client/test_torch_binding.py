@@ -82,8 +82,8 @@ def test_a_table_without_a_place_is_an_error_that_names_it_and_what_to_do() -> N
     more = [dataclasses.replace(USER, name=f"sparse.embedding_bags.{name}") for name in ("shop", "town")]
     with pytest.raises(NotFound) as refused:
         target.apply(release_of(1, *(rows_of(each, 2) for each in (USER, ITEM, *more)), resync=True))
-    for table in more:
-        assert f"table {table.name!r}: the module has no parameter or buffer of that name" in str(refused.value)
+    names = ", ".join(repr(table.name) for table in more)
+    assert f"tables {names}: the module has no parameter or buffer of that name." in str(refused.value)
     assert f"leave_out={[table.name for table in more]}" in str(refused.value)
     assert USER.name not in str(refused.value)
     assert (model.state(), target.bound()) == (before, frozenset())

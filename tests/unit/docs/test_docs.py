@@ -95,6 +95,15 @@ def test_options_of_the_torchrun_entry_exist() -> None:
 
 
 @each_document
+def test_every_row_of_a_table_has_as_many_cells_as_its_head(document: Document) -> None:
+    for table in re.findall(
+        r"(?:^\|.*\n)+", re.sub(r"```.*?```", "", document.text, flags=re.DOTALL), re.MULTILINE
+    ):
+        head, *rows = (re.sub(r"`[^`]*`", "", line).count("|") for line in table.splitlines())
+        assert {head, *rows} == {head}, table
+
+
+@each_document
 def test_every_make_target_exists(document: Document) -> None:
     targets = _targets()
     for target in re.findall(r"(?:`|^\$ )make ([a-z]+)", document.text, re.MULTILINE):

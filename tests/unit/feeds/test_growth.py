@@ -120,7 +120,9 @@ def test_who_is_refused_harms_nobody(tmp_path: Path, tables: list[TableSpec]) ->
         await service.coordinators["clicks"].drain()
         model = service.models["clicks"]
         before, files = tables_of(model), {path: path.stat().st_size for path in tmp_path.rglob("*")}
-        with pytest.raises(Contradiction, match="publish it under another model, say with --model NAME"):
+        with pytest.raises(
+            Contradiction, match=r"publish it under another model \(SyncOptions\(model=...\), --model NAME\)"
+        ):
             await join_later(service, tables)
         assert tables_of(model) == before
         assert {path: path.stat().st_size for path in tmp_path.rglob("*")} == files

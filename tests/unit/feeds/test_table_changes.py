@@ -48,9 +48,9 @@ def test_a_refusal_says_both_and_what_to_do() -> None:
     with pytest.raises(Contradiction) as refused:
         changed(USER, TableSpec("user", 39, 4))
     assert str(refused.value) == (
-        "table 'user' of model 'clicks' is 40 x 4 float32, the run has 39 x 4 float32: only a later run may "
-        "change it, by more rows; publish it under another model, say with --model NAME, or under another table "
-        "name"
+        "table 'user' of model 'clicks' is 40 x 4 float32, the run has 39 x 4 float32: a table can get more rows "
+        "in a later run, and change in nothing else; publish it under another model (SyncOptions(model=...), "
+        "--model NAME), or under another table name"
     )
 
 
