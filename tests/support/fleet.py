@@ -165,10 +165,15 @@ def wait_until_in_sync(service: Reachable, consumer: str, head: Position) -> dic
 
 def wait_until_delivered(service: Reachable, consumer: str, head: Position) -> dict[str, Any]:
     """The lag of a consumer whose replicas have taken everything, and cannot show it."""
+    # A version that is sealed and not applied yet is one that they lack, although no row of it is known.
     return wait_for_lag(
         service,
         consumer,
-        lambda lag: lag["head"] >= head.number and lag["state"] == "delivered" and lag["lag"]["rows"] == 0,
+        lambda lag: (
+            lag["head"] >= head.number
+            and lag["state"] == "delivered"
+            and lag["lag"]["versions"] == lag["lag"]["rows"] == 0
+        ),
     )
 
 
