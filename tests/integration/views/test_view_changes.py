@@ -46,7 +46,7 @@ def given_as(
             lag["policy"] == policy.as_dict()
             and lag["head"] >= head.number
             and lag["state"] == state
-            and lag["lag"]["rows"] == 0
+            and lag["lag"]["versions"] == lag["lag"]["rows"] == 0
             and (lag["release"] is not None or policy.sends_everything)
         ),
     )
