@@ -78,7 +78,7 @@ def until(service: RunningService, consumer: str, state: str, head: Position) ->
     def reached(lag: dict[str, Any]) -> bool:
         states.add(lag["state"])
         everything = lag["lag"]["versions"] == lag["lag"]["rows"] == 0
-        return lag["head"] >= head.number and lag["state"] == state and everything
+        return bool(lag["head"] >= head.number and lag["state"] == state and everything)
 
     lag = wait_for_lag(service, consumer, reached)
     assert "in sync" not in states - {state}
