@@ -169,7 +169,7 @@ def state(replicas: Sequence[Replica], lag: Lag, standing: Standing, offset: int
     """
     away = [replica.name for replica in replicas if replica.stream is None]
     if not replicas:
-        return "empty", "no replica has ever subscribed"
+        return "empty", standing.unpublished or "no replica has ever subscribed"
     if standing.failure:
         return "failed", standing.failure
     if standing.unpublished:

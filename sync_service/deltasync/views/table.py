@@ -18,7 +18,8 @@ from deltasync.storage.mapped_table import MappedTable, extend_file, extend_file
 from deltasync.views.ranking import Floats, Mask
 
 _SINCE_TYPE = np.dtype(np.int64)
-_LARGEST_NORM = float(np.finfo(np.float32).max)
+# Beyond any of fp32 rows; squares of it add up to a finite number.
+_LARGEST_NORM = 1e100
 
 
 class EncodedTable(MappedTable):
@@ -219,7 +220,7 @@ class ViewTable:
 
 
 def norms_of(rows: Values) -> Floats:
-    """The L2 norms [n] of rows [n, D]; of fp64 rows at most the largest fp32 number, so that none is infinite."""
+    """The L2 norms [n] of rows [n, D]; never infinite, as that of fp64 rows could be."""
     exact = rows.astype(np.float64, copy=False)
     with np.errstate(over="ignore"):
         norms: Floats = np.sqrt(np.einsum("ij,ij->i", exact, exact))
@@ -234,7 +235,7 @@ def _norms_folder(folder: Path, new: bool) -> Path:
 
 
 def _as_fp32(norms: Floats) -> Norms:
-    return np.minimum(norms, _LARGEST_NORM).astype(np.float32)
+    return np.minimum(norms, np.finfo(np.float32).max).astype(np.float32)
 
 
 def _bits_differ(some: Values, others: Values) -> Mask:

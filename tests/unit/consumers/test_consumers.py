@@ -56,6 +56,7 @@ def test_a_clock_that_was_set_back_gives_no_negative_lag() -> None:
     ("replicas", "lag", "standing", "expected", "said"),
     [
         ([], NONE, {}, "empty", "no replica has ever subscribed"),
+        ([], NONE, {"unpublished": "nothing is published"}, "empty", "nothing is published"),
         ([replica("a", away=1), replica("b", away=1)], SOME, {}, "away", "none of 2 replicas is connected"),
         ([replica("a", checked=True)], NONE, {}, "in sync", "all 1 replicas"),
         (
