@@ -8,23 +8,23 @@ for in `step`. When a cut is sealed, the next `step` takes note.
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from deltasync.client import Endpoint, Part, Position, Publisher, PublisherOptions
+from deltasync.client import Part, Position, Publisher, PublisherOptions
 from deltasync.core.delete_request import DeleteRequest
 from deltasync.core.errors import DeltasyncError, InvalidInput, NotFound, ResyncRequired, ServiceUnavailable
 from deltasync.core.event_time import check_event_time, newest_event_time
-from deltasync.trainer.checks import check_format, check_whole
+from deltasync.trainer.checks import check_format
 from deltasync.trainer.distributed.agreement import Agreement
 from deltasync.trainer.row_requests import RowRequests
+from deltasync.trainer.sync_options import SyncOptions, SyncStats
 from deltasync.trainer.tracking.delta import Token
 from deltasync.trainer.tracking.mean_pooling import wrongly_divided
 from deltasync.trainer.tracking.modes import TrackingMode
@@ -40,53 +40,8 @@ logger = logging.getLogger(__name__)
 
 _CONSUMER = "publisher"
 _PEER_POLL_SECONDS = 0.05
-_CUTS_IN_STATS = 100_000
 # States that name no format are of the first.
 _STATE_FORMAT = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class SyncOptions:
-    """What to publish, where to and how often.
-
-    Attributes:
-        service: where the service answers gRPC; an address alone is HOST:PORT.
-        model: name of the set of tables.
-        publish_every: steps between cuts. Where the last cut is not sealed by then, this one is left out: the next
-            one publishes its rows.
-        dense: whether to publish the parameters and buffers outside of embedding tables too.
-        verify: to debug a model: compare all rows with a copy at every cut, and raise where some have changed that
-            would not be published (`TrackerOptions.verify`).
-    """
-
-    service: Endpoint | str
-    model: str
-    publish_every: int = 10
-    dense: bool = True
-    verify: bool = False
-
-    def __post_init__(self) -> None:
-        Endpoint.of_grpc(self.service)
-        check_whole("publish_every", self.publish_every)
-
-
-@dataclass
-class SyncStats:
-    """What was published so far, by this rank.
-
-    Attributes:
-        cuts: version, step and end of the step (nanoseconds since 1970) of the last 100,000 sealed cuts.
-        absorbed: cuts that were left out because the one before was not sealed yet.
-        rows: rows of the sealed parts.
-        bytes: bytes of their ids and values.
-        step_seconds: time that the thread that trains has spent in `DeltaSync.step`.
-    """
-
-    cuts: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=_CUTS_IN_STATS))
-    absorbed: int = 0
-    rows: int = 0
-    bytes: int = 0
-    step_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
