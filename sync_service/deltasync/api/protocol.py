@@ -7,11 +7,16 @@ import grpc.aio
 
 from deltasync.api.call_errors import abort
 from deltasync.core.errors import Contradiction, DeltasyncError
-from deltasync.wire.protocol import OURS, agree, protocols_from_metadata
+from deltasync.wire.protocol import OURS, Protocols, agree, protocols_from_metadata
 
 # Health checks and reflection have a protocol of their own.
 _METHODS = "/deltasync."
 _KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
+
+
+def protocols_of(context: grpc.aio.ServicerContext[Any, Any]) -> Protocols:
+    """What the client of a call understands; the interceptor has let it begin."""
+    return protocols_from_metadata(dict(context.invocation_metadata() or ()))
 
 
 class ProtocolInterceptor(grpc.aio.ServerInterceptor):

@@ -6,6 +6,7 @@ from typing import Any
 import grpc.aio
 
 from deltasync.api.call_errors import abort
+from deltasync.api.protocol import protocols_of
 from deltasync.core.errors import DeltasyncError, InvalidInput
 from deltasync.core.events import EventKind
 from deltasync.publish.opening import check_open
@@ -13,7 +14,7 @@ from deltasync.publish.session import PublishSession, open_session
 from deltasync.service.service import Service
 from deltasync.v1 import publish_pb2, publish_pb2_grpc
 from deltasync.wire.messages import position_to_message
-from deltasync.wire.protocol import Protocols, protocols_from_metadata
+from deltasync.wire.protocol import Protocols
 
 
 class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
@@ -30,7 +31,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
         """Answer one rank's stream."""
         stream, refusal = _RankStream(self._service), None
         try:
-            protocols = protocols_from_metadata(dict(context.invocation_metadata() or ()))
+            protocols = protocols_of(context)
             async for response in stream.answers(request_iterator, protocols):
                 yield response
         except DeltasyncError as error:
@@ -96,8 +97,7 @@ def _opened(session: PublishSession) -> publish_pb2.PublishResponse:
 
 
 def _deletes(session: PublishSession) -> list[publish_pb2.DeleteRequest]:
-    slots = {table.name: slot for slot, table in enumerate(session.tables)}
     return [
-        publish_pb2.DeleteRequest(number=each.number, table=slots[each.table], ids=each.ids.tolist())
+        publish_pb2.DeleteRequest(number=each.number, table=session.slots[each.table], ids=each.ids.tolist())
         for each in session.deletes
     ]

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import grpc.aio
 
 from deltasync.api.call_errors import abort
+from deltasync.api.protocol import protocols_of
 from deltasync.consumers.consumer import Consumer, Replica
 from deltasync.core.delivery import Delivery
 from deltasync.core.errors import DeltasyncError, InvalidInput, NotFound, ServiceUnavailable, Superseded
@@ -27,7 +28,7 @@ from deltasync.wire.messages import (
     position_from_message,
     position_to_message,
 )
-from deltasync.wire.protocol import DELETES_PROTOCOL, Protocols, protocols_from_metadata
+from deltasync.wire.protocol import DELETES_PROTOCOL, Protocols
 from deltasync.wire.row_messages import fill_rows
 
 _PROGRESS_SECONDS = 5.0
@@ -53,7 +54,7 @@ class SubscribeServicer(subscribe_pb2_grpc.SubscribeServiceServicer):
     ) -> Responses:
         """Answer one replica's stream."""
         try:
-            protocols = protocols_from_metadata(dict(context.invocation_metadata() or ()))
+            protocols = protocols_of(context)
             stream = await self._open(request_iterator, protocols)
             async for response in stream.run(request_iterator):
                 yield response

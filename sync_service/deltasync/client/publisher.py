@@ -220,6 +220,7 @@ class _Stream:
         self._address = endpoint.address
         self._slots = slots
         self._message = message
+        self._tables = {table.name: index for index, table in enumerate(message.tables)}
         self._parts: _Requests = queue.SimpleQueue()
         self._channel = endpoint.channel()
         stub = publish_pb2_grpc.PublishServiceStub(self._channel)
@@ -267,9 +268,7 @@ class _Stream:
                 full=part.full,
                 deletes=part.deletes,
                 event_time_unix_ns=part.event_time_unix_ns or 0,
-                differing=[
-                    index for index, table in enumerate(self._message.tables) if table.name in part.differing
-                ],
+                differing=[self._tables[name] for name in part.differing if name in self._tables],
             )
             yield publish_pb2.PublishRequest(close=close)
 

@@ -80,6 +80,8 @@ class PendingDeletes:
     def handed(self, tables: Sequence[TableSpec]) -> list[DeleteRequest]:
         """The oldest of those that concern some tables, as many as are handed to a rank at once."""
         found: list[DeleteRequest] = []
+        if not self.requests:  # Mostly, and this is asked with every cut.
+            return found
         count, names = 0, {table.name for table in tables if table.kind.ranked}
         for request in self.requests.values():
             if request.table not in names:

@@ -46,6 +46,7 @@ class PublishSession:
         self.run = opening.run
         self.rank = opening.message.rank
         self.tables = opening.tables
+        self.slots = {table.name: slot for slot, table in enumerate(opening.tables)}
         self.takes_deletes = opening.message.takes_deletes
         self.ended = False
         self._coordinator = coordinator
