@@ -2,8 +2,8 @@
 
 python -m deltasync.trainer.demo.predictor --service localhost:50051 --consumer predictors --managed
 
-The consumer's value type is `int8-tbe`, or `int4-tbe` with `--tables int4`. `POST /predict` scores events. `/ready` is
-for who sends requests here, `/livez` for who restarts the process, `/metrics` for Prometheus.
+`POST /predict` scores events. `/ready` is for who sends requests here, `/livez` for who restarts the process,
+`/metrics` for Prometheus.
 """
 
 import signal
@@ -23,7 +23,14 @@ from starlette.requests import ClientDisconnect
 
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import service_options
-from deltasync.client import DeltasyncError, InvalidInput, ServiceUnavailable, Subscriber, SubscriberOptions
+from deltasync.client import (
+    DeltasyncError,
+    InvalidInput,
+    ServiceUnavailable,
+    Subscriber,
+    SubscriberOptions,
+    ValueType,
+)
 from deltasync.client.torch_target import TorchTarget
 from deltasync.core.event_time import seconds_behind
 from deltasync.core.process import keep_freed_memory, log_to_stderr
@@ -31,7 +38,7 @@ from deltasync.trainer.clicks.model import ClickModel
 from deltasync.trainer.clicks.stream_options import managed_option, size_options, take_model_options
 from deltasync.trainer.demo.prediction import MOST_BYTES, Prediction, batch_of
 from deltasync.trainer.demo.predictor_metrics import MeteredTarget, PredictorMetrics
-from deltasync.trainer.demo.quantised import DTYPES, quantised
+from deltasync.trainer.demo.quantised import quantised, value_type_option
 
 
 def predict(target: TorchTarget, ids: Mapping[str, int], body: bytes) -> Prediction:
@@ -114,19 +121,17 @@ async def _body(request: Request) -> bytes:
 @service_options(default=None)
 @click.option("--consumer", default="predictors", help="The consumer it belongs to.")
 @click.option("--replica", default=socket.gethostname, help="Its name inside the consumer's fleet.")
-@click.option(
-    "--tables", type=click.Choice(list(DTYPES)), default="int8", help="What its tables are quantised to."
-)
+@value_type_option
 @click.option("--host", default="127.0.0.1", help="Address to listen on.")
 @click.option("--http-port", type=click.IntRange(1, 65535), default=8081, help="Port to listen on.")
-def main(tables: str, host: str, http_port: int, **settings: Any) -> None:
+def main(value_type: str, host: str, http_port: int, **settings: Any) -> None:
     """Score events over HTTP until SIGTERM."""
     log_to_stderr()
     keep_freed_memory()
     # As Ctrl-C: uvicorn answers what it has taken, and returns.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     options, metrics = take_model_options(settings), PredictorMetrics()
-    target = MeteredTarget(quantised(ClickModel(options).eval(), tables), metrics)
+    target = MeteredTarget(quantised(ClickModel(options).eval(), ValueType(value_type)), metrics)
     with Subscriber(SubscriberOptions(**settings), target) as subscriber:
         metrics.watch(subscriber)
         app = create_app(target, subscriber, options.ids, metrics)

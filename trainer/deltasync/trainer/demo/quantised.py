@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import click
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -9,22 +10,30 @@ from torch import nn
 from torchrec.inference.modules import quantize_embeddings
 from torchrec.quant.embedding_modules import EmbeddingBagCollection
 
+from deltasync.core.tables import matrix_shape
 from deltasync.core.value_types import ValueType
 from deltasync.trainer.clicks.model import ClickModel
 
-DTYPES = {"int8": torch.qint8, "int4": torch.quint4x2}
-"""What TorchRec calls a predictor's tables, by what the commands call them."""
+_DTYPES = {ValueType.INT8_TBE: torch.qint8, ValueType.INT4_TBE: torch.quint4x2}
+
+value_type_option = click.option(
+    "--value-type",
+    type=click.Choice([each.value for each in _DTYPES]),
+    default=ValueType.INT8_TBE.value,
+    help="That of its consumer: tables are quantised so.",
+)
 
 
-def value_type_of(tables: str) -> ValueType:
-    """The value type that a consumer needs whose predictors have such tables."""
-    return ValueType(f"{tables}-tbe")
-
-
-def quantised(model: ClickModel, tables: str) -> ClickModel:
-    """The same model, changed in place, with its tables quantised to `int8` or `int4`."""
-    found: ClickModel = quantize_embeddings(model, dtype=DTYPES[tables], inplace=True)
+def quantised(model: ClickModel, value_type: ValueType) -> ClickModel:
+    """The same model, changed in place, with tables that are quantised as a value type says."""
+    found: ClickModel = quantize_embeddings(model, dtype=_DTYPES[value_type], inplace=True)
     return found
+
+
+def served_rows(model: nn.Module) -> dict[str, NDArray[Any]]:
+    """A copy of what a model with quantised tables serves from, as rows: its tables, and parameters by FQN."""
+    parameters = {name: each.detach().numpy() for name, each in model.named_parameters()}
+    return tbe_rows(model) | {name: each.reshape(matrix_shape(each.shape)) for name, each in parameters.items()}
 
 
 def tbe_rows(model: nn.Module) -> dict[str, NDArray[Any]]:
