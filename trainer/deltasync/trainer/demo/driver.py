@@ -90,7 +90,7 @@ class Driver:
         events = {name: np.concatenate([getattr(each, name) for each in self._batches]) for name in _COLUMNS}
         for predictor, outputs, *answers in zip(self._predictors, self._ask(), *self._answers, strict=True):
             logit = np.concatenate([_logits(each) for each in answers])
-            last = {"index": self._batches[-1].index, "logit": _logits(outputs)}
+            last: dict[str, Any] = {"index": self._batches[-1].index, "logit": _logits(outputs)}
             facts = {"seconds": predictor.seconds, "age_seconds": [each.age_seconds for each in answers]}
             np.savez(folder / f"scores-{predictor.name}.npz", allow_pickle=False, logit=logit, **events)
             np.savez(folder / f"outputs-{predictor.name}.npz", allow_pickle=False, **last)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -53,16 +53,18 @@ class Prediction(BaseModel):
         scores: log odds of a click, of each event in turn.
         version: of the model, as lag and the trainer count.
         step: the trainer's step of that version.
-        age_seconds: since the newest event that the version was trained on; where the trainer does not say it,
-            since its step ended.
+        age_seconds: since the newest event that the version was trained on, or, where the trainer does not say
+            it, since the version's step ended.
         age_of: which of the two: `event` or `step`.
+
+    Step and age are null where they are not known.
     """
 
     scores: list[float]
     version: int
-    step: int
-    age_seconds: float
-    age_of: str
+    step: int | None
+    age_seconds: float | None
+    age_of: Literal["event", "step"]
 
 
 def batch_of(body: bytes, ids: Mapping[str, int]) -> ClickBatch:

@@ -10,7 +10,7 @@ import signal
 import socket
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import click
 import torch
@@ -50,7 +50,8 @@ def predict(target: TorchTarget, ids: Mapping[str, int], body: bytes) -> Predict
     """
     batch = batch_of(body, ids)
     with target.reading() as reading, torch.inference_mode():
-        scores = reading.module.logits(batch.dense, batch.sparse).tolist()
+        model = cast("ClickModel", reading.module)
+        scores = model.logits(batch.dense, batch.sparse).tolist()
     event = reading.event_time_unix_ns
     return Prediction(
         scores=scores,
