@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,10 @@ class Predictor:
             time.sleep(0.02)
 
 
+def _serves(version: int, metrics: httpx.Response) -> bool:
+    return f"predictor_version {version}.0" in metrics.text
+
+
 @pytest.mark.parametrize("value_type", [ValueType.INT8_TBE, ValueType.INT4_TBE])
 def test_answers_are_those_of_the_trainer_s_model_quantised_anew(
     service: RunningService, trainer: Trainer, value_type: ValueType
@@ -152,9 +157,7 @@ def test_answers_are_those_of_the_trainer_s_model_quantised_anew(
         for version in (1, 2):
             assert trainer.publish() == version
             asked.await_that("/ready", lambda answer: answer.status_code == 200)
-            asked.await_that(
-                "/metrics", lambda answer, wanted=version: f"predictor_version {wanted}.0" in answer.text
-            )  # type: ignore[misc]
+            asked.await_that("/metrics", partial(_serves, version))
             found = asked.predict()
             assert (found["version"], found["step"], found["age_of"]) == (version, version, "event")
             assert 0 <= found["age_seconds"] < DEADLINE_SECONDS

@@ -88,12 +88,20 @@ def main(value_type: str, last_step: float, results: Path, **settings: Any) -> N
         server = uvicorn.Server(
             uvicorn.Config(create_app(target, subscriber, options.ids, metrics), log_config=None, access_log=False)
         )
-        with socket.create_server(("127.0.0.1", 0)) as listener, suppress(KeyboardInterrupt):
+        with _listener() as listener, suppress(KeyboardInterrupt):
             _announce(results / f"{settings['replica']}.http", listener)
             server.run(sockets=[listener])
         target.stop()
         subscriber.check()
     _leave(results, settings["replica"], model, target)
+
+
+def _listener() -> socket.socket:
+    # With the protocol named: asyncio switches Nagle's algorithm off only for sockets that say TCP.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    return listener
 
 
 def _announce(file: Path, listener: socket.socket) -> None:
