@@ -59,6 +59,13 @@ class RemotePredictor:
         return Prediction.model_validate_json(body)
 
     def _ask(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
+        try:
+            return self._ask_once(method, path, body)
+        except ConnectionError:  # A connection that nobody uses is closed after some seconds.
+            self._connection.close()
+            return self._ask_once(method, path, body)
+
+    def _ask_once(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
         self._connection.request(method, path, body, {"Content-Type": "application/json"})
         with self._connection.getresponse() as answer:
             return answer.status, answer.read()
