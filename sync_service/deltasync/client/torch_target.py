@@ -10,11 +10,13 @@ import torch
 from torch import nn
 
 from deltasync.client.targets import Release
-from deltasync.client.torch_binding import Binding, Place, Tensor, accelerators, bind, in_training, missing_maps
+from deltasync.client.torch_binding import Binding, Place, accelerators, bind, in_training, missing_maps
+from deltasync.client.torch_tensor import Tensor, value_types_of
 from deltasync.core.errors import Contradiction, DeltasyncError, InvalidInput, NotFound
 from deltasync.core.position import Position
 from deltasync.core.rows import Ids, RowBatch, Values
 from deltasync.core.tables import TableSpec
+from deltasync.core.value_types import ValueType
 
 __all__ = ["TorchTarget"]
 
@@ -69,7 +71,7 @@ class TorchTarget:
     def tables(self) -> dict[str, torch.Tensor]:
         """The rows of every table received so far, as live [rows, dim] views of the parameters and buffers.
 
-        Maps of raw ids have none.
+        Maps of raw ids have none, nor have quantised tables.
         """
         return {name: place.rows for name, place in self._binding.places.items() if isinstance(place, Tensor)}
 
@@ -119,7 +121,7 @@ class TorchTarget:
     def _follow(self, tables: list[TableSpec]) -> None:
         """Bind the tables of a first release, or others than before."""
         taken = [table for table in tables if not self._leaves_out(table)]
-        binding = bind(self._module, taken, self.bound())
+        binding = bind(self._module, taken, self.bound(), value_types_of(tables))
         # What comes later has no place as long as the module is the one it was: the rest goes on.
         known = {table.name for table in self._followed if table in tables and table.name in self.bound()}
         refused = known if self._followed else set(binding.problems)
@@ -138,7 +140,9 @@ class TorchTarget:
         names = [*(table.name for table in tables), *missing_maps(self._module, binding)]
         if idle := [each for each in self._leave_out if not any(fnmatchcase(name, each) for name in names)]:
             logger.warning("leave_out: no table fits %s", ", ".join(idle))
-        left_out = bind(self._module, [table for table in tables if self._leaves_out(table)])
+        left_out = bind(
+            self._module, [table for table in tables if self._leaves_out(table)], types=list(ValueType)
+        )
         wanted = {place.name for place in left_out.places.values()}
         if stale := [name for name in binding.stale if name not in wanted]:
             logger.warning("no table brings these of the module, which stay as they are: %s", ", ".join(stale))
@@ -161,7 +165,7 @@ class TorchTarget:
         """The place of a table before any release: a module may have outlived another process."""
         if table.name not in self._early:
             tables = [] if self._leaves_out(table) else [table]
-            self._early[table.name] = bind(self._module, tables).places.get(table.name)
+            self._early[table.name] = bind(self._module, tables, types=list(ValueType)).places.get(table.name)
         return self._early[table.name]
 
 
