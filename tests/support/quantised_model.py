@@ -17,7 +17,11 @@ from torchrec import (
 from torchrec.distributed.global_settings import get_propogate_device, set_propogate_device
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 from torchrec.inference.modules import quantize_embeddings, shard_quant_model
-from torchrec.quant.embedding_modules import EmbeddingCollection as QuantEmbeddingCollection
+from torchrec.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
+from torchrec.quant import embedding_modules as quant
 from torchrec.quant.embedding_modules import quant_prep_customize_row_alignment
 
 from deltasync.client import Position, Release, RowBatch, TableSpec
@@ -28,6 +32,13 @@ from deltasync.core.value_types import ValueType
 
 TYPES = {8: (ValueType.INT8_TBE, torch.qint8), 4: (ValueType.INT4_TBE, torch.quint4x2)}
 SIZES = {"user": 5, "item": 9, "shop": 3}
+
+
+_QUANTISED: dict[type[nn.Module], type[nn.Module]] = {
+    EmbeddingCollection: quant.EmbeddingCollection,
+    ManagedCollisionEmbeddingBagCollection: quant.QuantManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection: quant.QuantManagedCollisionEmbeddingCollection,
+}
 
 
 class Model(nn.Module):
@@ -84,16 +95,16 @@ def whole(model: Model, value_type: ValueType = ValueType.INT8_TBE, number: int 
     return release_of(number, model, everything(model), value_type, resync=True)
 
 
-def quantised(model: Model, bits: int = 8, alignment: int = 16) -> nn.Module:
+def quantised(model: nn.Module, bits: int = 8, alignment: int = 16) -> nn.Module:
+    """A copy of a model as TorchRec quantises it."""
     fresh = copy.deepcopy(model)
-    collections = [EmbeddingBagCollection, EmbeddingCollection]
-    quant_prep_customize_row_alignment(fresh, collections, alignment)
+    quant_prep_customize_row_alignment(fresh, [EmbeddingBagCollection, EmbeddingCollection], alignment)
     return quantize_embeddings(
         fresh,
         dtype=TYPES[bits][1],
         inplace=True,
-        additional_qconfig_spec_keys=[EmbeddingCollection],
-        additional_mapping={EmbeddingCollection: QuantEmbeddingCollection},
+        additional_qconfig_spec_keys=list(_QUANTISED),
+        additional_mapping=_QUANTISED,
     )
 
 
