@@ -14,7 +14,6 @@ from torchrec import (
     EmbeddingConfig,
     KeyedJaggedTensor,
 )
-from torchrec.distributed.global_settings import get_propogate_device, set_propogate_device
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 from torchrec.inference.modules import quantize_embeddings, shard_quant_model
 from torchrec.modules.mc_embedding_modules import (
@@ -27,12 +26,11 @@ from torchrec.quant.embedding_modules import quant_prep_customize_row_alignment
 from deltasync.client import Position, Release, RowBatch, TableSpec
 from deltasync.core.delivery import Delivery
 from deltasync.core.mode import Mode
-from deltasync.core.rows import Ids
+from deltasync.core.rows import Ids, Values
 from deltasync.core.value_types import ValueType
 
 TYPES = {8: (ValueType.INT8_TBE, torch.qint8), 4: (ValueType.INT4_TBE, torch.quint4x2)}
 SIZES = {"user": 5, "item": 9, "shop": 3}
-
 
 _QUANTISED: dict[type[nn.Module], type[nn.Module]] = {
     EmbeddingCollection: quant.EmbeddingCollection,
@@ -57,42 +55,49 @@ class Model(nn.Module):
         self.over = nn.Linear(2, 1)
 
     def table(self, name: str) -> nn.Parameter:
+        """The weight of a table."""
         tables = self.sparse.embedding_bags if hasattr(self.sparse, "embedding_bags") else self.sparse.embeddings
         weight: nn.Parameter = tables[name].weight
         return weight
 
 
-def deliveries_of(model: Model, value_type: ValueType | None = ValueType.INT8_TBE) -> dict[str, Delivery]:
-    """As a service sends the model's tables to a consumer."""
+def with_other_rows(model: Model) -> Model:
+    """The same with other rows in the published tables."""
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for name in ("user", "item"):
+            other.table(name).mul_(-0.5).add_(0.1)
+    return other
+
+
+def rows_of(model: Model, value_type: ValueType) -> dict[str, tuple[TableSpec, Values]]:
+    """What replicas hold of the published tables that are sent in a value type, by the tables' short names."""
     kind = "embedding_bags" if hasattr(model.sparse, "embedding_bags") else "embeddings"
-    specs = [TableSpec(f"sparse.{kind}.{name}", *model.table(name).shape) for name in ("user", "item")]
-    return {
-        spec.name.rpartition(".")[2]: Delivery(spec, value_type, Mode.EMBEDDINGS)
-        if value_type
-        else Delivery.unchanged(spec)
-        for spec in specs
-    }
+    held = {}
+    for name in ("user", "item"):
+        values = model.table(name).detach().numpy()
+        spec = TableSpec(f"sparse.{kind}.{name}", *values.shape)
+        delivery = Delivery(spec, value_type, Mode.EMBEDDINGS)
+        held[name] = delivery.held_spec, delivery.held(delivery.encode(values))
+    return held
 
 
 def release_of(number: int, model: Model, changed: dict[str, Ids], value_type: ValueType, **what: Any) -> Release:
-    """A release of some rows, by table, that the model has just now."""
-    deliveries, rows = deliveries_of(model, value_type), []
+    """A release of some rows, by table, as the model has them just now: those of zeros are deleted."""
+    held, rows = rows_of(model, value_type), []
     for name, ids in changed.items():
-        delivery, values = deliveries[name], model.table(name).detach().numpy()[ids]
-        deleted = ~values.any(axis=1)
-        held = delivery.held(delivery.encode(values[~deleted]))
-        rows.append(RowBatch.of_table(delivery.held_spec, ids[~deleted], held))
+        table, values = held[name]
+        deleted = ~values[ids].any(axis=1)
+        rows.append(RowBatch.of_table(table, ids[~deleted], values[ids[~deleted]]))
         rows.append(RowBatch.deletes(rows[-1].shard, ids[deleted]))
-    tables = [delivery.held_spec for delivery in deliveries.values()]
+    tables = [table for table, _ in held.values()]
     return Release(Position("h", number), number, 0, what.pop("resync", False), tables, rows, **what)
 
 
-def everything(model: Model) -> dict[str, Ids]:
-    return {name: np.arange(len(model.table(name))) for name in ("user", "item")}
-
-
-def whole(model: Model, value_type: ValueType = ValueType.INT8_TBE, number: int = 1) -> Release:
-    return release_of(number, model, everything(model), value_type, resync=True)
+def whole(model: Model, value_type: ValueType = ValueType.INT8_TBE) -> Release:
+    """A first release, of all rows."""
+    changed = {name: np.arange(SIZES[name]) for name in ("user", "item")}
+    return release_of(1, model, changed, value_type, resync=True)
 
 
 def quantised(model: nn.Module, bits: int = 8, alignment: int = 16) -> nn.Module:
@@ -108,26 +113,30 @@ def quantised(model: nn.Module, bits: int = 8, alignment: int = 16) -> nn.Module
     )
 
 
+def tbes_of(module: nn.Module) -> list[Any]:
+    """The TBEs of a quantised model that is not sharded."""
+    return [tbe for each in module.modules() for tbe in getattr(each, "_emb_modules", ())]
+
+
 def tbe_bytes(module: nn.Module) -> dict[str, bytes]:
     """All that TBEs hold, padding too, by table."""
     return {
         spec[0]: view[0].numpy().tobytes()
-        for collection in module.modules()
-        for tbe in getattr(collection, "_emb_modules", ())
+        for tbe in tbes_of(module)
         for spec, view in zip(tbe.embedding_specs, tbe.split_embedding_weights_with_scale_bias(0), strict=True)
     }
 
 
-def outputs(module: nn.Module) -> list[torch.Tensor]:
-    """What a lookup of every row of every table gives."""
-    ids = [torch.arange(rows) for rows in SIZES.values()]
-    lengths = torch.cat(
-        [torch.ones(max(SIZES.values())).index_fill(0, torch.arange(rows, 9), 0) for rows in SIZES.values()]
-    )
-    found = module.get_submodule("sparse")(
-        KeyedJaggedTensor(keys=list(SIZES), values=torch.cat(ids), lengths=lengths.int())
-    )
-    return [each.values() for each in found.values()] if isinstance(found, dict) else [found.values()]
+def outputs(module: nn.Module) -> dict[str, torch.Tensor]:
+    """What a lookup of each row gives, by table."""
+    most = max(SIZES.values())
+    ids = torch.cat([torch.arange(rows) for rows in SIZES.values()])
+    lengths = torch.cat([(torch.arange(most) < rows).int() for rows in SIZES.values()])
+    found = module.get_submodule("sparse")(KeyedJaggedTensor(keys=list(SIZES), values=ids, lengths=lengths))
+    if isinstance(found, dict):
+        return {name: each.values() for name, each in found.items()}
+    pooled: dict[str, torch.Tensor] = found.to_dict()
+    return {name: each[: SIZES[name]] for name, each in pooled.items()}
 
 
 # First row, first column, rows, columns of each shard.
@@ -151,7 +160,10 @@ def whole_tables(rows: int, dim: int) -> Shards:
 
 
 def sharded(module: Any, sharding: str) -> nn.Module:
-    """A quantised model sharded for inference on two ranks of this process: "table_wise" and so on."""
+    """A quantised model sharded for inference on two ranks of this process: "table_wise" and so on.
+
+    TorchRec has to be told that all is done on a CPU: see `set_propogate_device`.
+    """
     cut = {"table_wise": whole_tables, "row_wise": by_rows, "column_wise": by_columns}[sharding]
     plan = EmbeddingModuleShardingPlan()
     configs = getattr(module.sparse, "embedding_bag_configs", None) or module.sparse.embedding_configs
@@ -169,12 +181,7 @@ def sharded(module: Any, sharding: str) -> nn.Module:
                 ]
             ),
         )
-    before = get_propogate_device()
-    set_propogate_device(True)
-    try:
-        model, _ = shard_quant_model(
-            module, 2, compute_device="cpu", sharding_device="cpu", sharding_plan=ShardingPlan({"sparse": plan})
-        )
-    finally:
-        set_propogate_device(before)
+    model, _ = shard_quant_model(
+        module, 2, compute_device="cpu", sharding_device="cpu", sharding_plan=ShardingPlan({"sparse": plan})
+    )
     return model
