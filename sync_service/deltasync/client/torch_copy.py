@@ -12,6 +12,7 @@ from deltasync.client.torch_binding import Binding, Place, accelerators, bind
 from deltasync.core.errors import Contradiction
 from deltasync.core.rows import Ids, RowBatch, Values
 from deltasync.core.tables import TableSpec
+from deltasync.core.value_types import ValueType
 
 
 class ModuleCopy:
@@ -29,9 +30,9 @@ class ModuleCopy:
         self._followed = False
         self._early: dict[str, Place | None] = {}
 
-    def bind(self, tables: Iterable[TableSpec], held: Collection[str]) -> Binding:
+    def bind(self, tables: Iterable[TableSpec], held: Collection[str], types: Collection[ValueType]) -> Binding:
         """See `torch_binding.bind`; nothing is followed yet."""
-        return bind(self.module, [table for table in tables if not self._leaves_out(table)], held)
+        return bind(self.module, [table for table in tables if not self._leaves_out(table)], held, types)
 
     def follow(self, binding: Binding) -> None:
         """Have releases written to these places from now on."""
@@ -68,7 +69,7 @@ class ModuleCopy:
     def _outlived(self, table: TableSpec) -> Place | None:
         """The place of a table before any release: a module may have outlived another process."""
         if table.name not in self._early:
-            self._early[table.name] = self.bind([table], ()).places.get(table.name)
+            self._early[table.name] = self.bind([table], (), list(ValueType)).places.get(table.name)
         return self._early[table.name]
 
 
