@@ -11,6 +11,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from deltasync.client.torch_collision import collision_modules
+from deltasync.client.torch_compiled import absence, compiled_module_of
 from deltasync.client.torch_id_map import id_map_of
 from deltasync.client.torch_id_ranges import id_ranges_of
 from deltasync.core.errors import Contradiction, DeltasyncError, NotFound
@@ -71,6 +72,9 @@ class Tensor:
     def stage(self, rows: Sequence[RowBatch], *, reset: bool) -> Callable[[], None]:
         """See `Place`."""
         held = self.rows
+        compiled = compiled_module_of(self.module, self.name)
+        if compiled:
+            held = compiled[0].spare(compiled[1]).view(held.shape)
 
         def write() -> None:
             if reset:
@@ -78,7 +82,11 @@ class Tensor:
             for each in rows:
                 _write(held, each)
 
-        return write
+        if not compiled:
+            return write
+        with torch.inference_mode():
+            write()
+        return compiled[0].swap
 
     def read(self, ids: Ids) -> Values:
         """See `Place`."""
@@ -166,18 +174,19 @@ def _place(module: nn.Module, table: TableSpec) -> Place:
         return id_map_of(module, table)
     if table.kind is TableKind.ID_RANGES:
         return id_ranges_of(module, table)
-    place = Tensor(module, _name_of(_state(module), table), table)
+    place = Tensor(module, _name_of(module, table), table)
     _ = place.rows  # Checked now.
     return place
 
 
-def _name_of(names: Sequence[str] | dict[str, torch.Tensor], table: TableSpec) -> str:
+def _name_of(module: nn.Module, table: TableSpec) -> str:
+    names = _state(module)
     exact = [name for name in names if table.name in (name, name.removesuffix(".weight"))]
     found = exact or [name for name in names if _ends_with(table.name, name)]
     if len(found) > 1:
         raise NotFound(f"table {table.name!r}: {', '.join(found)} fit, expected one")
     if not found:
-        raise NotFound(f"table {table.name!r}: the module has no parameter or buffer of that name")
+        raise NotFound(f"table {table.name!r}: {absence(module, table.name)}")
     return found[0]
 
 

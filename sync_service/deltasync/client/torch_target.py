@@ -11,6 +11,7 @@ from torch import nn
 
 from deltasync.client.targets import Release
 from deltasync.client.torch_binding import Binding, Place, Tensor, accelerators, bind, in_training, missing_maps
+from deltasync.client.torch_compiled import compiled_modules
 from deltasync.core.errors import Contradiction, DeltasyncError, InvalidInput, NotFound
 from deltasync.core.position import Position
 from deltasync.core.rows import Ids, RowBatch, Values
@@ -69,7 +70,7 @@ class TorchTarget:
     def tables(self) -> dict[str, torch.Tensor]:
         """The rows of every table received so far, as live [rows, dim] views of the parameters and buffers.
 
-        Maps of raw ids have none.
+        Maps of raw ids have none. Those of a `CompiledModule` are live until the next release.
         """
         return {name: place.rows for name, place in self._binding.places.items() if isinstance(place, Tensor)}
 
@@ -107,6 +108,8 @@ class TorchTarget:
 
     def _staged(self, release: Release) -> list[Callable[[], None]]:
         """What writes a release, prepared while others still read."""
+        for compiled in compiled_modules(self._module):
+            compiled.discard()
         rows: dict[str, list[RowBatch]] = {table.name: [] for table in release.tables if release.resets(table)}
         for each in release.rows:
             rows.setdefault(each.table.name, []).append(each)
