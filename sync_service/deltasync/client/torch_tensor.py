@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from deltasync.client.torch_compiled import compiled_module_of
 from deltasync.client.torch_rows import TensorRows
 from deltasync.core.delivery import HeldSpec
 from deltasync.core.errors import Contradiction
@@ -45,7 +46,8 @@ class Tensor:
 
     def stage(self, rows: Sequence[RowBatch], *, reset: bool) -> Callable[[], None]:
         """See `torch_binding.Place`."""
-        held = TensorRows(self.rows)
+        rows_held, compiled = self.rows, compiled_module_of(self.module, self.name)
+        held = TensorRows(compiled[0].spare(compiled[1]).view(rows_held.shape) if compiled else rows_held)
         zeros = np.zeros((1, self.table.dim * self.dtype.itemsize), np.uint8)
         writes = [held.stage_fill(zeros)] if reset else []
         writes += [held.stage(each.ids, each.values) for each in rows]
@@ -54,7 +56,11 @@ class Tensor:
             for write in writes:
                 write()
 
-        return write_all
+        if not compiled:
+            return write_all
+        with torch.inference_mode():
+            write_all()  # Into constants that are not served.
+        return compiled[0].swap
 
     def read(self, ids: Ids) -> Values:
         """See `torch_binding.Place`."""
