@@ -44,10 +44,10 @@ class Nested(nn.Module):
 
 def rows_of(target: NumpyTarget | TorchTarget) -> list[list[float]]:
     if isinstance(target, NumpyTarget):
-        with target.reading() as tables:
-            return [tables[USER.name][:, 0].tolist(), tables[HALF.name][:, 0].tolist()]
-    with target.reading() as module:
-        return [p[:, 0].tolist() for p in module.parameters()]
+        with target.reading() as reading:
+            return [reading.tables[USER.name][:, 0].tolist(), reading.tables[HALF.name][:, 0].tolist()]
+    with target.reading() as reading:
+        return [p[:, 0].tolist() for p in reading.module.parameters()]
 
 
 @pytest.mark.parametrize(
