@@ -23,7 +23,8 @@ class Release:
         step: the trainer's step of that version.
         step_end_unix_ns: when that step ended, nanoseconds since 1970.
         resync: all tables must be reset to zero first: the release holds everything.
-        tables: every table the consumer follows, changed or not.
+        tables: every table the consumer follows, changed or not: as a target holds it, a `HeldSpec` where rows are
+            sent in another type than the table's own.
         rows: the changed rows; a table may appear several times, with different rows each time.
         whole: names of the tables that must be reset to zero first, where it is no resync: the release holds all
             of their rows. Ask `resets`.
@@ -133,7 +134,7 @@ class NumpyTarget:
             for name in self.tables.keys() - {table.name for table in release.tables}:
                 del self.tables[name]
             for table in release.tables:
-                held = None if release.resets(table) else self.tables.get(table.name)
+                held = None if release.resets(table) else self._rows_of(table)
                 if held is None or len(held) < table.rows:
                     self.tables[table.name] = _with_room(table, held)
             for rows in release.rows:
@@ -142,12 +143,17 @@ class NumpyTarget:
 
     def read(self, table: TableSpec, ids: Ids) -> Values | None:
         """Some rows of a table; zeros for those that it has grown by since the last release."""
-        rows = self.tables.get(table.name)
+        rows = self._rows_of(table)
         if rows is None:
             return None
         found, held = np.zeros((len(ids), table.dim), table.dtype), ids[: np.searchsorted(ids, len(rows))]
         found[: len(held)] = rows[held]
         return found
+
+    def _rows_of(self, table: TableSpec) -> Values | None:
+        """What is held of a table, if it is held in that form: a policy may have come to send another."""
+        rows = self.tables.get(table.name)
+        return rows if rows is not None and (rows.shape[1], rows.dtype) == (table.dim, table.dtype) else None
 
 
 def _with_room(table: TableSpec, rows: Values | None) -> Values:
