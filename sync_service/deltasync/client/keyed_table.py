@@ -38,7 +38,8 @@ class KeyedRows:
     @property
     def dim(self) -> int:
         """The number of values in a row."""
-        return self._rows.shape[1]
+        dim: int = self._rows.shape[1]
+        return dim
 
     @property
     def dtype(self) -> np.dtype[np.generic]:

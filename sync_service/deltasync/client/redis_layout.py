@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from deltasync.client.targets import Release
+from deltasync.core.delivery import HeldSpec
 from deltasync.core.errors import Contradiction
 from deltasync.core.position import Position
 from deltasync.core.rows import Ids, Values
@@ -42,8 +43,10 @@ class StoredTable:
 
     Attributes:
         rows: how many rows the model has of it; of them, those that never were or are deleted are not there.
-        dim: values in a row, of NumPy's type `dtype`; of a quantised one bytes.
-        value_type: in which rows are held.
+        dim: values of a row.
+        dtype: their type, as NumPy writes it.
+        tbe_bits: 8 or 4 where they are the bytes of an inference TBE: codes of so many bits, then scale and bias
+            (fp16 each); else 0.
         kind: as `TableKind` has it.
         of: the table that a map or ranges belong to.
         mapped: whether rows are named by raw ids.
@@ -53,7 +56,7 @@ class StoredTable:
     rows: int
     dim: int
     dtype: str
-    value_type: str
+    tbe_bits: int
     kind: str
     of: str
     mapped: bool
@@ -61,10 +64,9 @@ class StoredTable:
     @classmethod
     def of_spec(cls, table: TableSpec, *, mapped: bool) -> "StoredTable":
         """The same of a table of a release."""
-        held_as = getattr(table, "value_type", None)
-        value_type = held_as.value if held_as else ""
+        tbe_bits = (table.value_type.tbe_bits or 0) if isinstance(table, HeldSpec) else 0
         return cls(
-            table.name, table.rows, table.dim, table.dtype.str, value_type, table.kind.value, table.of, mapped
+            table.name, table.rows, table.dim, table.dtype.str, tbe_bits, table.kind.value, table.of, mapped
         )
 
     @property
@@ -85,7 +87,8 @@ class StoredTable:
     def __str__(self) -> str:
         """What readers of its rows rely on."""
         named = "raw id" if self.mapped else "row number"
-        return f"{self.dim} values of {self.value_type or self.dtype} by {named} ({self.kind})"
+        coding = f" (int{self.tbe_bits} of a TBE)" if self.tbe_bits else ""
+        return f"{self.kind}, {self.dim} values of {np.dtype(self.dtype)}{coding} by {named}"
 
 
 @dataclass(frozen=True)

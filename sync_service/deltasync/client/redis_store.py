@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -35,11 +36,14 @@ class RedisStore:
 
     def setting(self, name: str) -> str | None:
         """A setting of the server; None where it does not tell."""
-        try:
-            found = self._client.config_get(name)
-        except redis.ResponseError:
-            return None
-        value = found.get(name)
+
+        def ask() -> Any:
+            try:
+                return self._client.config_get(name).get(name)
+            except redis.ResponseError:
+                return None
+
+        value = self._tried(ask)
         return value.decode() if isinstance(value, bytes) else value
 
     def fields(self, name: str) -> dict[bytes, bytes]:
@@ -70,7 +74,7 @@ class RedisStore:
         """All fields of a hash that are there all along, some several times."""
         cursor = 0
         while True:
-            cursor, found = self._tried(lambda at=cursor: self._client.hscan(name, at, count=_COMMAND_FIELDS))
+            cursor, found = self._tried(partial(self._client.hscan, name, cursor, count=_COMMAND_FIELDS))
             yield found
             if not cursor:
                 return

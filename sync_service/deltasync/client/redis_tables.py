@@ -1,7 +1,7 @@
 """The rows of a release into hashes: rows by number, and rows by raw id.
 
-A process may end between any two commands, and the next one is given the same changes again, with later ones: what is
-needed then is never overwritten or deleted before.
+A process may end between any two commands, and the next one is given the same changes again, with later ones: what
+is needed then is never overwritten or deleted before.
 """
 
 from collections.abc import Iterable, Sequence

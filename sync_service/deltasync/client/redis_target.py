@@ -141,7 +141,7 @@ class RedisTarget:
         if position != self.position or (not position.number and not release.resync):
             raise Contradiction(
                 f"{self._where} holds {_text(position)}, expected {_text(self.position)}: something else has "
-                "written there, or brought back a copy, or the subscriber was not started with held=target.position"
+                "written there or brought back a copy, or the subscriber began without held=target.position"
             )
         hint = "use another prefix, or delete the keys of this one"
         if held and held.model != release.model:
