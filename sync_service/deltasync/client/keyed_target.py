@@ -79,26 +79,36 @@ class KeyedCopy:
             Contradiction: two rows would have one raw id; nothing was written.
         """
         held = {table.name: _Table.with_room(table, self._kept(table, release)) for table in release.tables}
+        fresh = {name for name, table in held.items() if table is not self._held.get(name)}
         maps = {of: name for of, name in maps_of(release.tables).items() if of in held}
         indices = {of: self._index(of, maps[of], release) for of in maps}
         changes = {of: self._change(of, maps[of], indices[of], release) for of in maps}
 
-        def write() -> None:
-            for rows in release.rows:
-                held[rows.table.name].write(rows)
-            for of, change in changes.items():
-                _move(indices[of], change, held[of].there)
-            self._held, self._indices = held, indices
-            self.tables = {
-                name: KeyedRows(indices[name] if name in indices else RowNumbers(table.there), table.rows)
-                for name, table in held.items()
-            }
+        made = {of for of in fresh.intersection(maps) if indices[of] is not self._indices.get(of)}
 
+        def put(*, unread: bool) -> None:
+            for rows in release.rows:
+                if (rows.table.name in fresh) is unread:
+                    held[rows.table.name].write(rows)
+            for of, change in changes.items():
+                if (of in made) is unread:
+                    _move(indices[of], change, held[of].there)
+
+        def write() -> None:
+            put(unread=False)
+            self._held, self._indices = held, indices
+            self.tables.clear()
+            self.tables.update(
+                (name, KeyedRows(indices[name] if name in indices else RowNumbers(table.there), table.rows))
+                for name, table in held.items()
+            )
+
+        put(unread=True)  # What nobody reads yet.
         return write
 
     def read(self, table: TableSpec, ids: Ids) -> Values | None:
         """Some rows of a table by row number; zeros for those that it has grown by since the last release."""
-        held = self._held.get(table.name)
+        held = self._of(table)
         if held is None:
             return None
         found, there = np.zeros((len(ids), table.dim), table.dtype), ids[: np.searchsorted(ids, len(held.rows))]
@@ -107,7 +117,12 @@ class KeyedCopy:
 
     def _kept(self, table: TableSpec, release: Release) -> _Table | None:
         """What stays of a table."""
-        return None if release.resets(table) else self._held.get(table.name)
+        return None if release.resets(table) else self._of(table)
+
+    def _of(self, table: TableSpec) -> _Table | None:
+        """What is held of a table, if it is held in that form: a policy may have come to send another."""
+        held = self._held.get(table.name)
+        return held if held and (held.rows.shape[1], held.rows.dtype) == (table.dim, table.dtype) else None
 
     def _index(self, of: str, id_map: TableSpec, release: Release) -> KeyIndex:
         """The index to be changed: a new one where a table or its map begins anew."""

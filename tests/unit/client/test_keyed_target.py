@@ -1,3 +1,4 @@
+import dataclasses
 import re
 
 import numpy as np
@@ -6,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.keyed_model import BIAS, CHANGES, ITEM, RAW_IDS, ROWS, TABLES, USER, Change, KeyedModel
 
+from deltasync.client import RowBatch
 from deltasync.client.checksums import TargetChecksums
 from deltasync.client.keyed_target import KeyedTarget
 from deltasync.client.targets import NumpyTarget, ReadableTarget, Release
@@ -67,7 +69,7 @@ def _swapped(version: int, entries: list[tuple[int, int]]) -> Release:
     model.change(Change())
     release = model.release(0)
     ids, values = (np.array(each) for each in zip(*entries, strict=True))
-    rows = [type(release.rows[0]).of_table(RAW_IDS, ids, values[:, None])]
+    rows = [RowBatch.of_table(RAW_IDS, ids, values[:, None])]
     return Release(release.position, version, 0, False, TABLES, rows, version=version)
 
 
@@ -84,3 +86,24 @@ def test_one_raw_id_for_two_rows_is_an_error_and_nothing_is_written(entries: lis
     read = target.read(RAW_IDS, np.arange(ROWS))
     assert read is not None
     assert read[:, 0].tolist() == [8, 0, 0, 0, 0, 0]
+
+
+def test_tables_grow() -> None:
+    model, target = KeyedModel(), KeyedTarget()
+    model.change(Change(users=frozenset(range(ROWS)), items=frozenset({1}), raw_ids={0: 7}))
+    target.apply(model.release(0, resync=True))
+    model.change(Change())
+    tables = [dataclasses.replace(table, rows=2 * ROWS) for table in TABLES[:3]] + [BIAS]
+    values = np.full((1, 2), 5, np.float32)
+    rows = [
+        RowBatch.of_table(tables[0], np.array([ROWS + 1]), values),
+        RowBatch.of_table(tables[2], np.array([0, ROWS + 1]), np.array([[0], [8]])),
+    ]
+    with target.reading() as before:
+        assert before[USER.name].lookup(np.array([7]))[1].all()
+    target.apply(dataclasses.replace(model.release(1), tables=tables, rows=rows))
+    with target.reading() as after:
+        found, known = after[USER.name].lookup(np.array([7, 8]))
+        assert found.tolist() == [[5, 5], [0, 0]]
+        assert known.tolist() == [True, False]
+        assert after[ITEM.name].keys().tolist() == [1]
