@@ -141,6 +141,8 @@ class MappedTable:
         elif interrupted:
             entries = [keys_of(found.values()) for found in self._store.scan(self._map)]
             _sweep(self._store, self._rows, raw_ids_of(np.concatenate(entries))[1])
+            for found in self._store.scan(self._free):
+                self._store.drop(self._free, [row for row, value in found.items() if value == _NO_ROW])
 
 
 def _some(values: Sequence[bytes], which: Mask) -> list[bytes]:
