@@ -1,22 +1,23 @@
 """Tables of a model whose rows are looked up by raw id, in this process."""
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
 
+from deltasync.client.copies import Copies
 from deltasync.client.key_index import KeyIndex
 from deltasync.client.keyed_table import KeyedRows
 from deltasync.client.raw_ids import Entries, RawIdChange, ids_of, maps_of, raw_ids_of, two_rows
+from deltasync.client.reading import Reading, Reads, number_of_copies
 from deltasync.client.targets import Release
 from deltasync.core.position import Position
 from deltasync.core.rows import Ids, Mask, RowBatch, Values
 from deltasync.core.tables import TableSpec
 
 
-class RowNumbers:
+class _RowNumbers:
     """Rows whose keys are their numbers."""
 
     def __init__(self, there: Mask) -> None:
@@ -60,7 +61,7 @@ class _Table:
         self.rows[rows.ids], self.there[rows.ids] = rows.values, not rows.deleted
 
 
-class KeyedCopy:
+class _KeyedCopy:
     """The tables of a model by row number, and beside each map of raw ids an index from them to rows.
 
     Attributes:
@@ -99,7 +100,7 @@ class KeyedCopy:
             self._held, self._indices = held, indices
             self.tables.clear()
             self.tables.update(
-                (name, KeyedRows(indices[name] if name in indices else RowNumbers(table.there), table.rows))
+                (name, KeyedRows(indices[name] if name in indices else _RowNumbers(table.there), table.rows))
                 for name, table in held.items()
             )
 
@@ -140,39 +141,73 @@ class KeyedCopy:
         return change
 
 
+@dataclass(frozen=True, kw_only=True)
+class KeyedReading(Reading):
+    """A `Reading` of tables by key.
+
+    Attributes:
+        tables: by name.
+    """
+
+    tables: Mapping[str, KeyedRows]
+
+
 class KeyedTarget:
     """Keeps every table as rows by key: by raw id where the model has a map of raw ids for it, else by row number.
 
     Deleted rows, and rows that no raw id has, cannot be looked up. Behind the keys lie rows by number, so that
     checksums can show that they are the right ones.
+
+    Attributes:
+        reads: as it was made.
     """
 
-    def __init__(self) -> None:
-        self.position = Position()
-        self._copy = KeyedCopy()
-        self._lock = threading.Lock()
+    def __init__(self, *, reads: Reads = "pause") -> None:
+        """Start with no tables.
 
-    @contextmanager
-    def reading(self) -> Iterator[dict[str, KeyedRows]]:
-        """The tables by name, with no release applied while the block runs."""
-        with self._lock:
-            yield self._copy.tables
+        Args:
+            reads: as of a `NumpyTarget`.
+
+        Raises:
+            InvalidInput: `reads` is something else.
+        """
+        self.reads = reads
+        copies = [_KeyedCopy() for _ in range(number_of_copies(reads))]
+        self._copies = Copies([(each, KeyedReading(tables=each.tables)) for each in copies])
+
+    def reading(self) -> AbstractContextManager[KeyedReading]:
+        """The tables and their version, with no release written into them while the block runs.
+
+        Several threads may be inside, each of them more than once. Tables are not to be used after the block.
+
+        Raises:
+            TornTarget: a release was not written to its end.
+            Contradiction: this thread is applying a release.
+        """
+        return self._copies.reading()
+
+    @property
+    def position(self) -> Position:
+        """The one to go on from: of the last release, or an empty one where that was not written to its end."""
+        return self._copies.position
 
     def apply(self, release: Release) -> None:
         """Write a release; tables no longer followed are dropped.
 
         Raises:
-            Contradiction: the consumer streams ids only, or two rows would have one raw id; nothing was written.
+            Contradiction: the consumer streams ids only, two rows would have one raw id, or this thread is inside
+                `reading()`; nothing was written.
+            TornTarget: a release before was not written to its end, and this one does not bring everything.
         """
         release.check_values()
-        write = self._copy.stage(release)
-        with self._lock:
-            write()
-            self.position = release.position
+        self._copies.apply(release)
 
     def read(self, table: TableSpec, ids: Ids) -> Values | None:
-        """Some rows of a table by row number; zeros for those that it has grown by since the last release."""
-        return self._copy.read(table, ids)
+        """Some rows of a table by row number; zeros for those that it has grown by since the last release.
+
+        Where two copies hold different rows, it is what neither of them holds.
+        """
+        return self._copies.read(table, ids)
 
 
 def _entries(id_map: _Table | None, rows: Ids) -> Entries:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from deltasync.client.keyed_table import checked_keys
+from deltasync.client.reading import Reading
 from deltasync.client.redis_layout import Meta, Names, StoredTable, key_fields
 from deltasync.client.redis_store import RedisStore
 from deltasync.core.errors import NotFound
@@ -23,16 +24,20 @@ class RedisRows:
         self._where = f"the store at {self._store.where}, prefix {prefix!r},"
         self._tables: dict[str, StoredTable] = {}
 
-    def meta(self) -> Meta:
-        """What the store says of itself now: what is looked up afterwards is of that version, or newer.
+    def newest(self) -> Reading:
+        """Which version the store tells: rows that are looked up afterwards are of it, or newer.
 
         Raises:
-            NotFound: nothing has been written to its end yet.
+            NotFound: it tells none yet.
         """
-        meta = Meta.of_fields(self._store.fields(self._names.meta), self._where)
-        if meta is None or not meta.position.number:
-            raise NotFound(f"{self._where} holds no version yet")
-        return meta
+        meta = self._meta()
+        return Reading(
+            position=meta.position,
+            version=meta.version,
+            step=meta.step,
+            step_end_unix_ns=meta.step_end_unix_ns,
+            event_time_unix_ns=meta.event_time_unix_ns,
+        )
 
     def lookup(self, table: str, keys: Ids) -> tuple[Values, Mask]:
         """Some rows of a table.
@@ -54,7 +59,13 @@ class RedisRows:
 
     def _table(self, name: str) -> StoredTable:
         if name not in self._tables:  # How rows lie does not change as long as they are there.
-            self._tables = {table.name: table for table in self.meta().tables}
+            self._tables = {table.name: table for table in self._meta().tables}
         if name not in self._tables:
             raise NotFound(f"{self._where} has no table {name!r}; tables: {', '.join(self._tables)}")
         return self._tables[name]
+
+    def _meta(self) -> Meta:
+        meta = Meta.of_fields(self._store.fields(self._names.meta), self._where)
+        if meta is None or not meta.position.number:
+            raise NotFound(f"{self._where} holds no version yet")
+        return meta

@@ -90,8 +90,8 @@ def test_a_keyed_target_is_in_sync(service: RunningService, trainer: Trainer, co
     target = KeyedTarget()
 
     def lookup(table: str, keys: Ids) -> Any:
-        with target.reading() as tables:
-            return tables[table].lookup(keys)
+        with target.reading() as now:
+            return now.tables[table].lookup(keys)
 
     with follow(service, consumer, "a", target):
         wait_until_in_sync(service, consumer, Position("", 1))
@@ -115,7 +115,7 @@ def test_a_store_goes_on_where_it_was(
             subscriber.wait_for(1, WAIT)
             wait_until_delivered(service, consumer, Position("", 1))
             check(rows.lookup, trainer, VALUE_TYPES[consumer])
-            assert target.position == rows.meta().position == subscriber.held
+            assert target.position == rows.newest().position == subscriber.held
         head = hand_over(trainer)
         again, releases = RedisTarget(client, "clicks"), list[Release]()
         apply = again.apply
@@ -132,7 +132,7 @@ def test_a_store_goes_on_where_it_was(
             assert rows.lookup(ITEM.name, np.array([2, 3, 4]))[1].tolist() == [True, False, True]
         assert not any(release.resync for release in releases)
         assert sum(len(each) for release in releases for each in release.rows) <= 10
-        assert rows.meta().model == "clicks"
+        assert client.hget("clicks:meta", "model") == b"clicks"
 
 
 @needs_redis

@@ -15,6 +15,7 @@ from tests.support.redis_commands import Killed, PlayDead, kill_this_process, mo
 from tests.support.redis_server import PROGRAM, RedisServer
 
 from deltasync.client import Position, Release
+from deltasync.client.reading import Reading
 from deltasync.client.redis_layout import keys_of
 from deltasync.client.redis_rows import RedisRows
 from deltasync.client.redis_store import RedisStore
@@ -185,7 +186,9 @@ def test_rows_are_looked_up(server: RedisServer, store: Any) -> None:
     with pytest.raises(NotFound, match=re.escape("prefix 'clicks', holds no version yet")):
         rows.lookup(USER.name, np.array([7]))
     feed, _ = first(server)
-    assert (rows.meta().version, rows.meta().position) == (1, Position("h", 1))
+    assert rows.newest() == Reading(
+        position=Position("h", 1), version=1, step=2, step_end_unix_ns=5, event_time_unix_ns=10
+    )
     keys = np.array([7, 5, 0, 7, -(2**63)])
     values, found = rows.lookup(USER.name, keys)
     users = feed.model.expected()[USER.name]

@@ -7,10 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.keyed_model import BIAS, CHANGES, ITEM, RAW_IDS, ROWS, TABLES, USER, Change, KeyedModel
 
-from deltasync.client import RowBatch
+from deltasync.client import NumpyTarget, RowBatch
 from deltasync.client.checksums import TargetChecksums
 from deltasync.client.keyed_target import KeyedTarget
-from deltasync.client.targets import NumpyTarget, ReadableTarget, Release
+from deltasync.client.reading import Reads
+from deltasync.client.targets import ReadableTarget, Release
 from deltasync.core.errors import Contradiction
 
 WHOLE = st.frozensets(st.sampled_from([table.name for table in TABLES]))
@@ -19,7 +20,8 @@ WHOLE = st.frozensets(st.sampled_from([table.name for table in TABLES]))
 def held_by(target: KeyedTarget) -> dict[str, dict[int, float]]:
     """The first value of each row by key, after looking all of them up."""
     held = {}
-    with target.reading() as tables:
+    with target.reading() as now:
+        tables = now.tables
         for name in (USER.name, ITEM.name, BIAS.name):
             keys = tables[name].keys()
             assert len(keys) == len(tables[name])
@@ -30,9 +32,10 @@ def held_by(target: KeyedTarget) -> dict[str, dict[int, float]]:
     return held
 
 
-@given(st.lists(st.tuples(CHANGES, st.booleans(), WHOLE), min_size=1, max_size=8))
-def test_it_holds_what_the_model_does(steps: list[tuple[Change, bool, frozenset[str]]]) -> None:
-    model, target, plain = KeyedModel(), KeyedTarget(), NumpyTarget()
+@pytest.mark.parametrize("reads", ["pause", "copies"])
+@given(steps=st.lists(st.tuples(CHANGES, st.booleans(), WHOLE), min_size=1, max_size=8))
+def test_it_holds_what_the_model_does(reads: Reads, steps: list[tuple[Change, bool, frozenset[str]]]) -> None:
+    model, target, plain = KeyedModel(), KeyedTarget(reads=reads), NumpyTarget()
     by_row, by_key = TargetChecksums(plain), TargetChecksums(target)
     for change, resync, whole in steps:
         held = model.version
@@ -45,7 +48,12 @@ def test_it_holds_what_the_model_does(steps: list[tuple[Change, bool, frozenset[
             sums.append(checksums.after(release))
         assert sums[0] == sums[1]
         assert held_by(target) == model.expected()
-        assert target.position == release.position
+        with target.reading() as now:
+            assert (
+                (now.position, now.version)
+                == (release.position, release.version)
+                == (target.position, model.version)
+            )
 
 
 def test_it_can_be_read_back() -> None:
@@ -56,7 +64,8 @@ def test_unknown_keys_are_told() -> None:
     model, target = KeyedModel(), KeyedTarget()
     model.change(Change(users=frozenset({0}), items=frozenset({3}), raw_ids={0: 7}))
     target.apply(model.release(0, resync=True))
-    with target.reading() as tables:
+    with target.reading() as now:
+        tables = now.tables
         values, found = tables[USER.name].lookup(np.array([7, 0, 7, -5]))
         assert found.tolist() == [True, False, True, False]
         assert (values[~found] == 0).all()
@@ -100,10 +109,10 @@ def test_tables_grow() -> None:
         RowBatch.of_table(tables[2], np.array([0, ROWS + 1]), np.array([[0], [8]])),
     ]
     with target.reading() as before:
-        assert before[USER.name].lookup(np.array([7]))[1].all()
+        assert before.tables[USER.name].lookup(np.array([7]))[1].all()
     target.apply(dataclasses.replace(model.release(1), tables=tables, rows=rows))
     with target.reading() as after:
-        found, known = after[USER.name].lookup(np.array([7, 8]))
+        found, known = after.tables[USER.name].lookup(np.array([7, 8]))
         assert found.tolist() == [[5, 5], [0, 0]]
         assert known.tolist() == [True, False]
-        assert after[ITEM.name].keys().tolist() == [1]
+        assert after.tables[ITEM.name].keys().tolist() == [1]
