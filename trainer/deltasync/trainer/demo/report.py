@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deltasync.core.policy import Policy
+from deltasync.core.value_types import ValueType
 from deltasync.trainer.clicks.stream_options import StreamOptions
 from deltasync.trainer.demo.compare import freshness, quality
 from deltasync.trainer.demo.verdict import (
@@ -111,7 +112,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     table.add_column("scored by")
     table.add_column("AUC", justify="right")
     table.add_column("log loss", justify="right")
-    for name, text in (_SCORED_BY_PREDICTORS if report.get("answers") else _SCORED_BY).items():
+    for name, text in (_SCORED_BY_PREDICTORS if report["answers"] else _SCORED_BY).items():
         table.add_row(text, f"{report['auc'][name]:.4f}", f"{report['log_loss'][name]:.4f}")
     console.print(table)
     for name, text in _lines(report):
@@ -121,8 +122,9 @@ def print_report(report: dict[str, Any], console: Console) -> None:
 def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
     fresh = report["freshness_seconds"]
     full, sent, received = report["bytes_full_push"], report["bytes_published"], report["bytes_received"]
-    value_type, top_k = report["policy"]["value_type"], report["policy"]["top_k"]
-    form = "" if value_type == "fp32" else f" in {value_type}"
+    value_type, top_k = ValueType(report["policy"]["value_type"]), report["policy"]["top_k"]
+    form = "" if value_type is ValueType.FP32 else f" in {value_type.value}"
+    form = ", quantised anew" if value_type.tbe_bits else form
     of_releases = ", of what is released" if top_k else ""
     return [
         (
@@ -149,7 +151,7 @@ def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _answer_lines(report: dict[str, Any]) -> list[tuple[str, str]]:
-    if not (answers := report.get("answers")):
+    if not (answers := report["answers"]):
         return []
     took, age = (
         f"p50 {its['p50']:.3f} s   p99 {its['p99']:.3f} s" for its in (answers["seconds"], answers["age_seconds"])

@@ -12,6 +12,7 @@ from typing import Any
 import click
 import numpy as np
 import uvicorn
+from torch import nn
 
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import service_options
@@ -33,7 +34,7 @@ class HeldTarget(MeteredTarget):
     reading is of one batch, which a step is trained on.
     """
 
-    def __init__(self, module: ClickModel, metrics: PredictorMetrics, last_step: float = math.inf) -> None:
+    def __init__(self, module: nn.Module, metrics: PredictorMetrics, last_step: float = math.inf) -> None:
         super().__init__(module, metrics)
         self.receipts = Receipts()
         self._last_step = last_step
