@@ -121,7 +121,7 @@ def test_predictors_hold_and_answer_what_the_trainer_s_model_does_quantised_anew
     assert report["answers"]["age_seconds"]["p50"] > 0
     assert report["events_evaluated"] == 3000
     assert report["auc"]["synced"] > 0.6
-    assert report["outputs_compared"] == 6000 % 64 or 64
+    assert report["outputs_compared"] == (6000 % 64 or 64)
     # Quantised, against fp32 as it is published.
     assert 0 < report["bytes_received"] < report["bytes_published"]
 
