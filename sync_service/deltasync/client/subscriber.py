@@ -79,9 +79,9 @@ class Subscriber:
     def readiness(self) -> Decision:
         """Whether the replica is ready, and why.
 
-        It is while what it holds was the newest no longer ago than its consumer's limit. Without a limit it is once
-        it has held the newest since this subscriber was made. It is not while it holds other rows than it was sent,
-        nor after the subscriber has stopped.
+        It is while what it holds was the newest no longer ago than its consumer's limit. Without a limit it is
+        once it has held the newest since this subscriber was made. It is not while it holds other rows than it
+        was sent, nor after the subscriber has stopped.
         """
         return self._readiness.decision
 
