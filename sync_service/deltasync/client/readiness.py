@@ -55,7 +55,7 @@ def decide(evidence: Evidence, now_ns: int) -> Decision:
     if evidence.ended:
         return Decision(False, evidence.ended)
     if evidence.wrong:
-        return Decision(False, f"it holds other rows than it was sent in {', '.join(evidence.wrong)}")
+        return Decision(False, f"its rows are not those that it was sent in {', '.join(evidence.wrong)}")
     if evidence.newest_ns is None:
         return Decision(False, evidence.lacking)
     if evidence.limit_ns is None:
@@ -169,7 +169,7 @@ class Readiness:
         return max(0, evidence.newest_ns + evidence.limit_ns + 1 - self._clock()) / 1e9
 
     def _tell(self, decision: Decision) -> None:
-        level = logging.INFO if decision.yes or self._closed else logging.WARNING
+        level = logging.INFO if decision.yes or self._evidence.ended else logging.WARNING
         state = "ready" if decision.yes else "not ready any more"
         logger.log(level, "replica %s is %s: %s", self._replica, state, decision.reason)
         try:

@@ -1,7 +1,7 @@
 """A replica that says it is ready is: what it holds was the newest no longer ago than its limit, in truth.
 
-The truth is a time that nobody in the system can read: the clocks of service and replica are off by any amount, and
-messages wait for any time on their way, and with who is frozen.
+The truth is a time that nobody in the system can read: the clocks of service and replica are off by any amount,
+and messages wait for any time on their way, and with who is frozen.
 """
 
 import itertools
@@ -39,7 +39,9 @@ class Stream:
 class Replication(RuleBasedStateMachine):
     """A trainer's versions, a service that may restart, and a replica that may be slow, frozen or cut off."""
 
-    @initialize(service=OFFSETS, replica=OFFSETS, limit=st.none() | st.sampled_from([1, 5, 20]), held=st.booleans())
+    @initialize(
+        service=OFFSETS, replica=OFFSETS, limit=st.none() | st.sampled_from([1, 5, 20]), held=st.booleans()
+    )
     def start(self, service: int, replica: int, limit: int | None, held: bool) -> None:
         self.now = 0  # The truth.
         self.superseded = {0: 0}  # When each version stopped being the newest.
@@ -164,7 +166,7 @@ def test_what_keeps_it_from_being_ready_is_said() -> None:
     ready = new.holding(0)
     assert decide(ready, 1).yes
     assert decide(replace(ready, wrong=("user", "item")), 1) == Decision(
-        False, "it holds other rows than it was sent in user, item"
+        False, "its rows are not those that it was sent in user, item"
     )
     assert decide(replace(ready, ended="its subscriber was closed"), 1) == Decision(
         False, "its subscriber was closed"
@@ -216,7 +218,7 @@ def test_each_change_is_told_once_and_the_end_too() -> None:
         readiness.holds(clock())
     assert told.next().yes
     readiness.differs(["user"])
-    assert told.next().reason == "it holds other rows than it was sent in user"
+    assert told.next().reason == "its rows are not those that it was sent in user"
     readiness.differs([])
     assert told.next().yes
     readiness.end("it has failed")
