@@ -25,6 +25,8 @@ from deltasync.client import (
     SubscriberOptions,
     TableSpec,
 )
+from deltasync.core.delivery import Delivery
+from deltasync.core.mode import Mode
 from deltasync.core.rows import Values
 from deltasync.core.value_types import ValueType, sent_as
 from deltasync.v1 import subscribe_pb2
@@ -108,8 +110,9 @@ class Trainer:
 
 
 def as_sent(table: TableSpec, rows: Values, value_type: ValueType) -> Values:
-    found = sent_as(table, value_type)
-    return found.decode(found.encode(rows), table.dtype)
+    """What replicas hold of rows that are sent in a value type."""
+    delivery = Delivery(table, sent_as(table, value_type), Mode.EMBEDDINGS)
+    return delivery.held(delivery.encode(rows))
 
 
 class Recorder(NumpyTarget):

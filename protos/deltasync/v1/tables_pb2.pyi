@@ -47,10 +47,17 @@ class _ValueTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ValueType.V
     """VALUE_TYPE_UINT8 is an unsigned byte."""
     VALUE_TYPE_BOOL: _ValueType.ValueType  # 10
     """VALUE_TYPE_BOOL is a byte, 0 or 1."""
+    VALUE_TYPE_INT8_TBE: _ValueType.ValueType  # 11
+    """VALUE_TYPE_INT8_TBE is row-wise, as rows are quantised for an inference TBE: a code (uint8) for each value, then
+    the row's scale and bias (binary16, little-endian). A value is code * scale + bias. A row of zeros is zero bytes.
+    Receivers hold rows as they are sent. Only in releases.
+    """
+    VALUE_TYPE_INT4_TBE: _ValueType.ValueType  # 12
+    """VALUE_TYPE_INT4_TBE is the same with codes of 4 bits, two in a byte, the first one in its lower half."""
 
 class ValueType(_ValueType, metaclass=_ValueTypeEnumTypeWrapper):
-    """ValueType is the type of one number of a row. Embedding tables have FP32 or FP16, releases of them BF16 and INT8
-    too; other kinds of tables also the types from FP64 on, and are released in their own.
+    """ValueType is the type of one number of a row. Embedding tables have FP32 or FP16, releases of them BF16, INT8 and
+    those of a TBE too; other kinds of tables also the types from FP64 on, and are released in their own.
     """
 
 VALUE_TYPE_UNSPECIFIED: ValueType.ValueType  # 0
@@ -77,6 +84,13 @@ VALUE_TYPE_UINT8: ValueType.ValueType  # 9
 """VALUE_TYPE_UINT8 is an unsigned byte."""
 VALUE_TYPE_BOOL: ValueType.ValueType  # 10
 """VALUE_TYPE_BOOL is a byte, 0 or 1."""
+VALUE_TYPE_INT8_TBE: ValueType.ValueType  # 11
+"""VALUE_TYPE_INT8_TBE is row-wise, as rows are quantised for an inference TBE: a code (uint8) for each value, then
+the row's scale and bias (binary16, little-endian). A value is code * scale + bias. A row of zeros is zero bytes.
+Receivers hold rows as they are sent. Only in releases.
+"""
+VALUE_TYPE_INT4_TBE: ValueType.ValueType  # 12
+"""VALUE_TYPE_INT4_TBE is the same with codes of 4 bits, two in a byte, the first one in its lower half."""
 Global___ValueType: _TypeAlias = ValueType  # noqa: Y015
 
 class _TableKind:
@@ -245,7 +259,8 @@ class Checksum(_message.Message):
     """slot is the index of the table in SubscribeOpened.tables."""
     sum: _builtins.int
     """sum is the sum over all rows i and columns j of w(i) * c(j) * bits(i, j), modulo 2^64, where bits are those of
-    the value in the table's value_type (in mode ids: of the norm), taken as an unsigned number. With mix the
+    the value in the table's value_type (in mode ids: of the norm; of rows made for a TBE: of each byte), taken as an
+    unsigned number. With mix the
     finalizer of SplitMix64 (z *= 0x9E3779B97F4A7C15; z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9; z = (z ^ z >> 27) *
     0x94D049BB133111EB; z ^= z >> 31), c(j) is mix(j + 2^60) | 1 and w(i) is mix(i + 2^61) | 1.
     """

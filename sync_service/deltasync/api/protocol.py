@@ -1,17 +1,32 @@
 """Refusing calls of clients that this service does not understand, or that do not understand it."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import grpc.aio
 
 from deltasync.api.call_errors import abort
+from deltasync.core.delivery import Delivery
 from deltasync.core.errors import Contradiction, DeltasyncError
-from deltasync.wire.protocol import OURS, Protocols, agree, protocols_from_metadata
+from deltasync.wire.protocol import OURS, TBE_PROTOCOL, Protocols, agree, protocols_from_metadata
 
 # Health checks and reflection have a protocol of their own.
 _METHODS = "/deltasync."
 _KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
+
+
+def check_known(deliveries: Iterable[Delivery], client: Protocols) -> None:
+    """Check that a client knows the types in which it would be sent rows.
+
+    Raises:
+        Contradiction: it does not.
+    """
+    for each in deliveries:
+        if each.value_type and each.value_type.tbe_bits and client.newest < TBE_PROTOCOL:
+            raise Contradiction(
+                f"table {each.spec.name!r} is sent in {each.value_type.value}, which clients know from protocol "
+                f"{TBE_PROTOCOL} on; this one speaks {client}: update it, or give its consumer another value type"
+            )
 
 
 def protocols_of(context: grpc.aio.ServicerContext[Any, Any]) -> Protocols:

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import grpc.aio
 
 from deltasync.api.call_errors import abort
-from deltasync.api.protocol import protocols_of
+from deltasync.api.protocol import check_known, protocols_of
 from deltasync.consumers.consumer import Consumer, Replica
 from deltasync.core.delivery import Delivery
 from deltasync.core.errors import DeltasyncError, InvalidInput, NotFound, ServiceUnavailable, Superseded
@@ -90,7 +90,7 @@ class ReplicaStream:
         self._ended = asyncio.Event()
         self._replica: Replica = self._registry.connect(self._consumer, message.replica, self._ended)
         self._audit = ReplicaAudit()
-        self._knows_deletes = protocols.newest >= DELETES_PROTOCOL
+        self._protocols = protocols
         self._token = 0  # The newest that the replica has sent.
         self._budget = message.max_outstanding_bytes or _DEFAULT_OUTSTANDING_BYTES
         self._sent_bytes = 0
@@ -161,6 +161,7 @@ class ReplicaStream:
 
     def _opened(self) -> subscribe_pb2.SubscribeResponse:
         deliveries = self._deliveries = list(self._feed.deliveries)
+        check_known(deliveries, self._protocols)
         self._limit = self._consumer.policy.ready_within_seconds
         # Only what the replica is known to hold may become its offset, not what it claims.
         decision, self._sent = self._feed.resume(self._claim)
@@ -185,7 +186,7 @@ class ReplicaStream:
         self._check_deliveries()
         self._asked = True
         for slot, chunk in release.chunks():
-            rows = chunk if self._knows_deletes else replace(chunk, deleted=False)
+            rows = chunk if self._protocols.newest >= DELETES_PROTOCOL else replace(chunk, deleted=False)
             size = rows.nbytes
             while self._outstanding > 0 and self._outstanding + size > self._budget:
                 self._credited.clear()

@@ -9,12 +9,13 @@ internal.
 
 from deltasync.client.admin import Admin
 from deltasync.client.endpoint import Endpoint
+from deltasync.client.numpy_target import NumpyTarget, TableReading
 from deltasync.client.options import PublisherOptions, SubscriberOptions
 from deltasync.client.publisher import Part, Publisher
+from deltasync.client.reading import Reading, TornTarget
 from deltasync.client.subscriber import Subscriber
 from deltasync.client.targets import (
     CallbackTarget,
-    NumpyTarget,
     PartialTarget,
     ReadableTarget,
     Release,
@@ -58,6 +59,7 @@ __all__ = [
     "Publisher",
     "PublisherOptions",
     "ReadableTarget",
+    "Reading",
     "Release",
     "ResyncRequired",
     "RowBatch",
@@ -69,7 +71,9 @@ __all__ = [
     "SubscriberOptions",
     "Superseded",
     "TableKind",
+    "TableReading",
     "TableSpec",
     "Target",
+    "TornTarget",
     "ValueType",
 ]

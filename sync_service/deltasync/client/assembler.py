@@ -103,7 +103,7 @@ class ReleaseAssembler:
     @property
     def tables(self) -> list[TableSpec]:
         """The tables of this stream, by slot."""
-        return [delivery.spec for delivery in self._deliveries]
+        return [delivery.held_spec for delivery in self._deliveries]
 
     @property
     def has_values(self) -> bool:
@@ -127,10 +127,10 @@ class ReleaseAssembler:
 
 def _decoded(rows: RowBatch, delivery: Delivery) -> RowBatch:
     """Rows as a target takes them, from how they travel."""
-    spec = delivery.spec
+    spec = delivery.held_spec
     if delivery.mode is Mode.IDS:
         norms = rows.values[:, 0].astype(np.float32, copy=False)
         return rows.with_values(spec, np.empty((len(rows), 0), spec.dtype), norms)
     if rows.deleted:
         return RowBatch.deletes(Shard.whole(spec), rows.ids)
-    return rows.with_values(spec, delivery.decode(rows.values))
+    return rows.with_values(spec, delivery.held(rows.values))

@@ -1,7 +1,7 @@
 """Checksums of what a target really holds: its rows are read back before and after every release."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -36,7 +36,7 @@ class TargetChecksums:
     def __init__(self, target: ReadableTarget) -> None:
         self._target = target
         self._checksums: dict[str, _TableChecksum] = {}
-        self._rows: dict[str, int] = {}  # Of each table as of the last release: it may have grown since.
+        self._tables: dict[str, TableSpec] = {}  # As of the last release: they may have grown since.
         self._sweeping = 0  # Index of the table that is being swept.
 
     def before(self, release: Release) -> None:
@@ -44,11 +44,12 @@ class TargetChecksums:
         for table in release.tables:
             if release.resets(table):
                 self._checksums[table.name] = _TableChecksum()
-            elif table.name not in self._checksums:
+            elif self._is_new(table):
                 self._checksums[table.name] = _TableChecksum(self._digest(table, np.arange(table.rows)))
         for rows in release.rows:
             if not release.resets(rows.table):
-                held = rows[: int(np.searchsorted(rows.ids, self._rows.get(rows.table.name, rows.table.rows)))]
+                known = self._tables.get(rows.table.name, rows.table)
+                held = rows[: int(np.searchsorted(rows.ids, known.rows))]
                 checksum, (swept, others) = self._checksums[rows.table.name], self._digests(held)
                 checksum.digest, checksum.swept = checksum.digest - swept - others, checksum.swept - swept
 
@@ -57,7 +58,7 @@ class TargetChecksums:
         for rows in release.rows:
             checksum, (swept, others) = self._checksums[rows.table.name], self._digests(rows)
             checksum.digest, checksum.swept = checksum.digest + swept + others, checksum.swept + swept
-        self._rows = {table.name: table.rows for table in release.tables}
+        self._tables = {table.name: table for table in release.tables}
         return self.look(release.tables)
 
     def look(self, tables: Sequence[TableSpec]) -> dict[str, int]:
@@ -67,6 +68,11 @@ class TargetChecksums:
         if kept:
             self._sweep(kept[self._sweeping % len(kept)])
         return {table.name: self._checksums[table.name].digest.checksum for table in kept}
+
+    def _is_new(self, table: TableSpec) -> bool:
+        """Whether nothing is known of a table, at least not in the form in which it comes now."""
+        known = self._tables.get(table.name)
+        return table.name not in self._checksums or bool(known and replace(known, rows=table.rows) != table)
 
     def _sweep(self, table: TableSpec) -> None:
         """Read the next block of a table. At its end, the digest of what was read replaces the one kept so far."""

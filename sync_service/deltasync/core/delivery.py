@@ -10,6 +10,21 @@ from deltasync.core.tables import EncodedSpec, TableSpec
 from deltasync.core.value_types import Distances, Encoded, ValueType, own_type
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeldSpec(EncodedSpec):
+    """A table as replicas hold it whose rows are sent in another type than their own.
+
+    Made for an inference TBE, rows are held as they are sent: `dim` is their width in bytes.
+
+    Attributes:
+        value_type: in which they are sent.
+        table_dim: values of a row.
+    """
+
+    value_type: ValueType
+    table_dim: int
+
+
 @dataclass(frozen=True)
 class Delivery:
     """What replicas are sent of a table: its rows, or the norms of what has changed in them.
@@ -30,12 +45,29 @@ class Delivery:
         """Rows in the table's own type."""
         return cls(spec, own_type(spec) if spec.kind.ranked else None, Mode.EMBEDDINGS)
 
+    def check(self) -> None:
+        """Check that the table's rows can be sent so.
+
+        Raises:
+            InvalidInput: they cannot.
+        """
+        if self.value_type:
+            self.value_type.check(self.spec)
+
     @property
     def encoded_spec(self) -> TableSpec:
         """The shape and type in which its rows are held."""
         if self.value_type:
             return self.value_type.encoded_spec(self.spec)
         return EncodedSpec(**vars(self.spec))
+
+    @property
+    def held_spec(self) -> TableSpec:
+        """The table as replicas hold it: its rows decoded, but for those made for an inference TBE."""
+        if self.value_type is None or self.mode is Mode.IDS or self.value_type is own_type(self.spec):
+            return self.spec
+        held = self.encoded_spec if self._is_for_tbe else self.spec
+        return HeldSpec(**vars(held), value_type=self.value_type, table_dim=self.spec.dim)
 
     @property
     def wire_spec(self) -> TableSpec:
@@ -52,6 +84,14 @@ class Delivery:
         """The rows ([n, D], of the table's type) that encoded ones ([n, width]) stand for."""
         return self.value_type.decode(encoded, self.spec.dtype) if self.value_type else encoded
 
+    def held(self, encoded: Encoded) -> Values:
+        """The rows ([n, dim of `held_spec`]) that replicas hold which are sent encoded ones ([n, width])."""
+        return encoded if self._is_for_tbe else self.decode(encoded)
+
     def largest_distances(self, encoded: Encoded, decoded: Values) -> Distances:
         """An upper bound of how far (L2) each row lies from what it is encoded as: see `ValueType`."""
         return self.value_type.largest_distances(encoded, decoded) if self.value_type else np.zeros(len(decoded))
+
+    @property
+    def _is_for_tbe(self) -> bool:
+        return bool(self.value_type and self.value_type.tbe_bits)

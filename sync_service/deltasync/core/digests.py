@@ -53,12 +53,17 @@ def digest(ids: Ids, values: Values, col_offset: int = 0) -> Digest:
 def _of_block(ids: Ids, values: Values, weights: NDArray[np.uint64]) -> Digest:
     bits = values.view(f"<u{values.itemsize}").astype(np.uint64)
     rows = np.einsum("ij,j->i", bits, weights)
+    checksum = int((rows * _odd(ids.astype(np.uint64), 2)).sum())
+    return Digest(checksum, square_sum(values))
+
+
+def square_sum(values: Values) -> float:
+    """The sum of the squared L2 norms of rows [n, cols]."""
     with np.errstate(over="ignore", invalid="ignore"):
         exact = values.astype(np.float32, copy=False)
         # Each row by itself, in fp32: its number must not depend on the rows beside it.
         squares = np.fmin(np.vecdot(exact, exact), _LARGEST)
-    checksum = int((rows * _odd(ids.astype(np.uint64), 2)).sum())
-    return Digest(checksum, float(squares.sum(dtype=np.float64)))
+    return float(squares.sum(dtype=np.float64))
 
 
 def _odd(numbers: NDArray[np.uint64], stream: int) -> NDArray[np.uint64]:

@@ -104,7 +104,8 @@ class Policy:
         """Check the policy against the tables there are.
 
         Raises:
-            InvalidInput: no table is followed, or the byte budget is too small for a row, or for `top_k` rows.
+            InvalidInput: no table is followed, a table cannot be sent in the value type, or the byte budget is too
+                small for a row, or for `top_k` rows.
         """
         followed = [table for table in tables if self.follows(table)]
         if not followed:
@@ -113,6 +114,8 @@ class Policy:
                 raise InvalidInput(f"tables {patterns}: no table of the model fits; its tables: {names}")
             return
         ranked = [table for table in followed if table.kind.ranked]
+        for table in ranked:
+            self.delivery_of(table).check()
         if self.top_k_per_table:
             needed = sum(min(self._rows, table.rows) * self.row_bytes(table) for table in ranked)
             self._check_bytes(needed, f"{self._rows} rows of each of {len(ranked)} tables")

@@ -63,8 +63,8 @@ class StampedTable:
         ids, first = block.ids, block.shard.col_offset
         where: slice | Ids = _contiguous(ids) or ids
         columns = slice(first, first + block.shard.cols)
-        before = digest(ids, self.decoded(self.rows[where, columns]), first)
-        after = digest(ids, self.decoded(block.values), first)
+        before = self.digest_of(ids, self.rows[where, columns], first)
+        after = self.digest_of(ids, block.values, first)
         counts = self.counts.moved(np.abs(self.stamps[where]), number)
         gone = self._empty(where, columns) if block.deleted else False
         # What needs much memory comes before: a block that fails is tried again, and must not be half done.
@@ -99,9 +99,9 @@ class StampedTable:
         mask: Mask = self.stamps[ids] < 0
         return mask
 
-    def decoded(self, rows: Values) -> Values:
-        """What a replica holds that has applied `rows` ([n, cols], as stored)."""
-        return rows
+    def digest_of(self, ids: Ids, rows: Values, col_offset: int = 0) -> Digest:
+        """The digest of what a replica holds that has applied `rows` ([n, cols], as stored)."""
+        return digest(ids, rows, col_offset)
 
     @property
     def norm(self) -> float:
@@ -114,7 +114,7 @@ class StampedTable:
         self.digest, self._largest_sum = Digest(), 0.0
         for start in range(0, len(ids), BLOCK_ROWS):
             block = ids[start : start + BLOCK_ROWS]
-            self.digest += digest(block, self.decoded(self.rows_of(block)))
+            self.digest += self.digest_of(block, self.rows_of(block))
 
     def rows_of(self, ids: Ids) -> Values:
         """The current rows `ids` ([n], strictly ascending): a view where they leave no gap, otherwise a copy."""

@@ -2,6 +2,7 @@
 
     fp32, fp16, bf16    one number per value; what is out of range becomes the largest number there is
     int8                one byte per value, and a scale and a bias per row, see `int8.py`
+    int8-tbe, int4-tbe  as TorchRec quantises rows for an inference TBE, see `tbe.py`; replicas hold them as sent
 
 One more type is a coding, and a member of `ValueType`, here, and its number in `tables.proto`.
 """
@@ -13,10 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from deltasync.core.errors import InvalidInput
 from deltasync.core.int8 import SCALE_AND_BIAS_BYTES, decode_int8, encode_int8, scale_and_bias
 from deltasync.core.numbered import Numbered
 from deltasync.core.rows import Values
 from deltasync.core.tables import VALUE_TYPES, EncodedSpec, TableSpec
+from deltasync.core.tbe import decode_tbe, encode_tbe, largest_errors, width
 
 _FP32, _FP16 = VALUE_TYPES
 # Relative rounding of the types that tables have.
@@ -33,11 +36,17 @@ class Coding(ABC):
 
     Attributes:
         dtype: of the numbers that are stored.
-        extra: how many of them a row has beside one for each value.
+        tbe_bits: of a code in an inference TBE; None = replicas do not hold rows as they are sent.
+        dim_multiple: what the dim of a table must be a multiple of.
     """
 
     dtype: np.dtype[np.generic]
-    extra: int = 0
+    tbe_bits: int | None = None
+    dim_multiple: int = 1
+
+    def width(self, dim: int) -> int:
+        """How many of them a row of so many values has."""
+        return dim
 
     @abstractmethod
     def encode(self, values: Values) -> Encoded:
@@ -113,7 +122,9 @@ class _Bf16(Coding):
 
 class _Int8(Coding):
     dtype = np.dtype("u1")
-    extra = SCALE_AND_BIAS_BYTES
+
+    def width(self, dim: int) -> int:
+        return dim + SCALE_AND_BIAS_BYTES
 
     def encode(self, values: Values) -> Encoded:
         return encode_int8(values.astype(np.float32, copy=False))
@@ -129,6 +140,28 @@ class _Int8(Coding):
         return math.sqrt(decoded.shape[1]) * each
 
 
+class _Tbe(Coding):
+    dtype = np.dtype("u1")
+
+    def __init__(self, bits: int) -> None:
+        self.tbe_bits: int = bits
+        self.dim_multiple = 16 // bits  # fbgemm wants rows of whole fp16 numbers.
+
+    def width(self, dim: int) -> int:
+        return width(dim, self.tbe_bits)
+
+    def encode(self, values: Values) -> Encoded:
+        return encode_tbe(values.astype(np.float32, copy=False), self.tbe_bits)
+
+    def decode(self, encoded: Encoded, dtype: np.dtype[np.generic]) -> Values:
+        values = decode_tbe(encoded, self.tbe_bits)
+        return _Fp16().encode(values) if dtype == _FP16 else values
+
+    def largest_distances(self, encoded: Encoded, decoded: Values) -> Distances:
+        rounding = _EPS[decoded.dtype] * _norms(decoded)
+        return math.sqrt(decoded.shape[1]) * largest_errors(encoded, self.tbe_bits) + rounding
+
+
 class ValueType(Numbered):
     """What one value is sent as."""
 
@@ -136,6 +169,8 @@ class ValueType(Numbered):
     FP16 = "fp16", 2, _Fp16()
     BF16 = "bf16", 3, _Bf16()
     INT8 = "int8", 4, _Int8()
+    INT8_TBE = "int8-tbe", 11, _Tbe(8)
+    INT4_TBE = "int4-tbe", 12, _Tbe(4)
 
     def __init__(self, *declared: Any) -> None:
         self._coding: Coding = declared[-1]
@@ -144,6 +179,28 @@ class ValueType(Numbered):
     def dtype(self) -> np.dtype[np.generic]:
         """The type of the numbers that rows are encoded as."""
         return self._coding.dtype
+
+    @property
+    def tbe_bits(self) -> int | None:
+        """Bits of a code where rows are made for an inference TBE, and held as they are sent; else None."""
+        return self._coding.tbe_bits
+
+    @property
+    def dim_multiple(self) -> int:
+        """What the dim of a table must be a multiple of to be sent in this type."""
+        return self._coding.dim_multiple
+
+    def check(self, table: TableSpec) -> None:
+        """Check that a table's rows can be sent in this type.
+
+        Raises:
+            InvalidInput: they cannot, for their dim.
+        """
+        if table.dim % self.dim_multiple:
+            raise InvalidInput(
+                f"table {table.name!r} has dim {table.dim}, and value type {self.value} takes multiples of "
+                f"{self.dim_multiple}: choose another value type, or let the consumer follow other tables"
+            )
 
     def encode(self, values: Values) -> Encoded:
         """Rows ([n, D] fp32 or fp16, finite) as they are sent: [n, width], see `encoded_spec`."""
@@ -163,11 +220,11 @@ class ValueType(Numbered):
 
     def encoded_spec(self, table: TableSpec) -> EncodedSpec:
         """How a table's rows are stored in this type: [rows, width] numbers."""
-        return EncodedSpec(table.name, table.rows, table.dim + self._coding.extra, self.dtype)
+        return EncodedSpec(table.name, table.rows, self._coding.width(table.dim), self.dtype)
 
     def row_bytes(self, table: TableSpec) -> int:
         """Bytes of one row's values in this type, without its id."""
-        return (table.dim + self._coding.extra) * self.dtype.itemsize
+        return self._coding.width(table.dim) * self.dtype.itemsize
 
 
 def own_type(table: TableSpec) -> ValueType:
@@ -176,9 +233,10 @@ def own_type(table: TableSpec) -> ValueType:
 
 
 def sent_as(table: TableSpec, wanted: ValueType) -> ValueType:
-    """The type to send a table's rows in: the wanted one, or the table's own where that is no larger."""
+    """The type to send a table's rows in: the wanted one, or the table's own where that is no larger; but always
+    the wanted one where it is made for a TBE, which takes nothing else."""
     own = own_type(table)
-    return wanted if wanted.row_bytes(table) < own.row_bytes(table) else own
+    return wanted if wanted.tbe_bits or wanted.row_bytes(table) < own.row_bytes(table) else own
 
 
 def _norms(decoded: Values) -> Distances:

@@ -1,6 +1,7 @@
 """What the replicas of a consumer hold of one table, and which of its rows are dirty."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ from numpy.typing import NDArray
 
 from deltasync.core.change_counts import ChangeCounts
 from deltasync.core.delivery import Delivery
-from deltasync.core.digests import BLOCK_ROWS
+from deltasync.core.digests import BLOCK_ROWS, Digest, digest, square_sum
 from deltasync.core.mode import Mode
 from deltasync.core.rows import Ids, Norms, RowBatch, Values
 from deltasync.core.stamps import StampedTable
@@ -23,15 +24,20 @@ _LARGEST_NORM = 1e100
 
 
 class EncodedTable(MappedTable):
-    """Rows encoded in a value type, stamped with the release that has them; its digest is of the decoded rows."""
+    """Rows encoded in a value type, stamped with the release that has them.
+
+    Its digest is of the rows as replicas hold them: decoded, or as they are sent.
+    """
 
     def __init__(self, delivery: Delivery, directory: Path, *, new: bool) -> None:
         super().__init__(delivery.encoded_spec, directory, new=new)
         self._delivery = delivery
 
-    def decoded(self, rows: Values) -> Values:
-        """The values that a replica makes of encoded rows."""
-        return self._delivery.decode(rows)
+    def digest_of(self, ids: Ids, rows: Values, col_offset: int = 0) -> Digest:
+        """See `StampedTable.digest_of`; its square sum is always of the values that encoded rows stand for."""
+        held = self._delivery.held(rows)
+        found = digest(ids, held, col_offset)
+        return found if held is not rows else replace(found, square_sum=square_sum(self._delivery.decode(rows)))
 
 
 @confined(dirty_since=MODEL_THREAD, _norms=MODEL_THREAD)
@@ -199,7 +205,7 @@ class ViewTable:
     def _compare(self, ids: Ids, compared_version: int) -> tuple[Floats, Mask]:
         """The norms of the deltas of these rows, and which of them are dirty."""
         rows, held = self.source.rows_of(ids), self.held.rows_of(ids)
-        decoded = self.held.decoded(held)
+        decoded = self.delivery.decode(held)
         norms = self._distances(rows, decoded)
         # Rows further away than encoding can explain need not be encoded to see that they differ.
         near = ~(norms > self.delivery.largest_distances(held, decoded))

@@ -37,7 +37,8 @@ class TableMaker:
         """Have the tables that the policy follows. Those the view lacks are made, and go out whole as one release.
 
         Raises:
-            StorageFailed: there is no room; the view is as it was.
+            InvalidInput: the policy cannot be kept with a table that has come since; the view is as it was.
+            StorageFailed: there is no room; likewise.
         """
         try:
             await self._make(policy)
@@ -47,6 +48,8 @@ class TableMaker:
     async def _make(self, policy: Policy) -> None:
         sources = followed(self._model, policy)
         deliveries = [policy.delivery_of(source.spec) for source in sources]
+        for each in deliveries:  # Of tables that came after the policy, too.
+            each.check()
         state = self._store.state
         version = state.compared_version if state.head else self._model.position.number
         # What replicas held of the model before there was a policy need not be sent to them again.

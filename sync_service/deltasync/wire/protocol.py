@@ -8,10 +8,12 @@ from deltasync.core.errors import InvalidInput
 from deltasync.core.position import Decision
 
 # What this code speaks, and the oldest that it still understands: 1, whose clients named no version.
-PROTOCOL = 3
+PROTOCOL = 4
 OLDEST_PROTOCOL = 1
 # The first in which rows can be deleted. To others a delete is a row of zeros.
 DELETES_PROTOCOL = 3
+# The first that knows the value types made for an inference TBE.
+TBE_PROTOCOL = 4
 
 _KEY = "deltasync-protocol"
 _FORM = re.compile(r"([1-9][0-9]{0,8})-([1-9][0-9]{0,8})", re.ASCII)

@@ -106,7 +106,7 @@ def test_values_in_another_type_are_all_sent_anew(service: RunningService, admin
     target = Recorder()
     with Trainer(service.grpc) as trainer, follow(service, consumer, "a", target):
         wait_until_in_sync(service, consumer, trainer.publish_all())
-        for value_type in (ValueType.INT8, ValueType.BF16, ValueType.FP32, ValueType.FP16):
+        for value_type in (ValueType.INT8, ValueType.INT4_TBE, ValueType.BF16, ValueType.FP32, ValueType.FP16):
             begun, policy = len(target.releases), Policy(top_k=7, value_type=value_type)
             admin.update_consumer(consumer, policy)
             head = trainer.change(0)

@@ -35,6 +35,8 @@ POLICIES = {
     "small": Policy(max_bytes=400),
     "old": Policy(top_k=1, max_age_seconds=0.05),
     "half": Policy(value_type=ValueType.FP16),
+    "tbe": Policy(top_k=0.2, value_type=ValueType.INT8_TBE),
+    "packed": Policy(value_type=ValueType.INT4_TBE),
     "ids": Policy(mode=Mode.IDS, top_k=5),
 }
 
@@ -55,7 +57,7 @@ def undamaged(caplog: pytest.LogCaptureFixture) -> bool:
     return not any("holds other rows" in record.getMessage() for record in caplog.records)
 
 
-@pytest.mark.parametrize("consumer", ["top", "few", "small", "old", "half"])
+@pytest.mark.parametrize("consumer", ["top", "few", "small", "old", "half", "tbe", "packed"])
 def test_two_replicas_at_the_same_release_hold_the_same_bits(
     service: RunningService, consumer: str, caplog: pytest.LogCaptureFixture
 ) -> None:

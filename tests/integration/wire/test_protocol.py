@@ -6,8 +6,9 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from tests.support.fleet import USER, WAIT, admin_of
+from tests.support.fleet import USER, WAIT, Trainer, admin_of
 from tests.support.server import RunningService
+from tests.support.wire import ReplicaStream
 
 from deltasync.client import (
     Contradiction,
@@ -19,12 +20,13 @@ from deltasync.client import (
     Shard,
     Subscriber,
     SubscriberOptions,
+    ValueType,
 )
 from deltasync.wire.protocol import Protocols
 
-NEWER = Protocols(4, 5)
-TOO_NEW = "the client speaks protocols 4 to 5, the service protocols 1 to 3: update the service"
-TOO_OLD = "the client speaks protocols 1 to 3, the service protocols 4 to 5: update the client"
+NEWER = Protocols(5, 6)
+TOO_NEW = "the client speaks protocols 5 to 6, the service protocols 1 to 4: update the service"
+TOO_OLD = "the client speaks protocols 1 to 4, the service protocols 5 to 6: update the client"
 
 
 @pytest.fixture(params=["client", "service"])
@@ -65,7 +67,7 @@ def refusal(call: Any) -> tuple[grpc.StatusCode, str]:
 @pytest.mark.parametrize(
     ("number", "code", "words"),
     [
-        ("4-5", grpc.StatusCode.FAILED_PRECONDITION, TOO_NEW),
+        ("5-6", grpc.StatusCode.FAILED_PRECONDITION, TOO_NEW),
         (
             "two",
             grpc.StatusCode.INVALID_ARGUMENT,
@@ -89,10 +91,27 @@ def test_a_call_is_refused_whatever_it_holds(
             requests.put(None)
 
 
-@pytest.mark.parametrize("number", ["4-5", "two"])
+@pytest.mark.parametrize("number", ["5-6", "two"])
 def test_health_is_told_to_whoever_asks(running: RunningService, number: str) -> None:
     with grpc.insecure_channel(running.grpc) as channel:
         check = health_pb2_grpc.HealthStub(channel).Check
         request = health_pb2.HealthCheckRequest(service="deltasync.v1.PublishService")
         answer = check(request, timeout=WAIT, metadata=(("deltasync-protocol", number),))
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+@pytest.mark.parametrize("value_type", [ValueType.INT8_TBE, ValueType.INT4_TBE])
+def test_a_replica_that_does_not_know_a_value_type_is_told_so(
+    running: RunningService, value_type: ValueType
+) -> None:
+    admin_of(running).create_consumer("quantised", "clicks", Policy(value_type=value_type))
+    refused = (
+        f"table 'user' is sent in {value_type.value}, which clients know from protocol 4 on; this one speaks "
+        "protocols 1 to 3: update it, or give its consumer another value type"
+    )
+    with Trainer(running.grpc, [USER]) as trainer:
+        trainer.publish_all()
+        with ReplicaStream(running.grpc, consumer="quantised", protocols=Protocols(1, 3)) as replica:
+            assert refusal(lambda: replica.until("opened")) == (grpc.StatusCode.FAILED_PRECONDITION, refused)
+        with ReplicaStream(running.grpc, consumer="quantised", protocols=Protocols(1, 4)) as replica:
+            assert [table.sent_as for table in replica.until("opened").tables] == [value_type.number]

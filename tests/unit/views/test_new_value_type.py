@@ -38,7 +38,9 @@ class Signs(Coding):
     """Of every value only whether it is negative: 1 or 0; a row ends in three more numbers."""
 
     dtype = np.dtype("u1")
-    extra = 3
+
+    def width(self, dim: int) -> int:
+        return dim + 3
 
     def encode(self, values: Values) -> Encoded:
         return np.pad(np.signbit(values), ((0, 0), (0, 3)))
@@ -103,7 +105,8 @@ def test_names_and_numbers_are_those_of_the_proto_file(kind: type[Numbered]) -> 
     numbers = {f"{prefix}_{member.name}": member.number for member in kind}
     numbers |= OWN_TYPES if kind is ValueType else {}
     assert {**numbers, f"{prefix}_UNSPECIFIED": 0} == {value.name: value.number for value in enum.values}
-    assert [member.value for member in kind] == [member.name.lower().replace("_", " ") for member in kind]
+    words = [member.value.replace("-", " ") for member in kind]
+    assert words == [member.name.lower().replace("_", " ") for member in kind]
 
 
 def test_no_other_file_asks_which_value_type_it_is() -> None:

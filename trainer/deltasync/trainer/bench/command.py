@@ -9,12 +9,13 @@ import click
 from rich.console import Console
 
 from deltasync.cli.config import CONTEXT
-from deltasync.trainer.bench import consumers, memory, publish, quality, release, status, step_time, tracker
+from deltasync.trainer.bench import consumers, memory, publish, quality, release, serve, status, step_time, tracker
 from deltasync.trainer.bench.consumers import consumers_options
 from deltasync.trainer.bench.pipelines import run as pipelines
 from deltasync.trainer.bench.pipelines.options import pipelines_options
 from deltasync.trainer.bench.quality import quality_options
 from deltasync.trainer.bench.release import release_options
+from deltasync.trainer.bench.serve import serve_options
 
 
 def _list(ctx: click.Context, _param: click.Parameter, wanted: bool) -> None:
@@ -55,6 +56,11 @@ _add(
     "release",
     release_options(_command(release.run)),
     "Time of a release by a consumer's policy, against NumPy's gathers and norms of the same rows.",
+)
+_add(
+    "serve",
+    serve_options(_command(serve.run)),
+    "Lookups of a quantised predictor while its rows are replaced, against the same without updates.",
 )
 _add(
     "quality",

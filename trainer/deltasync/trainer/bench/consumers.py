@@ -46,9 +46,9 @@ EIGHT = {
     "top-count": Policy(top_k=1000, top_k_per_table=True),
     "bf16": Policy(value_type=ValueType.BF16),
     "ids": Policy(mode=Mode.IDS),
-    "interval": Policy(value_type=ValueType.INT8, min_interval_seconds=0.25),
+    "interval": Policy(value_type=ValueType.INT8_TBE, min_interval_seconds=0.25),
     "budget": Policy(top_k=0.5, max_bytes=1 << 20, value_type=ValueType.FP16),
-    "items": Policy(tables=("items*",), top_k=0.01, max_age_seconds=5),
+    "items": Policy(tables=("items*",), top_k=0.01, max_age_seconds=5, value_type=ValueType.INT4_TBE),
 }
 FLEETS = {"everything": {"everything": Policy()}, "one": ONE, "eight": EIGHT}
 _SAYS = {"everything": "one without a policy", "one": "one: top-k 10 %, int8", "eight": "eight different ones"}

@@ -222,7 +222,7 @@ def _print(console: Console, figures: dict[str, Any]) -> None:
     for name, says in ((_BARE, "bare NumPy gathers and norms"), (_BLOCKED, "the same in blocks of rows")):
         console.print(f"  {says:<30} {1e3 * figures[f'{name}_seconds']:>5.0f} ms")
     console.print(
-        "  type   release    ratio                  to blocks      look      pick      give     bytes given"
+        "  type       release    ratio                  to blocks      look      pick      give     bytes given"
     )
     for name, line in figures["value_types"].items():
         _print_kind(console, name, line)
@@ -233,6 +233,6 @@ def _print_kind(console: Console, name: str, line: dict[str, Any]) -> None:
     parts = "  ".join(f"{1e3 * line['parts'][part]:>5.0f} ms" for part in _PARTS)
     aim = "   (aim: a ratio of at most 2)" if name == "fp32" else ""
     console.print(
-        f"  {name}   {1e3 * line['seconds']:>5.0f} ms   {ratio}   {line['blocked_time_ratio']:>9.2f}  {parts}  "
+        f"  {name:<8}   {1e3 * line['seconds']:>5.0f} ms   {ratio}   {line['blocked_time_ratio']:>9.2f}  {parts}  "
         f"{line['released_bytes'] / 1e6:>8.1f} MB{aim}"
     )
