@@ -243,6 +243,7 @@ def test_clients_dial_the_service_and_name_what_it_has(consumers: Doc, manifests
     consumer = consumers[_argument(predictor, "consumer")]
     assert consumer["model"] == _argument(clients["Job"], "model")
     assert consumer["value_type"] == _argument(predictor, "value-type")
+    assert consumer["ready_within_seconds"] >= 600, "as long as the service may take to recover"
     assert {"--managed" in client["args"] for client in clients.values()} == {True}, "they have one model"
 
 
