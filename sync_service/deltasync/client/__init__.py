@@ -9,12 +9,13 @@ other modules of this package, and the other packages of the service, are intern
 
 from deltasync.client.admin import Admin
 from deltasync.client.endpoint import Endpoint
+from deltasync.client.numpy_target import NumpyTarget, TableReading
 from deltasync.client.options import PublisherOptions, SubscriberOptions
 from deltasync.client.publisher import Part, Publisher
+from deltasync.client.reading import Reading, TornTarget
 from deltasync.client.subscriber import Subscriber
 from deltasync.client.targets import (
     CallbackTarget,
-    NumpyTarget,
     PartialTarget,
     ReadableTarget,
     Release,
@@ -57,6 +58,7 @@ __all__ = [
     "Publisher",
     "PublisherOptions",
     "ReadableTarget",
+    "Reading",
     "Release",
     "ResyncRequired",
     "RowBatch",
@@ -68,7 +70,9 @@ __all__ = [
     "SubscriberOptions",
     "Superseded",
     "TableKind",
+    "TableReading",
     "TableSpec",
     "Target",
+    "TornTarget",
     "ValueType",
 ]

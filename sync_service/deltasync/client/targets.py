@@ -1,12 +1,8 @@
 """Where a subscriber puts the rows it receives."""
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
-
-import numpy as np
 
 from deltasync.core.errors import Contradiction
 from deltasync.core.position import Position
@@ -95,68 +91,3 @@ class CallbackTarget:
 
     def __init__(self, callback: Callable[[Release], None]) -> None:
         self.apply = callback
-
-
-class NumpyTarget:
-    """Keeps every table as a NumPy array.
-
-    Attributes:
-        tables: [rows, dim] array by table name.
-        position: the one that these are at, and
-        event_time_unix_ns: the time of the newest event that the model had been trained on there, nanoseconds
-            since 1970; None where it is not known.
-
-    Read all of them inside `reading()`.
-    """
-
-    def __init__(self) -> None:
-        self.tables: dict[str, Values] = {}
-        self.position = Position()
-        self.event_time_unix_ns: int | None = None
-        self._lock = threading.Lock()
-
-    @contextmanager
-    def reading(self) -> Iterator[dict[str, Values]]:
-        """The tables, with no release applied while the block runs."""
-        with self._lock:
-            yield self.tables
-
-    def apply(self, release: Release) -> None:
-        """Write the rows of a release into the arrays; those of tables no longer followed are dropped.
-
-        Raises:
-            Contradiction: the consumer streams ids only.
-        """
-        release.check_values()
-        with self._lock:
-            for name in self.tables.keys() - {table.name for table in release.tables}:
-                del self.tables[name]
-            for table in release.tables:
-                held = None if release.resets(table) else self._rows_of(table)
-                if held is None or len(held) < table.rows:
-                    self.tables[table.name] = _with_room(table, held)
-            for rows in release.rows:
-                self.tables[rows.table.name][rows.ids] = rows.values
-            self.position, self.event_time_unix_ns = release.position, release.event_time_unix_ns
-
-    def read(self, table: TableSpec, ids: Ids) -> Values | None:
-        """Some rows of a table; zeros for those that it has grown by since the last release."""
-        rows = self._rows_of(table)
-        if rows is None:
-            return None
-        found, held = np.zeros((len(ids), table.dim), table.dtype), ids[: np.searchsorted(ids, len(rows))]
-        found[: len(held)] = rows[held]
-        return found
-
-    def _rows_of(self, table: TableSpec) -> Values | None:
-        """What is held of a table, if it is held in that form: a policy may have come to send another."""
-        rows = self.tables.get(table.name)
-        return rows if rows is not None and (rows.shape[1], rows.dtype) == (table.dim, table.dtype) else None
-
-
-def _with_room(table: TableSpec, rows: Values | None) -> Values:
-    """An array for all rows of a table, of which some are there already."""
-    array = np.zeros((table.rows, table.dim), table.dtype)
-    if rows is not None:
-        array[: len(rows)] = rows
-    return array

@@ -1,25 +1,40 @@
 """Rows into the parameters and buffers of a torch module."""
 
 import logging
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
 
+from deltasync.client.copies import Copies
+from deltasync.client.reading import Reading, Reads, number_of_copies
 from deltasync.client.targets import Release
-from deltasync.client.torch_binding import Binding, Place, Tensor, accelerators, bind, in_training, missing_maps
-from deltasync.client.torch_compiled import compiled_modules
+from deltasync.client.torch_binding import Binding, bind, in_training, missing_maps
+from deltasync.client.torch_copy import ModuleCopy, copy_of
+from deltasync.client.torch_tensor import Tensor, value_types_of
 from deltasync.core.errors import Contradiction, DeltasyncError, InvalidInput, NotFound
 from deltasync.core.position import Position
-from deltasync.core.rows import Ids, RowBatch, Values
+from deltasync.core.rows import Ids, Values
 from deltasync.core.tables import TableSpec
+from deltasync.core.value_types import ValueType
 
-__all__ = ["TorchTarget"]
+__all__ = ["ModuleReading", "TorchTarget"]
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleReading(Reading):
+    """A `Reading` of a module.
+
+    Attributes:
+        module: the module, or the copy of it that is served now.
+    """
+
+    module: nn.Module
 
 
 class TorchTarget:
@@ -35,120 +50,126 @@ class TorchTarget:
     later, or grow, the others are followed, and lag names those that have no place.
 
     Attributes:
-        position: the one that the module is at, and
-        event_time_unix_ns: the time of the newest event that the model had been trained on there, nanoseconds
-            since 1970; None where it is not known. Read both inside `reading()`.
+        reads: as it was made.
     """
 
-    def __init__(self, module: nn.Module, *, leave_out: Sequence[str] = ()) -> None:
+    def __init__(self, module: nn.Module, *, leave_out: Sequence[str] = (), reads: Reads = "pause") -> None:
         """Write into `module`.
 
         Args:
-            module: not replaced inside while it is followed; `to()` and `load_state_dict()` do no harm.
+            module: not replaced inside while it is followed; with `reads="pause"`, `to()` and `load_state_dict()`
+                do no harm.
             leave_out: names of tables not to write, as shell patterns: "*.user". A table's map goes with it.
+            reads: "pause": readers wait while a release is written. "copies": no reader waits; the target makes a
+                copy of the module, in evaluation mode and where it is to stay by now, and serves one and the other
+                in turn. It can be found in a `reading()` alone: `module` itself is of no one version.
 
         Raises:
-            InvalidInput: `leave_out` is one string.
+            InvalidInput: `leave_out` is one string, or `reads` is something else.
+            Contradiction: the module cannot be copied.
         """
-        self.position = Position()
-        self.event_time_unix_ns: int | None = None
         if isinstance(leave_out, str):
             raise InvalidInput(f"leave_out: a string; expected a list of patterns, [{leave_out!r}]")
-        self._module = module
+        self.reads = reads
         self._leave_out = tuple(leave_out)
         self._followed: list[TableSpec] = []
-        self._binding = Binding({}, {}, [])
-        self._early: dict[str, Place | None] = {}
-        self._lock = threading.Lock()
+        modules = [module, *(copy_of(module) for _ in range(number_of_copies(reads) - 1))]
+        self._copies = Copies(
+            [(ModuleCopy(each, self._leaves_out), ModuleReading(module=each)) for each in modules]
+        )
 
-    @contextmanager
-    def reading(self) -> Iterator[nn.Module]:
-        """The module, with no release applied while the block runs."""
-        with self._lock:
-            yield self._module
+    def reading(self) -> AbstractContextManager[ModuleReading]:
+        """The module and its version, with no release written into it while the block runs.
+
+        Several threads may be inside, each of them more than once. The module is not to be used after the block.
+
+        Raises:
+            TornTarget: a release was not written to its end.
+            Contradiction: this thread is applying a release.
+        """
+        return self._copies.reading()
+
+    @property
+    def position(self) -> Position:
+        """The one to go on from: of the last release, or an empty one where that was not written to its end."""
+        return self._copies.position
+
+    @property
+    def event_time_unix_ns(self) -> int | None:
+        """As in a `Reading`."""
+        return self._copies.newest.event_time_unix_ns
 
     def tables(self) -> dict[str, torch.Tensor]:
         """The rows of every table received so far, as live [rows, dim] views of the parameters and buffers.
 
-        Maps of raw ids have none. Those of a `CompiledModule` are live until the next release.
+        Maps of raw ids have none, nor have quantised tables. Those of a `CompiledModule` are live until the next
+        release.
         """
-        return {name: place.rows for name, place in self._binding.places.items() if isinstance(place, Tensor)}
+        places = self._copies.served.binding.places
+        return {name: place.rows for name, place in places.items() if isinstance(place, Tensor)}
 
     def bound(self) -> frozenset[str]:
         """Names of the tables of the last release that the module holds."""
-        return frozenset(self._binding.places)
+        return frozenset(self._copies.served.binding.places)
 
     def apply(self, release: Release) -> None:
-        """Write a release into the module: all of it, or nothing where an error is raised.
+        """Write a release into the module: all of it, or nothing where one of these is raised.
 
         Raises:
             NotFound: a table has no place in the module and is not left out; the message names all of them.
             Contradiction: a place has another shape or type than its table, or several tables; the module cannot
-                follow a map of raw ids; or the consumer streams ids only.
+                follow a map of raw ids; the consumer streams ids only; or this thread is inside `reading()`.
+            TornTarget: a release before was not written to its end, and this one does not bring everything.
         """
         release.check_values()
         if release.tables != self._followed:
             self._follow(release.tables)
         if release.resync or release.whole:
             self._warn_of_training()
-        writes, devices = self._staged(release), accelerators(self._module)
-        # Inference mode, since a module may have been made in it: what it holds can be written in no other.
-        with self._lock, torch.inference_mode():
-            _finish(devices)  # What readers have begun there, on streams of their own.
-            for write in writes:
-                write()
-            _finish(devices)
-            self.position, self.event_time_unix_ns = release.position, release.event_time_unix_ns
+        self._copies.apply(release)
 
     def read(self, table: TableSpec, ids: Ids) -> Values | None:
-        """Some rows of a table as the module holds them, in host memory; None for a table that has no place."""
-        place = self._binding.places.get(table.name) if self._followed else self._outlived(table)
-        # A table that has grown meanwhile is not the one that is held.
-        return place.read(ids) if place and place.table == table else None
+        """Some rows of a table as the module holds them, in host memory; None for a table that has no place.
 
-    def _staged(self, release: Release) -> list[Callable[[], None]]:
-        """What writes a release, prepared while others still read."""
-        for compiled in compiled_modules(self._module):
-            compiled.discard()
-        rows: dict[str, list[RowBatch]] = {table.name: [] for table in release.tables if release.resets(table)}
-        for each in release.rows:
-            rows.setdefault(each.table.name, []).append(each)
-        return [
-            self._binding.places[table.name].stage(rows[table.name], reset=release.resets(table))
-            for table in release.tables
-            if table.name in rows and table.name in self._binding.places
-        ]
+        Where two copies hold different rows, it is what neither of them holds.
+        """
+        return self._copies.read(table, ids)
 
     def _follow(self, tables: list[TableSpec]) -> None:
         """Bind the tables of a first release, or others than before."""
-        taken = [table for table in tables if not self._leaves_out(table)]
-        binding = bind(self._module, taken, self.bound())
+        types = value_types_of(tables)
+        bindings = [each.bind(tables, self.bound(), types) for each in self._copies.each]
+        binding, before = bindings[0], self._copies.served.binding
         # What comes later has no place as long as the module is the one it was: the rest goes on.
         known = {table.name for table in self._followed if table in tables and table.name in self.bound()}
         refused = known if self._followed else set(binding.problems)
         _refuse([(name, problem) for name, problem in binding.problems.items() if name in refused])
         if not self._followed:
             self._check_first(tables, binding)
-        for name in binding.problems.keys() - self._binding.problems.keys():
+        for name in binding.problems.keys() - before.problems.keys():
             logger.warning("not followed: %s", binding.problems[name])
-        self._binding, self._followed, self._early = binding, tables, {}
+        for each, bound in zip(self._copies.each, bindings, strict=True):
+            each.follow(bound)
+        self._followed = tables
 
     def _check_first(self, tables: list[TableSpec], binding: Binding) -> None:
         """Look for what the module needs and the tables of a first release do not bring."""
-        missing = [name for name in missing_maps(self._module, binding) if not self._matches(name)]
+        module = self._copies.served.module
+        missing = [name for name in missing_maps(module, binding) if not self._matches(name)]
         text = "the module maps raw ids by managed collision, and no table brings the map {}: update the trainer"
         _refuse([(name, NotFound(text.format(name))) for name in missing])
-        names = [*(table.name for table in tables), *missing_maps(self._module, binding)]
+        names = [*(table.name for table in tables), *missing_maps(module, binding)]
         if idle := [each for each in self._leave_out if not any(fnmatchcase(name, each) for name in names)]:
             logger.warning("leave_out: no table fits %s", ", ".join(idle))
-        left_out = bind(self._module, [table for table in tables if self._leaves_out(table)])
+        left_out = bind(module, [table for table in tables if self._leaves_out(table)], types=list(ValueType))
         wanted = {place.name for place in left_out.places.values()}
         if stale := [name for name in binding.stale if name not in wanted]:
             logger.warning("no table brings these of the module, which stay as they are: %s", ", ".join(stale))
 
     def _warn_of_training(self) -> None:
         """Say what may have changed, or will change, what the trainer brings: also when it has to be repaired."""
-        if names := in_training(self._module, self._binding):
+        training = [name for each in self._copies.each for name in in_training(each.module, each.binding)]
+        if names := dict.fromkeys(training):
             logger.warning(
                 "in training mode, in which a forward may change what follows the trainer: %s; call eval()",
                 ", ".join(name or "the module" for name in names),
@@ -159,18 +180,6 @@ class TorchTarget:
 
     def _matches(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self._leave_out)
-
-    def _outlived(self, table: TableSpec) -> Place | None:
-        """The place of a table before any release: a module may have outlived another process."""
-        if table.name not in self._early:
-            tables = [] if self._leaves_out(table) else [table]
-            self._early[table.name] = bind(self._module, tables).places.get(table.name)
-        return self._early[table.name]
-
-
-def _finish(devices: Iterable[torch.device]) -> None:
-    for device in devices:
-        torch.cuda.synchronize(device)
 
 
 def _refuse(problems: list[tuple[str, DeltasyncError]]) -> None:

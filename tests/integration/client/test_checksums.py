@@ -173,7 +173,8 @@ def test_a_target_that_outlived_its_process_is_not_taken_for_damaged(
             wait_until_in_sync(service, consumer, trainer.publish_all())
         again = target
         if isinstance(target, TorchRecorder):
-            again = TorchRecorder(target._module)
+            with target.reading() as reading:
+                again = TorchRecorder(reading.module)
         with follow(service, consumer, "a", again, held=replica.held):
             lag = wait_until_in_sync(service, consumer, trainer.change(3))
         assert again.bytes() == expected(trainer, consumer)

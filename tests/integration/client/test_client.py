@@ -74,9 +74,10 @@ def subscriber(address: str, target: Any, **fields: Any) -> Subscriber:
 
 
 def same(target: NumpyTarget, rows: list[np.ndarray]) -> bool:
-    with target.reading() as tables:
+    with target.reading() as reading:
         return all(
-            tables[table.name].tobytes() == each.tobytes() for table, each in zip(TABLES, rows, strict=True)
+            reading.tables[table.name].tobytes() == each.tobytes()
+            for table, each in zip(TABLES, rows, strict=True)
         )
 
 

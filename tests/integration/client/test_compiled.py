@@ -38,8 +38,8 @@ def test_a_compiled_replica_is_in_sync_and_damage_to_it_is_repaired(
     target = TorchTarget(compiled_model(package))
 
     def output() -> torch.Tensor:
-        with target.reading() as module, torch.no_grad():
-            found: torch.Tensor = module(IDS)
+        with target.reading() as reading, torch.no_grad():
+            found: torch.Tensor = reading.module(IDS)
             return found
 
     with (
@@ -52,8 +52,8 @@ def test_a_compiled_replica_is_in_sync_and_damage_to_it_is_repaired(
         for _ in range(5):
             wait_until_in_sync(service, "predictors", trainer.change(2))
             assert torch.equal(output(), expected(trainer))
-        with target.reading() as module, torch.inference_mode():
-            module.get_buffer("over.layers.0.weight")[3, 2] += 1
+        with target.reading() as reading, torch.inference_mode():
+            reading.module.get_buffer("over.layers.0.weight")[3, 2] += 1
         assert not torch.equal(output(), expected(trainer))
 
         def repaired(lag: dict[str, Any]) -> bool:

@@ -73,9 +73,9 @@ def test_the_newest_time_of_all_ranks_reaches_a_predictor(running: RunningServic
             first.send(*at(changes(step), times[0]))
             second.send(*at(part(step, []), times[1]))
             position = replica.wait_for(first.sealed(), 20)
-            with target.reading() as tables:
-                assert tables.keys() == {table.name for table in TABLES}
-                assert (target.position, target.event_time_unix_ns) == (position, 9), "a run forgets no event"
+            with target.reading() as reading:
+                assert reading.tables.keys() == {table.name for table in TABLES}
+                assert (reading.position, reading.event_time_unix_ns) == (position, 9), "a run forgets no event"
 
 
 def test_a_new_run_says_its_own(running: RunningService) -> None:

@@ -34,7 +34,8 @@ def subscriber(service: ServiceProcess, target: NumpyTarget) -> Subscriber:
 
 
 def assert_equal(target: NumpyTarget, model: nn.Module) -> None:
-    with target.reading() as tables:
+    with target.reading() as reading:
+        tables = reading.tables
         for name, tensor in model.state_dict().items():
             rows = tensor.numpy()
             np.testing.assert_array_equal(tables[name], rows.reshape(tables[name].shape), strict=True)
@@ -60,8 +61,8 @@ def test_statistics_of_batches_reach_the_replica(service: ServiceProcess) -> Non
             sync.step()
             replica.wait_for(sync.flush().number, 30)
             assert_equal(target, model)
-    with target.reading() as tables:
-        assert tables["1.num_batches_tracked"].tolist() == [[3]]
+    with target.reading() as reading:
+        assert reading.tables["1.num_batches_tracked"].tolist() == [[3]]
 
 
 def test_a_buffer_of_another_shape_stops_publishing(service: ServiceProcess) -> None:
@@ -131,8 +132,8 @@ def test_rows_that_are_free_again_are_free_after_everything_was_asked_for(servic
         fill(collisions, {10: 3})
         sync.tracker.resync()
         replica.wait_for(sync.flush().number, 30)
-        with target.reading() as tables:
-            assert tables[RAW_IDS][:, 0].tolist() == [0, 0, 0, 11, 0, 0, 0, 0]
+        with target.reading() as reading:
+            assert reading.tables[RAW_IDS][:, 0].tolist() == [0, 0, 0, 11, 0, 0, 0, 0]
         assert sync.flush() == sync.flush()
 
 
@@ -188,7 +189,8 @@ def test_the_newest_event_of_all_steps_goes_with_a_cut(service: ServiceProcess) 
             change(model)
             sync.step(event_time)
         replica.wait_for(sync.flush(), 30)
-        with target.reading():
+        with target.reading() as reading:
+            assert (reading.position, reading.event_time_unix_ns) == (replica.held, 20)
             assert (target.position, target.event_time_unix_ns) == (replica.held, 20)
         with pytest.raises(InvalidInput, match=r"event_time_unix_ns: 1\.5, expected whole nanoseconds since 1970"):
             sync.step(1.5)  # type: ignore[arg-type]
@@ -246,6 +248,6 @@ def test_a_larger_model_from_a_checkpoint_publishes_what_is_new(service: Service
         replica.wait_for(sync.flush(), 30)
     new = sum(rows.numel() // rows.shape[-1] if rows.dim() else 1 for rows in after.norm.state_dict().values())
     assert sum(received) == 1 + 15 + 7 + new
-    with target.reading() as tables:
+    with target.reading() as reading:
         for name, tensor in after.state_dict().items():
-            np.testing.assert_array_equal(tables[name].reshape(tensor.shape), tensor.numpy())
+            np.testing.assert_array_equal(reading.tables[name].reshape(tensor.shape), tensor.numpy())

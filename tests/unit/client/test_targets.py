@@ -44,10 +44,10 @@ class Nested(nn.Module):
 
 def rows_of(target: NumpyTarget | TorchTarget) -> list[list[float]]:
     if isinstance(target, NumpyTarget):
-        with target.reading() as tables:
-            return [tables[USER.name][:, 0].tolist(), tables[HALF.name][:, 0].tolist()]
-    with target.reading() as module:
-        return [p[:, 0].tolist() for p in module.parameters()]
+        with target.reading() as reading:
+            return [reading.tables[USER.name][:, 0].tolist(), reading.tables[HALF.name][:, 0].tolist()]
+    with target.reading() as reading:
+        return [p[:, 0].tolist() for p in reading.module.parameters()]
 
 
 @pytest.mark.parametrize(
@@ -74,9 +74,9 @@ def test_a_callback_is_given_the_release() -> None:
     [
         (nn.Linear(1, 1), NotFound, f"tables {USER.name!r}, {HALF.name!r}: the module has no parameter or buffer"),
         (
-            Bags(half=torch.float32),
+            Bags(half=torch.bfloat16),
             Contradiction,
-            "small' is 4 x 3 torch.float16, the module has small.weight of shape [4, 3] and type torch.float32",
+            "small' is 4 x 3 torch.float16, the module has small.weight of shape [4, 3] and type torch.bfloat16",
         ),
         (Bags(rows=6), Contradiction, "user' is 5 x 2 torch.float32, the module has user.weight of shape [6, 2]"),
     ],

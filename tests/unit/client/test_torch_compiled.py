@@ -24,7 +24,8 @@ from tests.support.compiled import (
 )
 from torch import nn
 
-from deltasync.client import RowBatch, TableSpec
+from deltasync.client import RowBatch, TableKind, TableSpec
+from deltasync.client.reading import Reads
 from deltasync.client.torch_compiled import CompiledModule
 from deltasync.client.torch_target import TorchTarget
 from deltasync.core.errors import Contradiction, DeltasyncError, InvalidInput, NotFound
@@ -42,9 +43,9 @@ def model(package: Path) -> Model:
     return compiled_model(package)
 
 
-def followed(model: nn.Module, version: int = 1) -> TorchTarget:
-    target = TorchTarget(model)
-    target.apply(release_of(version, weights(version), resync=True))
+def followed(model: nn.Module, reads: Reads = "pause") -> TorchTarget:
+    target = TorchTarget(model, reads=reads)
+    target.apply(release_of(1, weights(1), resync=True))
     return target
 
 
@@ -141,14 +142,14 @@ class Serving:
 
     def _serve(self) -> None:
         while not self._stop.is_set():
-            with self._target.reading() as module:
-                version = self._target.position.number
-                found = output(module)
-            self.outputs.append((version, found))
+            with self._target.reading() as reading:
+                found = output(reading.module)
+            self.outputs.append((reading.version, found))
 
 
-def test_while_it_serves_each_output_is_that_of_the_version_it_was_told(model: Model) -> None:
-    target, versions = followed(model), range(2, 40)
+@pytest.mark.parametrize("reads", ["pause", "copies"])
+def test_while_it_serves_each_output_is_that_of_the_version_it_was_told(model: Model, reads: Reads) -> None:
+    target, versions = followed(model, reads), range(2, 40)
     with Serving(target, 3) as serving:
         for version in versions:
             target.apply(release_of(version, weights(version)))
@@ -234,7 +235,10 @@ def with_table(table: TableSpec) -> Any:
     [
         (TableSpec("over.unused", 1, 3), "the compiled module over has no constant unused"),
         (TableSpec("over.layers.2.bias", 1, 2), "the module has over.layers.2.bias of shape [1]"),
-        (TableSpec("over.layers.0.bias", 1, 8, np.dtype("<f2")), "of shape [8] and type torch.float32"),
+        (
+            TableSpec("over.layers.0.bias", 1, 8, np.dtype("<i4"), TableKind.PARAMETER),
+            "of shape [8] and type torch.float32",
+        ),
     ],
     ids=["folded away", "shape", "type"],
 )
@@ -294,6 +298,22 @@ def test_a_module_that_was_made_in_inference_mode_follows(package: Path) -> None
     target.apply(release_of(2, weights(2), resync=True))
     assert held(target, model) == rows_of(weights(2))
     assert torch.equal(output(copy.deepcopy(model)), output(as_written(2)))
+
+
+@pytest.mark.slow  # It is compiled.
+def test_a_part_that_was_compiled_in_half_precision_holds_rounded_rows(tmp_path: Path) -> None:
+    model = compiled_model(compile_over(tmp_path / "over.pt2", torch.float16, **KEEP))
+    model.user.half()
+    target, dense = TorchTarget(model), {name: each for name, each in weights(2).items() if "over" in name}
+    tables = [TableSpec("user", compiled.ROWS, compiled.DIM, np.dtype("<f2")), *tables_of(as_written(1))[1:]]
+    for version in (1, 2):
+        target.apply(release_of(version, dense, resync=version == 1, tables=tables))
+        for table in tables[1:]:
+            assert torch.equal(model.state_dict()[table.name], dense[table.name].half())
+            rows = target.read(table, np.arange(table.rows))
+            assert rows is not None
+            assert rows.tobytes() == dense[table.name].numpy().tobytes()
+        dense = {name: each * 1.37 for name, each in dense.items()}
 
 
 def scripted(how: str) -> Any:

@@ -35,7 +35,8 @@ def held_by(folder: Path, ranks: list[int]) -> dict[str, torch.Tensor]:
 
 
 def assert_equal(target: NumpyTarget, held: dict[str, torch.Tensor]) -> None:
-    with target.reading() as tables:
+    with target.reading() as reading:
+        tables = reading.tables
         assert tables.keys() == held.keys()
         for name, rows in held.items():
             np.testing.assert_array_equal(tables[name], rows.numpy().reshape(tables[name].shape), err_msg=name)

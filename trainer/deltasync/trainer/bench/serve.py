@@ -32,13 +32,14 @@ from torchrec.inference.modules import quantize_embeddings
 
 from deltasync.client import Position, Release, RowBatch, TableSpec, ValueType
 from deltasync.client.checksums import TargetChecksums
+from deltasync.client.reading import Reads
 from deltasync.client.torch_target import TorchTarget
 from deltasync.core.delivery import Delivery
 from deltasync.core.mode import Mode
 from deltasync.core.process import keep_freed_memory
 from deltasync.trainer.bench.timing import spread_of
 
-WAYS = ("pause", "copies")
+WAYS: tuple[Reads, ...] = ("pause", "copies")
 CHECKED = "checked"
 _BAGS, _BAG = 256, 20
 _BATCHES, _RELEASES = 64, 16
@@ -99,7 +100,7 @@ def _one_core() -> Iterator[None]:
 class Predictor:
     """A quantised module that is looked up, the target that writes it, and releases for it."""
 
-    def __init__(self, options: ServeOptions, reads: str, *, checked: bool) -> None:
+    def __init__(self, options: ServeOptions, reads: Reads, *, checked: bool) -> None:
         self._options = options
         self._table = TableSpec("0.embedding_bags.table", options.rows, options.dim)
         self.target = TorchTarget(_quantised(options), reads=reads)
@@ -190,7 +191,7 @@ def _quantised(options: ServeOptions) -> nn.Module:
 
 def _measure(options: ServeOptions) -> dict[str, Any]:
     default = TorchTarget(nn.Linear(1, 1)).reads
-    predictors = {way: Predictor(options, way, checked=False) for way in WAYS}
+    predictors: dict[str, Predictor] = {way: Predictor(options, way, checked=False) for way in WAYS}
     predictors[CHECKED] = Predictor(options, default, checked=True)
     rounds = [_round(predictors) for _ in range(_WARM_UP + options.rounds)][_WARM_UP:]
     rates = [predictors[default].apply_rates() for _ in range(_WARM_UP + options.rounds)][_WARM_UP:]

@@ -113,9 +113,9 @@ def training() -> Iterator[Training]:
 
 
 def check_equal(target: NumpyTarget, expected: dict[str, np.ndarray]) -> None:
-    with target.reading() as tables:
+    with target.reading() as reading:
         for fqn, rows in expected.items():
-            np.testing.assert_array_equal(tables[fqn], rows, strict=True)
+            np.testing.assert_array_equal(reading.tables[fqn], rows, strict=True)
 
 
 def deleted(tables: dict[str, np.ndarray], ids: list[int]) -> bool:

@@ -1,0 +1,145 @@
+"""A module that a release is written into, and copies of modules."""
+
+import copy
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from deltasync.client.targets import Release
+from deltasync.client.torch_binding import Binding, Place, accelerators, bind
+from deltasync.client.torch_compiled import compiled_modules
+from deltasync.core.errors import Contradiction
+from deltasync.core.rows import Ids, RowBatch, Values
+from deltasync.core.tables import TableSpec
+from deltasync.core.value_types import ValueType
+
+
+class ModuleCopy:
+    """A module, and the places of tables in it.
+
+    Attributes:
+        module: the module.
+        binding: places of the tables of the last release.
+    """
+
+    def __init__(self, module: nn.Module, leaves_out: Callable[[TableSpec], bool]) -> None:
+        self.module = module
+        self.binding = Binding({}, {}, [])
+        self._leaves_out = leaves_out
+        self._followed = False
+        self._early: dict[str, Place | None] = {}
+
+    def bind(self, tables: Iterable[TableSpec], held: Collection[str], types: Collection[ValueType]) -> Binding:
+        """See `torch_binding.bind`; nothing is followed yet."""
+        return bind(self.module, [table for table in tables if not self._leaves_out(table)], held, types)
+
+    def follow(self, binding: Binding) -> None:
+        """Have releases written to these places from now on."""
+        self.binding, self._followed, self._early = binding, True, {}
+
+    def stage(self, release: Release) -> Callable[[], None]:
+        """See `copies.Copy`."""
+        for compiled in compiled_modules(self.module):
+            compiled.discard()
+        rows: dict[str, list[RowBatch]] = {table.name: [] for table in release.tables if release.resets(table)}
+        for each in release.rows:
+            rows.setdefault(each.table.name, []).append(each)
+        writes = [
+            self.binding.places[table.name].stage(rows[table.name], reset=release.resets(table))
+            for table in release.tables
+            if table.name in rows and table.name in self.binding.places
+        ]
+        devices = accelerators(self.module)
+
+        def write() -> None:
+            # Inference mode, since a module may have been made in it: what it holds can be written in no other.
+            with torch.inference_mode():
+                _finish(devices)  # What readers have begun there, on streams of their own.
+                for each in writes:
+                    each()
+                _finish(devices)
+
+        return write
+
+    def read(self, table: TableSpec, ids: Ids) -> Values | None:
+        """See `copies.Copy`."""
+        place = self.binding.places.get(table.name) if self._followed else self._outlived(table)
+        # A table that has grown meanwhile is not the one that is held.
+        return place.read(ids) if place and place.table == table else None
+
+    def _outlived(self, table: TableSpec) -> Place | None:
+        """The place of a table before any release: a module may have outlived another process."""
+        if table.name not in self._early:
+            self._early[table.name] = self.bind([table], (), list(ValueType)).places.get(table.name)
+        return self._early[table.name]
+
+
+def copy_of(module: nn.Module) -> nn.Module:
+    """A module that has nothing in common with another one but its values.
+
+    Raises:
+        Contradiction: there is none: it refuses to be copied, or tensors of its copy do not share memory with each
+            other where its own do, or do where they should not.
+    """
+    try:
+        made = copy.deepcopy(module)
+    except Exception as error:
+        raise _no_copy(f"{type(error).__name__}: {error}") from error
+    tensors, copies = _tensors(module), _tensors(made)
+    if tensors.keys() != copies.keys():
+        raise _no_copy(f"its copy has other tensors: {sorted(tensors.keys() ^ copies.keys())}")
+    storages, owners = {_storage(each) for each in tensors.values()}, dict[int, int]()
+    for name, tensor in copies.items():
+        if _storage(tensor) and _storage(tensor) in storages:
+            raise _no_copy(f"its copy has {name} in common with it")
+        if owners.setdefault(_storage(tensors[name]), _storage(tensor)) != _storage(tensor):
+            raise _no_copy(f"{name} shares memory with another of its tensors, and would not in a copy")
+    return made
+
+
+def _no_copy(why: str) -> Contradiction:
+    return Contradiction(
+        f'reads="copies": the module cannot be copied: {why}. Give the target one that can, or reads="pause"'
+    )
+
+
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """All tensors that a module keeps, also in plain attributes, as quantised collections do."""
+    found: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    todo: list[tuple[str, Any]] = [("", module)]
+    while todo:
+        name, value = todo.pop()
+        if isinstance(value, torch.Tensor):
+            found[name] = value
+        elif id(value) not in seen:
+            seen.add(id(value))
+            todo.extend((f"{name}.{key}".lstrip("."), each) for key, each in _parts(value))
+    return found
+
+
+def _parts(value: object) -> Iterator[tuple[object, object]]:
+    if isinstance(value, nn.Module):
+        yield from [*value.named_parameters(recurse=False), *value.named_buffers(recurse=False)]
+        yield from value.named_children()
+        yield from ((key, each) for key, each in vars(value).items() if key not in _OWN)
+    elif isinstance(value, dict):
+        yield from value.items()
+    elif isinstance(value, list | tuple):
+        yield from enumerate(value)
+
+
+# What `named_parameters` and so on tell already.
+_OWN = ("_parameters", "_buffers", "_modules")
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Where its memory begins; 0 where it has none."""
+    return 0 if tensor.is_meta else tensor.untyped_storage().data_ptr()
+
+
+def _finish(devices: Iterable[torch.device]) -> None:
+    for device in devices:
+        torch.cuda.synchronize(device)
