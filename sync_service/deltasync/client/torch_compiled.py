@@ -148,16 +148,13 @@ def compiled_modules(module: nn.Module) -> list[CompiledModule]:
     return [each for each in module.modules() if isinstance(each, CompiledModule)]
 
 
-def spare_of(module: nn.Module, name: str) -> tuple[torch.Tensor, Callable[[], None]] | None:
-    """Where to write what is to be behind a tensor's name, and what then serves it.
-
-    None for tensors that are no constants of compiled modules.
-    """
+def compiled_module_of(module: nn.Module, name: str) -> tuple[CompiledModule, str] | None:
+    """The compiled module that has the tensor `name` of a module, and the tensor's name in it; None for others."""
     owner, rest = module, name
     while rest and not isinstance(owner, CompiledModule):
         first, _, rest = rest.partition(".")
         owner = getattr(owner, first)
-    return (owner.spare(rest), owner.swap) if isinstance(owner, CompiledModule) else None
+    return (owner, rest) if isinstance(owner, CompiledModule) else None
 
 
 def absence(module: nn.Module, table: str) -> str:

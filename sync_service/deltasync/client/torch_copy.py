@@ -41,11 +41,11 @@ class ModuleCopy:
 
     def stage(self, release: Release) -> Callable[[], None]:
         """See `copies.Copy`."""
-        for compiled in compiled_modules(self.module):
-            compiled.discard()
+        for each in compiled_modules(self.module):
+            each.discard()
         rows: dict[str, list[RowBatch]] = {table.name: [] for table in release.tables if release.resets(table)}
-        for each in release.rows:
-            rows.setdefault(each.table.name, []).append(each)
+        for batch in release.rows:
+            rows.setdefault(batch.table.name, []).append(batch)
         writes = [
             self.binding.places[table.name].stage(rows[table.name], reset=release.resets(table))
             for table in release.tables
@@ -57,8 +57,8 @@ class ModuleCopy:
             # Inference mode, since a module may have been made in it: what it holds can be written in no other.
             with torch.inference_mode():
                 _finish(devices)  # What readers have begun there, on streams of their own.
-                for each in writes:
-                    each()
+                for write_table in writes:
+                    write_table()
                 _finish(devices)
 
         return write
