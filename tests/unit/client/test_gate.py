@@ -1,18 +1,18 @@
 """Readers side by side or one writer, in fair turns: the decisions against a model, then with threads."""
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from tests.support.threads import WAIT, threads
 
 from deltasync.client.gate import Gate, Turns
 from deltasync.core.errors import Contradiction
 
-WAIT = 30
 PEOPLE = range(8)
 
 
@@ -149,28 +149,6 @@ class Observed(Gate):
         assert self.waits.acquire(timeout=WAIT)
 
 
-@contextmanager
-def threads(*tasks: Callable[[], None]) -> Iterator[None]:
-    """Run tasks in threads of their own; what they raise is raised here."""
-    failures: list[BaseException] = []
-
-    def run(task: Callable[[], None]) -> None:
-        try:
-            task()
-        except BaseException as failure:  # noqa: BLE001  # raised below
-            failures.append(failure)
-
-    started = [threading.Thread(target=run, args=(task,), daemon=True) for task in tasks]
-    for each in started:
-        each.start()
-    yield
-    for each in started:
-        each.join(WAIT)
-        assert not each.is_alive()
-    for failure in failures:
-        raise failure
-
-
 def through(gate: AbstractContextManager[None], seen: list[str], name: str) -> Callable[[], None]:
     def task() -> None:
         with gate:
@@ -303,9 +281,12 @@ def test_a_reading_may_end_in_another_thread() -> None:
         reading.append(gate.reading())
         reading[0].__enter__()
 
+    def end() -> None:
+        reading[0].__exit__(None, None, None)
+
     with threads(begin):
         pass
-    with threads(lambda: reading[0].__exit__(None, None, None) and None):
+    with threads(end):
         pass
     with threads(through(gate.writing(), seen, "writer")):
         pass
