@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -183,6 +184,36 @@ def test_of_two_copies_one_can_always_be_read(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_reader_that_comes_during_a_swap_does_not_keep_releases_from_others(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = target_of(kind, "copies")
+    target.apply(release_of(1))
+    gate = target._copies._served.gate
+    entering = gate.reading
+
+    def swapped_just_before() -> AbstractContextManager[None]:
+        monkeypatch.undo()
+        target.apply(release_of(2))
+        return entering()
+
+    monkeypatch.setattr(gate, "reading", swapped_just_before)
+    new = [0]
+
+    def come() -> None:
+        while new[-1] < 3:
+            new.append(read(target)[0])
+
+    with target.reading() as reading:
+        context = threads(lambda: target.apply(release_of(3)))
+        context.__enter__()
+        with threads(come):
+            pass
+        assert (reading.version, values_of(reading)) == (2, {2})
+    context.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_both_copies_take_every_release(kind: str) -> None:
     target, both = target_of(kind, "copies"), list[Any]()
     for version in range(1, 6):
@@ -311,14 +342,22 @@ def test_a_release_not_written_to_its_end_is_never_served(
     check_torn(target, monkeypatch, 3)
 
 
+@pytest.mark.parametrize("where", ["in the middle", "before it began"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_served_stays_so_where_the_second_copy_fails(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_served_stays_so_where_the_second_copy_fails(
+    kind: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise KeyboardInterrupt
+
     target = target_of(kind, "copies")
     target.apply(release_of(1))
-    for side in target._copies._sides:
-        if side is target._copies._served:  # Which is written last.
-            monkeypatch.setattr(side.copy, "stage", lambda _: lambda: [][0])
-    with pytest.raises(IndexError):
+    last = target._copies._served
+    if where == "in the middle":
+        monkeypatch.setattr(last.copy, "stage", lambda _: fail)
+    else:
+        monkeypatch.setattr(last.gate, "writing", fail)
+    with pytest.raises(KeyboardInterrupt):
         target.apply(release_of(2))
     assert read(target) == (2, {2})
     check_torn(target, monkeypatch, 3)
