@@ -3,22 +3,33 @@
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, Protocol
+from typing import Protocol
 
-import numpy as np
 import torch
 from torch import nn
-from torch.autograd.graph import increment_version
 
+from deltasync.client.torch_cast import CastTensor
 from deltasync.client.torch_collision import collision_modules
+from deltasync.client.torch_compiled import absence
 from deltasync.client.torch_id_map import id_map_of
 from deltasync.client.torch_id_ranges import id_ranges_of
+from deltasync.client.torch_quantised import QuantisedRows
+from deltasync.client.torch_tbe import TABLES_OF, Piece, tables_in_tbes, tbe_memory, tbe_prefixes
+from deltasync.client.torch_tensor import Tensor, casts, value_types_of
 from deltasync.core.errors import Contradiction, DeltasyncError, NotFound
 from deltasync.core.rows import Ids, RowBatch, Values
-from deltasync.core.tables import TableKind, TableSpec, matrix_shape
+from deltasync.core.tables import TableKind, TableSpec
+from deltasync.core.value_types import ValueType
 
-_EMBEDDINGS = "._embedding_module."
 _COLLISIONS = "._managed_collision_collection."
+# What managed collision wraps: itself quantised, it has the tables.
+_EMBEDDINGS = ("._embedding_module.", ".")
+# Names that TorchRec changes as it quantises, by what they were.
+_QUANTISED_NAMES = {
+    "._embedding_module.": ".",
+    "._embedding_bag_collection.": ".",
+    "._feature_processors.": ".feature_processor.",
+}
 
 
 class Place(Protocol):
@@ -48,57 +59,6 @@ class Place(Protocol):
 
 
 @dataclass(frozen=True)
-class Tensor:
-    """A parameter or buffer of a module, as the place of a table."""
-
-    module: nn.Module
-    name: str
-    table: TableSpec
-
-    @property
-    def rows(self) -> torch.Tensor:
-        """Its live view [rows, dim].
-
-        Raises:
-            Contradiction: it has another shape or type than the table, or cannot be written by rows.
-        """
-        # Found by its name each time: `module.to(...)` puts other memory behind a name.
-        found: Any = reduce(getattr, self.name.split("."), self.module)
-        tensor: torch.Tensor = found.detach()
-        self._check(tensor)
-        return tensor.view(self.table.rows, self.table.dim)
-
-    def stage(self, rows: Sequence[RowBatch], *, reset: bool) -> Callable[[], None]:
-        """See `Place`."""
-        held = self.rows
-
-        def write() -> None:
-            if reset:
-                held.zero_()
-            for each in rows:
-                _write(held, each)
-
-        return write
-
-    def read(self, ids: Ids) -> Values:
-        """See `Place`."""
-        held = self.rows
-        return held.index_select(0, _on(held, ids)).cpu().numpy()
-
-    def _check(self, tensor: torch.Tensor) -> None:
-        table, wanted = self.table, torch.from_numpy(np.empty(0, self.table.dtype)).dtype
-        what = f"the module has {self.name} of shape {list(tensor.shape)} and type {tensor.dtype}"
-        if matrix_shape(tensor.shape) != (table.rows, table.dim) or tensor.dtype != wanted:
-            why = (
-                ", which looks quantised: quantised tables cannot follow yet" if _quantised(table, tensor) else ""
-            )
-            raise Contradiction(f"table {table.name!r} is {table.rows} x {table.dim} {wanted}, {what}{why}")
-        if tensor.is_meta or not tensor.is_contiguous():
-            where = "on the meta device" if tensor.is_meta else "that does not lie in memory row by row"
-            raise Contradiction(f"table {table.name!r}: {what} {where}, which cannot be written")
-
-
-@dataclass(frozen=True)
 class Binding:
     """Which tables a module holds, and where.
 
@@ -113,22 +73,34 @@ class Binding:
     stale: list[str]
 
 
-def bind(module: nn.Module, tables: Sequence[TableSpec], held: Collection[str] = ()) -> Binding:
+def bind(
+    module: nn.Module,
+    tables: Sequence[TableSpec],
+    held: Collection[str] = (),
+    types: Collection[ValueType] | None = None,
+) -> Binding:
     """Find the place of each table. A table and its map and ranges have places together, or none has.
 
     Where several fit one place, the one that has its very name gets it, or else the one among `held`, tables that
     had their places before.
+
+    Args:
+        module: what to look in.
+        tables: what to look for.
+        held: see above.
+        types: the value types in which the consumer's embedding tables come; None = those of `tables`.
     """
+    contents = _Contents.of(module, value_types_of(tables) if types is None else types)
     places: dict[str, Place] = {}
     problems: dict[str, DeltasyncError] = {}
     for table in tables:
         try:
-            places[table.name] = _place(module, table)
+            places[table.name] = contents.place_of(table)
         except DeltasyncError as problem:
             problems[table.name] = problem
     _refuse_shared(places, problems, held)
     _refuse_half(tables, places, problems)
-    return Binding(places, problems, _stale(module, places))
+    return Binding(places, problems, _stale(contents, places))
 
 
 def missing_maps(module: nn.Module, binding: Binding) -> list[str]:
@@ -143,7 +115,8 @@ def missing_maps(module: nn.Module, binding: Binding) -> list[str]:
 
 def accelerators(module: nn.Module) -> set[torch.device]:
     """Where work on the module's tensors goes on after the call that began it."""
-    return {tensor.device for _, tensor in _tensors(module) if tensor.is_cuda}
+    tensors = [tensor for _, tensor in _tensors(module)]
+    return {tensor.device for tensor in (*tensors, *tbe_memory(module)) if tensor.is_cuda}
 
 
 def in_training(module: nn.Module, binding: Binding) -> list[str]:
@@ -158,27 +131,71 @@ def in_training(module: nn.Module, binding: Binding) -> list[str]:
 def _embeds(collision: str, parameter: str) -> bool:
     owner, _, rest = f".{collision}".rpartition(_COLLISIONS)
     _, _, table = rest.rpartition(".")
-    return f".{parameter}".startswith(owner + _EMBEDDINGS) and parameter.endswith(f".{table}.weight")
+    weights = [f"{owner}{embedding}{kind}.{table}.weight" for embedding in _EMBEDDINGS for kind in TABLES_OF]
+    return f".{parameter}" in weights
 
 
-def _place(module: nn.Module, table: TableSpec) -> Place:
-    if table.kind is TableKind.ID_MAP:
-        return id_map_of(module, table)
-    if table.kind is TableKind.ID_RANGES:
-        return id_ranges_of(module, table)
-    place = Tensor(module, _name_of(_state(module), table), table)
-    _ = place.rows  # Checked now.
-    return place
+@dataclass(frozen=True)
+class _Contents:
+    """What a module has that could hold a table.
+
+    Attributes:
+        module: the module.
+        tensors: its parameters and buffers by name, without those that its TBEs have, or share with their tables.
+        tbes: the tables in its TBEs, likewise.
+        types: the value types in which the consumer's embedding tables come.
+    """
+
+    module: nn.Module
+    tensors: dict[str, torch.Tensor]
+    tbes: dict[str, list[Piece]]
+    types: Collection[ValueType]
+
+    @classmethod
+    def of(cls, module: nn.Module, types: Collection[ValueType]) -> "_Contents":
+        """What a module has."""
+        prefixes = tbe_prefixes(module)
+        tensors = {name: each for name, each in _tensors(module) if not name.startswith(prefixes)}
+        return cls(module, tensors, tables_in_tbes(module), types)
+
+    def place_of(self, table: TableSpec) -> Place:
+        """The place of a table.
+
+        Raises:
+            NotFound: nothing has its name.
+            Contradiction: what has its name cannot hold it.
+        """
+        if table.kind is TableKind.ID_MAP:
+            return id_map_of(self.module, table)
+        if table.kind is TableKind.ID_RANGES:
+            return id_ranges_of(self.module, table)
+        name = self._name_of(table)
+        if name in self.tbes:
+            return QuantisedRows.of(name, table, self.tbes[name])
+        dtype = self.tensors[name].dtype
+        cast = casts(table, dtype, self.types)
+        place = CastTensor(self.module, name, table, dtype) if cast else Tensor(self.module, name, table)
+        _ = place.rows  # Checked now.
+        return place
+
+    def _name_of(self, table: TableSpec) -> str:
+        names = [*self.tensors, *self.tbes]
+        found = _names_of(names, table.name) or _names_of(names, _quantised_name(table.name))
+        if len(found) > 1:
+            raise NotFound(f"table {table.name!r}: {', '.join(found)} fit, expected one")
+        if not found:
+            raise NotFound(f"table {table.name!r}: {absence(self.module, table.name)}")
+        return found[0]
 
 
-def _name_of(names: Sequence[str] | dict[str, torch.Tensor], table: TableSpec) -> str:
-    exact = [name for name in names if table.name in (name, name.removesuffix(".weight"))]
-    found = exact or [name for name in names if _ends_with(table.name, name)]
-    if len(found) > 1:
-        raise NotFound(f"table {table.name!r}: {', '.join(found)} fit, expected one")
-    if not found:
-        raise NotFound(f"table {table.name!r}: the module has no parameter or buffer of that name")
-    return found[0]
+def _names_of(names: Sequence[str], table: str) -> list[str]:
+    exact = [name for name in names if table in (name, name.removesuffix(".weight"))]
+    return exact or [name for name in names if _ends_with(table, name)]
+
+
+def _quantised_name(name: str) -> str:
+    """What TorchRec calls a parameter or buffer of a model in the quantised model."""
+    return reduce(lambda known, pair: known.replace(*pair), _QUANTISED_NAMES.items(), f".{name}").removeprefix(".")
 
 
 def _ends_with(table: str, name: str) -> bool:
@@ -188,7 +205,8 @@ def _ends_with(table: str, name: str) -> bool:
 def _refuse_shared(places: dict[str, Place], problems: dict[str, DeltasyncError], held: Collection[str]) -> None:
     tables: dict[tuple[type[Place], str], list[str]] = {}
     for table, place in places.items():
-        tables.setdefault((type(place), place.name), []).append(table)
+        kind = Tensor if isinstance(place, Tensor) else type(place)
+        tables.setdefault((kind, place.name), []).append(table)
     for (_, name), several in tables.items():
         for table in _without_owner(several, name, held):
             text = f"tables {', '.join(several)} fit one place, {name}: give the target the whole model"
@@ -218,39 +236,14 @@ def _together(table: TableSpec, other: TableSpec) -> bool:
     return (table.of or table.name) == (other.of or other.name)
 
 
-def _stale(module: nn.Module, places: dict[str, Place]) -> list[str]:
+def _stale(contents: _Contents, places: dict[str, Place]) -> list[str]:
     bound = {place.name for place in places.values()}
-    collisions = tuple(f"{name}." for name in collision_modules(module))
-    saved = module.state_dict().keys()
-    return [
-        name for name in _state(module) if name in saved and name not in bound and not name.startswith(collisions)
-    ]
-
-
-def _state(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name."""
-    return {name: tensor for name, tensor in _tensors(module) if tensor is not None}
+    collisions = tuple(f"{name}." for name in collision_modules(contents.module))
+    saved = contents.module.state_dict().keys()
+    tensors = [name for name in contents.tensors if name in saved and not name.startswith(collisions)]
+    return [name for name in (*tensors, *contents.tbes) if name not in bound]
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_parameters()
     yield from module.named_buffers()
-
-
-def _quantised(table: TableSpec, tensor: torch.Tensor) -> bool:
-    return table.kind is TableKind.EMBEDDING and not tensor.dtype.is_floating_point
-
-
-def _write(held: torch.Tensor, rows: RowBatch) -> None:
-    if held.device.type != "cpu":
-        held.index_copy_(0, _on(held, rows.ids), _on(held, rows.values))
-        return
-    # Without a copy of them, which would be made while nobody can read.
-    held.numpy()[rows.ids] = rows.values
-    if not held.is_inference():
-        increment_version(held)
-
-
-def _on(held: torch.Tensor, values: Ids | Values) -> torch.Tensor:
-    # A copy, since torch has no read-only tensors.
-    return torch.from_numpy(values.copy()).to(held.device)

@@ -9,9 +9,11 @@ from torch import nn
 
 from deltasync.client.targets import Release
 from deltasync.client.torch_binding import Binding, Place, accelerators, bind
+from deltasync.client.torch_compiled import compiled_modules
 from deltasync.core.errors import Contradiction
 from deltasync.core.rows import Ids, RowBatch, Values
 from deltasync.core.tables import TableSpec
+from deltasync.core.value_types import ValueType
 
 
 class ModuleCopy:
@@ -29,9 +31,9 @@ class ModuleCopy:
         self._followed = False
         self._early: dict[str, Place | None] = {}
 
-    def bind(self, tables: Iterable[TableSpec], held: Collection[str]) -> Binding:
+    def bind(self, tables: Iterable[TableSpec], held: Collection[str], types: Collection[ValueType]) -> Binding:
         """See `torch_binding.bind`; nothing is followed yet."""
-        return bind(self.module, [table for table in tables if not self._leaves_out(table)], held)
+        return bind(self.module, [table for table in tables if not self._leaves_out(table)], held, types)
 
     def follow(self, binding: Binding) -> None:
         """Have releases written to these places from now on."""
@@ -39,9 +41,11 @@ class ModuleCopy:
 
     def stage(self, release: Release) -> Callable[[], None]:
         """See `copies.Copy`."""
+        for each in compiled_modules(self.module):
+            each.discard()
         rows: dict[str, list[RowBatch]] = {table.name: [] for table in release.tables if release.resets(table)}
-        for each in release.rows:
-            rows.setdefault(each.table.name, []).append(each)
+        for batch in release.rows:
+            rows.setdefault(batch.table.name, []).append(batch)
         writes = [
             self.binding.places[table.name].stage(rows[table.name], reset=release.resets(table))
             for table in release.tables
@@ -53,8 +57,8 @@ class ModuleCopy:
             # Inference mode, since a module may have been made in it: what it holds can be written in no other.
             with torch.inference_mode():
                 _finish(devices)  # What readers have begun there, on streams of their own.
-                for each in writes:
-                    each()
+                for write_table in writes:
+                    write_table()
                 _finish(devices)
 
         return write
@@ -68,7 +72,7 @@ class ModuleCopy:
     def _outlived(self, table: TableSpec) -> Place | None:
         """The place of a table before any release: a module may have outlived another process."""
         if table.name not in self._early:
-            self._early[table.name] = self.bind([table], ()).places.get(table.name)
+            self._early[table.name] = self.bind([table], (), list(ValueType)).places.get(table.name)
         return self._early[table.name]
 
 

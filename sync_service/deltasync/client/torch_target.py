@@ -12,12 +12,14 @@ from torch import nn
 from deltasync.client.copies import Copies
 from deltasync.client.reading import Reading, Reads, number_of_copies
 from deltasync.client.targets import Release
-from deltasync.client.torch_binding import Binding, Tensor, bind, in_training, missing_maps
+from deltasync.client.torch_binding import Binding, bind, in_training, missing_maps
 from deltasync.client.torch_copy import ModuleCopy, copy_of
+from deltasync.client.torch_tensor import Tensor, value_types_of
 from deltasync.core.errors import Contradiction, DeltasyncError, InvalidInput, NotFound
 from deltasync.core.position import Position
 from deltasync.core.rows import Ids, Values
 from deltasync.core.tables import TableSpec
+from deltasync.core.value_types import ValueType
 
 __all__ = ["ModuleReading", "TorchTarget"]
 
@@ -100,7 +102,8 @@ class TorchTarget:
     def tables(self) -> dict[str, torch.Tensor]:
         """The rows of every table received so far, as live [rows, dim] views of the parameters and buffers.
 
-        Maps of raw ids have none.
+        Maps of raw ids have none, nor have quantised tables. Those of a `CompiledModule` are live until the next
+        release.
         """
         places = self._copies.served.binding.places
         return {name: place.rows for name, place in places.items() if isinstance(place, Tensor)}
@@ -134,7 +137,8 @@ class TorchTarget:
 
     def _follow(self, tables: list[TableSpec]) -> None:
         """Bind the tables of a first release, or others than before."""
-        bindings = [each.bind(tables, self.bound()) for each in self._copies.each]
+        types = value_types_of(tables)
+        bindings = [each.bind(tables, self.bound(), types) for each in self._copies.each]
         binding, before = bindings[0], self._copies.served.binding
         # What comes later has no place as long as the module is the one it was: the rest goes on.
         known = {table.name for table in self._followed if table in tables and table.name in self.bound()}
@@ -157,7 +161,7 @@ class TorchTarget:
         names = [*(table.name for table in tables), *missing_maps(module, binding)]
         if idle := [each for each in self._leave_out if not any(fnmatchcase(name, each) for name in names)]:
             logger.warning("leave_out: no table fits %s", ", ".join(idle))
-        left_out = bind(module, [table for table in tables if self._leaves_out(table)])
+        left_out = bind(module, [table for table in tables if self._leaves_out(table)], types=list(ValueType))
         wanted = {place.name for place in left_out.places.values()}
         if stale := [name for name in binding.stale if name not in wanted]:
             logger.warning("no table brings these of the module, which stay as they are: %s", ", ".join(stale))

@@ -74,9 +74,9 @@ def test_a_callback_is_given_the_release() -> None:
     [
         (nn.Linear(1, 1), NotFound, f"tables {USER.name!r}, {HALF.name!r}: the module has no parameter or buffer"),
         (
-            Bags(half=torch.float32),
+            Bags(half=torch.bfloat16),
             Contradiction,
-            "small' is 4 x 3 torch.float16, the module has small.weight of shape [4, 3] and type torch.float32",
+            "small' is 4 x 3 torch.float16, the module has small.weight of shape [4, 3] and type torch.bfloat16",
         ),
         (Bags(rows=6), Contradiction, "user' is 5 x 2 torch.float32, the module has user.weight of shape [6, 2]"),
     ],

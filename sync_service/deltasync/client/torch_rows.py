@@ -1,0 +1,95 @@
+"""Rows of a tensor, read and written by their ids."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.autograd.graph import increment_version
+
+from deltasync.core.errors import Contradiction
+from deltasync.core.rows import Ids, Values
+
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, eq=False)
+class TensorRows:
+    """The rows of a tensor [rows, width], each of which lies in one piece.
+
+    Attributes:
+        held: the tensor.
+    """
+
+    held: torch.Tensor
+
+    def stage(self, ids: Ids, values: Values) -> Callable[[], None]:
+        """Prepare rows ([n, width], of the tensor's type or of one as wide), and return what writes them.
+
+        Raises:
+            Contradiction: the tensor has no such rows; nothing was written.
+        """
+        self._check(ids, values)
+        if self.held.device.type == "cpu":
+            return self._stage_on_cpu(ids, values)
+        held, at, rows = self.held, torch.from_numpy(ids.copy()).to(self.held.device), self._on_device(values)
+
+        def write() -> None:
+            held.index_copy_(0, at, rows)
+
+        return write
+
+    def stage_fill(self, row: Values) -> Callable[[], None]:
+        """The same for one row ([1, width]) that all rows become."""
+        if self.held.device.type == "cpu":
+            return self._stage_on_cpu(slice(None), row)
+        held, rows = self.held, self._on_device(row)
+
+        def write() -> None:
+            held.copy_(rows.expand_as(held))
+
+        return write
+
+    def read(self, ids: Ids) -> Bytes:
+        """The rows `ids` ([n]) as bytes [n, width x bytes of a number], in host memory."""
+        if self.held.device.type == "cpu":
+            return np.take(self._items, ids)[:, None].view(np.uint8)
+        at = torch.from_numpy(ids.copy()).to(self.held.device)
+        rows: Bytes = self.held.index_select(0, at).cpu().view(torch.uint8).numpy()
+        return rows
+
+    def _stage_on_cpu(self, at: Any, values: Values) -> Callable[[], None]:
+        held, items, rows = self.held, self._items, _items(np.ascontiguousarray(values))
+
+        def write() -> None:
+            items[at] = rows
+            if not held.is_inference():
+                increment_version(held)
+
+        return write
+
+    @property
+    def _items(self) -> NDArray[np.void]:
+        return _items(self.held.view(torch.uint8).numpy())
+
+    def _on_device(self, values: Values) -> torch.Tensor:
+        # A copy, since torch has no read-only tensors.
+        raw = torch.from_numpy(np.array(values, order="C").view(np.uint8))
+        return raw.to(self.held.device).view(self.held.dtype)
+
+    def _check(self, ids: Ids, values: Values) -> None:
+        rows, width = self.held.shape[0], self.held.shape[1] * self.held.itemsize
+        given = values.shape[1] * values.itemsize
+        if given != width or (len(ids) and not 0 <= ids.min() <= ids.max() < rows):
+            ids_text = f"ids {ids.min()} to {ids.max()}" if len(ids) else "no ids"
+            raise Contradiction(
+                f"{ids_text} of {given} bytes a row, for memory of {rows} rows of {width} bytes: not written"
+            )
+
+
+def _items(rows: Values) -> NDArray[np.void]:
+    """Rows [n, width] as [n] items, which NumPy copies several times as fast as it copies rows."""
+    items: NDArray[np.void] = rows.view(np.dtype((np.void, rows.shape[1] * rows.itemsize)))[:, 0]
+    return items

@@ -1,0 +1,187 @@
+"""Models that TorchRec has quantised for serving, and releases of the models that they were made of."""
+
+import copy
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+)
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
+from torchrec.inference.modules import quantize_embeddings, shard_quant_model
+from torchrec.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
+from torchrec.quant import embedding_modules as quant
+from torchrec.quant.embedding_modules import quant_prep_customize_row_alignment
+
+from deltasync.client import Position, Release, RowBatch, TableSpec
+from deltasync.core.delivery import Delivery
+from deltasync.core.mode import Mode
+from deltasync.core.rows import Ids, Values
+from deltasync.core.value_types import ValueType
+
+TYPES = {8: (ValueType.INT8_TBE, torch.qint8), 4: (ValueType.INT4_TBE, torch.quint4x2)}
+SIZES = {"user": 5, "item": 9, "shop": 3}
+
+_QUANTISED: dict[type[nn.Module], type[nn.Module]] = {
+    EmbeddingCollection: quant.EmbeddingCollection,
+    ManagedCollisionEmbeddingBagCollection: quant.QuantManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection: quant.QuantManagedCollisionEmbeddingCollection,
+}
+
+
+class Model(nn.Module):
+    """Of three tables; a trainer publishes the first two."""
+
+    def __init__(self, dim: int = 16, *, sequences: bool = False) -> None:
+        super().__init__()
+        config: Any = EmbeddingConfig if sequences else EmbeddingBagConfig
+        tables = [
+            config(name=name, embedding_dim=dim, num_embeddings=rows, feature_names=[name])
+            for name, rows in SIZES.items()
+        ]
+        self.sparse: Any = (
+            EmbeddingCollection(tables=tables) if sequences else EmbeddingBagCollection(tables=tables)
+        )
+        self.over = nn.Linear(2, 1)
+
+    def table(self, name: str) -> nn.Parameter:
+        """The weight of a table."""
+        tables = self.sparse.embedding_bags if hasattr(self.sparse, "embedding_bags") else self.sparse.embeddings
+        weight: nn.Parameter = tables[name].weight
+        return weight
+
+
+def with_other_rows(model: Model) -> Model:
+    """The same with other rows in the published tables."""
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for name in ("user", "item"):
+            other.table(name).mul_(-0.5).add_(0.1)
+    return other
+
+
+def rows_of(model: Model, value_type: ValueType) -> dict[str, tuple[TableSpec, Values]]:
+    """What replicas hold of the published tables that are sent in a value type, by the tables' short names."""
+    kind = "embedding_bags" if hasattr(model.sparse, "embedding_bags") else "embeddings"
+    held = {}
+    for name in ("user", "item"):
+        values = model.table(name).detach().numpy()
+        spec = TableSpec(f"sparse.{kind}.{name}", *values.shape)
+        delivery = Delivery(spec, value_type, Mode.EMBEDDINGS)
+        held[name] = delivery.held_spec, delivery.held(delivery.encode(values))
+    return held
+
+
+def release_of(number: int, model: Model, changed: dict[str, Ids], value_type: ValueType, **what: Any) -> Release:
+    """A release of some rows, by table, as the model has them just now: those of zeros are deleted."""
+    held, rows = rows_of(model, value_type), []
+    for name, ids in changed.items():
+        table, values = held[name]
+        deleted = ~values[ids].any(axis=1)
+        rows.append(RowBatch.of_table(table, ids[~deleted], values[ids[~deleted]]))
+        rows.append(RowBatch.deletes(rows[-1].shard, ids[deleted]))
+    tables = [table for table, _ in held.values()]
+    return Release(Position("h", number), number, 0, what.pop("resync", False), tables, rows, **what)
+
+
+def whole(model: Model, value_type: ValueType = ValueType.INT8_TBE) -> Release:
+    """A first release, of all rows."""
+    changed = {name: np.arange(SIZES[name]) for name in ("user", "item")}
+    return release_of(1, model, changed, value_type, resync=True)
+
+
+def quantised(model: nn.Module, bits: int = 8, alignment: int = 16) -> nn.Module:
+    """A copy of a model as TorchRec quantises it."""
+    fresh = copy.deepcopy(model)
+    quant_prep_customize_row_alignment(fresh, [EmbeddingBagCollection, EmbeddingCollection], alignment)
+    return quantize_embeddings(
+        fresh,
+        dtype=TYPES[bits][1],
+        inplace=True,
+        additional_qconfig_spec_keys=list(_QUANTISED),
+        additional_mapping=_QUANTISED,
+    )
+
+
+def tbes_of(module: nn.Module) -> list[Any]:
+    """The TBEs of a quantised model that is not sharded."""
+    return [tbe for each in module.modules() for tbe in getattr(each, "_emb_modules", ())]
+
+
+def tbe_bytes(module: nn.Module) -> dict[str, bytes]:
+    """All that TBEs hold, padding too, by table."""
+    return {
+        spec[0]: view[0].numpy().tobytes()
+        for tbe in tbes_of(module)
+        for spec, view in zip(tbe.embedding_specs, tbe.split_embedding_weights_with_scale_bias(0), strict=True)
+    }
+
+
+def outputs(module: nn.Module) -> dict[str, torch.Tensor]:
+    """What a lookup of each row gives, by table."""
+    most = max(SIZES.values())
+    ids = torch.cat([torch.arange(rows) for rows in SIZES.values()])
+    lengths = torch.cat([(torch.arange(most) < rows).int() for rows in SIZES.values()])
+    found = module.get_submodule("sparse")(KeyedJaggedTensor(keys=list(SIZES), values=ids, lengths=lengths))
+    if isinstance(found, dict):
+        return {name: each.values() for name, each in found.items()}
+    pooled: dict[str, torch.Tensor] = found.to_dict()
+    return {name: each[: SIZES[name]] for name, each in pooled.items()}
+
+
+# First row, first column, rows, columns of each shard.
+Shards = list[tuple[int, int, int, int]]
+
+
+def by_rows(rows: int, dim: int, ranks: int = 2) -> Shards:
+    """As TorchRec shards a table by rows."""
+    block = -(-rows // ranks)
+    return [(first, 0, min(block, rows - first), dim) for first in range(0, rows, block)]
+
+
+def by_columns(rows: int, dim: int) -> Shards:
+    """A table's two halves."""
+    return [(0, 0, rows, dim // 2), (0, dim // 2, rows, dim // 2)]
+
+
+def whole_tables(rows: int, dim: int) -> Shards:
+    """A table on one rank."""
+    return [(0, 0, rows, dim)]
+
+
+def sharded(module: Any, sharding: str) -> nn.Module:
+    """A quantised model sharded for inference on two ranks of this process: "table_wise" and so on.
+
+    TorchRec has to be told that all is done on a CPU: see `set_propogate_device`.
+    """
+    cut = {"table_wise": whole_tables, "row_wise": by_rows, "column_wise": by_columns}[sharding]
+    plan = EmbeddingModuleShardingPlan()
+    configs = getattr(module.sparse, "embedding_bag_configs", None) or module.sparse.embedding_configs
+    for number, config in enumerate(configs()):
+        shards = cut(config.num_embeddings, config.embedding_dim)
+        ranks = [(number + rank) % 2 for rank in range(len(shards))]
+        plan[config.name] = ParameterSharding(
+            sharding_type=sharding,
+            compute_kernel="quant",
+            ranks=ranks,
+            sharding_spec=EnumerableShardingSpec(
+                [
+                    ShardMetadata([row, column], [rows, columns], f"rank:{rank}/cpu")
+                    for rank, (row, column, rows, columns) in zip(ranks, shards, strict=True)
+                ]
+            ),
+        )
+    model, _ = shard_quant_model(
+        module, 2, compute_device="cpu", sharding_device="cpu", sharding_plan=ShardingPlan({"sparse": plan})
+    )
+    return model

@@ -1,0 +1,380 @@
+"""Quantised tables in place: a TBE's bytes are those of quantising the trainer's model anew."""
+
+import copy
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.quantised_model import (
+    SIZES,
+    TYPES,
+    Model,
+    outputs,
+    quantised,
+    release_of,
+    rows_of,
+    sharded,
+    tbe_bytes,
+    tbes_of,
+    whole,
+    with_other_rows,
+)
+from torch import nn
+from torchrec.distributed.global_settings import get_propogate_device, set_propogate_device
+from torchrec.fx import symbolic_trace
+from torchrec.inference.modules import quantize_embeddings, quantize_inference_model, set_pruning_data
+
+from deltasync.client import RowBatch
+from deltasync.client.checksums import TargetChecksums
+from deltasync.client.torch_target import TorchTarget
+from deltasync.core.digests import digest
+from deltasync.core.errors import Contradiction
+from deltasync.core.value_types import ValueType
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated", "ignore::DeprecationWarning")
+
+
+@pytest.fixture
+def on_cpu() -> Iterator[None]:
+    """What is sharded is sharded among CPUs."""
+    before = get_propogate_device()
+    set_propogate_device(True)
+    yield
+    set_propogate_device(before)
+
+
+def assert_like_fresh(module: nn.Module, model: Model, bits: int = 8, alignment: int = 16) -> None:
+    fresh = quantised(model, bits, alignment)
+    assert tbe_bytes(module) == tbe_bytes(fresh)
+    assert_equal(outputs(module), outputs(fresh))
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert {name: each.tolist() for name, each in found.items()} == {
+        name: each.tolist() for name, each in expected.items()
+    }
+
+
+ROWS = st.sampled_from([0.0, -0.0, 1.0, -1.0, 3e-6, 1e-30, 500.0]) | st.floats(-100, 100, width=32)
+
+
+@st.composite
+def changes(draw: st.DrawFn, dim: int) -> list[tuple[dict[str, dict[int, list[float]]], set[str]]]:
+    """Releases: by table and row, its values, where all zeros are a delete; and what is sent whole."""
+    row = st.lists(ROWS, min_size=dim, max_size=dim) | st.just([0.0] * dim) | st.just([2.5] * dim)
+    tables = {name: st.dictionaries(st.integers(0, SIZES[name] - 1), row, max_size=4) for name in ("user", "item")}
+    return draw(
+        st.lists(st.tuples(st.fixed_dictionaries(tables), st.sets(st.sampled_from(["user", "item"]))), max_size=4)
+    )
+
+
+@settings(max_examples=40)
+@given(
+    st.sampled_from([8, 4]),
+    st.sampled_from([4, 8, 12, 16, 60]),
+    st.sampled_from([1, 16]),
+    st.booleans(),
+    st.data(),
+)
+def test_any_releases_give_the_bytes_and_outputs_of_quantising_anew(
+    bits: int, dim: int, alignment: int, sequences: bool, data: st.DataObject
+) -> None:
+    model = Model(dim, sequences=sequences)
+    module = quantised(model, bits, alignment)
+    target, value_type = TorchTarget(module), TYPES[bits][0]
+    target.apply(whole(model, value_type))
+    for number, (tables, reset) in enumerate(data.draw(changes(dim)), 2):
+        with torch.no_grad():
+            for name in reset:
+                model.table(name).zero_()
+            for name, rows in tables.items():
+                for row, values in rows.items():
+                    model.table(name)[row] = torch.tensor(values)
+        changed = {name: np.array(sorted(rows), np.int64) for name, rows in tables.items()}
+        names = frozenset(rows_of(model, value_type)[name][0].name for name in reset)
+        target.apply(release_of(number, model, changed, value_type, whole=names))
+        assert_like_fresh(module, model, bits, alignment)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("sequences", [False, True], ids=["bags", "sequences"])
+@pytest.mark.parametrize("sharding", ["table_wise", "row_wise"])
+def test_a_model_that_is_sharded_for_inference_follows(sharding: str, sequences: bool) -> None:
+    model = Model(sequences=sequences)
+    module = sharded(quantised(Model(sequences=sequences)), sharding)
+    target, before = TorchTarget(module), outputs(module)
+    target.apply(whole(model))
+    with torch.no_grad():
+        model.table("user")[[1, 2, 4]] *= -2
+        model.table("item")[[4, 5]] = 0
+    changed = {"user": np.array([1, 2, 4]), "item": np.array([4, 5, 8])}
+    target.apply(release_of(2, model, changed, ValueType.INT8_TBE))
+    assert_equal(outputs(module), outputs(quantised(model)) | {"shop": before["shop"]})
+    for table, rows in rows_of(model, ValueType.INT8_TBE).values():
+        assert np.array_equal(target.read(table, np.arange(table.rows)), rows)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_columns_that_were_quantised_apart_are_refused() -> None:
+    module = sharded(quantised(Model()), "column_wise")
+    with pytest.raises(Contradiction, match="is sharded by column in the module, each piece quantised apart"):
+        TorchTarget(module).apply(whole(Model()))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_scale_and_bias_are_put_where_the_tbe_wants_them(bits: int) -> None:
+    """`reverse_qparam`: at the end. TorchRec makes no such TBEs, others do."""
+    model, module = Model(), quantised(Model(), bits, alignment=1)
+    for tbe in tbes_of(module):
+        tbe.reverse_qparam = True
+    TorchTarget(module).apply(whole(model, TYPES[bits][0]))
+    user, fresh = tbe_bytes(module)["user"], tbe_bytes(quantised(model, bits, alignment=1))["user"]
+    width = len(user) // SIZES["user"]
+    rows, expected = (np.frombuffer(each, np.uint8).reshape(-1, width) for each in (user, fresh))
+    assert np.array_equal(rows, np.roll(expected, -4, axis=1))
+
+
+def test_what_happens_to_a_module_between_releases_does_no_harm() -> None:
+    model = Model()
+    module = quantised(with_other_rows(model))
+    target = TorchTarget(module)
+    target.apply(whole(model))
+    module.load_state_dict(quantised(with_other_rows(model)).state_dict())
+    target.apply(whole(model))
+    assert_like_fresh(module, model)
+    for tbe in tbes_of(module):  # As `to(...)` and others that give it other memory.
+        tbe.weights_host = tbe.weights_host.clone()
+    module.to("cpu").half()
+    with torch.no_grad():
+        model.table("item")[3] = 7
+    target.apply(release_of(2, model, {"item": np.array([3])}, ValueType.INT8_TBE))
+    assert_like_fresh(module, model)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_copy_of_a_module_has_memory_of_its_own(bits: int) -> None:
+    model, value_type = Model(), TYPES[bits][0]
+    module = quantised(model, bits)
+    target = TorchTarget(module)
+    target.apply(whole(model, value_type))
+    twin, other = copy.deepcopy(module), with_other_rows(model)
+    TorchTarget(twin).apply(whole(other, value_type))
+    assert_like_fresh(twin, other, bits)
+    assert_like_fresh(module, model, bits)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("registered", [False, True])
+def test_only_what_no_table_brings_is_warned_of(
+    bits: int, registered: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Model()
+    module = quantised(model, bits)
+    if registered:
+        module = quantize_inference_model(copy.deepcopy(model), quantization_dtype=TYPES[bits][1])
+    with caplog.at_level(logging.WARNING):
+        TorchTarget(module).apply(whole(model, TYPES[bits][0]))
+    assert [record.message.rpartition(": ")[2] for record in caplog.records] == [
+        "over.weight, over.bias, sparse.embedding_bags.shop.weight"
+    ]
+
+
+def test_what_a_tbe_holds_is_proven_and_damage_shows() -> None:
+    model, module = Model(), quantised(Model())
+    target = TorchTarget(module)
+    held, release = TargetChecksums(target), whole(model)
+    held.before(release)
+    target.apply(release)
+    right = {
+        table.name: digest(np.arange(table.rows), rows).checksum
+        for table, rows in rows_of(model, ValueType.INT8_TBE).values()
+    }
+    assert held.after(release) == right
+    (tbe,) = tbes_of(module)
+    for byte in (0, 3, 4, 19):
+        row = tbe.split_embedding_weights_with_scale_bias(0)[0][0][2]
+        row[byte] ^= 1
+        looked = TargetChecksums(target)
+        looked.before(dataclasses.replace(release, resync=False, rows=[]))
+        found = looked.look(release.tables)
+        assert {name for name in right if found[name] != right[name]} == {release.tables[0].name}
+        row[byte] ^= 1
+
+
+def refused(module: nn.Module, model: Model, value_type: ValueType = ValueType.INT8_TBE) -> str:
+    """What is said of the tables of a model that a module does not hold, in which nothing changes."""
+    before = tbe_bytes(module)
+    with pytest.raises(Contradiction) as error:
+        TorchTarget(module).apply(whole(model, value_type))
+    assert tbe_bytes(module) == before
+    said, _, _ = str(error.value).partition(". Nothing was written")
+    return said
+
+
+BOTH = "tables 'sparse.embedding_bags.user', 'sparse.embedding_bags.item': its rows"
+
+
+@pytest.mark.parametrize(
+    ("bits", "value_type", "said"),
+    [
+        (
+            8,
+            ValueType.FP32,
+            "fp32, the module's TBE holds int8: let the consumer's policy say value_type int8-tbe",
+        ),
+        (
+            4,
+            ValueType.FP16,
+            "fp16, the module's TBE holds int4: let the consumer's policy say value_type int4-tbe",
+        ),
+        (
+            8,
+            ValueType.INT8,
+            "int8, the module's TBE holds int8: let the consumer's policy say value_type int8-tbe",
+        ),
+        (
+            8,
+            ValueType.INT4_TBE,
+            "int4-tbe, the module's TBE holds int8: let the consumer's policy say value_type int8-tbe",
+        ),
+        (
+            4,
+            ValueType.INT8_TBE,
+            "int8-tbe, the module's TBE holds int4: let the consumer's policy say value_type int4-tbe",
+        ),
+    ],
+)
+def test_rows_of_another_type_are_refused(bits: int, value_type: ValueType, said: str) -> None:
+    assert refused(quantised(Model(), bits), Model(), value_type) == f"{BOTH} come as {said}"
+
+
+def test_a_tbe_of_other_types_is_refused() -> None:
+    module = quantize_embeddings(Model(), dtype=torch.float16, inplace=True)
+    said = "come as int8-tbe, the module's TBE holds fp16: quantise the module to int8 or int4"
+    assert refused(module, Model()) == f"{BOTH} {said}"
+
+
+def test_rows_for_a_tbe_are_refused_by_a_float_module() -> None:
+    model = Model()
+    said = refused(model, Model())
+    assert (
+        "'sparse.embedding_bags.user' is 5 x 16 int8-tbe, the module has sparse.embedding_bags.user.weight" in said
+    )
+    assert "torch.float32: quantise the module, or let the consumer's policy say another value_type" in said
+
+
+def test_what_only_looks_quantised_is_refused() -> None:
+    """The buffers of a collection without the collection: what they are, only the TBE could say."""
+    module = quantised(Model()).get_submodule("sparse.embedding_bags")
+    for value_type in (ValueType.INT8_TBE, ValueType.FP32):
+        with pytest.raises(Contradiction, match="give the target the whole collection, as it was before"):
+            TorchTarget(module).apply(whole(Model(), value_type))
+
+
+def test_another_dim_or_number_of_rows_is_refused() -> None:
+    assert refused(quantised(Model(8)), Model()).startswith(
+        "table 'sparse.embedding_bags.user' is 5 x 16, the module has rows 0 to 4 x 8 of "
+        "sparse.embedding_bags.user.weight"
+    )
+    said = refused(quantised(Model(16), 4), Model(24), ValueType.INT4_TBE)
+    assert "is 5 x 24, the module has rows 0 to 4 x 16" in said
+    model = Model()
+    set_pruning_data(model, {"user": 3})
+    assert refused(quantised(model), Model()) == (
+        "table 'sparse.embedding_bags.user' is 5 x 16, the module has rows 0 to 2 x 16 of "
+        "sparse.embedding_bags.user.weight"
+    )
+
+
+def remap(tbe: Any) -> None:
+    tbe.set_index_remappings_array([torch.arange(rows, dtype=torch.int32) for rows in SIZES.values()])
+
+
+def forget(tbe: Any) -> None:
+    tbe.weight_initialized = False
+
+
+def lengthen(tbe: Any) -> None:
+    tbe.scale_bias_size_in_bytes = 8
+
+
+def locate(tbe: Any) -> None:
+    places = SimpleNamespace(name="MANAGED_CACHING")
+    tbe.embedding_specs = [(*spec[:4], places) for spec in tbe.embedding_specs]
+
+
+def misalign(tbe: Any) -> None:
+    tbe.weights_host = tbe.weights_host[:-200]
+
+
+def overlap(tbe: Any) -> None:
+    tbe.weights_physical_offsets = [0, 32, 64]
+
+
+def unmade(tbe: Any) -> None:
+    tbe.weights_host = tbe.weights_host.to("meta")
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (remap, " is pruned"),
+        (forget, " has no memory yet: call its initialize_weights()"),
+        (lengthen, " has 8 bytes of scale and bias in a row, expected 4"),
+        (locate, " keeps rows in MANAGED_CACHING memory; expected HOST or DEVICE"),
+        (misalign, ": its memory is not as long as its tables"),
+        (overlap, ": its tables lie in one another's memory"),
+        (unmade, " is on the meta device, which cannot be written"),
+    ],
+)
+def test_a_tbe_that_cannot_be_written_is_refused(damage: Callable[[Any], None], said: str) -> None:
+    module = quantised(Model())
+    (tbe,) = tbes_of(module)
+    damage(tbe)
+    with pytest.raises(Contradiction) as error:
+        TorchTarget(module).apply(whole(Model()))
+    names = "'sparse.embedding_bags.user', 'sparse.embedding_bags.item'"
+    assert str(error.value).startswith(f"tables {names}: TBE 0 of sparse{said}")
+
+
+def test_memory_that_is_lost_later_is_not_written() -> None:
+    model, module = Model(), quantised(Model())
+    target = TorchTarget(module)
+    target.apply(whole(model))
+    (tbe,) = tbes_of(module)
+    before, tbe.weights_host = tbe.weights_host, tbe.weights_host[:-200]
+    held = before.clone()
+    with pytest.raises(Contradiction, match="its memory is not as long as its tables"):
+        target.apply(release_of(2, with_other_rows(model), {"item": np.array([1])}, ValueType.INT8_TBE))
+    assert torch.equal(before, held)
+
+
+def test_rows_outside_of_a_table_are_not_written() -> None:
+    """fbgemm's own operator writes them into a neighbour."""
+    model, module = Model(), quantised(Model())
+    target = TorchTarget(module)
+    target.apply(whole(model))
+    before, (table, rows) = tbe_bytes(module), rows_of(model, ValueType.INT8_TBE)["user"]
+    for row in (-1, 5):
+        outside = RowBatch.of_table(table, np.array([row]), rows[:1])
+        release = dataclasses.replace(whole(model), resync=False, rows=[outside])
+        with pytest.raises(Contradiction, match="for memory of 5 rows of 20 bytes: not written"):
+            target.apply(release)
+    assert tbe_bytes(module) == before
+
+
+@pytest.mark.filterwarnings("ignore:.*TorchScript")
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_module_that_was_traced_and_scripted_sees_what_is_written_into_the_one_before(bits: int) -> None:
+    model = Model()
+    module = quantised(with_other_rows(model), bits)
+    compiled = torch.jit.script(symbolic_trace(module.get_submodule("sparse")))
+    TorchTarget(module).apply(whole(model, TYPES[bits][0]))
+    assert_equal(outputs(nn.ModuleDict({"sparse": compiled})), outputs(quantised(model, bits)))
