@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support import quantised_model
 from tests.support.threads import WAIT, threads
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
@@ -424,6 +425,24 @@ def test_a_quantised_collection_shares_nothing_with_its_copy_and_all_within() ->
     memory[1][0][:] = 7
     assert made[0].embedding_bags["item"].weight.unique().tolist() == [7]
     assert torch.equal(quantised[0].embedding_bags["item"].weight, before)
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
+@pytest.mark.parametrize("bits", [8, 4])
+def test_both_copies_of_a_quantised_model_are_as_if_quantised_anew(bits: int) -> None:
+    model, value_type = quantised_model.Model(), quantised_model.TYPES[bits][0]
+    target = TorchTarget(quantised_model.quantised(model, bits), reads="copies")
+    target.apply(quantised_model.whole(model, value_type))
+    for number in (2, 3, 4):  # One copy, the other one, the first again.
+        with torch.no_grad():
+            model.table("user")[[1, 2]] *= -number
+        target.apply(quantised_model.release_of(number, model, {"user": np.array([1, 2])}, value_type))
+        fresh = quantised_model.quantised(model, bits)
+        with target.reading() as reading:
+            assert reading.position.number == number
+            assert quantised_model.tbe_bytes(reading.module) == quantised_model.tbe_bytes(fresh)
+            found, expected = quantised_model.outputs(reading.module), quantised_model.outputs(fresh)
+            assert all(torch.equal(found[name], expected[name]) for name in ("user", "item"))
 
 
 def test_a_hook_of_the_module_itself_is_one_of_the_copy() -> None:
