@@ -2,9 +2,9 @@
 
     from deltasync.client import NumpyTarget, Publisher, Subscriber
 
-Public are the names in `__all__`, `deltasync.client.torch_target.TorchTarget`, which needs torch, and
-`deltasync.client.status.fetch_lag`. The other modules of this package, and the other packages of the service, are
-internal.
+Public are the names in `__all__`, `deltasync.client.torch_target.TorchTarget` and
+`deltasync.client.torch_compiled.CompiledModule`, which need torch, and `deltasync.client.status.fetch_lag`. The
+other modules of this package, and the other packages of the service, are internal.
 """
 
 from deltasync.client.admin import Admin

@@ -36,6 +36,7 @@ class ReleaseAssembler:
         self.received_bytes = 0
         self.model_history = ""
         self._known = known
+        self._model = ""
         self._acked_bytes = self._ended_bytes = 0
         # What is not acked yet must leave room for a chunk, or the service and this replica wait for each other.
         self._ack_bytes = min(max_outstanding_bytes // 4, max_outstanding_bytes - CHUNK_BYTES)
@@ -48,7 +49,7 @@ class ReleaseAssembler:
     def begin(self, opened: subscribe_pb2.SubscribeOpened) -> None:
         """Learn the tables."""
         logger.info("subscribed to model %s: %s", opened.model, opened.reason)
-        self.model_history = opened.model_history
+        self._model, self.model_history = opened.model, opened.model_history
         mode = mode_from_message(opened.mode)
         self._deliveries = [delivery_from_message(table, mode) for table in opened.tables]
         self._shards = [Shard.whole(delivery.wire_spec) for delivery in self._deliveries]
@@ -88,6 +89,7 @@ class ReleaseAssembler:
             version=end.version,
             bytes=self.received_bytes - self._ended_bytes,
             event_time_unix_ns=event_time_from_message(end),
+            model=self._model,
         )
         self._resync, self._rows, self._ended_bytes = False, [], self.received_bytes
         self._checksums = {self._deliveries[each.slot].spec.name: each.sum for each in end.checksums}

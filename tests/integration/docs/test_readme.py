@@ -1,6 +1,7 @@
 """The examples of all README files run as they are, one after the other, against a real service."""
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -9,16 +10,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from tests.support.documents import DOCUMENTS, README, document
+from tests.support.fleet import Trainer
 from tests.support.process import ServiceProcess
 from tests.support.prompt import PythonPrompt
+
+from deltasync.client import TableKind, TableSpec
 
 TRAINER = "trainer_example.py"
 SERVICE, PROTOCOL = document("sync_service/README.md"), document("protos/README.md")
 # Blocks of each file, in their order.
 RUN = {
     "README.md": ["serve", "publish", "subscribe", TRAINER, "train", "predict", "lag", "policy"],
-    "sync_service/README.md": ["serve", "publisher", "numpy", "torch", "callback", "policy", "admin"],
+    "sync_service/README.md": ["serve", "publisher", "numpy", "torch", "compiled", "callback", "policy", "admin"],
     "protos/README.md": ["checksum", "replica"],
     "trainer/README.md": ["step", "checkpoint"],
     "trainer/deltasync/trainer/tracking/README.md": ["tracker"],
@@ -143,6 +148,27 @@ def test_the_service_s_examples_run(visitor: Visitor) -> None:
     assert "top_k=0.05 value_type=int8 (was" in updated
     assert '"top_k":0.05' in put
     assert visitor.script(blocks["admin"]) == "['edge', 'mobile', 'predictors']\n"
+
+
+@_visits("sync_service/README.md")
+def test_the_compiled_model_follows_a_trainer_of_its_dense_part(visitor: Visitor) -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("AOTInductor needs a C++ compiler, g++")
+    dense = {"over.0.weight": (32, 64), "over.0.bias": (1, 32), "over.2.weight": (1, 32), "over.2.bias": (1, 1)}
+    kind = TableKind.PARAMETER
+    tables = [
+        TableSpec("user", 1000, 64),
+        *(TableSpec(name, *shape, kind=kind) for name, shape in dense.items()),
+    ]
+    with Trainer(visitor.service.grpc, tables) as trainer:
+        trainer.publish_all()
+        user, weight, bias, last, offset = (torch.from_numpy(trainer.rows[each.name]) for each in tables)
+        hidden = (user[[3, 14, 159]].mean(0) @ weight.T + bias).relu()
+        expected = (hidden @ last.T + offset).item()
+        printed = visitor.script(SERVICE.block("compiled"))
+    [value] = re.findall(r"tensor\(\[\[(.*)\]\]\)", printed)
+    # As many digits as are printed.
+    assert float(value) == pytest.approx(expected, abs=1e-3)
 
 
 @_visits("sync_service/README.md")
