@@ -5,8 +5,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -167,6 +169,39 @@ def test_answers_are_those_of_the_trainer_s_model_quantised_anew(
         assert service.get_json(f"/consumers/{value_type.value}/lag")["state"] == "in sync"
         asked.process.send_signal(signal.SIGTERM)
         assert asked.process.wait(DEADLINE_SECONDS) == 0
+
+
+def test_every_answer_is_that_of_one_version_while_releases_come(
+    service: RunningService, trainer: Trainer
+) -> None:
+    value_type = ValueType.INT8_TBE
+    trainer.publish()
+    expected = {1: trainer.scores(value_type)}
+    with predictor(service, value_type.value, value_type.value) as asked, ThreadPoolExecutor(2) as threads:
+        asked.await_that("/ready", lambda answer: answer.status_code == 200)
+        begun, ended = threading.Barrier(3), threading.Event()
+        answers = [threads.submit(lambda: list(_until(ended, begun, asked.predict))) for _ in range(2)]
+        begun.wait(DEADLINE_SECONDS)
+        for _ in range(20):
+            version = trainer.publish()
+            expected[version] = trainer.scores(value_type)
+            asked.await_that("/metrics", partial(_serves, version))
+        ended.set()
+        found = [answer for each in answers for answer in each.result()]
+    assert {1, version} <= {answer["version"] for answer in found}, "releases came in between"
+    for answer in found:
+        assert torch.equal(torch.tensor(answer["scores"], dtype=torch.float32), expected[answer["version"]])
+
+
+def _until(
+    ended: threading.Event, begun: threading.Barrier, ask: Callable[[], dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """Answers, one of them before all have begun, and one after the end."""
+    yield ask()
+    begun.wait(DEADLINE_SECONDS)
+    while not ended.is_set():
+        yield ask()
+    yield ask()
 
 
 def test_a_predictor_of_another_value_type_is_not_alive_and_says_why(
