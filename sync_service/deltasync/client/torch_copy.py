@@ -113,7 +113,7 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     while todo:
         name, value = todo.pop()
         if isinstance(value, torch.Tensor):
-            found[name] = value
+            found[name] = getattr(value, "elem", value)  # Codes of 4 bits are a tensor in a tensor.
         elif id(value) not in seen:
             seen.add(id(value))
             todo.extend((f"{name}.{key}".lstrip("."), each) for key, each in _parts(value))
