@@ -35,7 +35,7 @@ from deltasync.core.errors import (
 )
 from deltasync.core.mode import Mode
 from deltasync.core.policy import Policy
-from deltasync.core.position import Position
+from deltasync.core.position import Decision, Position
 from deltasync.core.rows import RowBatch
 from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.core.value_types import ValueType
@@ -44,6 +44,7 @@ __all__ = [
     "Admin",
     "CallbackTarget",
     "Contradiction",
+    "Decision",
     "DeltasyncError",
     "Endpoint",
     "InvalidInput",

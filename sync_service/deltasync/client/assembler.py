@@ -36,6 +36,7 @@ class ReleaseAssembler:
         self.received_bytes = 0
         self.model_history = ""
         self._known = known
+        self._model = ""
         self._acked_bytes = self._ended_bytes = 0
         # What is not acked yet must leave room for a chunk, or the service and this replica wait for each other.
         self._ack_bytes = min(max_outstanding_bytes // 4, max_outstanding_bytes - CHUNK_BYTES)
@@ -43,11 +44,12 @@ class ReleaseAssembler:
         self._deliveries: list[Delivery] = []
         self._shards: list[Shard] = []
         self._rows: list[RowBatch] = []
+        self._checksums: dict[str, int] = {}
 
     def begin(self, opened: subscribe_pb2.SubscribeOpened) -> None:
         """Learn the tables."""
         logger.info("subscribed to model %s: %s", opened.model, opened.reason)
-        self.model_history = opened.model_history
+        self._model, self.model_history = opened.model, opened.model_history
         mode = mode_from_message(opened.mode)
         self._deliveries = [delivery_from_message(table, mode) for table in opened.tables]
         self._shards = [Shard.whole(delivery.wire_spec) for delivery in self._deliveries]
@@ -87,8 +89,10 @@ class ReleaseAssembler:
             version=end.version,
             bytes=self.received_bytes - self._ended_bytes,
             event_time_unix_ns=event_time_from_message(end),
+            model=self._model,
         )
         self._resync, self._rows, self._ended_bytes = False, [], self.received_bytes
+        self._checksums = {self._deliveries[each.slot].spec.name: each.sum for each in end.checksums}
         self._known.clear()
         self._known.update(delivery.spec.name for delivery in self._deliveries)
         return release
@@ -117,9 +121,9 @@ class ReleaseAssembler:
         """Slots of the tables that are not among the bound ones."""
         return [slot for slot, delivery in enumerate(self._deliveries) if delivery.spec.name not in bound]
 
-    def wrong(self, end: subscribe_pb2.ReleaseEnd, checksums: Mapping[str, int]) -> list[str]:
-        """Names of the tables of which the service has another checksum."""
-        expected = {self._deliveries[each.slot].spec.name: each.sum for each in end.checksums}
+    def wrong(self, checksums: Mapping[str, int]) -> list[str]:
+        """Names of the tables of which the service had another checksum with the last release of this stream."""
+        expected = self._checksums
         return [name for name, checksum in checksums.items() if expected.get(name, checksum) != checksum]
 
 

@@ -28,6 +28,7 @@ class Release:
         bytes: what ids and values took on the wire.
         event_time_unix_ns: the time of the newest event that the model had been trained on at that version,
             nanoseconds since 1970; None where the trainer does not say it.
+        model: the model's name.
     """
 
     position: Position
@@ -40,6 +41,7 @@ class Release:
     version: int = 0
     bytes: int = 0
     event_time_unix_ns: int | None = None
+    model: str = ""
 
     def resets(self, table: TableSpec) -> bool:
         """Whether a table must be reset to zero first."""

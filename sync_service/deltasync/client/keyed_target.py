@@ -1,0 +1,237 @@
+"""Tables of a model whose rows are looked up by raw id, in this process."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import numpy as np
+
+from deltasync.client.copies import Copies
+from deltasync.client.key_index import KeyIndex
+from deltasync.client.keyed_table import KeyedRows
+from deltasync.client.raw_ids import Entries, RawIdChange, ids_of, maps_of, raw_ids_of, two_rows
+from deltasync.client.reading import Reading, Reads, number_of_copies
+from deltasync.client.targets import Release
+from deltasync.core.position import Position
+from deltasync.core.rows import Ids, Mask, RowBatch, Values
+from deltasync.core.tables import TableSpec
+
+
+class _RowNumbers:
+    """Rows whose keys are their numbers."""
+
+    def __init__(self, there: Mask) -> None:
+        """`there` says which rows there are."""
+        self._there = there
+
+    def __len__(self) -> int:
+        """The number of keys."""
+        return int(np.count_nonzero(self._there))
+
+    def find(self, keys: Ids) -> Ids:
+        """See `Places`."""
+        inside = (keys >= 0) & (keys < len(self._there))
+        at = np.where(inside, keys, 0)
+        return np.where(inside & self._there[at], at, -1)
+
+    def items(self) -> tuple[Ids, Ids]:
+        """See `Places`."""
+        rows = np.flatnonzero(self._there)
+        return rows, rows
+
+
+@dataclass(frozen=True, eq=False)
+class _Table:
+    """A table by row number, and which rows there are: deleted ones, and those that never were, are not."""
+
+    rows: Values
+    there: Mask
+
+    @classmethod
+    def with_room(cls, table: TableSpec, held: "_Table | None") -> "_Table":
+        """Room for all rows of a table, of which some are held already."""
+        if held and len(held.rows) >= table.rows:
+            return held
+        larger = cls(np.zeros((table.rows, table.dim), table.dtype), np.zeros(table.rows, np.bool_))
+        if held:
+            larger.rows[: len(held.rows)], larger.there[: len(held.there)] = held.rows, held.there
+        return larger
+
+    def write(self, rows: RowBatch) -> None:
+        self.rows[rows.ids], self.there[rows.ids] = rows.values, not rows.deleted
+
+
+class _KeyedCopy:
+    """The tables of a model by row number, and beside each map of raw ids an index from them to rows.
+
+    Attributes:
+        tables: by name, to be looked up: by raw id where the table has a map, else by row number.
+    """
+
+    def __init__(self) -> None:
+        self.tables: dict[str, KeyedRows] = {}
+        self._held: dict[str, _Table] = {}
+        self._indices: dict[str, KeyIndex] = {}
+
+    def stage(self, release: Release) -> Callable[[], None]:
+        """Prepare a release while others read, and return what writes it.
+
+        Raises:
+            Contradiction: two rows would have one raw id; nothing was written.
+        """
+        held = {table.name: _Table.with_room(table, self._kept(table, release)) for table in release.tables}
+        fresh = {name for name, table in held.items() if table is not self._held.get(name)}
+        maps = {of: name for of, name in maps_of(release.tables).items() if of in held}
+        indices = {of: self._index(of, maps[of], release) for of in maps}
+        changes = {of: self._change(of, maps[of], indices[of], release) for of in maps}
+
+        made = {of for of in fresh.intersection(maps) if indices[of] is not self._indices.get(of)}
+
+        def put(*, unread: bool) -> None:
+            for rows in release.rows:
+                if (rows.table.name in fresh) is unread:
+                    held[rows.table.name].write(rows)
+            for of, change in changes.items():
+                if (of in made) is unread:
+                    _move(indices[of], change, held[of].there)
+
+        def write() -> None:
+            put(unread=False)
+            self._held, self._indices = held, indices
+            self.tables.clear()
+            self.tables.update(
+                (name, KeyedRows(indices[name] if name in indices else _RowNumbers(table.there), table.rows))
+                for name, table in held.items()
+            )
+
+        put(unread=True)  # What nobody reads yet.
+        return write
+
+    def read(self, table: TableSpec, ids: Ids) -> Values | None:
+        """Some rows of a table by row number; zeros for those that it has grown by since the last release."""
+        held = self._of(table)
+        if held is None:
+            return None
+        found, there = np.zeros((len(ids), table.dim), table.dtype), ids[: np.searchsorted(ids, len(held.rows))]
+        found[: len(there)] = held.rows[there]
+        return found
+
+    def _kept(self, table: TableSpec, release: Release) -> _Table | None:
+        """What stays of a table."""
+        return None if release.resets(table) else self._of(table)
+
+    def _of(self, table: TableSpec) -> _Table | None:
+        """What is held of a table, if it is held in that form: a policy may have come to send another."""
+        held = self._held.get(table.name)
+        return held if held and (held.rows.shape[1], held.rows.dtype) == (table.dim, table.dtype) else None
+
+    def _index(self, of: str, id_map: TableSpec, release: Release) -> KeyIndex:
+        """The index to be changed: a new one where a table or its map begins anew."""
+        whole = any(release.resets(table) for table in release.tables if table.name in (of, id_map.name))
+        return KeyIndex() if whole else self._indices.get(of, KeyIndex())
+
+    def _change(self, of: str, id_map: TableSpec, index: KeyIndex, release: Release) -> RawIdChange:
+        touched = ids_of(rows for rows in release.rows if rows.table.name == of)
+        if index is not self._indices.get(of):
+            touched = np.arange(id_map.rows)
+        held = self._kept(id_map, release)
+        entries = [rows for rows in release.rows if rows.table.name == id_map.name]
+        change = RawIdChange.of(touched, entries, lambda rows: _entries(held, rows))
+        _check_others(id_map.name, index, change)
+        return change
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyedReading(Reading):
+    """A `Reading` of tables by key.
+
+    Attributes:
+        tables: by name.
+    """
+
+    tables: Mapping[str, KeyedRows]
+
+
+class KeyedTarget:
+    """Keeps every table as rows by key: by raw id where the model has a map of raw ids for it, else by row number.
+
+    Deleted rows, and rows that no raw id has, cannot be looked up. Behind the keys lie rows by number, so that
+    checksums can show that they are the right ones.
+
+    Attributes:
+        reads: as it was made.
+    """
+
+    def __init__(self, *, reads: Reads = "pause") -> None:
+        """Start with no tables.
+
+        Args:
+            reads: as of a `NumpyTarget`.
+
+        Raises:
+            InvalidInput: `reads` is something else.
+        """
+        self.reads = reads
+        copies = [_KeyedCopy() for _ in range(number_of_copies(reads))]
+        self._copies = Copies([(each, KeyedReading(tables=each.tables)) for each in copies])
+
+    def reading(self) -> AbstractContextManager[KeyedReading]:
+        """The tables and their version, with no release written into them while the block runs.
+
+        Several threads may be inside, each of them more than once. Tables are not to be used after the block.
+
+        Raises:
+            TornTarget: a release was not written to its end.
+            Contradiction: this thread is applying a release.
+        """
+        return self._copies.reading()
+
+    @property
+    def position(self) -> Position:
+        """The one to go on from: of the last release, or an empty one where that was not written to its end."""
+        return self._copies.position
+
+    def apply(self, release: Release) -> None:
+        """Write a release; tables no longer followed are dropped.
+
+        Raises:
+            Contradiction: the consumer streams ids only, two rows would have one raw id, or this thread is inside
+                `reading()`; nothing was written.
+            TornTarget: a release before was not written to its end, and this one does not bring everything.
+        """
+        release.check_values()
+        self._copies.apply(release)
+
+    def read(self, table: TableSpec, ids: Ids) -> Values | None:
+        """Some rows of a table by row number; zeros for those that it has grown by since the last release.
+
+        Where two copies hold different rows, it is what neither of them holds.
+        """
+        return self._copies.read(table, ids)
+
+
+def _entries(id_map: _Table | None, rows: Ids) -> Entries:
+    """The entries of some rows in a map, zeros where it has none."""
+    entries = np.zeros(len(rows), np.int64)
+    if id_map:
+        inside = rows < len(id_map.rows)
+        entries[inside] = id_map.rows[rows[inside], 0]
+    return entries
+
+
+def _check_others(table: str, index: KeyIndex, change: RawIdChange) -> None:
+    """Check that no row that a release does not touch has one of the raw ids that it gives."""
+    named, raw_ids = raw_ids_of(change.after)
+    owners = index.find(raw_ids)
+    foreign = np.flatnonzero((owners >= 0) & ~np.isin(owners, change.rows))
+    if len(foreign):
+        at = foreign[0]
+        raise two_rows(table, int(raw_ids[at]), [int(owners[at]), int(change.rows[named][at])])
+
+
+def _move(index: KeyIndex, change: RawIdChange, there: Mask) -> None:
+    """Let an index name the rows as a release leaves them."""
+    index.remove(raw_ids_of(change.before)[1])
+    named = np.flatnonzero(change.after)
+    named = named[there[change.rows[named]]]
+    index.put(change.after[named] - 1, change.rows[named])

@@ -1,0 +1,71 @@
+"""Rows that a `RedisTarget` writes, looked up."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from deltasync.client.keyed_table import checked_keys
+from deltasync.client.reading import Reading
+from deltasync.client.redis_layout import Meta, Names, StoredTable, key_fields
+from deltasync.client.redis_store import RedisStore
+from deltasync.core.errors import NotFound
+from deltasync.core.rows import Ids, Mask, Values
+
+if TYPE_CHECKING:
+    import redis
+
+
+class RedisRows:
+    """Looks up the rows that a `RedisTarget` writes under a prefix."""
+
+    def __init__(self, client: "redis.Redis", prefix: str, *, retry_seconds: float = 0.0) -> None:
+        """Look up under a prefix; arguments and errors of `RedisTarget`."""
+        self._store, self._names = RedisStore(client, retry_seconds), Names(prefix)
+        self._where = f"the store at {self._store.where}, prefix {prefix!r},"
+        self._tables: dict[str, StoredTable] = {}
+
+    def newest(self) -> Reading:
+        """Which version the store tells: rows that are looked up afterwards are of it, or newer.
+
+        Raises:
+            NotFound: it tells none yet.
+        """
+        meta = self._meta()
+        return Reading(
+            position=meta.position,
+            version=meta.version,
+            step=meta.step,
+            step_end_unix_ns=meta.step_end_unix_ns,
+            event_time_unix_ns=meta.event_time_unix_ns,
+        )
+
+    def lookup(self, table: str, keys: Ids) -> tuple[Values, Mask]:
+        """Some rows of a table.
+
+        Args:
+            table: its name.
+            keys: int64 [n], in any order: raw ids where the table has a map, else row numbers.
+
+        Returns:
+            The rows, [n, dim], zeros for keys that are not there; and which are there, bool [n].
+
+        Raises:
+            NotFound: the store has no such table, or no version yet.
+            InvalidInput: keys of another type or shape.
+        """
+        stored = self._table(table)
+        rows = self._store.get(self._names.rows(table), key_fields(checked_keys(keys)))
+        return stored.values(rows), np.array([row is not None for row in rows], np.bool_)
+
+    def _table(self, name: str) -> StoredTable:
+        if name not in self._tables:  # How rows lie does not change as long as they are there.
+            self._tables = {table.name: table for table in self._meta().tables}
+        if name not in self._tables:
+            raise NotFound(f"{self._where} has no table {name!r}; tables: {', '.join(self._tables)}")
+        return self._tables[name]
+
+    def _meta(self) -> Meta:
+        meta = Meta.of_fields(self._store.fields(self._names.meta), self._where)
+        if meta is None or not meta.position.number:
+            raise NotFound(f"{self._where} holds no version yet")
+        return meta

@@ -1,0 +1,158 @@
+"""Rows into the hashes of a Redis or Valkey server."""
+
+import logging
+import uuid
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from deltasync.client.raw_ids import maps_of
+from deltasync.client.redis_layout import Meta, Names, StoredTable
+from deltasync.client.redis_store import RedisStore
+from deltasync.client.redis_tables import MappedTable, write_rows
+from deltasync.client.targets import Release
+from deltasync.core.errors import Contradiction, InvalidInput
+from deltasync.core.position import Position
+from deltasync.core.rows import RowBatch
+from deltasync.core.tables import TableKind, TableSpec
+
+if TYPE_CHECKING:
+    import redis
+
+__all__ = ["RedisTarget"]
+
+logger = logging.getLogger(__name__)
+
+
+class RedisTarget:
+    """Writes a model into hashes of a Redis or Valkey server: rows by raw id, or by number where there is no map.
+
+    The version is written after all rows are: a reader that has read it finds rows of it, or newer ones. A target
+    that begins where another has ended, or was killed, goes on from it: `SubscriberOptions(held=target.position)`.
+
+    Attributes:
+        position: what the store holds, as it says itself.
+    """
+
+    def __init__(self, client: "redis.Redis", prefix: str, *, retry_seconds: float = 30.0) -> None:
+        """Write under a prefix.
+
+        Args:
+            client: of one server, without `decode_responses`; it may be used for other things, too.
+            prefix: what the names of all keys begin with, before a colon. One model and one target have it alone.
+            retry_seconds: how long a command is tried again while the server cannot be reached.
+
+        Raises:
+            InvalidInput: an empty prefix, or a client that decodes what it reads.
+            Contradiction: under the prefix lies what this version cannot read, or the server may evict rows.
+            ServiceUnavailable: the server cannot be reached.
+            StorageFailed: it refuses.
+        """
+        if not prefix:
+            raise InvalidInput("prefix: empty, expected one that no other keys of the store begin with")
+        self._store = RedisStore(client, retry_seconds)
+        self._names = Names(prefix)
+        self._where = f"the store at {self._store.where}, prefix {prefix!r},"
+        self._writer = uuid.uuid4().hex
+        self._begun = False
+        self._refuse_eviction()
+        meta = self._meta(self._store.fields(self._names.meta))
+        self.position = meta.position if meta else Position()
+
+    def apply(self, release: Release) -> None:
+        """Write a release, its version last. After an error the same or a later release can be written again.
+
+        Raises:
+            Contradiction: the store has rows of another model, or of tables that lie otherwise; somebody else has
+                written there, or emptied it; two rows would have one raw id; or the consumer streams ids only.
+            ServiceUnavailable: the server cannot be reached.
+            StorageFailed: it refuses: its memory is full, say.
+        """
+        release.check_values()
+        maps = maps_of(release.tables)
+        tables = tuple(StoredTable.of_spec(table, mapped=table.name in maps) for table in release.tables)
+        before = self._begin(release, tables)
+        self._write(release, maps, interrupted=bool(before and before.writing))
+        gone = {table.name for table in before.tables} - {table.name for table in tables} if before else set()
+        self._store.remove([name for table in gone for name in (self._names.rows(table), self._names.free(table))])
+        self._store.exchange(self._names.meta, lambda found: self._owned(found).after(release, tables).fields())
+        self.position = release.position
+
+    def _begin(self, release: Release, tables: tuple[StoredTable, ...]) -> Meta | None:
+        """Say in the store that this target writes; returns what it said before."""
+        before: list[Meta | None] = []
+
+        def begin(found: Mapping[bytes, bytes]) -> dict[str, str]:
+            held = self._owned(found) if self._begun else self._meta(found)
+            before.append(held)
+            self._check(held, release, tables)
+            known = {table.name: table for table in (*(held.tables if held else ()), *tables)}
+            begun = held or Meta(release.model, self._writer, ())
+            return begun.begun(self._writer, tuple(known.values()), release.version).fields()
+
+        self._store.exchange(self._names.meta, begin)
+        self._begun = True
+        return before[0]  # Where the connection was lost, later ones may be our own.
+
+    def _write(self, release: Release, maps: Mapping[str, TableSpec], *, interrupted: bool) -> None:
+        rows: dict[str, list[RowBatch]] = {table.name: [] for table in release.tables}
+        for each in release.rows:
+            rows[each.table.name].append(each)
+        for table in release.tables:
+            if id_map := maps.get(table.name):
+                MappedTable(self._store, self._names, table, id_map).write(
+                    rows[table.name],
+                    rows[id_map.name],
+                    reset=release.resets(table),
+                    reset_map=release.resets(id_map),
+                    interrupted=interrupted,
+                )
+            elif table.kind is not TableKind.ID_MAP or table.of not in rows:
+                write_rows(
+                    self._store, self._names.rows(table.name), rows[table.name], reset=release.resets(table)
+                )
+
+    def _refuse_eviction(self) -> None:
+        policy, limit = self._store.setting("maxmemory-policy"), self._store.setting("maxmemory")
+        if policy is None:
+            logger.warning("%s does not tell its maxmemory-policy: see that it evicts no rows", self._where)
+        elif policy.startswith("allkeys") and limit != "0":
+            raise Contradiction(
+                f"{self._where} evicts keys when its memory is full (maxmemory {limit}, policy {policy}): "
+                "tables would be lost unseen. Set maxmemory-policy to noeviction, or to one of volatile-*"
+            )
+
+    def _meta(self, found: Mapping[bytes, bytes]) -> Meta | None:
+        return Meta.of_fields(found, self._where)
+
+    def _owned(self, found: Mapping[bytes, bytes]) -> Meta:
+        """What the store says, which must be what this target has written."""
+        meta = self._meta(found)
+        if meta is None or meta.writer != self._writer:
+            what = "emptied" if meta is None else "taken over by another target"
+            raise Contradiction(
+                f"{self._where} was {what} while this one writes there: let one target write, and start it again "
+                "from what the store then holds"
+            )
+        return meta
+
+    def _check(self, held: Meta | None, release: Release, tables: tuple[StoredTable, ...]) -> None:
+        """Check that a release may be written to what is held."""
+        position = held.position if held else Position()
+        if position != self.position or (not position.number and not release.resync):
+            raise Contradiction(
+                f"{self._where} holds {_text(position)}, expected {_text(self.position)}: something else has "
+                "written there or brought back a copy, or the subscriber began without held=target.position"
+            )
+        hint = "use another prefix, or delete the keys of this one"
+        if held and held.model != release.model:
+            raise Contradiction(
+                f"{self._where} has rows of model {held.model!r}, the consumer follows {release.model!r}: {hint}"
+            )
+        for stored, sent in ((s, t) for s in (held.tables if held else ()) for t in tables if s.name == t.name):
+            if not stored.lies_as(sent):
+                text = f"table {sent.name!r} in {self._where} is {stored}, the consumer sends {sent}: {hint}"
+                raise Contradiction(text)
+
+
+def _text(position: Position) -> str:
+    return f"number {position.number} of history {position.history}" if position.number else "nothing"

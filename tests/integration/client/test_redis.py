@@ -1,0 +1,421 @@
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import redis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.support.keyed_model import BIAS, CHANGES, ITEM, RAW_IDS, ROWS, TABLES, USER, Change, KeyedModel
+from tests.support.redis_commands import Killed, PlayDead, kill_this_process, mortal, single_commands
+from tests.support.redis_server import PROGRAM, RedisServer
+
+from deltasync.client import Position, Release
+from deltasync.client.reading import Reading
+from deltasync.client.redis_layout import keys_of
+from deltasync.client.redis_rows import RedisRows
+from deltasync.client.redis_store import RedisStore
+from deltasync.client.redis_target import RedisTarget
+from deltasync.core.errors import Contradiction, InvalidInput, NotFound, ServiceUnavailable, StorageFailed
+
+pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no redis-server or valkey-server is installed")
+WHOLE = st.frozensets(st.sampled_from([table.name for table in TABLES]))
+MAPPED = [USER.name, ITEM.name, BIAS.name]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def store(server: RedisServer) -> Iterator[Any]:
+    with server.client() as client:
+        client.config_set("maxmemory", "0")
+        client.flushall()
+        yield client
+
+
+def target_of(server: RedisServer, **options: Any) -> RedisTarget:
+    return RedisTarget(server.client(), "clicks", **options)
+
+
+def numbers(client: Any, name: str, dtype: np.dtype[Any]) -> dict[int, float]:
+    """The first value of each row of a hash."""
+    found = client.hgetall(f"clicks:{name}")
+    return {int(keys_of([key])[0]): np.frombuffer(value, dtype)[0].item() for key, value in found.items()}
+
+
+def rows_in(client: Any) -> dict[str, dict[int, float]]:
+    return {table.name: numbers(client, f"rows:{table.name}", table.dtype) for table in (USER, ITEM, BIAS)}
+
+
+def check_equal(client: Any, model: KeyedModel) -> None:
+    """The store holds the model, and nothing else."""
+    assert rows_in(client) == model.expected()
+    assert numbers(client, f"free:{USER.name}", USER.dtype) == model.free()
+    entries = numbers(client, f"rows:{RAW_IDS.name}", RAW_IDS.dtype)
+    assert {row: entry - 1 for row, entry in entries.items() if entry} == model.entries()
+    names = {f"clicks:rows:{table.name}" for table in TABLES} | {f"clicks:free:{USER.name}", "clicks:meta"}
+    assert {name.decode() for name in client.keys("*")} <= names
+    meta = {name.decode(): value.decode() for name, value in client.hgetall("clicks:meta").items()}
+    assert (meta["history"], meta["number"], meta["version"]) == ("h", str(model.version), str(model.version))
+    assert (meta["writing"], meta["step"]) == ("0", str(model.version * 2))
+    assert meta["event_time_unix_ns"] == (str(model.version * 10) if model.version % 2 else "")
+
+
+def check_not_older(client: Any, past: list[dict[str, dict[int, float]]]) -> None:
+    """No row is older than the version that the store tells; `past` is the model at each version."""
+    told = int(client.hget("clicks:meta", "number") or 0)
+    if not told:
+        return
+    held = rows_in(client)
+    for table in MAPPED:
+        for key in {key for version in past[told:] for key in version[table]} | held[table].keys():
+            right = [version[table].get(key) for version in past[told:]]
+            assert held[table].get(key) in right, (table, key)
+
+
+class Feed:
+    """A model, and what a service would send a target of it that may die and come again.
+
+    Attributes:
+        past: the model at each version.
+    """
+
+    def __init__(self) -> None:
+        self.model = KeyedModel()
+        self.past = [self.model.expected()]
+        self._resync_at = 0
+        self._whole_at: dict[str, int] = {}
+
+    def change(self, change: Change, *, resync: bool = False, whole: frozenset[str] = frozenset()) -> None:
+        self.model.change(change)
+        self.past.append(self.model.expected())
+        self._resync_at = self.model.version if resync else self._resync_at
+        self._whole_at.update(dict.fromkeys(whole, self.model.version))
+
+    def release(self, held: int) -> Release:
+        """What is lacking after version `held`: all of what has been reset since."""
+        whole = frozenset(name for name, version in self._whole_at.items() if version > held)
+        return self.model.release(held, resync=not held or self._resync_at > held, whole=whole)
+
+
+STEP = st.tuples(CHANGES, st.booleans(), WHOLE, st.none() | st.integers(0, 60))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=st.lists(STEP, min_size=1, max_size=7))
+def test_after_any_releases_and_kills_it_holds_what_the_model_does(
+    server: RedisServer, store: Any, monkeypatch: pytest.MonkeyPatch, steps: list[Any]
+) -> None:
+    store.flushall()
+    feed, target = Feed(), target_of(server)
+    for change, resync, whole, commands in [*steps, (Change(), False, frozenset(), None)]:
+        feed.change(change, resync=resync, whole=whole)
+        with single_commands(monkeypatch):
+            try:
+                if commands is not None:
+                    target = RedisTarget(mortal(server.client(), commands + 4, PlayDead()), "clicks")
+                target.apply(feed.release(target.position.number))
+                check_equal(store, feed.model)
+            except Killed:
+                check_not_older(store, feed.past)
+            target = target_of(server)
+
+
+# What may happen to a row: raw ids go round in a ring, with their rows and without, some are new, some gone.
+_SCENARIO = [
+    Change(users=frozenset(range(ROWS)), items=frozenset({0, 1}), raw_ids={0: 0, 1: 1, 2: 7}),
+    Change(raw_ids={0: 1, 1: 7, 2: 0, 3: -2}, rows_stay=True, deleted=frozenset({5})),
+    Change(users=frozenset({0}), raw_ids={0: 7, 1: None, 4: 1}, rows_stay=True, items=frozenset({1})),
+]
+
+
+@pytest.mark.parametrize("resync", [False, True], ids=["release", "resync"])
+def test_a_process_killed_before_any_command_loses_nothing(
+    server: RedisServer, store: Any, monkeypatch: pytest.MonkeyPatch, resync: bool
+) -> None:
+    killed = 0
+    with single_commands(monkeypatch):
+        while True:
+            store.flushall()
+            feed = Feed()
+            feed.change(_SCENARIO[0])
+            target_of(server).apply(feed.release(0))
+            feed.change(_SCENARIO[1], resync=resync)
+            signal_ = _run_in_a_process_that_dies(server, feed.release(1), killed)
+            if signal_ == 0:
+                break
+            assert signal_ == signal.SIGKILL
+            killed += 1
+            check_not_older(store, feed.past)
+            feed.change(_SCENARIO[2])
+            target = target_of(server)
+            target.apply(feed.release(target.position.number))
+            check_equal(store, feed.model)
+    assert killed > 30
+
+
+def _run_in_a_process_that_dies(server: RedisServer, release: Release, commands: int) -> int:
+    """Apply a release in a process that is killed after so many commands: the signal, 0 if it came through."""
+    child = os.fork()
+    if not child:
+        try:
+            RedisTarget(mortal(server.client(), commands, kill_this_process), "clicks").apply(release)
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) * -1
+
+
+def first(server: RedisServer, **options: Any) -> tuple[Feed, RedisTarget]:
+    """A target that holds version 1."""
+    feed, target = Feed(), target_of(server, **options)
+    feed.change(_SCENARIO[0])
+    target.apply(feed.release(0))
+    return feed, target
+
+
+def test_rows_are_looked_up(server: RedisServer, store: Any) -> None:
+    rows = RedisRows(store, "clicks")
+    with pytest.raises(NotFound, match=re.escape("prefix 'clicks', holds no version yet")):
+        rows.lookup(USER.name, np.array([7]))
+    feed, _ = first(server)
+    assert rows.newest() == Reading(
+        position=Position("h", 1), version=1, step=2, step_end_unix_ns=5, event_time_unix_ns=10
+    )
+    keys = np.array([7, 5, 0, 7, -(2**63)])
+    values, found = rows.lookup(USER.name, keys)
+    users = feed.model.expected()[USER.name]
+    assert found.tolist() == [True, False, True, True, False]
+    assert values.tolist() == [[users.get(key, 0)] * 2 for key in keys.tolist()]
+    values, found = rows.lookup(ITEM.name, np.arange(ROWS))
+    assert values.dtype == np.float16
+    assert found.tolist() == [True, True, False, False, False, False]
+    with pytest.raises(NotFound, match=f"has no table 'other'; tables: {USER.name}"):
+        rows.lookup("other", np.array([7]))
+    with pytest.raises(InvalidInput, match="expected int64"):
+        rows.lookup(USER.name, np.array([7.0]))
+
+
+def test_no_command_is_longer_than_others_can_wait(server: RedisServer, store: Any) -> None:
+    hashes = RedisStore(store, 0)
+    fields = [number.to_bytes(8, "little") for number in range(5000)]
+    for times, commands in ((1, 5), (200, 31)):  # Bounded by the number of fields; by their bytes.
+        store.config_resetstat()
+        hashes.put("h", fields, [field * times for field in fields])
+        assert store.info("commandstats")["cmdstat_hset"]["calls"] == commands
+        assert hashes.get("h", fields) == [field * times for field in fields]
+    hashes.drop("h", fields[1:])
+    assert list(hashes.scan("h")) == [{fields[0]: fields[0] * 200}]
+
+
+def test_a_table_that_is_not_followed_any_more_is_removed(server: RedisServer, store: Any) -> None:
+    feed, target = first(server)
+    feed.change(Change())
+    release = feed.release(1)
+    target.apply(Release(release.position, 4, 5, False, [ITEM, BIAS], [], version=2))
+    assert {name.decode() for name in store.keys("*")} == {
+        "clicks:meta",
+        f"clicks:rows:{ITEM.name}",
+        f"clicks:rows:{BIAS.name}",
+    }
+    assert rows_in(store)[ITEM.name] == feed.model.expected()[ITEM.name]
+
+
+def other(release: Release, **fields: Any) -> Release:
+    return Release(**{**vars(release), **fields})
+
+
+def test_another_model_or_other_tables_are_refused(server: RedisServer, store: Any) -> None:
+    feed, _ = first(server)
+    feed.change(Change(users=frozenset({1})))
+    before = rows_in(store)
+    larger = type(USER)(USER.name, ROWS, 4)
+    for release, said in (
+        (
+            other(feed.release(0), model="ads"),
+            "prefix 'clicks', has rows of model '', the consumer follows 'ads': use another prefix, or delete",
+        ),
+        (
+            other(feed.release(0), tables=[larger, *TABLES[1:]], rows=[]),
+            f"table 'sparse.user' in the store at {server.socket}, prefix 'clicks', is embedding, 2 values of "
+            "float32 by raw id, the consumer sends embedding, 4 values of float32 by raw id: use another prefix",
+        ),
+        (
+            other(feed.release(0), tables=[USER, ITEM, BIAS], rows=[]),
+            "of float32 by raw id, the consumer sends embedding, 2 values of float32 by row number: use another",
+        ),
+    ):
+        with pytest.raises(Contradiction, match=re.escape(said)):
+            target_of(server).apply(release)
+    assert rows_in(store) == before
+    check = target_of(server)
+    check.apply(feed.release(1))
+    check_equal(store, feed.model)
+
+
+def test_another_format_and_what_is_no_hash_are_refused(server: RedisServer, store: Any) -> None:
+    first(server)
+    store.hset("clicks:meta", "format", "2")
+    with pytest.raises(
+        Contradiction, match="has rows of format '2', this version of deltasync writes and reads 1"
+    ):
+        target_of(server)
+    store.hset("clicks:meta", mapping={"format": "1", "tables": "["})
+    with pytest.raises(Contradiction, match="its meta cannot be read"):
+        target_of(server)
+    store.flushall()
+    store.set("clicks:meta", "something else")
+    with pytest.raises(Contradiction, match="Something else has keys under this prefix"):
+        target_of(server)
+
+
+def test_who_empties_the_store_or_writes_there_too_is_found(server: RedisServer, store: Any) -> None:
+    feed, old = first(server)
+    feed.change(Change(users=frozenset({1})))
+    new = target_of(server)
+    new.apply(feed.release(1))
+    with pytest.raises(Contradiction, match="taken over by another target while this one writes there"):
+        old.apply(feed.release(1))
+    check_equal(store, feed.model)
+    store.flushall()
+    feed.change(Change(users=frozenset({1})))
+    with pytest.raises(Contradiction, match="was emptied while this one writes there"):
+        new.apply(feed.release(2))
+    assert not store.keys("*")
+    again = target_of(server)
+    assert again.position == Position()
+    with pytest.raises(
+        Contradiction, match=r"holds nothing, expected nothing.*began without held=target.position"
+    ):
+        again.apply(feed.release(2))
+    again.apply(feed.release(0))
+    check_equal(store, feed.model)
+
+
+def test_a_copy_that_was_brought_back_is_found(server: RedisServer, store: Any) -> None:
+    feed, target = first(server)
+    copy = {name: store.dump(name) for name in store.keys("*")}
+    feed.change(Change(users=frozenset({1})))
+    target.apply(feed.release(1))
+    for name, value in copy.items():
+        store.restore(name, 0, value, replace=True)
+    feed.change(Change(users=frozenset({2})))
+    with pytest.raises(Contradiction, match="holds number 1 of history h, expected number 2 of history h"):
+        target.apply(feed.release(2))
+    again = target_of(server)
+    again.apply(feed.release(again.position.number))
+    check_equal(store, feed.model)
+
+
+def test_rows_that_are_written_to_during_a_release_by_another_target_are_not_told(
+    server: RedisServer, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feed, target = first(server)
+    feed.change(Change(users=frozenset({1})))
+    write = target._write
+
+    def interrupted(*arguments: Any, **options: Any) -> None:
+        write(*arguments, **options)
+        store.hset("clicks:meta", "writer", "somebody")
+
+    monkeypatch.setattr(target, "_write", interrupted)
+    with pytest.raises(Contradiction, match="taken over"):
+        target.apply(feed.release(1))
+    assert store.hget("clicks:meta", "number") == b"1"
+
+
+def test_a_full_store_is_named_and_nothing_is_lost(server: RedisServer, store: Any) -> None:
+    feed, target = first(server)
+    feed.change(Change(users=frozenset(range(ROWS))))
+    store.config_set("maxmemory", "1")
+    with pytest.raises(StorageFailed, match=re.escape(f"the store at {server.socket} says: ") + ".*maxmemory"):
+        target.apply(feed.release(1))
+    store.config_set("maxmemory", "0")
+    target.apply(feed.release(1))
+    check_equal(store, feed.model)
+
+
+def test_a_store_that_evicts_rows_is_refused(
+    server: RedisServer, store: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.config_set("maxmemory", "1gb")
+    store.config_set("maxmemory-policy", "allkeys-lru")
+    try:
+        with pytest.raises(Contradiction, match=r"evicts keys when its memory is full .*allkeys-lru"):
+            target_of(server)
+        store.config_set("maxmemory-policy", "volatile-lru")
+        target_of(server)
+    finally:
+        store.config_set("maxmemory-policy", "noeviction")
+    store.acl_setuser("app", enabled=True, nopass=True, keys="*", commands=["+@all", "-config"])
+    RedisTarget(server.client(username="app", password="x"), "clicks")  # noqa: S106
+    assert "does not tell its maxmemory-policy" in caplog.text
+
+
+def test_whoever_may_not_write_is_told(server: RedisServer, store: Any) -> None:
+    feed = Feed()
+    feed.change(_SCENARIO[0])
+    store.acl_setuser("reader", enabled=True, nopass=True, keys="*", commands=["+@read", "+@transaction"])
+    target = RedisTarget(server.client(username="reader", password="x"), "clicks")  # noqa: S106
+    with pytest.raises(StorageFailed, match="Let this user use hashes"):
+        target.apply(feed.release(0))
+    with pytest.raises(StorageFailed, match="Give the client a name and a password"):
+        RedisTarget(server.client(username="nobody", password="x"), "clicks", retry_seconds=60)  # noqa: S106
+
+
+def test_a_replica_of_the_store_is_named(server: RedisServer, store: Any) -> None:
+    feed, target = first(server)
+    feed.change(Change(users=frozenset({1})))
+    store.replicaof("127.0.0.1", "1")
+    try:
+        with pytest.raises(StorageFailed, match="It is a replica: write to its master"):
+            target.apply(feed.release(1))
+    finally:
+        store.replicaof("NO", "ONE")
+    target.apply(feed.release(1))
+    check_equal(store, feed.model)
+
+
+def test_lost_connections_lose_no_rows(server: RedisServer, store: Any) -> None:
+    commands, lost = 0, [True]
+    while lost:
+        store.flushall()
+        left, lost = iter([False] * commands + [True]), []
+
+        def lose(left: Iterator[bool] = left, lost: list[bool] = lost) -> None:
+            if next(left, False):
+                lost.append(True)
+                raise redis.ConnectionError("lost")
+
+        feed = Feed()
+        feed.change(_SCENARIO[0])
+        RedisTarget(mortal(server.client(), 0, lose), "clicks").apply(feed.release(0))
+        check_equal(store, feed.model)
+        commands += 1
+    assert commands > 10
+
+
+def test_a_server_that_stays_away_is_an_error_and_one_that_comes_back_empty_too(tmp_path: Path) -> None:
+    with RedisServer(tmp_path) as server:
+        feed, target = first(server, retry_seconds=0.2)
+        feed.change(Change(users=frozenset({1})))
+        server.kill()
+        with pytest.raises(ServiceUnavailable, match=f"the store at {server.socket} says"):
+            target.apply(feed.release(1))
+        server.start()
+        with pytest.raises(Contradiction, match="was emptied"):
+            target.apply(feed.release(1))
+
+
+def test_a_client_that_decodes_is_refused(server: RedisServer) -> None:
+    with pytest.raises(InvalidInput, match="decode_responses"):
+        RedisTarget(server.client(decode_responses=True), "clicks")
+    with pytest.raises(InvalidInput, match="prefix: empty"):
+        RedisTarget(server.client(), "")

@@ -1,0 +1,62 @@
+"""A real Redis, or Valkey, in a folder of its own, that a test may kill and start again."""
+
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+PROGRAM = shutil.which("redis-server") or shutil.which("valkey-server")
+_DEADLINE_SECONDS = 20.0
+
+
+class RedisServer:
+    """A server that listens on a socket in a folder, and keeps nothing on disk.
+
+    Attributes:
+        socket: the path of its socket.
+    """
+
+    def __init__(self, folder: Path, *settings: str) -> None:
+        self.socket = str(folder / "redis.sock")
+        self._folder, self._settings = folder, settings
+
+    def start(self) -> None:
+        assert PROGRAM
+        Path(self.socket).unlink(missing_ok=True)
+        command = [PROGRAM, "--port", "0", "--unixsocket", self.socket, "--dir", str(self._folder)]
+        command += ["--save", "", "--loglevel", "warning", *self._settings]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        deadline = time.monotonic() + _DEADLINE_SECONDS
+        while not self._answers():
+            assert self._process.poll() is None, "the server ended before it listened"
+            assert time.monotonic() < deadline, "the server did not listen in time"
+            time.sleep(0.005)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def client(self, **settings: Any) -> "redis.Redis":
+        return redis.Redis(unix_socket_path=self.socket, retry=Retry(NoBackoff(), 0), **settings)
+
+    def _answers(self) -> bool:
+        with self.client() as client:
+            try:
+                return bool(client.ping())
+            except redis.ConnectionError:
+                return False
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self.kill()

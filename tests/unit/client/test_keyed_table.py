@@ -1,0 +1,136 @@
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from deltasync.client.key_index import KeyIndex
+from deltasync.client.keyed_table import KeyedTable
+from deltasync.core.errors import InvalidInput
+from deltasync.core.rows import Ids, Values
+
+SMALLEST, LARGEST = np.iinfo(np.int64).min, np.iinfo(np.int64).max
+# Few enough to meet again, with the extremes, and many that are multiples of powers of two.
+KEYS = st.one_of(
+    st.sampled_from([SMALLEST, SMALLEST + 1, -2, -1, 0, 1, LARGEST - 1, LARGEST]),
+    st.integers(-30, 30),
+    st.integers(0, 30).map(lambda number: number << 50),
+)
+SOME = st.lists(KEYS, max_size=40)
+
+
+def ids(keys: list[int]) -> Ids:
+    return np.array(keys, np.int64)
+
+
+class Table(RuleBasedStateMachine):
+    """A table beside a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.model, self.number = KeyedTable(2, np.float32), dict[int, float](), 0.0
+
+    def values(self, keys: list[int]) -> Values:
+        numbers = self.number + 1 + np.arange(len(keys), dtype=np.float32)
+        self.number += len(keys)
+        return np.stack([numbers, -numbers], axis=1)
+
+    @rule(keys=SOME)
+    def insert(self, keys: list[int]) -> None:
+        values = self.values(keys)
+        self.table.insert(ids(keys), values)
+        self.model.update(zip(keys, values[:, 0].tolist(), strict=True))
+
+    @rule(keys=SOME)
+    def update(self, keys: list[int]) -> None:
+        values = self.values(keys)
+        found = self.table.update(ids(keys), values)
+        assert found.tolist() == [key in self.model for key in keys]
+        known = [(key, value) for key, value in zip(keys, values[:, 0].tolist(), strict=True) if key in self.model]
+        self.model.update(known)
+
+    @rule(keys=SOME)
+    def erase(self, keys: list[int]) -> None:
+        found = self.table.erase(ids(keys))
+        assert found.tolist() == [key in self.model for key in keys]
+        for key in keys:
+            self.model.pop(key, None)
+
+    @rule(keys=SOME)
+    def lookup(self, keys: list[int]) -> None:
+        values, found = self.table.lookup(ids(keys))
+        assert found.tolist() == [key in self.model for key in keys]
+        assert values[:, 0].tolist() == [self.model.get(key, 0) for key in keys]
+        assert values[:, 1].tolist() == [-self.model.get(key, 0) for key in keys]
+
+    @invariant()
+    def holds_the_keys(self) -> None:
+        assert self.table.keys().tolist() == sorted(self.model)
+        assert len(self.table) == len(self.model)
+
+
+TestTable = Table.TestCase
+
+
+@given(st.sampled_from([1, 1 << 20, 1 << 44, 0x9E3779B97F4A7C15 >> 1]), st.booleans())
+def test_keys_of_any_pattern_are_found_after_few_looks(step: int, negative: bool) -> None:
+    count = 20_000
+    keys = (np.arange(count, dtype=np.int64) * np.int64(step)) * (-1 if negative else 1)
+    looks: list[int] = []
+
+    class Counting(KeyIndex):
+        def _look(self, slots, keys):  # type: ignore[no-untyped-def]
+            looks.append(len(slots))
+            return super()._look(slots, keys)
+
+    index = Counting()
+    index.put(keys, np.arange(count))
+    looks.clear()
+    assert np.array_equal(index.find(keys), np.arange(count))
+    assert sum(looks) < 2 * count
+
+
+def test_erased_keys_take_no_memory_for_long() -> None:
+    table = KeyedTable(1)
+    for round_ in range(200):
+        keys = np.arange(1000, dtype=np.int64) + 1000 * round_
+        table.insert(keys, np.zeros((1000, 1), np.float32))
+        assert table.erase(keys).all()
+    assert len(table) == 0
+    assert len(table._rows) < 4000
+    assert len(table._index._slots) < 16_000
+
+
+def test_what_is_read_is_a_copy() -> None:
+    table = KeyedTable(1)
+    table.insert(ids([7]), np.ones((1, 1), np.float32))
+    table.lookup(ids([7]))[0][:] = 5
+    assert table.lookup(ids([7]))[0].tolist() == [[1]]
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "said"),
+    [
+        (
+            np.zeros(1, np.int32),
+            np.zeros((1, 2), np.float32),
+            "keys of shape [1] and type int32: expected int64 [n]",
+        ),
+        (np.zeros((1, 1), np.int64), np.zeros((1, 2), np.float32), "keys of shape [1, 1]"),
+        (
+            ids([1]),
+            np.zeros((1, 3), np.float32),
+            "values of shape [1, 3] and type float32 for 1 keys of a table of 2",
+        ),
+        (ids([1, 2]), np.zeros((1, 2), np.float32), "for 2 keys"),
+        (ids([1]), np.zeros((1, 2), "U1"), "type <U1"),
+    ],
+)
+def test_what_does_not_fit_is_an_error(keys: Ids, values: Values, said: str) -> None:
+    table = KeyedTable(2)
+    for change in (table.insert, table.update):
+        with pytest.raises(InvalidInput, match=re.escape(said)):
+            change(keys, values)
+    assert len(table) == 0

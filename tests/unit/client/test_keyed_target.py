@@ -1,0 +1,118 @@
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support.keyed_model import BIAS, CHANGES, ITEM, RAW_IDS, ROWS, TABLES, USER, Change, KeyedModel
+
+from deltasync.client import NumpyTarget, RowBatch
+from deltasync.client.checksums import TargetChecksums
+from deltasync.client.keyed_target import KeyedTarget
+from deltasync.client.reading import Reads
+from deltasync.client.targets import ReadableTarget, Release
+from deltasync.core.errors import Contradiction
+
+WHOLE = st.frozensets(st.sampled_from([table.name for table in TABLES]))
+
+
+def held_by(target: KeyedTarget) -> dict[str, dict[int, float]]:
+    """The first value of each row by key, after looking all of them up."""
+    held = {}
+    with target.reading() as now:
+        tables = now.tables
+        for name in (USER.name, ITEM.name, BIAS.name):
+            keys = tables[name].keys()
+            assert len(keys) == len(tables[name])
+            values, found = tables[name].lookup(keys[::-1])
+            assert found.all()
+            assert (values == values[:, :1]).all()
+            held[name] = dict(zip(keys[::-1].tolist(), values[:, 0].tolist(), strict=True))
+    return held
+
+
+@pytest.mark.parametrize("reads", ["pause", "copies"])
+@given(steps=st.lists(st.tuples(CHANGES, st.booleans(), WHOLE), min_size=1, max_size=8))
+def test_it_holds_what_the_model_does(reads: Reads, steps: list[tuple[Change, bool, frozenset[str]]]) -> None:
+    model, target, plain = KeyedModel(), KeyedTarget(reads=reads), NumpyTarget()
+    by_row, by_key = TargetChecksums(plain), TargetChecksums(target)
+    for change, resync, whole in steps:
+        held = model.version
+        model.change(change)
+        release = model.release(held, resync=resync or not held, whole=whole)
+        sums = []
+        for checksums, each in ((by_row, plain), (by_key, target)):
+            checksums.before(release)
+            each.apply(release)
+            sums.append(checksums.after(release))
+        assert sums[0] == sums[1]
+        assert held_by(target) == model.expected()
+        with target.reading() as now:
+            assert (
+                (now.position, now.version)
+                == (release.position, release.version)
+                == (target.position, model.version)
+            )
+
+
+def test_it_can_be_read_back() -> None:
+    assert isinstance(KeyedTarget(), ReadableTarget)
+
+
+def test_unknown_keys_are_told() -> None:
+    model, target = KeyedModel(), KeyedTarget()
+    model.change(Change(users=frozenset({0}), items=frozenset({3}), raw_ids={0: 7}))
+    target.apply(model.release(0, resync=True))
+    with target.reading() as now:
+        tables = now.tables
+        values, found = tables[USER.name].lookup(np.array([7, 0, 7, -5]))
+        assert found.tolist() == [True, False, True, False]
+        assert (values[~found] == 0).all()
+        values, found = tables[ITEM.name].lookup(np.array([3, 0, -1, ROWS, 2**62]))
+        assert found.tolist() == [True, False, False, False, False]
+
+
+def _swapped(version: int, entries: list[tuple[int, int]]) -> Release:
+    model = KeyedModel()
+    model.change(Change())
+    release = model.release(0)
+    ids, values = (np.array(each) for each in zip(*entries, strict=True))
+    rows = [RowBatch.of_table(RAW_IDS, ids, values[:, None])]
+    return Release(release.position, version, 0, False, TABLES, rows, version=version)
+
+
+@pytest.mark.parametrize("entries", [[(2, 9), (4, 9)], [(4, 8)]])
+def test_one_raw_id_for_two_rows_is_an_error_and_nothing_is_written(entries: list[tuple[int, int]]) -> None:
+    model, target = KeyedModel(), KeyedTarget()
+    model.change(Change(users=frozenset(range(ROWS)), raw_ids={0: 7}))
+    target.apply(model.release(0, resync=True))
+    raw, rows = entries[0][1] - 1, "2 and 4" if len(entries) == 2 else "0 and 4"
+    said = f"table 'sparse.user.raw_ids': raw id {raw} has two rows, {rows}"
+    with pytest.raises(Contradiction, match=re.escape(said)):
+        target.apply(_swapped(2, entries))
+    assert held_by(target) == model.expected()
+    read = target.read(RAW_IDS, np.arange(ROWS))
+    assert read is not None
+    assert read[:, 0].tolist() == [8, 0, 0, 0, 0, 0]
+
+
+def test_tables_grow() -> None:
+    model, target = KeyedModel(), KeyedTarget()
+    model.change(Change(users=frozenset(range(ROWS)), items=frozenset({1}), raw_ids={0: 7}))
+    target.apply(model.release(0, resync=True))
+    model.change(Change())
+    tables = [dataclasses.replace(table, rows=2 * ROWS) for table in TABLES[:3]] + [BIAS]
+    values = np.full((1, 2), 5, np.float32)
+    rows = [
+        RowBatch.of_table(tables[0], np.array([ROWS + 1]), values),
+        RowBatch.of_table(tables[2], np.array([0, ROWS + 1]), np.array([[0], [8]])),
+    ]
+    with target.reading() as before:
+        assert before.tables[USER.name].lookup(np.array([7]))[1].all()
+    target.apply(dataclasses.replace(model.release(1), tables=tables, rows=rows))
+    with target.reading() as after:
+        found, known = after.tables[USER.name].lookup(np.array([7, 8]))
+        assert found.tolist() == [[5, 5], [0, 0]]
+        assert known.tolist() == [True, False]
+        assert after.tables[ITEM.name].keys().tolist() == [1]
