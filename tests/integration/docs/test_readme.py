@@ -12,18 +12,20 @@ from pathlib import Path
 import pytest
 import torch
 from tests.support.documents import DOCUMENTS, README, document
-from tests.support.fleet import Trainer
+from tests.support.fleet import Trainer, as_sent
 from tests.support.process import ServiceProcess
 from tests.support.prompt import PythonPrompt
 
-from deltasync.client import TableKind, TableSpec
+from deltasync.client import TableKind, TableSpec, ValueType
 
 TRAINER = "trainer_example.py"
 SERVICE, PROTOCOL = document("sync_service/README.md"), document("protos/README.md")
 # Blocks of each file, in their order.
 RUN = {
     "README.md": ["serve", "publish", "subscribe", TRAINER, "train", "predict", "lag", "policy"],
-    "sync_service/README.md": ["serve", "publisher", "numpy", "torch", "compiled", "callback", "policy", "admin"],
+    "sync_service/README.md": [
+        *("serve", "publisher", "numpy", "torch", "quantised", "compiled", "callback", "policy", "admin")
+    ],
     "protos/README.md": ["checksum", "replica"],
     "trainer/README.md": ["step", "checkpoint"],
     "trainer/deltasync/trainer/tracking/README.md": ["tracker"],
@@ -148,6 +150,19 @@ def test_the_service_s_examples_run(visitor: Visitor) -> None:
     assert "top_k=0.05 value_type=int8 (was" in updated
     assert '"top_k":0.05' in put
     assert visitor.script(blocks["admin"]) == "['edge', 'mobile', 'predictors']\n"
+
+
+@_visits("sync_service/README.md")
+def test_the_quantised_model_follows_a_trainer(visitor: Visitor) -> None:
+    table = TableSpec("sparse.embedding_bags.user", 1000, 64)
+    with Trainer(visitor.service.grpc, [table]) as trainer:
+        trainer.publish_all()
+        printed = visitor.script(SERVICE.block("quantised"))
+    held = as_sent(table, trainer.rows[table.name][[3, 14]], ValueType.INT8_TBE)
+    expected = ValueType.INT8_TBE.decode(held, table.dtype).sum(axis=0)
+    [values] = re.findall(r"tensor\(\[\[(.*)\]\]\)", printed, re.DOTALL)
+    # As many digits as are printed.
+    assert [float(each) for each in values.split(",")] == pytest.approx(expected.tolist(), abs=1e-3)
 
 
 @_visits("sync_service/README.md")
