@@ -12,13 +12,24 @@ import pytest
 from tests.support.documents import DOCUMENTS, README, document
 from tests.support.process import ServiceProcess
 from tests.support.prompt import PythonPrompt
+from tests.support.redis_server import PROGRAM, RedisServer
 
 TRAINER = "trainer_example.py"
 SERVICE, PROTOCOL = document("sync_service/README.md"), document("protos/README.md")
 # Blocks of each file, in their order.
 RUN = {
     "README.md": ["serve", "publish", "subscribe", TRAINER, "train", "predict", "lag", "policy"],
-    "sync_service/README.md": ["serve", "publisher", "numpy", "torch", "callback", "policy", "admin"],
+    "sync_service/README.md": [
+        "serve",
+        "publisher",
+        "numpy",
+        "torch",
+        "keyed",
+        "redis",
+        "callback",
+        "policy",
+        "admin",
+    ],
     "protos/README.md": ["checksum", "replica"],
     "trainer/README.md": ["step", "checkpoint"],
     "trainer/deltasync/trainer/tracking/README.md": ["tracker"],
@@ -136,13 +147,25 @@ def test_the_first_steps_can_be_pasted_in_their_order(visitor: Visitor) -> None:
 def test_the_service_s_examples_run(visitor: Visitor) -> None:
     needs_curl()
     blocks = SERVICE.named("python")
-    printed = visitor.script("".join(blocks[name] for name in ("publisher", "numpy", "torch", "callback")))
-    expected = ["number=1", "[1. 1. 1.", "tensor([1., 1.", "1 user [  0   1   2"]
+    printed = visitor.script(
+        "".join(blocks[name] for name in ("publisher", "numpy", "torch", "keyed", "callback"))
+    )
+    expected = ["number=1", "[1. 1. 1.", "tensor([1., 1.", "(3, 64) [ True False  True]", "1 user [  0   1   2"]
     assert [each for each in expected if each in printed] == expected
     _, updated, put = visitor.shell(SERVICE.block("policy"))
     assert "top_k=0.05 value_type=int8 (was" in updated
     assert '"top_k":0.05' in put
     assert visitor.script(blocks["admin"]) == "['edge', 'mobile', 'predictors']\n"
+
+
+@pytest.mark.skipif(PROGRAM is None, reason="no redis-server or valkey-server is installed")
+@_visits("sync_service/README.md")
+def test_the_store_s_example_runs(visitor: Visitor) -> None:
+    (visitor.folder / "redis").mkdir()
+    with RedisServer(visitor.folder / "redis") as server:
+        blocks, here = SERVICE.named("python"), f"unix_socket_path={server.socket!r}"
+        code = blocks["publisher"] + blocks["redis"].replace('host="localhost"', here)
+        assert "1 [ True False]" in visitor.script(code)
 
 
 @_visits("sync_service/README.md")
