@@ -26,7 +26,7 @@ from deltasync.v1 import tables_pb2 as deltasync_dot_v1_dot_tables__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x64\x65ltasync/v1/admin.proto\x12\x0c\x64\x65ltasync.v1\x1a\x19\x64\x65ltasync/v1/tables.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"z\n\x08\x43onsumer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12+\n\x07\x63reated\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12$\n\x06policy\x18\x04 \x01(\x0b\x32\x14.deltasync.v1.Policy\"\xd9\x01\n\x06Policy\x12\x0e\n\x06tables\x18\x01 \x03(\t\x12 \n\x04mode\x18\x02 \x01(\x0e\x32\x12.deltasync.v1.Mode\x12\r\n\x05top_k\x18\x03 \x01(\x01\x12\x17\n\x0ftop_k_per_table\x18\x04 \x01(\x08\x12\x17\n\x0fmax_age_seconds\x18\x05 \x01(\x01\x12\x1c\n\x14min_interval_seconds\x18\x06 \x01(\x01\x12\x11\n\tmax_bytes\x18\x07 \x01(\x04\x12+\n\nvalue_type\x18\x08 \x01(\x0e\x32\x17.deltasync.v1.ValueType\"A\n\x15\x43reateConsumerRequest\x12(\n\x08\x63onsumer\x18\x01 \x01(\x0b\x32\x16.deltasync.v1.Consumer\"B\n\x16\x43reateConsumerResponse\x12(\n\x08\x63onsumer\x18\x01 \x01(\x0b\x32\x16.deltasync.v1.Consumer\"K\n\x15UpdateConsumerRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12$\n\x06policy\x18\x02 \x01(\x0b\x32\x14.deltasync.v1.Policy\"B\n\x16UpdateConsumerResponse\x12(\n\x08\x63onsumer\x18\x01 \x01(\x0b\x32\x16.deltasync.v1.Consumer\"%\n\x15\x44\x65leteConsumerRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x18\n\x16\x44\x65leteConsumerResponse\"\x16\n\x14ListConsumersRequest\"B\n\x15ListConsumersResponse\x12)\n\tconsumers\x18\x01 \x03(\x0b\x32\x16.deltasync.v1.Consumer\">\n\x11\x44\x65leteRowsRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05table\x18\x02 \x01(\t\x12\x0b\n\x03ids\x18\x03 \x03(\x04\"B\n\x12\x44\x65leteRowsResponse\x12,\n\x07pending\x18\x01 \x01(\x0b\x32\x1b.deltasync.v1.PendingDelete\"\x86\x01\n\rPendingDelete\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05model\x18\x02 \x01(\t\x12\r\n\x05table\x18\x03 \x01(\t\x12\x0c\n\x04rows\x18\x04 \x01(\x04\x12)\n\x05\x61sked\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0e\n\x06reason\x18\x06 \x01(\t\"\x1b\n\x19ListPendingDeletesRequest\"J\n\x1aListPendingDeletesResponse\x12,\n\x07pending\x18\x01 \x03(\x0b\x32\x1b.deltasync.v1.PendingDelete2\xb9\x04\n\x0c\x41\x64minService\x12[\n\x0e\x43reateConsumer\x12#.deltasync.v1.CreateConsumerRequest\x1a$.deltasync.v1.CreateConsumerResponse\x12[\n\x0eUpdateConsumer\x12#.deltasync.v1.UpdateConsumerRequest\x1a$.deltasync.v1.UpdateConsumerResponse\x12[\n\x0e\x44\x65leteConsumer\x12#.deltasync.v1.DeleteConsumerRequest\x1a$.deltasync.v1.DeleteConsumerResponse\x12X\n\rListConsumers\x12\".deltasync.v1.ListConsumersRequest\x1a#.deltasync.v1.ListConsumersResponse\x12O\n\nDeleteRows\x12\x1f.deltasync.v1.DeleteRowsRequest\x1a .deltasync.v1.DeleteRowsResponse\x12g\n\x12ListPendingDeletes\x12\'.deltasync.v1.ListPendingDeletesRequest\x1a(.deltasync.v1.ListPendingDeletesResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x64\x65ltasync/v1/admin.proto\x12\x0c\x64\x65ltasync.v1\x1a\x19\x64\x65ltasync/v1/tables.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"z\n\x08\x43onsumer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12+\n\x07\x63reated\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12$\n\x06policy\x18\x04 \x01(\x0b\x32\x14.deltasync.v1.Policy\"\xf7\x01\n\x06Policy\x12\x0e\n\x06tables\x18\x01 \x03(\t\x12 \n\x04mode\x18\x02 \x01(\x0e\x32\x12.deltasync.v1.Mode\x12\r\n\x05top_k\x18\x03 \x01(\x01\x12\x17\n\x0ftop_k_per_table\x18\x04 \x01(\x08\x12\x17\n\x0fmax_age_seconds\x18\x05 \x01(\x01\x12\x1c\n\x14min_interval_seconds\x18\x06 \x01(\x01\x12\x11\n\tmax_bytes\x18\x07 \x01(\x04\x12+\n\nvalue_type\x18\x08 \x01(\x0e\x32\x17.deltasync.v1.ValueType\x12\x1c\n\x14ready_within_seconds\x18\t \x01(\x01\"A\n\x15\x43reateConsumerRequest\x12(\n\x08\x63onsumer\x18\x01 \x01(\x0b\x32\x16.deltasync.v1.Consumer\"B\n\x16\x43reateConsumerResponse\x12(\n\x08\x63onsumer\x18\x01 \x01(\x0b\x32\x16.deltasync.v1.Consumer\"K\n\x15UpdateConsumerRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12$\n\x06policy\x18\x02 \x01(\x0b\x32\x14.deltasync.v1.Policy\"B\n\x16UpdateConsumerResponse\x12(\n\x08\x63onsumer\x18\x01 \x01(\x0b\x32\x16.deltasync.v1.Consumer\"%\n\x15\x44\x65leteConsumerRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x18\n\x16\x44\x65leteConsumerResponse\"\x16\n\x14ListConsumersRequest\"B\n\x15ListConsumersResponse\x12)\n\tconsumers\x18\x01 \x03(\x0b\x32\x16.deltasync.v1.Consumer\">\n\x11\x44\x65leteRowsRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05table\x18\x02 \x01(\t\x12\x0b\n\x03ids\x18\x03 \x03(\x04\"B\n\x12\x44\x65leteRowsResponse\x12,\n\x07pending\x18\x01 \x01(\x0b\x32\x1b.deltasync.v1.PendingDelete\"\x86\x01\n\rPendingDelete\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05model\x18\x02 \x01(\t\x12\r\n\x05table\x18\x03 \x01(\t\x12\x0c\n\x04rows\x18\x04 \x01(\x04\x12)\n\x05\x61sked\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0e\n\x06reason\x18\x06 \x01(\t\"\x1b\n\x19ListPendingDeletesRequest\"J\n\x1aListPendingDeletesResponse\x12,\n\x07pending\x18\x01 \x03(\x0b\x32\x1b.deltasync.v1.PendingDelete2\xb9\x04\n\x0c\x41\x64minService\x12[\n\x0e\x43reateConsumer\x12#.deltasync.v1.CreateConsumerRequest\x1a$.deltasync.v1.CreateConsumerResponse\x12[\n\x0eUpdateConsumer\x12#.deltasync.v1.UpdateConsumerRequest\x1a$.deltasync.v1.UpdateConsumerResponse\x12[\n\x0e\x44\x65leteConsumer\x12#.deltasync.v1.DeleteConsumerRequest\x1a$.deltasync.v1.DeleteConsumerResponse\x12X\n\rListConsumers\x12\".deltasync.v1.ListConsumersRequest\x1a#.deltasync.v1.ListConsumersResponse\x12O\n\nDeleteRows\x12\x1f.deltasync.v1.DeleteRowsRequest\x1a .deltasync.v1.DeleteRowsResponse\x12g\n\x12ListPendingDeletes\x12\'.deltasync.v1.ListPendingDeletesRequest\x1a(.deltasync.v1.ListPendingDeletesResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,33 +36,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CONSUMER']._serialized_start=102
   _globals['_CONSUMER']._serialized_end=224
   _globals['_POLICY']._serialized_start=227
-  _globals['_POLICY']._serialized_end=444
-  _globals['_CREATECONSUMERREQUEST']._serialized_start=446
-  _globals['_CREATECONSUMERREQUEST']._serialized_end=511
-  _globals['_CREATECONSUMERRESPONSE']._serialized_start=513
-  _globals['_CREATECONSUMERRESPONSE']._serialized_end=579
-  _globals['_UPDATECONSUMERREQUEST']._serialized_start=581
-  _globals['_UPDATECONSUMERREQUEST']._serialized_end=656
-  _globals['_UPDATECONSUMERRESPONSE']._serialized_start=658
-  _globals['_UPDATECONSUMERRESPONSE']._serialized_end=724
-  _globals['_DELETECONSUMERREQUEST']._serialized_start=726
-  _globals['_DELETECONSUMERREQUEST']._serialized_end=763
-  _globals['_DELETECONSUMERRESPONSE']._serialized_start=765
-  _globals['_DELETECONSUMERRESPONSE']._serialized_end=789
-  _globals['_LISTCONSUMERSREQUEST']._serialized_start=791
-  _globals['_LISTCONSUMERSREQUEST']._serialized_end=813
-  _globals['_LISTCONSUMERSRESPONSE']._serialized_start=815
-  _globals['_LISTCONSUMERSRESPONSE']._serialized_end=881
-  _globals['_DELETEROWSREQUEST']._serialized_start=883
-  _globals['_DELETEROWSREQUEST']._serialized_end=945
-  _globals['_DELETEROWSRESPONSE']._serialized_start=947
-  _globals['_DELETEROWSRESPONSE']._serialized_end=1013
-  _globals['_PENDINGDELETE']._serialized_start=1016
-  _globals['_PENDINGDELETE']._serialized_end=1150
-  _globals['_LISTPENDINGDELETESREQUEST']._serialized_start=1152
-  _globals['_LISTPENDINGDELETESREQUEST']._serialized_end=1179
-  _globals['_LISTPENDINGDELETESRESPONSE']._serialized_start=1181
-  _globals['_LISTPENDINGDELETESRESPONSE']._serialized_end=1255
-  _globals['_ADMINSERVICE']._serialized_start=1258
-  _globals['_ADMINSERVICE']._serialized_end=1827
+  _globals['_POLICY']._serialized_end=474
+  _globals['_CREATECONSUMERREQUEST']._serialized_start=476
+  _globals['_CREATECONSUMERREQUEST']._serialized_end=541
+  _globals['_CREATECONSUMERRESPONSE']._serialized_start=543
+  _globals['_CREATECONSUMERRESPONSE']._serialized_end=609
+  _globals['_UPDATECONSUMERREQUEST']._serialized_start=611
+  _globals['_UPDATECONSUMERREQUEST']._serialized_end=686
+  _globals['_UPDATECONSUMERRESPONSE']._serialized_start=688
+  _globals['_UPDATECONSUMERRESPONSE']._serialized_end=754
+  _globals['_DELETECONSUMERREQUEST']._serialized_start=756
+  _globals['_DELETECONSUMERREQUEST']._serialized_end=793
+  _globals['_DELETECONSUMERRESPONSE']._serialized_start=795
+  _globals['_DELETECONSUMERRESPONSE']._serialized_end=819
+  _globals['_LISTCONSUMERSREQUEST']._serialized_start=821
+  _globals['_LISTCONSUMERSREQUEST']._serialized_end=843
+  _globals['_LISTCONSUMERSRESPONSE']._serialized_start=845
+  _globals['_LISTCONSUMERSRESPONSE']._serialized_end=911
+  _globals['_DELETEROWSREQUEST']._serialized_start=913
+  _globals['_DELETEROWSREQUEST']._serialized_end=975
+  _globals['_DELETEROWSRESPONSE']._serialized_start=977
+  _globals['_DELETEROWSRESPONSE']._serialized_end=1043
+  _globals['_PENDINGDELETE']._serialized_start=1046
+  _globals['_PENDINGDELETE']._serialized_end=1180
+  _globals['_LISTPENDINGDELETESREQUEST']._serialized_start=1182
+  _globals['_LISTPENDINGDELETESREQUEST']._serialized_end=1209
+  _globals['_LISTPENDINGDELETESRESPONSE']._serialized_start=1211
+  _globals['_LISTPENDINGDELETESRESPONSE']._serialized_end=1285
+  _globals['_ADMINSERVICE']._serialized_start=1288
+  _globals['_ADMINSERVICE']._serialized_end=1857
 # @@protoc_insertion_point(module_scope)

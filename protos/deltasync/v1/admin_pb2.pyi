@@ -72,6 +72,7 @@ class Policy(_message.Message):
     MIN_INTERVAL_SECONDS_FIELD_NUMBER: _builtins.int
     MAX_BYTES_FIELD_NUMBER: _builtins.int
     VALUE_TYPE_FIELD_NUMBER: _builtins.int
+    READY_WITHIN_SECONDS_FIELD_NUMBER: _builtins.int
     mode: _tables_pb2.Mode.ValueType
     """mode is what is sent of a row; unspecified means embeddings."""
     top_k: _builtins.float
@@ -90,6 +91,10 @@ class Policy(_message.Message):
     """value_type is what values are sent as; rows that take no more bytes as they are, are sent so. Unspecified
     means fp32.
     """
+    ready_within_seconds: _builtins.float
+    """ready_within_seconds is how long ago what a replica holds may have been the newest for the replica to be ready. 0
+    means no limit: once it has held the newest, it stays ready.
+    """
     @_builtins.property
     def tables(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """tables are patterns (*, ?, [...]) of the names of the tables it follows; none means all."""
@@ -105,10 +110,11 @@ class Policy(_message.Message):
         min_interval_seconds: _builtins.float = ...,
         max_bytes: _builtins.int = ...,
         value_type: _tables_pb2.ValueType.ValueType = ...,
+        ready_within_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_age_seconds", b"max_age_seconds", "max_bytes", b"max_bytes", "min_interval_seconds", b"min_interval_seconds", "mode", b"mode", "tables", b"tables", "top_k", b"top_k", "top_k_per_table", b"top_k_per_table", "value_type", b"value_type"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_age_seconds", b"max_age_seconds", "max_bytes", b"max_bytes", "min_interval_seconds", b"min_interval_seconds", "mode", b"mode", "ready_within_seconds", b"ready_within_seconds", "tables", b"tables", "top_k", b"top_k", "top_k_per_table", b"top_k_per_table", "value_type", b"value_type"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

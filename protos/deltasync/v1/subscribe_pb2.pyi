@@ -101,8 +101,13 @@ class Ack(_message.Message):
     APPLIED_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
     UNBOUND_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
     received_bytes: _builtins.int
     """received_bytes is the total of ids and values bytes taken from this stream so far."""
+    token: _builtins.int
+    """token is the time at which the replica sends this, by a clock of its own that nobody sets; 0 if it has none. The
+    service looks at none of its bits, and gives the newest one back: see ReleaseEnd.token.
+    """
     @_builtins.property
     def applied(self) -> _tables_pb2.Position:
         """applied is the position the replica's tables are at; unset while nothing new was applied.
@@ -127,10 +132,11 @@ class Ack(_message.Message):
         applied: _tables_pb2.Position | None = ...,
         checksums: _abc.Iterable[_tables_pb2.Checksum] | None = ...,
         unbound: _abc.Iterable[_builtins.int] | None = ...,
+        token: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "checksums", b"checksums", "received_bytes", b"received_bytes", "unbound", b"unbound"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "checksums", b"checksums", "received_bytes", b"received_bytes", "token", b"token", "unbound", b"unbound"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -193,6 +199,7 @@ class SubscribeOpened(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     MODE_FIELD_NUMBER: _builtins.int
     MODEL_HISTORY_FIELD_NUMBER: _builtins.int
+    READY_WITHIN_SECONDS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """model is the consumer's model."""
     resync: _builtins.bool
@@ -206,6 +213,10 @@ class SubscribeOpened(_message.Message):
     model_history: _builtins.str
     """model_history is the id of the model's history, to which versions belong; that of `head` where the consumer has
     no policy.
+    """
+    ready_within_seconds: _builtins.float
+    """ready_within_seconds is the consumer's limit: a replica is ready while what it holds was the newest no longer ago.
+    0 means none. When it changes, the stream of a replica that sends tokens ends with ABORTED.
     """
     @_builtins.property
     def head(self) -> _tables_pb2.Position:
@@ -225,10 +236,11 @@ class SubscribeOpened(_message.Message):
         reason: _builtins.str = ...,
         mode: _tables_pb2.Mode.ValueType = ...,
         model_history: _builtins.str = ...,
+        ready_within_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["head", b"head"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "mode", b"mode", "model", b"model", "model_history", b"model_history", "reason", b"reason", "resync", b"resync", "tables", b"tables"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "mode", b"mode", "model", b"model", "model_history", b"model_history", "ready_within_seconds", b"ready_within_seconds", "reason", b"reason", "resync", b"resync", "tables", b"tables"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -272,6 +284,8 @@ class ReleaseEnd(_message.Message):
     WHOLE_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
     EVENT_TIME_UNIX_NS_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    BEHIND_NS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """step is the trainer's optimizer step of that version."""
     step_end_unix_ns: _builtins.int
@@ -283,6 +297,14 @@ class ReleaseEnd(_message.Message):
     event_time_unix_ns: _builtins.int
     """event_time_unix_ns is the time of the newest event that the model had been trained on at `version`, nanoseconds
     since 1970; 0 where no rank has said one.
+    """
+    token: _builtins.int
+    """token is that of the newest ack of this stream which had one and was read before this message was made; 0 if there
+    was none.
+    """
+    behind_ns: _builtins.int
+    """behind_ns is for how long, when this message was made, `position` had not been the newest any more, nanoseconds; 0 if
+    it was, or 2^62 and more if nobody knows. Who holds it knows that it was the newest at `token` less `behind_ns`.
     """
     @_builtins.property
     def position(self) -> _tables_pb2.Position:
@@ -311,10 +333,12 @@ class ReleaseEnd(_message.Message):
         whole: _abc.Iterable[_builtins.int] | None = ...,
         checksums: _abc.Iterable[_tables_pb2.Checksum] | None = ...,
         event_time_unix_ns: _builtins.int = ...,
+        token: _builtins.int = ...,
+        behind_ns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "event_time_unix_ns", b"event_time_unix_ns", "position", b"position", "rows", b"rows", "step", b"step", "step_end_unix_ns", b"step_end_unix_ns", "version", b"version", "whole", b"whole"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["behind_ns", b"behind_ns", "checksums", b"checksums", "event_time_unix_ns", b"event_time_unix_ns", "position", b"position", "rows", b"rows", "step", b"step", "step_end_unix_ns", b"step_end_unix_ns", "token", b"token", "version", b"version", "whole", b"whole"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -329,6 +353,8 @@ class Progress(_message.Message):
     HEAD_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     EVENT_TIME_UNIX_NS_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    BEHIND_NS_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """version is the model's version that who holds `head` is at: later than that of the last release where nothing
     has changed since that the consumer follows.
@@ -337,6 +363,10 @@ class Progress(_message.Message):
     """event_time_unix_ns is the time of the newest event that the model had been trained on at `version`, as in
     ReleaseEnd.
     """
+    token: _builtins.int
+    """token is as in ReleaseEnd."""
+    behind_ns: _builtins.int
+    """behind_ns is as in ReleaseEnd, of `head`: above 0 where a later release is due and not made yet."""
     @_builtins.property
     def head(self) -> _tables_pb2.Position:
         """head is the newest position; its history is empty while the model has no tables yet."""
@@ -347,10 +377,12 @@ class Progress(_message.Message):
         head: _tables_pb2.Position | None = ...,
         version: _builtins.int = ...,
         event_time_unix_ns: _builtins.int = ...,
+        token: _builtins.int = ...,
+        behind_ns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["head", b"head"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event_time_unix_ns", b"event_time_unix_ns", "head", b"head", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["behind_ns", b"behind_ns", "event_time_unix_ns", b"event_time_unix_ns", "head", b"head", "token", b"token", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -91,6 +91,7 @@ class ReplicaStream:
         self._replica: Replica = self._registry.connect(self._consumer, message.replica, self._ended)
         self._audit = ReplicaAudit()
         self._protocols = protocols
+        self._token = 0  # The newest that the replica has sent.
         self._budget = message.max_outstanding_bytes or _DEFAULT_OUTSTANDING_BYTES
         self._sent_bytes = 0
         self._received_bytes = 0
@@ -118,7 +119,7 @@ class ReplicaStream:
 
     async def _responses(self, acks: asyncio.Task[None]) -> Responses:
         while (feed := self._ready_feed()) is None:
-            yield _progress(Position(), 0)
+            yield subscribe_pb2.SubscribeResponse(progress=subscribe_pb2.Progress())
             if self._ready_feed() is None:  # Anew: what came while progress was sent would not wake anybody.
                 await self._wait(acks, self._preparation())
         self._feed: Feed = feed
@@ -126,6 +127,7 @@ class ReplicaStream:
         while True:
             self._check_fed()
             self._check_deliveries()
+            self._check_limit()
             self._damaged.clear()
             repaired = self._audit.begin_repair(time.monotonic())
             if self._feed.position == self._sent and not repaired and self._asked:
@@ -138,7 +140,14 @@ class ReplicaStream:
 
     def _no_news(self) -> subscribe_pb2.SubscribeResponse:
         version = self._feed.version_of(self._sent.number)
-        return _progress(self._sent, version, self._feed.event_time_of(version))
+        progress = subscribe_pb2.Progress(
+            head=position_to_message(self._sent),
+            version=version,
+            event_time_unix_ns=self._feed.event_time_of(version) or 0,
+            token=self._token,
+            behind_ns=self._feed.behind_ns(self._sent.number, self._consumer.policy),
+        )
+        return subscribe_pb2.SubscribeResponse(progress=progress)
 
     def _ready_feed(self) -> Feed | None:
         """What the consumer is fed from, once there is something to send."""
@@ -153,6 +162,7 @@ class ReplicaStream:
     def _opened(self) -> subscribe_pb2.SubscribeResponse:
         deliveries = self._deliveries = list(self._feed.deliveries)
         check_known(deliveries, self._protocols)
+        self._limit = self._consumer.policy.ready_within_seconds
         # Only what the replica is known to hold may become its offset, not what it claims.
         decision, self._sent = self._feed.resume(self._claim)
         self._replica.checked, self._replica.unbound = False, ()
@@ -166,6 +176,7 @@ class ReplicaStream:
             reason=decision.reason,
             mode=mode_to_message(deliveries[0].mode),
             model_history=self._feed.model_history,
+            ready_within_seconds=self._limit or 0,
         )
         return subscribe_pb2.SubscribeResponse(opened=opened)
 
@@ -202,6 +213,8 @@ class ReplicaStream:
             whole=sorted(release.whole),
             checksums=checksums_to_message(dict(enumerate(release.checksums))),
             event_time_unix_ns=head.event_time_unix_ns or 0,
+            token=self._token,
+            behind_ns=self._feed.behind_ns(head.number, self._consumer.policy),
         )
 
     @property
@@ -217,6 +230,7 @@ class ReplicaStream:
                 raise InvalidInput(f"acked {ack.received_bytes} bytes, only {self._sent_bytes} were sent")
             self._received_bytes = max(self._received_bytes, ack.received_bytes)
             self._credited.set()
+            self._token = ack.token or self._token
             if unknown := [slot for slot in _slots(ack) if slot >= len(self._deliveries)]:
                 raise InvalidInput(f"an ack of table {unknown[0]}, but there are only {len(self._deliveries)}")
             if ack.HasField("applied"):
@@ -263,13 +277,19 @@ class ReplicaStream:
     async def _wait(self, acks: asyncio.Task[None], *events: Awaitable[object]) -> None:
         """Wait for one of the events, for a while; an ended or broken ack stream ends this stream too."""
         endings = (self._ended.wait(), self._service.draining.wait())
-        await first_of(*events, *endings, seconds=_PROGRESS_SECONDS, task=acks)
+        await first_of(*events, *endings, seconds=self._progress_seconds, task=acks)
         if acks.done():
             acks.result()
             raise _ReplicaLeft
         if self._service.draining.is_set():
             raise ServiceUnavailable("the service is shutting down; reconnect")
         self._check_current()
+
+    @property
+    def _progress_seconds(self) -> float:
+        """So often that of two messages the later comes well within the limit."""
+        limit = self._consumer.policy.ready_within_seconds
+        return min(_PROGRESS_SECONDS, limit / 4) if limit else _PROGRESS_SECONDS
 
     def _say(self, kind: EventKind, text: str) -> None:
         """Tell what happens to this replica."""
@@ -281,6 +301,11 @@ class ReplicaStream:
             raise Superseded(
                 f"consumer {self._consumer.name!r} is sent other tables now, or in another form; reconnect"
             )
+
+    def _check_limit(self) -> None:
+        """Check that a replica which tells whether it is ready was told the consumer's limit."""
+        if self._token and self._consumer.policy.ready_within_seconds != self._limit:
+            raise Superseded(f"consumer {self._consumer.name!r} has another limit of readiness now; reconnect")
 
     def _check_fed(self) -> None:
         """Check that this stream is still the replica's, and fed from what the consumer is fed from."""
@@ -298,12 +323,3 @@ class ReplicaStream:
 def _slots(ack: subscribe_pb2.Ack) -> list[int]:
     """The slots that an ack names."""
     return [*(each.slot for each in ack.checksums), *ack.unbound]
-
-
-def _progress(
-    head: Position, version: int, event_time_unix_ns: int | None = None
-) -> subscribe_pb2.SubscribeResponse:
-    progress = subscribe_pb2.Progress(
-        head=position_to_message(head), version=version, event_time_unix_ns=event_time_unix_ns or 0
-    )
-    return subscribe_pb2.SubscribeResponse(progress=progress)

@@ -2,10 +2,10 @@
 
     from deltasync.client import NumpyTarget, Publisher, Subscriber
 
-Public are the names in `__all__`, `deltasync.client.torch_target.TorchTarget`, which needs torch,
-`deltasync.client.redis_target.RedisTarget` and `deltasync.client.redis_rows.RedisRows`, which need redis, and
-`deltasync.client.status.fetch_lag`. The other modules of this package, and the other packages of the service, are
-internal.
+Public are the names in `__all__`, `deltasync.client.torch_target.TorchTarget` and
+`deltasync.client.torch_compiled.CompiledModule`, which need torch, `deltasync.client.redis_target.RedisTarget` and
+`deltasync.client.redis_rows.RedisRows`, which need redis, and `deltasync.client.status.fetch_lag`. The other modules
+of this package, and the other packages of the service, are internal.
 """
 
 from deltasync.client.admin import Admin
@@ -38,7 +38,7 @@ from deltasync.core.errors import (
 )
 from deltasync.core.mode import Mode
 from deltasync.core.policy import Policy
-from deltasync.core.position import Position
+from deltasync.core.position import Decision, Position
 from deltasync.core.rows import RowBatch
 from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.core.value_types import ValueType
@@ -47,6 +47,7 @@ __all__ = [
     "Admin",
     "CallbackTarget",
     "Contradiction",
+    "Decision",
     "DeltasyncError",
     "Endpoint",
     "InvalidInput",

@@ -44,6 +44,7 @@ class ReleaseAssembler:
         self._deliveries: list[Delivery] = []
         self._shards: list[Shard] = []
         self._rows: list[RowBatch] = []
+        self._checksums: dict[str, int] = {}
 
     def begin(self, opened: subscribe_pb2.SubscribeOpened) -> None:
         """Learn the tables."""
@@ -91,6 +92,7 @@ class ReleaseAssembler:
             model=self._model,
         )
         self._resync, self._rows, self._ended_bytes = False, [], self.received_bytes
+        self._checksums = {self._deliveries[each.slot].spec.name: each.sum for each in end.checksums}
         self._known.clear()
         self._known.update(delivery.spec.name for delivery in self._deliveries)
         return release
@@ -119,9 +121,9 @@ class ReleaseAssembler:
         """Slots of the tables that are not among the bound ones."""
         return [slot for slot, delivery in enumerate(self._deliveries) if delivery.spec.name not in bound]
 
-    def wrong(self, end: subscribe_pb2.ReleaseEnd, checksums: Mapping[str, int]) -> list[str]:
-        """Names of the tables of which the service has another checksum."""
-        expected = {self._deliveries[each.slot].spec.name: each.sum for each in end.checksums}
+    def wrong(self, checksums: Mapping[str, int]) -> list[str]:
+        """Names of the tables of which the service had another checksum with the last release of this stream."""
+        expected = self._checksums
         return [name for name, checksum in checksums.items() if expected.get(name, checksum) != checksum]
 
 

@@ -2,12 +2,13 @@
 
 import socket
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from deltasync.client.endpoint import Endpoint
 from deltasync.core.errors import InvalidInput
 from deltasync.core.names import check_name
-from deltasync.core.position import Position
+from deltasync.core.position import Decision, Position
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,8 @@ class SubscriberOptions:
         replica: name of this process inside the consumer's fleet; by default one of its own.
         held: the position the target's rows are at, where they outlived the process.
         max_outstanding_bytes: bound of the bytes under way to this replica.
+        on_readiness: called with each change of `Subscriber.ready`, from a thread for that alone, one call at a
+            time. Of changes during a call only the last is told; what it raises is logged.
     """
 
     service: Endpoint | str
@@ -58,6 +61,7 @@ class SubscriberOptions:
     replica: str = field(default_factory=lambda: f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}")
     held: Position = field(default_factory=Position)
     max_outstanding_bytes: int = 16 << 20
+    on_readiness: Callable[[Decision], None] | None = None
 
     def __post_init__(self) -> None:
         Endpoint.of_grpc(self.service)

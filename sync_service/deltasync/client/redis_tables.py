@@ -31,6 +31,9 @@ class Hashes(Protocol):
     def drop(self, name: str, fields: Sequence[bytes]) -> None:
         """Delete some fields of a hash."""
 
+    def size(self, name: str) -> int:
+        """The number of a hash's fields."""
+
     def scan(self, name: str) -> Iterable[dict[bytes, bytes]]:
         """All fields of a hash that are there all along, some several times."""
 
@@ -151,6 +154,8 @@ def _some(values: Sequence[bytes], which: Mask) -> list[bytes]:
 
 def _sweep(store: Hashes, name: str, keys: Ids) -> None:
     """Remove all fields of a hash but these."""
+    if store.size(name) == len(keys):  # They are all there by now, so that it has no others.
+        return
     kept = set(key_fields(keys))
     for found in store.scan(name):
         store.drop(name, [each for each in found if each not in kept])

@@ -12,10 +12,12 @@ from deltasync.client.assembler import ReleaseAssembler
 from deltasync.client.checksums import TargetChecksums
 from deltasync.client.endpoint import Endpoint
 from deltasync.client.options import SubscriberOptions
+from deltasync.client.readiness import Readiness, newest_ns
 from deltasync.client.targets import PartialTarget, ReadableTarget, Target
 from deltasync.core.backoff import backoff
 from deltasync.core.errors import ServiceUnavailable
-from deltasync.core.position import Position
+from deltasync.core.position import Decision, Position
+from deltasync.core.steady_clock import steady_ns
 from deltasync.core.tables import TableSpec
 from deltasync.v1 import subscribe_pb2, subscribe_pb2_grpc
 from deltasync.wire.error_codes import from_rpc_error, is_final
@@ -56,14 +58,47 @@ class Subscriber:
         self._checksums = TargetChecksums(target) if isinstance(target, ReadableTarget) else None
         self._tables: set[str] = set()
         self._applied: list[TableSpec] = []  # Those of the last release.
+        self._bound = set[str]()  # All tables that the target has ever held.
+        self._opened_ns = 0
         self._moved = threading.Condition()
         self._failure: Exception | None = None
         self._trouble: Exception | None = None
         self._closing = threading.Event()
         self._call: _Responses | None = None
         self._requests: _Requests | None = None
+        self._readiness = Readiness(options.replica, options.on_readiness, steady_ns)
         self._thread = threading.Thread(target=self._run, name="deltasync-subscriber", daemon=True)
         self._thread.start()
+
+    @property
+    def ready(self) -> bool:
+        """Whether what the target holds is new enough to be served: see `readiness`."""
+        return self.readiness.yes
+
+    @property
+    def readiness(self) -> Decision:
+        """Whether the replica is ready, and why.
+
+        It is while what it holds was the newest no longer ago than its consumer's limit. Without a limit it is
+        once it has held the newest since this subscriber was made. It is not while it holds other rows than it
+        was sent, nor after the subscriber has stopped.
+        """
+        return self._readiness.decision
+
+    def wait_until_ready(self, timeout_seconds: float | None = None) -> None:
+        """Wait until the replica is ready.
+
+        Args:
+            timeout_seconds: how long, at most; None = for ever.
+
+        Raises:
+            TimeoutError: it was not in time; the message says why.
+            DeltasyncError: the subscriber has stopped for good.
+        """
+        decision = self._readiness.wait(timeout_seconds)
+        if not decision.yes:
+            self.check()
+            raise TimeoutError(f"replica {self._options.replica!r} is not ready: {decision.reason}")
 
     def wait_for(self, wanted: Position | int, timeout_seconds: float | None = None) -> Position:
         """Wait until the target holds at least a version of the model, or one made of a later one.
@@ -98,6 +133,7 @@ class Subscriber:
     def close(self) -> None:
         """End the subscription; what is under way is dropped, what was applied is acknowledged."""
         self._closing.set()
+        self._readiness.end("its subscriber was closed")
         if requests := self._requests:
             requests.put(None)
         self._thread.join(_GOODBYE_SECONDS)
@@ -106,6 +142,7 @@ class Subscriber:
         self._thread.join()
         with self._moved:
             self._moved.notify_all()
+        self._readiness.close()
 
     def __enter__(self) -> "Subscriber":
         return self
@@ -123,6 +160,7 @@ class Subscriber:
             with self._moved:
                 self._failure = error
                 self._moved.notify_all()
+            self._readiness.end(f"its subscriber has stopped: {error}")
 
     def _follow(self) -> None:
         pauses = backoff()
@@ -141,11 +179,13 @@ class Subscriber:
             pause = next(pauses)
             if not self._closing.wait(pause):
                 self._trouble = error
+                self._readiness.lacks(f"it reconnects: {error}")
                 logger.warning("replica %s reconnects: %s", self._options.replica, error)
 
     def _subscribe(self) -> None:
         requests: _Requests = queue.SimpleQueue()
         self._requests = requests
+        self._opened_ns = steady_ns()
         with self._endpoint.channel() as channel:
             self._call = subscribe_pb2_grpc.SubscribeServiceStub(channel).Subscribe(iter(requests.get, None))
             requests.put(self._open())
@@ -173,14 +213,27 @@ class Subscriber:
             kind = response.WhichOneof("message")
             if kind == "opened":
                 assembler.begin(response.opened)
+                self._readiness.limit(response.opened.ready_within_seconds)
+                self._readiness.lacks("it has yet to show that it holds what it is sent")
             elif kind == "chunk" and assembler.add(response.chunk):
                 requests.put(_credit(assembler.received_bytes))
-            elif kind == "progress" and position_from_message(response.progress.head) == self.held:
-                version = Position(assembler.model_history, response.progress.version)
-                self._hold(self.held, version, event_time_from_message(response.progress))
-                self._look_again(assembler, requests)
+            elif kind == "progress":
+                self._go_on(assembler, response.progress, requests)
             elif kind == "release_end":
                 self._apply(assembler, response.release_end, requests)
+
+    def _go_on(self, assembler: ReleaseAssembler, progress: subscribe_pb2.Progress, requests: _Requests) -> None:
+        """Go on to the version that a message names while there is nothing to send."""
+        head = position_from_message(progress.head)
+        if head.number == 0:
+            self._readiness.lacks("nothing of its consumer's model is published yet")
+        if head != self.held:
+            return
+        if head.number:
+            self._show(assembler, progress)
+        version = Position(assembler.model_history, progress.version)
+        self._hold(self.held, version, event_time_from_message(progress))
+        self._look_again(assembler, requests)
 
     def _apply(self, assembler: ReleaseAssembler, end: subscribe_pb2.ReleaseEnd, requests: _Requests) -> None:
         release = assembler.end(end)
@@ -192,10 +245,9 @@ class Subscriber:
             self._applied = release.tables
         checksums = checksums_of.after(release) if checksums_of else {}
         requests.put(self._ack(assembler, release.position, checksums))
-        if wrong := assembler.wrong(end, checksums):
-            text = "replica %s holds other rows than it was sent in %s; it will be sent all of them"
-            logger.error(text, self._options.replica, ", ".join(wrong))
+        if self._differs(assembler, checksums):
             return
+        self._show(assembler, end, reset=release.resync)
         # After the ack is on its way: whoever waits for the version may close the subscription at once.
         version = Position(assembler.model_history, release.version)
         self._hold(release.position, version, release.event_time_unix_ns)
@@ -203,7 +255,43 @@ class Subscriber:
     def _look_again(self, assembler: ReleaseAssembler, requests: _Requests) -> None:
         """While nothing comes, read some more of what the target holds, and show what was found."""
         if self._checksums and assembler.has_values and self._applied and assembler.tables == self._applied:
-            requests.put(self._ack(assembler, self.held, self._checksums.look(self._applied)))
+            checksums = self._checksums.look(self._applied)
+            requests.put(self._ack(assembler, self.held, checksums))
+            self._differs(assembler, checksums)
+        else:
+            requests.put(_credit(assembler.received_bytes))
+
+    def _differs(self, assembler: ReleaseAssembler, checksums: Mapping[str, int]) -> bool:
+        """Whether the target holds other rows than it was sent."""
+        wrong = assembler.wrong(checksums)
+        self._readiness.differs(wrong)
+        if wrong:
+            text = "replica %s holds other rows than it was sent in %s; it will be sent all of them"
+            logger.error(text, self._options.replica, ", ".join(wrong))
+        return bool(wrong)
+
+    def _show(
+        self,
+        assembler: ReleaseAssembler,
+        message: subscribe_pb2.ReleaseEnd | subscribe_pb2.Progress,
+        *,
+        reset: bool = False,
+    ) -> None:
+        """Note since when what a message names, and the target holds, may not be the newest any more."""
+        if unbound := self._unbound_by_now(assembler):
+            # What the target goes on to hold of them gets older.
+            self._readiness.lacks(f"its target can follow no more: {', '.join(unbound)}")
+        else:
+            newest = newest_ns(message.token, message.behind_ns, self._opened_ns)
+            self._readiness.holds(newest, reset=reset)
+
+    def _unbound_by_now(self, assembler: ReleaseAssembler) -> list[str]:
+        """The tables that the target has held, and is sent without holding them."""
+        if not isinstance(self._target, PartialTarget):
+            return []
+        bound = self._target.bound()
+        self._bound |= bound
+        return sorted(self._bound.intersection(table.name for table in assembler.tables) - bound)
 
     def _ack(
         self, assembler: ReleaseAssembler, applied: Position, checksums: Mapping[str, int]
@@ -213,6 +301,7 @@ class Subscriber:
             received_bytes=assembler.received_bytes,
             applied=position_to_message(applied),
             checksums=checksums_to_message(assembler.by_slot(checksums)),
+            token=steady_ns(),
             unbound=assembler.unbound(target.bound()) if isinstance(target, PartialTarget) else [],
         )
         return subscribe_pb2.SubscribeRequest(ack=ack)
@@ -230,4 +319,4 @@ class Subscriber:
 
 
 def _credit(received_bytes: int) -> subscribe_pb2.SubscribeRequest:
-    return subscribe_pb2.SubscribeRequest(ack=subscribe_pb2.Ack(received_bytes=received_bytes))
+    return subscribe_pb2.SubscribeRequest(ack=subscribe_pb2.Ack(received_bytes=received_bytes, token=steady_ns()))

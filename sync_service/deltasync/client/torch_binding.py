@@ -10,6 +10,7 @@ from torch import nn
 
 from deltasync.client.torch_cast import CastTensor
 from deltasync.client.torch_collision import collision_modules
+from deltasync.client.torch_compiled import absence
 from deltasync.client.torch_id_map import id_map_of
 from deltasync.client.torch_id_ranges import id_ranges_of
 from deltasync.client.torch_quantised import QuantisedRows
@@ -168,7 +169,7 @@ class _Contents:
             return id_map_of(self.module, table)
         if table.kind is TableKind.ID_RANGES:
             return id_ranges_of(self.module, table)
-        name = _name_of([*self.tensors, *self.tbes], table)
+        name = self._name_of(table)
         if name in self.tbes:
             return QuantisedRows.of(name, table, self.tbes[name])
         dtype = self.tensors[name].dtype
@@ -177,14 +178,14 @@ class _Contents:
         _ = place.rows  # Checked now.
         return place
 
-
-def _name_of(names: Sequence[str], table: TableSpec) -> str:
-    found = _names_of(names, table.name) or _names_of(names, _quantised_name(table.name))
-    if len(found) > 1:
-        raise NotFound(f"table {table.name!r}: {', '.join(found)} fit, expected one")
-    if not found:
-        raise NotFound(f"table {table.name!r}: the module has no parameter or buffer of that name")
-    return found[0]
+    def _name_of(self, table: TableSpec) -> str:
+        names = [*self.tensors, *self.tbes]
+        found = _names_of(names, table.name) or _names_of(names, _quantised_name(table.name))
+        if len(found) > 1:
+            raise NotFound(f"table {table.name!r}: {', '.join(found)} fit, expected one")
+        if not found:
+            raise NotFound(f"table {table.name!r}: {absence(self.module, table.name)}")
+        return found[0]
 
 
 def _names_of(names: Sequence[str], table: str) -> list[str]:
@@ -204,7 +205,8 @@ def _ends_with(table: str, name: str) -> bool:
 def _refuse_shared(places: dict[str, Place], problems: dict[str, DeltasyncError], held: Collection[str]) -> None:
     tables: dict[tuple[type[Place], str], list[str]] = {}
     for table, place in places.items():
-        tables.setdefault((type(place), place.name), []).append(table)
+        kind = Tensor if isinstance(place, Tensor) else type(place)
+        tables.setdefault((kind, place.name), []).append(table)
     for (_, name), several in tables.items():
         for table in _without_owner(several, name, held):
             text = f"tables {', '.join(several)} fit one place, {name}: give the target the whole model"

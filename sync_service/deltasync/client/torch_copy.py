@@ -9,6 +9,7 @@ from torch import nn
 
 from deltasync.client.targets import Release
 from deltasync.client.torch_binding import Binding, Place, accelerators, bind
+from deltasync.client.torch_compiled import compiled_modules
 from deltasync.core.errors import Contradiction
 from deltasync.core.rows import Ids, RowBatch, Values
 from deltasync.core.tables import TableSpec
@@ -40,9 +41,11 @@ class ModuleCopy:
 
     def stage(self, release: Release) -> Callable[[], None]:
         """See `copies.Copy`."""
+        for each in compiled_modules(self.module):
+            each.discard()
         rows: dict[str, list[RowBatch]] = {table.name: [] for table in release.tables if release.resets(table)}
-        for each in release.rows:
-            rows.setdefault(each.table.name, []).append(each)
+        for batch in release.rows:
+            rows.setdefault(batch.table.name, []).append(batch)
         writes = [
             self.binding.places[table.name].stage(rows[table.name], reset=release.resets(table))
             for table in release.tables
@@ -54,8 +57,8 @@ class ModuleCopy:
             # Inference mode, since a module may have been made in it: what it holds can be written in no other.
             with torch.inference_mode():
                 _finish(devices)  # What readers have begun there, on streams of their own.
-                for each in writes:
-                    each()
+                for write_table in writes:
+                    write_table()
                 _finish(devices)
 
         return write

@@ -44,7 +44,6 @@ class QuantisedRows:
         place._check_type()
         place._check_shape()
         for piece in place.pieces:
-            piece.tbe.check()
             place._memory(piece)
         return place
 
@@ -86,7 +85,7 @@ class QuantisedRows:
         try:
             return TensorRows(piece.memory(self.table.dim))
         except Contradiction as error:
-            raise Contradiction(f"table {self.table.name!r}, {self.name} in the module: {error}") from None
+            raise Contradiction(f"table {self.table.name!r}: {error}") from None
 
     def _check_type(self) -> None:
         held = self.pieces[0].value_type

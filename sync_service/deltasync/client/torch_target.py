@@ -102,7 +102,8 @@ class TorchTarget:
     def tables(self) -> dict[str, torch.Tensor]:
         """The rows of every table received so far, as live [rows, dim] views of the parameters and buffers.
 
-        Maps of raw ids have none, nor have quantised tables.
+        Maps of raw ids have none, nor have quantised tables. Those of a `CompiledModule` are live until the next
+        release.
         """
         places = self._copies.served.binding.places
         return {name: place.rows for name, place in places.items() if isinstance(place, Tensor)}

@@ -32,7 +32,7 @@ class Tbe:
     name: str
     module: Any
     _views: list[torch.Tensor] = field(default_factory=list)
-    _found: tuple[int, ...] = ()
+    _found: tuple[tuple[int, int], ...] = ()
 
     def view(self, index: int) -> torch.Tensor:
         """The live memory of table number `index`: uint8 [rows, bytes of a row and what it is padded with].
@@ -41,7 +41,7 @@ class Tbe:
             Contradiction: there is none, or none that may be written.
         """
         # Found anew where it has moved; not each time, since those of all tables are found together.
-        found = (*(each.data_ptr() for each in self.memory), self.module.row_alignment)
+        found = tuple((each.data_ptr(), each.numel()) for each in self.memory)
         if found != self._found:
             self._views, self._found = self._views_now(), found
         return self._views[index]
@@ -68,10 +68,14 @@ class Tbe:
         return self.module.weights_host, self.module.weights_dev, self.module.weights_uvm
 
     def _views_now(self) -> list[torch.Tensor]:
-        self.check()
         if not self.module.weight_initialized:
             raise Contradiction(f"{self.name} has no memory yet: call its initialize_weights()")
-        views = [each[0] for each in self.module.split_embedding_weights_with_scale_bias(0)]
+        if any(each.is_meta for each in self.memory):
+            raise Contradiction(f"{self.name} is on the meta device, which cannot be written")
+        try:
+            views = [each[0] for each in self.module.split_embedding_weights_with_scale_bias(0)]
+        except RuntimeError:  # It cuts them out of its memory, and shapes what it has cut.
+            raise Contradiction(f"{self.name}: its memory is not as long as its tables") from None
         extents = sorted((each.data_ptr(), each.data_ptr() + each.numel()) for each in views)
         if any(end > begin for (_, end), (begin, _) in pairwise(extents)):
             raise Contradiction(f"{self.name}: its tables lie in one another's memory")
@@ -120,14 +124,13 @@ class Piece:
         Raises:
             Contradiction: they have none that could be written.
         """
+        self.tbe.check()
         location = self._spec[4].name
         if location not in _WRITABLE:
             raise Contradiction(
                 f"{self.tbe.name} keeps rows in {location} memory; expected {' or '.join(_WRITABLE)}"
             )
         view, padded = self.tbe.view(self.index), self._padded(width)
-        if view.is_meta:
-            raise Contradiction(f"{self.tbe.name} is on the meta device, which cannot be written")
         if (view.shape, view.stride(), view.dtype) != ((self.rows, padded), (padded, 1), torch.uint8):
             raise Contradiction(
                 f"{self.tbe.name} holds rows as {view.dtype} {list(view.shape)}, {view.stride()} apart; expected "

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from deltasync.client.torch_compiled import compiled_module_of
 from deltasync.client.torch_rows import TensorRows
 from deltasync.core.delivery import HeldSpec
 from deltasync.core.errors import Contradiction
@@ -45,7 +46,8 @@ class Tensor:
 
     def stage(self, rows: Sequence[RowBatch], *, reset: bool) -> Callable[[], None]:
         """See `torch_binding.Place`."""
-        held = TensorRows(self.rows)
+        rows_held, compiled = self.rows, compiled_module_of(self.module, self.name)
+        held = TensorRows(compiled[0].spare(compiled[1]).view(rows_held.shape) if compiled else rows_held)
         zeros = np.zeros((1, self.table.dim * self.dtype.itemsize), np.uint8)
         writes = [held.stage_fill(zeros)] if reset else []
         writes += [held.stage(each.ids, each.values) for each in rows]
@@ -54,7 +56,11 @@ class Tensor:
             for write in writes:
                 write()
 
-        return write_all
+        if not compiled:
+            return write_all
+        with torch.inference_mode():
+            write_all()  # Into constants that are not served.
+        return compiled[0].swap
 
     def read(self, ids: Ids) -> Values:
         """See `torch_binding.Place`."""
@@ -63,26 +69,22 @@ class Tensor:
     def _check(self, tensor: torch.Tensor) -> None:
         table = self.table
         what = f"the module has {self.name} of shape {list(tensor.shape)} and type {tensor.dtype}"
-        if isinstance(table, HeldSpec) and table.value_type.tbe_bits:
-            raise Contradiction(
-                f"table {table.name!r} comes as {table.value_type.value}, {what}: quantise the module, or let "
-                "the consumer's policy say another value_type"
-            )
-        if matrix_shape(tensor.shape) != (table.rows, table.dim) or tensor.dtype != self.dtype:
-            raise Contradiction(
-                f"table {table.name!r} is {table.rows} x {table.dim} {torch_type(table)}, {what}"
-                f"{self._advice(tensor)}"
-            )
+        for_tbe = isinstance(table, HeldSpec) and table.value_type.tbe_bits
+        if for_tbe or matrix_shape(tensor.shape) != (table.rows, table.dim) or tensor.dtype != self.dtype:
+            raise Contradiction(f"table {table.name!r} is {_form(table)}, {what}{self._advice(tensor)}")
         if tensor.is_meta or not tensor.is_contiguous():
             where = "on the meta device" if tensor.is_meta else "that does not lie in memory row by row"
             raise Contradiction(f"table {table.name!r}: {what} {where}, which cannot be written")
 
     def _advice(self, tensor: torch.Tensor) -> str:
-        if self.table.kind is TableKind.EMBEDDING and not tensor.dtype.is_floating_point:
+        table = self.table
+        if table.kind is TableKind.EMBEDDING and not tensor.dtype.is_floating_point:
             return (
-                ", which looks quantised, by nothing that is known here: give the target the whole collection as "
-                "it was before it was scripted or traced"
+                ", which looks quantised: give the target the whole collection, as it was before it was scripted "
+                "or traced"
             )
+        if isinstance(table, HeldSpec) and table.value_type.tbe_bits:
+            return ": quantise the module, or let the consumer's policy say another value_type"
         if self.dtype.is_floating_point and tensor.dtype in _HALVES:
             return f": let the consumer's policy say value_type {_HALVES[tensor.dtype].value}"
         return ""
@@ -131,3 +133,9 @@ def casts(table: TableSpec, dtype: torch.dtype, types: Collection[ValueType]) ->
     if table.kind is TableKind.EMBEDDING:
         return half is value_type_of(table)
     return half is not None and any(each is half or each.tbe_bits for each in types)
+
+
+def _form(table: TableSpec) -> str:
+    if isinstance(table, HeldSpec) and table.value_type.tbe_bits:
+        return f"{table.rows} x {table.table_dim} {table.value_type.value}"
+    return f"{table.rows} x {table.dim} {torch_type(table)}"

@@ -48,7 +48,7 @@ class Policy:
     )
     max_age_seconds: float | None = declared(
         None,
-        Seconds(zero=False),
+        Seconds(),
         "Send a row that is unsent for longer, however little it has changed. No limit unless given.",
         "--max-age",
     )
@@ -65,6 +65,13 @@ class Policy:
         "--value-type",
         "--dtype",
     )
+    ready_within_seconds: float | None = declared(
+        None,
+        Seconds(least=1.0),
+        "A replica is ready while what it holds was the newest no longer ago than this. Unless given, it stays "
+        "ready once it has held the newest.",
+        "--ready-within",
+    )
 
     def __post_init__(self) -> None:
         for each in FIELDS:
@@ -79,7 +86,7 @@ class Policy:
     @property
     def sends_everything(self) -> bool:
         """Whether every row is sent at once and unchanged: replicas then read the model's own tables."""
-        return self == Policy()
+        return replace(self, ready_within_seconds=None) == Policy()
 
     def follows(self, table: TableSpec) -> bool:
         """Whether the consumer follows a table; with an embedding table, its map too."""

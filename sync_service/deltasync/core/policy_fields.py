@@ -89,19 +89,19 @@ class Flag(Kind):
 
 
 class Seconds(Kind):
-    """A time: 0 or more where `zero`, else above 0."""
+    """A time: 0 or more where `zero`, else above 0; or at least `least`."""
 
-    def __init__(self, *, zero: bool) -> None:
-        least = "minimum" if zero else "exclusiveMinimum"
-        schema = {"type": "number", least: 0, "maximum": _MOST_SECONDS}
-        bounds = f"{'0 or more' if zero else 'more than 0'}, at most {_MOST_SECONDS:.15g}"
-        super().__init__(bounds, schema, "SECONDS")
-        self._zero = zero
+    def __init__(self, *, zero: bool = False, least: float = 0.0) -> None:
+        schema = {"type": "number", "maximum": _MOST_SECONDS}
+        schema |= {"minimum": least} if zero or least else {"exclusiveMinimum": 0}
+        bounds = f"{least:.15g} or more" if zero or least else "more than 0"
+        super().__init__(f"{bounds}, at most {_MOST_SECONDS:.15g}", schema, "SECONDS")
+        self._zero, self._least = zero, least
 
     def read(self, name: str, value: Any) -> float:
         """See `Kind`."""
         seconds = _number(name, value)
-        if not (0 <= seconds <= _MOST_SECONDS and (seconds or self._zero)):
+        if not (self._least <= seconds <= _MOST_SECONDS and (seconds or self._zero)):
             raise InvalidInput(f"{name} {seconds:.15g}: expected {self.expected}")
         return seconds
 

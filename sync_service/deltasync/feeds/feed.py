@@ -39,6 +39,11 @@ class Feed(Protocol):
     def version_of(self, number: int) -> int:
         """The version of the model's rows that a replica at `number` holds, as far as it is known."""
 
+    def behind_ns(self, number: int, policy: Policy) -> int:
+        """For how long a replica at `number` has not held the newest there is for a consumer with this policy,
+        nanoseconds; 0 if it does, `FOREVER_NS` or more where nobody knows.
+        """
+
     def event_time_of(self, version: int) -> int | None:
         """The time of the newest event that the model had been trained on at a version, nanoseconds since 1970.
 

@@ -4,7 +4,7 @@ Threads. A model has a thread of its own (`on_thread`), on which cuts are applie
 neither sees the other half done; nothing there waits for a disk. All else happens in the event loop.
 
     the model's thread    `applied`; rows, stamps and digests of the tables
-    the event loop        `seals`, `published`, `signal`, `failure`
+    the event loop        `seals`, `succession`, `published`, `signal`, `failure`
     set by the loop, and replaced whole, so that every thread may read it: `head`
     any thread            `name`; `tables`, which `store` replaces whole; `store`, whose methods block
 """
@@ -23,6 +23,7 @@ from deltasync.core.rows import RowBatch
 from deltasync.core.seal import Seal, SealHistory, event_time_of
 from deltasync.core.signals import Signal
 from deltasync.core.stamps import StampedTable
+from deltasync.core.steady_clock import Succession, steady_ns
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.core.threads import EVENT_LOOP, MODEL_PREFIX, MODEL_THREAD, SET_BY_EVENT_LOOP, confined
 from deltasync.feeds.frozen_release import NO_TABLES, FrozenRelease, Head, Releases
@@ -39,6 +40,7 @@ T = TypeVar("T")
     seals=EVENT_LOOP,
     published=EVENT_LOOP,
     failure=EVENT_LOOP,
+    succession=EVENT_LOOP,
     head=SET_BY_EVENT_LOOP,
     _applied=MODEL_THREAD,
     _partly_applied=MODEL_THREAD,
@@ -51,6 +53,7 @@ class Model:
         store: the model's files and records.
         head: the newest version that replicas can be sent, or None.
         seals: those of the last durable cuts, which may not be applied yet.
+        succession: when each version became the newest, since the service started.
         published: how many rows of each table were published, by the table's name: all that it had at the time.
         signal: wakes who waits for the head to move, or for a table.
         failure: what keeps cuts from being sealed or applied, which is tried again; empty if nothing does.
@@ -60,6 +63,7 @@ class Model:
         self.name = name
         self.store = ModelStore(log, name, directory)
         self.seals = SealHistory(maxlen=KEPT_SEALS)
+        self.succession = Succession()
         self.head: Head | None = None
         self.published: dict[str, int] = {}
         self.signal = Signal()
@@ -115,6 +119,7 @@ class Model:
         """
         seals, published = await self.on_thread(self._recover, record)
         self.seals.extend(seals)
+        self.succession.add(self.seals.newest_version, steady_ns())
         self.head, self.published = _head(self.seals.newest), published
 
     async def close(self) -> None:
@@ -146,6 +151,7 @@ class Model:
 
     async def apply_cut(self, seal: Seal, rows: Iterable[RowBatch] | None) -> None:
         """Apply a cut that was just sealed, from `rows` or else from the log, and make it the head."""
+        self.succession.add(seal.version, steady_ns())  # Also if it cannot be applied for a while.
         await self.on_thread(self._apply, seal, rows)
         self.head = _head(seal)
         self.signal.wake()
@@ -161,6 +167,10 @@ class Model:
     def version_of(self, version: int) -> int:
         """The version that a position of this history stands for."""
         return version
+
+    def behind_ns(self, version: int, _policy: Policy) -> int:
+        """For how long a version has not been the newest, nanoseconds; `FOREVER_NS` where that is not known."""
+        return self.succession.behind_ns(version, steady_ns())
 
     def event_time_of(self, version: int) -> int | None:
         """The time of the newest event that it had been trained on at a version; None where it is not known."""

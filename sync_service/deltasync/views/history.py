@@ -4,6 +4,7 @@ import uuid
 from collections import deque
 
 from deltasync.core.position import Decision, Position, resume
+from deltasync.core.steady_clock import Succession
 from deltasync.feeds.frozen_release import Head
 
 # Of releases older than these, which version they were made of is no longer known.
@@ -18,16 +19,19 @@ class ReleaseHistory:
     Attributes:
         id: the id of the view's history.
         first_version: the version at which the view began; 0 = it has no tables yet.
+        succession: when each release became the newest.
     """
 
     def __init__(self, history_id: str | None = None, first_version: int = 0) -> None:
         self.id = history_id or uuid.uuid4().hex
         self.first_version = first_version
+        self.succession = Succession()
         self._heads: deque[Head] = deque(maxlen=_REMEMBERED_RELEASES)
 
-    def add(self, head: Head) -> None:
-        """Note that a release is the newest one now."""
+    def add(self, head: Head, at_ns: int) -> None:
+        """Note that a release is the newest one, since a time by `steady_ns`."""
         self._heads.append(head)
+        self.succession.add(head.number, at_ns)
 
     def version_of(self, number: int) -> int:
         """The version of the rows that a replica at `number` holds.

@@ -16,6 +16,7 @@ from typing import Any
 from deltasync.core.delivery import Delivery
 from deltasync.core.errors import StorageFailed
 from deltasync.core.rows import RowBatch
+from deltasync.core.steady_clock import FOREVER_NS, steady_ns
 from deltasync.core.tables import Shard
 from deltasync.feeds.frozen_release import Head
 from deltasync.feeds.model import Model
@@ -120,7 +121,7 @@ class ViewStore:
     def advance(self, state: ViewState) -> None:
         """Go on to `state`, whose release is written down: on the model's thread, as its tables are changed."""
         if state.newest and state.head != self.state.head:
-            self.history.add(state.newest.head)
+            self.history.add(state.newest.head, steady_ns())
         self.state = state
 
     def install(self, state: ViewState, release: NewestRelease) -> None:
@@ -133,7 +134,7 @@ class ViewStore:
             self.write_release(release)
             self._write_view(state, release.head.number)
             # Before the log is cut: even if that fails, these are the tables after a restart.
-            self.history.add(release.head)
+            self.history.add(release.head, steady_ns())
             self.state = replace(state, newest=release)
             self._cut_log(release.head.number)
 
@@ -236,7 +237,7 @@ class ViewStore:
         mixed = bool(mixed and newest and newest.head.number == self._flushed)
         self.state = ViewState(tables=tables, newest=newest, compared_version=compared_version, mixed=mixed)
         if newest:
-            self.history.add(newest.head)
+            self.history.add(newest.head, -FOREVER_NS)
         self.remove_unused()
 
     def _open_tables(self, records: Sequence[Mapping[str, Any]]) -> tuple[ViewTable, ...]:

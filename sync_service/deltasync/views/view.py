@@ -13,6 +13,7 @@ from deltasync.core.policy import Policy
 from deltasync.core.position import Decision, Position
 from deltasync.core.signals import Signal
 from deltasync.core.stamps import StampedTable
+from deltasync.core.steady_clock import steady_ns
 from deltasync.core.threads import EVENT_LOOP, confined, not_shared_yet
 from deltasync.feeds.frozen_release import NO_TABLES, FrozenRelease, Head, Releases
 from deltasync.feeds.model import Model
@@ -92,6 +93,17 @@ class View:
     def version_of(self, number: int) -> int:
         """The version of the rows that a replica at `number` holds, as far as it is known."""
         return self._version_at(self.state, number)
+
+    def behind_ns(self, number: int, policy: Policy) -> int:
+        """For how long a replica at `number` has not held the newest that the policy lets out, nanoseconds.
+
+        Either there is a later release, or one of a later version is due, though it may not be made yet: none is
+        while no replica is connected. `FOREVER_NS` or more where that is not known.
+        """
+        now_ns, succession = steady_ns(), self._store.history.succession
+        due_ns = succession.age_ns(number, now_ns) - int(policy.min_interval_seconds * 1e9)
+        later_version_ns = self.model.behind_ns(self.version_of(number), policy)
+        return max(succession.behind_ns(number, now_ns), min(later_version_ns, max(0, due_ns)))
 
     def event_time_of(self, version: int) -> int | None:
         """The time of the newest event that the model had been trained on at a version, or None."""

@@ -1,6 +1,7 @@
 """The examples of all README files run as they are, one after the other, against a real service."""
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -9,10 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from tests.support.documents import DOCUMENTS, README, document
+from tests.support.fleet import Trainer
 from tests.support.process import ServiceProcess
 from tests.support.prompt import PythonPrompt
 from tests.support.redis_server import PROGRAM, RedisServer
+
+from deltasync.client import TableKind, TableSpec
 
 TRAINER = "trainer_example.py"
 SERVICE, PROTOCOL = document("sync_service/README.md"), document("protos/README.md")
@@ -24,6 +29,7 @@ RUN = {
         "publisher",
         "numpy",
         "torch",
+        "compiled",
         "keyed",
         "redis",
         "callback",
@@ -166,6 +172,27 @@ def test_the_store_s_example_runs(visitor: Visitor) -> None:
         blocks, here = SERVICE.named("python"), f"unix_socket_path={server.socket!r}"
         code = blocks["publisher"] + blocks["redis"].replace('host="localhost"', here)
         assert "1 [ True False]" in visitor.script(code)
+
+
+@_visits("sync_service/README.md")
+def test_the_compiled_model_follows_a_trainer_of_its_dense_part(visitor: Visitor) -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("AOTInductor needs a C++ compiler, g++")
+    dense = {"over.0.weight": (32, 64), "over.0.bias": (1, 32), "over.2.weight": (1, 32), "over.2.bias": (1, 1)}
+    kind = TableKind.PARAMETER
+    tables = [
+        TableSpec("user", 1000, 64),
+        *(TableSpec(name, *shape, kind=kind) for name, shape in dense.items()),
+    ]
+    with Trainer(visitor.service.grpc, tables) as trainer:
+        trainer.publish_all()
+        user, weight, bias, last, offset = (torch.from_numpy(trainer.rows[each.name]) for each in tables)
+        hidden = (user[[3, 14, 159]].mean(0) @ weight.T + bias).relu()
+        expected = (hidden @ last.T + offset).item()
+        printed = visitor.script(SERVICE.block("compiled"))
+    [value] = re.findall(r"tensor\(\[\[(.*)\]\]\)", printed)
+    # As many digits as are printed.
+    assert float(value) == pytest.approx(expected, abs=1e-3)
 
 
 @_visits("sync_service/README.md")

@@ -3,7 +3,9 @@
 import copy
 import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,8 +28,10 @@ from tests.support.quantised_model import (
 )
 from torch import nn
 from torchrec.distributed.global_settings import get_propogate_device, set_propogate_device
-from torchrec.inference.modules import quantize_inference_model
+from torchrec.fx import symbolic_trace
+from torchrec.inference.modules import quantize_embeddings, quantize_inference_model, set_pruning_data
 
+from deltasync.client import RowBatch
 from deltasync.client.checksums import TargetChecksums
 from deltasync.client.torch_target import TorchTarget
 from deltasync.core.digests import digest
@@ -202,3 +206,175 @@ def test_what_a_tbe_holds_is_proven_and_damage_shows() -> None:
         found = looked.look(release.tables)
         assert {name for name in right if found[name] != right[name]} == {release.tables[0].name}
         row[byte] ^= 1
+
+
+def refused(module: nn.Module, model: Model, value_type: ValueType = ValueType.INT8_TBE) -> str:
+    """What is said of the tables of a model that a module does not hold, in which nothing changes."""
+    before = tbe_bytes(module)
+    with pytest.raises(Contradiction) as error:
+        TorchTarget(module).apply(whole(model, value_type))
+    assert tbe_bytes(module) == before
+    said, _, _ = str(error.value).partition(". Nothing was written")
+    return said
+
+
+BOTH = "tables 'sparse.embedding_bags.user', 'sparse.embedding_bags.item': its rows"
+
+
+@pytest.mark.parametrize(
+    ("bits", "value_type", "said"),
+    [
+        (
+            8,
+            ValueType.FP32,
+            "fp32, the module's TBE holds int8: let the consumer's policy say value_type int8-tbe",
+        ),
+        (
+            4,
+            ValueType.FP16,
+            "fp16, the module's TBE holds int4: let the consumer's policy say value_type int4-tbe",
+        ),
+        (
+            8,
+            ValueType.INT8,
+            "int8, the module's TBE holds int8: let the consumer's policy say value_type int8-tbe",
+        ),
+        (
+            8,
+            ValueType.INT4_TBE,
+            "int4-tbe, the module's TBE holds int8: let the consumer's policy say value_type int8-tbe",
+        ),
+        (
+            4,
+            ValueType.INT8_TBE,
+            "int8-tbe, the module's TBE holds int4: let the consumer's policy say value_type int4-tbe",
+        ),
+    ],
+)
+def test_rows_of_another_type_are_refused(bits: int, value_type: ValueType, said: str) -> None:
+    assert refused(quantised(Model(), bits), Model(), value_type) == f"{BOTH} come as {said}"
+
+
+def test_a_tbe_of_other_types_is_refused() -> None:
+    module = quantize_embeddings(Model(), dtype=torch.float16, inplace=True)
+    said = "come as int8-tbe, the module's TBE holds fp16: quantise the module to int8 or int4"
+    assert refused(module, Model()) == f"{BOTH} {said}"
+
+
+def test_rows_for_a_tbe_are_refused_by_a_float_module() -> None:
+    model = Model()
+    said = refused(model, Model())
+    assert (
+        "'sparse.embedding_bags.user' is 5 x 16 int8-tbe, the module has sparse.embedding_bags.user.weight" in said
+    )
+    assert "torch.float32: quantise the module, or let the consumer's policy say another value_type" in said
+
+
+def test_what_only_looks_quantised_is_refused() -> None:
+    """The buffers of a collection without the collection: what they are, only the TBE could say."""
+    module = quantised(Model()).get_submodule("sparse.embedding_bags")
+    for value_type in (ValueType.INT8_TBE, ValueType.FP32):
+        with pytest.raises(Contradiction, match="give the target the whole collection, as it was before"):
+            TorchTarget(module).apply(whole(Model(), value_type))
+
+
+def test_another_dim_or_number_of_rows_is_refused() -> None:
+    assert refused(quantised(Model(8)), Model()).startswith(
+        "table 'sparse.embedding_bags.user' is 5 x 16, the module has rows 0 to 4 x 8 of "
+        "sparse.embedding_bags.user.weight"
+    )
+    said = refused(quantised(Model(16), 4), Model(24), ValueType.INT4_TBE)
+    assert "is 5 x 24, the module has rows 0 to 4 x 16" in said
+    model = Model()
+    set_pruning_data(model, {"user": 3})
+    assert refused(quantised(model), Model()) == (
+        "table 'sparse.embedding_bags.user' is 5 x 16, the module has rows 0 to 2 x 16 of "
+        "sparse.embedding_bags.user.weight"
+    )
+
+
+def remap(tbe: Any) -> None:
+    tbe.set_index_remappings_array([torch.arange(rows, dtype=torch.int32) for rows in SIZES.values()])
+
+
+def forget(tbe: Any) -> None:
+    tbe.weight_initialized = False
+
+
+def lengthen(tbe: Any) -> None:
+    tbe.scale_bias_size_in_bytes = 8
+
+
+def locate(tbe: Any) -> None:
+    places = SimpleNamespace(name="MANAGED_CACHING")
+    tbe.embedding_specs = [(*spec[:4], places) for spec in tbe.embedding_specs]
+
+
+def misalign(tbe: Any) -> None:
+    tbe.weights_host = tbe.weights_host[:-200]
+
+
+def overlap(tbe: Any) -> None:
+    tbe.weights_physical_offsets = [0, 32, 64]
+
+
+def unmade(tbe: Any) -> None:
+    tbe.weights_host = tbe.weights_host.to("meta")
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (remap, " is pruned"),
+        (forget, " has no memory yet: call its initialize_weights()"),
+        (lengthen, " has 8 bytes of scale and bias in a row, expected 4"),
+        (locate, " keeps rows in MANAGED_CACHING memory; expected HOST or DEVICE"),
+        (misalign, ": its memory is not as long as its tables"),
+        (overlap, ": its tables lie in one another's memory"),
+        (unmade, " is on the meta device, which cannot be written"),
+    ],
+)
+def test_a_tbe_that_cannot_be_written_is_refused(damage: Callable[[Any], None], said: str) -> None:
+    module = quantised(Model())
+    (tbe,) = tbes_of(module)
+    damage(tbe)
+    with pytest.raises(Contradiction) as error:
+        TorchTarget(module).apply(whole(Model()))
+    names = "'sparse.embedding_bags.user', 'sparse.embedding_bags.item'"
+    assert str(error.value).startswith(f"tables {names}: TBE 0 of sparse{said}")
+
+
+def test_memory_that_is_lost_later_is_not_written() -> None:
+    model, module = Model(), quantised(Model())
+    target = TorchTarget(module)
+    target.apply(whole(model))
+    (tbe,) = tbes_of(module)
+    before, tbe.weights_host = tbe.weights_host, tbe.weights_host[:-200]
+    held = before.clone()
+    with pytest.raises(Contradiction, match="its memory is not as long as its tables"):
+        target.apply(release_of(2, with_other_rows(model), {"item": np.array([1])}, ValueType.INT8_TBE))
+    assert torch.equal(before, held)
+
+
+def test_rows_outside_of_a_table_are_not_written() -> None:
+    """fbgemm's own operator writes them into a neighbour."""
+    model, module = Model(), quantised(Model())
+    target = TorchTarget(module)
+    target.apply(whole(model))
+    before, (table, rows) = tbe_bytes(module), rows_of(model, ValueType.INT8_TBE)["user"]
+    for row in (-1, 5):
+        outside = RowBatch.of_table(table, np.array([row]), rows[:1])
+        release = dataclasses.replace(whole(model), resync=False, rows=[outside])
+        with pytest.raises(Contradiction, match="for memory of 5 rows of 20 bytes: not written"):
+            target.apply(release)
+    assert tbe_bytes(module) == before
+
+
+@pytest.mark.filterwarnings("ignore:.*TorchScript")
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_module_that_was_traced_and_scripted_sees_what_is_written_into_the_one_before(bits: int) -> None:
+    model = Model()
+    module = quantised(with_other_rows(model), bits)
+    compiled = torch.jit.script(symbolic_trace(module.get_submodule("sparse")))
+    TorchTarget(module).apply(whole(model, TYPES[bits][0]))
+    assert_equal(outputs(nn.ModuleDict({"sparse": compiled})), outputs(quantised(model, bits)))

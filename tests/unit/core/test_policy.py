@@ -31,6 +31,7 @@ KEYS = {
     "min_interval_seconds",
     "max_bytes",
     "value_type",
+    "ready_within_seconds",
 }
 
 
@@ -53,6 +54,7 @@ def descriptions(draw: st.DrawFn) -> dict[str, Any]:
         "min_interval_seconds": interval,
         "max_bytes": draw(st.none() | st.integers(smallest, 2**40)),
         "value_type": draw(st.sampled_from(["fp32", "fp16", "bf16", "int8"])),
+        "ready_within_seconds": draw(st.none() | st.floats(1, 1e9)),
     }
 
 
@@ -80,6 +82,7 @@ def test_the_default_is_everything_as_it_is_and_at_once() -> None:
         "min_interval_seconds": 0.0,
         "max_bytes": None,
         "value_type": "fp32",
+        "ready_within_seconds": None,
     }
 
 
@@ -98,6 +101,17 @@ def test_the_default_is_everything_as_it_is_and_at_once() -> None:
 )
 def test_a_policy_that_asks_for_less_does_not_send_everything(described: dict[str, Any]) -> None:
     assert not Policy.from_dict(described).sends_everything
+
+
+def test_a_limit_of_readiness_changes_nothing_of_what_is_sent() -> None:
+    assert Policy(ready_within_seconds=30).sends_everything
+    assert not Policy(ready_within_seconds=30, top_k=5).sends_everything
+
+
+@pytest.mark.parametrize("seconds", [0, 0.999, -1, 1e9 + 1])
+def test_a_limit_that_nobody_could_keep_is_refused(seconds: float) -> None:
+    with pytest.raises(InvalidInput, match=r"ready_within_seconds .*: expected 1 or more, at most 1000000000"):
+        Policy(ready_within_seconds=seconds)
 
 
 @pytest.mark.parametrize(

@@ -193,7 +193,7 @@ def test_versions_of_releases_are_found_while_others_are_made(tmp_path: Path) ->
         class Meanwhile(Head):
             def __getattribute__(self, name: str) -> Any:
                 if name == "number":
-                    history.add(Head(99, 9, 0, 0))
+                    history.add(Head(99, 9, 0, 0), 0)
                 return super().__getattribute__(name)
 
         history._heads = deque([Head(10, 2, 0, 0), Meanwhile(11, 3, 0, 0), Meanwhile(12, 4, 0, 0)])

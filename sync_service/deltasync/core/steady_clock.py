@@ -1,0 +1,50 @@
+"""A clock that nobody sets, and how long ago something was by it."""
+
+import time
+from bisect import bisect_right
+from collections import deque
+
+# Longer ago than anybody knows.
+FOREVER_NS = 2**62
+
+# Of numbers older than these it is no longer known when they were the newest.
+_REMEMBERED = 10_000
+
+# Goes on while the machine sleeps, where there is such a clock.
+_CLOCK: int | None = getattr(time, "CLOCK_BOOTTIME", getattr(time, "CLOCK_MONOTONIC", None))
+
+
+def steady_ns() -> int:
+    """Nanoseconds since some time in the past that is another on every machine."""
+    return time.monotonic_ns() if _CLOCK is None else time.clock_gettime_ns(_CLOCK)
+
+
+class Succession:
+    """When each number of a history became its newest. Added to by one call at a time, read on any thread."""
+
+    def __init__(self) -> None:
+        self._times: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED)
+
+    def add(self, number: int, at_ns: int) -> None:
+        """Note when a number became the newest, by `steady_ns`. Repeating it changes nothing."""
+        if not self._times or self._times[-1][0] < number:
+            self._times.append((number, at_ns))
+
+    def age_ns(self, number: int, now_ns: int) -> int:
+        """How long ago a number became the newest; `FOREVER_NS` if that is not known."""
+        times = tuple(self._times)  # A copy: more may be added meanwhile.
+        upto = bisect_right(times, number, key=_number)
+        return now_ns - times[upto - 1][1] if upto and times[upto - 1][0] == number else FOREVER_NS
+
+    def behind_ns(self, number: int, now_ns: int) -> int:
+        """For how long a number has not been the newest any more: 0 if it is, `FOREVER_NS` where nobody knows."""
+        times = tuple(self._times)
+        upto = bisect_right(times, number, key=_number)
+        if upto == len(times):
+            return 0
+        # Before the first that is known there may have been others that were later than this one.
+        return now_ns - times[upto][1] if upto else FOREVER_NS
+
+
+def _number(entry: tuple[int, int]) -> int:
+    return entry[0]

@@ -1,0 +1,328 @@
+"""A dense part that was compiled follows as any module does, and is of one version at any time."""
+
+import copy
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.support import compiled
+from tests.support.compiled import (
+    KEEP,
+    Model,
+    Over,
+    as_written,
+    compile_over,
+    compiled_model,
+    release_of,
+    table_of,
+    tables_of,
+    weights,
+)
+from torch import nn
+
+from deltasync.client import RowBatch, TableKind, TableSpec
+from deltasync.client.torch_compiled import CompiledModule
+from deltasync.client.torch_target import TorchTarget
+from deltasync.core.errors import Contradiction, DeltasyncError, InvalidInput, NotFound
+
+IDS = torch.tensor([[0, 1], [2, 3], [4, 5], [5, 5]])
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compile_over(tmp_path_factory.mktemp("packages") / "over.pt2", **KEEP)
+
+
+@pytest.fixture
+def model(package: Path) -> Model:
+    return compiled_model(package)
+
+
+def followed(model: nn.Module, version: int = 1) -> TorchTarget:
+    target = TorchTarget(model)
+    target.apply(release_of(version, weights(version), resync=True))
+    return target
+
+
+def output(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(IDS)
+        return found
+
+
+def held(target: TorchTarget, model: Model) -> dict[str, bytes]:
+    rows = ((each.name, target.read(each, np.arange(each.rows))) for each in tables_of(model))
+    return {name: values.tobytes() for name, values in rows if values is not None}
+
+
+def rows_of(state: dict[str, torch.Tensor]) -> dict[str, bytes]:
+    return {table_of(name, each).name: each.numpy().tobytes() for name, each in state.items()}
+
+
+def test_outputs_are_those_of_the_model_as_written_bit_by_bit(model: Model) -> None:
+    target = followed(model)
+    for version in range(2, 7):
+        target.apply(release_of(version, weights(version)))
+        assert torch.equal(output(model), output(as_written(version)))
+        assert held(target, model) == rows_of(weights(version))
+
+
+def test_releases_that_bring_a_part_leave_the_rest_as_it_was(model: Model) -> None:
+    """After a swap the other constants are those of the release before: they must not come back."""
+    expected = weights(1)
+    target = followed(model)
+    for version, name in enumerate([*expected, *expected], 2):
+        expected[name] = weights(version)[name]
+        target.apply(release_of(version, {name: expected[name]}))
+        assert held(target, model) == rows_of(expected)
+    written = Model(Over())
+    written.load_state_dict(expected, strict=False)
+    assert torch.equal(output(model), output(written))
+
+
+def test_some_rows_of_a_constant(model: Model) -> None:
+    target, name = followed(model), "over.layers.0.weight"
+    release = release_of(2, {})
+    table = table_of(name, weights(1)[name])
+    release.rows.append(RowBatch.of_table(table, np.array([1, 5]), np.full((2, table.dim), 9, np.float32)))
+    target.apply(release)
+    expected = weights(1)[name]
+    expected[[1, 5]] = 9
+    assert torch.equal(model.state_dict()[name], expected)
+
+
+def test_a_release_is_not_seen_before_all_of_it_is_swapped_in(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Constants are written while others still serve; what is done in the pause is a swap."""
+    target, features = followed(model), torch.ones(3, compiled.DIM)
+    before, after = as_written(1).over(features), as_written(2).over(features)
+    seen: list[torch.Tensor] = []
+    swap = CompiledModule.swap
+
+    def watched(over: CompiledModule) -> None:
+        seen.append(over(features))
+        swap(over)
+        seen.append(over(features))
+
+    monkeypatch.setattr(CompiledModule, "swap", watched)
+    target.apply(release_of(2, weights(2)))
+    assert torch.equal(seen[0], before)
+    assert all(torch.equal(each, after) for each in seen[1:])
+
+
+class Serving:
+    """Threads that run forwards, and note the version that each was told and what came out."""
+
+    def __init__(self, target: TorchTarget, threads: int) -> None:
+        self.outputs: list[tuple[int, torch.Tensor]] = []
+        self._target, self._stop = target, threading.Event()
+        self._threads = [threading.Thread(target=self._serve) for _ in range(threads)]
+
+    def __enter__(self) -> "Serving":
+        for each in self._threads:
+            each.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for each in self._threads:
+            each.join()
+
+    def wait_for(self, version: int) -> None:
+        """Until a forward of a version has run."""
+        while not self.outputs or self.outputs[-1][0] != version:
+            assert any(each.is_alive() for each in self._threads)
+            self._stop.wait(0.001)
+
+    def _serve(self) -> None:
+        while not self._stop.is_set():
+            with self._target.reading() as reading:
+                found = output(reading.module)
+            self.outputs.append((reading.version, found))
+
+
+def test_while_it_serves_each_output_is_that_of_the_version_it_was_told(model: Model) -> None:
+    target, versions = followed(model), range(2, 40)
+    with Serving(target, 3) as serving:
+        for version in versions:
+            target.apply(release_of(version, weights(version)))
+            serving.wait_for(version)
+    expected = {version: output(as_written(version)) for version in (1, *versions)}
+    assert {version for version, _ in serving.outputs} >= set(versions)
+    assert all(torch.equal(found, expected[version]) for version, found in serving.outputs)
+
+
+def test_a_release_that_fails_in_a_later_table_changes_nothing(model: Model) -> None:
+    target, written = TorchTarget(model), as_written(1)
+    tables = sorted(tables_of(written), key=lambda table: table.name == "user")
+    target.apply(release_of(1, weights(1), resync=True, tables=tables))
+    model.user.to(torch.float16)  # After its place was found. It is staged last.
+    with pytest.raises(Contradiction, match=r"type torch\.float16"):
+        target.apply(release_of(2, weights(2), tables=tables))
+    model.user.to(torch.float32)
+    model.user.load_state_dict({"weight": weights(1)["user.weight"]})
+    assert held(target, model) == rows_of(weights(1))
+    assert torch.equal(output(model), output(written))
+    # Nor does anything of it come along with the next one.
+    target.apply(release_of(3, {"over.scale": weights(3)["over.scale"]}, tables=tables))
+    assert held(target, model) == rows_of(weights(1) | {"over.scale": weights(3)["over.scale"]})
+
+
+@pytest.mark.parametrize("releases", [0, 1, 2])
+def test_damage_to_a_constant_shows_until_it_is_repaired(model: Model, releases: int) -> None:
+    """Whichever of the two memories is served when rows are read again."""
+    target, name = followed(model), "over.layers.0.weight"
+    with torch.inference_mode():
+        model.over.get_buffer("layers.0.weight")[3, 2] += 1
+    damaged = output(model)
+    for version in range(2, 2 + releases):
+        target.apply(release_of(version, {"over.scale": weights(1)["over.scale"]}))
+    assert torch.equal(output(model), damaged)
+    assert {each for each, rows in held(target, model).items() if rows != rows_of(weights(1))[each]} == {name}
+    target.apply(release_of(5, {name: weights(1)[name]}))
+    assert torch.equal(output(model), output(as_written(1)))
+    assert held(target, model) == rows_of(weights(1))
+
+
+def test_a_loaded_state_stays(model: Model) -> None:
+    target = followed(model)
+    model.load_state_dict(weights(2))
+    assert torch.equal(output(model), output(as_written(2)))
+    target.apply(release_of(3, {"over.scale": weights(2)["over.scale"]}))
+    assert torch.equal(output(model), output(as_written(2)))
+
+
+def test_a_copy_has_constants_of_its_own(model: Model) -> None:
+    target = followed(model)
+    target.apply(release_of(2, weights(2)))
+    copied = copy.deepcopy(model)
+    assert torch.equal(output(copied), output(as_written(2)))
+    other = TorchTarget(copied)
+    other.apply(release_of(3, weights(3), resync=True))
+    assert torch.equal(output(copied), output(as_written(3)))
+    assert torch.equal(output(model), output(as_written(2)))
+    assert not copied.training
+
+
+def test_constants_outlive_the_module(package: Path) -> None:
+    kept = followed(compiled_model(package)).tables()["over.layers.0.weight"]
+    assert torch.equal(kept, weights(1)["over.layers.0.weight"])
+
+
+def test_constants_that_no_table_brings_are_warned_of(model: Model, caplog: pytest.LogCaptureFixture) -> None:
+    state = {name: each for name, each in weights(1).items() if name != "over.scale"}
+    tables = [table_of(name, each) for name, each in state.items()]
+    TorchTarget(model).apply(release_of(1, state, resync=True, tables=tables))
+    assert [each.message for each in caplog.records if each.levelno == logging.WARNING] == [
+        "no table brings these of the module, which stay as they are: over.scale"
+    ]
+
+
+def with_table(table: TableSpec) -> Any:
+    tables = [table if each.name == table.name else each for each in tables_of(as_written(1))]
+    return release_of(1, {}, resync=True, tables=[*tables, *([] if table in tables else [table])])
+
+
+@pytest.mark.parametrize(
+    ("table", "has"),
+    [
+        (TableSpec("over.unused", 1, 3), "the compiled module over has no constant unused"),
+        (TableSpec("over.layers.2.bias", 1, 2), "the module has over.layers.2.bias of shape [1]"),
+        (
+            TableSpec("over.layers.0.bias", 1, 8, np.dtype("<i4"), TableKind.PARAMETER),
+            "of shape [8] and type torch.float32",
+        ),
+    ],
+    ids=["folded away", "shape", "type"],
+)
+def test_what_the_constants_do_not_fit_is_refused_by_name(model: Model, table: TableSpec, has: str) -> None:
+    before = output(model)
+    with pytest.raises(DeltasyncError) as refused:
+        TorchTarget(model).apply(with_table(table))
+    assert f"table {table.name!r}" in str(refused.value)
+    assert has in str(refused.value)
+    assert torch.equal(output(model), before)
+
+
+def test_small_constants_that_were_compiled_into_the_code_are_refused_by_name(tmp_path: Path) -> None:
+    """As AOTInductor does it unless told otherwise: the model would go on with the bias of its export."""
+    model = compiled_model(compile_over(tmp_path / "over.pt2"))
+    with pytest.raises(
+        NotFound, match=r"compiled module over has no constant layers\.2\.bias.*always_keep_tensor_const"
+    ):
+        TorchTarget(model).apply(release_of(1, weights(1), resync=True))
+
+
+@pytest.mark.slow  # Each is compiled.
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"aot_inductor.use_runtime_constant_folding": True}, "_FOLDED_CONST_.* are made of other constants"),
+        ({"freezing": True}, "_frozen_param.* are made of other constants"),
+        ({"aot_inductor.package_constants_in_so": False, **KEEP}, "it has no constants"),
+    ],
+    ids=["folded", "frozen", "without constants"],
+)
+def test_packages_that_cannot_follow_are_refused(tmp_path: Path, options: dict[str, Any], why: str) -> None:
+    with pytest.raises(InvalidInput, match=why):
+        CompiledModule(compile_over(tmp_path / "over.pt2", **options))
+
+
+def test_what_is_no_package_is_refused(package: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.pt2").write_text("no archive")
+    with pytest.raises(NotFound, match="there is no such file"):
+        CompiledModule(tmp_path / "none.pt2")
+    with pytest.raises(InvalidInput, match="not a package"):
+        CompiledModule(tmp_path / "text.pt2")
+    with pytest.raises(NotFound, match=r"model 'other' of .* has 0 libraries"):
+        CompiledModule(package, name="other")
+
+
+def test_a_conversion_is_refused_where_it_would_change_anything(model: Model) -> None:
+    model.to("cpu").float()
+    with pytest.raises(Contradiction, match=r"was compiled as torch\.float32 on the CPU"):
+        model.half()
+
+
+def test_a_module_that_was_made_in_inference_mode_follows(package: Path) -> None:
+    with torch.inference_mode():
+        model = compiled_model(package)
+    target = followed(model)
+    target.apply(release_of(2, weights(2), resync=True))
+    assert held(target, model) == rows_of(weights(2))
+    assert torch.equal(output(copy.deepcopy(model)), output(as_written(2)))
+
+
+def scripted(how: str) -> Any:
+    jit: Any = torch.jit
+    if how == "trace":
+        return jit.trace(Over().eval(), torch.ones(3, compiled.DIM))
+    script = jit.script(Over().eval())
+    return jit.freeze(script) if how == "freeze" else script
+
+
+SCRIPTED = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+
+
+@SCRIPTED
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("how", ["script", "trace"])
+def test_torchscript_modules_follow(how: str) -> None:
+    model = Model(scripted(how)).eval()
+    target = followed(model)
+    for version in (2, 3, 4):
+        target.apply(release_of(version, weights(version)))
+        assert torch.equal(output(model), output(as_written(version)))
+
+
+@SCRIPTED
+def test_frozen_torchscript_is_refused_by_name() -> None:
+    with pytest.raises(
+        NotFound, match=r"table.* 'over\.scale'.*module over is of TorchScript and has no parameters"
+    ):
+        followed(Model(scripted("freeze")).eval())

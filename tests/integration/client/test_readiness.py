@@ -1,0 +1,564 @@
+"""What "ready" promises: what a replica holds was the newest no longer ago than its consumer's limit, or, without
+a limit, at least once since it was started. Each way in which it could be false:
+
+1.  a replica has just started: nothing is held, or the consumer's model does not exist;
+2.  it says that it holds something (`held`): shown by nobody before the service says so;
+3.  it was away, and so was its fleet: no release was made meanwhile, and it holds the newest there is;
+4.  it was frozen, or slow: what it then reads was true when it was sent;
+5.  the service is gone, or frozen: nothing comes that could say so;
+6.  clocks are set, or differ: `tests/unit/client/test_readiness.py`, with all other delays;
+7.  it holds other rows than it was sent, or does not hold what it says that it does;
+8.  it could not apply a release, has stopped, or was closed;
+9.  a table has grown out of its target: what it holds of that gets older;
+10. it learns nothing of another limit;
+11. the service is of before, and says nothing.
+
+And no replica that is ready is made to look otherwise by a trainer that pauses, or by a steady stream of cuts.
+"""
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+from tests.support.fleet import (
+    TABLES,
+    USER,
+    WAIT,
+    Recorder,
+    Trainer,
+    admin_of,
+    follow,
+    release_at_once,
+    wait_for_lag,
+)
+from tests.support.process import environment
+from tests.support.server import RunningService
+from tests.support.state import Reachable
+from tests.support.wire import ReplicaStream, ack
+
+from deltasync.api.subscribe import ReplicaStream as ServedStream
+from deltasync.client import (
+    CallbackTarget,
+    Contradiction,
+    Decision,
+    DeltasyncError,
+    NumpyTarget,
+    Policy,
+    Release,
+    Subscriber,
+    SubscriberOptions,
+    TableSpec,
+)
+from deltasync.core.steady_clock import steady_ns
+from deltasync.v1 import subscribe_pb2
+
+LIMIT = 30.0
+POLICIES = {
+    "limited": Policy(ready_within_seconds=LIMIT),
+    "top": Policy(top_k=0.5, ready_within_seconds=LIMIT),
+    "quick": Policy(ready_within_seconds=1),
+}
+EVERY = ["predictors", "limited", "top"]
+WITH_LIMIT = ["limited", "top"]
+
+
+class Clock:
+    """A clock that goes on by itself, and can be moved on."""
+
+    ahead_ns = 0
+
+    def __call__(self) -> int:
+        return steady_ns() + self.ahead_ns
+
+    def move_on(self, seconds: float) -> None:
+        self.ahead_ns += int(seconds * 1e9)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left goes out at once, and idle streams are looked after often."""
+    release_at_once(monkeypatch)
+    monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 0.02)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """That of the replicas."""
+    clock = Clock()
+    monkeypatch.setattr("deltasync.client.subscriber.steady_ns", clock)
+    return clock
+
+
+@pytest.fixture
+def service_clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    for module in ("feeds.model", "views.view", "views.store"):
+        monkeypatch.setattr(f"deltasync.{module}.steady_ns", clock)
+    return clock
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[RunningService]:
+    with RunningService(tmp_path / "data", policies=POLICIES) as running:
+        yield running
+
+
+class Told:
+    """What `on_readiness` is told."""
+
+    def __init__(self) -> None:
+        self.decisions: SimpleQueue[Decision] = SimpleQueue()
+
+    def __call__(self, decision: Decision) -> None:
+        self.decisions.put(decision)
+
+    def next(self) -> Decision:
+        return self.decisions.get(timeout=WAIT)
+
+
+class Watched(Recorder):
+    """Notes whether its subscriber was ready before each release."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.subscriber: Subscriber | None = None
+        self.known = threading.Event()
+        self.ready: list[bool] = []
+
+    def apply(self, release: Release) -> None:
+        assert self.known.wait(WAIT)
+        assert self.subscriber
+        self.ready.append(self.subscriber.ready)
+        super().apply(release)
+
+    def watch(self, subscriber: Subscriber) -> None:
+        self.subscriber = subscriber
+        self.known.set()
+
+
+class Held(NumpyTarget):
+    """Can be made to wait in the middle of a release."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.go = threading.Event(), threading.Event()
+        self.go.set()
+
+    def hold(self) -> None:
+        self.begun.clear()
+        self.go.clear()
+
+    def apply(self, release: Release) -> None:
+        self.begun.set()
+        assert self.go.wait(WAIT)
+        super().apply(release)
+
+
+@pytest.mark.parametrize("consumer", EVERY)
+def test_a_replica_is_ready_once_it_holds_the_newest_and_not_before(
+    service: RunningService, consumer: str
+) -> None:
+    target, told = Watched(), Told()
+    with follow(service, consumer, "a", target, on_readiness=told) as replica:
+        target.watch(replica)
+        with pytest.raises(TimeoutError, match=r"replica 'a' is not ready: (it has|nothing of)"):
+            replica.wait_until_ready(0)
+        with Trainer(service.grpc) as trainer:
+            head = trainer.publish_all()
+            replica.wait_until_ready(WAIT)
+            replica.wait_for(head, WAIT)
+        assert told.next().yes
+        assert replica.ready, replica.readiness
+        assert target.ready[0] is False
+    assert told.next() == Decision(False, "its subscriber was closed")
+    assert told.decisions.empty()
+
+
+def test_a_replica_of_a_model_that_does_not_exist_says_so(service: RunningService) -> None:
+    with follow(service, "limited", "a", NumpyTarget()) as replica:
+        while "nothing of its consumer's model is published yet" not in replica.readiness.reason:
+            assert not replica.ready
+        with Trainer(service.grpc) as trainer:
+            trainer.publish_all()
+            replica.wait_until_ready(WAIT)
+
+
+@pytest.mark.parametrize("consumer", EVERY)
+@pytest.mark.parametrize("make", [lambda: CallbackTarget(lambda _: None), NumpyTarget], ids=["callback", "arrays"])
+def test_a_pause_of_the_trainer_keeps_replicas_ready(
+    service: RunningService, clock: Clock, service_clock: Clock, consumer: str, make: Any
+) -> None:
+    """However long, and whatever their targets: what they hold is the newest, and the service keeps saying so."""
+    with Trainer(service.grpc) as trainer:
+        trainer.publish_all()
+    with follow(service, consumer, "a", make()) as replica:
+        replica.wait_until_ready(WAIT)
+        service_clock.move_on(3600)
+        clock.move_on(3600)
+        replica.wait_until_ready(WAIT)
+
+
+@pytest.mark.parametrize("consumer", EVERY)
+def test_a_replica_that_has_its_rows_from_before_is_shown_first_that_they_are_new(
+    tmp_path: Path, consumer: str
+) -> None:
+    with RunningService(tmp_path / "data", policies=POLICIES) as service:
+        with Trainer(service.grpc) as trainer, follow(service, consumer, "a", NumpyTarget()) as replica:
+            replica.wait_for(trainer.publish_all(), WAIT)
+        address, held = service.grpc, replica.held
+    target = NumpyTarget()
+    target.tables = {name: rows.copy() for name, rows in trainer.rows.items()}
+    options = SubscriberOptions(service=address, consumer=consumer, replica="a", held=held)
+    with Subscriber(options, target) as replica:
+        while not replica.readiness.reason.startswith("it reconnects"):
+            assert not replica.ready
+        with RunningService(tmp_path / "data", policies=POLICIES, grpc_port=int(address.rpartition(":")[2])):
+            replica.wait_until_ready(WAIT)
+            assert replica.held == held
+
+
+@pytest.mark.parametrize("consumer", EVERY)
+def test_a_replica_that_was_away_is_not_ready_before_it_holds_what_came_meanwhile(
+    service: RunningService, service_clock: Clock, consumer: str
+) -> None:
+    """With its whole fleet away, the release it holds is still the newest when it comes back."""
+    with Trainer(service.grpc) as trainer:
+        with follow(service, consumer, "a", NumpyTarget()) as replica:
+            replica.wait_for(trainer.publish_all(), WAIT)
+        wait_for_lag(service, consumer, lambda lag: not lag["replicas"][0]["connected"])
+        tables = {name: rows.copy() for name, rows in trainer.rows.items()}
+        head = trainer.change(10)
+        service_clock.move_on(2 * LIMIT)
+        target = Watched()
+        target.tables = tables
+        with follow(service, consumer, "a", target, held=replica.held) as back:
+            target.watch(back)
+            back.wait_for(head, WAIT)
+            back.wait_until_ready(WAIT)
+    upto = next(n for n, release in enumerate(target.releases) if release.version >= head.number)
+    assert not any(target.ready[: upto + 1])
+
+
+@pytest.mark.parametrize("consumer", WITH_LIMIT)
+def test_a_short_absence_is_no_reason(service: RunningService, consumer: str) -> None:
+    """A reconnect shows nothing, and takes nothing back."""
+    told = Told()
+    with (
+        Trainer(service.grpc) as trainer,
+        follow(service, consumer, "a", Recorder(), on_readiness=told) as replica,
+    ):
+        trainer.publish_all()
+        replica.wait_until_ready(WAIT)
+        with ReplicaStream(service.grpc, consumer=consumer, replica="a") as other:
+            other.until("opened")  # It takes the place, and goes.
+        replica.wait_for(trainer.change(5), WAIT)
+        assert replica.ready
+    assert [told.next().yes, told.next().yes] == [True, False]
+
+
+@pytest.mark.parametrize("consumer", WITH_LIMIT)
+def test_what_was_on_its_way_while_a_replica_stood_still_shows_nothing(
+    service: RunningService, clock: Clock, monkeypatch: pytest.MonkeyPatch, consumer: str
+) -> None:
+    """The service has said again and again meanwhile that this is the newest."""
+    target, told = Held(), Told()
+    with Trainer(service.grpc) as trainer, follow(service, consumer, "a", target, on_readiness=told) as replica:
+        trainer.publish_all()
+        assert told.next().yes
+        target.hold()
+        head = trainer.change(5)
+        assert target.begun.wait(WAIT)
+        shown = list[bool]()
+        show = replica._show
+
+        def shows(*arguments: Any, **named: Any) -> None:
+            show(*arguments, **named)
+            shown.append(replica.ready)
+
+        monkeypatch.setattr(replica, "_show", shows)
+        clock.move_on(2 * LIMIT)
+        assert not replica.ready
+        target.go.set()
+        replica.wait_for(head, WAIT)
+        replica.wait_until_ready(WAIT)
+        assert shown[0] is False
+
+
+REPLICA = """
+import sys
+from deltasync.client import NumpyTarget, Subscriber, SubscriberOptions
+options = SubscriberOptions(service=sys.argv[1], consumer="quick", replica="frozen")
+with Subscriber(options, NumpyTarget()) as replica:
+    for line in sys.stdin:
+        if line == "wait\\n":
+            replica.wait_until_ready(60)
+        print(replica.ready, flush=True)
+"""
+
+
+def test_a_process_that_was_frozen_does_not_wake_up_ready(tmp_path: Path) -> None:
+    """Nobody answers it any more when it goes on: it has what had come meanwhile."""
+    with RunningService(tmp_path / "data", policies=POLICIES) as service:
+        with Trainer(service.grpc) as trainer:
+            trainer.publish_all()
+        process = subprocess.Popen(
+            [sys.executable, "-c", REPLICA, service.grpc],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment(),
+        )
+        with process:
+            try:
+                assert ask(process, "wait") == "True"
+                process.send_signal(signal.SIGSTOP)
+                wait_for_lag(service, "quick", lambda lag: lag["replicas"][0]["seconds_since_ack"] > 1.5)
+                service.stop()
+                process.send_signal(signal.SIGCONT)
+                assert ask(process, "now") == "False"
+                port = int(service.grpc.rpartition(":")[2])
+                with RunningService(tmp_path / "data", policies=POLICIES, grpc_port=port):
+                    assert ask(process, "wait") == "True"
+            finally:
+                process.kill()
+
+
+def ask(process: "subprocess.Popen[str]", what: str) -> str:
+    """What the process answers."""
+    assert process.stdin
+    assert process.stdout
+    print(what, file=process.stdin, flush=True)
+    return process.stdout.readline().strip()
+
+
+@pytest.mark.parametrize("consumer", ["quick", "predictors"])
+def test_when_the_service_is_gone_the_limit_counts_though_nothing_comes(tmp_path: Path, consumer: str) -> None:
+    told = Told()
+    with RunningService(tmp_path / "data", policies=POLICIES) as service:
+        replica = follow(service, consumer, "a", NumpyTarget(), on_readiness=told)
+        with Trainer(service.grpc) as trainer:
+            trainer.publish_all()
+        assert told.next().yes
+    with replica:
+        if consumer == "quick":
+            decision = told.next()
+            assert "the limit is 1 s" in decision.reason
+            assert "it reconnects: " in replica.readiness.reason
+            assert not decision.yes
+        else:
+            assert replica.ready
+            replica.close()
+            assert told.next() == Decision(False, "its subscriber was closed")
+    assert told.decisions.empty()
+
+
+@pytest.mark.parametrize("consumer", EVERY)
+def test_a_replica_that_holds_other_rows_is_not_ready_until_it_is_repaired(
+    service: RunningService, consumer: str
+) -> None:
+    target, told = Recorder(), Told()
+    with Trainer(service.grpc) as trainer, follow(service, consumer, "a", target, on_readiness=told) as replica:
+        replica.wait_for(trainer.publish_all(), WAIT)
+        assert told.next().yes
+        target.tables["item"][7] += 1
+        assert told.next() == Decision(False, "its rows are not those that it was sent in item")
+        assert told.next().yes
+        with target.reading():
+            assert target.bytes() == trainer.expected()
+
+
+def test_a_replica_that_has_lost_what_it_says_it_holds_is_not_ready(service: RunningService) -> None:
+    with Trainer(service.grpc) as trainer:
+        with follow(service, "limited", "a", NumpyTarget()) as replica:
+            replica.wait_for(trainer.publish_all(), WAIT)
+        target, told = Watched(), Told()
+        with follow(service, "limited", "a", target, held=replica.held, on_readiness=told) as empty:
+            target.watch(empty)
+            empty.wait_until_ready(WAIT)
+            assert target.bytes() == trainer.expected()
+            assert target.ready == [False, False], "asked to show it, then repaired"
+
+
+def test_a_replica_that_cannot_apply_a_release_is_not_ready(service: RunningService) -> None:
+    told, broken = Told(), list[bool]()
+
+    def apply(_: Release) -> None:
+        if broken:
+            raise Contradiction("no room for it")
+
+    with (
+        Trainer(service.grpc) as trainer,
+        follow(service, "predictors", "a", CallbackTarget(apply), on_readiness=told) as replica,
+    ):
+        trainer.publish_all()
+        assert told.next().yes
+        broken.append(True)
+        trainer.change(3)
+        assert told.next() == Decision(False, "its subscriber has stopped: no room for it")
+        with pytest.raises(Contradiction, match="no room for it"):
+            replica.wait_until_ready(WAIT)
+    assert replica.readiness.reason == "its subscriber has stopped: no room for it"
+
+
+def test_a_closed_replica_is_not_ready_and_leaves_no_thread(service: RunningService) -> None:
+    with Trainer(service.grpc) as trainer, follow(service, "limited", "a", NumpyTarget()) as replica:
+        trainer.publish_all()
+        replica.wait_until_ready(WAIT)
+    assert replica.readiness == Decision(False, "its subscriber was closed")
+    with pytest.raises(TimeoutError, match="replica 'a' is not ready: its subscriber was closed"):
+        replica.wait_until_ready(WAIT)
+    assert not [thread for thread in threading.enumerate() if thread.name == "deltasync-readiness"]
+
+
+class Part(NumpyTarget):
+    """May come to have no place for a table any more."""
+
+    lost: frozenset[str] = frozenset()
+
+    def bound(self) -> frozenset[str]:
+        return frozenset(self.tables) - self.lost - {"left out"}
+
+
+def test_a_table_that_a_target_can_follow_no_more_gets_older(service: RunningService, clock: Clock) -> None:
+    target, others = Part(), Part()
+    tables = [*TABLES, TableSpec("left out", 10, 4)]
+    with (
+        Trainer(service.grpc, tables) as trainer,
+        follow(service, "limited", "a", target) as replica,
+        follow(service, "predictors", "b", others) as other,
+    ):
+        replica.wait_for(trainer.publish_all(), WAIT)
+        replica.wait_until_ready(WAIT)
+        other.wait_until_ready(WAIT)
+        target.lost = others.lost = frozenset({"user"})
+        replica.wait_for(trainer.change(3), WAIT)
+        assert replica.ready, "what it holds of it is not old yet"
+        clock.move_on(2 * LIMIT)
+        assert not replica.ready
+        assert replica.readiness.reason.endswith("; its target can follow no more: user")
+        replica.wait_for(trainer.change(3), WAIT)
+        assert not replica.ready
+        other.wait_for(replica.held, WAIT)
+        assert other.ready, "its consumer has no limit"
+
+
+@pytest.mark.parametrize("consumer", EVERY)
+def test_under_a_steady_stream_of_cuts_a_replica_that_is_always_behind_is_ready(
+    service: RunningService, consumer: str
+) -> None:
+    """Each release is applied once the next version is there."""
+    turns = threading.Semaphore(0)
+
+    class Slow(Watched):
+        def apply(self, release: Release) -> None:
+            assert turns.acquire(timeout=WAIT)
+            super().apply(release)
+
+    target = Slow()
+    with Trainer(service.grpc) as trainer, follow(service, consumer, "a", target) as replica:
+        target.watch(replica)
+        trainer.publish_all()
+        for _ in range(40):
+            head = trainer.change(5)
+            turns.release()
+        for _ in range(10):
+            turns.release()
+        replica.wait_for(head, WAIT)
+    assert target.ready[0] is False
+    assert all(target.ready[3:]), target.ready
+
+
+def opened_limit(service: Reachable, consumer: str) -> float:
+    with ReplicaStream(service.grpc, consumer=consumer, replica="raw") as stream:
+        found: float = stream.until("opened").ready_within_seconds
+        return found
+
+
+def test_another_limit_is_told_and_sends_no_row_again(service: RunningService) -> None:
+    target = Recorder()
+    with Trainer(service.grpc) as trainer, follow(service, "predictors", "a", target) as replica:
+        head = trainer.publish_all()
+        replica.wait_until_ready(WAIT)
+        for policy in (Policy(ready_within_seconds=7), Policy(ready_within_seconds=8.5), Policy()):
+            admin_of(service).update_consumer("predictors", policy)
+            words = f"the limit is {policy.ready_within_seconds or 0:.15g} s"
+            while (
+                words if policy.ready_within_seconds else "it has held the newest"
+            ) not in replica.readiness.reason:
+                assert replica.ready
+            assert opened_limit(service, "predictors") == (policy.ready_within_seconds or 0)
+        replica.wait_for(head, WAIT)
+        assert (replica.held, len(target.releases)) == (head, 1)
+        assert service.get_json("/consumers/predictors/lag")["policy"]["ready_within_seconds"] is None
+        admin_of(service).update_consumer("top", Policy(top_k=0.5, ready_within_seconds=7))
+    assert target.received_rows == sum(table.rows for table in TABLES)
+
+
+def test_a_client_of_before_is_not_sent_away_for_another_limit(service: RunningService) -> None:
+    with Trainer(service.grpc) as trainer, ReplicaStream(service.grpc, replica="old") as stream:
+        head = trainer.publish_all()
+        stream.release()
+        stream.send(ack(0, head))
+        admin_of(service).update_consumer("predictors", Policy(ready_within_seconds=7))
+        for _ in range(5):
+            assert stream.until("progress").token == 0
+
+
+def test_tokens_come_back_and_are_not_looked_into(service: RunningService) -> None:
+    with (
+        Trainer(service.grpc) as trainer,
+        ReplicaStream(service.grpc, consumer="limited", replica="raw") as stream,
+    ):
+        head = trainer.publish_all()
+        _, end = stream.release()
+        assert (end.token, end.behind_ns) == (0, 0)
+        for token in (2**64 - 1, 3):
+            message = ack(0, head)
+            message.ack.token = token
+            stream.send(message)
+            while (progress := stream.until("progress")).token != token:
+                assert progress.token in (0, 2**64 - 1)
+            assert progress.behind_ns == 0
+        stream.send(ack(0, head))
+        trainer.set(USER, 3, 1.0)
+        assert stream.release()[1].token == 3
+
+
+def test_a_service_of_before_says_nothing_and_the_newest_is_what_it_sends(
+    service: RunningService, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    end = ServedStream._end
+
+    def of_before(stream: ServedStream, *arguments: Any) -> subscribe_pb2.ReleaseEnd:
+        message = end(stream, *arguments)
+        message.ClearField("token")
+        message.ClearField("behind_ns")
+        return message
+
+    monkeypatch.setattr(ServedStream, "_end", of_before)
+    monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 600)
+    with Trainer(service.grpc) as trainer, follow(service, "predictors", "a", NumpyTarget()) as replica:
+        trainer.publish_all()
+        replica.wait_until_ready(WAIT)
+        clock.move_on(3600)
+        assert replica.ready
+
+
+def test_a_consumer_that_is_deleted_stops_its_replicas(service: RunningService) -> None:
+    told = Told()
+    with (
+        Trainer(service.grpc) as trainer,
+        follow(service, "limited", "a", NumpyTarget(), on_readiness=told) as replica,
+    ):
+        trainer.publish_all()
+        assert told.next().yes
+        admin_of(service).delete_consumer("limited")
+        assert "its subscriber has stopped: consumer 'limited'" in told.next().reason
+        with pytest.raises(DeltasyncError):
+            replica.wait_until_ready(WAIT)

@@ -1,0 +1,41 @@
+"""How long ago a number of a history was the newest."""
+
+import time
+
+from deltasync.core.steady_clock import FOREVER_NS, Succession, steady_ns
+
+
+def succession(*times: tuple[int, int]) -> Succession:
+    made = Succession()
+    for number, at_ns in times:
+        made.add(number, at_ns)
+    return made
+
+
+def test_a_number_is_the_newest_until_there_is_a_later_one() -> None:
+    numbers = succession((3, 100), (5, 200), (6, 300))
+    assert [numbers.behind_ns(number, 1000) for number in (3, 4, 5, 6, 7)] == [800, 800, 700, 0, 0]
+    assert [numbers.age_ns(number, 1000) for number in (3, 5, 6)] == [900, 800, 700]
+
+
+def test_nobody_knows_since_when_there_is_something_later_than_what_is_older_than_the_first() -> None:
+    numbers = succession((3, 100), (5, 200))
+    assert numbers.behind_ns(2, 1000) == FOREVER_NS
+    assert {numbers.age_ns(number, 1000) for number in (2, 4, 6)} == {FOREVER_NS}
+    assert succession().behind_ns(2, 1000) == 0
+
+
+def test_repeating_a_number_changes_nothing() -> None:
+    numbers = succession((3, 100), (3, 200), (2, 300))
+    assert (numbers.age_ns(3, 1000), numbers.behind_ns(3, 1000)) == (900, 0)
+
+
+def test_what_is_no_longer_remembered_is_not_known() -> None:
+    numbers = succession(*((number, number) for number in range(20_000)))
+    assert numbers.behind_ns(20_000 - 10, 30_000) == 30_000 - (20_000 - 9)
+    assert numbers.behind_ns(20_000 - 10_001, 30_000) == FOREVER_NS
+
+
+def test_the_clock_goes_on_while_the_machine_sleeps() -> None:
+    before = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+    assert before <= steady_ns() <= time.clock_gettime_ns(time.CLOCK_BOOTTIME)

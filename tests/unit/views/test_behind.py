@@ -1,0 +1,175 @@
+"""For how long a version, or a release, has not been the newest: by a clock that nobody sets."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.support.local_model import LocalModel
+
+from deltasync.core.policy import Policy
+from deltasync.core.steady_clock import FOREVER_NS
+from deltasync.core.tables import TableSpec
+
+SECOND = 10**9
+USER = TableSpec("user", 20, 2)
+TOP = Policy(top_k=3)
+SLOW = Policy(top_k=3, min_interval_seconds=10)
+Scenario = Callable[[LocalModel], Coroutine[None, None, None]]
+
+
+class Clock:
+    now = 1000 * SECOND
+
+    def __call__(self) -> int:
+        return self.now
+
+    def wait(self, seconds: float) -> None:
+        self.now += int(seconds * SECOND)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    for module in ("feeds.model", "views.view", "views.store"):
+        monkeypatch.setattr(f"deltasync.{module}.steady_ns", clock)
+    return clock
+
+
+def run(directory: Path, scenario: Scenario) -> None:
+    async def main() -> None:
+        local = await LocalModel.opened(directory)
+        if not local.model.tables:
+            await local.add(USER)
+        try:
+            await scenario(local)
+        finally:
+            await local.close()
+
+    asyncio.run(main())
+
+
+async def cut(local: LocalModel) -> None:
+    version = local.model.seals.newest_version + 1
+    await local.cut({"user": {row: np.full(2, version, np.float32) for row in range(10)}})
+
+
+def test_a_version_is_the_newest_until_the_next_one(tmp_path: Path, clock: Clock) -> None:
+    async def scenario(local: LocalModel) -> None:
+        await cut(local)
+        clock.wait(3600)
+        assert local.model.behind_ns(1, Policy()) == 0
+        await cut(local)
+        clock.wait(2)
+        await cut(local)
+        clock.wait(3)
+        assert [local.model.behind_ns(n, Policy()) for n in (1, 2, 3)] == [5 * SECOND, 3 * SECOND, 0]
+
+    run(tmp_path, scenario)
+
+
+def test_a_version_that_cannot_be_applied_yet_is_the_newest(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no")
+
+    async def scenario(local: LocalModel) -> None:
+        await cut(local)
+        with monkeypatch.context() as patch:
+            patch.setattr(local.model, "_apply", fail)
+            with pytest.raises(RuntimeError):
+                await cut(local)
+        clock.wait(2)
+        assert local.model.behind_ns(1, Policy()) == 2 * SECOND
+
+    run(tmp_path, scenario)
+
+
+def test_after_a_restart_only_the_newest_is_known(tmp_path: Path, clock: Clock) -> None:
+    async def before(local: LocalModel) -> None:
+        for _ in range(3):
+            await cut(local)
+
+    async def after(local: LocalModel) -> None:
+        assert local.model.behind_ns(3, Policy()) == 0
+        assert local.model.behind_ns(2, Policy()) == FOREVER_NS
+        await cut(local)
+        clock.wait(1)
+        assert local.model.behind_ns(3, Policy()) == SECOND
+
+    run(tmp_path, before)
+    run(tmp_path, after)
+
+
+def test_a_release_is_the_newest_until_a_later_version_is_there_though_no_release_is_made_of_it(
+    tmp_path: Path, clock: Clock
+) -> None:
+    """None is made while no replica is connected: who comes back after an hour holds the newest there is."""
+
+    async def scenario(local: LocalModel) -> None:
+        await cut(local)
+        view = await local.prepared_view(TOP)
+        first = view.position.number
+        clock.wait(60)
+        assert view.behind_ns(first, TOP) == 0
+        await cut(local)
+        clock.wait(3600)
+        assert view.behind_ns(first, TOP) == 3600 * SECOND
+        await view.make_release(TOP, 0)
+        assert view.behind_ns(view.position.number, TOP) == 0, "what top_k has left is not due"
+        assert view.behind_ns(first, TOP) == 3600 * SECOND
+
+    run(tmp_path, scenario)
+
+
+def test_what_is_left_makes_later_releases_of_the_same_version(tmp_path: Path, clock: Clock) -> None:
+    async def scenario(local: LocalModel) -> None:
+        await cut(local)
+        view = await local.prepared_view(TOP)
+        await cut(local)
+        await view.make_release(TOP, 0)
+        before = view.position.number
+        clock.wait(5)
+        await view.make_release(TOP, 0)
+        assert view.position.number > before
+        clock.wait(2)
+        assert view.behind_ns(before, TOP) == 2 * SECOND
+        assert view.behind_ns(view.position.number, TOP) == 0
+
+    run(tmp_path, scenario)
+
+
+def test_a_release_is_the_newest_as_long_as_the_interval_allows_no_other(tmp_path: Path, clock: Clock) -> None:
+    async def scenario(local: LocalModel) -> None:
+        await cut(local)
+        view = await local.prepared_view(SLOW)
+        clock.wait(1)
+        await cut(local)
+        clock.wait(8)
+        first = view.position.number
+        assert view.behind_ns(first, SLOW) == 0
+        clock.wait(4)
+        assert view.behind_ns(first, SLOW) == 3 * SECOND
+        assert view.behind_ns(first, TOP) == 12 * SECOND
+
+    run(tmp_path, scenario)
+
+
+def test_after_a_restart_nobody_knows_since_when_a_release_is_due(tmp_path: Path, clock: Clock) -> None:
+    async def before(local: LocalModel) -> None:
+        await cut(local)
+        view = await local.prepared_view(SLOW)
+        view.flush()
+        await cut(local)
+
+    async def after(local: LocalModel) -> None:
+        view = local.view()
+        clock.wait(1)
+        assert view.behind_ns(view.position.number, SLOW) >= FOREVER_NS
+        await view.make_release(SLOW, 0)
+        assert view.behind_ns(view.position.number, SLOW) == 0
+
+    run(tmp_path, before)
+    run(tmp_path, after)
