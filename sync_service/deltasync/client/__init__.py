@@ -4,8 +4,8 @@
 
 Public are the names in `__all__`, `deltasync.client.torch_target.TorchTarget` and
 `deltasync.client.torch_compiled.CompiledModule`, which need torch, `deltasync.client.redis_target.RedisTarget` and
-`deltasync.client.redis_rows.RedisRows`, which need redis, and `deltasync.client.status.fetch_lag`. The other modules
-of this package, and the other packages of the service, are internal.
+`deltasync.client.redis_rows.RedisRows`, which need redis, and `deltasync.client.status.fetch_lag`. The other
+modules of this package, and the other packages of the service, are internal.
 """
 
 from deltasync.client.admin import Admin
