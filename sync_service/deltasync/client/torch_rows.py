@@ -55,7 +55,7 @@ class TensorRows:
     def read(self, ids: Ids) -> Bytes:
         """The rows `ids` ([n]) as bytes [n, width x bytes of a number], in host memory."""
         if self._in_host_memory:
-            return np.take(self._items, ids)[:, None].view(np.uint8)
+            return self._items[ids][:, None].view(np.uint8)
         at = torch.from_numpy(ids.copy()).to(self.held.device)
         rows: Bytes = self.held.index_select(0, at).cpu().view(torch.uint8).numpy()
         return rows
@@ -80,8 +80,9 @@ class TensorRows:
 
     def _on_device(self, values: Values) -> torch.Tensor:
         # A copy, since torch has no read-only tensors.
-        raw = torch.from_numpy(np.array(values, order="C").view(np.uint8))
-        return raw.to(self.held.device).view(self.held.dtype)
+        rows = torch.empty(len(values), self.held.shape[1], dtype=self.held.dtype)
+        rows.view(torch.uint8).numpy()[:] = np.ascontiguousarray(values).view(np.uint8)
+        return rows.to(self.held.device)
 
     def _check(self, ids: Ids, values: Values) -> None:
         rows, width = self.held.shape[0], self.held.shape[1] * self.held.itemsize
