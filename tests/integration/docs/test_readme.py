@@ -15,6 +15,7 @@ from tests.support.documents import DOCUMENTS, README, document
 from tests.support.fleet import Trainer, as_sent
 from tests.support.process import ServiceProcess
 from tests.support.prompt import PythonPrompt
+from tests.support.redis_server import PROGRAM, RedisServer
 
 from deltasync.client import TableKind, TableSpec, ValueType
 
@@ -24,7 +25,8 @@ SERVICE, PROTOCOL = document("sync_service/README.md"), document("protos/README.
 RUN = {
     "README.md": ["serve", "publish", "subscribe", TRAINER, "train", "predict", "lag", "policy"],
     "sync_service/README.md": [
-        *("serve", "publisher", "numpy", "torch", "quantised", "compiled", "callback", "policy", "admin")
+        *("serve", "publisher", "numpy", "torch", "quantised", "compiled", "keyed", "redis", "callback"),
+        *("policy", "admin"),
     ],
     "protos/README.md": ["checksum", "replica"],
     "trainer/README.md": ["step", "checkpoint"],
@@ -143,13 +145,25 @@ def test_the_first_steps_can_be_pasted_in_their_order(visitor: Visitor) -> None:
 def test_the_service_s_examples_run(visitor: Visitor) -> None:
     needs_curl()
     blocks = SERVICE.named("python")
-    printed = visitor.script("".join(blocks[name] for name in ("publisher", "numpy", "torch", "callback")))
-    expected = ["number=1", "[1. 1. 1.", "tensor([1., 1.", "1 user [  0   1   2"]
+    printed = visitor.script(
+        "".join(blocks[name] for name in ("publisher", "numpy", "torch", "keyed", "callback"))
+    )
+    expected = ["number=1", "[1. 1. 1.", "tensor([1., 1.", "(3, 64) [ True False  True]", "1 user [  0   1   2"]
     assert [each for each in expected if each in printed] == expected
     _, updated, put = visitor.shell(SERVICE.block("policy"))
     assert "top_k=0.05 value_type=int8 (was" in updated
     assert '"top_k":0.05' in put
     assert visitor.script(blocks["admin"]) == "['edge', 'mobile', 'predictors']\n"
+
+
+@pytest.mark.skipif(PROGRAM is None, reason="no redis-server or valkey-server is installed")
+@_visits("sync_service/README.md")
+def test_the_store_s_example_runs(visitor: Visitor) -> None:
+    (visitor.folder / "redis").mkdir()
+    with RedisServer(visitor.folder / "redis") as server:
+        blocks, here = SERVICE.named("python"), f"unix_socket_path={server.socket!r}"
+        code = blocks["publisher"] + blocks["redis"].replace('host="localhost"', here)
+        assert "1 [ True False]" in visitor.script(code)
 
 
 @_visits("sync_service/README.md")
