@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 from torchrec import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -107,13 +108,14 @@ def quantised(model: nn.Module, bits: int = 8, alignment: int = 16) -> nn.Module
     """A copy of a model as TorchRec quantises it."""
     fresh = copy.deepcopy(model)
     quant_prep_customize_row_alignment(fresh, [EmbeddingBagCollection, EmbeddingCollection], alignment)
-    return quantize_embeddings(
+    made: nn.Module = quantize_embeddings(
         fresh,
         dtype=TYPES[bits][1],
         inplace=True,
         additional_qconfig_spec_keys=list(_QUANTISED),
         additional_mapping=_QUANTISED,
     )
+    return made
 
 
 def tbes_of(module: nn.Module) -> list[Any]:
@@ -198,7 +200,8 @@ def sharded(
                 ]
             ),
         )
-    model, _ = shard_quant_model(
+    made: nn.Module
+    made, _ = shard_quant_model(
         module,
         2,
         compute_device="cpu",
@@ -206,4 +209,4 @@ def sharded(
         sharders=list(sharders),
         sharding_plan=ShardingPlan({"sparse": plan}),
     )
-    return model
+    return made

@@ -46,6 +46,9 @@ class TorchTarget:
     module of its name, which must be in evaluation mode and neither scripted nor sharded: ids that nobody knows
     then take the rows that they take in the trainer.
 
+    A module that TorchRec has quantised, or one of half precision, is written if the consumer's value type is its
+    own: int8-tbe or int4-tbe, fp16 or bf16.
+
     Every table of the first release must have its place, but for those that are left out. Of tables that come
     later, or grow, the others are followed, and lag names those that have no place.
 

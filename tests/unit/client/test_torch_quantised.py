@@ -121,7 +121,9 @@ def test_a_model_that_is_sharded_for_inference_follows(sharding: str, sequences:
     target.apply(release_of(2, model, changed, ValueType.INT8_TBE))
     assert_equal(outputs(module), outputs(quantised(model)) | {"shop": before["shop"]})
     for table, rows in rows_of(model, ValueType.INT8_TBE).values():
-        assert np.array_equal(target.read(table, np.arange(table.rows)), rows)
+        held = target.read(table, np.arange(table.rows))
+        assert held is not None
+        assert np.array_equal(held, rows)
 
 
 @pytest.mark.usefixtures("among_cpus")
