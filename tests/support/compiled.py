@@ -14,7 +14,7 @@ from torch import nn
 from deltasync.client import Position, Release, RowBatch, TableKind, TableSpec
 from deltasync.client.torch_compiled import CompiledModule
 
-KEEP = {"always_keep_tensor_constants": True}
+KEEP: dict[str, Any] = {"always_keep_tensor_constants": True}
 ROWS, DIM = 6, 4
 
 
@@ -43,11 +43,13 @@ class Model(nn.Module):
         return found
 
 
-def compile_over(package: Path, **options: Any) -> Path:
+def compile_over(package: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
     if not shutil.which("g++"):
         pytest.skip("AOTInductor needs a C++ compiler, g++")
     batch = {"features": {0: torch.export.Dim("batch", min=1, max=1024)}}
-    exported = torch.export.export(Over().eval(), (torch.ones(4, DIM),), dynamic_shapes=batch)
+    exported = torch.export.export(
+        Over().eval().to(dtype), (torch.ones(4, DIM, dtype=dtype),), dynamic_shapes=batch
+    )
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # Of torch's own making.
         torch._inductor.aoti_compile_and_package(exported, package_path=str(package), inductor_configs=options)

@@ -112,7 +112,7 @@ class _Arrays:
         tables = {table.name: self._array(table, reset=release.resets(table)) for table in release.tables}
         fresh = {name for name, array in tables.items() if array is not before.get(name)}
         reset = [table.name for table in release.tables if release.resets(table) and table.name not in fresh]
-        late = [rows for rows in release.rows if rows.table.name not in fresh]
+        late = [(tables[rows.table.name], rows) for rows in release.rows if rows.table.name not in fresh]
         for rows in release.rows:
             if rows.table.name in fresh:
                 tables[rows.table.name][rows.ids] = rows.values
@@ -120,8 +120,8 @@ class _Arrays:
         def write() -> None:
             for name in reset:
                 tables[name].fill(0)
-            for rows in late:
-                tables[rows.table.name][rows.ids] = rows.values
+            for array, rows in late:
+                array[rows.ids] = rows.values
             for name in before.keys() - tables.keys():
                 del self.tables[name]
             self.tables.update(tables)

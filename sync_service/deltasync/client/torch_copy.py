@@ -114,10 +114,18 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
         name, value = todo.pop()
         if isinstance(value, torch.Tensor):
             found[name] = value
+            todo.extend((f"{name}.{key}", each) for key, each in _wrapped(value).items())
         elif id(value) not in seen:
             seen.add(id(value))
             todo.extend((f"{name}.{key}".lstrip("."), each) for key, each in _parts(value))
     return found
+
+
+def _wrapped(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors inside of one, such as TorchRec's of 4 bits, which has no memory of its own."""
+    names = [*getattr(type(tensor), "__slots__", ()), *vars(tensor)]
+    inner = {name: getattr(tensor, name, None) for name in names}
+    return {name: each for name, each in inner.items() if isinstance(each, torch.Tensor)}
 
 
 def _parts(value: object) -> Iterator[tuple[object, object]]:
@@ -136,8 +144,11 @@ _OWN = ("_parameters", "_buffers", "_modules")
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """Where its memory begins; 0 where it has none."""
-    return 0 if tensor.is_meta else tensor.untyped_storage().data_ptr()
+    """Where its memory begins; 0 where it has none of its own."""
+    try:
+        return 0 if tensor.is_meta else tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # It wraps others.
+        return 0
 
 
 def _finish(devices: Iterable[torch.device]) -> None:

@@ -130,7 +130,7 @@ class ConsumerRegistry:
 
     async def _write(self, consumer: Consumer, policy: Policy) -> None:
         created = consumer.created_unix_ns
-        record = {"model": consumer.model, "created_unix_ns": created, "policy": policy.as_dict()}
+        record = {"model": consumer.model, "created_unix_ns": created, "policy": _policy_record(policy)}
         await asyncio.wrap_future(self._log.put(f"consumer/{consumer.name}", pack_json(record)))
 
     def _put(self, name: str, record: dict[str, Any] | None) -> None:
@@ -163,6 +163,14 @@ def _recorded_replica(consumer: str, name: str, record: bytes) -> Replica:
         found = unpack_json(record)
         position = Position(found["history"], found["version"])
         return Replica(name, position, found["acked_unix_ns"], away_since_unix_ns=time.time_ns())
+
+
+def _policy_record(policy: Policy) -> dict[str, Any]:
+    """A policy as it is written down: without a limit of readiness it opens with services that know of none."""
+    record = policy.as_dict()
+    if policy.ready_within_seconds is None:
+        del record["ready_within_seconds"]
+    return record
 
 
 def _offset_record(replica: Replica) -> dict[str, Any]:

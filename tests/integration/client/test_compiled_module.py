@@ -22,13 +22,17 @@ from tests.support.compiled import (
     tables_of,
     weights,
 )
+from tests.support.fleet import Trainer, follow, release_at_once, wait_for_lag, wait_until_in_sync
+from tests.support.server import RunningService
 from torch import nn
 
 from deltasync.client import RowBatch, TableKind, TableSpec
+from deltasync.client.reading import Reads
 from deltasync.client.torch_compiled import CompiledModule
 from deltasync.client.torch_target import TorchTarget
 from deltasync.core.errors import Contradiction, DeltasyncError, InvalidInput, NotFound
 
+pytestmark = pytest.mark.timeout(300)  # A compiler takes its time where others work, too.
 IDS = torch.tensor([[0, 1], [2, 3], [4, 5], [5, 5]])
 
 
@@ -42,9 +46,9 @@ def model(package: Path) -> Model:
     return compiled_model(package)
 
 
-def followed(model: nn.Module, version: int = 1) -> TorchTarget:
-    target = TorchTarget(model)
-    target.apply(release_of(version, weights(version), resync=True))
+def followed(model: nn.Module, reads: Reads = "pause") -> TorchTarget:
+    target = TorchTarget(model, reads=reads)
+    target.apply(release_of(1, weights(1), resync=True))
     return target
 
 
@@ -146,8 +150,9 @@ class Serving:
             self.outputs.append((reading.version, found))
 
 
-def test_while_it_serves_each_output_is_that_of_the_version_it_was_told(model: Model) -> None:
-    target, versions = followed(model), range(2, 40)
+@pytest.mark.parametrize("reads", ["pause", "copies"])
+def test_while_it_serves_each_output_is_that_of_the_version_it_was_told(model: Model, reads: Reads) -> None:
+    target, versions = followed(model, reads), range(2, 40)
     with Serving(target, 3) as serving:
         for version in versions:
             target.apply(release_of(version, weights(version)))
@@ -298,6 +303,22 @@ def test_a_module_that_was_made_in_inference_mode_follows(package: Path) -> None
     assert torch.equal(output(copy.deepcopy(model)), output(as_written(2)))
 
 
+@pytest.mark.slow  # It is compiled.
+def test_a_part_that_was_compiled_in_half_precision_holds_rounded_rows(tmp_path: Path) -> None:
+    model = compiled_model(compile_over(tmp_path / "over.pt2", torch.float16, **KEEP))
+    model.user.half()
+    target, dense = TorchTarget(model), {name: each for name, each in weights(2).items() if "over" in name}
+    tables = [TableSpec("user", compiled.ROWS, compiled.DIM, np.dtype("<f2")), *tables_of(as_written(1))[1:]]
+    for version in (1, 2):
+        target.apply(release_of(version, dense, resync=version == 1, tables=tables))
+        for table in tables[1:]:
+            assert torch.equal(model.state_dict()[table.name], dense[table.name].half())
+            rows = target.read(table, np.arange(table.rows))
+            assert rows is not None
+            assert rows.tobytes() == dense[table.name].numpy().tobytes()
+        dense = {name: each * 1.37 for name, each in dense.items()}
+
+
 def scripted(how: str) -> Any:
     jit: Any = torch.jit
     if how == "trace":
@@ -326,3 +347,46 @@ def test_frozen_torchscript_is_refused_by_name() -> None:
         NotFound, match=r"table.* 'over\.scale'.*module over is of TorchScript and has no parameters"
     ):
         followed(Model(scripted("freeze")).eval())
+
+
+def expected(trainer: Trainer) -> torch.Tensor:
+    """What the model that the trainer holds puts out, as it was written."""
+    model = Model(Over()).eval()
+    state = {name.replace("user", "user.weight"): torch.from_numpy(rows) for name, rows in trainer.rows.items()}
+    shapes = model.state_dict()
+    model.load_state_dict({name: each.reshape(shapes[name].shape) for name, each in state.items()}, strict=False)
+    with torch.no_grad():
+        found: torch.Tensor = model(IDS)
+    return found
+
+
+def test_a_compiled_replica_is_in_sync_and_damage_to_it_is_repaired(
+    tmp_path: Path, package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release_at_once(monkeypatch)
+    monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 0.02)
+    target = TorchTarget(compiled_model(package))
+
+    def output() -> torch.Tensor:
+        with target.reading() as reading, torch.no_grad():
+            found: torch.Tensor = reading.module(IDS)
+            return found
+
+    with (
+        RunningService(tmp_path / "data") as service,
+        Trainer(service.grpc, tables_of(as_written(1))) as trainer,
+        follow(service, "predictors", "a", target),
+    ):
+        wait_until_in_sync(service, "predictors", trainer.publish_all())
+        assert torch.equal(output(), expected(trainer))
+        for _ in range(5):
+            wait_until_in_sync(service, "predictors", trainer.change(2))
+            assert torch.equal(output(), expected(trainer))
+        with target.reading() as reading, torch.inference_mode():
+            reading.module.get_buffer("over.layers.0.weight")[3, 2] += 1
+        assert not torch.equal(output(), expected(trainer))
+
+        def repaired(lag: dict[str, Any]) -> bool:
+            return lag["state"] == "in sync" and torch.equal(output(), expected(trainer))
+
+        wait_for_lag(service, "predictors", repaired)

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from tests.support.documents import DOCUMENTS, README, document
-from tests.support.fleet import Trainer
+from tests.support.fleet import Trainer, as_sent
 from tests.support.process import ServiceProcess
 from tests.support.prompt import PythonPrompt
 from tests.support.redis_server import PROGRAM, RedisServer
 
-from deltasync.client import TableKind, TableSpec
+from deltasync.client import TableKind, TableSpec, ValueType
 
 TRAINER = "trainer_example.py"
 SERVICE, PROTOCOL = document("sync_service/README.md"), document("protos/README.md")
@@ -25,16 +25,8 @@ SERVICE, PROTOCOL = document("sync_service/README.md"), document("protos/README.
 RUN = {
     "README.md": ["serve", "publish", "subscribe", TRAINER, "train", "predict", "lag", "policy"],
     "sync_service/README.md": [
-        "serve",
-        "publisher",
-        "numpy",
-        "torch",
-        "compiled",
-        "keyed",
-        "redis",
-        "callback",
-        "policy",
-        "admin",
+        *("serve", "publisher", "numpy", "torch", "quantised", "compiled", "keyed", "redis", "callback"),
+        *("policy", "admin"),
     ],
     "protos/README.md": ["checksum", "replica"],
     "trainer/README.md": ["step", "checkpoint"],
@@ -172,6 +164,19 @@ def test_the_store_s_example_runs(visitor: Visitor) -> None:
         blocks, here = SERVICE.named("python"), f"unix_socket_path={server.socket!r}"
         code = blocks["publisher"] + blocks["redis"].replace('host="localhost"', here)
         assert "1 [ True False]" in visitor.script(code)
+
+
+@_visits("sync_service/README.md")
+def test_the_quantised_model_follows_a_trainer(visitor: Visitor) -> None:
+    table = TableSpec("sparse.embedding_bags.user", 1000, 64)
+    with Trainer(visitor.service.grpc, [table]) as trainer:
+        trainer.publish_all()
+        printed = visitor.script(SERVICE.block("quantised"))
+    held = as_sent(table, trainer.rows[table.name][[3, 14]], ValueType.INT8_TBE)
+    expected = ValueType.INT8_TBE.decode(held, table.dtype).sum(axis=0)
+    [values] = re.findall(r"tensor\(\[\[(.*)\]\]\)", printed, re.DOTALL)
+    # As many digits as are printed.
+    assert [float(each) for each in values.split(",")] == pytest.approx(expected.tolist(), abs=1e-3)
 
 
 @_visits("sync_service/README.md")

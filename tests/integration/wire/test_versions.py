@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.support import conversation
-from tests.support.fleet import as_sent
+from tests.support.fleet import WAIT, Trainer, as_sent, follow
 from tests.support.process import ServiceProcess, environment
 from tests.support.server import TOKEN
 
+from deltasync.client import NumpyTarget
 from deltasync.core.value_types import ValueType
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -67,3 +68,18 @@ def test_clients_of_today_work_with_the_service_of_before(before: Path, tmp_path
     assert not any(file and Path(file).is_relative_to(before) for file in files.values()), files
     assert "deltasync.client.endpoint" in files
     check_replicas(tmp_path / "out")
+
+
+def test_a_replica_of_today_is_ready_once_it_holds_what_a_service_of_before_sends(
+    before: Path, tmp_path: Path
+) -> None:
+    """That says neither how new it is nor what the limit is."""
+    with (
+        ServiceProcess(tmp_path / "data", "--consumer", "predictors=clicks", code=before) as service,
+        follow(service, "predictors", "a", NumpyTarget()) as replica,
+        Trainer(service.grpc) as trainer,
+    ):
+        assert not replica.ready
+        trainer.publish_all()
+        replica.wait_until_ready(WAIT)
+        assert replica.readiness.reason == "it has held the newest since it was started"

@@ -28,6 +28,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from deltasync.client import Position, Release, RowBatch, TableKind, TableSpec, torch_id_map
 from deltasync.client.checksums import TargetChecksums
+from deltasync.client.reading import Reads
 from deltasync.client.torch_target import TorchTarget
 from deltasync.core.digests import digest
 from deltasync.core.errors import Contradiction, NotFound
@@ -515,17 +516,17 @@ def test_a_scripted_module_is_an_error() -> None:
         TorchTarget(model).apply(release_of(1, resync=True, ids={3: 9}))
 
 
-def test_nobody_sees_a_new_id_with_an_old_row_nor_the_other_way_round() -> None:
+@pytest.mark.parametrize("reads", ["pause", "copies"])
+def test_nobody_sees_a_new_id_with_an_old_row_nor_the_other_way_round(reads: Reads) -> None:
     """One id wanders from row to row; the row that it is in has the number of the version."""
-    model = model_of(sorting())
-    target = TorchTarget(model)
+    target = TorchTarget(model_of(sorting()), reads=reads)
     target.apply(release_of(1, resync=True, ids={0: 77}, rows={0: 1.0}))
     done, seen = threading.Event(), list[float]()
 
     def read() -> None:
         while not done.is_set():
-            with target.reading():
-                seen.extend(embeddings_of(model, 77))
+            with target.reading() as reading:
+                seen.extend(embeddings_of(reading.module, 77))
 
     reader = threading.Thread(target=read)
     reader.start()

@@ -1,0 +1,29 @@
+"""Threads in tests."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+WAIT = 30
+
+
+@contextmanager
+def threads(*tasks: Callable[[], None]) -> Iterator[None]:
+    """Run tasks in threads of their own; what they raise is raised here."""
+    failures: list[BaseException] = []
+
+    def run(task: Callable[[], None]) -> None:
+        try:
+            task()
+        except BaseException as failure:  # noqa: BLE001  # raised below
+            failures.append(failure)
+
+    started = [threading.Thread(target=run, args=(task,), daemon=True) for task in tasks]
+    for each in started:
+        each.start()
+    yield
+    for each in started:
+        each.join(WAIT)
+        assert not each.is_alive()
+    for failure in failures:
+        raise failure

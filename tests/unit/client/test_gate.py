@@ -1,0 +1,314 @@
+"""Readers side by side or one writer, in fair turns: the decisions against a model, then with threads."""
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from tests.support.threads import WAIT, threads
+
+from deltasync.client.gate import Gate, Turns
+from deltasync.core.errors import Contradiction
+
+PEOPLE = range(8)
+
+
+@dataclass
+class Waiting:
+    """Who waits, for what, and how many turns of the others it has seen, of how many that it may see."""
+
+    writes: bool
+    allowed: int
+    seen: int = 0
+
+
+class Fairness(RuleBasedStateMachine):
+    """Whoever waits is overtaken by one turn at most of the others, and by one more for each writer before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns = Turns()
+        self.readers: dict[int, int] = {}
+        self.writer: int | None = None
+        self.waiting: dict[int, Waiting] = {}  # In the order in which they came.
+
+    def _writers(self) -> list[int]:
+        return [who for who, each in self.waiting.items() if each.writes]
+
+    def _idle(self) -> list[int]:
+        return [who for who in PEOPLE if who not in {*self.readers, self.writer, *self.waiting}]
+
+    def _observe(self) -> None:
+        """Note who of those who wait has been let in, and that it was their turn."""
+        entered = [who for who in self.waiting if self.turns.inside(who)]
+        writers = [who for who in entered if self.waiting[who].writes]
+        readers = [who for who in entered if not self.waiting[who].writes]
+        assert not (writers and readers)
+        if writers:
+            assert writers == self._writers()[:1], "in the order in which they came, one at a time"
+            self.writer = writers[0]
+        if readers:
+            assert readers == [who for who, each in self.waiting.items() if not each.writes], "all together"
+            self.readers |= dict.fromkeys(readers, 1)
+        for who in entered:
+            del self.waiting[who]
+        for each in self.waiting.values():
+            each.seen += bool(readers if each.writes else writers)
+
+    @precondition(lambda self: self._idle())
+    @rule(data=st.data())
+    def read(self, data: st.DataObject) -> None:
+        who = data.draw(st.sampled_from(self._idle()))
+        free = self.writer is None and not self._writers()
+        assert self.turns.read(who) == free, "at once, unless a writer is inside or waits"
+        if free:
+            self.readers[who] = 1
+        else:
+            self.waiting[who] = Waiting(False, allowed=1)
+
+    @precondition(lambda self: self.readers)
+    @rule(data=st.data())
+    def read_again(self, data: st.DataObject) -> None:
+        who = data.draw(st.sampled_from(sorted(self.readers)))
+        assert self.turns.read(who), "or it would wait for itself"
+        self.readers[who] += 1
+
+    @precondition(lambda self: self._idle())
+    @rule(data=st.data())
+    def write(self, data: st.DataObject) -> None:
+        who = data.draw(st.sampled_from(self._idle()))
+        free = self.writer is None and not self.readers
+        assert self.turns.write(who) == free
+        if free:
+            self.writer = who
+        else:
+            before = len(self._writers()) + (self.writer is not None)
+            self.waiting[who] = Waiting(True, allowed=before)
+
+    @precondition(lambda self: self.readers or self.writer is not None)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        inside = sorted(self.readers) if self.writer is None else [self.writer]
+        who = data.draw(st.sampled_from(inside))
+        self.turns.leave(who)
+        if who == self.writer:
+            self.writer = None
+        elif self.readers[who] > 1:
+            self.readers[who] -= 1
+        else:
+            del self.readers[who]
+        self._observe()
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def withdraw(self, data: st.DataObject) -> None:
+        who = data.draw(st.sampled_from(sorted(self.waiting)))
+        del self.waiting[who]
+        self.turns.withdraw(who)
+        assert not self.turns.inside(who)
+        self._observe()
+
+    @invariant()
+    def those_are_inside_who_are_to_be(self) -> None:
+        assert (self.turns.readers, self.turns.writer) == (self.readers, self.writer)
+        assert self.writer is None or not self.readers
+
+    @invariant()
+    def nobody_is_overtaken_for_long(self) -> None:
+        assert all(each.seen <= each.allowed for each in self.waiting.values())
+
+    @invariant()
+    def nobody_waits_for_nothing(self) -> None:
+        if self.waiting:
+            assert self.readers or self.writer is not None
+        if self.writer is None and any(not each.writes for each in self.waiting.values()):
+            assert self._writers(), "readers wait for a writer, never for readers"
+
+
+TestFairness = Fairness.TestCase
+
+
+class Observed(Gate):
+    """Counts who begins to wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits = threading.Semaphore(0)
+        wait_for = self._moved.wait_for
+
+        def counted(predicate: Callable[[], bool]) -> bool:
+            self.waits.release()  # The lock is held until it waits.
+            return wait_for(predicate)
+
+        self._moved.wait_for = counted  # type: ignore[method-assign, assignment]
+
+    def until_waiting(self) -> None:
+        assert self.waits.acquire(timeout=WAIT)
+
+
+def through(gate: AbstractContextManager[None], seen: list[str], name: str) -> Callable[[], None]:
+    def task() -> None:
+        with gate:
+            seen.append(name)
+
+    return task
+
+
+def test_eight_readers_are_inside_at_once() -> None:
+    gate, together = Gate(), threading.Barrier(8, timeout=WAIT)
+
+    def read() -> None:
+        with gate.reading():
+            together.wait()
+
+    with threads(*[read] * 8):
+        pass
+
+
+def test_a_writer_goes_before_readers_that_come_later_and_all_who_wait_before_the_next_writer() -> None:
+    gate, seen = Observed(), list[str]()
+    inside, one_waits = threading.Event(), threading.Event()
+    together = threading.Barrier(2, timeout=WAIT)
+
+    def wait_for_each_other() -> None:
+        with gate.reading():
+            together.wait()
+            seen.append("reader")
+
+    def hold() -> None:
+        with gate.reading():
+            inside.set()
+            gate.until_waiting()
+            one_waits.set()
+            for _ in range(3):
+                gate.until_waiting()
+            seen.append("first reader")
+
+    with threads(hold):
+        assert inside.wait(WAIT)
+        with threads(through(gate.writing(), seen, "writer")):
+            assert one_waits.wait(WAIT)
+            with threads(wait_for_each_other, wait_for_each_other, through(gate.writing(), seen, "last writer")):
+                pass
+    assert seen == ["first reader", "writer", "reader", "reader", "last writer"]
+
+
+def test_a_writer_gets_in_though_readers_keep_coming() -> None:
+    gate, done, written = Gate(), threading.Event(), list[int]()
+
+    def read() -> None:
+        while not done.is_set():
+            with gate.reading():
+                assert gate._turns.writer is None
+
+    def write() -> None:
+        for number in range(200):
+            with gate.writing():
+                assert not gate._turns.readers
+                written.append(number)
+        done.set()
+
+    with threads(write, *[read] * 4):
+        pass
+    assert written == [*range(200)]
+
+
+def test_readers_get_in_though_writers_keep_coming() -> None:
+    gate, left = Gate(), threading.Semaphore(0)
+    reads = [0, 0]
+
+    def read(which: int) -> Callable[[], None]:
+        def task() -> None:
+            for _ in range(200):
+                with gate.reading():
+                    reads[which] += 1
+            left.release()
+
+        return task
+
+    def write() -> None:
+        for _ in iter(lambda: sum(reads) < 400, False):
+            with gate.writing():
+                pass
+
+    with threads(read(0), read(1), write, write):
+        pass
+    assert reads == [200, 200]
+
+
+def test_a_nested_reading_does_not_wait_for_a_writer_that_waits() -> None:
+    gate, seen = Observed(), list[str]()
+    with gate.reading():
+        context = threads(through(gate.writing(), seen, "writer"))
+        context.__enter__()
+        gate.until_waiting()
+        with gate.reading(), gate.reading():
+            seen.append("nested")
+    context.__exit__(None, None, None)
+    assert seen == ["nested", "writer"]
+
+
+@pytest.mark.parametrize("kind", ["reading", "writing"])
+def test_an_exception_inside_lets_go(kind: str) -> None:
+    gate, seen = Gate(), list[str]()
+    with pytest.raises(ZeroDivisionError), getattr(gate, kind)():
+        raise ZeroDivisionError
+    with threads(through(gate.writing(), seen, "writer")):
+        pass
+    assert seen == ["writer"]
+
+
+def test_what_would_wait_for_itself_is_an_error() -> None:
+    gate = Gate()
+    with gate.writing(), pytest.raises(Contradiction, match="would wait for itself"), gate.reading():
+        pass
+    with gate.writing(), pytest.raises(Contradiction, match="would wait for itself"), gate.writing():
+        pass
+    with gate.reading(), pytest.raises(Contradiction, match="would wait for itself"), gate.writing():
+        pass
+    # What was refused is neither inside nor waiting.
+    assert vars(gate._turns) == vars(Turns())
+
+
+def test_a_reading_may_end_in_another_thread() -> None:
+    """As those do that frameworks run as dependencies, in a pool of threads."""
+    gate, seen, reading = Gate(), list[str](), list[AbstractContextManager[None]]()
+
+    def begin() -> None:
+        reading.append(gate.reading())
+        reading[0].__enter__()
+
+    def end() -> None:
+        reading[0].__exit__(None, None, None)
+
+    with threads(begin):
+        pass
+    with threads(end):
+        pass
+    with threads(through(gate.writing(), seen, "writer")):
+        pass
+    assert seen == ["writer"]
+
+
+@pytest.mark.parametrize("kind", ["reading", "writing"])
+def test_who_is_interrupted_while_it_waits_keeps_nobody_out(kind: str) -> None:
+    gate, seen = Gate(), list[str]()
+
+    def interrupted(predicate: Callable[[], bool]) -> bool:
+        raise KeyboardInterrupt
+
+    with gate.reading() if kind == "writing" else gate.writing(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gate._moved, "wait_for", interrupted)
+
+        def come() -> None:
+            with pytest.raises(KeyboardInterrupt), getattr(gate, kind)():
+                pass
+
+        with threads(come):
+            pass
+    with threads(through(gate.reading(), seen, "reader"), through(gate.writing(), seen, "writer")):
+        pass
+    assert sorted(seen) == ["reader", "writer"]

@@ -1,0 +1,508 @@
+"""Readers of a target see one version, and are told which, for both ways of reading."""
+
+import copy
+import dataclasses
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.support import quantised_model
+from tests.support.threads import WAIT, threads
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec.inference.modules import quantize_embeddings
+
+from deltasync.client import NumpyTarget, Position, Release, RowBatch, TableKind, TableSpec, TornTarget
+from deltasync.client.checksums import TargetChecksums
+from deltasync.client.reading import Reading, Reads
+from deltasync.client.torch_copy import copy_of
+from deltasync.client.torch_target import TorchTarget
+from deltasync.core.digests import digest
+from deltasync.core.errors import Contradiction, InvalidInput
+
+ROWS, DIM = 400, 4
+TABLES = [
+    TableSpec("user", ROWS, DIM),
+    TableSpec("item", ROWS, DIM),
+    TableSpec("norm.running_mean", 1, DIM, kind=TableKind.BUFFER),
+]
+WAYS: list[Reads] = ["pause", "copies"]
+KINDS = ["numpy", "torch"]
+
+AnyTarget = NumpyTarget | TorchTarget
+
+
+class Model(nn.Module):
+    """Gives back all that it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user = nn.EmbeddingBag(ROWS, DIM)
+        self.item = nn.EmbeddingBag(ROWS, DIM)
+        self.norm = nn.BatchNorm1d(DIM)
+        self.eval()
+
+    def forward(self) -> list[torch.Tensor]:
+        return [self.user.weight, self.item.weight, self.norm.running_mean]  # type: ignore[list-item]
+
+
+def target_of(kind: str, reads: Reads) -> AnyTarget:
+    return NumpyTarget(reads=reads) if kind == "numpy" else TorchTarget(Model(), reads=reads)
+
+
+def release_of(version: int, *, resync: bool | None = None, tables: list[TableSpec] | None = None) -> Release:
+    """Every value becomes the number of the version."""
+    rows = [
+        RowBatch.of_table(table, np.arange(table.rows), np.full((table.rows, table.dim), version, table.dtype))
+        for table in tables or TABLES
+    ]
+    return Release(
+        Position("h", version + 10),
+        version * 100,
+        version * 1000,
+        version == 1 if resync is None else resync,
+        tables or TABLES,
+        rows,
+        version=version,
+        event_time_unix_ns=version * 10_000,
+    )
+
+
+def values_of(reading: Any) -> set[float]:
+    """All values that are held."""
+    if hasattr(reading, "tables"):
+        return {float(value) for rows in reading.tables.values() for value in np.unique(rows)}
+    with torch.no_grad():
+        return {value for rows in reading.module() for value in rows.unique().tolist()}
+
+
+def read(target: AnyTarget) -> tuple[int, set[float]]:
+    with target.reading() as reading:
+        return reading.version, values_of(reading)
+
+
+@pytest.fixture(params=[(kind, reads) for kind in KINDS for reads in WAYS], ids="-".join)
+def target(request: pytest.FixtureRequest) -> AnyTarget:
+    return target_of(*request.param)
+
+
+def test_before_any_release_nothing_is_known(target: AnyTarget) -> None:
+    with target.reading() as reading:
+        assert isinstance(reading, Reading)
+        assert (reading.position, reading.version) == (Position(), 0)
+        assert (reading.step, reading.step_end_unix_ns, reading.event_time_unix_ns) == (None, None, None)
+    assert (target.position, target.event_time_unix_ns) == (Position(), None)
+
+
+def test_a_reading_says_what_the_release_said(target: AnyTarget) -> None:
+    target.apply(release_of(1))
+    target.apply(release_of(2))
+    with target.reading() as reading:
+        assert (reading.position, reading.version, reading.step) == (Position("h", 12), 2, 200)
+        assert (reading.step_end_unix_ns, reading.event_time_unix_ns) == (2000, 20_000)
+        assert values_of(reading) == {2}
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            reading.version = 3  # type: ignore[misc]
+    assert (target.position, target.event_time_unix_ns) == (Position("h", 12), 20_000)
+    target.apply(dataclasses.replace(release_of(3), event_time_unix_ns=None))
+    with target.reading() as reading:
+        assert reading.event_time_unix_ns is None
+
+
+def test_every_read_is_of_the_one_version_that_it_says(target: AnyTarget) -> None:
+    target.apply(release_of(1))
+    done, begun = threading.Event(), threading.Barrier(4, timeout=WAIT)
+    seen: list[list[int]] = [[], [], []]
+
+    def reader(which: int) -> Callable[[], None]:
+        def task() -> None:
+            begun.wait()
+            while not done.is_set():
+                version, values = read(target)
+                assert values == {version}
+                seen[which].append(version)
+
+        return task
+
+    def release() -> None:
+        begun.wait()
+        try:
+            for version in range(2, 150):
+                target.apply(release_of(version, resync=version % 50 == 0))
+        finally:
+            done.set()
+
+    with threads(release, *map(reader, range(3))):
+        pass
+    assert all(versions and versions == sorted(versions) for versions in seen)
+    assert read(target) == (149, {149})
+
+
+def test_a_forward_inside_of_another_reading_is_of_the_same_version(target: AnyTarget) -> None:
+    target.apply(release_of(1))
+    begun = threading.Event()
+
+    def release() -> None:
+        begun.set()
+        target.apply(release_of(2))
+
+    with target.reading() as outer:
+        context = threads(release)
+        context.__enter__()
+        assert begun.wait(WAIT)
+        for _ in range(100):
+            with target.reading() as inner:
+                assert inner is outer
+                assert values_of(inner) == {1}
+    context.__exit__(None, None, None)
+    assert read(target) == (2, {2})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_two_copies_one_can_always_be_read(kind: str) -> None:
+    """A reader stays; those that come get the next release, which the reader does not see."""
+    target = target_of(kind, "copies")
+    target.apply(release_of(1))
+    new: list[tuple[int, set[float]]] = []
+
+    def come() -> None:
+        while not new or new[-1][0] == 1:
+            new.append(read(target))
+
+    with target.reading() as old:
+        context = threads(lambda: target.apply(release_of(2)))
+        context.__enter__()
+        with threads(come):
+            pass
+        assert new[-1] == (2, {2})
+        assert (old.version, values_of(old)) == (1, {1})
+    context.__exit__(None, None, None)
+    assert read(target) == (2, {2})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reader_that_comes_during_a_swap_does_not_keep_releases_from_others(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = target_of(kind, "copies")
+    target.apply(release_of(1))
+    gate = target._copies._served.gate
+    entering = gate.reading
+
+    def swapped_just_before() -> AbstractContextManager[None]:
+        monkeypatch.undo()
+        target.apply(release_of(2))
+        return entering()
+
+    monkeypatch.setattr(gate, "reading", swapped_just_before)
+    new = [0]
+
+    def come() -> None:
+        while new[-1] < 3:
+            new.append(read(target)[0])
+
+    with target.reading() as reading:
+        context = threads(lambda: target.apply(release_of(3)))
+        context.__enter__()
+        with threads(come):
+            pass
+        assert (reading.version, values_of(reading)) == (2, {2})
+    context.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_copies_take_every_release(kind: str) -> None:
+    target, both = target_of(kind, "copies"), list[Any]()
+    for version in range(1, 6):
+        target.apply(release_of(version))
+        assert read(target) == (version, {version})
+        with target.reading() as reading:
+            both.append(reading.tables if hasattr(reading, "tables") else reading.module)
+    assert len({id(each) for each in both}) == 2
+    assert both[0] is both[2]
+
+
+def test_a_table_that_grows_or_goes_is_of_one_version_too() -> None:
+    for reads in WAYS:
+        target = NumpyTarget(reads=reads)
+        target.apply(release_of(1))
+        larger = dataclasses.replace(TABLES[0], rows=2 * ROWS)
+        rows = RowBatch.of_table(larger, np.array([2 * ROWS - 1]), np.full((1, DIM), 2, "<f4"))
+        target.apply(dataclasses.replace(release_of(2), tables=[larger], rows=[rows]))
+        for _ in range(2):  # From one copy, then from the other one.
+            with target.reading() as reading:
+                assert list(reading.tables) == ["user"]
+                assert reading.tables["user"][:, 0].tolist() == [1] * ROWS + [0] * (ROWS - 1) + [2]
+            target.apply(dataclasses.replace(release_of(3), tables=[larger], rows=[]))
+
+
+def test_applying_inside_of_a_reading_is_an_error(target: AnyTarget) -> None:
+    target.apply(release_of(1))
+    with target.reading(), pytest.raises(Contradiction, match="would wait for itself"):
+        target.apply(release_of(2))
+    assert read(target) == (1, {1})
+    target.apply(release_of(2))
+    assert read(target) == (2, {2})
+
+
+def test_another_way_of_reading_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="reads: 'copy', expected one of pause, copies"):
+        NumpyTarget(reads="copy")  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="reads: 'copy', expected one of pause, copies"):
+        TorchTarget(Model(), reads="copy")  # type: ignore[arg-type]
+
+
+# What is served is what is checked.
+
+
+def checksum_of(checksums: TargetChecksums) -> int:
+    """The checksum of the first table once every block of every table was read again."""
+    return [checksums.look(TABLES)["user"] for _ in range(2 * len(TABLES))][-1]
+
+
+def rows_of(target: AnyTarget) -> Any:
+    return target.tables["user"] if isinstance(target, NumpyTarget) else target.tables()["user"]
+
+
+@pytest.mark.parametrize("served", [True, False], ids=["the copy that is served", "the other one"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_damage_of_either_copy_shows_in_the_checksum(kind: str, served: bool) -> None:
+    target = target_of(kind, "copies")
+    checksums = TargetChecksums(target)
+    for version in (1, 2):
+        checksums.before(release_of(version))
+        rows = rows_of(target) if not served and version == 2 else None
+        target.apply(release_of(version))
+        right = checksums.after(release_of(version))["user"]
+    damaged = rows if rows is not None else rows_of(target)
+    expected = digest(np.arange(ROWS), np.full((ROWS, DIM), 2, "<f4")).checksum
+    assert right == expected
+    damaged[7, 3] += 1
+    found = target.read(TABLES[0], np.arange(ROWS))
+    assert found is not None
+    assert np.flatnonzero((found != 2).any(axis=1)).tolist() == [7], "read as neither of them"
+    assert checksum_of(checksums) != expected
+    whole = dataclasses.replace(release_of(2), whole=frozenset({"user"}))
+    checksums.before(whole)
+    target.apply(whole)
+    assert checksums.after(whole)["user"] == expected, "repaired in both"
+    assert checksum_of(checksums) == expected
+
+
+def test_rows_that_outlived_a_process_are_in_both_copies() -> None:
+    before = NumpyTarget()
+    before.apply(release_of(1))
+    target = NumpyTarget(reads="copies")
+    target.tables = before.tables
+    found = target.read(TABLES[0], np.arange(ROWS))
+    assert found is not None
+    assert set(found.flatten()) == {1}
+    target.apply(dataclasses.replace(release_of(2), rows=release_of(2).rows[:1]))
+    with target.reading() as reading:
+        assert [np.unique(rows).tolist() for rows in reading.tables.values()] == [[2], [1], [1]]
+
+
+# A release that is not written to its end.
+
+
+def fail_in_the_middle(target: AnyTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the writing of a release end after its first table."""
+
+    def staging(stage: Callable[[Release], Callable[[], None]]) -> Callable[[Release], Callable[[], None]]:
+        def staged(release: Release) -> Callable[[], None]:
+            first = stage(dataclasses.replace(release, rows=release.rows[:1]))
+
+            def write() -> None:
+                first()
+                raise MemoryError
+
+            return write
+
+        return staged
+
+    for side in target._copies._sides:
+        monkeypatch.setattr(side.copy, "stage", staging(side.copy.stage))
+
+
+def test_a_release_not_written_to_its_end_is_never_served(
+    target: AnyTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target.apply(release_of(1))
+    fail_in_the_middle(target, monkeypatch)
+    with pytest.raises(MemoryError):
+        target.apply(release_of(2))
+    if target.reads == "pause":
+        with pytest.raises(TornTarget, match="rows of version 1 and some of version 2"), target.reading():
+            pass
+    else:
+        assert read(target) == (1, {1})
+    check_torn(target, monkeypatch, 3)
+
+
+@pytest.mark.parametrize("where", ["in the middle", "before it began"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_served_stays_so_where_the_second_copy_fails(
+    kind: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise KeyboardInterrupt
+
+    target = target_of(kind, "copies")
+    target.apply(release_of(1))
+    last = target._copies._served
+    if where == "in the middle":
+        monkeypatch.setattr(last.copy, "stage", lambda _: fail)
+    else:
+        monkeypatch.setattr(last.gate, "writing", fail)
+    with pytest.raises(KeyboardInterrupt):
+        target.apply(release_of(2))
+    assert read(target) == (2, {2})
+    check_torn(target, monkeypatch, 3)
+
+
+def check_torn(target: AnyTarget, monkeypatch: pytest.MonkeyPatch, version: int) -> None:
+    """It takes nothing but what brings everything, holds what it held, and is whole after that."""
+    monkeypatch.undo()
+    assert target.position == Position(), "a subscriber that goes on from there is sent everything"
+    with pytest.raises(TornTarget, match=f"version {version} cannot follow on rows of version 1"):
+        target.apply(release_of(version))
+    assert target.read(TABLES[0], np.arange(ROWS)) is not None
+    if isinstance(target, TorchTarget):
+        assert target.bound() == target.tables().keys() == {table.name for table in TABLES}
+    for each in (version, version + 1):
+        target.apply(release_of(each, resync=each == version))
+        assert read(target) == (each, {each})
+        assert target.position == Position("h", each + 10)
+        found = target.read(TABLES[0], np.arange(ROWS))
+        assert found is not None
+        assert set(found.flatten()) == {each}
+
+
+def test_what_cannot_be_prepared_changes_nothing(target: AnyTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stage(_: Release) -> None:
+        raise MemoryError
+
+    target.apply(release_of(1))
+    monkeypatch.setattr(target._copies._served.copy, "stage", stage)  # Of two, the one that is prepared last.
+    with pytest.raises(MemoryError):
+        target.apply(release_of(2))
+    monkeypatch.undo()
+    assert read(target) == (1, {1})
+    assert target.position == Position("h", 11)
+    target.apply(release_of(2))
+    assert read(target) == (2, {2})
+
+
+@pytest.mark.parametrize("reads", WAYS)
+def test_rows_of_a_table_that_the_release_does_not_have_change_nothing(reads: Reads) -> None:
+    target, other = NumpyTarget(reads=reads), TableSpec("other", 1, 1)
+    target.apply(release_of(1))
+    rows = RowBatch.of_table(other, np.array([0]), np.ones((1, 1), "<f4"))
+    with pytest.raises(KeyError):
+        target.apply(dataclasses.replace(release_of(2), rows=[*release_of(2).rows, rows]))
+    assert read(target) == (1, {1})
+    assert target.position == Position("h", 11)
+
+
+# Copies of modules.
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
+def test_a_quantised_collection_shares_nothing_with_its_copy_and_all_within() -> None:
+    tables = [
+        EmbeddingBagConfig(name=name, num_embeddings=5, embedding_dim=8, feature_names=[name])
+        for name in ("user", "item")
+    ]
+    module: Any = nn.Sequential(EmbeddingBagCollection(tables=tables))
+    quantised = quantize_embeddings(module, dtype=torch.qint8, inplace=True)
+    made: Any = copy_of(quantised)
+    before = quantised[0].embedding_bags["item"].weight.clone()
+    memory = made[0]._emb_modules[0].split_embedding_weights_with_scale_bias(0)
+    memory[1][0][:] = 7
+    assert made[0].embedding_bags["item"].weight.unique().tolist() == [7]
+    assert torch.equal(quantised[0].embedding_bags["item"].weight, before)
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
+@pytest.mark.parametrize("bits", [8, 4])
+def test_both_copies_of_a_quantised_model_are_as_if_quantised_anew(bits: int) -> None:
+    model, value_type = quantised_model.Model(), quantised_model.TYPES[bits][0]
+    target = TorchTarget(quantised_model.quantised(model, bits), reads="copies")
+    target.apply(quantised_model.whole(model, value_type))
+    for number in (2, 3, 4):  # One copy, the other one, the first again.
+        with torch.no_grad():
+            model.table("user")[[1, 2]] *= -number
+        target.apply(quantised_model.release_of(number, model, {"user": np.array([1, 2])}, value_type))
+        fresh = quantised_model.quantised(model, bits)
+        with target.reading() as reading:
+            assert reading.position.number == number
+            assert quantised_model.tbe_bytes(reading.module) == quantised_model.tbe_bytes(fresh)
+            found, expected = quantised_model.outputs(reading.module), quantised_model.outputs(fresh)
+            assert all(torch.equal(found[name], expected[name]) for name in ("user", "item"))
+
+
+def test_a_hook_of_the_module_itself_is_one_of_the_copy() -> None:
+    class Hooked(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen = 0
+            self.user.register_forward_hook(self.count)
+
+        def count(self, *_: object) -> None:
+            self.seen += 1
+
+    module = Hooked()
+    made: Any = copy_of(module)
+    made.user(torch.tensor([[1]]))
+    assert (module.seen, made.seen) == (0, 1)
+
+
+def locked() -> nn.Module:
+    module = Model()
+    module.lock = threading.Lock()  # type: ignore[assignment]
+    return module
+
+
+def viewing() -> nn.Module:
+    module = Model()
+    module.first = nn.Parameter(module.user.weight.detach()[:1])
+    return module
+
+
+class Itself(Model):
+    def __deepcopy__(self, _: object) -> "Itself":
+        return self
+
+
+class Half(Model):
+    def __deepcopy__(self, memo: dict[int, Any]) -> Model:
+        made = Model()
+        made.user, made.item = copy.deepcopy(self.user, memo), self.item
+        return made
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        (locked(), r"TypeError: cannot pickle '_thread\.lock' object"),
+        (viewing(), "first shares memory with another of its tensors, and would not in a copy"),
+        (Itself(), r"its copy has .* in common with it"),
+        (Half(), r"its copy has item\.weight in common with it"),
+    ],
+    ids=["locked", "viewing", "itself", "half"],
+)
+def test_a_module_that_cannot_be_copied_is_refused(module: nn.Module, said: str) -> None:
+    with pytest.raises(Contradiction, match=f'reads="copies": the module cannot be copied: {said}'):
+        TorchTarget(module, reads="copies")
+    TorchTarget(module).apply(release_of(1))
+
+
+def test_tied_parameters_are_tied_in_the_copy() -> None:
+    module = Model()
+    module.item.weight = module.user.weight
+    made: Any = copy_of(module)
+    assert made.item.weight is made.user.weight
