@@ -10,8 +10,8 @@ modules of this package, and the other packages of the service, are internal.
 
 from deltasync.client.admin import Admin
 from deltasync.client.endpoint import Endpoint
-from deltasync.client.keyed_table import KeyedRows, KeyedTable
-from deltasync.client.keyed_target import KeyedReading, KeyedTarget
+from deltasync.client.keyed.keyed_table import KeyedRows, KeyedTable
+from deltasync.client.keyed.keyed_target import KeyedReading, KeyedTarget
 from deltasync.client.numpy_target import NumpyTarget, TableReading
 from deltasync.client.options import PublisherOptions, SubscriberOptions
 from deltasync.client.publisher import Part, Publisher

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from deltasync.client.copies import Copies
+from deltasync.client.modules.binding import Binding, bind, in_training, missing_maps
+from deltasync.client.modules.module_copy import ModuleCopy, copy_of
+from deltasync.client.modules.tensor import Tensor, value_types_of
 from deltasync.client.reading import Reading, Reads, number_of_copies
 from deltasync.client.targets import Release
-from deltasync.client.torch_binding import Binding, bind, in_training, missing_maps
-from deltasync.client.torch_copy import ModuleCopy, copy_of
-from deltasync.client.torch_tensor import Tensor, value_types_of
 from deltasync.core.errors import Contradiction, DeltasyncError, InvalidInput, NotFound
 from deltasync.core.position import Position
 from deltasync.core.rows import Ids, Values

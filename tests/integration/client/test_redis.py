@@ -15,10 +15,10 @@ from tests.support.redis_commands import Killed, PlayDead, kill_this_process, mo
 from tests.support.redis_server import PROGRAM, RedisServer
 
 from deltasync.client import Position, Release
+from deltasync.client.keyed.redis_layout import keys_of
+from deltasync.client.keyed.redis_store import RedisStore
 from deltasync.client.reading import Reading
-from deltasync.client.redis_layout import keys_of
 from deltasync.client.redis_rows import RedisRows
-from deltasync.client.redis_store import RedisStore
 from deltasync.client.redis_target import RedisTarget
 from deltasync.core.errors import Contradiction, InvalidInput, NotFound, ServiceUnavailable, StorageFailed
 

@@ -36,7 +36,7 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 
 from deltasync.client import RowBatch, TableKind, TableSpec
 from deltasync.client.checksums import TargetChecksums
-from deltasync.client.torch_binding import bind
+from deltasync.client.modules.binding import bind
 from deltasync.client.torch_target import TorchTarget
 from deltasync.core.delivery import Delivery
 from deltasync.core.digests import digest

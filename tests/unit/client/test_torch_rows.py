@@ -5,7 +5,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from deltasync.client.torch_rows import TensorRows
+from deltasync.client.modules.tensor_rows import TensorRows
 from deltasync.core.errors import Contradiction
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]

@@ -115,7 +115,7 @@ def test_no_other_file_asks_which_value_type_it_is() -> None:
         for path in SOURCES.rglob("*.py")
         for name in re.findall(r"ValueType\.[A-Z]\w*|VALUE_TYPE_[A-Z]\w*", path.read_text())
     }
-    halves = {("torch_tensor.py", f"ValueType.{name}") for name in ("FP16", "BF16")}  # Types of torch, too.
+    halves = {("tensor.py", f"ValueType.{name}") for name in ("FP16", "BF16")}  # Types of torch, too.
     assert named == {("policy.py", "ValueType.FP32"), *halves}  # The default.
 
 

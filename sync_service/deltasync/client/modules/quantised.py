@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deltasync.client.torch_rows import Bytes, TensorRows
-from deltasync.client.torch_tbe import Piece
+from deltasync.client.modules.tbes import Piece
+from deltasync.client.modules.tensor_rows import Bytes, TensorRows
 from deltasync.core.delivery import HeldSpec
 from deltasync.core.errors import Contradiction
 from deltasync.core.rows import Ids, RowBatch, Values
@@ -48,7 +48,7 @@ class QuantisedRows:
         return place
 
     def stage(self, rows: Sequence[RowBatch], *, reset: bool) -> Callable[[], None]:
-        """See `torch_binding.Place`."""
+        """See `binding.Place`."""
         memories = [self._memory(piece) for piece in self.pieces]
         writes = self._staged_zeros(memories) if reset else []
         for each in rows:
@@ -63,7 +63,7 @@ class QuantisedRows:
         return write_all
 
     def read(self, ids: Ids) -> Values:
-        """See `torch_binding.Place`."""
+        """See `binding.Place`."""
         rows = np.empty((len(ids), self.table.dim), np.uint8)
         for piece, some in zip(self.pieces, self._parts(ids), strict=True):
             held = self._memory(piece).read(ids[some] - piece.row)

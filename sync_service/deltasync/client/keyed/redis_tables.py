@@ -10,8 +10,8 @@ from typing import Protocol
 
 import numpy as np
 
-from deltasync.client.raw_ids import Entries, RawIdChange, ids_of, raw_ids_of
-from deltasync.client.redis_layout import Names, key_fields, keys_of, row_values
+from deltasync.client.keyed.raw_ids import Entries, RawIdChange, ids_of, raw_ids_of
+from deltasync.client.keyed.redis_layout import Names, key_fields, keys_of, row_values
 from deltasync.core.rows import Ids, Mask, RowBatch
 from deltasync.core.tables import TableSpec
 
