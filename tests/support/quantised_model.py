@@ -1,12 +1,15 @@
 """Models that TorchRec has quantised for serving, and releases of the models that they were made of."""
 
 import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 from torchrec import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -14,8 +17,9 @@ from torchrec import (
     EmbeddingConfig,
     KeyedJaggedTensor,
 )
-from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
-from torchrec.inference.modules import quantize_embeddings, shard_quant_model
+from torchrec.distributed.global_settings import get_propogate_device, set_propogate_device
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ModuleSharder, ParameterSharding, ShardingPlan
+from torchrec.inference.modules import DEFAULT_SHARDERS, quantize_embeddings, shard_quant_model
 from torchrec.modules.mc_embedding_modules import (
     ManagedCollisionEmbeddingBagCollection,
     ManagedCollisionEmbeddingCollection,
@@ -104,13 +108,14 @@ def quantised(model: nn.Module, bits: int = 8, alignment: int = 16) -> nn.Module
     """A copy of a model as TorchRec quantises it."""
     fresh = copy.deepcopy(model)
     quant_prep_customize_row_alignment(fresh, [EmbeddingBagCollection, EmbeddingCollection], alignment)
-    return quantize_embeddings(
+    made: nn.Module = quantize_embeddings(
         fresh,
         dtype=TYPES[bits][1],
         inplace=True,
         additional_qconfig_spec_keys=list(_QUANTISED),
         additional_mapping=_QUANTISED,
     )
+    return made
 
 
 def tbes_of(module: nn.Module) -> list[Any]:
@@ -125,6 +130,17 @@ def tbe_bytes(module: nn.Module) -> dict[str, bytes]:
         for tbe in tbes_of(module)
         for spec, view in zip(tbe.embedding_specs, tbe.split_embedding_weights_with_scale_bias(0), strict=True)
     }
+
+
+@contextmanager
+def on_cpu() -> Iterator[None]:
+    """What is sharded for inference is sharded among CPUs."""
+    before = get_propogate_device()
+    set_propogate_device(True)
+    try:
+        yield
+    finally:
+        set_propogate_device(before)
 
 
 def outputs(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -159,14 +175,17 @@ def whole_tables(rows: int, dim: int) -> Shards:
     return [(0, 0, rows, dim)]
 
 
-def sharded(module: Any, sharding: str) -> nn.Module:
+def sharded(
+    module: Any, sharding: str, sharders: Sequence[ModuleSharder[nn.Module]] = tuple(DEFAULT_SHARDERS)
+) -> nn.Module:
     """A quantised model sharded for inference on two ranks of this process: "table_wise" and so on.
 
-    TorchRec has to be told that all is done on a CPU: see `set_propogate_device`.
+    See `on_cpu`.
     """
     cut = {"table_wise": whole_tables, "row_wise": by_rows, "column_wise": by_columns}[sharding]
     plan = EmbeddingModuleShardingPlan()
-    configs = getattr(module.sparse, "embedding_bag_configs", None) or module.sparse.embedding_configs
+    sparse = module.get_submodule("sparse")
+    configs = getattr(sparse, "embedding_bag_configs", None) or sparse.embedding_configs
     for number, config in enumerate(configs()):
         shards = cut(config.num_embeddings, config.embedding_dim)
         ranks = [(number + rank) % 2 for rank in range(len(shards))]
@@ -181,7 +200,13 @@ def sharded(module: Any, sharding: str) -> nn.Module:
                 ]
             ),
         )
-    model, _ = shard_quant_model(
-        module, 2, compute_device="cpu", sharding_device="cpu", sharding_plan=ShardingPlan({"sparse": plan})
+    made: nn.Module
+    made, _ = shard_quant_model(
+        module,
+        2,
+        compute_device="cpu",
+        sharding_device="cpu",
+        sharders=list(sharders),
+        sharding_plan=ShardingPlan({"sparse": plan}),
     )
-    return model
+    return made

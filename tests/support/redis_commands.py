@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import redis
 
-from deltasync.client import redis_store
+from deltasync.client.keyed import redis_store
 
 
 class Killed(BaseException):

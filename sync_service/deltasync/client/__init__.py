@@ -3,12 +3,15 @@
     from deltasync.client import NumpyTarget, Publisher, Subscriber
 
 Public are the names in `__all__`, `deltasync.client.torch_target.TorchTarget` and
-`deltasync.client.torch_compiled.CompiledModule`, which need torch, and `deltasync.client.status.fetch_lag`. The
-other modules of this package, and the other packages of the service, are internal.
+`deltasync.client.torch_compiled.CompiledModule`, which need torch, `deltasync.client.redis_target.RedisTarget` and
+`deltasync.client.redis_rows.RedisRows`, which need redis, and `deltasync.client.status.fetch_lag`. The other
+modules of this package, and the other packages of the service, are internal.
 """
 
 from deltasync.client.admin import Admin
 from deltasync.client.endpoint import Endpoint
+from deltasync.client.keyed.keyed_table import KeyedRows, KeyedTable
+from deltasync.client.keyed.keyed_target import KeyedReading, KeyedTarget
 from deltasync.client.numpy_target import NumpyTarget, TableReading
 from deltasync.client.options import PublisherOptions, SubscriberOptions
 from deltasync.client.publisher import Part, Publisher
@@ -48,6 +51,10 @@ __all__ = [
     "DeltasyncError",
     "Endpoint",
     "InvalidInput",
+    "KeyedReading",
+    "KeyedRows",
+    "KeyedTable",
+    "KeyedTarget",
     "Mode",
     "NotFound",
     "NotPermitted",

@@ -4,10 +4,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from deltasync.client.keyed_table import checked_keys
+from deltasync.client.keyed.keyed_table import checked_keys
+from deltasync.client.keyed.redis_layout import Meta, Names, StoredTable, key_fields
+from deltasync.client.keyed.redis_store import RedisStore
 from deltasync.client.reading import Reading
-from deltasync.client.redis_layout import Meta, Names, StoredTable, key_fields
-from deltasync.client.redis_store import RedisStore
 from deltasync.core.errors import NotFound
 from deltasync.core.rows import Ids, Mask, Values
 

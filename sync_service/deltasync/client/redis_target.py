@@ -5,10 +5,10 @@ import uuid
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from deltasync.client.raw_ids import maps_of
-from deltasync.client.redis_layout import Meta, Names, StoredTable
-from deltasync.client.redis_store import RedisStore
-from deltasync.client.redis_tables import MappedTable, write_rows
+from deltasync.client.keyed.raw_ids import maps_of
+from deltasync.client.keyed.redis_layout import Meta, Names, StoredTable
+from deltasync.client.keyed.redis_store import RedisStore
+from deltasync.client.keyed.redis_tables import MappedTable, write_rows
 from deltasync.client.targets import Release
 from deltasync.core.errors import Contradiction, InvalidInput
 from deltasync.core.position import Position

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from deltasync.client.copies import Copies
+from deltasync.client.modules.binding import Binding, bind, in_training, missing_maps
+from deltasync.client.modules.module_copy import ModuleCopy, copy_of
+from deltasync.client.modules.tensor import Tensor, value_types_of
 from deltasync.client.reading import Reading, Reads, number_of_copies
 from deltasync.client.targets import Release
-from deltasync.client.torch_binding import Binding, bind, in_training, missing_maps
-from deltasync.client.torch_copy import ModuleCopy, copy_of
-from deltasync.client.torch_tensor import Tensor, value_types_of
 from deltasync.core.errors import Contradiction, DeltasyncError, InvalidInput, NotFound
 from deltasync.core.position import Position
 from deltasync.core.rows import Ids, Values
@@ -45,6 +45,9 @@ class TorchTarget:
     one of that very name has it, then the one that had it first. A map of raw ids belongs to the managed collision
     module of its name, which must be in evaluation mode and neither scripted nor sharded: ids that nobody knows
     then take the rows that they take in the trainer.
+
+    A module that TorchRec has quantised, or one of half precision, is written if the consumer's value type is its
+    own: int8-tbe or int4-tbe, fp16 or bf16.
 
     Every table of the first release must have its place, but for those that are left out. Of tables that come
     later, or grow, the others are followed, and lag names those that have no place.

@@ -21,7 +21,7 @@ from tests.support.redis_server import PROGRAM, RedisServer
 from tests.support.server import RunningService
 
 from deltasync.client import Contradiction, Policy, Position, Release, TableKind, TableSpec, ValueType
-from deltasync.client.keyed_target import KeyedTarget
+from deltasync.client.keyed.keyed_target import KeyedTarget
 from deltasync.client.redis_rows import RedisRows
 from deltasync.client.redis_target import RedisTarget
 from deltasync.core.rows import Ids, Values

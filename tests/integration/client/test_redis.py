@@ -15,10 +15,10 @@ from tests.support.redis_commands import Killed, PlayDead, kill_this_process, mo
 from tests.support.redis_server import PROGRAM, RedisServer
 
 from deltasync.client import Position, Release
+from deltasync.client.keyed.redis_layout import keys_of
+from deltasync.client.keyed.redis_store import RedisStore
 from deltasync.client.reading import Reading
-from deltasync.client.redis_layout import keys_of
 from deltasync.client.redis_rows import RedisRows
-from deltasync.client.redis_store import RedisStore
 from deltasync.client.redis_target import RedisTarget
 from deltasync.core.errors import Contradiction, InvalidInput, NotFound, ServiceUnavailable, StorageFailed
 
@@ -115,7 +115,7 @@ def test_after_any_releases_and_kills_it_holds_what_the_model_does(
     server: RedisServer, store: Any, monkeypatch: pytest.MonkeyPatch, steps: list[Any]
 ) -> None:
     store.flushall()
-    feed, target = Feed(), target_of(server)
+    feed, target = first(server)
     for change, resync, whole, commands in [*steps, (Change(), False, frozenset(), None)]:
         feed.change(change, resync=resync, whole=whole)
         with single_commands(monkeypatch):
@@ -133,7 +133,7 @@ def test_after_any_releases_and_kills_it_holds_what_the_model_does(
 _SCENARIO = [
     Change(users=frozenset(range(ROWS)), items=frozenset({0, 1}), raw_ids={0: 0, 1: 1, 2: 7}),
     Change(raw_ids={0: 1, 1: 7, 2: 0, 3: -2}, rows_stay=True, deleted=frozenset({5})),
-    Change(users=frozenset({0}), raw_ids={0: 7, 1: None, 4: 1}, rows_stay=True, items=frozenset({1})),
+    Change(users=frozenset({0}), raw_ids={0: 7, 1: None, 2: 5, 4: 1}, rows_stay=True, items=frozenset({1})),
 ]
 
 

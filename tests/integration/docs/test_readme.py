@@ -12,18 +12,22 @@ from pathlib import Path
 import pytest
 import torch
 from tests.support.documents import DOCUMENTS, README, document
-from tests.support.fleet import Trainer
+from tests.support.fleet import Trainer, as_sent
 from tests.support.process import ServiceProcess
 from tests.support.prompt import PythonPrompt
+from tests.support.redis_server import PROGRAM, RedisServer
 
-from deltasync.client import TableKind, TableSpec
+from deltasync.client import TableKind, TableSpec, ValueType
 
 TRAINER = "trainer_example.py"
 SERVICE, PROTOCOL = document("sync_service/README.md"), document("protos/README.md")
 # Blocks of each file, in their order.
 RUN = {
     "README.md": ["serve", "publish", "subscribe", TRAINER, "train", "predict", "lag", "policy"],
-    "sync_service/README.md": ["serve", "publisher", "numpy", "torch", "compiled", "callback", "policy", "admin"],
+    "sync_service/README.md": [
+        *("serve", "publisher", "numpy", "torch", "quantised", "compiled", "keyed", "redis", "callback"),
+        *("policy", "admin"),
+    ],
     "protos/README.md": ["checksum", "replica"],
     "trainer/README.md": ["step", "checkpoint"],
     "trainer/deltasync/trainer/tracking/README.md": ["tracker"],
@@ -141,13 +145,38 @@ def test_the_first_steps_can_be_pasted_in_their_order(visitor: Visitor) -> None:
 def test_the_service_s_examples_run(visitor: Visitor) -> None:
     needs_curl()
     blocks = SERVICE.named("python")
-    printed = visitor.script("".join(blocks[name] for name in ("publisher", "numpy", "torch", "callback")))
-    expected = ["number=1", "[1. 1. 1.", "tensor([1., 1.", "1 user [  0   1   2"]
+    printed = visitor.script(
+        "".join(blocks[name] for name in ("publisher", "numpy", "torch", "keyed", "callback"))
+    )
+    expected = ["number=1", "[1. 1. 1.", "tensor([1., 1.", "(3, 64) [ True False  True]", "1 user [  0   1   2"]
     assert [each for each in expected if each in printed] == expected
     _, updated, put = visitor.shell(SERVICE.block("policy"))
     assert "top_k=0.05 value_type=int8 (was" in updated
     assert '"top_k":0.05' in put
     assert visitor.script(blocks["admin"]) == "['edge', 'mobile', 'predictors']\n"
+
+
+@pytest.mark.skipif(PROGRAM is None, reason="no redis-server or valkey-server is installed")
+@_visits("sync_service/README.md")
+def test_the_store_s_example_runs(visitor: Visitor) -> None:
+    (visitor.folder / "redis").mkdir()
+    with RedisServer(visitor.folder / "redis") as server:
+        blocks, here = SERVICE.named("python"), f"unix_socket_path={server.socket!r}"
+        code = blocks["publisher"] + blocks["redis"].replace('host="localhost"', here)
+        assert "1 [ True False]" in visitor.script(code)
+
+
+@_visits("sync_service/README.md")
+def test_the_quantised_model_follows_a_trainer(visitor: Visitor) -> None:
+    table = TableSpec("sparse.embedding_bags.user", 1000, 64)
+    with Trainer(visitor.service.grpc, [table]) as trainer:
+        trainer.publish_all()
+        printed = visitor.script(SERVICE.block("quantised"))
+    held = as_sent(table, trainer.rows[table.name][[3, 14]], ValueType.INT8_TBE)
+    expected = ValueType.INT8_TBE.decode(held, table.dtype).sum(axis=0)
+    [values] = re.findall(r"tensor\(\[\[(.*)\]\]\)", printed, re.DOTALL)
+    # As many digits as are printed.
+    assert [float(each) for each in values.split(",")] == pytest.approx(expected.tolist(), abs=1e-3)
 
 
 @_visits("sync_service/README.md")

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from deltasync.client.key_index import KeyIndex
-from deltasync.client.keyed_table import KeyedTable
+from deltasync.client.keyed.key_index import KeyIndex
+from deltasync.client.keyed.keyed_table import KeyedTable
 from deltasync.core.errors import InvalidInput
 from deltasync.core.rows import Ids, Values
 

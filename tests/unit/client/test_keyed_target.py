@@ -9,7 +9,7 @@ from tests.support.keyed_model import BIAS, CHANGES, ITEM, RAW_IDS, ROWS, TABLES
 
 from deltasync.client import NumpyTarget, RowBatch
 from deltasync.client.checksums import TargetChecksums
-from deltasync.client.keyed_target import KeyedTarget
+from deltasync.client.keyed.keyed_target import KeyedTarget
 from deltasync.client.reading import Reads
 from deltasync.client.targets import ReadableTarget, Release
 from deltasync.core.errors import Contradiction

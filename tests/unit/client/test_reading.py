@@ -18,8 +18,8 @@ from torchrec.inference.modules import quantize_embeddings
 
 from deltasync.client import NumpyTarget, Position, Release, RowBatch, TableKind, TableSpec, TornTarget
 from deltasync.client.checksums import TargetChecksums
+from deltasync.client.modules.module_copy import copy_of
 from deltasync.client.reading import Reading, Reads
-from deltasync.client.torch_copy import copy_of
 from deltasync.client.torch_target import TorchTarget
 from deltasync.core.digests import digest
 from deltasync.core.errors import Contradiction, InvalidInput

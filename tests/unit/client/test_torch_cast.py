@@ -31,6 +31,7 @@ class Model(nn.Module):
         super().__init__()
         self.user = nn.Embedding(ROWS, DIM)
         self.over = nn.Linear(DIM, 2)
+        self.level: torch.Tensor
         self.register_buffer("level", torch.tensor([1 / 3, -torch.inf, torch.nan, 1e9, 1e-9, -0.0]))
         self.register_buffer("count", torch.tensor(2**40 + 1))
         self.register_buffer("wide", torch.tensor([1 / 3], dtype=torch.float64))
@@ -52,7 +53,7 @@ def rows_of(model: Model, value_type: ValueType | None) -> dict[str, tuple[Table
     for name, kind in KINDS.items():
         tensor = model.state_dict()[f"{name}.weight" if kind is TableKind.EMBEDDING else name]
         rows = tensor.reshape(1, -1).numpy() if tensor.dim() < 2 else tensor.numpy()
-        spec = TableSpec(name, *rows.shape, rows.dtype, kind)
+        spec = TableSpec(name, rows.shape[0], rows.shape[1], rows.dtype, kind)
         embedding = kind is TableKind.EMBEDDING and value_type
         delivery = Delivery(spec, value_type, Mode.EMBEDDINGS) if embedding else Delivery.unchanged(spec)
         held[name] = delivery.held_spec, delivery.held(delivery.encode(rows))
@@ -169,7 +170,7 @@ def test_what_goes_with_tables_for_a_tbe_may_be_rounded() -> None:
     held = target.read(bias, np.array([0]))
     assert held is not None
     assert held.tobytes() == value.tobytes()
-    assert model[0].bias.item() == trainer.bias.half().item()
+    assert model.get_parameter("0.bias").item() == trainer.bias.half().item()
 
 
 @given(st.lists(st.floats(width=16, allow_nan=False), min_size=ROWS * DIM, max_size=ROWS * DIM))

@@ -26,8 +26,9 @@ from torchrec.modules.mc_modules import (
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from deltasync.client import Position, Release, RowBatch, TableKind, TableSpec, torch_id_map
+from deltasync.client import Position, Release, RowBatch, TableKind, TableSpec
 from deltasync.client.checksums import TargetChecksums
+from deltasync.client.modules import id_map
 from deltasync.client.reading import Reads
 from deltasync.client.torch_target import TorchTarget
 from deltasync.core.digests import digest
@@ -450,13 +451,13 @@ def test_a_model_that_was_made_in_inference_mode_is_written(hashes: bool) -> Non
 
 def test_a_map_in_many_chunks_is_put_together_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each time costs as much as the map has rows."""
-    changes, changed = list[int](), torch_id_map._SortedMap.changed
+    changes, changed = list[int](), id_map._SortedMap.changed
 
     def counted(self: Any, ids: Ids, values: Any) -> Any:
         changes.append(len(ids))
         return changed(self, ids, values)
 
-    monkeypatch.setattr(torch_id_map._SortedMap, "changed", counted)
+    monkeypatch.setattr(id_map._SortedMap, "changed", counted)
     model = model_of(sorting())
     release = release_of(1, resync=True, ids={row: 1000 - row for row in range(ROWS - 1)})
     TorchTarget(model).apply(dataclasses.replace(release, rows=[*release.rows[0].blocks(2)]))

@@ -16,6 +16,7 @@ from tests.support.quantised_model import (
     SIZES,
     TYPES,
     Model,
+    on_cpu,
     outputs,
     quantised,
     release_of,
@@ -27,27 +28,29 @@ from tests.support.quantised_model import (
     with_other_rows,
 )
 from torch import nn
-from torchrec.distributed.global_settings import get_propogate_device, set_propogate_device
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.fx import symbolic_trace
 from torchrec.inference.modules import quantize_embeddings, quantize_inference_model, set_pruning_data
+from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
-from deltasync.client import RowBatch
+from deltasync.client import RowBatch, TableKind, TableSpec
 from deltasync.client.checksums import TargetChecksums
+from deltasync.client.modules.binding import bind
 from deltasync.client.torch_target import TorchTarget
+from deltasync.core.delivery import Delivery
 from deltasync.core.digests import digest
 from deltasync.core.errors import Contradiction
+from deltasync.core.mode import Mode
 from deltasync.core.value_types import ValueType
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated", "ignore::DeprecationWarning")
 
 
 @pytest.fixture
-def on_cpu() -> Iterator[None]:
-    """What is sharded is sharded among CPUs."""
-    before = get_propogate_device()
-    set_propogate_device(True)
-    yield
-    set_propogate_device(before)
+def among_cpus() -> Iterator[None]:
+    with on_cpu():
+        yield
 
 
 def assert_like_fresh(module: nn.Module, model: Model, bits: int = 8, alignment: int = 16) -> None:
@@ -103,7 +106,7 @@ def test_any_releases_give_the_bytes_and_outputs_of_quantising_anew(
         assert_like_fresh(module, model, bits, alignment)
 
 
-@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.usefixtures("among_cpus")
 @pytest.mark.parametrize("sequences", [False, True], ids=["bags", "sequences"])
 @pytest.mark.parametrize("sharding", ["table_wise", "row_wise"])
 def test_a_model_that_is_sharded_for_inference_follows(sharding: str, sequences: bool) -> None:
@@ -118,10 +121,12 @@ def test_a_model_that_is_sharded_for_inference_follows(sharding: str, sequences:
     target.apply(release_of(2, model, changed, ValueType.INT8_TBE))
     assert_equal(outputs(module), outputs(quantised(model)) | {"shop": before["shop"]})
     for table, rows in rows_of(model, ValueType.INT8_TBE).values():
-        assert np.array_equal(target.read(table, np.arange(table.rows)), rows)
+        held = target.read(table, np.arange(table.rows))
+        assert held is not None
+        assert np.array_equal(held, rows)
 
 
-@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.usefixtures("among_cpus")
 def test_columns_that_were_quantised_apart_are_refused() -> None:
     module = sharded(quantised(Model()), "column_wise")
     with pytest.raises(Contradiction, match="is sharded by column in the module, each piece quantised apart"):
@@ -378,3 +383,45 @@ def test_a_module_that_was_traced_and_scripted_sees_what_is_written_into_the_one
     compiled = torch.jit.script(symbolic_trace(module.get_submodule("sparse")))
     TorchTarget(module).apply(whole(model, TYPES[bits][0]))
     assert_equal(outputs(nn.ModuleDict({"sparse": compiled})), outputs(quantised(model, bits)))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_two_copies_of_a_quantised_module_take_turns(bits: int) -> None:
+    model, value_type = Model(), TYPES[bits][0]
+    target = TorchTarget(quantised(model, bits), reads="copies")
+    target.apply(whole(model, value_type))
+    for number in (2, 3):
+        model = with_other_rows(model)
+        changed = {name: np.arange(SIZES[name]) for name in ("user", "item")}
+        target.apply(release_of(number, model, changed, value_type))
+        with target.reading() as reading:
+            assert_like_fresh(reading.module, model, bits)
+
+
+def test_what_goes_with_a_quantised_collection_finds_its_place() -> None:
+    """TorchRec calls feature processors, and the tables that they are for, something else than in the trainer."""
+    configs = [
+        EmbeddingBagConfig(name=name, embedding_dim=16, num_embeddings=rows, feature_names=[name])
+        for name, rows in SIZES.items()
+    ]
+    processed = FeatureProcessedEmbeddingBagCollection(
+        EmbeddingBagCollection(tables=configs, is_weighted=True),
+        PositionWeightedModuleCollection(dict.fromkeys(SIZES, 4)),
+    )
+    trained = nn.ModuleDict({"model": nn.ModuleDict({"sparse": processed})})
+    tables = [
+        Delivery(
+            TableSpec(name.removesuffix(".weight"), *each.shape), ValueType.INT8_TBE, Mode.EMBEDDINGS
+        ).held_spec
+        if each.dim() == 2
+        else TableSpec(name, 1, len(each), kind=TableKind.PARAMETER)
+        for name, each in trained.named_parameters()
+    ]
+    binding = bind(quantize_inference_model(trained), tables)
+    assert (binding.problems, binding.stale) == ({}, [])
+    assert sorted(place.name for place in binding.places.values()) == sorted(
+        [
+            *(f"model.sparse.embedding_bags.{name}.weight" for name in SIZES),
+            *(f"model.sparse.feature_processor.position_weights.{name}" for name in SIZES),
+        ]
+    )

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from deltasync.client.torch_collision import ROWS, SORTED, collision_module_of, hashes
+from deltasync.client.modules.collision import ROWS, SORTED, collision_module_of, hashes
 from deltasync.core.errors import Contradiction
 from deltasync.core.rows import Ids, RowBatch, Values
 from deltasync.core.tables import TableSpec
@@ -46,7 +46,7 @@ class SortedIds:
         self._held = _SortedMap.of(_array(module, SORTED), _array(module, ROWS))
 
     def stage(self, rows: Sequence[RowBatch], *, reset: bool) -> Callable[[], None]:
-        """See `torch_binding.Place`.
+        """See `binding.Place`.
 
         Raises:
             Contradiction: two rows have one raw id; nothing was written.
@@ -66,7 +66,7 @@ class SortedIds:
         return write
 
     def read(self, ids: Ids) -> Values:
-        """See `torch_binding.Place`: as the module has it, so that damage shows."""
+        """See `binding.Place`: as the module has it, so that damage shows."""
         at = torch.from_numpy(self._held.places[ids])
         raw, rows = (getattr(self._module, name)[at].cpu().numpy() for name in (SORTED, ROWS))
         values = np.where(raw == _FREE, 0, raw + 1)
@@ -140,7 +140,7 @@ class HashedIds:
         self.table = table
 
     def stage(self, rows: Sequence[RowBatch], *, reset: bool) -> Callable[[], None]:
-        """See `torch_binding.Place`.
+        """See `binding.Place`.
 
         Raises:
             Contradiction: the module, which hashes in its own way, would not find a raw id; nothing was written.
@@ -162,7 +162,7 @@ class HashedIds:
         return write
 
     def read(self, ids: Ids) -> Values:
-        """See `torch_binding.Place`."""
+        """See `binding.Place`."""
         held = self._module._hash_zch_identities.data
         rows: Values = held[torch.from_numpy(ids.copy())].cpu().numpy() + 1
         return rows

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from deltasync.client.torch_collision import collision_module_of, hashes
+from deltasync.client.modules.collision import collision_module_of, hashes
 from deltasync.core.errors import Contradiction
 from deltasync.core.rows import Ids, RowBatch, Values
 from deltasync.core.tables import TableSpec
@@ -40,7 +40,7 @@ class IdRanges:
         self.table = table
 
     def stage(self, rows: Sequence[RowBatch], *, reset: bool) -> Callable[[], None]:
-        """See `torch_binding.Place`.
+        """See `binding.Place`.
 
         Raises:
             Contradiction: ranges that overlap or leave gaps, or rows that the module cannot give to unknown ids.
@@ -68,7 +68,7 @@ class IdRanges:
         return write
 
     def read(self, ids: Ids) -> Values:
-        """See `torch_binding.Place`."""
+        """See `binding.Place`."""
         values = np.zeros((len(ids), 3), np.int64)
         for row, each in self._held.items():
             values[ids == row] = each

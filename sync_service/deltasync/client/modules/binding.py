@@ -8,14 +8,14 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from deltasync.client.torch_cast import CastTensor
-from deltasync.client.torch_collision import collision_modules
+from deltasync.client.modules.cast import CastTensor
+from deltasync.client.modules.collision import collision_modules
+from deltasync.client.modules.id_map import id_map_of
+from deltasync.client.modules.id_ranges import id_ranges_of
+from deltasync.client.modules.quantised import QuantisedRows
+from deltasync.client.modules.tbes import TABLES_OF, Piece, tables_in_tbes, tbe_memory, tbe_prefixes
+from deltasync.client.modules.tensor import Tensor, casts, value_types_of
 from deltasync.client.torch_compiled import absence
-from deltasync.client.torch_id_map import id_map_of
-from deltasync.client.torch_id_ranges import id_ranges_of
-from deltasync.client.torch_quantised import QuantisedRows
-from deltasync.client.torch_tbe import TABLES_OF, Piece, tables_in_tbes, tbe_memory, tbe_prefixes
-from deltasync.client.torch_tensor import Tensor, casts, value_types_of
 from deltasync.core.errors import Contradiction, DeltasyncError, NotFound
 from deltasync.core.rows import Ids, RowBatch, Values
 from deltasync.core.tables import TableKind, TableSpec

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from deltasync.client.modules.tensor_rows import TensorRows
 from deltasync.client.torch_compiled import compiled_module_of
-from deltasync.client.torch_rows import TensorRows
 from deltasync.core.delivery import HeldSpec
 from deltasync.core.errors import Contradiction
 from deltasync.core.rows import Ids, RowBatch, Values
@@ -45,7 +45,7 @@ class Tensor:
         return tensor.view(self.table.rows, self.table.dim)
 
     def stage(self, rows: Sequence[RowBatch], *, reset: bool) -> Callable[[], None]:
-        """See `torch_binding.Place`."""
+        """See `binding.Place`."""
         rows_held, compiled = self.rows, compiled_module_of(self.module, self.name)
         held = TensorRows(compiled[0].spare(compiled[1]).view(rows_held.shape) if compiled else rows_held)
         zeros = np.zeros((1, self.table.dim * self.dtype.itemsize), np.uint8)
@@ -63,7 +63,7 @@ class Tensor:
         return compiled[0].swap
 
     def read(self, ids: Ids) -> Values:
-        """See `torch_binding.Place`."""
+        """See `binding.Place`."""
         return TensorRows(self.rows).read(ids).view(self.table.dtype)
 
     def _check(self, tensor: torch.Tensor) -> None:

@@ -32,7 +32,7 @@ class TensorRows:
             Contradiction: the tensor has no such rows; nothing was written.
         """
         self._check(ids, values)
-        if self.held.device.type == "cpu":
+        if self._in_host_memory:
             return self._stage_on_cpu(ids, values)
         held, at, rows = self.held, torch.from_numpy(ids.copy()).to(self.held.device), self._on_device(values)
 
@@ -43,7 +43,7 @@ class TensorRows:
 
     def stage_fill(self, row: Values) -> Callable[[], None]:
         """The same for one row ([1, width]) that all rows become."""
-        if self.held.device.type == "cpu":
+        if self._in_host_memory:
             return self._stage_on_cpu(slice(None), row)
         held, rows = self.held, self._on_device(row)
 
@@ -54,11 +54,15 @@ class TensorRows:
 
     def read(self, ids: Ids) -> Bytes:
         """The rows `ids` ([n]) as bytes [n, width x bytes of a number], in host memory."""
-        if self.held.device.type == "cpu":
+        if self._in_host_memory:
             return self._items[ids][:, None].view(np.uint8)
         at = torch.from_numpy(ids.copy()).to(self.held.device)
         rows: Bytes = self.held.index_select(0, at).cpu().view(torch.uint8).numpy()
         return rows
+
+    @property
+    def _in_host_memory(self) -> bool:
+        return self.held.device.type == "cpu"
 
     def _stage_on_cpu(self, at: Any, values: Values) -> Callable[[], None]:
         held, items, rows = self.held, self._items, _items(np.ascontiguousarray(values))
@@ -76,8 +80,9 @@ class TensorRows:
 
     def _on_device(self, values: Values) -> torch.Tensor:
         # A copy, since torch has no read-only tensors.
-        raw = torch.from_numpy(np.array(values, order="C").view(np.uint8))
-        return raw.to(self.held.device).view(self.held.dtype)
+        rows = torch.empty(len(values), self.held.shape[1], dtype=self.held.dtype)
+        rows.view(torch.uint8).numpy()[:] = np.ascontiguousarray(values).view(np.uint8)
+        return rows.to(self.held.device)
 
     def _check(self, ids: Ids, values: Values) -> None:
         rows, width = self.held.shape[0], self.held.shape[1] * self.held.itemsize

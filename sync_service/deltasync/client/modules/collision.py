@@ -11,6 +11,8 @@ from torch import nn
 from deltasync.core.errors import Contradiction, NotFound
 from deltasync.core.tables import TableSpec
 
+# The modules of a collection; those of one that is sharded for inference.
+_MODULES, _SHARDED = "_managed_collision_modules", "_managed_collision_modules_per_rank"
 # What holds raw ids: of an `MCHManagedCollisionModule`, and the row of each; of a `HashZchManagedCollisionModule`.
 SORTED, ROWS, IDENTITIES = "_mch_sorted_raw_ids", "_mch_remapped_ids_mapping", "_hash_zch_identities"
 
@@ -43,7 +45,17 @@ def collision_module_of(module: nn.Module, table: TableSpec) -> tuple[str, nn.Mo
         known = ", ".join(names or modules) or "none"
         raise NotFound(f"table {table.name!r}: no one managed collision module of that name; modules: {known}")
     _check(names[0], modules[names[0]], table)
+    _check_collection(module, names[0], table)
     return names[0], modules[names[0]]
+
+
+def _check_collection(module: nn.Module, name: str, table: TableSpec) -> None:
+    collection, _, _ = name.rpartition(f".{_MODULES}.")
+    if hasattr(module.get_submodule(collection), _SHARDED):
+        raise Contradiction(
+            f"table {table.name!r}: the collection of module {name} is sharded for inference, where each rank has "
+            "a map of its own, and that module none that is looked up: serve managed collision unsharded"
+        )
 
 
 def _check(name: str, module: Any, table: TableSpec) -> None:

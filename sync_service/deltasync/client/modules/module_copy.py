@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from deltasync.client.modules.binding import Binding, Place, accelerators, bind
 from deltasync.client.targets import Release
-from deltasync.client.torch_binding import Binding, Place, accelerators, bind
 from deltasync.client.torch_compiled import compiled_modules
 from deltasync.core.errors import Contradiction
 from deltasync.core.rows import Ids, RowBatch, Values
@@ -32,7 +32,7 @@ class ModuleCopy:
         self._early: dict[str, Place | None] = {}
 
     def bind(self, tables: Iterable[TableSpec], held: Collection[str], types: Collection[ValueType]) -> Binding:
-        """See `torch_binding.bind`; nothing is followed yet."""
+        """See `binding.bind`; nothing is followed yet."""
         return bind(self.module, [table for table in tables if not self._leaves_out(table)], held, types)
 
     def follow(self, binding: Binding) -> None:

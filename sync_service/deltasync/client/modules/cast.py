@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from deltasync.client.torch_rows import TensorRows
-from deltasync.client.torch_tensor import Tensor, torch_type
+from deltasync.client.modules.tensor import Tensor, torch_type
+from deltasync.client.modules.tensor_rows import TensorRows
 from deltasync.core.rows import Ids, RowBatch, Values
 from deltasync.core.tables import TableKind
 
@@ -36,7 +36,7 @@ class CastTensor(Tensor):
         return self.held_type
 
     def stage(self, rows: Sequence[RowBatch], *, reset: bool) -> Callable[[], None]:
-        """See `torch_binding.Place`."""
+        """See `binding.Place`."""
         cast = [each.with_values(each.table, self._bits(self._cast(each.values))) for each in rows]
         write_cast = super().stage(cast, reset=reset)
         if not self._rounds:
@@ -54,7 +54,7 @@ class CastTensor(Tensor):
         return write
 
     def read(self, ids: Ids) -> Values:
-        """See `torch_binding.Place`."""
+        """See `binding.Place`."""
         held = self._held(ids)
         rows = self._exact_rows()[ids] if self._rounds else self._back(held)
         cast = self._cast(rows)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from deltasync.client.copies import Copies
-from deltasync.client.key_index import KeyIndex
-from deltasync.client.keyed_table import KeyedRows
-from deltasync.client.raw_ids import Entries, RawIdChange, ids_of, maps_of, raw_ids_of, two_rows
+from deltasync.client.keyed.key_index import KeyIndex
+from deltasync.client.keyed.keyed_table import KeyedRows
+from deltasync.client.keyed.raw_ids import Entries, RawIdChange, ids_of, maps_of, raw_ids_of, two_rows
 from deltasync.client.reading import Reading, Reads, number_of_copies
 from deltasync.client.targets import Release
 from deltasync.core.position import Position

@@ -70,6 +70,11 @@ class RedisStore:
         for batch in _batches(_commands("HDEL", name, fields, 1)):
             self._send(batch)
 
+    def size(self, name: str) -> int:
+        """The number of a hash's fields."""
+        found: int = self._tried(partial(self._client.hlen, name))
+        return found
+
     def scan(self, name: str) -> Iterator[dict[bytes, bytes]]:
         """All fields of a hash that are there all along, some several times."""
         cursor = 0

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deltasync.client.torch_rows import Bytes, TensorRows
-from deltasync.client.torch_tbe import Piece
+from deltasync.client.modules.tbes import Piece
+from deltasync.client.modules.tensor_rows import Bytes, TensorRows
 from deltasync.core.delivery import HeldSpec
 from deltasync.core.errors import Contradiction
 from deltasync.core.rows import Ids, RowBatch, Values
@@ -48,7 +48,7 @@ class QuantisedRows:
         return place
 
     def stage(self, rows: Sequence[RowBatch], *, reset: bool) -> Callable[[], None]:
-        """See `torch_binding.Place`."""
+        """See `binding.Place`."""
         memories = [self._memory(piece) for piece in self.pieces]
         writes = self._staged_zeros(memories) if reset else []
         for each in rows:
@@ -63,10 +63,11 @@ class QuantisedRows:
         return write_all
 
     def read(self, ids: Ids) -> Values:
-        """See `torch_binding.Place`."""
+        """See `binding.Place`."""
         rows = np.empty((len(ids), self.table.dim), np.uint8)
         for piece, some in zip(self.pieces, self._parts(ids), strict=True):
-            rows[some] = _as_sent(self._memory(piece).read(ids[some] - piece.row), piece.scale_last)
+            held = self._memory(piece).read(ids[some] - piece.row)
+            _put_as_sent(held, piece.scale_last, rows[some])
         return rows
 
     def _staged_zeros(self, memories: Sequence[TensorRows]) -> list[Callable[[], None]]:
@@ -122,17 +123,14 @@ def _as_held(rows: Values, scale_last: bool) -> Bytes:
     """Rows [n, width] that were sent, as a TBE has them."""
     if scale_last:
         return to_tbe(np.array(rows, np.uint8))
-    held = np.empty(rows.shape, np.uint8)
-    held[:, :_EXTRA] = to_tbe(np.array(rows[:, -_EXTRA:], np.uint8))
-    held[:, _EXTRA:] = rows[:, :-_EXTRA]
+    held: Bytes = np.concatenate([rows[:, -_EXTRA:], rows[:, :-_EXTRA]], axis=1)
+    to_tbe(held[:, :_EXTRA])
     return held
 
 
-def _as_sent(held: Bytes, scale_last: bool) -> Bytes:
-    """Rows [n, width] that a TBE has, as they are sent."""
-    if scale_last:
-        return of_tbe(held)
-    sent = np.empty_like(held)
-    sent[:, -_EXTRA:] = held[:, :_EXTRA]
-    sent[:, :-_EXTRA] = held[:, _EXTRA:]
-    return of_tbe(sent)
+def _put_as_sent(held: Bytes, scale_last: bool, sent: Bytes) -> None:
+    """Put rows [n, width] that a TBE has into `sent`, as they are sent."""
+    first = 0 if scale_last else _EXTRA
+    last = sent.shape[1] - first
+    sent[:, :last], sent[:, last:] = held[:, first:], held[:, :first]
+    of_tbe(sent)

@@ -4,7 +4,7 @@ from typing import Protocol
 
 import numpy as np
 
-from deltasync.client.key_index import KeyIndex
+from deltasync.client.keyed.key_index import KeyIndex
 from deltasync.core.errors import InvalidInput
 from deltasync.core.rows import Ids, Mask, Values
 

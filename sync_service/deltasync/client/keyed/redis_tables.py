@@ -10,8 +10,8 @@ from typing import Protocol
 
 import numpy as np
 
-from deltasync.client.raw_ids import Entries, RawIdChange, ids_of, raw_ids_of
-from deltasync.client.redis_layout import Names, key_fields, keys_of, row_values
+from deltasync.client.keyed.raw_ids import Entries, RawIdChange, ids_of, raw_ids_of
+from deltasync.client.keyed.redis_layout import Names, key_fields, keys_of, row_values
 from deltasync.core.rows import Ids, Mask, RowBatch
 from deltasync.core.tables import TableSpec
 
@@ -30,6 +30,9 @@ class Hashes(Protocol):
 
     def drop(self, name: str, fields: Sequence[bytes]) -> None:
         """Delete some fields of a hash."""
+
+    def size(self, name: str) -> int:
+        """The number of a hash's fields."""
 
     def scan(self, name: str) -> Iterable[dict[bytes, bytes]]:
         """All fields of a hash that are there all along, some several times."""
@@ -140,7 +143,7 @@ class MappedTable:
             _sweep(self._store, self._free, brought[~named])
         elif interrupted:
             entries = [keys_of(found.values()) for found in self._store.scan(self._map)]
-            _sweep(self._store, self._rows, raw_ids_of(np.concatenate(entries))[1])
+            _drop_others(self._store, self._rows, raw_ids_of(np.concatenate(entries))[1])
             for found in self._store.scan(self._free):
                 self._store.drop(self._free, [row for row, value in found.items() if value == _NO_ROW])
 
@@ -150,7 +153,12 @@ def _some(values: Sequence[bytes], which: Mask) -> list[bytes]:
 
 
 def _sweep(store: Hashes, name: str, keys: Ids) -> None:
-    """Remove all fields of a hash but these."""
+    """Remove all fields of a hash but these, which are all there."""
+    if store.size(name) > len(keys):
+        _drop_others(store, name, keys)
+
+
+def _drop_others(store: Hashes, name: str, keys: Ids) -> None:
     kept = set(key_fields(keys))
     for found in store.scan(name):
         store.drop(name, [each for each in found if each not in kept])

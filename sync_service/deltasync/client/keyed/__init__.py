@@ -1,0 +1,1 @@
+"""Rows by raw id: in the process, and in the hashes of a Redis server."""

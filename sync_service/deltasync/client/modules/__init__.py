@@ -1,0 +1,1 @@
+"""What of a torch module holds which table, and how rows get there."""
