@@ -84,15 +84,16 @@ def create_app(
     async def answer(request: Request) -> Prediction:
         """Scores of events, with the version that made them and its age."""
         await ready()
+        body = await _body(request)
         with metrics.predict_seconds.time():
-            return await run_in_threadpool(predict, target, ids, await _body(request))
+            return await run_in_threadpool(predict, target, ids, body)
 
     @app.get("/livez")
     async def livez() -> str:
         """Whether to leave the process running, ready or not: 500 says why not."""
         try:
             subscriber.check()
-        except Exception as error:  # Whatever it was that a new process may mend
+        except Exception as error:  # Whatever it was: a new process may mend it.
             raise HTTPException(500, f"the subscriber has stopped: {error}") from error
         return "alive"
 
