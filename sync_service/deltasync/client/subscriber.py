@@ -226,7 +226,7 @@ class Subscriber:
         """Go on to the version that a message names while there is nothing to send."""
         head = position_from_message(progress.head)
         if head.number == 0:
-            self._readiness.lacks("nothing of its consumer's model is published yet")
+            self._readiness.lacks("the service has no rows for its consumer yet, whose lag says why")
         if head != self.held:
             return
         if head.number:

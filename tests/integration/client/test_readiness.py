@@ -167,7 +167,7 @@ def test_a_replica_is_ready_once_it_holds_the_newest_and_not_before(
     target, told = Watched(), Told()
     with follow(service, consumer, "a", target, on_readiness=told) as replica:
         target.watch(replica)
-        with pytest.raises(TimeoutError, match=r"replica 'a' is not ready: (it has|nothing of)"):
+        with pytest.raises(TimeoutError, match=r"replica 'a' is not ready: (it has|the service has no rows)"):
             replica.wait_until_ready(0)
         with Trainer(service.grpc) as trainer:
             head = trainer.publish_all()
@@ -182,7 +182,7 @@ def test_a_replica_is_ready_once_it_holds_the_newest_and_not_before(
 
 def test_a_replica_of_a_model_that_does_not_exist_says_so(service: RunningService) -> None:
     with follow(service, "limited", "a", NumpyTarget()) as replica:
-        while "nothing of its consumer's model is published yet" not in replica.readiness.reason:
+        while "the service has no rows for its consumer yet" not in replica.readiness.reason:
             assert not replica.ready
         with Trainer(service.grpc) as trainer:
             trainer.publish_all()
