@@ -246,6 +246,8 @@ class Subscriber:
         checksums = checksums_of.after(release) if checksums_of else {}
         requests.put(self._ack(assembler, release.position, checksums))
         if self._differs(assembler, checksums):
+            if release.resync:  # What repairs it will be none.
+                self._readiness.holds(None, reset=True)
             return
         self._show(assembler, end, reset=release.resync)
         # After the ack is on its way: whoever waits for the version may close the subscription at once.
