@@ -6,7 +6,7 @@ import numpy as np
 
 from deltasync.client.keyed.keyed_table import checked_keys
 from deltasync.client.keyed.redis_layout import Meta, Names, StoredTable, key_fields
-from deltasync.client.keyed.redis_store import RedisStore
+from deltasync.client.keyed.redis_store import RedisStore, place_of
 from deltasync.client.reading import Reading
 from deltasync.core.errors import NotFound
 from deltasync.core.rows import Ids, Mask, Values
@@ -21,7 +21,7 @@ class RedisRows:
     def __init__(self, client: "redis.Redis", prefix: str, *, retry_seconds: float = 0.0) -> None:
         """Look up under a prefix; arguments and errors of `RedisTarget`."""
         self._store, self._names = RedisStore(client, retry_seconds), Names(prefix)
-        self._where = f"the store at {self._store.where}, prefix {prefix!r},"
+        self._where = f"the store at {place_of(client)}, prefix {prefix!r},"
         self._tables: dict[str, StoredTable] = {}
 
     def newest(self) -> Reading:
