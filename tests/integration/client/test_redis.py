@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import redis
+import redis.asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.keyed_model import BIAS, CHANGES, ITEM, RAW_IDS, ROWS, TABLES, USER, Change, KeyedModel
 from tests.support.redis_commands import Killed, PlayDead, Sends, kill_this_process, mortal, single_commands
 from tests.support.redis_server import PROGRAM, RedisServer
 
-from deltasync.client import Position, Release
+from deltasync.client import Position, Release, RowBatch
 from deltasync.client.keyed.redis_layout import keys_of
 from deltasync.client.keyed.redis_store import RedisWriter
 from deltasync.client.reading import Reading
@@ -201,6 +202,31 @@ def test_rows_are_looked_up(server: RedisServer, store: Any) -> None:
         rows.lookup("other", np.array([7]))
     with pytest.raises(InvalidInput, match="expected int64"):
         rows.lookup(USER.name, np.array([7.0]))
+
+
+def test_a_reader_goes_on_where_rows_have_come_to_lie_otherwise(server: RedisServer, store: Any) -> None:
+    feed, target = first(server)
+    rows = RedisRows(store, "clicks")
+    assert rows.lookup(ITEM.name, np.array([0]))[0].dtype == np.float16
+    feed.change(Change())
+    target.apply(other(feed.release(1), tables=[USER, RAW_IDS, BIAS]))
+    with pytest.raises(NotFound, match=r"has no table 'sparse\.item'"):
+        rows.lookup(ITEM.name, np.array([0]))
+    rows.lookup(USER.name, np.array([7]))
+    store.flushall()
+    longer = type(USER)(USER.name, ROWS, 3)
+    batch = RowBatch.of_table(longer, np.array([7]), np.ones((1, 3), np.float32))
+    target_of(server).apply(Release(Position("h", 3), 4, 5, True, [longer], [batch], version=3))
+    values, found = rows.lookup(USER.name, np.array([7, 8]))
+    assert values.tolist() == [[1, 1, 1], [0, 0, 0]]
+    assert found.tolist() == [True, False]
+    values[0] = 2  # It is the caller's.
+    store.hset(f"clicks:rows:{USER.name}", (7).to_bytes(8, "little"), b"half")
+    with pytest.raises(
+        Contradiction,
+        match=r"has a row of 4 bytes in table 'sparse\.user', which is embedding, 3 values of float32",
+    ):
+        rows.lookup(USER.name, np.array([7]))
 
 
 def test_no_command_is_longer_than_others_can_wait(server: RedisServer, store: Any) -> None:
@@ -516,8 +542,30 @@ def test_a_server_that_stays_away_is_an_error_and_one_that_comes_back_empty_too(
             target.apply(feed.release(1))
 
 
-def test_a_client_that_decodes_is_refused(server: RedisServer) -> None:
+@pytest.mark.parametrize("protocol", [2, 3])
+def test_either_protocol_does(server: RedisServer, store: Any, protocol: int) -> None:
+    with server.client(protocol=protocol, db=3) as client:
+        feed, target = Feed(), RedisTarget(client, "clicks")
+        feed.change(_SCENARIO[0])
+        target.apply(feed.release(0))
+        feed.change(_SCENARIO[1], resync=True)
+        target.apply(feed.release(1))
+        check_equal(client, feed.model)
+        client.hset("clicks:meta", "format", "2")
+        with pytest.raises(
+            Contradiction, match=f"{server.socket}, database 3, prefix 'clicks', has rows of format"
+        ):
+            RedisTarget(client, "clicks")
+
+
+def test_a_client_of_another_kind_is_refused(server: RedisServer) -> None:
     with pytest.raises(InvalidInput, match="decode_responses"):
         RedisTarget(server.client(decode_responses=True), "clicks")
+    others: list[Any] = [redis.asyncio.Redis(), redis.RedisCluster.__new__(redis.RedisCluster)]
+    for client in others:
+        with pytest.raises(InvalidInput, match=r"client: a redis\..*, expected a redis.Redis"):
+            RedisTarget(client, "clicks")
+        with pytest.raises(InvalidInput, match=r"expected a redis\.Redis"):
+            RedisRows(client, "clicks")
     with pytest.raises(InvalidInput, match="prefix: empty"):
         RedisTarget(server.client(), "")

@@ -77,7 +77,9 @@ class StoredTable:
     def values(self, rows: list[bytes | None]) -> Values:
         """Rows as they lie in the store, as [n, dim]; zeros for None."""
         nothing = bytes(self.row_bytes)
-        joined = b"".join(nothing if row is None else row for row in rows)
+        joined = bytearray().join(
+            nothing if row is None else row for row in rows
+        )  # What is made of it is writable.
         return np.frombuffer(joined, self.dtype).reshape(len(rows), self.dim)
 
     def lies_as(self, other: "StoredTable") -> bool:
