@@ -120,9 +120,9 @@ class Subscriber:
             )
         self.check()
         if not self._reached(wanted):
-            trouble = f"; last trouble: {self._trouble}" if self._trouble else ""
+            trouble = f"last trouble: {self._trouble}" if self._trouble else "its consumer's lag may say why"
             replica = f"replica {self._options.replica!r}"
-            raise TimeoutError(f"{replica} holds version {self.version.number}, not {wanted}{trouble}")
+            raise TimeoutError(f"{replica} holds version {self.version.number}, not {wanted}; {trouble}")
         return self.held
 
     def check(self) -> None:

@@ -177,7 +177,8 @@ def absence(module: nn.Module, table: str) -> str:
         if inside and isinstance(each, CompiledModule):
             return (
                 f"the compiled module {name or '(the target)'} has no constant {inside}: it is written "
-                f"into the code, or goes by another of its names. Compile with {_KEEP} and without freezing"
+                f"into the code, for which compile with {_KEEP} and without freezing; or goes by another of its "
+                "names; or nothing that was compiled reads it, such as num_batches_tracked: then leave it out"
             )
         if inside and isinstance(each, torch.jit.ScriptModule) and not [*each.parameters(), *each.buffers()]:
             return (

@@ -123,7 +123,7 @@ def test_a_quantised_collection_takes_no_other_rows() -> None:
     with pytest.raises(Contradiction) as refused:
         target.apply(release_of(1, rows_of(USER, 2), rows_of(ITEM, 2), resync=True))
     assert (
-        f"tables {USER.name!r}, {ITEM.name!r}: its rows come as fp32, the module's TBE holds int8: let the "
+        f"tables {USER.name!r}, {ITEM.name!r}: rows come as fp32, the module's TBE holds int8: let the "
         "consumer's policy say value_type int8-tbe"
     ) in str(refused.value)
     assert model.state() == before

@@ -157,6 +157,13 @@ def test_rounding_that_the_policy_does_not_ask_for_is_refused(
     assert all(torch.equal(bits(tensor), bits(before[name])) for name, tensor in model.state_dict().items())
 
 
+def test_of_another_shape_no_value_type_is_advised() -> None:
+    model, rows = Model().half(), rows_of(Model(), ValueType.FP16)
+    model.user = nn.Embedding(ROWS, DIM // 2).half()
+    with pytest.raises(Contradiction, match=r"shape \[6, 2\] and type torch.float16\. Nothing was written"):
+        TorchTarget(model).apply(release_of(1, rows))
+
+
 def test_what_goes_with_tables_for_a_tbe_may_be_rounded() -> None:
     model, trainer = nn.Sequential(nn.Linear(3, 1)).half(), nn.Linear(3, 1)
     bias = TableSpec("0.bias", 1, 1, kind=TableKind.PARAMETER)

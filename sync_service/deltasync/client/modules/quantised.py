@@ -99,7 +99,7 @@ class QuantisedRows:
             else f"quantise the module to {' or '.join(_TYPES)}"
         )
         raise Contradiction(
-            f"table {self.table.name!r}: its rows come as {wanted.value}, the module's TBE holds {held}: {advice}"
+            f"table {self.table.name!r}: rows come as {wanted.value}, the module's TBE holds {held}: {advice}"
         )
 
     def _check_shape(self) -> None:

@@ -85,7 +85,8 @@ class Tensor:
             )
         if isinstance(table, HeldSpec) and table.value_type.tbe_bits:
             return ": quantise the module, or let the consumer's policy say another value_type"
-        if self.dtype.is_floating_point and tensor.dtype in _HALVES:
+        same_shape = matrix_shape(tensor.shape) == (table.rows, table.dim)
+        if same_shape and self.dtype.is_floating_point and tensor.dtype in _HALVES:
             return f": let the consumer's policy say value_type {_HALVES[tensor.dtype].value}"
         return ""
 
