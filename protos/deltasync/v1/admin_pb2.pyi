@@ -88,8 +88,8 @@ class Policy(_message.Message):
     max_bytes: _builtins.int
     """max_bytes bounds ids and values of a release. 0 means no bound."""
     value_type: _tables_pb2.ValueType.ValueType
-    """value_type is what values are sent as; rows that take no more bytes as they are, are sent so. Unspecified
-    means fp32.
+    """value_type is what embedding rows are sent as; those that take no more bytes as they are, are sent so, unless it
+    is for a TBE. Unspecified means fp32.
     """
     ready_within_seconds: _builtins.float
     """ready_within_seconds is how long ago what a replica holds may have been the newest for the replica to be ready. 0

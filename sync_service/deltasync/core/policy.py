@@ -61,7 +61,8 @@ class Policy:
     value_type: ValueType = declared(
         ValueType.FP32,
         OneOf(ValueType),
-        "What values are sent as; rows that take no more bytes as they are, are sent so.",
+        "What embedding rows are sent as; those that take no more bytes as they are, are sent so, unless it is "
+        "for a TBE.",
         "--value-type",
         "--dtype",
     )
