@@ -467,7 +467,7 @@ def test_a_map_in_many_chunks_is_put_together_once(monkeypatch: pytest.MonkeyPat
 
 def test_a_map_without_its_module_is_an_error_that_names_those_there_are() -> None:
     other = dataclasses.replace(MAP, name=MAP.name.replace("user", "item"))
-    with pytest.raises(NotFound, match=f"no one managed collision module of that name; modules: {MODULE}"):
+    with pytest.raises(NotFound, match=f"no managed collision module of that name, or several; modules: {MODULE}"):
         TorchTarget(model_of(sorting())).apply(release_of(1, resync=True, tables=[USER, MAP, other]))
     plain = nn.ModuleDict({"sparse": nn.ModuleDict({"_embedding_module": EmbeddingBagCollection(tables=[])})})
     with pytest.raises(NotFound, match="modules: none"):

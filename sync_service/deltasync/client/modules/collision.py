@@ -51,7 +51,9 @@ def collision_module_of(module: nn.Module, table: TableSpec) -> tuple[str, nn.Mo
     names = [wanted] if wanted in modules else [name for name in modules if wanted.endswith(f".{name}")]
     if len(names) != 1:
         known = ", ".join(names or modules) or "none"
-        raise NotFound(f"table {table.name!r}: no one managed collision module of that name; modules: {known}")
+        raise NotFound(
+            f"table {table.name!r}: no managed collision module of that name, or several; modules: {known}"
+        )
     _check(names[0], modules[names[0]], table)
     _check_collection(module, names[0], table)
     return names[0], modules[names[0]]
