@@ -1,4 +1,5 @@
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -134,3 +135,11 @@ def test_what_does_not_fit_is_an_error(keys: Ids, values: Values, said: str) -> 
         with pytest.raises(InvalidInput, match=re.escape(said)):
             change(keys, values)
     assert len(table) == 0
+
+
+@pytest.mark.parametrize("keys", [[1, 2], 1, None])
+def test_keys_that_are_no_array_are_an_error(keys: Any) -> None:
+    table = KeyedTable(2)
+    for use in (table.lookup, table.erase):
+        with pytest.raises(InvalidInput, match=f"keys: a {type(keys).__name__}, expected a NumPy array"):
+            use(keys)

@@ -145,6 +145,8 @@ def checked_keys(keys: Ids) -> Ids:
     Raises:
         InvalidInput: they are no int64 [n].
     """
+    if not isinstance(keys, np.ndarray):
+        raise InvalidInput(f"keys: a {type(keys).__name__}, expected a NumPy array, int64 [n]")
     if keys.ndim != 1 or keys.dtype != np.int64:
         raise InvalidInput(f"keys of shape {list(keys.shape)} and type {keys.dtype}: expected int64 [n]")
     return keys
