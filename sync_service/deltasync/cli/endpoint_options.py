@@ -28,7 +28,9 @@ def service_options(*, default: str | None = "127.0.0.1:50051", rights: bool = F
         rights: whether the command changes something.
     """
     help_text = "Where the service answers gRPC, as HOST:PORT."
-    service = click.option("--service", default=default, required=default is None, help=help_text)
+    # Click takes a None that it is given for a value.
+    value: dict[str, Any] = {"required": True} if default is None else {"default": default}
+    service = click.option("--service", help=help_text, **value)
     return _endpoint_option("service", Endpoint.of_grpc, service, *([_TOKEN] if rights else []))
 
 

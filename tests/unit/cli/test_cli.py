@@ -7,7 +7,9 @@ from click.testing import CliRunner
 
 from deltasync.api.server import ServerOptions
 from deltasync.cli import serve as serving
+from deltasync.cli.endpoint_options import service_options
 from deltasync.cli.main import cli
+from deltasync.client import Endpoint
 from deltasync.consumers.consumer import ConsumerOptions
 
 FLAG, FILE = "--grpc-port", "grpc_port"
@@ -175,3 +177,15 @@ def test_every_verb_explains_itself(path: tuple[str, ...]) -> None:
 def test_the_verbs_are_those_of_the_service() -> None:
     consumers = {f"consumers {verb}" for verb in ("list", "create", "update", "delete")}
     assert {"serve", "lag", "consumers", *consumers} <= {" ".join(path) for path in verbs(cli)}
+
+
+def test_a_service_that_has_to_be_named_is_asked_for() -> None:
+    """It was an AttributeError: click takes a default of None for a value."""
+
+    @click.command()
+    @service_options(default=None)
+    def command(service: Endpoint) -> None:
+        click.echo(service.address)
+
+    assert "Missing option '--service'" in CliRunner().invoke(command, []).output
+    assert CliRunner().invoke(command, ["--service", "localhost:1"]).output == "localhost:1\n"

@@ -137,7 +137,9 @@ async def _body(request: Request) -> bytes:
 @managed_option
 @service_options(default=None)
 @click.option("--consumer", default="predictors", help="The consumer it belongs to.")
-@click.option("--replica", default=socket.gethostname, help="Its name inside the consumer's fleet.")
+@click.option(
+    "--replica", default=socket.gethostname, show_default="host name", help="Its name inside the consumer's fleet."
+)
 @value_type_option
 @click.option("--host", default="127.0.0.1", help="Address to listen on.")
 @click.option("--http-port", type=click.IntRange(1, 65535), default=8081, help="Port to listen on.")
