@@ -12,7 +12,10 @@ from tests.support.metrics import POLICY_METRICS
 
 # What Prometheus itself adds.
 BUILT_IN = {"up": {"job", "instance"}}
-FUNCTIONS = {"min_over_time", "deriv", "changes", "increase", "rate", "sum", "by", "and", "or"}
+FUNCTIONS = {"min_over_time", "deriv", "changes", "increase", "rate", "sum", "by", "and", "or", "on"}
+
+# What the example predictor says, as its own tests show.
+PREDICTOR = {"predictor_version": {"job", "instance"}}
 
 Expression = tuple[str, set[str]]
 
@@ -52,7 +55,7 @@ def _used_labels(expression: str) -> Iterator[str]:
 def test_expressions_use_metrics_and_labels_that_exist(
     expressions: list[Expression], metrics: dict[str, set[str]]
 ) -> None:
-    known = metrics | BUILT_IN
+    known = metrics | BUILT_IN | PREDICTOR
     assert len(expressions) > 10
     for expression, shown in expressions:
         names = _names(expression)
