@@ -12,7 +12,7 @@ from tests.support.metrics import POLICY_METRICS
 
 # What Prometheus itself adds.
 BUILT_IN = {"up": {"job", "instance"}}
-FUNCTIONS = {"min_over_time", "deriv", "changes", "increase", "rate", "sum", "by", "and", "or", "on"}
+FUNCTIONS = {"min_over_time", "deriv", "changes", "increase", "rate", "sum", "by", "and", "or", "on", "max"}
 
 # What the example predictor says, as its own tests show.
 PREDICTOR = {"predictor_version": {"job", "instance"}}
@@ -41,14 +41,14 @@ def expressions(alerts: list[dict[str, Any]], dashboard: dict[str, Any]) -> list
 
 
 def _names(expression: str) -> set[str]:
-    bare = re.sub(r'"[^"]*"|\{[^}]*\}|\[[^]]*\]|by \([^)]*\)', "", expression)
+    bare = re.sub(r'"[^"]*"|\{[^}]*\}|\[[^]]*\]|\b(?:by|on) \([^)]*\)', "", expression)
     return set(re.findall(r"[a-z_]\w*", bare)) - FUNCTIONS
 
 
 def _used_labels(expression: str) -> Iterator[str]:
     for selector in re.findall(r"\{([^}]*)\}", expression):
         yield from re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", selector)
-    for grouping in re.findall(r"by \(([^)]*)\)", expression):
+    for grouping in re.findall(r"\b(?:by|on) \(([^)]*)\)", expression):
         yield from re.split(r",\s*", grouping)
 
 
