@@ -155,8 +155,14 @@ def main(value_type: str, host: str, http_port: int, **settings: Any) -> None:
     with Subscriber(SubscriberOptions(**settings), target) as subscriber:
         metrics.watch(subscriber)
         app = create_app(target, subscriber, options.ids, metrics, threads)
-        how: dict[str, Any] = {"log_config": None, "access_log": False}
-        uvicorn.run(app, host=host, port=http_port, timeout_graceful_shutdown=DRAIN_SECONDS, **how)
+        uvicorn.run(
+            app,
+            host=host,
+            port=http_port,
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=DRAIN_SECONDS,
+        )
 
 
 if __name__ == "__main__":
