@@ -251,6 +251,16 @@ def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if record.name.startswith("deltasync")]
 
 
+def test_the_collection_alone_is_followed_as_well() -> None:
+    """Its shards' modules are of the table's name, too, and no maps that a table would have to bring."""
+    model = model_of(sorting())
+    module = shards_of(model, 2)
+    release = release_of(1, resync=True, ids={3: 50, 8: 60}, rows={3: 1.0, 8: 2.0})
+    TorchTarget(model).apply(release)
+    TorchTarget(module.get_submodule("sparse")).apply(encoded(release))
+    assert looked_up(module, [50, 60, 70]) == looked_up(quantised(model), [50, 60, 70])
+
+
 def test_without_the_map_it_is_refused() -> None:
     with pytest.raises(NotFound, match=f"no table brings the map {MAP.name}: update"):
         TorchTarget(shards_of(model_of(sorting()), 2)).apply(encoded(release_of(1, resync=True, tables=[USER])))
