@@ -244,6 +244,19 @@ def test_a_table_that_grows_or_goes_is_of_one_version_too() -> None:
             target.apply(dataclasses.replace(release_of(3), tables=[larger], rows=[]))
 
 
+@pytest.mark.parametrize("reads", WAYS)
+def test_who_reads_in_an_autocast_of_its_own_sees_each_version(reads: Reads) -> None:
+    """An autocast keeps the casts of parameters until it is left."""
+    target = TorchTarget(nn.Sequential(nn.Linear(DIM, 1, bias=False)), reads=reads)
+    table = TableSpec("0.weight", 1, DIM, kind=TableKind.PARAMETER)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        for version in range(1, 6):
+            with threads(lambda number=version: target.apply(release_of(number, tables=[table]))):  # type: ignore[misc]
+                pass
+            with target.reading() as reading:
+                assert reading.module(torch.ones(DIM)).item() == DIM * version
+
+
 def test_applying_inside_of_a_reading_is_an_error(target: AnyTarget) -> None:
     target.apply(release_of(1))
     with target.reading(), pytest.raises(Contradiction, match="would wait for itself"):

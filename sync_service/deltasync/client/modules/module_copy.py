@@ -61,6 +61,8 @@ class ModuleCopy:
                 for write_table in writes:
                     write_table()
                 _finish(devices)
+            # It keeps casts of parameters until all of its blocks are left, and readers may live in one.
+            torch.clear_autocast_cache()
 
         return write
 
