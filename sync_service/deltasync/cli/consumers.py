@@ -53,7 +53,7 @@ def update_consumer(name: str, service: Endpoint, **options: Any) -> None:
 
     Options that are left out take their defaults, whatever they were before: without any, replicas are sent every
     changed row, in its own type, at once. Replicas keep their place; but where --mode becomes ids, those that
-    take values stop with an error.
+    take values stop with an error, and where --value-type becomes one that their modules do not hold, those do.
     """
     policy, admin = policy_of(options), Admin(service)
     before = [policy_from_message(consumer.policy) for consumer in admin.consumers() if consumer.name == name]

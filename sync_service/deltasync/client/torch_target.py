@@ -143,10 +143,11 @@ class TorchTarget:
         types = value_types_of(tables)
         bindings = [each.bind(tables, self.bound(), types) for each in self._copies.each]
         binding, before = bindings[0], self._copies.served.binding
-        # What comes later has no place as long as the module is the one it was: the rest goes on.
-        known = {table.name for table in self._followed if table in tables and table.name in self.bound()}
-        refused = known if self._followed else set(binding.problems)
-        _refuse([(name, problem) for name, problem in binding.problems.items() if name in refused])
+        # What comes later, or grows, has no place as long as the module is the one it was: the rest goes on.
+        held = {table.name: table.rows for table in self._followed if table.name in self.bound()}
+        known = {table.name for table in tables if held.get(table.name) == table.rows}
+        if not self._followed or known & binding.problems.keys():
+            _refuse(list(binding.problems.items()))  # All: one may be why another has no place.
         if not self._followed:
             self._check_first(tables, binding)
         for name in binding.problems.keys() - before.problems.keys():

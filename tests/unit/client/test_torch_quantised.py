@@ -34,7 +34,7 @@ from torchrec.inference.modules import quantize_embeddings, quantize_inference_m
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
-from deltasync.client import RowBatch, TableKind, TableSpec
+from deltasync.client import Position, RowBatch, TableKind, TableSpec
 from deltasync.client.checksums import TargetChecksums
 from deltasync.client.modules.binding import bind
 from deltasync.client.torch_target import TorchTarget
@@ -455,3 +455,16 @@ def test_what_goes_with_a_quantised_collection_finds_its_place() -> None:
             *(f"model.sparse.feature_processor.position_weights.{name}" for name in SIZES),
         ]
     )
+
+
+def test_rows_that_come_in_another_form_than_before_are_refused() -> None:
+    """They were left out with a warning: a version was told that only the rest of the module had."""
+    module = quantised(Model(), 8)
+    target = TorchTarget(module)
+    target.apply(whole(Model(), ValueType.INT8_TBE))
+    before, other = tbe_bytes(module), whole(Model(), ValueType.FP32)
+    with pytest.raises(Contradiction, match="let the consumer's policy say value_type int8-tbe"):
+        target.apply(dataclasses.replace(other, position=Position("other", 2)))
+    assert tbe_bytes(module) == before
+    with target.reading() as reading:
+        assert reading.position.number == 1

@@ -28,7 +28,7 @@ from deltasync.client.checksums import TargetChecksums
 from deltasync.client.torch_target import TorchTarget
 from deltasync.core.delivery import Delivery
 from deltasync.core.digests import digest
-from deltasync.core.errors import NotFound
+from deltasync.core.errors import Contradiction, NotFound
 from deltasync.core.mode import Mode
 from deltasync.core.value_types import ValueType
 
@@ -103,3 +103,11 @@ def test_what_a_quantised_model_holds_is_proven() -> None:
     rows: Any = np.zeros((ROWS, release.tables[0].dim), np.uint8)
     rows[release.rows[0].ids] = release.rows[0].values
     assert held.after(release)[USER.name] == digest(np.arange(ROWS), rows).checksum
+
+
+def test_a_policy_that_comes_to_send_another_type_is_told_what_it_should_say() -> None:
+    """It was only told that the map is of no use without its table, and not why that has no place any more."""
+    target = TorchTarget(quantised(model_of(sorting())))
+    target.apply(encoded(release_of(1, resync=True, ids={1: 40}, rows={1: 1.0})))
+    with pytest.raises(Contradiction, match="let the consumer's policy say value_type int8-tbe"):
+        target.apply(release_of(2, resync=True, ids={1: 40}, rows={1: 1.0}))
