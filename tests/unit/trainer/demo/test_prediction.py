@@ -8,12 +8,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from deltasync.core.errors import InvalidInput
 from deltasync.trainer.clicks.batch import click_batch
 from deltasync.trainer.clicks.features import RAW_IDS, Features
 from deltasync.trainer.clicks.model import ModelOptions
-from deltasync.trainer.demo.prediction import MOST_EVENTS, batch_of, request_of
+from deltasync.trainer.demo.prediction import MOST_EVENTS, PredictionRequest, batch_of, request_of
 
 IDS = ModelOptions(users=40, items=30, cross_buckets=10, managed=True).ids
 
@@ -71,7 +72,6 @@ EVENT = {"dense": [0.0, 0.5, 1.0, -1.0], "user": 1, "item": 2, "cross": 3, "hour
         ({"hour": 168}, "hour: 168, expected ids below 168"),
         ({"history": [1, RAW_IDS]}, f"history: {RAW_IDS}, expected ids below {RAW_IDS}"),
         ({"history": [1] * 101}, "events.1.history: List should have at most 100 items"),
-        ({"label": 1}, "events.1.label: Extra inputs are not permitted"),
     ],
 )
 def test_what_is_wrong_is_named(change: dict[str, Any], why: str) -> None:
@@ -93,13 +93,35 @@ def test_what_is_wrong_is_named(change: dict[str, Any], why: str) -> None:
             json.dumps({"events": [EVENT] * (MOST_EVENTS + 1)}).encode(),
             f"events: List should have at most {MOST_EVENTS}",
         ),
-        (json.dumps({"events": [EVENT], "model": "m"}).encode(), "model: Extra inputs are not permitted"),
     ],
 )
 def test_what_is_no_request_is_refused(body: bytes, why: str) -> None:
     with pytest.raises(InvalidInput) as refused:
         batch_of(body, IDS)
     assert str(refused.value).startswith(why)
+
+
+def test_fields_that_the_model_does_not_know_are_passed_over() -> None:
+    known, more = {"events": [EVENT]}, {"events": [EVENT | {"country": 1}], "model": "m"}
+    ours, theirs = (batch_of(json.dumps(each).encode(), IDS) for each in (known, more))
+    assert torch.equal(ours.sparse.values(), theirs.sparse.values())
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {},
+        EVENT | {"history": ["a"] * 100},
+        EVENT | {"dense": ["a"] * 100_000},
+        {str(name): 1 for name in range(80_000)},
+    ],
+    ids=["no fields", "histories", "values", "fields"],
+)
+def test_what_is_wrong_is_not_listed_without_end(event: dict[str, Any]) -> None:
+    many = json.dumps({"events": [event] * (MOST_EVENTS if len(event) < 10 else 1)}).encode()
+    with pytest.raises(ValidationError) as refused:
+        PredictionRequest.model_validate_json(many)
+    assert refused.value.error_count() < 10
 
 
 def test_a_model_without_managed_collision_takes_rows() -> None:

@@ -4,7 +4,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from deltasync.client import Contradiction, Position, ServiceFailed, ValueType
 from deltasync.trainer.clicks.model import ClickModel, ModelOptions
+from deltasync.trainer.demo import predictor
 from deltasync.trainer.demo.prediction import MOST_BYTES, batch_of
 from deltasync.trainer.demo.predictor import create_app
 from deltasync.trainer.demo.predictor_metrics import PredictorMetrics
@@ -28,6 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.ao.quantization is depreca
 OPTIONS = ModelOptions(users=40, items=30, cross_buckets=10, dim=4, hidden=4, managed=True)
 EVENT = {"dense": [0.0, 0.5, 1.0, -1.0], "user": 1, "item": 2, "cross": 3, "hour": 4, "history": [2]}
 BODY = json.dumps({"events": [EVENT, EVENT | {"hour": 5}]})
+THREADS = 2
 
 
 class Client:
@@ -42,7 +44,9 @@ class Client:
     def post(self, path: str, content: str | bytes) -> httpx.Response:
         return asyncio.run(self.ask("POST", path, content))
 
-    async def ask(self, method: str, path: str, content: str | bytes = b"") -> httpx.Response:
+    async def ask(
+        self, method: str, path: str, content: str | bytes | AsyncIterator[bytes] = b""
+    ) -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(self._app), base_url="http://test") as client:
             return await client.request(method, path, content=content)
 
@@ -90,7 +94,7 @@ def held() -> Held:
 def http(held: Held) -> Client:
     metrics, both = PredictorMetrics(), held
     metrics.watch(both)  # type: ignore[arg-type]
-    return Client(create_app(both, both, OPTIONS.ids, metrics))  # type: ignore[arg-type]
+    return Client(create_app(both, both, OPTIONS.ids, metrics, THREADS))  # type: ignore[arg-type]
 
 
 def metric(http: Client, name: str) -> float:
@@ -166,6 +170,42 @@ def test_probes_are_answered_while_a_forward_waits(http: Client, held: Held) -> 
         assert (await answer).status_code == 200
 
     asyncio.run(scenario())
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(http: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predictor, "_BODY_SECONDS", 0.01)
+
+    async def half() -> AsyncIterator[bytes]:
+        yield BODY[:9].encode()
+        await asyncio.Event().wait()
+
+    answer = asyncio.run(http.ask("POST", "/predict", half()))
+    assert (answer.status_code, answer.json()) == (408, {"detail": "body: not whole after 0 s"})
+
+
+@pytest.mark.timeout(30)
+def test_requests_beyond_those_that_may_wait_are_refused(http: Client, held: Held) -> None:
+    async def scenario() -> None:
+        with held.gate:
+            places = THREADS + predictor.MOST_WAITING
+            asked = [asyncio.create_task(http.ask("POST", "/predict", BODY)) for _ in range(places + 2)]
+            refused = [await each for _, each in zip(range(2), asyncio.as_completed(asked), strict=False)]
+            for answer in refused:
+                assert answer.status_code == 503
+                assert answer.json() == {"detail": f"busy: {predictor.MOST_WAITING} requests wait already"}
+            assert (await http.ask("GET", "/livez")).status_code == 200
+        answers = await asyncio.gather(*asked)
+        assert [answer.status_code for answer in answers].count(200) == places
+
+    asyncio.run(scenario())
+
+
+def test_scores_that_are_no_numbers_are_not_answered(http: Client, held: Held) -> None:
+    with torch.no_grad():
+        held.module.get_parameter("top.0.bias").fill_(float("nan"))
+    answer = http.post("/predict", content=BODY)
+    assert answer.status_code == 503
+    assert answer.json() == {"detail": "version 7 of the model gives scores that are no finite numbers"}
 
 
 def test_metrics_count_what_was_answered(http: Client, held: Held) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from deltasync.core.errors import InvalidInput
 from deltasync.trainer.clicks.batch import SPARSE_FEATURES, ClickBatch, click_batch
@@ -21,29 +21,34 @@ _MOST_HISTORY = 100
 # Far beyond any value there is, and small enough for float32 to multiply two of them.
 _LARGEST = 1e6
 
+# One wrong entry is enough: to list a hundred thousand of them would stop all threads for a second.
 _Id = Annotated[int, Field(ge=0, lt=2**63)]
+_History = Annotated[list[_Id], Field(max_length=_MOST_HISTORY), FailFast()]
 _Value = Annotated[float, Field(ge=-_LARGEST, le=_LARGEST, allow_inf_nan=False)]
 
 
 class Event(BaseModel):
-    """The features of one event, in the types of `Features`: ids are those that the model's lookups take."""
+    """The features of one event, in the types of `Features`: ids are those that the model's lookups take.
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    Other fields are passed over: who asks may know of a feature before the model does.
+    """
+
+    model_config = ConfigDict(strict=True)
 
     dense: list[_Value] = Field(min_length=len(DENSE_FEATURES), max_length=len(DENSE_FEATURES))
     user: _Id
     item: _Id
     cross: _Id
     hour: _Id
-    history: list[_Id] = Field(max_length=_MOST_HISTORY)
+    history: _History
 
 
 class PredictionRequest(BaseModel):
     """Events to score."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(strict=True)
 
-    events: list[Event] = Field(min_length=1, max_length=MOST_EVENTS)
+    events: Annotated[list[Event], Field(min_length=1, max_length=MOST_EVENTS), FailFast()]
 
 
 class Prediction(BaseModel):
@@ -80,7 +85,7 @@ def batch_of(body: bytes, ids: Mapping[str, int]) -> ClickBatch:
     try:
         events = PredictionRequest.model_validate_json(body).events
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
+        first = error.errors(include_url=False, include_input=False)[0]
         raise InvalidInput(f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}") from error
     features = _features(events)
     for name, values in {**features.ids, "history": features.history}.items():

@@ -6,17 +6,18 @@ python -m deltasync.trainer.demo.predictor --service localhost:50051 --consumer 
 `/metrics` for Prometheus.
 """
 
+import asyncio
 import signal
 import socket
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import click
 import torch
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response
-from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import ClientDisconnect
@@ -40,21 +41,28 @@ from deltasync.trainer.demo.prediction import MOST_BYTES, Prediction, batch_of
 from deltasync.trainer.demo.predictor_metrics import MeteredTarget, PredictorMetrics
 from deltasync.trainer.demo.quantised import quantised, value_type_option
 
+# More requests that wait for a thread than this are refused: they would be answered too late for who asks.
+MOST_WAITING = 100
+_BODY_SECONDS = 10.0
+_DRAIN_SECONDS = 15
+
 
 def predict(target: TorchTarget, ids: Mapping[str, int], body: bytes) -> Prediction:
     """Answer a request, whose body this is, with one version of the model. Called in many threads at once.
 
     Raises:
         InvalidInput: the body is no request.
-        DeltasyncError: the model holds no version whole.
+        DeltasyncError: the model holds no version whole, or gives a score that is no number.
     """
     batch = batch_of(body, ids)
     with target.reading() as reading, torch.inference_mode():
         model = cast("ClickModel", reading.module)
-        scores = model.logits(batch.dense, batch.sparse).tolist()
+        scores = model.logits(batch.dense, batch.sparse)
+    if not scores.isfinite().all():
+        raise DeltasyncError(f"version {reading.version} of the model gives scores that are no finite numbers")
     event = reading.event_time_unix_ns
     return Prediction(
-        scores=scores,
+        scores=scores.tolist(),
         version=reading.version,
         step=reading.step,
         age_seconds=seconds_behind(reading.step_end_unix_ns if event is None else event, time.time_ns()),
@@ -63,10 +71,11 @@ def predict(target: TorchTarget, ids: Mapping[str, int], body: bytes) -> Predict
 
 
 def create_app(
-    target: TorchTarget, subscriber: Subscriber, ids: Mapping[str, int], metrics: PredictorMetrics
+    target: TorchTarget, subscriber: Subscriber, ids: Mapping[str, int], metrics: PredictorMetrics, threads: int
 ) -> FastAPI:
-    """The application. Its event loop answers probes while forwards run in threads."""
+    """The application. Its event loop answers probes while forwards run in so many threads."""
     app = FastAPI(title="predictor")
+    forwards, places = ThreadPoolExecutor(threads, "forward"), asyncio.Semaphore(threads + MOST_WAITING)
 
     @app.exception_handler(DeltasyncError)
     async def refuse(_request: Request, error: DeltasyncError) -> JSONResponse:
@@ -85,8 +94,11 @@ def create_app(
         """Scores of events, with the version that made them and its age."""
         await ready()
         body = await _body(request)
-        with metrics.predict_seconds.time():
-            return await run_in_threadpool(predict, target, ids, body)
+        if places.locked():
+            raise ServiceUnavailable(f"busy: {MOST_WAITING} requests wait already")
+        async with places:
+            with metrics.predict_seconds.time():
+                return await asyncio.get_running_loop().run_in_executor(forwards, predict, target, ids, body)
 
     @app.get("/livez")
     async def livez() -> str:
@@ -108,10 +120,13 @@ def create_app(
 async def _body(request: Request) -> bytes:
     body = bytearray()
     try:
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > MOST_BYTES:
-                raise HTTPException(413, f"body: more than {MOST_BYTES} bytes")
+        async with asyncio.timeout(_BODY_SECONDS):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > MOST_BYTES:
+                    raise HTTPException(413, f"body: more than {MOST_BYTES} bytes")
+    except TimeoutError as error:
+        raise HTTPException(408, f"body: not whole after {_BODY_SECONDS:.0f} s") from error
     except ClientDisconnect as error:
         raise InvalidInput("body: it ends in the middle") from error
     return bytes(body)
@@ -133,11 +148,15 @@ def main(value_type: str, host: str, http_port: int, **settings: Any) -> None:
     # As Ctrl-C: uvicorn answers what it has taken, and returns.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     options, metrics = take_model_options(settings), PredictorMetrics()
+    # Side by side, each on one core; torch would give all cores to each. It knows how many, by OMP_NUM_THREADS.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     target = MeteredTarget(quantised(ClickModel(options).eval(), ValueType(value_type)), metrics)
     with Subscriber(SubscriberOptions(**settings), target) as subscriber:
         metrics.watch(subscriber)
-        app = create_app(target, subscriber, options.ids, metrics)
-        uvicorn.run(app, host=host, port=http_port, log_config=None, access_log=False)
+        app = create_app(target, subscriber, options.ids, metrics, threads)
+        how: dict[str, Any] = {"log_config": None, "access_log": False}
+        uvicorn.run(app, host=host, port=http_port, timeout_graceful_shutdown=_DRAIN_SECONDS, **how)
 
 
 if __name__ == "__main__":

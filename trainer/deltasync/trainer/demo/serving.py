@@ -86,9 +86,9 @@ def main(value_type: str, last_step: float, results: Path, **settings: Any) -> N
     target = HeldTarget(model, metrics, last_step)
     with Subscriber(SubscriberOptions(**settings), target) as subscriber:
         metrics.watch(subscriber)
-        server = uvicorn.Server(
-            uvicorn.Config(create_app(target, subscriber, options.ids, metrics), log_config=None, access_log=False)
-        )
+        # One request at a time, on as many cores as the model that its answers are compared with.
+        app = create_app(target, subscriber, options.ids, metrics, threads=1)
+        server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
         with _listener() as listener, suppress(KeyboardInterrupt):
             _announce(results / f"{settings['replica']}.http", listener)
             server.run(sockets=[listener])
