@@ -14,7 +14,7 @@ from deltasync.core.errors import InvalidInput
 from deltasync.trainer.clicks.batch import click_batch
 from deltasync.trainer.clicks.features import RAW_IDS, Features
 from deltasync.trainer.clicks.model import ModelOptions
-from deltasync.trainer.demo.prediction import MOST_EVENTS, PredictionRequest, batch_of, request_of
+from deltasync.trainer.demo.prediction import MOST_BYTES, MOST_EVENTS, PredictionRequest, batch_of, request_of
 
 IDS = ModelOptions(users=40, items=30, cross_buckets=10, managed=True).ids
 
@@ -118,7 +118,8 @@ def test_fields_that_the_model_does_not_know_are_passed_over() -> None:
     ids=["no fields", "histories", "values", "fields"],
 )
 def test_what_is_wrong_is_not_listed_without_end(event: dict[str, Any]) -> None:
-    many = json.dumps({"events": [event] * (MOST_EVENTS if len(event) < 10 else 1)}).encode()
+    as_many_as_fit = min(MOST_EVENTS, MOST_BYTES // (len(json.dumps(event)) + 2)) or 1
+    many = json.dumps({"events": [event] * as_many_as_fit}).encode()
     with pytest.raises(ValidationError) as refused:
         PredictionRequest.model_validate_json(many)
     assert refused.value.error_count() < 10
