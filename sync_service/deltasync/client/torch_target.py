@@ -64,8 +64,9 @@ class TorchTarget:
                 do no harm.
             leave_out: names of tables not to write, as shell patterns: "*.user". A table's map goes with it.
             reads: "pause": readers wait while a release is written. "copies": no reader waits; the target makes a
-                copy of the module, in evaluation mode and where it is to stay by now, and serves one and the other
-                in turn. It can be found in a `reading()` alone: `module` itself is of no one version.
+                copy of the module, which must have been loaded, in evaluation mode and where it is to stay by now,
+                and serves one and the other in turn. It can be found in a `reading()` alone: `module` itself is of
+                no one version.
 
         Raises:
             InvalidInput: `leave_out` is one string, or `reads` is something else.
