@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import redis
+from tests.support.redis_server import RedisServer
 
 from deltasync.client.keyed import redis_store
 
@@ -38,22 +39,47 @@ class PlayDead:
         raise Killed
 
 
+class Sends:
+    """A client, and what happens before each time that it sends, or after.
+
+    Attributes:
+        client: the client.
+        count: how often it has sent since `do`.
+    """
+
+    def __init__(self, server: RedisServer, *, after: bool = False) -> None:
+        self.count = 0
+        self._then: dict[int, Callable[[], None]] = {}
+        self.client = mortal(server.client(), 0, self._next, after=after)
+
+    def do(self, then: dict[int, Callable[[], None]]) -> None:
+        """From now on, do something at the n-th time, counted from 0."""
+        self._then, self.count = then, 0
+
+    def _next(self) -> None:
+        self.count += 1
+        self._then.get(self.count - 1, lambda: None)()
+
+
 def kill_this_process() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def mortal(client: "redis.Redis", commands: int, die: Callable[[], None]) -> "redis.Redis":
-    """Let a client send so many times, and then die, before each time that it sends."""
+def mortal(client: "redis.Redis", commands: int, die: Callable[[], None], *, after: bool = False) -> "redis.Redis":
+    """Let a client send so many times, and then die, before each time that it sends, or after."""
     left = [commands]
     pool: Any = client.connection_pool
     base: Any = pool.connection_class
 
     class Connection(base):  # type: ignore[misc]
         def send_packed_command(self, *arguments: Any, **settings: Any) -> None:
-            if left[0] <= 0:
-                die()
+            dies = left[0] <= 0
             left[0] -= 1
+            if dies and not after:
+                die()
             super().send_packed_command(*arguments, **settings)
+            if dies and after:
+                die()
 
     pool.connection_class = Connection
     return client

@@ -6,9 +6,9 @@ import numpy as np
 
 from deltasync.client.keyed.keyed_table import checked_keys
 from deltasync.client.keyed.redis_layout import Meta, Names, StoredTable, key_fields
-from deltasync.client.keyed.redis_store import RedisStore
+from deltasync.client.keyed.redis_store import RedisStore, place_of
 from deltasync.client.reading import Reading
-from deltasync.core.errors import NotFound
+from deltasync.core.errors import Contradiction, NotFound
 from deltasync.core.rows import Ids, Mask, Values
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ class RedisRows:
     def __init__(self, client: "redis.Redis", prefix: str, *, retry_seconds: float = 0.0) -> None:
         """Look up under a prefix; arguments and errors of `RedisTarget`."""
         self._store, self._names = RedisStore(client, retry_seconds), Names(prefix)
-        self._where = f"the store at {self._store.where}, prefix {prefix!r},"
+        self._where = f"the store at {place_of(client)}, prefix {prefix!r},"
         self._tables: dict[str, StoredTable] = {}
 
     def newest(self) -> Reading:
@@ -51,14 +51,21 @@ class RedisRows:
 
         Raises:
             NotFound: the store has no such table, or no version yet.
+            Contradiction: rows do not lie as the store tells.
             InvalidInput: keys of another type or shape.
         """
         stored = self._table(table)
         rows = self._store.get(self._names.rows(table), key_fields(checked_keys(keys)))
+        known = [len(row) for row in rows if row is not None]
+        if any(size != stored.row_bytes for size in known) or not known:
+            # The prefix may have been emptied, and written again in another form.
+            stored = self._table(table, again=True)
+        if wrong := next((size for size in known if size != stored.row_bytes), None):
+            raise Contradiction(f"{self._where} has a row of {wrong} bytes in table {table!r}, which is {stored}")
         return stored.values(rows), np.array([row is not None for row in rows], np.bool_)
 
-    def _table(self, name: str) -> StoredTable:
-        if name not in self._tables:  # How rows lie does not change as long as they are there.
+    def _table(self, name: str, *, again: bool = False) -> StoredTable:
+        if again or name not in self._tables:
             self._tables = {table.name: table for table in self._meta().tables}
         if name not in self._tables:
             raise NotFound(f"{self._where} has no table {name!r}; tables: {', '.join(self._tables)}")

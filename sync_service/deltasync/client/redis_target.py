@@ -1,13 +1,13 @@
 """Rows into the hashes of a Redis or Valkey server."""
 
 import logging
-import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from deltasync.client.keyed.raw_ids import maps_of
 from deltasync.client.keyed.redis_layout import Meta, Names, StoredTable
-from deltasync.client.keyed.redis_store import RedisStore
+from deltasync.client.keyed.redis_store import RedisWriter, place_of
 from deltasync.client.keyed.redis_tables import MappedTable, write_rows
 from deltasync.client.targets import Release
 from deltasync.core.errors import Contradiction, InvalidInput
@@ -49,14 +49,12 @@ class RedisTarget:
         """
         if not prefix:
             raise InvalidInput("prefix: empty, expected one that no other keys of the store begin with")
-        self._store = RedisStore(client, retry_seconds)
         self._names = Names(prefix)
-        self._where = f"the store at {self._store.where}, prefix {prefix!r},"
-        self._writer = uuid.uuid4().hex
-        self._begun = False
+        self._where = f"the store at {place_of(client)}, prefix {prefix!r},"
+        self._store = RedisWriter(client, retry_seconds, self._names.meta, self._where)
         self._refuse_eviction()
         meta = self._meta(self._store.fields(self._names.meta))
-        self.position = meta.position if meta else Position()
+        self.position = self._ending = meta.position if meta else Position()
 
     def apply(self, release: Release) -> None:
         """Write a release, its version last. After an error the same or a later release can be written again.
@@ -70,28 +68,30 @@ class RedisTarget:
         release.check_values()
         maps = maps_of(release.tables)
         tables = tuple(StoredTable.of_spec(table, mapped=table.name in maps) for table in release.tables)
-        before = self._begin(release, tables)
-        self._write(release, maps, interrupted=bool(before and before.writing))
-        gone = {table.name for table in before.tables} - {table.name for table in tables} if before else set()
-        self._store.remove([name for table in gone for name in (self._names.rows(table), self._names.free(table))])
-        self._store.exchange(self._names.meta, lambda found: self._owned(found).after(release, tables).fields())
+        begun, interrupted = self._begin(release, tables)
+        self._write(release, maps, interrupted=interrupted)
+        self._ending = release.position
+        gone = sorted({table.name for table in begun.tables} - {table.name for table in tables})
+        names = [name for table in gone for name in (self._names.rows(table), self._names.free(table))]
+        self._store.exchange(
+            lambda _: begun.after(release, tables).fields(), [["UNLINK", *names]] if names else []
+        )
         self.position = release.position
 
-    def _begin(self, release: Release, tables: tuple[StoredTable, ...]) -> Meta | None:
-        """Say in the store that this target writes; returns what it said before."""
-        before: list[Meta | None] = []
+    def _begin(self, release: Release, tables: tuple[StoredTable, ...]) -> tuple[Meta, bool]:
+        """Say in the store that this target writes: what it says now, and whether a release may lie there half."""
+        states = list[Meta]()
 
         def begin(found: Mapping[bytes, bytes]) -> dict[str, str]:
-            held = self._owned(found) if self._begun else self._meta(found)
-            before.append(held)
+            held = self._meta(found)
             self._check(held, release, tables)
-            known = {table.name: table for table in (*(held.tables if held else ()), *tables)}
-            begun = held or Meta(release.model, self._writer, ())
-            return begun.begun(self._writer, tuple(known.values()), release.version).fields()
+            held = held or Meta(release.model, ())
+            known = {table.name: table for table in (*held.tables, *tables)}
+            states.extend([held, replace(held, tables=tuple(known.values()), writing=release.version)])
+            return states[-1].fields()
 
-        self._store.exchange(self._names.meta, begin)
-        self._begun = True
-        return before[0]  # Where the connection was lost, later ones may be our own.
+        self._store.exchange(begin)
+        return states[-1], any(state.writing for state in states[:-1])
 
     def _write(self, release: Release, maps: Mapping[str, TableSpec], *, interrupted: bool) -> None:
         rows: dict[str, list[RowBatch]] = {table.name: [] for table in release.tables}
@@ -124,21 +124,11 @@ class RedisTarget:
     def _meta(self, found: Mapping[bytes, bytes]) -> Meta | None:
         return Meta.of_fields(found, self._where)
 
-    def _owned(self, found: Mapping[bytes, bytes]) -> Meta:
-        """What the store says, which must be what this target has written."""
-        meta = self._meta(found)
-        if meta is None or meta.writer != self._writer:
-            what = "emptied" if meta is None else "taken over by another target"
-            raise Contradiction(
-                f"{self._where} was {what} while this one writes there: let one target write, and start it again "
-                "from what the store then holds"
-            )
-        return meta
-
     def _check(self, held: Meta | None, release: Release, tables: tuple[StoredTable, ...]) -> None:
         """Check that a release may be written to what is held."""
         position = held.position if held else Position()
-        if position != self.position or (not position.number and not release.resync):
+        # The answer may have been lost when a release ended.
+        if position not in (self.position, self._ending) or (not position.number and not release.resync):
             raise Contradiction(
                 f"{self._where} holds {_text(position)}, expected {_text(self.position)}: something else has "
                 "written there or brought back a copy, or the subscriber began without held=target.position"

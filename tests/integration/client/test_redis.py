@@ -8,15 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import redis
+import redis.asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.keyed_model import BIAS, CHANGES, ITEM, RAW_IDS, ROWS, TABLES, USER, Change, KeyedModel
-from tests.support.redis_commands import Killed, PlayDead, kill_this_process, mortal, single_commands
+from tests.support.redis_commands import Killed, PlayDead, Sends, kill_this_process, mortal, single_commands
 from tests.support.redis_server import PROGRAM, RedisServer
 
-from deltasync.client import Position, Release
+from deltasync.client import Position, Release, RowBatch
 from deltasync.client.keyed.redis_layout import keys_of
-from deltasync.client.keyed.redis_store import RedisStore
+from deltasync.client.keyed.redis_store import RedisWriter
 from deltasync.client.reading import Reading
 from deltasync.client.redis_rows import RedisRows
 from deltasync.client.redis_target import RedisTarget
@@ -106,7 +107,7 @@ class Feed:
         return self.model.release(held, resync=not held or self._resync_at > held, whole=whole)
 
 
-STEP = st.tuples(CHANGES, st.booleans(), WHOLE, st.none() | st.integers(0, 60))
+STEP = st.tuples(CHANGES, st.booleans(), WHOLE, st.none() | st.integers(0, 180))
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -203,13 +204,40 @@ def test_rows_are_looked_up(server: RedisServer, store: Any) -> None:
         rows.lookup(USER.name, np.array([7.0]))
 
 
+def test_a_reader_goes_on_where_rows_have_come_to_lie_otherwise(server: RedisServer, store: Any) -> None:
+    feed, target = first(server)
+    rows = RedisRows(store, "clicks")
+    assert rows.lookup(ITEM.name, np.array([0]))[0].dtype == np.float16
+    feed.change(Change())
+    target.apply(other(feed.release(1), tables=[USER, RAW_IDS, BIAS]))
+    with pytest.raises(NotFound, match=r"has no table 'sparse\.item'"):
+        rows.lookup(ITEM.name, np.array([0]))
+    rows.lookup(USER.name, np.array([7]))
+    store.flushall()
+    longer = type(USER)(USER.name, ROWS, 3)
+    batch = RowBatch.of_table(longer, np.array([7]), np.ones((1, 3), np.float32))
+    target_of(server).apply(Release(Position("h", 3), 4, 5, True, [longer], [batch], version=3))
+    values, found = rows.lookup(USER.name, np.array([7, 8]))
+    assert values.tolist() == [[1, 1, 1], [0, 0, 0]]
+    assert found.tolist() == [True, False]
+    values[0] = 2  # It is the caller's.
+    store.hset(f"clicks:rows:{USER.name}", (7).to_bytes(8, "little"), b"half")
+    with pytest.raises(
+        Contradiction,
+        match=r"has a row of 4 bytes in table 'sparse\.user', which is embedding, 3 values of float32",
+    ):
+        rows.lookup(USER.name, np.array([7]))
+
+
 def test_no_command_is_longer_than_others_can_wait(server: RedisServer, store: Any) -> None:
-    hashes = RedisStore(store, 0)
+    hashes = RedisWriter(store, 0, "meta", "the store")
     fields = [number.to_bytes(8, "little") for number in range(5000)]
     for times, commands in ((1, 5), (200, 31)):  # Bounded by the number of fields; by their bytes.
         store.config_resetstat()
         hashes.put("h", fields, [field * times for field in fields])
-        assert store.info("commandstats")["cmdstat_hset"]["calls"] == commands
+        together = -(-commands // 2)  # And with each two the note that they were given.
+        assert store.info("commandstats")["cmdstat_hset"]["calls"] == commands + together
+        assert store.info("commandstats")["cmdstat_exec"]["calls"] == together
         assert hashes.get("h", fields) == [field * times for field in fields]
     hashes.drop("h", fields[1:])
     assert list(hashes.scan("h")) == [{fields[0]: fields[0] * 200}]
@@ -331,6 +359,79 @@ def test_rows_that_are_written_to_during_a_release_by_another_target_are_not_tol
     assert store.hget("clicks:meta", "number") == b"1"
 
 
+def test_a_target_that_was_replaced_writes_nothing_more(
+    server: RedisServer, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = 0
+    with single_commands(monkeypatch):
+        while True:
+            store.flushall()
+            feed, _ = first(server)
+            sends = Sends(server)
+            old = RedisTarget(sends.client, "clicks")
+            feed.change(_SCENARIO[1])
+            release = feed.release(1)
+
+            def replace(feed: Feed = feed) -> None:
+                feed.change(_SCENARIO[2])
+                new = target_of(server)
+                new.apply(feed.release(new.position.number))
+
+            sends.do({refused: replace})
+            try:
+                old.apply(release)
+            except Contradiction as error:
+                said = str(error)
+            else:
+                break
+            assert re.search("was taken over by another target|holds number 3 of history h", said)
+            check_equal(store, feed.model)
+            refused += 1
+    assert feed.model.version == 2
+    check_equal(store, feed.model)
+    assert refused > 30
+
+
+@pytest.mark.parametrize("lost", [1, 3, 7])
+def test_a_server_that_loses_what_it_has_taken_is_found_out(
+    server: RedisServer, store: Any, monkeypatch: pytest.MonkeyPatch, lost: int
+) -> None:
+    # As where one that was restarted has no more of its log, or a replica that lags takes over.
+    begin, found_out = 0, 0
+    with single_commands(monkeypatch):
+        while True:
+            store.flushall()
+            feed, _ = first(server)
+            sends, copy = Sends(server), dict[bytes, Any]()
+            target = RedisTarget(sends.client, "clicks")
+            feed.change(_SCENARIO[1])
+
+            def keep(copy: dict[bytes, Any] = copy) -> None:
+                copy.update({name: store.dump(name) for name in store.keys("*")})
+
+            def bring_back(copy: dict[bytes, Any] = copy) -> None:
+                store.flushall()
+                for name, value in copy.items():
+                    store.restore(name, 0, value)
+
+            sends.do({begin: keep, begin + lost: bring_back})
+            try:
+                target.apply(feed.release(1))
+            except Contradiction as error:
+                said = str(error)
+                assert re.search("has lost changes: it tells of|was taken over", said)
+                found_out += 1
+                check_not_older(store, feed.past)
+                feed.change(_SCENARIO[2])
+                target = target_of(server)
+                target.apply(feed.release(target.position.number))
+            check_equal(store, feed.model)
+            if sends.count <= begin + lost:
+                break
+            begin += 1
+    assert found_out > 10
+
+
 def test_a_full_store_is_named_and_nothing_is_lost(server: RedisServer, store: Any) -> None:
     feed, target = first(server)
     feed.change(Change(users=frozenset(range(ROWS))))
@@ -383,7 +484,8 @@ def test_a_replica_of_the_store_is_named(server: RedisServer, store: Any) -> Non
     check_equal(store, feed.model)
 
 
-def test_lost_connections_lose_no_rows(server: RedisServer, store: Any) -> None:
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_lost_connections_lose_no_rows(server: RedisServer, store: Any, after: bool) -> None:
     commands, lost = 0, [True]
     while lost:
         store.flushall()
@@ -396,10 +498,36 @@ def test_lost_connections_lose_no_rows(server: RedisServer, store: Any) -> None:
 
         feed = Feed()
         feed.change(_SCENARIO[0])
-        RedisTarget(mortal(server.client(), 0, lose), "clicks").apply(feed.release(0))
+        RedisTarget(mortal(server.client(), 0, lose, after=after), "clicks").apply(feed.release(0))
         check_equal(store, feed.model)
         commands += 1
     assert commands > 10
+
+
+def test_after_a_lost_answer_a_later_release_can_be_given(server: RedisServer, store: Any) -> None:
+    unanswered = failed = 0
+    while unanswered == failed:
+        store.flushall()
+        feed, _ = first(server)
+        sends = Sends(server, after=True)
+        target = RedisTarget(sends.client, "clicks", retry_seconds=0)
+        feed.change(_SCENARIO[1])
+        sends.do(dict.fromkeys(range(unanswered, 1000), lose_connection))
+        try:
+            target.apply(feed.release(1))
+        except ServiceUnavailable:
+            sends.do({})
+            feed.change(_SCENARIO[2])
+            target.apply(feed.release(target.position.number))
+            failed += 1
+        check_equal(store, feed.model)
+        sends.client.close()
+        unanswered += 1
+    assert failed > 5
+
+
+def lose_connection() -> None:
+    raise redis.ConnectionError("lost")
 
 
 def test_a_server_that_stays_away_is_an_error_and_one_that_comes_back_empty_too(tmp_path: Path) -> None:
@@ -414,8 +542,30 @@ def test_a_server_that_stays_away_is_an_error_and_one_that_comes_back_empty_too(
             target.apply(feed.release(1))
 
 
-def test_a_client_that_decodes_is_refused(server: RedisServer) -> None:
+@pytest.mark.parametrize("protocol", [2, 3])
+def test_either_protocol_does(server: RedisServer, store: Any, protocol: int) -> None:
+    with server.client(protocol=protocol, db=3) as client:
+        feed, target = Feed(), RedisTarget(client, "clicks")
+        feed.change(_SCENARIO[0])
+        target.apply(feed.release(0))
+        feed.change(_SCENARIO[1], resync=True)
+        target.apply(feed.release(1))
+        check_equal(client, feed.model)
+        client.hset("clicks:meta", "format", "2")
+        with pytest.raises(
+            Contradiction, match=f"{server.socket}, database 3, prefix 'clicks', has rows of format"
+        ):
+            RedisTarget(client, "clicks")
+
+
+def test_a_client_of_another_kind_is_refused(server: RedisServer) -> None:
     with pytest.raises(InvalidInput, match="decode_responses"):
         RedisTarget(server.client(decode_responses=True), "clicks")
+    others: list[Any] = [redis.asyncio.Redis(), redis.RedisCluster.__new__(redis.RedisCluster)]
+    for client in others:
+        with pytest.raises(InvalidInput, match=r"client: a redis\..*, expected a redis.Redis"):
+            RedisTarget(client, "clicks")
+        with pytest.raises(InvalidInput, match=r"expected a redis\.Redis"):
+            RedisRows(client, "clicks")
     with pytest.raises(InvalidInput, match="prefix: empty"):
         RedisTarget(server.client(), "")

@@ -7,12 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.keyed_model import BIAS, CHANGES, ITEM, RAW_IDS, ROWS, TABLES, USER, Change, KeyedModel
 
-from deltasync.client import NumpyTarget, RowBatch
+from deltasync.client import NumpyTarget, Position, RowBatch
 from deltasync.client.checksums import TargetChecksums
-from deltasync.client.keyed.keyed_target import KeyedTarget
+from deltasync.client.keyed.key_index import KeyIndex
+from deltasync.client.keyed.keyed_target import KeyedTarget, _KeyedCopy
 from deltasync.client.reading import Reads
 from deltasync.client.targets import ReadableTarget, Release
 from deltasync.core.errors import Contradiction
+from deltasync.core.rows import Ids
 
 WHOLE = st.frozensets(st.sampled_from([table.name for table in TABLES]))
 
@@ -54,6 +56,37 @@ def test_it_holds_what_the_model_does(reads: Reads, steps: list[tuple[Change, bo
                 == (release.position, release.version)
                 == (target.position, model.version)
             )
+
+
+def test_an_index_is_made_anew_while_others_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Of many keys that takes long; readers wait while a release is written.
+    table = dataclasses.replace(USER, rows=1000)
+    id_map = dataclasses.replace(RAW_IDS, rows=1000)
+    copy, made = _KeyedCopy(), list[int]()
+    fill = KeyIndex._fill
+
+    def record(index: KeyIndex, held: tuple[Ids, Ids], more: int) -> None:
+        made.append(more)
+        fill(index, held, more)
+
+    monkeypatch.setattr(KeyIndex, "_fill", record)
+    whole = {1: frozenset({USER.name, RAW_IDS.name}), 7: frozenset({RAW_IDS.name}), 8: frozenset({USER.name})}
+    for version in range(1, 12):
+        ids = np.arange(1000 if version in whole else 90 * version)
+        entries = 1000 * version + ids[:, None]
+        rows = [
+            RowBatch.of_table(table, ids, np.full((len(ids), 2), version, np.float32)),
+            RowBatch.of_table(id_map, ids, entries),
+        ]
+        release = Release(
+            Position("h", version), 0, 0, False, [table, id_map], rows, whole.get(version, frozenset()), version
+        )
+        write, before = copy.stage(release), len(made)
+        write()
+        assert len(made) == before
+        assert copy.tables[USER.name].lookup(entries[:, 0] - 1)[1].all()
+        assert len(copy.tables[USER.name]) == 1000
+    assert len(made) > 4
 
 
 def test_it_can_be_read_back() -> None:

@@ -49,13 +49,27 @@ class KeyIndex:
         slots = slots[slots >= 0]
         self._slots[slots, 1] = _ERASED
         self._keys -= len(slots)
-        if self._used > 2 * self._keys + _SMALLEST // 2:  # Else erased ones would be most of what is looked at.
-            self._rehash(self._keys)
 
     def items(self) -> tuple[Ids, Ids]:
         """All keys and their places: int64 [n] each, in no order."""
         held = self._slots[self._slots[:, 1] >= 0]
         return held[:, 0], held[:, 1]
+
+    def with_room(self, keys: int) -> "KeyIndex":
+        """This index if so many more keys can be put at once, else one that holds the same and has the room."""
+        if self._fits(keys):
+            return self
+        larger = KeyIndex()
+        larger._fill(self.items(), keys)
+        return larger
+
+    def _fits(self, keys: int) -> bool:
+        return 2 * (self._used + keys) <= len(self._slots)
+
+    def _fill(self, held: tuple[Ids, Ids], more: int) -> None:
+        """Begin anew with these keys, and slots enough that `more` of them fill a third at most."""
+        self._clear(max(_SMALLEST, 1 << (3 * (len(held[0]) + more)).bit_length()))
+        self._add(*held)
 
     def _clear(self, slots: int) -> None:
         self._slots = np.empty((slots, 2), np.int64)
@@ -65,8 +79,8 @@ class KeyIndex:
 
     def _add(self, keys: Ids, places: Ids) -> None:
         """Add distinct keys that are not there."""
-        if 2 * (self._used + len(keys)) > len(self._slots):
-            self._rehash(self._keys + len(keys))
+        if not self._fits(len(keys)):
+            self._fill(self.items(), len(keys))
         pairs, slots, look = np.stack([keys, places], axis=1), self._first_slots(keys), 0
         self._keys += len(keys)
         while len(pairs):
@@ -78,12 +92,6 @@ class KeyIndex:
             self._used += int(np.count_nonzero(taken[won] == _EMPTY))
             look += 1
             pairs, slots = pairs[~won], self._next_slots(slots[~won], look)
-
-    def _rehash(self, keys: int) -> None:
-        """Put all keys into new slots, enough for so many that `keys` keys fill a third of them at most."""
-        held = self.items()
-        self._clear(max(_SMALLEST, 1 << (3 * keys).bit_length()))
-        self._add(*held)
 
     def _slots_of(self, keys: Ids) -> Ids:
         """The slot of each key, -1 of one that is not there."""

@@ -1,6 +1,6 @@
 """Tables of a model whose rows are looked up by raw id, in this process."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from deltasync.client.copies import Copies
 from deltasync.client.keyed.key_index import KeyIndex
-from deltasync.client.keyed.keyed_table import KeyedRows
+from deltasync.client.keyed.keyed_table import KeyedRows, Places
 from deltasync.client.keyed.raw_ids import Entries, RawIdChange, ids_of, maps_of, raw_ids_of, two_rows
 from deltasync.client.reading import Reading, Reads, number_of_copies
 from deltasync.client.targets import Release
@@ -61,6 +61,20 @@ class _Table:
         self.rows[rows.ids], self.there[rows.ids] = rows.values, not rows.deleted
 
 
+@dataclass(frozen=True, eq=False)
+class _IndexChange:
+    """What a release changes of an index: the keys that it takes away, and those that it gives to rows."""
+
+    index: KeyIndex
+    erased: Ids
+    keys: Ids
+    rows: Ids
+
+    def make(self) -> None:
+        self.index.remove(self.erased)
+        self.index.put(self.keys, self.rows)
+
+
 class _KeyedCopy:
     """The tables of a model by row number, and beside each map of raw ids an index from them to rows.
 
@@ -81,11 +95,17 @@ class _KeyedCopy:
         """
         held = {table.name: _Table.with_room(table, self._kept(table, release)) for table in release.tables}
         fresh = {name for name, table in held.items() if table is not self._held.get(name)}
-        maps = {of: name for of, name in maps_of(release.tables).items() if of in held}
-        indices = {of: self._index(of, maps[of], release) for of in maps}
-        changes = {of: self._change(of, maps[of], indices[of], release) for of in maps}
-
-        made = {of for of in fresh.intersection(maps) if indices[of] is not self._indices.get(of)}
+        changes = {
+            of: self._change(of, id_map, held[of].there, release)
+            for of, id_map in maps_of(release.tables).items()
+            if of in held
+        }
+        indices = {of: change.index for of, change in changes.items()}
+        made = {of for of, index in indices.items() if index is not self._indices.get(of)}
+        before = dict(self.tables)  # Kept until all is written: to free them takes time, too.
+        places: dict[str, Places] = {name: _RowNumbers(table.there) for name, table in held.items()}
+        places.update(indices)
+        tables = {name: KeyedRows(places[name], table.rows) for name, table in held.items()}
 
         def put(*, unread: bool) -> None:
             for rows in release.rows:
@@ -93,16 +113,14 @@ class _KeyedCopy:
                     held[rows.table.name].write(rows)
             for of, change in changes.items():
                 if (of in made) is unread:
-                    _move(indices[of], change, held[of].there)
+                    change.make()
 
         def write() -> None:
             put(unread=False)
             self._held, self._indices = held, indices
-            self.tables.clear()
-            self.tables.update(
-                (name, KeyedRows(indices[name] if name in indices else _RowNumbers(table.there), table.rows))
-                for name, table in held.items()
-            )
+            for name in before.keys() - tables.keys():
+                del self.tables[name]
+            self.tables.update(tables)
 
         put(unread=True)  # What nobody reads yet.
         return write
@@ -125,20 +143,18 @@ class _KeyedCopy:
         held = self._held.get(table.name)
         return held if held and (held.rows.shape[1], held.rows.dtype) == (table.dim, table.dtype) else None
 
-    def _index(self, of: str, id_map: TableSpec, release: Release) -> KeyIndex:
-        """The index to be changed: a new one where a table or its map begins anew."""
-        whole = any(release.resets(table) for table in release.tables if table.name in (of, id_map.name))
-        return KeyIndex() if whole else self._indices.get(of, KeyIndex())
-
-    def _change(self, of: str, id_map: TableSpec, index: KeyIndex, release: Release) -> RawIdChange:
-        touched = ids_of(rows for rows in release.rows if rows.table.name == of)
-        if index is not self._indices.get(of):
-            touched = np.arange(id_map.rows)
-        held = self._kept(id_map, release)
+    def _change(self, of: str, id_map: TableSpec, there: Mask, release: Release) -> _IndexChange:
+        """What changes of a table's index: of a new one where the table or its map begins anew."""
+        reset = any(release.resets(table) for table in release.tables if table.name in (of, id_map.name))
+        index = None if reset else self._indices.get(of)
+        rows = [rows for rows in release.rows if rows.table.name == of]
         entries = [rows for rows in release.rows if rows.table.name == id_map.name]
+        held = self._kept(id_map, release)
+        touched = np.arange(id_map.rows) if index is None else ids_of(rows)
         change = RawIdChange.of(touched, entries, lambda rows: _entries(held, rows))
-        _check_others(id_map.name, index, change)
-        return change
+        if index is not None:
+            _check_others(id_map.name, index, change)
+        return _index_change(index, change, there, rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,9 +245,18 @@ def _check_others(table: str, index: KeyIndex, change: RawIdChange) -> None:
         raise two_rows(table, int(raw_ids[at]), [int(owners[at]), int(change.rows[named][at])])
 
 
-def _move(index: KeyIndex, change: RawIdChange, there: Mask) -> None:
-    """Let an index name the rows as a release leaves them."""
-    index.remove(raw_ids_of(change.before)[1])
-    named = np.flatnonzero(change.after)
-    named = named[there[change.rows[named]]]
-    index.put(change.after[named] - 1, change.rows[named])
+def _index_change(
+    index: KeyIndex | None, change: RawIdChange, there: Mask, rows: Sequence[RowBatch]
+) -> _IndexChange:
+    """The keys of the rows that change; `there` says which rows there are before the release brings `rows`."""
+    before, after = there[change.rows], there[change.rows]
+    for each in rows:
+        after[change.at(each.ids)] = not each.deleted
+    before &= (change.before != 0) & (index is not None)
+    after &= change.after != 0
+    changed = (before != after) | (change.before != change.after)
+    erased, given = before & changed, after & changed
+    keys = change.after[given] - 1
+    # A larger one is made now, while others read.
+    index = (KeyIndex() if index is None else index).with_room(len(keys))
+    return _IndexChange(index, change.before[erased] - 1, keys, change.rows[given])

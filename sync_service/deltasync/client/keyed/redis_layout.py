@@ -77,7 +77,9 @@ class StoredTable:
     def values(self, rows: list[bytes | None]) -> Values:
         """Rows as they lie in the store, as [n, dim]; zeros for None."""
         nothing = bytes(self.row_bytes)
-        joined = b"".join(nothing if row is None else row for row in rows)
+        joined = bytearray().join(
+            nothing if row is None else row for row in rows
+        )  # What is made of it is writable.
         return np.frombuffer(joined, self.dtype).reshape(len(rows), self.dim)
 
     def lies_as(self, other: "StoredTable") -> bool:
@@ -99,12 +101,10 @@ class Meta:
         model: the model's name.
         position: what all rows are at, or newer; with version, step and times as `Release` has them.
         tables: those that the store has rows of.
-        writer: an id of the target that writes, a new one for each.
         writing: the version that is being written, 0 while none is: until it is there, rows are of both.
     """
 
     model: str
-    writer: str
     tables: tuple[StoredTable, ...]
     position: Position = field(default_factory=Position)
     version: int = 0
@@ -112,10 +112,6 @@ class Meta:
     step_end_unix_ns: int | None = None
     event_time_unix_ns: int | None = None
     writing: int = 0
-
-    def begun(self, writer: str, tables: tuple[StoredTable, ...], version: int) -> "Meta":
-        """The same while a target writes a version."""
-        return replace(self, writer=writer, tables=tables, writing=version)
 
     def after(self, release: Release, tables: tuple[StoredTable, ...]) -> "Meta":
         """The same once a release is there."""
@@ -136,7 +132,6 @@ class Meta:
         return {
             "format": str(FORMAT),
             "model": self.model,
-            "writer": self.writer,
             "history": self.position.history,
             "number": str(self.position.number),
             "tables": json.dumps([asdict(table) for table in self.tables]),
@@ -169,7 +164,7 @@ class Meta:
         numbers: dict[str, Any] = {name: int(fields[name]) if fields[name] else None for name in _NUMBERS}
         tables = tuple(StoredTable(**table) for table in json.loads(fields["tables"]))
         position = Position(fields["history"], int(fields["number"]))
-        return cls(fields["model"], fields["writer"], tables, position, **numbers)
+        return cls(fields["model"], tables, position, **numbers)
 
 
 _NUMBERS = ("version", "step", "step_end_unix_ns", "event_time_unix_ns", "writing")

@@ -1,6 +1,7 @@
 """Hashes of a Redis or Valkey server, read and written in bounded batches and over lost connections."""
 
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
@@ -11,28 +12,41 @@ import redis
 from deltasync.core.backoff import backoff
 from deltasync.core.errors import Contradiction, DeltasyncError, InvalidInput, ServiceUnavailable, StorageFailed
 
-# Of a command, during which the server serves nobody else; and commands that are sent before answers are read.
-_COMMAND_BYTES, _COMMAND_FIELDS, _BATCH_COMMANDS = 1 << 18, 1024, 8
+# Of a command, and of commands that take effect together: the server serves nobody else meanwhile.
+_COMMAND_BYTES, _COMMAND_FIELDS, _BATCH_COMMANDS = 1 << 18, 1024, 2
 _LONGEST_TEXT = 200
 
 T = TypeVar("T")
 
 
-class RedisStore:
-    """The hashes of one server.
+def place_of(client: "redis.Redis") -> str:
+    """The server of a client, as errors name it.
 
-    Attributes:
-        where: the server, as errors name it.
+    Raises:
+        InvalidInput: the client is of another kind, or decodes what it reads.
     """
+    if not isinstance(client, redis.Redis):
+        kind = f"{type(client).__module__}.{type(client).__qualname__}"
+        raise InvalidInput(f"client: a {kind}, expected a redis.Redis: of one server, and not of asyncio")
+    if client.get_encoder().decode_responses:
+        raise InvalidInput("decode_responses: rows are bytes; make the client without it")
+    pool: Any = client.connection_pool
+    settings = pool.connection_kwargs
+    host = (
+        getattr(pool, "service_name", None) or f"{settings.get('host', 'localhost')}:{settings.get('port', 6379)}"
+    )
+    place, database = settings.get("path") or host, settings.get("db")
+    return f"{place}, database {database}" if database else place
+
+
+class RedisStore:
+    """The hashes of one server."""
 
     def __init__(self, client: "redis.Redis", retry_seconds: float) -> None:
         """Use a client; for so long a command is tried again where the connection is lost."""
-        if client.get_encoder().decode_responses:
-            raise InvalidInput("decode_responses: rows are bytes; make the client without it")
         self._client: Any = client
         self._retry_seconds = retry_seconds
-        settings = client.connection_pool.connection_kwargs
-        self.where = settings.get("path") or f"{settings.get('host', 'localhost')}:{settings.get('port', 6379)}"
+        self._place = place_of(client)
 
     def setting(self, name: str) -> str | None:
         """A setting of the server; None where it does not tell."""
@@ -59,17 +73,6 @@ class RedisStore:
                 found += values
         return found
 
-    def put(self, name: str, fields: Sequence[bytes], values: Sequence[bytes]) -> None:
-        """Set some fields of a hash."""
-        pairs = [each for pair in zip(fields, values, strict=True) for each in pair]
-        for batch in _batches(_commands("HSET", name, pairs, 2)):
-            self._send(batch)
-
-    def drop(self, name: str, fields: Sequence[bytes]) -> None:
-        """Delete some fields of a hash."""
-        for batch in _batches(_commands("HDEL", name, fields, 1)):
-            self._send(batch)
-
     def size(self, name: str) -> int:
         """The number of a hash's fields."""
         found: int = self._tried(partial(self._client.hlen, name))
@@ -83,21 +86,6 @@ class RedisStore:
             yield found
             if not cursor:
                 return
-
-    def remove(self, names: Sequence[str]) -> None:
-        """Remove some hashes; the server frees them in the background."""
-        if names:
-            self._tried(lambda: self._client.unlink(*names))
-
-    def exchange(self, name: str, change: Callable[[dict[bytes, bytes]], Mapping[str, str]]) -> None:
-        """Set the fields that `change` makes of all that a small hash holds, unless it changes meanwhile."""
-
-        def do(pipeline: Any) -> None:
-            fields = change(pipeline.hgetall(name))
-            pipeline.multi()
-            pipeline.hset(name, mapping=fields)
-
-        self._tried(lambda: self._client.transaction(do, name))
 
     def _send(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
         """The answers to some commands, which may be given twice."""
@@ -133,13 +121,81 @@ class RedisStore:
         raise AssertionError
 
     def _error(self, error: redis.RedisError) -> DeltasyncError:
-        said = f"the store at {self.where} says: {str(error)[:_LONGEST_TEXT]}"
+        said = f"the store at {self._place} says: {str(error)[:_LONGEST_TEXT]}"
         for kind, result, hint in _HINTS:
             if isinstance(error, kind):
                 return result(f"{said}. {hint}")
         if "WRONGTYPE" in str(error):
             return Contradiction(f"{said}. Something else has keys under this prefix: use another one")
         return StorageFailed(f"{said}. Nothing is lost: put that right, and start the subscriber again")
+
+
+class RedisWriter(RedisStore):
+    """The hashes of one server, and the right to change them, which one writer has.
+
+    Every change is made together with one of a hash that says who has made it, and how many: if another writer has
+    come, or the server has lost some of them (it was restarted, or a replica that lags took over), none is made.
+    """
+
+    def __init__(self, client: "redis.Redis", retry_seconds: float, meta: str, where: str) -> None:
+        """Take the right over with the first `exchange`; `meta` is the hash, `where` names the store in errors."""
+        super().__init__(client, retry_seconds)
+        self._meta, self._where = meta, where
+        self._id, self._changes = uuid.uuid4().hex, 0
+
+    def put(self, name: str, fields: Sequence[bytes], values: Sequence[bytes]) -> None:
+        """Set some fields of a hash."""
+        pairs = [each for pair in zip(fields, values, strict=True) for each in pair]
+        for batch in _batches(_commands("HSET", name, pairs, 2)):
+            self.exchange(lambda _: {}, batch)
+
+    def drop(self, name: str, fields: Sequence[bytes]) -> None:
+        """Delete some fields of a hash."""
+        for batch in _batches(_commands("HDEL", name, fields, 1)):
+            self.exchange(lambda _: {}, batch)
+
+    def exchange(
+        self,
+        change: Callable[[dict[bytes, bytes]], Mapping[str, str]],
+        commands: Sequence[Sequence[Any]] = (),
+    ) -> None:
+        """Set the fields that `change` makes of all that the hash `meta` holds, and at once give some commands.
+
+        Both may be done several times.
+
+        Raises:
+            Contradiction: somebody else has written, or the server has lost what was written before.
+        """
+        number = self._changes + 1
+
+        def do(pipeline: Any) -> None:
+            found = pipeline.hgetall(self._meta)
+            self._check_writer(found)
+            fields = {**change(found), "writer": self._id, "changes": number}
+            self._check_changes(found)
+            pipeline.multi()
+            for command in commands:
+                pipeline.execute_command(*command)
+            pipeline.hset(self._meta, mapping=fields)
+
+        self._tried(lambda: self._client.transaction(do, self._meta))
+        self._changes = number
+
+    def _check_writer(self, found: Mapping[bytes, bytes]) -> None:
+        if self._changes and found.get(b"writer") != self._id.encode():
+            what = "taken over by another target" if found else "emptied"
+            raise Contradiction(
+                f"{self._where} was {what} while this one writes there: let one target write, and start it again "
+                "from what the store then holds"
+            )
+
+    def _check_changes(self, found: Mapping[bytes, bytes]) -> None:
+        told, made = int(found.get(b"changes", 0)), self._changes
+        if made and told not in (made, made + 1):  # The answer to the last one may have been lost.
+            raise Contradiction(
+                f"{self._where} has lost changes: it tells of {told} by this target, which has made {made}. "
+                "Was it restarted, or has a replica taken over? Start the target again from what it holds"
+            )
 
 
 _HINTS: list[tuple[type[redis.RedisError], type[DeltasyncError], str]] = [
