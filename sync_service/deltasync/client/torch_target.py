@@ -43,8 +43,8 @@ class TorchTarget:
     A table belongs to the parameter or buffer whose name, without ".weight", is the table's name or the end of it:
     table "sparse.embedding_bags.user" to "embedding_bags.user.weight" of a lone collection. Of several tables the
     one of that very name has it, then the one that had it first. A map of raw ids belongs to the managed collision
-    module of its name, which must be in evaluation mode and neither scripted nor sharded: ids that nobody knows
-    then take the rows that they take in the trainer.
+    module of its name, which must be in evaluation mode and not scripted, and may be sharded for inference: ids
+    that nobody knows then take the rows that they take in the trainer.
 
     A module that TorchRec has quantised, or one of half precision, is written if the consumer's value type is its
     own: int8-tbe or int4-tbe, fp16 or bf16.
@@ -64,8 +64,9 @@ class TorchTarget:
                 do no harm.
             leave_out: names of tables not to write, as shell patterns: "*.user". A table's map goes with it.
             reads: "pause": readers wait while a release is written. "copies": no reader waits; the target makes a
-                copy of the module, in evaluation mode and where it is to stay by now, and serves one and the other
-                in turn. It can be found in a `reading()` alone: `module` itself is of no one version.
+                copy of the module, which must have been loaded, in evaluation mode and where it is to stay by now,
+                and serves one and the other in turn. It can be found in a `reading()` alone: `module` itself is of
+                no one version.
 
         Raises:
             InvalidInput: `leave_out` is one string, or `reads` is something else.

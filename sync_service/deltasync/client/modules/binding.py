@@ -115,6 +115,8 @@ def missing_maps(module: nn.Module, binding: Binding) -> list[str]:
 
 def accelerators(module: nn.Module) -> set[torch.device]:
     """Where work on the module's tensors goes on after the call that began it."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return set()  # To look through a module of many parts takes milliseconds.
     tensors = [tensor for _, tensor in _tensors(module)]
     return {tensor.device for tensor in (*tensors, *tbe_memory(module)) if tensor.is_cuda}
 
