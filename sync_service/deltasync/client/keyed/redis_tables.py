@@ -85,7 +85,8 @@ class MappedTable:
         change = RawIdChange.of(ids_of(rows), changed, self._entries)
         brought, deleted = (ids_of(each for each in rows if each.deleted == gone) for gone in (False, True))
         moving = np.isin(change.rows, np.concatenate([brought, deleted]), invert=True)
-        moving &= change.before != change.after
+        if not interrupted:  # Else what has its raw id again may lie under its number.
+            moving &= change.before != change.after
         values = [_NO_ROW] * int(moving.sum()) if reset else self._parked(change, moving)
         dead = np.isin(change.rows, deleted)
         dead[moving] = [not value for value in values]
