@@ -72,7 +72,7 @@ def check_equal(client: Any, model: KeyedModel) -> None:
 
 def check_not_older(client: Any, past: list[dict[str, dict[int, float]]]) -> None:
     """No row is older than the version that the store tells; `past` is the model at each version."""
-    told = int(client.hget("clicks:meta", "number") or 0)
+    told = int(client.hget("clicks:meta", "version") or 0)
     if not told:
         return
     held = rows_in(client)
@@ -177,6 +177,34 @@ def _run_in_a_process_that_dies(server: RedisServer, release: Release, commands:
         finally:
             os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) * -1
+
+
+def test_a_resync_that_is_cut_off_is_not_gone_on_from(
+    server: RedisServer, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # One of a consumer that is behind, say, after which the store is to follow the first one again.
+    commands, ended = 0, False
+    with single_commands(monkeypatch):
+        while not ended:
+            store.flushall()
+            feed, target = first(server)
+            behind = other(feed.release(0), position=Position("g", 1))
+            feed.change(_SCENARIO[2])
+            target.apply(feed.release(1))
+            sends = Sends(server)
+            cut_off = RedisTarget(sends.client, "clicks")
+            sends.do({commands: PlayDead(), commands + 1: lose_connection})
+            try:
+                cut_off.apply(behind)
+                ended = True
+            except Killed:
+                check_not_older(store, feed.past)
+            target = target_of(server)
+            held = target.position.number if target.position.history == "h" else 0
+            target.apply(feed.release(held))
+            check_equal(store, feed.model)
+            commands += 1
+    assert commands > 30
 
 
 def first(server: RedisServer, **options: Any) -> tuple[Feed, RedisTarget]:
