@@ -1,7 +1,7 @@
 """Models that TorchRec has quantised for serving, and releases of the models that they were made of."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,8 +18,22 @@ from torchrec import (
     KeyedJaggedTensor,
 )
 from torchrec.distributed.global_settings import get_propogate_device, set_propogate_device
+from torchrec.distributed.mc_modules import InferManagedCollisionCollectionSharder
+from torchrec.distributed.quant_embedding import (
+    QuantEmbeddingCollectionSharder,
+    QuantManagedCollisionEmbeddingCollectionSharder,
+)
+from torchrec.distributed.quant_embeddingbag import (
+    QuantEmbeddingBagCollectionSharder,
+    QuantManagedCollisionEmbeddingBagCollectionSharder,
+)
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ModuleSharder, ParameterSharding, ShardingPlan
-from torchrec.inference.modules import DEFAULT_SHARDERS, quantize_embeddings, shard_quant_model
+from torchrec.inference.modules import (
+    DEFAULT_FUSED_PARAMS,
+    DEFAULT_SHARDERS,
+    quantize_embeddings,
+    shard_quant_model,
+)
 from torchrec.modules.mc_embedding_modules import (
     ManagedCollisionEmbeddingBagCollection,
     ManagedCollisionEmbeddingCollection,
@@ -175,35 +189,52 @@ def whole_tables(rows: int, dim: int) -> Shards:
     return [(0, 0, rows, dim)]
 
 
+def collision_sharders() -> list[ModuleSharder[Any]]:
+    """What shards quantised collections with managed collision."""
+    fused: dict[str, Any] = dict(DEFAULT_FUSED_PARAMS)
+    collision = InferManagedCollisionCollectionSharder()
+    return [
+        QuantManagedCollisionEmbeddingBagCollectionSharder(QuantEmbeddingBagCollectionSharder(fused), collision),
+        QuantManagedCollisionEmbeddingCollectionSharder(QuantEmbeddingCollectionSharder(fused), collision),
+    ]
+
+
 def sharded(
-    module: Any, sharding: str, sharders: Sequence[ModuleSharder[nn.Module]] = tuple(DEFAULT_SHARDERS)
+    module: Any,
+    sharding: str,
+    sharders: Sequence[ModuleSharder[nn.Module]] = tuple(DEFAULT_SHARDERS),
+    ranks: int = 2,
 ) -> nn.Module:
-    """A quantised model sharded for inference on two ranks of this process: "table_wise" and so on.
+    """A quantised model sharded for inference on some ranks of this process: "table_wise" and so on.
 
     See `on_cpu`.
     """
-    cut = {"table_wise": whole_tables, "row_wise": by_rows, "column_wise": by_columns}[sharding]
+    cuts: dict[str, Callable[[int, int], Shards]] = {
+        "table_wise": whole_tables,
+        "row_wise": lambda rows, dim: by_rows(rows, dim, ranks),
+        "column_wise": by_columns,
+    }
     plan = EmbeddingModuleShardingPlan()
     sparse = module.get_submodule("sparse")
     configs = getattr(sparse, "embedding_bag_configs", None) or sparse.embedding_configs
     for number, config in enumerate(configs()):
-        shards = cut(config.num_embeddings, config.embedding_dim)
-        ranks = [(number + rank) % 2 for rank in range(len(shards))]
+        shards = cuts[sharding](config.num_embeddings, config.embedding_dim)
+        used = [(number + rank) % ranks for rank in range(len(shards))]
         plan[config.name] = ParameterSharding(
             sharding_type=sharding,
             compute_kernel="quant",
-            ranks=ranks,
+            ranks=used,
             sharding_spec=EnumerableShardingSpec(
                 [
                     ShardMetadata([row, column], [rows, columns], f"rank:{rank}/cpu")
-                    for rank, (row, column, rows, columns) in zip(ranks, shards, strict=True)
+                    for rank, (row, column, rows, columns) in zip(used, shards, strict=True)
                 ]
             ),
         )
     made: nn.Module
     made, _ = shard_quant_model(
         module,
-        2,
+        ranks,
         compute_device="cpu",
         sharding_device="cpu",
         sharders=list(sharders),

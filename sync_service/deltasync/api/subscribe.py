@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -160,8 +160,8 @@ class ReplicaStream:
         return feed.changed() if feed else self._service.model_added.changed()
 
     def _opened(self) -> subscribe_pb2.SubscribeResponse:
+        self._check_known(self._feed.deliveries)
         deliveries = self._deliveries = list(self._feed.deliveries)
-        check_known(deliveries, self._protocols)
         self._limit = self._consumer.policy.ready_within_seconds
         # Only what the replica is known to hold may become its offset, not what it claims.
         decision, self._sent = self._feed.resume(self._claim)
@@ -294,6 +294,14 @@ class ReplicaStream:
     def _say(self, kind: EventKind, text: str) -> None:
         """Tell what happens to this replica."""
         self._service.events.emit(kind, text, consumer=self._consumer.name, replica=self._replica.name)
+
+    def _check_known(self, deliveries: Sequence[Delivery]) -> None:
+        """Check that the replica's client knows the types in which it would be sent rows."""
+        try:
+            check_known(deliveries, self._protocols)
+        except DeltasyncError as error:
+            self._say(EventKind.REPLICA_REFUSED, described(error))
+            raise
 
     def _check_deliveries(self) -> None:
         """Check that slots still mean the tables the replica was told of."""

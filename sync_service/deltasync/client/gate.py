@@ -1,11 +1,17 @@
 """Readers side by side, or one writer: in turns, so that neither waits for long on the other's account."""
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from deltasync.core.errors import Contradiction
+
+logger = logging.getLogger(__name__)
+
+# After so long a writer says for whom it waits.
+_PATIENCE_SECONDS = 10.0
 
 
 class Turns:
@@ -81,7 +87,8 @@ class Gate:
 
     def __init__(self) -> None:
         self._turns = Turns()
-        self._lock = threading.Lock()
+        # Garbage collection may end a reading that nobody ended, wherever this thread is: within the lock, too.
+        self._lock = threading.RLock()
         self._moved = threading.Condition(self._lock)
 
     @contextmanager
@@ -114,7 +121,7 @@ class Gate:
                 raise Contradiction(
                     "a release cannot be applied inside reading(), nor inside apply(): it would wait for itself"
                 )
-            self._come(who, self._turns.write)
+            self._come(who, self._turns.write, _PATIENCE_SECONDS)
         try:
             yield
         finally:
@@ -124,15 +131,25 @@ class Gate:
         """Whether this thread reads."""
         return threading.get_ident() in self._turns.readers
 
-    def _come(self, who: int, comes: Callable[[int], bool]) -> None:
+    def _come(self, who: int, comes: Callable[[int], bool], patience: float | None = None) -> None:
         if comes(who):
             return
         try:
-            self._moved.wait_for(lambda: self._turns.inside(who))
+            if not self._moved.wait_for(lambda: self._turns.inside(who), patience):
+                self._tell_of_readers()
+                self._moved.wait_for(lambda: self._turns.inside(who))
         except BaseException:  # Interrupted; others must not wait for who never comes.
             self._turns.withdraw(who)
             self._moved.notify_all()
             raise
+
+    def _tell_of_readers(self) -> None:
+        names = {each.ident: each.name for each in threading.enumerate()}
+        logger.warning(
+            "a release has waited %g s for readers to leave reading(), and goes on waiting: they came in from %s",
+            _PATIENCE_SECONDS,
+            ", ".join(names.get(who, "a thread that has ended") for who in self._turns.readers),
+        )
 
     def _leave(self, who: int) -> None:
         with self._lock:

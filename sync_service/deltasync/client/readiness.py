@@ -156,9 +156,11 @@ class Readiness:
                 self._tell(decision)
 
     def _next(self, ready: bool) -> tuple[Decision, bool]:
-        """The next decision that differs, or where it may differ, and whether that is the last one."""
+        """The next decision that may differ, and whether that is the last one."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self.decision.yes != ready, self._seconds_left())
+            seconds = self._seconds_left()  # Before it is decided: None also where the limit is over.
+            if not self._closed and self.decision.yes == ready:
+                self._changed.wait(seconds)  # Only once: what is learnt may end it sooner.
             return self.decision, self._closed
 
     def _seconds_left(self) -> float | None:

@@ -226,7 +226,7 @@ class Subscriber:
         """Go on to the version that a message names while there is nothing to send."""
         head = position_from_message(progress.head)
         if head.number == 0:
-            self._readiness.lacks("nothing of its consumer's model is published yet")
+            self._readiness.lacks("the service has no rows for its consumer yet, whose lag says why")
         if head != self.held:
             return
         if head.number:
@@ -246,6 +246,8 @@ class Subscriber:
         checksums = checksums_of.after(release) if checksums_of else {}
         requests.put(self._ack(assembler, release.position, checksums))
         if self._differs(assembler, checksums):
+            if release.resync:  # What repairs it will be none.
+                self._readiness.holds(None, reset=True)
             return
         self._show(assembler, end, reset=release.resync)
         # After the ack is on its way: whoever waits for the version may close the subscription at once.

@@ -1,6 +1,8 @@
 """The compiled part of a model, by torch.export and AOTInductor: a module whose constants can follow a trainer."""
 
+import copy
 import json
+import os
 import shutil
 import tempfile
 import weakref
@@ -22,6 +24,11 @@ from deltasync.core.errors import Contradiction, InvalidInput, NotFound
 __all__ = ["CompiledModule"]
 
 _CODE_CONSTANT = "_tensor_constant"  # What torch.export calls a tensor that stands in the code.
+# What a `CompiledModule` gets as it is loaded.
+_LOADED = (
+    *("_library", "_runner", "_inputs", "_outputs", "_served", "_spare", "_staged"),
+    *("_modules", "_buffers", "_parameters", "_non_persistent_buffers_set"),
+)
 _KEEP = 'inductor_configs={"always_keep_tensor_constants": True}'
 
 
@@ -66,6 +73,10 @@ class CompiledModule(nn.Module):
         outputs = self._runner.run([each for each in inputs if isinstance(each, torch.Tensor)])
         return pytree.tree_unflatten(outputs, self._outputs)
 
+    def served(self, name: str) -> torch.Tensor:
+        """The constant `name` that forwards read, whatever has been assigned to its name in the module."""
+        return self._served[name]
+
     def spare(self, name: str) -> torch.Tensor:
         """The constant `name` that is not served: what a release brings of it is to be written there.
 
@@ -93,13 +104,15 @@ class CompiledModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
         nn.Module.__init__(copied)
+        others = {name: each for name, each in vars(self).items() if name not in _LOADED}  # Hooks, for one.
+        vars(copied).update(copy.deepcopy(others, memo))
         copied._load(self._library)
         with torch.inference_mode():
             for name, held in copied._served.items():
                 held.copy_(self._served[name])
-        memo[id(self)] = copied.train(self.training)
-        return copied
+        return copied.train(self.training)
 
     def _load(self, library: "_Library") -> None:
         self._library = library
@@ -149,12 +162,12 @@ def compiled_modules(module: nn.Module) -> list[CompiledModule]:
 
 
 def compiled_module_of(module: nn.Module, name: str) -> tuple[CompiledModule, str] | None:
-    """The compiled module that has the tensor `name` of a module, and the tensor's name in it; None for others."""
+    """The compiled module that has the tensor `name` of a module as a constant, and its name there; else None."""
     owner, rest = module, name
     while rest and not isinstance(owner, CompiledModule):
         first, _, rest = rest.partition(".")
         owner = getattr(owner, first)
-    return (owner, rest) if isinstance(owner, CompiledModule) else None
+    return (owner, rest) if isinstance(owner, CompiledModule) and rest in owner._served else None
 
 
 def absence(module: nn.Module, table: str) -> str:
@@ -180,7 +193,7 @@ class _Library:
     def __init__(self, package: str, name: str) -> None:
         self._of = f"model {name!r} of {package}"
         self._folder = tempfile.mkdtemp(prefix="deltasync-")
-        weakref.finalize(self, shutil.rmtree, self._folder)
+        weakref.finalize(self, _remove, self._folder, os.getpid())
         try:
             files = [Path(self._folder, each) for each in self._unpack(package, name)]
         except FileNotFoundError:
@@ -225,6 +238,12 @@ class _Library:
         devices = {json.loads(each.read_text()).get("AOTI_DEVICE_KEY", "cpu") for each in metadata}
         if devices - {"cpu"}:
             raise InvalidInput(f"{self._of}: compiled for {', '.join(devices)}; only one for a CPU can follow yet")
+
+
+def _remove(folder: str, owner: int) -> None:
+    # A process that was forked off ends without it: its parent goes on with the folder.
+    if os.getpid() == owner:
+        shutil.rmtree(folder)
 
 
 class _Memory:

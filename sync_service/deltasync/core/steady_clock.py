@@ -2,12 +2,11 @@
 
 import time
 from bisect import bisect_right
-from collections import deque
 
 # Longer ago than anybody knows.
 FOREVER_NS = 2**62
 
-# Of numbers older than these it is no longer known when they were the newest.
+# Of so many newest numbers, or more, it is known when they were the newest.
 _REMEMBERED = 10_000
 
 # Goes on while the machine sleeps, where there is such a clock.
@@ -23,22 +22,26 @@ class Succession:
     """When each number of a history became its newest. Added to by one call at a time, read on any thread."""
 
     def __init__(self) -> None:
-        self._times: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED)
+        # Only appended to, or replaced: who has it may search it meanwhile.
+        self._times: list[tuple[int, int]] = []
 
     def add(self, number: int, at_ns: int) -> None:
         """Note when a number became the newest, by `steady_ns`. Repeating it changes nothing."""
-        if not self._times or self._times[-1][0] < number:
-            self._times.append((number, at_ns))
+        if self._times and self._times[-1][0] >= number:
+            return
+        if len(self._times) == 2 * _REMEMBERED:
+            self._times = self._times[-_REMEMBERED:]
+        self._times.append((number, at_ns))
 
     def age_ns(self, number: int, now_ns: int) -> int:
         """How long ago a number became the newest; `FOREVER_NS` if that is not known."""
-        times = tuple(self._times)  # A copy: more may be added meanwhile.
+        times = self._times
         upto = bisect_right(times, number, key=_number)
         return now_ns - times[upto - 1][1] if upto and times[upto - 1][0] == number else FOREVER_NS
 
     def behind_ns(self, number: int, now_ns: int) -> int:
         """For how long a number has not been the newest any more: 0 if it is, `FOREVER_NS` where nobody knows."""
-        times = tuple(self._times)
+        times = self._times
         upto = bisect_right(times, number, key=_number)
         if upto == len(times):
             return 0

@@ -9,7 +9,7 @@ from itertools import islice
 
 from deltasync.consumers.consumer import Consumer
 from deltasync.core.backoff import backoff
-from deltasync.core.errors import StorageFailed
+from deltasync.core.errors import InvalidInput, StorageFailed
 from deltasync.core.events import EventKind, Events, described
 from deltasync.core.policy import Policy
 from deltasync.core.seal import seal_of
@@ -33,7 +33,7 @@ class ReleaseLoop:
         self._pauses = backoff()
         self._stopping = asyncio.Event()
         self._prepare_at = 0.0
-        self._refused: Policy | None = None  # The policy for whose tables there was no room.
+        self._refused: Policy | None = None  # The policy whose tables could not be made.
 
     def stop(self) -> None:
         """End `run` once what is under way is done."""
@@ -73,12 +73,12 @@ class ReleaseLoop:
         return decision.seconds
 
     async def _prepare(self) -> None:
-        """Have the tables that the policy wants. If there is no room, go on with the old ones for now."""
+        """Have the tables that the policy wants. If they cannot be made, go on with the old ones for now."""
         if time.monotonic() < self._prepare_at and self._consumer.policy == self._refused:
             return
         try:
             await self._view.prepare(self._consumer.policy)
-        except StorageFailed as error:
+        except (InvalidInput, StorageFailed) as error:
             self._refused, self._prepare_at = self._consumer.policy, time.monotonic() + _PREPARE_AGAIN_SECONDS
             self._emit(EventKind.FAILED, "its policy is not in force", error)
 

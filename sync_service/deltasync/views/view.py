@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from deltasync.core.delivery import Delivery
-from deltasync.core.errors import StorageFailed
+from deltasync.core.errors import InvalidInput, StorageFailed
 from deltasync.core.policy import Policy
 from deltasync.core.position import Decision, Position
 from deltasync.core.signals import Signal
@@ -115,8 +115,8 @@ class View:
         return self._store.history.version_of(number)
 
     def may_serve(self, policy: Policy) -> bool:
-        """Whether replicas may be given the tables there are: those of the policy or, where there was no room for
-        these, older ones of its mode.
+        """Whether replicas may be given the tables there are: those of the policy or, where these cannot be made,
+        older ones of its mode.
         """
         if not self.tables or self.state.mixed:
             return False
@@ -154,7 +154,8 @@ class View:
         """Have the tables that the policy follows, in the form that it wants. Those it lacks are made, whole.
 
         Raises:
-            StorageFailed: there is no room; the view is as it was.
+            InvalidInput: the policy cannot be kept with a table that has come since; the view is as it was.
+            StorageFailed: there is no room; likewise.
         """
         try:
             if self.model.head and not self.fits(policy):
@@ -164,7 +165,7 @@ class View:
             if self.state.mixed:  # Cuts were applied while tables were made.
                 await self._maker.make(policy, 0)
                 self._signal.wake()
-        except StorageFailed as error:
+        except (InvalidInput, StorageFailed) as error:
             self.trouble = str(error)
             self._signal.wake()
             raise

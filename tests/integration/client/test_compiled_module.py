@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,13 @@ from tests.support.compiled import (
     compile_over,
     compiled_model,
     release_of,
+    state_of,
     table_of,
     tables_of,
     weights,
 )
 from tests.support.fleet import Trainer, follow, release_at_once, wait_for_lag, wait_until_in_sync
+from tests.support.programs import run_program
 from tests.support.server import RunningService
 from torch import nn
 
@@ -200,6 +203,52 @@ def test_a_loaded_state_stays(model: Model) -> None:
     assert torch.equal(output(model), output(as_written(2)))
     target.apply(release_of(3, {"over.scale": weights(2)["over.scale"]}))
     assert torch.equal(output(model), output(as_written(2)))
+
+
+def test_what_is_assigned_in_the_place_of_a_constant_is_not_what_is_served(model: Model) -> None:
+    """Forwards do not see it: what is read back must not be taken from there."""
+    target = followed(model)
+    model.load_state_dict(weights(2), assign=True)
+    served = weights(1) | {"user.weight": weights(2)["user.weight"]}
+    assert held(target, model) == rows_of(served)
+    target.apply(release_of(3, {"over.scale": weights(3)["over.scale"]}))
+    assert held(target, model) == rows_of(served | {"over.scale": weights(3)["over.scale"]})
+    assert rows_of(state_of(model)) == held(target, model)
+
+
+def test_a_buffer_beside_the_constants_follows_as_any_other(model: Model) -> None:
+    model.over.register_buffer("level", torch.zeros(2))
+    target, table = followed(model), TableSpec("over.level", 1, 2, kind=TableKind.BUFFER)
+    release = release_of(2, {}, tables=[*tables_of(as_written(1)), table])
+    release.rows.append(RowBatch.of_table(table, np.array([0]), np.ones((1, 2), np.float32)))
+    target.apply(release)
+    assert model.over.get_buffer("level").tolist() == [1, 1]
+
+
+def test_a_copy_has_the_hooks_of_the_module(model: Model) -> None:
+    model.over.register_forward_hook(lambda _module, _inputs, found: 2 * found)
+    target = followed(model, "copies")
+    for version in (2, 3):  # One copy, then the other one.
+        target.apply(release_of(version, weights(version)))
+        with target.reading() as reading:
+            assert torch.equal(output(reading.module), 2 * output(as_written(version)))
+
+
+FORKED = """
+import os, sys
+from deltasync.client.torch_compiled import CompiledModule
+
+module = CompiledModule(sys.argv[1])
+if os.fork() == 0:
+    sys.exit()
+assert os.wait()[1] == 0
+assert os.path.exists(module._library.path)
+"""
+
+
+def test_a_process_that_was_forked_leaves_the_library_to_its_parent(package: Path) -> None:
+    ended = run_program(sys.executable, "-W", "ignore", "-c", FORKED, str(package))
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_a_copy_has_constants_of_its_own(model: Model) -> None:

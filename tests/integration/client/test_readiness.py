@@ -160,6 +160,19 @@ class Held(NumpyTarget):
         super().apply(release)
 
 
+class Damaging(Recorder):
+    """Writes something else than it is given, once into each table that is named."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.damages = list[str]()
+
+    def apply(self, release: Release) -> None:
+        super().apply(release)
+        while self.damages:
+            self.tables[self.damages.pop()][:1].fill(7)
+
+
 @pytest.mark.parametrize("consumer", EVERY)
 def test_a_replica_is_ready_once_it_holds_the_newest_and_not_before(
     service: RunningService, consumer: str
@@ -167,7 +180,7 @@ def test_a_replica_is_ready_once_it_holds_the_newest_and_not_before(
     target, told = Watched(), Told()
     with follow(service, consumer, "a", target, on_readiness=told) as replica:
         target.watch(replica)
-        with pytest.raises(TimeoutError, match=r"replica 'a' is not ready: (it has|nothing of)"):
+        with pytest.raises(TimeoutError, match=r"replica 'a' is not ready: (it has|the service has no rows)"):
             replica.wait_until_ready(0)
         with Trainer(service.grpc) as trainer:
             head = trainer.publish_all()
@@ -182,7 +195,7 @@ def test_a_replica_is_ready_once_it_holds_the_newest_and_not_before(
 
 def test_a_replica_of_a_model_that_does_not_exist_says_so(service: RunningService) -> None:
     with follow(service, "limited", "a", NumpyTarget()) as replica:
-        while "nothing of its consumer's model is published yet" not in replica.readiness.reason:
+        while "the service has no rows for its consumer yet" not in replica.readiness.reason:
             assert not replica.ready
         with Trainer(service.grpc) as trainer:
             trainer.publish_all()
@@ -383,6 +396,24 @@ def test_a_replica_that_has_lost_what_it_says_it_holds_is_not_ready(service: Run
             empty.wait_until_ready(WAIT)
             assert target.bytes() == trainer.expected()
             assert target.ready == [False, False], "asked to show it, then repaired"
+
+
+def test_what_was_held_of_another_history_shows_nothing_of_what_had_to_be_repaired(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the rows that take its place nobody has said that they are new."""
+    target = Damaging()
+    with RunningService(tmp_path / "one", policies=POLICIES) as service, Trainer(service.grpc) as trainer:
+        replica, port = follow(service, "limited", "a", target), int(service.grpc.rpartition(":")[2])
+        trainer.publish_all()
+        replica.wait_until_ready(WAIT)
+    monkeypatch.setattr("deltasync.feeds.model.Model.behind_ns", lambda *_: int(2 * LIMIT * 1e9))
+    target.damages.append("item")
+    with replica, RunningService(tmp_path / "other", policies=POLICIES, grpc_port=port) as service:
+        with Trainer(service.grpc) as trainer:
+            replica.wait_for(trainer.publish_all(), WAIT)
+        assert [release.resync for release in target.releases] == [True, True, False]
+        assert not replica.ready, replica.readiness
 
 
 def test_a_replica_that_cannot_apply_a_release_is_not_ready(service: RunningService) -> None:

@@ -59,6 +59,13 @@ def compose(deploy: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
+def consumers(deploy: Path) -> dict[str, dict[str, Any]]:
+    """The consumers of the configuration, by name."""
+    settings = tomllib.loads((deploy / "kubernetes/deltasync.toml").read_text())
+    return dict(settings["consumers"])
+
+
+@pytest.fixture(scope="session")
 def manifests(deploy: Path) -> list[dict[str, Any]]:
     files = sorted((deploy / "kubernetes").glob("*.yaml"))
     return [

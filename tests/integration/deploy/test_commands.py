@@ -152,8 +152,8 @@ def _module_lines(compose: dict[str, Any], containers: list[dict[str, Any]]) -> 
             yield command[command.index("-m") + 1 :]
 
 
-@pytest.mark.parametrize("module", ["deltasync.trainer.train", "deltasync.trainer.demo.replica"])
-def test_trainer_and_replica_have_the_options_used(
+@pytest.mark.parametrize("module", ["deltasync.trainer.train", "deltasync.trainer.demo.predictor"])
+def test_trainer_and_predictor_have_the_options_used(
     compose: dict[str, Any], containers: list[dict[str, Any]], module: str
 ) -> None:
     used = [words[1:] for words in _module_lines(compose, containers) if words[0] == module]

@@ -1,4 +1,5 @@
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,9 +43,18 @@ def test_waited_for_services_have_a_health_check(compose: dict[str, Any]) -> Non
 
 
 def test_published_ports_are_exposed_and_local(compose: dict[str, Any], stages: Stages) -> None:
-    ports = [port.split(":") for port in compose["services"]["service"]["ports"]]
-    assert {inside for _, _, inside in ports} == set(_words(stages["service"], "EXPOSE"))
-    assert {address for address, _, _ in ports} == {"127.0.0.1"}
+    ports = {
+        name: [port.split(":") for port in service.get("ports", [])]
+        for name, service in compose["services"].items()
+    }
+    assert {inside for _, _, inside in ports["service"]} == set(_words(stages["service"], "EXPOSE"))
+    for name in ("predictor-1", "predictor-2"):
+        assert [inside for _, _, inside in ports[name]] == [
+            _option(compose["services"][name]["command"], "http-port")
+        ]
+    published = [port for each in ports.values() for port in each]
+    assert {address for address, _, _ in published} == {"127.0.0.1"}
+    assert len({outside for _, outside, _ in published}) == len(published) == 4
 
 
 @pytest.mark.parametrize("name", ["trainer", "predictor-1", "predictor-2"])
@@ -54,10 +64,20 @@ def test_clients_dial_the_service(compose: dict[str, Any], stages: Stages, name:
     assert port in _words(stages["service"], "EXPOSE")
 
 
-def test_predictors_are_two_replicas_of_the_consumer_of_the_trainers_model(compose: dict[str, Any]) -> None:
+def test_the_service_is_given_the_configuration_by_its_name(deploy: Path, compose: dict[str, Any]) -> None:
+    service = compose["services"]["service"]
+    (given,) = service["configs"]
+    assert _option(service["command"], "config") == given["target"]
+    assert (deploy / compose["configs"][given["source"]]["file"]).is_file()
+
+
+def test_predictors_are_two_replicas_of_the_consumer_of_the_trainers_model(
+    compose: dict[str, Any], consumers: dict[str, Any]
+) -> None:
     services = compose["services"]
-    consumer, model = _option(services["service"]["command"], "consumer").split("=")
     predictors = [services[name]["command"] for name in services if re.match("predictor", name)]
-    assert _option(services["trainer"]["command"], "model") == model
-    assert {_option(command, "consumer") for command in predictors} == {consumer}
+    (consumer,) = {_option(command, "consumer") for command in predictors}
+    assert _option(services["trainer"]["command"], "model") == consumers[consumer]["model"]
+    assert {_option(command, "value-type") for command in predictors} == {consumers[consumer]["value_type"]}
+    assert all("--managed" in command for command in (services["trainer"]["command"], *predictors))
     assert len({_option(command, "replica") for command in predictors}) == len(predictors) == 2

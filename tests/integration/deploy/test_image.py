@@ -61,10 +61,13 @@ def test_image_health_check_follows_livez(stages: Stages, probed: ThreadingHTTPS
     assert _probe(command, probed.server_port) != 0
 
 
-def test_compose_health_check_follows_readyz(compose: dict[str, Any], probed: ThreadingHTTPServer) -> None:
-    command = compose["services"]["service"]["healthcheck"]["test"]
+@pytest.mark.parametrize(("name", "path"), [("service", "/readyz"), ("predictor-1", "/ready")])
+def test_compose_health_checks_follow_readiness(
+    compose: dict[str, Any], probed: ThreadingHTTPServer, name: str, path: str
+) -> None:
+    command = compose["services"][name]["healthcheck"]["test"]
     assert command[0] == "CMD"
-    probed.healthy = "/readyz"  # type: ignore[attr-defined]
+    probed.healthy = path  # type: ignore[attr-defined]
     assert _probe(command[1:], probed.server_port) == 0
     probed.healthy = None  # type: ignore[attr-defined]
     assert _probe(command[1:], probed.server_port) != 0

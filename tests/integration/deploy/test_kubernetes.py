@@ -233,15 +233,40 @@ def test_ranks_meet_at_the_first_pod(manifests: list[Doc]) -> None:
     assert int(_argument(container, "master-port")) in {port["port"] for port in meeting["spec"]["ports"]}
 
 
-def test_clients_dial_the_service_and_name_what_it_has(deploy: Path, manifests: list[Doc]) -> None:
-    settings = tomllib.loads((deploy / "kubernetes/deltasync.toml").read_text())
-    consumers = dict(entry.split("=") for entry in settings["consumer"])
+def test_clients_dial_the_service_and_name_what_it_has(consumers: Doc, manifests: list[Doc]) -> None:
     clients = {doc["kind"]: c for doc, _, c in _containers(manifests) if c["image"] == "deltasync-trainer"}
     for client in clients.values():
         host, port = _argument(client, "service").split(":")
         service = _of_kind(manifests, "Service")[host]
         assert {"name": "grpc", "port": int(port)}.items() <= service["spec"]["ports"][0].items()
-    assert consumers[_argument(clients["Deployment"], "consumer")] == _argument(clients["Job"], "model")
+    predictor = clients["Deployment"]
+    consumer = consumers[_argument(predictor, "consumer")]
+    assert consumer["model"] == _argument(clients["Job"], "model")
+    assert consumer["value_type"] == _argument(predictor, "value-type")
+    assert consumer["ready_within_seconds"] >= 600, "as long as the service may take to recover"
+    assert {"--managed" in client["args"] for client in clients.values()} == {True}, "they have one model"
+
+
+def test_a_predictor_listens_where_its_probes_ask(manifests: list[Doc]) -> None:
+    (deployment,) = _of_kind(manifests, "Deployment").values()
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    (port,) = container["ports"]
+    assert _argument(container, "http-port") == str(port["containerPort"])
+    assert _argument(container, "host") == "0.0.0.0"  # noqa: S104
+    probes = {kind: container[f"{kind}Probe"]["httpGet"] for kind in ("startup", "liveness", "readiness")}
+    assert {probe["port"] for probe in probes.values()} == {port["name"]}
+    # One that is not ready yet must not be killed for it.
+    assert {kind: probe["path"] for kind, probe in probes.items()} == {
+        "startup": "/livez",
+        "liveness": "/livez",
+        "readiness": "/ready",
+    }
+
+
+def test_requests_reach_predictors(manifests: list[Doc]) -> None:
+    service = _of_kind(manifests, "Service")["deltasync-predictor"]
+    (deployment,) = _of_kind(manifests, "Deployment").values()
+    assert _backends(manifests, service) == [deployment]
 
 
 def test_a_replica_has_the_name_of_its_pod(manifests: list[Doc]) -> None:

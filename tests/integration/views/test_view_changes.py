@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from tests.support.fleet import (
     ITEM,
+    TABLES,
     USER,
     WAIT,
     Recorder,
@@ -18,7 +19,7 @@ from tests.support.fleet import (
 )
 from tests.support.server import RunningService
 
-from deltasync.client import Admin, CallbackTarget, Position, Release
+from deltasync.client import Admin, CallbackTarget, Position, Release, TableSpec
 from deltasync.core.mode import Mode
 from deltasync.core.policy import Policy
 from deltasync.core.value_types import ValueType
@@ -158,6 +159,33 @@ def test_from_ids_to_values_and_back(service: RunningService, admin: Admin) -> N
             assert all(rows.values.shape[1] == (0 if mode is Mode.IDS else rows.table.dim) for rows in new)
             assert {rows.table.name for rows in new} == {"user", "item"}
     assert [release.resync for release in taken].count(True) == 1
+
+
+def test_a_table_that_comes_later_and_cannot_be_sent_keeps_no_other_table_back(
+    service: RunningService, admin: Admin
+) -> None:
+    """Nor another consumer, nor a replica that joins; the lag says which table it is, and what to do."""
+    tables, why = [*TABLES, TableSpec("odd", 10, 5)], "table 'odd' has dim 5, and value type int8-tbe takes"
+    admin.create_consumer("tbe", "clicks", Policy(value_type=ValueType.INT8_TBE))
+    target, joining, other = Recorder(), Recorder(), Recorder()
+    with follow(service, "tbe", "a", target), follow(service, "predictors", "b", other):
+        with Trainer(service.grpc) as trainer:
+            wait_until_in_sync(service, "tbe", trainer.publish_all())
+        with Trainer(service.grpc, tables, run="later", started=2) as trainer:
+            trainer.publish_all()
+            wait_for_lag(service, "tbe", lambda lag: f"the policy is not in force: {why}" in lag["reason"])
+            head = trainer.change(3)
+            wait_until_in_sync(service, "predictors", head)
+            expected = trainer.expected(ValueType.INT8_TBE)
+            with follow(service, "tbe", "c", joining) as replica:
+                replica.wait_for(head, WAIT)
+                assert joining.bytes() == {name: expected[name] for name in ("user", "item")}
+            lag = wait_for_lag(service, "tbe", lambda lag: lag["lag"]["versions"] == 0)
+            assert (lag["state"], lag["lag"]["rows"]) == ("current", 10)
+            narrow = Policy(tables=("user", "item"), value_type=ValueType.INT8_TBE)
+            admin.update_consumer("tbe", narrow)
+            given_as(service, "tbe", narrow, head)
+    assert target.bytes() == joining.bytes()
 
 
 def test_a_consumer_made_anew_under_the_same_name_begins_anew(service: RunningService, admin: Admin) -> None:

@@ -139,9 +139,9 @@ class Observed(Gate):
         self.waits = threading.Semaphore(0)
         wait_for = self._moved.wait_for
 
-        def counted(predicate: Callable[[], bool]) -> bool:
+        def counted(predicate: Callable[[], bool], timeout: float | None = None) -> bool:
             self.waits.release()  # The lock is held until it waits.
-            return wait_for(predicate)
+            return wait_for(predicate, timeout)
 
         self._moved.wait_for = counted  # type: ignore[method-assign, assignment]
 
@@ -293,11 +293,44 @@ def test_a_reading_may_end_in_another_thread() -> None:
     assert seen == ["writer"]
 
 
+def test_a_reading_may_end_where_its_thread_goes_in_or_out() -> None:
+    """As garbage collection ends one that was left in a generator: at any time, in any thread."""
+    gate, seen = Gate(), list[str]()
+
+    def end_within() -> None:
+        left = gate.reading()
+        left.__enter__()
+        with gate._lock:
+            del left
+
+    with threads(end_within):
+        pass
+    with threads(through(gate.writing(), seen, "writer")):
+        pass
+    assert seen == ["writer"]
+
+
+def test_a_writer_that_waits_for_long_says_for_whom(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("deltasync.client.gate._PATIENCE_SECONDS", 0.0)
+    gate, seen, name = Observed(), list[str](), threading.current_thread().name
+    with gate.reading():
+        context = threads(through(gate.writing(), seen, "writer"))
+        context.__enter__()
+        for _ in range(2):
+            gate.until_waiting()
+    context.__exit__(None, None, None)
+    assert seen == ["writer"]
+    (said,) = [each.message for each in caplog.records]
+    assert said.endswith(f"for readers to leave reading(), and goes on waiting: they came in from {name}")
+
+
 @pytest.mark.parametrize("kind", ["reading", "writing"])
 def test_who_is_interrupted_while_it_waits_keeps_nobody_out(kind: str) -> None:
     gate, seen = Gate(), list[str]()
 
-    def interrupted(predicate: Callable[[], bool]) -> bool:
+    def interrupted(predicate: Callable[[], bool], timeout: float | None = None) -> bool:
         raise KeyboardInterrupt
 
     with gate.reading() if kind == "writing" else gate.writing(), pytest.MonkeyPatch.context() as patch:

@@ -13,6 +13,10 @@ import torch
 from tests.support import quantised_model
 from tests.support.threads import WAIT, threads
 from torch import nn
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor.api import ShardedTensorBase
+from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
+from torch.distributed._shard.sharded_tensor.shard import Shard
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.inference.modules import quantize_embeddings
 
@@ -240,6 +244,19 @@ def test_a_table_that_grows_or_goes_is_of_one_version_too() -> None:
             target.apply(dataclasses.replace(release_of(3), tables=[larger], rows=[]))
 
 
+@pytest.mark.parametrize("reads", WAYS)
+def test_who_reads_in_an_autocast_of_its_own_sees_each_version(reads: Reads) -> None:
+    """An autocast keeps the casts of parameters until it is left."""
+    target = TorchTarget(nn.Sequential(nn.Linear(DIM, 1, bias=False)), reads=reads)
+    table = TableSpec("0.weight", 1, DIM, kind=TableKind.PARAMETER)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        for version in range(1, 6):
+            with threads(lambda number=version: target.apply(release_of(number, tables=[table]))):  # type: ignore[misc]
+                pass
+            with target.reading() as reading:
+                assert reading.module(torch.ones(DIM)).item() == DIM * version
+
+
 def test_applying_inside_of_a_reading_is_an_error(target: AnyTarget) -> None:
     target.apply(release_of(1))
     with target.reading(), pytest.raises(Contradiction, match="would wait for itself"):
@@ -445,6 +462,24 @@ def test_both_copies_of_a_quantised_model_are_as_if_quantised_anew(bits: int) ->
             assert all(torch.equal(found[name], expected[name]) for name in ("user", "item"))
 
 
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_table_that_is_sharded_by_row_shares_nothing_with_its_copy_and_all_within(bits: int) -> None:
+    def shards_of(module: nn.Module) -> list[torch.Tensor]:
+        table: Any = module.state_dict()["sparse.embedding_bags.user.weight"]
+        shards = [each.tensor for each in table.local_shards()]
+        return shards if bits == 8 else [each.elem for each in shards]
+
+    with quantised_model.on_cpu():
+        module = quantised_model.sharded(quantised_model.quantised(quantised_model.Model(), bits), "row_wise")
+    made: Any = copy_of(module)
+    before = [each.clone() for each in shards_of(module)]
+    for tbe in made.get_submodule("sparse.tbes"):
+        tbe.weights_host.fill_(7)
+    assert all((each == 7).all() for each in shards_of(made))
+    assert all(torch.equal(*each) for each in zip(shards_of(module), before, strict=True))
+
+
 def test_a_hook_of_the_module_itself_is_one_of_the_copy() -> None:
     class Hooked(Model):
         def __init__(self) -> None:
@@ -473,6 +508,17 @@ def viewing() -> nn.Module:
     return module
 
 
+def sharing() -> nn.Module:
+    module, rows = Model(), Model().user.weight.detach()
+    module.user.weight = nn.Parameter(rows)
+    metadata = [ShardMetadata([row, 0], [1, rows.shape[1]], "rank:0/cpu") for row in (0, 1)]
+    module.shards = ShardedTensorBase._init_from_local_shards_and_global_metadata(
+        [Shard(rows[row : row + 1], each) for row, each in enumerate(metadata)],
+        ShardedTensorMetadata(metadata, torch.Size([2, rows.shape[1]])),
+    )
+    return module
+
+
 class Itself(Model):
     def __deepcopy__(self, _: object) -> "Itself":
         return self
@@ -489,11 +535,12 @@ class Half(Model):
     ("module", "said"),
     [
         (locked(), r"TypeError: cannot pickle '_thread\.lock' object"),
+        (sharing(), r"user\.weight shares memory with another of its tensors, and would not in a copy"),
         (viewing(), "first shares memory with another of its tensors, and would not in a copy"),
         (Itself(), r"its copy has .* in common with it"),
         (Half(), r"its copy has item\.weight in common with it"),
     ],
-    ids=["locked", "viewing", "itself", "half"],
+    ids=["locked", "sharing", "viewing", "itself", "half"],
 )
 def test_a_module_that_cannot_be_copied_is_refused(module: nn.Module, said: str) -> None:
     with pytest.raises(Contradiction, match=f'reads="copies": the module cannot be copied: {said}'):

@@ -411,6 +411,23 @@ def test_two_copies_of_a_quantised_module_take_turns(bits: int) -> None:
             assert_like_fresh(reading.module, model, bits)
 
 
+@pytest.mark.usefixtures("among_cpus")
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("sequences", [False, True], ids=["bags", "sequences"])
+@pytest.mark.parametrize("sharding", ["table_wise", "row_wise"])
+def test_two_copies_of_a_sharded_module_take_turns(sharding: str, sequences: bool, bits: int) -> None:
+    model, value_type = Model(sequences=sequences), TYPES[bits][0]
+    module = sharded(quantised(model, bits), sharding)
+    shop, target = outputs(module)["shop"], TorchTarget(module, reads="copies")
+    target.apply(whole(model, value_type))
+    for number in (2, 3):
+        model = with_other_rows(model)
+        changed = {name: np.arange(SIZES[name]) for name in ("user", "item")}
+        target.apply(release_of(number, model, changed, value_type))
+        with target.reading() as reading:
+            assert_equal(outputs(reading.module), outputs(quantised(model, bits)) | {"shop": shop})
+
+
 def test_what_goes_with_a_quantised_collection_finds_its_place() -> None:
     """TorchRec calls feature processors, and the tables that they are for, something else than in the trainer."""
     configs = [

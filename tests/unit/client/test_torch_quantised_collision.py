@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.quantised_model import TYPES, on_cpu, quantised, sharded, tbe_bytes
+from tests.support.quantised_model import TYPES, quantised, tbe_bytes
 from tests.unit.client.test_torch_collision import (
     FREE,
     MAP,
@@ -22,19 +22,13 @@ from tests.unit.client.test_torch_collision import (
     rows_for,
     sorting,
 )
-from torchrec.distributed.mc_modules import InferManagedCollisionCollectionSharder
-from torchrec.distributed.quant_embeddingbag import (
-    QuantEmbeddingBagCollectionSharder,
-    QuantManagedCollisionEmbeddingBagCollectionSharder,
-)
-from torchrec.inference.modules import DEFAULT_FUSED_PARAMS
 
 from deltasync.client import Release, RowBatch
 from deltasync.client.checksums import TargetChecksums
 from deltasync.client.torch_target import TorchTarget
 from deltasync.core.delivery import Delivery
 from deltasync.core.digests import digest
-from deltasync.core.errors import Contradiction, NotFound
+from deltasync.core.errors import NotFound
 from deltasync.core.mode import Mode
 from deltasync.core.value_types import ValueType
 
@@ -109,15 +103,3 @@ def test_what_a_quantised_model_holds_is_proven() -> None:
     rows: Any = np.zeros((ROWS, release.tables[0].dim), np.uint8)
     rows[release.rows[0].ids] = release.rows[0].values
     assert held.after(release)[USER.name] == digest(np.arange(ROWS), rows).checksum
-
-
-def test_a_collection_that_is_sharded_for_inference_is_refused() -> None:
-    """Each rank has a map of its own there, and what has the map's name serves nobody."""
-    sharder = QuantManagedCollisionEmbeddingBagCollectionSharder(
-        QuantEmbeddingBagCollectionSharder(fused_params=dict(DEFAULT_FUSED_PARAMS)),
-        InferManagedCollisionCollectionSharder(),
-    )
-    with on_cpu():
-        module = sharded(quantised(model_of(sorting(input_hash_size=2**20))), "row_wise", [sharder]).eval()
-    with pytest.raises(Contradiction, match="is sharded for inference, where each rank has a map of its own"):
-        TorchTarget(module).apply(encoded(release_of(1, resync=True)))

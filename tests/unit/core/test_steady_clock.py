@@ -31,9 +31,11 @@ def test_repeating_a_number_changes_nothing() -> None:
 
 
 def test_what_is_no_longer_remembered_is_not_known() -> None:
-    numbers = succession(*((number, number) for number in range(20_000)))
-    assert numbers.behind_ns(20_000 - 10, 30_000) == 30_000 - (20_000 - 9)
-    assert numbers.behind_ns(20_000 - 10_001, 30_000) == FOREVER_NS
+    for count in range(19_990, 20_010):  # Those that were the newest long ago are forgotten many at once.
+        numbers = succession(*((number, number) for number in range(count)))
+        assert numbers.behind_ns(count - 10, 30_000) == 30_000 - (count - 9)
+        assert numbers.age_ns(count - 10_000, 30_000) == 30_000 - (count - 10_000)
+        assert numbers.behind_ns(count - 20_001, 30_000) == FOREVER_NS
 
 
 def test_the_clock_goes_on_while_the_machine_sleeps() -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from deltasync.client.modules.cast import CastTensor
-from deltasync.client.modules.collision import collision_modules
-from deltasync.client.modules.id_map import id_map_of
+from deltasync.client.modules.collision import collision_modules, collision_prefixes
+from deltasync.client.modules.collision_shards import sharded_map_of
 from deltasync.client.modules.id_ranges import id_ranges_of
 from deltasync.client.modules.quantised import QuantisedRows
 from deltasync.client.modules.tbes import TABLES_OF, Piece, tables_in_tbes, tbe_memory, tbe_prefixes
@@ -166,7 +166,7 @@ class _Contents:
             Contradiction: what has its name cannot hold it.
         """
         if table.kind is TableKind.ID_MAP:
-            return id_map_of(self.module, table)
+            return sharded_map_of(self.module, table)
         if table.kind is TableKind.ID_RANGES:
             return id_ranges_of(self.module, table)
         name = self._name_of(table)
@@ -238,9 +238,14 @@ def _together(table: TableSpec, other: TableSpec) -> bool:
 
 def _stale(contents: _Contents, places: dict[str, Place]) -> list[str]:
     bound = {place.name for place in places.values()}
-    collisions = tuple(f"{name}." for name in collision_modules(contents.module))
-    saved = contents.module.state_dict().keys()
-    tensors = [name for name in contents.tensors if name in saved and not name.startswith(collisions)]
+    collisions = collision_prefixes(contents.module)
+    # TorchRec's `state_dict` of managed collision that is sharded for inference fails at 4 bits.
+    not_saved = {
+        f"{owner}.{name}".removeprefix(".")
+        for owner, each in contents.module.named_modules()
+        for name in each._non_persistent_buffers_set
+    }
+    tensors = [name for name in contents.tensors if name not in not_saved and not name.startswith(collisions)]
     return [name for name in (*tensors, *contents.tbes) if name not in bound]
 
 

@@ -11,19 +11,27 @@ from torch import nn
 from deltasync.core.errors import Contradiction, NotFound
 from deltasync.core.tables import TableSpec
 
-# The modules of a collection; those of one that is sharded for inference.
-_MODULES, _SHARDED = "_managed_collision_modules", "_managed_collision_modules_per_rank"
+# The modules of a collection; those of the shards, in one that is sharded for inference.
+MODULES, SHARDED = "_managed_collision_modules", "_managed_collision_modules_per_rank"
 # What holds raw ids: of an `MCHManagedCollisionModule`, and the row of each; of a `HashZchManagedCollisionModule`.
 SORTED, ROWS, IDENTITIES = "_mch_sorted_raw_ids", "_mch_remapped_ids_mapping", "_hash_zch_identities"
 
 
 def collision_modules(module: nn.Module) -> dict[str, nn.Module]:
-    """The managed collision modules in a module, by their FQNs."""
-    return {
-        name: each
-        for name, each in module.named_modules()
-        if hasattr(each, IDENTITIES) or (hasattr(each, SORTED) and hasattr(each, ROWS))
+    """The managed collision modules in a module, by their FQNs, without those of shards for inference."""
+    shards = {
+        each
+        for collection in module.modules()
+        for rank in getattr(collection, SHARDED, ())
+        for each in rank.values()
     }
+    return {name: each for name, each in module.named_modules() if _is_map(each) and each not in shards}
+
+
+def collision_prefixes(module: nn.Module) -> tuple[str, ...]:
+    """How the names of parameters and buffers begin that a module's managed collision has."""
+    names = [name for name, each in module.named_modules() if _is_map(each) or hasattr(each, SHARDED)]
+    return tuple(f"{name}.".removeprefix(".") for name in names)
 
 
 def hashes(module: nn.Module) -> bool:
@@ -49,12 +57,24 @@ def collision_module_of(module: nn.Module, table: TableSpec) -> tuple[str, nn.Mo
     return names[0], modules[names[0]]
 
 
+def _is_map(module: nn.Module) -> bool:
+    return hasattr(module, IDENTITIES) or (hasattr(module, SORTED) and hasattr(module, ROWS))
+
+
 def _check_collection(module: nn.Module, name: str, table: TableSpec) -> None:
-    collection, _, _ = name.rpartition(f".{_MODULES}.")
-    if hasattr(module.get_submodule(collection), _SHARDED):
+    path, _, _ = name.rpartition(f".{MODULES}.")
+    collection: Any = module.get_submodule(path)
+    if not hasattr(collection, SHARDED):
+        return
+    if not collection.need_preprocess:
         raise Contradiction(
-            f"table {table.name!r}: the collection of module {name} is sharded for inference, where each rank has "
-            "a map of its own, and that module none that is looked up: serve managed collision unsharded"
+            f"table {table.name!r}: the collection of module {name} is sharded for inference and does not prepare "
+            "raw ids, which is where they are looked up: make it with need_preprocess=True, or serve it unsharded"
+        )
+    if getattr(module.get_submodule(name), "_disable_fallback", False):
+        raise Contradiction(
+            f"table {table.name!r}: module {name} drops unknown ids (disable_fallback), and its collection is "
+            "sharded for inference: serve it unsharded"
         )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed._shard.sharded_tensor.api import ShardedTensorBase
 
 from deltasync.client.modules.binding import Binding, Place, accelerators, bind
 from deltasync.client.targets import Release
@@ -60,6 +61,8 @@ class ModuleCopy:
                 for write_table in writes:
                     write_table()
                 _finish(devices)
+            # It keeps casts of parameters until all of its blocks are left, and readers may live in one.
+            torch.clear_autocast_cache()
 
         return write
 
@@ -84,7 +87,7 @@ def copy_of(module: nn.Module) -> nn.Module:
             other where its own do, or do where they should not.
     """
     try:
-        made = copy.deepcopy(module)
+        made = copy.deepcopy(module, _memo(module))
     except Exception as error:
         raise _no_copy(f"{type(error).__name__}: {error}") from error
     tensors, copies = _tensors(module), _tensors(made)
@@ -97,6 +100,17 @@ def copy_of(module: nn.Module) -> nn.Module:
         if owners.setdefault(_storage(tensors[name]), _storage(tensor)) != _storage(tensor):
             raise _no_copy(f"{name} shares memory with another of its tensors, and would not in a copy")
     return made
+
+
+def _memo(module: nn.Module) -> dict[int, Any]:
+    """What `deepcopy` is to take as copied: sharded tensors that belong to no group of processes."""
+    memo: dict[int, Any] = {}
+    for each in _tensors(module).values():
+        if isinstance(each, ShardedTensorBase) and not hasattr(each, "_process_group"):
+            memo[id(each)] = ShardedTensorBase._init_from_local_shards_and_global_metadata(
+                copy.deepcopy(each.local_shards(), memo), copy.deepcopy(each.metadata(), memo)
+            )
+    return memo
 
 
 def _no_copy(why: str) -> Contradiction:
@@ -122,7 +136,9 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _wrapped(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors inside of one, such as TorchRec's of 4 bits, which has no memory of its own."""
+    """The tensors inside of one that has no memory of its own: TorchRec's of 4 bits, torch's of several shards."""
+    if isinstance(tensor, ShardedTensorBase):
+        return {str(number): shard.tensor for number, shard in enumerate(tensor.local_shards())}
     names = [*getattr(type(tensor), "__slots__", ()), *vars(tensor)]
     inner = {name: getattr(tensor, name, None) for name in names}
     return {name: each for name, each in inner.items() if isinstance(each, torch.Tensor)}
@@ -145,6 +161,8 @@ _OWN = ("_parameters", "_buffers", "_modules")
 
 def _storage(tensor: torch.Tensor) -> int:
     """Where its memory begins; 0 where it has none of its own."""
+    if isinstance(tensor, ShardedTensorBase):
+        return 0
     try:
         return 0 if tensor.is_meta else tensor.untyped_storage().data_ptr()
     except RuntimeError:  # It wraps others.

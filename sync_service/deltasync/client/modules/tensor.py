@@ -91,7 +91,9 @@ class Tensor:
 
 
 def named_tensor(module: nn.Module, name: str) -> torch.Tensor:
-    """A parameter or buffer, detached."""
+    """A parameter or buffer, detached: of a compiled module, what the compiled code reads."""
+    if compiled := compiled_module_of(module, name):
+        return compiled[0].served(compiled[1])
     # Found by its name each time: `module.to(...)` puts other memory behind a name.
     found: Any = reduce(getattr, name.split("."), module)
     tensor: torch.Tensor = found.detach()

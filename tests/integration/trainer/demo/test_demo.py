@@ -96,6 +96,36 @@ def test_a_model_whose_rows_change_hands_is_equal_in_rows_map_buffers_and_output
     assert all(used > 10 for ranks in report["rows_used"].values() for used in ranks), "ids go to all ranks"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "value_type", "managed"),
+    [
+        (["--serve", "int8", "--kill-service-at", "0.5"], "int8-tbe", True),
+        (["--serve", "int4", "--model", "clicks", "--top-k", "0.5"], "int4-tbe", False),
+    ],
+    ids=["int8", "int4"],
+)
+def test_predictors_hold_and_answer_what_the_trainer_s_model_does_quantised_anew(
+    tmp_path: Path, arguments: list[str], value_type: str, managed: bool
+) -> None:
+    found = tmp_path / "demo.json"
+    done = run_program(*COMMAND, *SMALL, *arguments, "--json", str(found))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    report = json.loads(found.read_text())
+    assert [report[f"{what}_equal"] for what in ("rows", "outputs")] == [True, True]
+    assert [report[f"{what}_equal"] for what in ("map", "buffers")] == [True if managed else None] * 2
+    assert report["policy"]["value_type"] == value_type
+    assert report["service_restarts"] == int("--kill-service-at" in arguments)
+    # Every batch, and the last one once more.
+    assert report["answers"]["count"] == -(-6000 // 64) + 1
+    assert report["answers"]["age_seconds"]["p50"] > 0
+    assert report["events_evaluated"] == 3000
+    assert report["auc"]["synced"] > 0.6
+    assert report["outputs_compared"] == (6000 % 64 or 64)
+    # Quantised, against fp32 as it is published.
+    assert 0 < report["bytes_received"] < report["bytes_published"]
+
+
 def test_a_policy_that_cannot_be_met_is_a_wrong_use() -> None:
     status, _, said = deltasync("demo", "--top-k", "1000", "--max-bytes", "99")
     assert status == 2

@@ -10,11 +10,12 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
+from deltasync.client import Policy, ValueType
 from deltasync.core.errors import DeltasyncError
 from deltasync.trainer.clicks.model import ModelOptions
 from deltasync.trainer.clicks.stream_options import StreamOptions
 from deltasync.trainer.clicks.training_options import TrainingOptions
-from deltasync.trainer.demo import run
+from deltasync.trainer.demo import command, run
 from deltasync.trainer.demo.command import demo
 from deltasync.trainer.demo.processes import DemoFailed, Processes
 from deltasync.trainer.demo.progress import DemoProgress
@@ -42,6 +43,15 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+def test_a_dim_that_the_value_type_does_not_take_leaves_nothing(temporary: Path) -> None:
+    stream = replace(STREAM, model=ModelOptions(dim=6))
+    policy = Policy(value_type=ValueType.INT4_TBE)
+    options = DemoOptions(stream=stream, training=TrainingOptions(), policy=policy)
+    with pytest.raises(DeltasyncError, match="--dim 6: value type int4-tbe takes multiples of 4"):
+        run_demo(options, Console(file=io.StringIO()))
+    assert not list(temporary.iterdir())
+
+
 @pytest.mark.parametrize(
     ("stream", "training", "why"),
     [
@@ -67,7 +77,46 @@ def test_what_cannot_be_run_leaves_nothing(
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--json", "nowhere/report.json"], ["--dim", "5"], ["--top-k", "-1"], ["--model", "x"]]
+    ("arguments", "value_type", "managed"),
+    [
+        ([], ValueType.FP32, False),
+        (["--model", "mch"], ValueType.FP32, True),
+        (["--dtype", "int8"], ValueType.INT8, False),
+        (["--serve", "int8"], ValueType.INT8_TBE, True),
+        (["--serve", "int4", "--dtype", "int4-tbe"], ValueType.INT4_TBE, True),
+        (["--dtype", "int8-tbe"], ValueType.INT8_TBE, True),
+        (["--serve", "int8", "--model", "clicks"], ValueType.INT8_TBE, False),
+    ],
+)
+def test_predictors_have_quantised_tables_and_managed_collision_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], value_type: ValueType, managed: bool
+) -> None:
+    asked: list[DemoOptions] = []
+
+    def stopped(options: DemoOptions, _: Console) -> None:
+        asked.append(options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "run_demo", stopped)
+    CliRunner().invoke(demo, arguments)
+    [options] = asked
+    assert (options.policy.value_type, options.stream.model.managed) == (value_type, managed)
+    serves = value_type.tbe_bits is not None
+    assert [(fleet.serves, fleet.frozen) for fleet in options.fleets] == (
+        [(True, False), (True, True)] if serves else [(False, False)]
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--json", "nowhere/report.json"],
+        ["--dim", "5"],
+        ["--top-k", "-1"],
+        ["--model", "x"],
+        ["--serve", "int2"],
+        ["--serve", "int8", "--dtype", "fp16"],
+    ],
 )
 def test_a_wrong_use_leaves_nothing(temporary: Path, arguments: list[str]) -> None:
     assert CliRunner().invoke(demo, arguments).exit_code == 2
@@ -150,6 +199,7 @@ def test_what_a_replica_received_is_a_share_of_what_was_published() -> None:
         "bytes_published": 29_400_000,
         "bytes_received": 28_500_000,
         "policy": {"value_type": "fp32", "top_k": None},
+        "answers": None,
         **{f"{what}_equal": True for what in WHATS},
         **{f"{what}_compared": 10 for what in WHATS},
         "evictions": 0,

@@ -64,6 +64,11 @@ class ModelOptions:
         """The options that are sizes, by name."""
         return {name: value for name, value in vars(self).items() if name != "managed"}
 
+    def arguments(self) -> list[str]:
+        """The command-line arguments that say the same to another process."""
+        sizes = [(f"--{name.replace('_', '-')}", str(value)) for name, value in self.sizes.items()]
+        return [argument for pair in sizes for argument in pair] + ["--managed"] * self.managed
+
     @property
     def managed_tables(self) -> tuple[str, ...]:
         """Tables whose rows are given to raw ids."""
@@ -76,6 +81,12 @@ class ModelOptions:
         if self.managed:
             return {"user": -(-self.users // _IDS_PER_ROW), "item": -(-self.items // _IDS_PER_ROW), **rest}
         return {"user": self.users, "item": self.items, **rest, "history": self.items}
+
+    @property
+    def ids(self) -> dict[str, int]:
+        """How many ids there are of each sparse feature: they are from 0 up to there."""
+        raw = {name: RAW_IDS for table in self.managed_tables for name in _MANAGED[table]}
+        return {**self.rows, **raw}
 
 
 class ClickModel(nn.Module):

@@ -61,9 +61,9 @@ class StreamOptions:
     def arguments(self) -> list[str]:
         """The command-line arguments that say the same to another process."""
         given = {name: getattr(self, name) for name in ("data", "events", "batch_size", "seed", "start_file")}
-        given |= {"events_per_second": self.events_per_second, **self.model.sizes}
+        given |= {"events_per_second": self.events_per_second}
         pairs = [(f"--{name.replace('_', '-')}", str(value)) for name, value in given.items() if value is not None]
-        return [argument for pair in pairs for argument in pair] + ["--managed"] * self.model.managed
+        return [argument for pair in pairs for argument in pair] + self.model.arguments()
 
     def _start(self, sleep: Callable[[float], None]) -> float:
         if self.start_file is None:
@@ -74,12 +74,23 @@ class StreamOptions:
 
 
 managed_option = click.option("--managed", is_flag=True, help="Ids are raw and get rows by managed collision.")
-"""The one that a command adds itself, after `stream_options`."""
+"""The one that a command adds itself, after `stream_options` or `size_options`."""
+
+
+def size_options(command: F) -> F:
+    """Add the sizes of the model to a click command; `take_model_options` makes them and `managed` one object."""
+    for name, default in reversed(ModelOptions().sizes.items()):
+        words = name.replace("_", " ")
+        option = f"--{name.replace('_', '-')}"
+        command = click.option(
+            option, type=click.IntRange(2), default=default, help=f"Size of the model: {words}."
+        )(command)
+    return command
 
 
 def stream_options(command: F) -> F:
     """Add the options of a stream to a click command; `take_stream_options` makes them one object."""
-    model = ModelOptions()
+    command = size_options(command)
     for option in reversed(
         [
             click.option("--data", default="synthetic", help="synthetic, or ratings:PATH."),
@@ -90,23 +101,23 @@ def stream_options(command: F) -> F:
             click.option("--seed", type=click.IntRange(0), default=0, help="Of the stream and the first weights."),
             click.option("--start-file", type=click.Path(path_type=Path), default=None,
                          help="File with the unix time of the first event, waited for; default now."),
-            *(
-                click.option(f"--{name.replace('_', '-')}", type=click.IntRange(2), default=default,
-                             help=f"Size of the model: {name.replace('_', ' ')}.")
-                for name, default in model.sizes.items()
-            ),
         ]
     ):  # fmt: skip
         command = option(command)
     return command
 
 
-def take_stream_options(settings: dict[str, Any]) -> StreamOptions:
-    """Take the options of a stream out of a command's settings."""
+def take_model_options(settings: dict[str, Any]) -> ModelOptions:
+    """Take the sizes of the model, and whether it maps raw ids, out of a command's settings."""
     given = {name: settings.pop(name) for name in vars(ModelOptions())}
     try:
-        model = ModelOptions(**given)
+        return ModelOptions(**given)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
+
+
+def take_stream_options(settings: dict[str, Any]) -> StreamOptions:
+    """Take the options of a stream out of a command's settings."""
+    model = take_model_options(settings)
     names = ("data", "events", "events_per_second", "batch_size", "seed", "start_file")
     return StreamOptions(model=model, **{name: settings.pop(name) for name in names})

@@ -3,6 +3,7 @@
 import json
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from rich.console import Console
 
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.policy_options import release_options, take_policy
+from deltasync.client import Policy, ValueType
 from deltasync.trainer.clicks.stream_options import stream_options, take_stream_options
 from deltasync.trainer.clicks.training_options import take_training_options, training_options
 from deltasync.trainer.demo.report import print_report
@@ -19,6 +21,7 @@ from deltasync.trainer.demo.verdict import all_equal
 
 _SYNTHETIC_EVENTS = 75_000
 _MODELS = ("clicks", "mch")
+_TABLES = ("int8", "int4")
 
 
 @click.command(context_settings=CONTEXT)
@@ -28,8 +31,14 @@ _MODELS = ("clicks", "mch")
 @click.option(
     "--model",
     type=click.Choice(_MODELS),
-    default=_MODELS[0],
-    help="clicks: a row for each id; mch: raw ids that get rows by managed collision, and batch normalisation.",
+    help="clicks: a row for each id, the default; mch: raw ids that get rows by managed collision, and batch "
+    "normalisation, the default with --serve.",
+)
+@click.option(
+    "--serve",
+    type=click.Choice(_TABLES),
+    help="Replicas are predictors that answer over HTTP, from tables that TorchRec has quantised so: --dtype "
+    "int8-tbe or int4-tbe.",
 )
 @click.option("--ranks", type=click.IntRange(1), default=DemoOptions.ranks, help="Trainer processes.")
 @click.option(
@@ -45,21 +54,23 @@ _MODELS = ("clicks", "mch")
 @click.option(
     "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the report here."
 )
-def demo(json_file: Path | None, **settings: Any) -> None:
+def demo(json_file: Path | None, model: str | None, serve: str | None, **settings: Any) -> None:
     """Run the whole path on loopback: a service, a trainer of two ranks and two replicas of one consumer.
 
     Every event is scored before the trainer learns from it: by the trainer, by a synced replica, and by one
     frozen at half time. At the end every row of both replicas is compared with the trainer's; so are buffers and
     the map of raw ids, if the model has any, and what the replicas make of the last events. --top-k and its like
     are the consumer's policy: what its replicas are given.
+
+    With --serve the replicas are predictors, of which one is frozen, and a process that asks them for the scores.
     """
     if json_file and not json_file.parent.is_dir():  # Not only at the end, when everything has run.
         raise click.UsageError(f"--json {json_file}: there is no folder {json_file.parent}")
     if settings["data"] == "synthetic" and settings["events"] is None:
         settings["events"] = _SYNTHETIC_EVENTS
-    settings["managed"] = settings.pop("model") == "mch"
+    policy = _policy(settings, serve)
+    settings["managed"] = (model or _MODELS[bool(policy.value_type.tbe_bits)]) == "mch"
     stream, training = take_stream_options(settings), take_training_options(settings)
-    policy = take_policy(settings)
     # As any other end: the processes are ended too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     console = Console()
@@ -68,3 +79,13 @@ def demo(json_file: Path | None, **settings: Any) -> None:
     if json_file:
         json_file.write_text(json.dumps(report, indent=2) + "\n")
     sys.exit(0 if all_equal(report) else 1)
+
+
+def _policy(settings: dict[str, Any], serve: str | None) -> Policy:
+    policy = take_policy(settings)
+    if serve is None:
+        return policy
+    wanted = ValueType(f"{serve}-tbe")
+    if policy.value_type not in (ValueType.FP32, wanted):
+        raise click.UsageError(f"--serve {serve}: tables so quantised take --dtype {wanted.value} only")
+    return replace(policy, value_type=wanted)

@@ -94,6 +94,8 @@ class Quality:
 def quality(folder: Path, ranks: int, synced: str, frozen: str, first: int) -> Quality:
     """How good the scores of events `first` and later were.
 
+    Replica `frozen` has a copy that is frozen and scores too, or is frozen itself.
+
     Raises:
         DemoFailed: the three did not score the same events with the same labels.
     """
@@ -108,7 +110,8 @@ def quality(folder: Path, ranks: int, synced: str, frozen: str, first: int) -> Q
                 raise DemoFailed(f"trainer and replicas did not score the same events: column {column!r} differs")
     later = trainer["index"] >= first
     labels = trainer["label"][later]
-    logits = {"trainer": trainer["logit"], "synced": replica["logit"], "frozen": other["frozen"]}
+    frozen_logit = other["frozen"] if "frozen" in other else other["logit"]
+    logits = {"trainer": trainer["logit"], "synced": replica["logit"], "frozen": frozen_logit}
     return Quality(
         len(labels),
         {name: auc(labels, values[later]) for name, values in logits.items()},

@@ -3,12 +3,8 @@
 python -m deltasync.trainer.demo.replica --service localhost:50051 --consumer predictors
 """
 
-import json
 import logging
-import signal
 import threading
-import time
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -26,35 +22,22 @@ from deltasync.trainer.clicks.events import Events
 from deltasync.trainer.clicks.features import Featurizer
 from deltasync.trainer.clicks.model import ClickModel
 from deltasync.trainer.clicks.model_state import ModelState
-from deltasync.trainer.clicks.stream_options import (
-    StreamOptions,
-    managed_option,
-    stream_options,
-    take_stream_options,
-)
+from deltasync.trainer.clicks.stream_options import managed_option, stream_options, take_stream_options
+from deltasync.trainer.demo.receipts import Receipts
 from deltasync.trainer.demo.scorer import Scorer
+from deltasync.trainer.demo.stopping import Stop, play, stop_on_signals
 
 _CHECK_SECONDS = 0.5
 
 
-class Stop(Exception):
-    """The process was asked to end."""
-
-
 class Replica:
-    """Scores a stream, and takes releases in between.
-
-    Attributes:
-        applied: position, step and time (nanoseconds since 1970) of the last 1,000,000 releases applied.
-        received_bytes: bytes of ids and values of each of these.
-    """
+    """Scores a stream, and takes releases in between."""
 
     def __init__(self, model: ClickModel, scorer: Scorer, stop: threading.Event, hold_releases: bool) -> None:
         self._model = model
         self.target = TorchTarget(model)
         self.scorer = scorer
-        self.applied: deque[tuple[int, int, int]] = deque(maxlen=1_000_000)
-        self.received_bytes: deque[int] = deque(maxlen=1_000_000)
+        self._receipts = Receipts()
         self._stop = stop
         self._hold_releases = hold_releases
         self._scoring = threading.Condition()
@@ -69,8 +52,7 @@ class Replica:
             while self._hold_releases and self.scorer.batches < release.step and not self._stop.is_set():
                 self._scoring.wait(_CHECK_SECONDS)
             self.target.apply(release)
-            self.applied.append((release.position.number, release.step, time.time_ns()))
-            self.received_bytes.append(release.bytes)
+            self._receipts.note(release)
 
     def read(self, table: TableSpec, ids: Ids) -> Values | None:
         """Some rows of a table, for its checksum."""
@@ -92,8 +74,7 @@ class Replica:
             state.save(folder / f"state-{name}.npz")
             np.savez(folder / f"scores-{name}.npz", allow_pickle=False, **self.scorer.columns())
             np.savez(folder / f"outputs-{name}.npz", allow_pickle=False, **self.scorer.last_outputs())
-            facts = {"applied": list(self.applied), "received_bytes": list(self.received_bytes)}
-            (folder / f"{name}.json").write_text(json.dumps(facts))
+            self._receipts.write(folder / f"{name}.json")
 
 
 @click.command(context_settings=CONTEXT)
@@ -111,14 +92,13 @@ def main(results: Path | None, freeze_at: int | None, hold_releases: bool, **set
     keep_freed_memory()
     stream = take_stream_options(settings)
     model = ClickModel(stream.model).eval()
-    stop = threading.Event()
+    stop = stop_on_signals()
     scorer = Scorer(model, Featurizer(stream.features), freeze_at, keep=results is not None)
     replica = Replica(model, scorer, stop, hold_releases)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
     with Subscriber(SubscriberOptions(**settings), replica) as subscriber:
         try:
-            _score(replica, stream, stop)
+            for events in play(stream, stop):
+                replica.score(events)
             while not stop.wait(_CHECK_SECONDS):
                 subscriber.check()
         except Stop:
@@ -126,15 +106,6 @@ def main(results: Path | None, freeze_at: int | None, hold_releases: bool, **set
         subscriber.check()
     if results:
         replica.write(results, settings["replica"])
-
-
-def _score(replica: Replica, stream: StreamOptions, stop: threading.Event) -> None:
-    def pause(seconds: float) -> None:
-        if stop.wait(seconds):
-            raise Stop
-
-    for events in stream.batches(stream.pace(pause), pause):
-        replica.score(events)
 
 
 if __name__ == "__main__":

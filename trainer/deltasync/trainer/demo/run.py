@@ -4,7 +4,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,15 +30,28 @@ _POLL_SECONDS = 0.2
 _READY_SECONDS = 120.0
 _CATCH_UP_SECONDS = 300.0
 _HEAD_START_SECONDS = 0.5
+_DRIVER = "driver"
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """A consumer and the names of its replicas, which no other fleet uses."""
+    """A consumer and the names of its replicas, which no other fleet uses.
+
+    Attributes:
+        frozen: its replicas, predictors, take nothing more from half time on, and are not waited for.
+    """
 
     consumer: str
     replicas: tuple[str, ...]
     policy: Policy
+    frozen: bool = False
+
+    @property
+    def serves(self) -> bool:
+        """Whether its replicas are predictors, with tables quantised as the policy says, which are asked over
+        HTTP; the others score the stream by themselves.
+        """
+        return self.policy.value_type.tbe_bits is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +76,15 @@ class DemoOptions:
     keep: bool = False
     policy: Policy = field(default_factory=Policy)
 
+    @property
+    def fleets(self) -> list[Fleet]:
+        """What to run: the first one is compared with the trainer."""
+        synced = Fleet("predictors", ("replica-0", "replica-1"), self.policy)
+        if not synced.serves:
+            return [synced]
+        frozen = Fleet("frozen", ("replica-1",), self.policy, frozen=True)
+        return [replace(synced, replicas=("replica-0",)), frozen]
+
 
 def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
     """Run the demo; its report.
@@ -72,17 +94,17 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
         InvalidInput: the options do not go together, or the events cannot be read; nothing was started.
     """
     options = checked(options)
-    fleet = Fleet("predictors", ("replica-0", "replica-1"), options.policy)
     folder = Path(tempfile.mkdtemp(prefix="deltasync-demo-"))
     try:
-        restarts = play(options, [fleet], folder, console)
+        restarts = play(options, options.fleets, folder, console)
         report = build_report(
             folder,
             ranks=options.ranks,
-            replicas=fleet.replicas,
+            replicas=options.fleets[0].replicas,
+            frozen=options.fleets[-1].replicas[-1],
             stream=options.stream,
             restarts=restarts,
-            policy=fleet.policy,
+            policy=options.policy,
         )
     except (KeyboardInterrupt, SystemExit):
         _leave(folder, console, keep=options.keep)
@@ -115,6 +137,9 @@ def checked(options: DemoOptions) -> DemoOptions:
         raise InvalidInput(reason)
     if stream.model.managed:
         _check_managed(options.training)
+    if stream.model.dim % (multiple := options.policy.value_type.dim_multiple):
+        value_type = options.policy.value_type.value
+        raise InvalidInput(f"--dim {stream.model.dim}: value type {value_type} takes multiples of {multiple}")
     events = _count_events(stream)
     if events < 2 * stream.batch_size:
         raise InvalidInput(f"{events} events: the demo needs at least two batches of {stream.batch_size}")
@@ -145,7 +170,7 @@ def play(
     states `until`; returns how often the service was started again.
 
     What the processes have found is in `folder`. The last replica of the last fleet also scores with a copy that
-    is frozen at half time.
+    is frozen at half time, unless replicas are predictors: then a fleet may be.
 
     Args:
         options: `checked` ones.
@@ -168,9 +193,13 @@ class _DemoRun:
         self._options = options
         self._fleets = fleets
         self._replicas = [name for fleet in fleets for name in fleet.replicas]
+        self._served = [name for fleet in fleets if fleet.serves for name in fleet.replicas]
+        # In the order in which they are stopped: the driver asks its last question then.
+        self._followers = [_DRIVER] * bool(self._served) + self._replicas
         self._stream = options.stream
         self._folder = folder
         self._console = console
+        self._half = (options.stream.events or 0) // 2
         self._steps = -(-(self._stream.events or 0) // self._stream.batch_size)
         self._killed = False
 
@@ -189,7 +218,7 @@ class _DemoRun:
             progress.say(f"all {self._steps} steps are trained; waiting until the replicas hold every {lacking}")
             progress.show(self._await(processes, service, until, _CATCH_UP_SECONDS, progress.show_wait))
             progress.say("stopping the replicas and the service")
-            for name in (*self._replicas, Service.NAME):
+            for name in (*self._followers, Service.NAME):
                 processes.stop(name)
         return service.restarts
 
@@ -210,14 +239,26 @@ class _DemoRun:
         processes.start("trainer", [*torchrun, "-m", "deltasync.trainer.train", *publish, *results, *how])
 
     def _start_replicas(self, processes: Processes, service: str) -> None:
-        half = (self._stream.events or 0) // 2
-        for name, consumer in ((name, fleet.consumer) for fleet in self._fleets for name in fleet.replicas):
-            frozen = ["--freeze-at", str(half)] if name == self._replicas[-1] else []
-            subscribe = ["--service", service, "--consumer", consumer, "--replica", name]
-            results = ["--hold-releases", "--results", str(self._folder), *frozen]
+        results = ["--results", str(self._folder)]
+        for fleet in self._fleets:
+            for name in fleet.replicas:
+                subscribe = ["--service", service, "--consumer", fleet.consumer, "--replica", name]
+                command = self._predictor(fleet) if fleet.serves else self._replica(name)
+                processes.start(name, [*command, *subscribe, *results])
+        if self._served:
+            asked = [word for name in self._served for word in ("--predictor", name)]
             processes.start(
-                name, ["deltasync.trainer.demo.replica", *subscribe, *results, *self._stream.arguments()]
+                _DRIVER, ["deltasync.trainer.demo.driver", *asked, *results, *self._stream.arguments()]
             )
+
+    def _replica(self, name: str) -> list[str]:
+        frozen = ["--freeze-at", str(self._half)] if name == self._replicas[-1] else []
+        return ["deltasync.trainer.demo.replica", "--hold-releases", *frozen, *self._stream.arguments()]
+
+    def _predictor(self, fleet: Fleet) -> list[str]:
+        frozen = ["--last-step", str(self._half // self._stream.batch_size)] if fleet.frozen else []
+        how = ["--value-type", fleet.policy.value_type.value, *self._stream.model.arguments()]
+        return ["deltasync.trainer.demo.serving", *how, *frozen]
 
     def _watch(self, processes: Processes, service: Service, progress: DemoProgress) -> None:
         while processes.running("trainer"):
@@ -245,7 +286,7 @@ class _DemoRun:
         deadline = time.monotonic() + seconds
         while True:
             lags = self._poll(processes, service)
-            if lags and all(_is_in(states, *each) for each in zip(lags, self._fleets, strict=True)):
+            if lags and all(_is_in(states, lag, fleet) for lag, fleet in self._waited_for(lags)):
                 return lags[0]
             if lags:
                 show(lags[0])
@@ -253,10 +294,16 @@ class _DemoRun:
                 raise DemoFailed(f"the replicas did not hold the model within {seconds:.0f} s: {lags}")
             time.sleep(_POLL_SECONDS)
 
+    def _waited_for(self, lags: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], Fleet]]:
+        """Fleets and their lags: those that are frozen only as long as nobody has trained."""
+        for lag, fleet in zip(lags, self._fleets, strict=True):
+            if not (fleet.frozen and lag["head_step"]):
+                yield lag, fleet
+
     def _poll(self, processes: Processes, service: Service) -> list[dict[str, Any]]:
         """The service's answer for each fleet; none while it is away."""
         service.keep_alive()
-        for name in ("trainer", *self._replicas):
+        for name in ("trainer", *self._followers):
             processes.running(name)
         try:
             return [fetch_lag(service.http, fleet.consumer) for fleet in self._fleets]

@@ -13,6 +13,7 @@ from deltasync.trainer.clicks.model_state import IdMap, ModelState
 from deltasync.trainer.clicks.stream_options import StreamOptions
 from deltasync.trainer.demo.compare import Tables, as_released, trainer_tables, unequal_rows
 from deltasync.trainer.demo.gathered import gathered_model, last_outputs
+from deltasync.trainer.demo.quantised import quantised, served_rows
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,16 @@ def trainer_holdings(folder: Path, ranks: int, stream: StreamOptions, policy: Po
         DemoFailed: the ranks contradict each other.
     """
     parameters = json.loads((folder / "trainer-0.json").read_text())["parameters"]
-    tables = as_released(trainer_tables(folder, ranks), policy, parameters)
+    tables = trainer_tables(folder, ranks)
     shards = id_map_shards(folder, ranks)
     buffers = ModelState.load(folder / "state-trainer-0.npz").buffers
-    outputs = last_outputs(gathered_model(stream.model, tables, shards, buffers), stream)
+    if policy.value_type.tbe_bits:
+        model = quantised(gathered_model(stream.model, tables, shards, buffers), policy.value_type)
+        tables = served_rows(model)
+    else:
+        tables = as_released(tables, policy, parameters)
+        model = gathered_model(stream.model, tables, shards, buffers)
+    outputs = last_outputs(model, stream)
     whole = {name: IdMap(0, np.concatenate([part.ids for part in parts])) for name, parts in shards.items()}
     return _holdings(tables, ModelState(whole, buffers), outputs)
 
