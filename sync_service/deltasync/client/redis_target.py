@@ -60,7 +60,8 @@ class RedisTarget:
 
         Raises:
             Contradiction: the store has rows of another model, or of tables that lie otherwise; somebody else has
-                written there, or emptied it; two rows would have one raw id; or the consumer streams ids only.
+                written there, or emptied it, or the server has lost changes; two rows would have one raw id; or
+                the consumer streams ids only.
             ServiceUnavailable: the server cannot be reached.
             StorageFailed: it refuses: its memory is full, say.
         """

@@ -105,8 +105,11 @@ class MappedTable:
         return RowBatch.of_table(self._spec, rows, np.zeros((len(rows), 1), np.int64))
 
     def _entries(self, rows: Ids) -> Entries:
-        found = self._store.get(self._map, key_fields(rows))
-        return keys_of(bytes(8) if entry is None else entry for entry in found)
+        entries = np.empty(len(rows), np.int64)
+        for at in range(0, len(rows), _BLOCK_ROWS):
+            found = self._store.get(self._map, key_fields(rows[at : at + _BLOCK_ROWS]))
+            entries[at : at + _BLOCK_ROWS] = keys_of(bytes(8) if entry is None else entry for entry in found)
+        return entries
 
     def _parked(self, change: RawIdChange, moving: Mask) -> list[bytes]:
         """The values of rows that get other raw ids and do not come themselves, which have been put under their
@@ -160,6 +163,15 @@ def _sweep(store: Hashes, name: str, keys: Ids) -> None:
 
 
 def _drop_others(store: Hashes, name: str, keys: Ids) -> None:
-    kept = set(key_fields(keys))
+    kept = np.sort(keys)
     for found in store.scan(name):
-        store.drop(name, [each for each in found if each not in kept])
+        store.drop(name, key_fields(_others(keys_of(found), kept)))
+
+
+def _others(keys: Ids, kept: Ids) -> Ids:
+    """The keys that are not among those that are kept, which are sorted."""
+    at = np.searchsorted(kept, keys)
+    others: Mask = at == len(kept)
+    others[~others] = kept[at[~others]] != keys[~others]
+    result: Ids = keys[others]
+    return result
