@@ -43,8 +43,8 @@ class TorchTarget:
     A table belongs to the parameter or buffer whose name, without ".weight", is the table's name or the end of it:
     table "sparse.embedding_bags.user" to "embedding_bags.user.weight" of a lone collection. Of several tables the
     one of that very name has it, then the one that had it first. A map of raw ids belongs to the managed collision
-    module of its name, which must be in evaluation mode and neither scripted nor sharded: ids that nobody knows
-    then take the rows that they take in the trainer.
+    module of its name, which must be in evaluation mode and not scripted, and may be sharded for inference: ids
+    that nobody knows then take the rows that they take in the trainer.
 
     A module that TorchRec has quantised, or one of half precision, is written if the consumer's value type is its
     own: int8-tbe or int4-tbe, fp16 or bf16.

@@ -9,6 +9,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from deltasync.trainer.demo.predictor import DRAIN_SECONDS
+
 Doc = dict[str, Any]
 Stages = dict[str, list[tuple[str, str]]]
 
@@ -243,7 +245,7 @@ def test_clients_dial_the_service_and_name_what_it_has(consumers: Doc, manifests
     consumer = consumers[_argument(predictor, "consumer")]
     assert consumer["model"] == _argument(clients["Job"], "model")
     assert consumer["value_type"] == _argument(predictor, "value-type")
-    assert consumer["ready_within_seconds"] >= 600, "as long as the service may take to recover"
+    assert consumer["ready_within_seconds"] >= 12 * 3600, "longer than any outage of the service should be"
     assert {"--managed" in client["args"] for client in clients.values()} == {True}, "they have one model"
 
 
@@ -261,6 +263,15 @@ def test_a_predictor_listens_where_its_probes_ask(manifests: list[Doc]) -> None:
         "liveness": "/livez",
         "readiness": "/ready",
     }
+
+
+def test_a_predictor_has_time_to_answer_what_it_has_taken(manifests: list[Doc], compose: Doc) -> None:
+    (deployment,) = _of_kind(manifests, "Deployment").values()
+    pod = deployment["spec"]["template"]["spec"]
+    before = pod["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
+    grace = pod["terminationGracePeriodSeconds"]
+    assert grace >= before + DRAIN_SECONDS + 5
+    assert {compose["services"][f"predictor-{n}"]["stop_grace_period"] for n in (1, 2)} == {f"{grace}s"}
 
 
 def test_requests_reach_predictors(manifests: list[Doc]) -> None:

@@ -12,7 +12,10 @@ from tests.support.metrics import POLICY_METRICS
 
 # What Prometheus itself adds.
 BUILT_IN = {"up": {"job", "instance"}}
-FUNCTIONS = {"min_over_time", "deriv", "changes", "increase", "rate", "sum", "by", "and", "or"}
+FUNCTIONS = {"min_over_time", "deriv", "changes", "increase", "rate", "sum", "by", "and", "or", "on", "max"}
+
+# What the example predictor says, as its own tests show.
+PREDICTOR = {"predictor_version": {"job", "instance"}}
 
 Expression = tuple[str, set[str]]
 
@@ -38,21 +41,21 @@ def expressions(alerts: list[dict[str, Any]], dashboard: dict[str, Any]) -> list
 
 
 def _names(expression: str) -> set[str]:
-    bare = re.sub(r'"[^"]*"|\{[^}]*\}|\[[^]]*\]|by \([^)]*\)', "", expression)
+    bare = re.sub(r'"[^"]*"|\{[^}]*\}|\[[^]]*\]|\b(?:by|on) \([^)]*\)', "", expression)
     return set(re.findall(r"[a-z_]\w*", bare)) - FUNCTIONS
 
 
 def _used_labels(expression: str) -> Iterator[str]:
     for selector in re.findall(r"\{([^}]*)\}", expression):
         yield from re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", selector)
-    for grouping in re.findall(r"by \(([^)]*)\)", expression):
+    for grouping in re.findall(r"\b(?:by|on) \(([^)]*)\)", expression):
         yield from re.split(r",\s*", grouping)
 
 
 def test_expressions_use_metrics_and_labels_that_exist(
     expressions: list[Expression], metrics: dict[str, set[str]]
 ) -> None:
-    known = metrics | BUILT_IN
+    known = metrics | BUILT_IN | PREDICTOR
     assert len(expressions) > 10
     for expression, shown in expressions:
         names = _names(expression)

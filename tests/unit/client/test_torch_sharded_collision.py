@@ -37,6 +37,7 @@ from torchrec.modules.mc_modules import ManagedCollisionCollection
 
 from deltasync.client import Release
 from deltasync.client.checksums import TargetChecksums
+from deltasync.client.reading import Reads
 from deltasync.client.torch_target import TorchTarget
 from deltasync.core.digests import digest
 from deltasync.core.errors import Contradiction, NotFound
@@ -216,20 +217,24 @@ def test_two_copies_take_turns(sequences: bool, bits: int) -> None:
     assert rows_of_map.tolist() == [[102], [202]]
 
 
-def test_what_outlived_its_process_is_read_and_gone_on_with() -> None:
+@pytest.mark.parametrize("reads", ["pause", "copies"])
+def test_what_outlived_its_process_is_read_and_gone_on_with(reads: Reads) -> None:
     model = model_of(sorting())
-    module = shards_of(model, 2)
+    module, plain = shards_of(model, 2), TorchTarget(model)
     first = release_of(1, resync=True, ids={3: 50, 8: 60}, rows={3: 1.0, 8: 2.0}, ranges=ranges_of(2, 100))
-    second = dataclasses.replace(release_of(2, ids={3: 70}, rows={3: 3.0}), resync=True)
     TorchTarget(module).apply(encoded(first))
-    target = TorchTarget(module)
+    target = TorchTarget(module, reads=reads)
     for table, row, expected in ((MAP, 8, [61]), (RANGES, 5, [0, 50, 0])):
         rows = target.read(table, np.array([row]))
         assert rows is not None
         assert rows.tolist() == [expected]
-    target.apply(encoded(second))
-    TorchTarget(model).apply(second)
-    assert looked_up(module, [50, 60, 70, 99]) == looked_up(quantised(model), [50, 60, 70, 99])
+    for number in (2, 3):
+        release = release_of(number, resync=number == 2, ids={3: 70 + number}, rows={3: float(number)})
+        target.apply(encoded(release))
+        plain.apply(release)
+        raw_ids = [50, 60, 72, 73, 99]
+        with target.reading() as reading:
+            assert looked_up(reading.module, raw_ids) == looked_up(quantised(model), raw_ids)
 
 
 def test_nothing_of_it_stays_as_it_is_nor_is_in_training(caplog: pytest.LogCaptureFixture) -> None:
@@ -249,6 +254,16 @@ def test_nothing_of_it_stays_as_it_is_nor_is_in_training(caplog: pytest.LogCaptu
 
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if record.name.startswith("deltasync")]
+
+
+def test_the_collection_alone_is_followed_as_well() -> None:
+    """Its shards' modules are of the table's name, too, and no maps that a table would have to bring."""
+    model = model_of(sorting())
+    module = shards_of(model, 2)
+    release = release_of(1, resync=True, ids={3: 50, 8: 60}, rows={3: 1.0, 8: 2.0})
+    TorchTarget(model).apply(release)
+    TorchTarget(module.get_submodule("sparse")).apply(encoded(release))
+    assert looked_up(module, [50, 60, 70]) == looked_up(quantised(model), [50, 60, 70])
 
 
 def test_without_the_map_it_is_refused() -> None:

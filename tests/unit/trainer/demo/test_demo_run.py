@@ -123,6 +123,14 @@ def test_a_wrong_use_leaves_nothing(temporary: Path, arguments: list[str]) -> No
     assert not list(temporary.iterdir())
 
 
+@pytest.mark.parametrize("arguments", [["--serve", "int8"], ["--dtype", "int4-tbe"]])
+def test_predictors_that_fall_behind_on_purpose_have_no_limit(temporary: Path, arguments: list[str]) -> None:
+    done = CliRunner().invoke(demo, [*arguments, "--ready-within", "1"])
+    assert done.exit_code == 1
+    assert "--ready-within: the demo's predictors fall behind on purpose" in str(done.exception)
+    assert not list(temporary.iterdir())
+
+
 def test_an_interrupt_leaves_nothing(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         assert list(temporary.iterdir())

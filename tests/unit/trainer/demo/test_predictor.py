@@ -136,11 +136,11 @@ def test_a_predictor_that_is_not_ready_says_why_and_is_alive(http: Client, held:
 def test_a_predictor_whose_subscription_has_ended_is_not_alive(
     http: Client, held: Held, reason: Exception
 ) -> None:
-    held.stopped = reason
+    held.stopped, held.ready = reason, False
     answer = http.get("/livez")
     assert answer.status_code == 500
     assert answer.json() == {"detail": f"the subscriber has stopped: {reason}"}
-    assert http.post("/predict", content=BODY).status_code == 200, "it serves what it holds"
+    assert http.get("/ready").status_code == 503
 
 
 def test_a_model_that_holds_no_version_whole_is_not_served(http: Client, held: Held) -> None:

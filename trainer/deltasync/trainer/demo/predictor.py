@@ -44,7 +44,7 @@ from deltasync.trainer.demo.quantised import quantised, value_type_option
 # More requests that wait for a thread than this are refused: they would be answered too late for who asks.
 MOST_WAITING = 100
 _BODY_SECONDS = 10.0
-_DRAIN_SECONDS = 15
+DRAIN_SECONDS = 15
 
 
 def predict(target: TorchTarget, ids: Mapping[str, int], body: bytes) -> Prediction:
@@ -155,8 +155,14 @@ def main(value_type: str, host: str, http_port: int, **settings: Any) -> None:
     with Subscriber(SubscriberOptions(**settings), target) as subscriber:
         metrics.watch(subscriber)
         app = create_app(target, subscriber, options.ids, metrics, threads)
-        how: dict[str, Any] = {"log_config": None, "access_log": False}
-        uvicorn.run(app, host=host, port=http_port, timeout_graceful_shutdown=_DRAIN_SECONDS, **how)
+        uvicorn.run(
+            app,
+            host=host,
+            port=http_port,
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=DRAIN_SECONDS,
+        )
 
 
 if __name__ == "__main__":

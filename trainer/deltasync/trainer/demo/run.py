@@ -140,6 +140,9 @@ def checked(options: DemoOptions) -> DemoOptions:
     if stream.model.dim % (multiple := options.policy.value_type.dim_multiple):
         value_type = options.policy.value_type.value
         raise InvalidInput(f"--dim {stream.model.dim}: value type {value_type} takes multiples of {multiple}")
+    if options.fleets[0].serves and options.policy.ready_within_seconds is not None:
+        # It is not ready to answer, and takes nothing new before it has answered.
+        raise InvalidInput("--ready-within: the demo's predictors fall behind on purpose; leave it out")
     events = _count_events(stream)
     if events < 2 * stream.batch_size:
         raise InvalidInput(f"{events} events: the demo needs at least two batches of {stream.batch_size}")
