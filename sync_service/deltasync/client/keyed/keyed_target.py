@@ -95,10 +95,11 @@ class _KeyedCopy:
         """
         held = {table.name: _Table.with_room(table, self._kept(table, release)) for table in release.tables}
         fresh = {name for name, table in held.items() if table is not self._held.get(name)}
+        maps = maps_of(release.tables)
         changes = {
-            of: self._change(of, id_map, held[of].there, release)
-            for of, id_map in maps_of(release.tables).items()
-            if of in held
+            table.name: self._change(table, maps[table.name], held[table.name].there, release)
+            for table in release.tables
+            if table.name in maps
         }
         indices = {of: change.index for of, change in changes.items()}
         made = {of for of, index in indices.items() if index is not self._indices.get(of)}
@@ -143,11 +144,11 @@ class _KeyedCopy:
         held = self._held.get(table.name)
         return held if held and (held.rows.shape[1], held.rows.dtype) == (table.dim, table.dtype) else None
 
-    def _change(self, of: str, id_map: TableSpec, there: Mask, release: Release) -> _IndexChange:
+    def _change(self, table: TableSpec, id_map: TableSpec, there: Mask, release: Release) -> _IndexChange:
         """What changes of a table's index: of a new one where the table or its map begins anew."""
-        reset = any(release.resets(table) for table in release.tables if table.name in (of, id_map.name))
-        index = None if reset else self._indices.get(of)
-        rows = [rows for rows in release.rows if rows.table.name == of]
+        stays = all(self._kept(each, release) for each in (table, id_map))
+        index = self._indices.get(table.name) if stays else None
+        rows = [rows for rows in release.rows if rows.table.name == table.name]
         entries = [rows for rows in release.rows if rows.table.name == id_map.name]
         held = self._kept(id_map, release)
         touched = np.arange(id_map.rows) if index is None else ids_of(rows)
