@@ -1,18 +1,16 @@
 """Tables of a model whose rows are looked up by raw id, in this process."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
 
-from deltasync.client.copies import Copies
 from deltasync.client.keyed.key_index import KeyIndex
 from deltasync.client.keyed.keyed_table import KeyedRows, Places
 from deltasync.client.keyed.raw_ids import Entries, RawIdChange, ids_of, maps_of, raw_ids_of, two_rows
+from deltasync.client.local_target import LocalTarget
 from deltasync.client.reading import Reading, Reads, number_of_copies
 from deltasync.client.targets import Release
-from deltasync.core.position import Position
 from deltasync.core.rows import Ids, Mask, RowBatch, Values
 from deltasync.core.tables import TableSpec
 
@@ -169,14 +167,11 @@ class KeyedReading(Reading):
     tables: Mapping[str, KeyedRows]
 
 
-class KeyedTarget:
+class KeyedTarget(LocalTarget["_KeyedCopy", KeyedReading]):
     """Keeps every table as rows by key: by raw id where the model has a map of raw ids for it, else by row number.
 
     Deleted rows, and rows that no raw id has, cannot be looked up. Behind the keys lie rows by number, so that
-    checksums can show that they are the right ones.
-
-    Attributes:
-        reads: as it was made.
+    checksums can show that they are the right ones. Tables that are no longer followed are dropped.
     """
 
     def __init__(self, *, reads: Reads = "pause") -> None:
@@ -188,43 +183,8 @@ class KeyedTarget:
         Raises:
             InvalidInput: `reads` is something else.
         """
-        self.reads = reads
         copies = [_KeyedCopy() for _ in range(number_of_copies(reads))]
-        self._copies = Copies([(each, KeyedReading(tables=each.tables)) for each in copies])
-
-    def reading(self) -> AbstractContextManager[KeyedReading]:
-        """The tables and their version, with no release written into them while the block runs.
-
-        Several threads may be inside, each of them more than once. Tables are not to be used after the block.
-
-        Raises:
-            TornTarget: a release was not written to its end.
-            Contradiction: this thread is applying a release.
-        """
-        return self._copies.reading()
-
-    @property
-    def position(self) -> Position:
-        """The one to go on from: of the last release, or an empty one where that was not written to its end."""
-        return self._copies.position
-
-    def apply(self, release: Release) -> None:
-        """Write a release; tables no longer followed are dropped.
-
-        Raises:
-            Contradiction: the consumer streams ids only, two rows would have one raw id, or this thread is inside
-                `reading()`; nothing was written.
-            TornTarget: a release before was not written to its end, and this one does not bring everything.
-        """
-        release.check_values()
-        self._copies.apply(release)
-
-    def read(self, table: TableSpec, ids: Ids) -> Values | None:
-        """Some rows of a table by row number; zeros for those that it has grown by since the last release.
-
-        Where two copies hold different rows, it is what neither of them holds.
-        """
-        return self._copies.read(table, ids)
+        super().__init__(reads, [(each, KeyedReading(tables=each.tables)) for each in copies])
 
 
 def _entries(id_map: _Table | None, rows: Ids) -> Entries:
