@@ -187,4 +187,4 @@ def admin_of(service: Reachable) -> Admin:
 def release_at_once(patch: pytest.MonkeyPatch) -> None:
     """What a release has left goes out at once."""
     patch.setattr("deltasync.views.pacing._SHORTEST_SECONDS", 0.001)
-    patch.setattr("deltasync.views.pacing._LONGEST_SECONDS", 0.002)
+    patch.setattr("deltasync.views.pacing.LONGEST_SECONDS", 0.002)

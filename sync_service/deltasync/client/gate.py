@@ -145,11 +145,13 @@ class Gate:
 
     def _tell_of_readers(self) -> None:
         names = {each.ident: each.name for each in threading.enumerate()}
-        logger.warning(
-            "a release has waited %g s for readers to leave reading(), and goes on waiting: they came in from %s",
-            _PATIENCE_SECONDS,
-            ", ".join(names.get(who, "a thread that has ended") for who in self._turns.readers),
-        )
+        readers = [names.get(who, "a thread that has ended") for who in self._turns.readers]
+        self._lock.release()  # Who logs, or is logging just now, may have to go in or out.
+        try:
+            text = "a release has waited %g s for readers to leave reading(), and waits on: they came in from %s"
+            logger.warning(text, _PATIENCE_SECONDS, ", ".join(readers))
+        finally:
+            self._lock.acquire()
 
     def _leave(self, who: int) -> None:
         with self._lock:

@@ -1,15 +1,13 @@
 """Rows into NumPy arrays."""
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
 
-from deltasync.client.copies import Copies
+from deltasync.client.local_target import LocalTarget
 from deltasync.client.reading import Reading, Reads, number_of_copies
 from deltasync.client.targets import Release
-from deltasync.core.position import Position
 from deltasync.core.rows import Ids, Values
 from deltasync.core.tables import TableSpec
 
@@ -25,12 +23,8 @@ class TableReading(Reading):
     tables: Mapping[str, Values]
 
 
-class NumpyTarget:
-    """Keeps every table as a NumPy array.
-
-    Attributes:
-        reads: as it was made.
-    """
+class NumpyTarget(LocalTarget["_Arrays", TableReading]):
+    """Keeps every table as a NumPy array; those that are no longer followed are dropped."""
 
     def __init__(self, *, reads: Reads = "pause") -> None:
         """Start with no tables.
@@ -42,20 +36,8 @@ class NumpyTarget:
         Raises:
             InvalidInput: `reads` is something else.
         """
-        self.reads = reads
         arrays = [_Arrays() for _ in range(number_of_copies(reads))]
-        self._copies = Copies([(each, TableReading(tables=each.tables)) for each in arrays])
-
-    def reading(self) -> AbstractContextManager[TableReading]:
-        """The tables and their version, with no release written into them while the block runs.
-
-        Several threads may be inside, each of them more than once. Arrays are not to be used after the block.
-
-        Raises:
-            TornTarget: a release was not written to its end.
-            Contradiction: this thread is applying a release.
-        """
-        return self._copies.reading()
+        super().__init__(reads, [(each, TableReading(tables=each.tables)) for each in arrays])
 
     @property
     def tables(self) -> dict[str, Values]:
@@ -71,33 +53,6 @@ class NumpyTarget:
         served.tables.update(tables)
         for other in others:
             other.tables.update({name: rows.copy() for name, rows in tables.items()})
-
-    @property
-    def position(self) -> Position:
-        """The one to go on from: of the last release, or an empty one where that was not written to its end."""
-        return self._copies.position
-
-    @property
-    def event_time_unix_ns(self) -> int | None:
-        """As in a `Reading`."""
-        return self._copies.newest.event_time_unix_ns
-
-    def apply(self, release: Release) -> None:
-        """Write the rows of a release into the arrays; those of tables no longer followed are dropped.
-
-        Raises:
-            Contradiction: the consumer streams ids only, or this thread is inside `reading()`.
-            TornTarget: a release before was not written to its end, and this one does not bring everything.
-        """
-        release.check_values()
-        self._copies.apply(release)
-
-    def read(self, table: TableSpec, ids: Ids) -> Values | None:
-        """Some rows of a table; zeros for those that it has grown by since the last release.
-
-        Where two copies hold different rows, it is what neither of them holds.
-        """
-        return self._copies.read(table, ids)
 
 
 class _Arrays:

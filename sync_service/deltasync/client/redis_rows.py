@@ -73,6 +73,6 @@ class RedisRows:
 
     def _meta(self) -> Meta:
         meta = Meta.of_fields(self._store.fields(self._names.meta), self._where)
-        if meta is None or not meta.position.number:
+        if meta is None or meta.step is None:
             raise NotFound(f"{self._where} holds no version yet")
         return meta

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from deltasync.client.keyed.raw_ids import maps_of
@@ -61,7 +60,8 @@ class RedisTarget:
 
         Raises:
             Contradiction: the store has rows of another model, or of tables that lie otherwise; somebody else has
-                written there, or emptied it; two rows would have one raw id; or the consumer streams ids only.
+                written there, or emptied it, or the server has lost changes; two rows would have one raw id; or
+                the consumer streams ids only.
             ServiceUnavailable: the server cannot be reached.
             StorageFailed: it refuses: its memory is full, say.
         """
@@ -86,11 +86,11 @@ class RedisTarget:
             held = self._meta(found)
             self._check(held, release, tables)
             held = held or Meta(release.model, ())
-            known = {table.name: table for table in (*held.tables, *tables)}
-            states.extend([held, replace(held, tables=tuple(known.values()), writing=release.version)])
+            states.extend([held, held.begun(release, tables)])
             return states[-1].fields()
 
         self._store.exchange(begin)
+        self.position = self._ending = states[-1].position
         return states[-1], any(state.writing for state in states[:-1])
 
     def _write(self, release: Release, maps: Mapping[str, TableSpec], *, interrupted: bool) -> None:
@@ -128,7 +128,8 @@ class RedisTarget:
         """Check that a release may be written to what is held."""
         position = held.position if held else Position()
         # The answer may have been lost when a release ended.
-        if position not in (self.position, self._ending) or (not position.number and not release.resync):
+        expected = position.number and position in (self.position, self._ending)
+        if not release.resync and not expected:
             raise Contradiction(
                 f"{self._where} holds {_text(position)}, expected {_text(self.position)}: something else has "
                 "written there or brought back a copy, or the subscriber began without held=target.position"

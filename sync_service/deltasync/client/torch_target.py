@@ -2,22 +2,19 @@
 
 import logging
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
 
-from deltasync.client.copies import Copies
+from deltasync.client.local_target import LocalTarget
 from deltasync.client.modules.binding import Binding, bind, in_training, missing_maps
 from deltasync.client.modules.module_copy import ModuleCopy, copy_of
 from deltasync.client.modules.tensor import Tensor, value_types_of
 from deltasync.client.reading import Reading, Reads, number_of_copies
 from deltasync.client.targets import Release
 from deltasync.core.errors import Contradiction, DeltasyncError, InvalidInput, NotFound
-from deltasync.core.position import Position
-from deltasync.core.rows import Ids, Values
 from deltasync.core.tables import TableSpec
 from deltasync.core.value_types import ValueType
 
@@ -37,7 +34,7 @@ class ModuleReading(Reading):
     module: nn.Module
 
 
-class TorchTarget:
+class TorchTarget(LocalTarget[ModuleCopy, ModuleReading]):
     """Writes tables into a module's parameters and buffers: an `EmbeddingBagCollection`, or a whole model.
 
     A table belongs to the parameter or buffer whose name, without ".weight", is the table's name or the end of it:
@@ -51,9 +48,6 @@ class TorchTarget:
 
     Every table of the first release must have its place, but for those that are left out. Of tables that come
     later, or grow, the others are followed, and lag names those that have no place.
-
-    Attributes:
-        reads: as it was made.
     """
 
     def __init__(self, module: nn.Module, *, leave_out: Sequence[str] = (), reads: Reads = "pause") -> None:
@@ -64,8 +58,9 @@ class TorchTarget:
                 do no harm.
             leave_out: names of tables not to write, as shell patterns: "*.user". A table's map goes with it.
             reads: "pause": readers wait while a release is written. "copies": no reader waits; the target makes a
-                copy of the module, in evaluation mode and where it is to stay by now, and serves one and the other
-                in turn. It can be found in a `reading()` alone: `module` itself is of no one version.
+                copy of the module, which must have been loaded, in evaluation mode and where it is to stay by now,
+                and serves one and the other in turn. It can be found in a `reading()` alone: `module` itself is of
+                no one version.
 
         Raises:
             InvalidInput: `leave_out` is one string, or `reads` is something else.
@@ -73,34 +68,12 @@ class TorchTarget:
         """
         if isinstance(leave_out, str):
             raise InvalidInput(f"leave_out: a string; expected a list of patterns, [{leave_out!r}]")
-        self.reads = reads
         self._leave_out = tuple(leave_out)
         self._followed: list[TableSpec] = []
         modules = [module, *(copy_of(module) for _ in range(number_of_copies(reads) - 1))]
-        self._copies = Copies(
-            [(ModuleCopy(each, self._leaves_out), ModuleReading(module=each)) for each in modules]
+        super().__init__(
+            reads, [(ModuleCopy(each, self._leaves_out), ModuleReading(module=each)) for each in modules]
         )
-
-    def reading(self) -> AbstractContextManager[ModuleReading]:
-        """The module and its version, with no release written into it while the block runs.
-
-        Several threads may be inside, each of them more than once. The module is not to be used after the block.
-
-        Raises:
-            TornTarget: a release was not written to its end.
-            Contradiction: this thread is applying a release.
-        """
-        return self._copies.reading()
-
-    @property
-    def position(self) -> Position:
-        """The one to go on from: of the last release, or an empty one where that was not written to its end."""
-        return self._copies.position
-
-    @property
-    def event_time_unix_ns(self) -> int | None:
-        """As in a `Reading`."""
-        return self._copies.newest.event_time_unix_ns
 
     def tables(self) -> dict[str, torch.Tensor]:
         """The rows of every table received so far, as live [rows, dim] views of the parameters and buffers.
@@ -124,19 +97,12 @@ class TorchTarget:
                 follow a map of raw ids; the consumer streams ids only; or this thread is inside `reading()`.
             TornTarget: a release before was not written to its end, and this one does not bring everything.
         """
-        release.check_values()
+        release.check_values()  # Before anything is bound.
         if release.tables != self._followed:
             self._follow(release.tables)
         if release.resync or release.whole:
             self._warn_of_training()
-        self._copies.apply(release)
-
-    def read(self, table: TableSpec, ids: Ids) -> Values | None:
-        """Some rows of a table as the module holds them, in host memory; None for a table that has no place.
-
-        Where two copies hold different rows, it is what neither of them holds.
-        """
-        return self._copies.read(table, ids)
+        super().apply(release)
 
     def _follow(self, tables: list[TableSpec]) -> None:
         """Bind the tables of a first release, or others than before."""

@@ -114,9 +114,9 @@ class ConsumerRegistry:
         """Move a replica's offset, without waiting for the disk: delivery is at least once anyway."""
         moved = replica.applied != applied
         replica.applied, replica.acked_unix_ns = applied, time.time_ns()
-        consumer.signal.wake()
         if not moved:
-            return  # Idle replicas show now and then what they hold: no reason to write.
+            return  # Idle replicas show now and then what they hold: no reason to write, or to wake anybody.
+        consumer.signal.wake()
         if self.consumers.get(consumer.name) is not consumer:
             return  # Deleted meanwhile: nothing of it is to be written down.
         self._put(f"offset/{consumer.name}/{replica.name}", _offset_record(replica))

@@ -66,7 +66,7 @@ class Delivery:
         """The table as replicas hold it: its rows decoded, but for those made for an inference TBE."""
         if self.value_type is None or self.mode is Mode.IDS or self.value_type is own_type(self.spec):
             return self.spec
-        held = self.encoded_spec if self._is_for_tbe else self.spec
+        held = self.encoded_spec if self.held_as_sent else self.spec
         return HeldSpec(**vars(held), value_type=self.value_type, table_dim=self.spec.dim)
 
     @property
@@ -86,12 +86,13 @@ class Delivery:
 
     def held(self, encoded: Encoded) -> Values:
         """The rows ([n, dim of `held_spec`]) that replicas hold which are sent encoded ones ([n, width])."""
-        return encoded if self._is_for_tbe else self.decode(encoded)
+        return encoded if self.held_as_sent else self.decode(encoded)
 
     def largest_distances(self, encoded: Encoded, decoded: Values) -> Distances:
         """An upper bound of how far (L2) each row lies from what it is encoded as: see `ValueType`."""
         return self.value_type.largest_distances(encoded, decoded) if self.value_type else np.zeros(len(decoded))
 
     @property
-    def _is_for_tbe(self) -> bool:
+    def held_as_sent(self) -> bool:
+        """Whether replicas hold rows as they are sent, in another type than the table's."""
         return bool(self.value_type and self.value_type.tbe_bits)

@@ -9,7 +9,7 @@ from deltasync.core.policy import Policy
 
 # Bounds of the pause between two releases while nothing new is published: versions may have come in one burst, or
 # hours apart.
-_SHORTEST_SECONDS, _LONGEST_SECONDS = 0.1, 10.0
+_SHORTEST_SECONDS, LONGEST_SECONDS = 0.1, 10.0
 # How many of the last versions tell how fast they come.
 PACE_VERSIONS = 8
 
@@ -78,4 +78,4 @@ def _pace(sealed_unix_ns: Sequence[int]) -> float:
     if len(recent) < 2:
         return _SHORTEST_SECONDS
     between = median(later - earlier for earlier, later in pairwise(recent)) / 1e9
-    return min(max(2 * between, _SHORTEST_SECONDS), _LONGEST_SECONDS)
+    return min(max(2 * between, _SHORTEST_SECONDS), LONGEST_SECONDS)

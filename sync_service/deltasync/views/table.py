@@ -37,7 +37,9 @@ class EncodedTable(MappedTable):
         """See `StampedTable.digest_of`; its square sum is always of the values that encoded rows stand for."""
         held = self._delivery.held(rows)
         found = digest(ids, held, col_offset)
-        return found if held is not rows else replace(found, square_sum=square_sum(self._delivery.decode(rows)))
+        if not self._delivery.held_as_sent:
+            return found
+        return replace(found, square_sum=square_sum(self._delivery.decode(rows)))
 
 
 @confined(dirty_since=MODEL_THREAD, _norms=MODEL_THREAD)

@@ -19,6 +19,7 @@ from deltasync.feeds.frozen_release import NO_TABLES, FrozenRelease, Head, Relea
 from deltasync.feeds.model import Model
 from deltasync.feeds.standing import Standing, TableStanding
 from deltasync.storage.log_store import LogStore
+from deltasync.views.pacing import LONGEST_SECONDS
 from deltasync.views.release_maker import ReleaseMaker
 from deltasync.views.store import ViewState, ViewStore
 from deltasync.views.table import ViewTable
@@ -97,13 +98,16 @@ class View:
     def behind_ns(self, number: int, policy: Policy) -> int:
         """For how long a replica at `number` has not held the newest that the policy lets out, nanoseconds.
 
-        Either there is a later release, or one of a later version is due, though it may not be made yet: none is
-        while no replica is connected. `FOREVER_NS` or more where that is not known.
+        Either there is a later release, or one is due, of a later version or of rows that are left, though it may
+        not be made yet: none is while no replica is connected. `FOREVER_NS` or more where that is not known.
         """
         now_ns, succession = steady_ns(), self._store.history.succession
-        due_ns = succession.age_ns(number, now_ns) - int(policy.min_interval_seconds * 1e9)
+        later_release_ns, age_ns = succession.behind_ns(number, now_ns), succession.age_ns(number, now_ns)
         later_version_ns = self.model.behind_ns(self.version_of(number), policy)
-        return max(succession.behind_ns(number, now_ns), min(later_version_ns, max(0, due_ns)))
+        due_ns = min(later_version_ns, _beyond(policy.min_interval_seconds, age_ns))
+        if number == self.position.number and self.state.backlog_rows:
+            due_ns = max(due_ns, _beyond(max(policy.min_interval_seconds, LONGEST_SECONDS), age_ns))
+        return max(later_release_ns, due_ns)
 
     def event_time_of(self, version: int) -> int | None:
         """The time of the newest event that the model had been trained on at a version, or None."""
@@ -215,6 +219,11 @@ class View:
         """What replicas can be given, as it is at one moment."""
         state = self.state
         return [table.sent for table in state.tables], state.head
+
+
+def _beyond(seconds: float, age_ns: int) -> int:
+    """By how much an age is more than so many seconds, nanoseconds."""
+    return max(0, age_ns - int(seconds * 1e9))
 
 
 def _tables(state: ViewState, model: Model, policy: Policy) -> list[TableStanding]:

@@ -1,5 +1,6 @@
 """Readers side by side or one writer, in fair turns: the decisions against a model, then with threads."""
 
+import logging
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -315,6 +316,13 @@ def test_a_writer_that_waits_for_long_says_for_whom(
 ) -> None:
     monkeypatch.setattr("deltasync.client.gate._PATIENCE_SECONDS", 0.0)
     gate, seen, name = Observed(), list[str](), threading.current_thread().name
+
+    def others_move(_: logging.LogRecord) -> bool:
+        with threads(lambda: gate._leave(-1)):
+            return True
+
+    monkeypatch.setattr("deltasync.client.gate.logger.filters", [others_move])
+    gate._turns.read(-1)
     with gate.reading():
         context = threads(through(gate.writing(), seen, "writer"))
         context.__enter__()
@@ -323,7 +331,7 @@ def test_a_writer_that_waits_for_long_says_for_whom(
     context.__exit__(None, None, None)
     assert seen == ["writer"]
     (said,) = [each.message for each in caplog.records]
-    assert said.endswith(f"for readers to leave reading(), and goes on waiting: they came in from {name}")
+    assert said.endswith(f"and waits on: they came in from a thread that has ended, {name}")
 
 
 @pytest.mark.parametrize("kind", ["reading", "writing"])

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.keyed_model import BIAS, CHANGES, ITEM, RAW_IDS, ROWS, TABLES, USER, Change, KeyedModel
 
-from deltasync.client import NumpyTarget, Position, RowBatch
+from deltasync.client import NumpyTarget, Position, RowBatch, Shard
 from deltasync.client.checksums import TargetChecksums
 from deltasync.client.keyed.key_index import KeyIndex
 from deltasync.client.keyed.keyed_target import KeyedTarget, _KeyedCopy
@@ -128,6 +128,25 @@ def test_one_raw_id_for_two_rows_is_an_error_and_nothing_is_written(entries: lis
     read = target.read(RAW_IDS, np.arange(ROWS))
     assert read is not None
     assert read[:, 0].tolist() == [8, 0, 0, 0, 0, 0]
+
+
+def test_a_table_may_come_in_another_form() -> None:
+    model, target = KeyedModel(), KeyedTarget()
+    model.change(Change(users=frozenset(range(ROWS)), raw_ids={0: 7, 1: 5, 2: 1}))
+    target.apply(model.release(0, resync=True))
+    model.change(Change(deleted=frozenset({0})))
+    half = dataclasses.replace(USER, dtype=np.dtype("<f2"))
+    batches = [
+        RowBatch.of_table(half, np.arange(1, ROWS), np.full((ROWS - 1, 2), 3, np.float16)),
+        RowBatch.deletes(Shard.whole(half), np.array([0])),
+    ]
+    target.apply(dataclasses.replace(model.release(1), tables=[half, *TABLES[1:]], rows=batches))
+    with target.reading() as now:
+        assert now.tables[USER.name].keys().tolist() == [1, 5]
+        rows, found = now.tables[USER.name].lookup(np.array([5, 7]))
+        assert rows.dtype == np.float16
+        assert rows.tolist() == [[3, 3], [0, 0]]
+        assert found.tolist() == [True, False]
 
 
 def test_tables_grow() -> None:

@@ -356,3 +356,24 @@ def test_a_module_that_no_longer_fits_is_an_error(later: bool) -> None:
     model.half()
     with pytest.raises(DeltasyncError, match=r"type torch\.float16"):
         target.apply(release_of(2, rows_of(USER, 2), tables=[USER, ITEM] if later else None))
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["the model", "a part of it"])
+def test_what_torch_compile_wraps_follows_under_its_own_names(
+    whole: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)).eval()
+    tables = [table_of(name, each, TableKind.PARAMETER) for name, each in model.state_dict().items()]
+    features = torch.ones(4, 3)
+    compiled: Any = torch.compile(model if whole else model[0], backend="eager")
+    if not whole:
+        model[0] = compiled
+    served = compiled if whole else model
+    target = TorchTarget(served)
+    for version in (1, 2):
+        target.apply(release_of(version, *(rows_of(table, version) for table in tables), resync=version == 1))
+        with target.reading() as reading, torch.inference_mode():
+            hidden = 3 * version + version
+            assert reading.module(features).tolist() == [[2 * hidden * version + version]] * 4
+    assert target.bound() == {table.name for table in tables}
+    assert not [each for each in caplog.records if each.name.startswith("deltasync")]

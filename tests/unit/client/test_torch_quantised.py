@@ -163,6 +163,24 @@ def test_what_happens_to_a_module_between_releases_does_no_harm() -> None:
     assert_like_fresh(module, model)
 
 
+def test_a_collection_that_is_replaced_is_not_taken_for_the_one_before() -> None:
+    """Its memory would be written, and proven, while another one's is looked up."""
+    model = Model()
+    module: Any = quantised(model)
+    target = TorchTarget(module)
+    target.apply(whole(model))
+    before, module.sparse = module.sparse, quantised(with_other_rows(model)).sparse
+    table, _ = rows_of(model, ValueType.INT8_TBE)["user"]
+    said = f"table '{table.name}': what was {table.name}.weight has been replaced in the module"
+    with pytest.raises(Contradiction, match=said):
+        target.read(table, np.arange(5))
+    with pytest.raises(Contradiction, match=said):
+        target.apply(whole(model))
+    module.sparse = before
+    target.apply(whole(model))
+    assert_like_fresh(module, model)
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_copy_of_a_module_has_memory_of_its_own(bits: int) -> None:
     model, value_type = Model(), TYPES[bits][0]

@@ -2,19 +2,23 @@
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.local_service import run
 from tests.support.seals import sealed
 
 from deltasync.consumers.consumer import Replica
 from deltasync.consumers.fleet import consumer_offset, forgettable, offset_in
+from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.core.seal import Seal
 from deltasync.core.tables import TableSpec
 from deltasync.feeds.standing import Standing
+from deltasync.service.service import Service
 from deltasync.status.lag import Lag, measure, state
 
 ROW_BYTES = [TableSpec("a", 10, 2).row_bytes, TableSpec("b", 10, 4).row_bytes]
@@ -120,3 +124,21 @@ def test_a_replica_that_was_idle_is_not_taken_for_one_that_is_away() -> None:
     idle = replica("idle", away=99)
     assert idle.acked_unix_ns == 0
     assert forgettable([idle, replica("here")], 100, 10) == []
+
+
+def test_an_ack_of_what_a_replica_holds_already_wakes_nobody(tmp_path: Path) -> None:
+    """Idle replicas send them all the time, to show what they hold and how new it is."""
+
+    async def scenario(service: Service) -> None:
+        consumer = await service.create_consumer("top", "clicks", Policy(top_k=1))
+        of_it = service.registry.connect(consumer, "a", asyncio.Event())
+        service.registry.acknowledge(consumer, of_it, Position("h", 1))
+        woken = asyncio.create_task(consumer.signal.changed())
+        for _ in range(3):
+            service.registry.acknowledge(consumer, of_it, Position("h", 1))
+            await asyncio.sleep(0)
+        assert not woken.done()
+        service.registry.acknowledge(consumer, of_it, Position("h", 2))
+        await asyncio.wait_for(woken, 20)
+
+    run(tmp_path, scenario)

@@ -141,6 +141,29 @@ def test_what_is_left_makes_later_releases_of_the_same_version(tmp_path: Path, c
     run(tmp_path, scenario)
 
 
+def test_what_is_left_is_due_though_nothing_is_published_and_no_release_is_made(
+    tmp_path: Path, clock: Clock
+) -> None:
+    """No replica is connected, or no release can be made: it was to go out at the slowest pace there is."""
+
+    async def scenario(local: LocalModel) -> None:
+        await cut(local)
+        view = await local.prepared_view(TOP)
+        await cut(local)
+        await view.make_release(TOP, 0)
+        assert view.state.backlog_rows
+        clock.wait(10)
+        assert view.behind_ns(view.position.number, TOP) == 0
+        clock.wait(3600)
+        assert view.behind_ns(view.position.number, TOP) == 3600 * SECOND
+        while view.state.backlog_rows:
+            await view.make_release(TOP, 0)
+        clock.wait(3600)
+        assert view.behind_ns(view.position.number, TOP) == 0
+
+    run(tmp_path, scenario)
+
+
 def test_a_release_is_the_newest_as_long_as_the_interval_allows_no_other(tmp_path: Path, clock: Clock) -> None:
     async def scenario(local: LocalModel) -> None:
         await cut(local)

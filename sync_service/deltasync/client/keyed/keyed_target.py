@@ -1,18 +1,16 @@
 """Tables of a model whose rows are looked up by raw id, in this process."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
 
-from deltasync.client.copies import Copies
 from deltasync.client.keyed.key_index import KeyIndex
 from deltasync.client.keyed.keyed_table import KeyedRows, Places
 from deltasync.client.keyed.raw_ids import Entries, RawIdChange, ids_of, maps_of, raw_ids_of, two_rows
+from deltasync.client.local_target import LocalTarget
 from deltasync.client.reading import Reading, Reads, number_of_copies
 from deltasync.client.targets import Release
-from deltasync.core.position import Position
 from deltasync.core.rows import Ids, Mask, RowBatch, Values
 from deltasync.core.tables import TableSpec
 
@@ -95,10 +93,11 @@ class _KeyedCopy:
         """
         held = {table.name: _Table.with_room(table, self._kept(table, release)) for table in release.tables}
         fresh = {name for name, table in held.items() if table is not self._held.get(name)}
+        maps = maps_of(release.tables)
         changes = {
-            of: self._change(of, id_map, held[of].there, release)
-            for of, id_map in maps_of(release.tables).items()
-            if of in held
+            table.name: self._change(table, maps[table.name], held[table.name].there, release)
+            for table in release.tables
+            if table.name in maps
         }
         indices = {of: change.index for of, change in changes.items()}
         made = {of for of, index in indices.items() if index is not self._indices.get(of)}
@@ -143,11 +142,11 @@ class _KeyedCopy:
         held = self._held.get(table.name)
         return held if held and (held.rows.shape[1], held.rows.dtype) == (table.dim, table.dtype) else None
 
-    def _change(self, of: str, id_map: TableSpec, there: Mask, release: Release) -> _IndexChange:
+    def _change(self, table: TableSpec, id_map: TableSpec, there: Mask, release: Release) -> _IndexChange:
         """What changes of a table's index: of a new one where the table or its map begins anew."""
-        reset = any(release.resets(table) for table in release.tables if table.name in (of, id_map.name))
-        index = None if reset else self._indices.get(of)
-        rows = [rows for rows in release.rows if rows.table.name == of]
+        stays = all(self._kept(each, release) for each in (table, id_map))
+        index = self._indices.get(table.name) if stays else None
+        rows = [rows for rows in release.rows if rows.table.name == table.name]
         entries = [rows for rows in release.rows if rows.table.name == id_map.name]
         held = self._kept(id_map, release)
         touched = np.arange(id_map.rows) if index is None else ids_of(rows)
@@ -168,14 +167,11 @@ class KeyedReading(Reading):
     tables: Mapping[str, KeyedRows]
 
 
-class KeyedTarget:
+class KeyedTarget(LocalTarget["_KeyedCopy", KeyedReading]):
     """Keeps every table as rows by key: by raw id where the model has a map of raw ids for it, else by row number.
 
     Deleted rows, and rows that no raw id has, cannot be looked up. Behind the keys lie rows by number, so that
-    checksums can show that they are the right ones.
-
-    Attributes:
-        reads: as it was made.
+    checksums can show that they are the right ones. Tables that are no longer followed are dropped.
     """
 
     def __init__(self, *, reads: Reads = "pause") -> None:
@@ -187,43 +183,8 @@ class KeyedTarget:
         Raises:
             InvalidInput: `reads` is something else.
         """
-        self.reads = reads
         copies = [_KeyedCopy() for _ in range(number_of_copies(reads))]
-        self._copies = Copies([(each, KeyedReading(tables=each.tables)) for each in copies])
-
-    def reading(self) -> AbstractContextManager[KeyedReading]:
-        """The tables and their version, with no release written into them while the block runs.
-
-        Several threads may be inside, each of them more than once. Tables are not to be used after the block.
-
-        Raises:
-            TornTarget: a release was not written to its end.
-            Contradiction: this thread is applying a release.
-        """
-        return self._copies.reading()
-
-    @property
-    def position(self) -> Position:
-        """The one to go on from: of the last release, or an empty one where that was not written to its end."""
-        return self._copies.position
-
-    def apply(self, release: Release) -> None:
-        """Write a release; tables no longer followed are dropped.
-
-        Raises:
-            Contradiction: the consumer streams ids only, two rows would have one raw id, or this thread is inside
-                `reading()`; nothing was written.
-            TornTarget: a release before was not written to its end, and this one does not bring everything.
-        """
-        release.check_values()
-        self._copies.apply(release)
-
-    def read(self, table: TableSpec, ids: Ids) -> Values | None:
-        """Some rows of a table by row number; zeros for those that it has grown by since the last release.
-
-        Where two copies hold different rows, it is what neither of them holds.
-        """
-        return self._copies.read(table, ids)
+        super().__init__(reads, [(each, KeyedReading(tables=each.tables)) for each in copies])
 
 
 def _entries(id_map: _Table | None, rows: Ids) -> Entries:

@@ -99,7 +99,8 @@ class Meta:
 
     Attributes:
         model: the model's name.
-        position: what all rows are at, or newer; with version, step and times as `Release` has them.
+        position: the one to go on from; an empty one while everything is written anew.
+        version: what all rows are of, or newer; with its step and times as `Release` has them, None before any.
         tables: those that the store has rows of.
         writing: the version that is being written, 0 while none is: until it is there, rows are of both.
     """
@@ -112,6 +113,15 @@ class Meta:
     step_end_unix_ns: int | None = None
     event_time_unix_ns: int | None = None
     writing: int = 0
+
+    def begun(self, release: Release, tables: tuple[StoredTable, ...]) -> "Meta":
+        """The same while a release is written."""
+        known = {table.name: table for table in (*self.tables, *tables)}
+        told = self
+        if release.resync:  # Another consumer's, say: if it is cut off, nothing else can go on from there.
+            older = release.version < self.version
+            told = replace(self.after(release, tables) if older else self, position=Position())
+        return replace(told, tables=tuple(known.values()), writing=release.version)
 
     def after(self, release: Release, tables: tuple[StoredTable, ...]) -> "Meta":
         """The same once a release is there."""

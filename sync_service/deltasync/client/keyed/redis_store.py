@@ -121,7 +121,10 @@ class RedisStore:
         raise AssertionError
 
     def _error(self, error: redis.RedisError) -> DeltasyncError:
-        said = f"the store at {self._place} says: {str(error)[:_LONGEST_TEXT]}"
+        text = str(error).rpartition("caused error: ")[2][
+            :_LONGEST_TEXT
+        ]  # Before it the client names the command.
+        said = f"the store at {self._place} says: {text}"
         for kind, result, hint in _HINTS:
             if isinstance(error, kind):
                 return result(f"{said}. {hint}")
@@ -200,7 +203,7 @@ class RedisWriter(RedisStore):
 
 _HINTS: list[tuple[type[redis.RedisError], type[DeltasyncError], str]] = [
     (redis.AuthenticationError, StorageFailed, "Give the client a name and a password that it takes"),
-    (redis.exceptions.NoPermissionError, StorageFailed, "Let this user use hashes, UNLINK and WATCH"),
+    (redis.exceptions.NoPermissionError, StorageFailed, "Let this user use hashes, UNLINK and transactions"),
     (redis.exceptions.OutOfMemoryError, StorageFailed, "Give it more memory (maxmemory), or follow fewer tables"),
     (redis.exceptions.ReadOnlyError, StorageFailed, "It is a replica: write to its master"),
     (redis.ConnectionError, ServiceUnavailable, "Nothing is lost: start the subscriber again once it answers"),

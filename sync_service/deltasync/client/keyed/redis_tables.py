@@ -4,14 +4,14 @@ A process may end between any two commands, and the next one is given the same c
 is needed then is never overwritten or deleted before.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
-from typing import Protocol
 
 import numpy as np
 
 from deltasync.client.keyed.raw_ids import Entries, RawIdChange, ids_of, raw_ids_of
 from deltasync.client.keyed.redis_layout import Names, key_fields, keys_of, row_values
+from deltasync.client.keyed.redis_store import RedisWriter
 from deltasync.core.rows import Ids, Mask, RowBatch
 from deltasync.core.tables import TableSpec
 
@@ -19,26 +19,7 @@ _BLOCK_ROWS = 8192
 _NO_ROW = b""
 
 
-class Hashes(Protocol):
-    """What is needed of `redis_store.RedisStore`."""
-
-    def get(self, name: str, fields: Sequence[bytes]) -> list[bytes | None]:
-        """The values of some fields of a hash, None for those that it has not."""
-
-    def put(self, name: str, fields: Sequence[bytes], values: Sequence[bytes]) -> None:
-        """Set some fields of a hash."""
-
-    def drop(self, name: str, fields: Sequence[bytes]) -> None:
-        """Delete some fields of a hash."""
-
-    def size(self, name: str) -> int:
-        """The number of a hash's fields."""
-
-    def scan(self, name: str) -> Iterable[dict[bytes, bytes]]:
-        """All fields of a hash that are there all along, some several times."""
-
-
-def write_rows(store: Hashes, name: str, rows: Sequence[RowBatch], *, reset: bool) -> None:
+def write_rows(store: RedisWriter, name: str, rows: Sequence[RowBatch], *, reset: bool) -> None:
     """Write rows by number, or delete them; then, on a reset, remove what the release has not brought."""
     for block in chain.from_iterable(each.blocks(_BLOCK_ROWS) for each in rows):
         if block.deleted:
@@ -55,7 +36,7 @@ class MappedTable:
     A row lies in one of two hashes: under its raw id, or under its number while it has none.
     """
 
-    def __init__(self, store: Hashes, names: Names, table: TableSpec, id_map: TableSpec) -> None:
+    def __init__(self, store: RedisWriter, names: Names, table: TableSpec, id_map: TableSpec) -> None:
         self._store = store
         self._rows, self._free, self._map = names.rows(table.name), names.free(table.name), names.rows(id_map.name)
         self._spec = id_map
@@ -85,7 +66,8 @@ class MappedTable:
         change = RawIdChange.of(ids_of(rows), changed, self._entries)
         brought, deleted = (ids_of(each for each in rows if each.deleted == gone) for gone in (False, True))
         moving = np.isin(change.rows, np.concatenate([brought, deleted]), invert=True)
-        moving &= change.before != change.after
+        if not interrupted:  # Else what has its raw id again may lie under its number.
+            moving &= change.before != change.after
         values = [_NO_ROW] * int(moving.sum()) if reset else self._parked(change, moving)
         dead = np.isin(change.rows, deleted)
         dead[moving] = [not value for value in values]
@@ -104,8 +86,11 @@ class MappedTable:
         return RowBatch.of_table(self._spec, rows, np.zeros((len(rows), 1), np.int64))
 
     def _entries(self, rows: Ids) -> Entries:
-        found = self._store.get(self._map, key_fields(rows))
-        return keys_of(bytes(8) if entry is None else entry for entry in found)
+        entries = np.empty(len(rows), np.int64)
+        for at in range(0, len(rows), _BLOCK_ROWS):
+            found = self._store.get(self._map, key_fields(rows[at : at + _BLOCK_ROWS]))
+            entries[at : at + _BLOCK_ROWS] = keys_of(bytes(8) if entry is None else entry for entry in found)
+        return entries
 
     def _parked(self, change: RawIdChange, moving: Mask) -> list[bytes]:
         """The values of rows that get other raw ids and do not come themselves, which have been put under their
@@ -152,13 +137,22 @@ def _some(values: Sequence[bytes], which: Mask) -> list[bytes]:
     return [values[at] for at in np.flatnonzero(which).tolist()]
 
 
-def _sweep(store: Hashes, name: str, keys: Ids) -> None:
+def _sweep(store: RedisWriter, name: str, keys: Ids) -> None:
     """Remove all fields of a hash but these, which are all there."""
     if store.size(name) > len(keys):
         _drop_others(store, name, keys)
 
 
-def _drop_others(store: Hashes, name: str, keys: Ids) -> None:
-    kept = set(key_fields(keys))
+def _drop_others(store: RedisWriter, name: str, keys: Ids) -> None:
+    kept = np.sort(keys)
     for found in store.scan(name):
-        store.drop(name, [each for each in found if each not in kept])
+        store.drop(name, key_fields(_others(keys_of(found), kept)))
+
+
+def _others(keys: Ids, kept: Ids) -> Ids:
+    """The keys that are not among those that are kept, which are sorted."""
+    at = np.searchsorted(kept, keys)
+    others: Mask = at == len(kept)
+    others[~others] = kept[at[~others]] != keys[~others]
+    result: Ids = keys[others]
+    return result

@@ -21,6 +21,7 @@ from deltasync.core.rows import Ids, RowBatch, Values
 from deltasync.core.tables import TableKind, TableSpec
 from deltasync.core.value_types import ValueType
 
+_COMPILED = "_orig_mod."
 _COLLISIONS = "._managed_collision_collection."
 # What managed collision wraps: itself quantised, it has the tables.
 _EMBEDDINGS = ("._embedding_module.", ".")
@@ -115,6 +116,8 @@ def missing_maps(module: nn.Module, binding: Binding) -> list[str]:
 
 def accelerators(module: nn.Module) -> set[torch.device]:
     """Where work on the module's tensors goes on after the call that began it."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return set()  # To look through a module of many parts takes milliseconds.
     tensors = [tensor for _, tensor in _tensors(module)]
     return {tensor.device for tensor in (*tensors, *tbe_memory(module)) if tensor.is_cuda}
 
@@ -189,8 +192,10 @@ class _Contents:
 
 
 def _names_of(names: Sequence[str], table: str) -> list[str]:
-    exact = [name for name in names if table in (name, name.removesuffix(".weight"))]
-    return exact or [name for name in names if _ends_with(table, name)]
+    # What torch.compile wraps has the names that it had, behind one more.
+    plain = {name: name.replace(_COMPILED, "") for name in names}
+    exact = [name for name in names if table in (plain[name], plain[name].removesuffix(".weight"))]
+    return exact or [name for name in names if _ends_with(table, plain[name])]
 
 
 def _quantised_name(name: str) -> str:

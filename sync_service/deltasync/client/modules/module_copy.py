@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensorBase
 
 from deltasync.client.modules.binding import Binding, Place, accelerators, bind
+from deltasync.client.modules.tensor import Tensor
 from deltasync.client.targets import Release
 from deltasync.client.torch_compiled import compiled_modules
 from deltasync.core.errors import Contradiction
@@ -30,6 +31,7 @@ class ModuleCopy:
         self.binding = Binding({}, {}, [])
         self._leaves_out = leaves_out
         self._followed = False
+        self._owners: dict[str, nn.Module] = {}
         self._early: dict[str, Place | None] = {}
 
     def bind(self, tables: Iterable[TableSpec], held: Collection[str], types: Collection[ValueType]) -> Binding:
@@ -39,14 +41,21 @@ class ModuleCopy:
     def follow(self, binding: Binding) -> None:
         """Have releases written to these places from now on."""
         self.binding, self._followed, self._early = binding, True, {}
+        self._owners = {name: _owner_of(self.module, place) for name, place in binding.places.items()}
 
     def stage(self, release: Release) -> Callable[[], None]:
-        """See `copies.Copy`."""
+        """See `copies.Copy`.
+
+        Raises:
+            Contradiction: a place cannot be written, or is not in the module any more.
+        """
         for each in compiled_modules(self.module):
             each.discard()
         rows: dict[str, list[RowBatch]] = {table.name: [] for table in release.tables if release.resets(table)}
         for batch in release.rows:
             rows.setdefault(batch.table.name, []).append(batch)
+        for place in self.binding.places.values():
+            self._check_owner(place)
         writes = [
             self.binding.places[table.name].stage(rows[table.name], reset=release.resets(table))
             for table in release.tables
@@ -67,16 +76,45 @@ class ModuleCopy:
         return write
 
     def read(self, table: TableSpec, ids: Ids) -> Values | None:
-        """See `copies.Copy`."""
+        """See `copies.Copy`.
+
+        Raises:
+            Contradiction: its place is not in the module any more.
+        """
         place = self.binding.places.get(table.name) if self._followed else self._outlived(table)
+        if place and self._followed:
+            self._check_owner(place)
         # A table that has grown meanwhile is not the one that is held.
         return place.read(ids) if place and place.table == table else None
+
+    def _check_owner(self, place: Place) -> None:
+        """Check that a place is in the module still; those that are found by name each time always are.
+
+        Raises:
+            Contradiction: something else is where it was.
+        """
+        name = place.table.name
+        if not isinstance(place, Tensor) and _owner_of(self.module, place) is not self._owners[name]:
+            raise Contradiction(
+                f"table {name!r}: what was {place.name} has been replaced in the module, and serves no more: give "
+                "the module as it is now to a new target"
+            )
 
     def _outlived(self, table: TableSpec) -> Place | None:
         """The place of a table before any release: a module may have outlived another process."""
         if table.name not in self._early:
             self._early[table.name] = self.bind([table], (), list(ValueType)).places.get(table.name)
         return self._early[table.name]
+
+
+def _owner_of(module: nn.Module, place: Place) -> nn.Module:
+    """The innermost module that a place is in."""
+    for part in place.name.split("."):
+        inner = getattr(module, part, None)
+        if not isinstance(inner, nn.Module):
+            break
+        module = inner
+    return module
 
 
 def copy_of(module: nn.Module) -> nn.Module:
