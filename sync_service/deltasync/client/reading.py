@@ -1,9 +1,11 @@
 """What a reader of a target sees, and of which version it is."""
 
+import time
 from dataclasses import dataclass, field
 from typing import Literal
 
 from deltasync.core.errors import DeltasyncError, InvalidInput
+from deltasync.core.event_time import seconds_behind
 from deltasync.core.position import Position
 
 Reads = Literal["pause", "copies"]
@@ -31,6 +33,14 @@ class Reading:
     step: int | None = None
     step_end_unix_ns: int | None = None
     event_time_unix_ns: int | None = None
+
+    @property
+    def age_seconds(self) -> float | None:
+        """Seconds since the newest event that the model had been trained on; where the trainer does not say it,
+        since its step ended; None where neither is known. By the clock of this machine, and never negative.
+        """
+        known = self.step_end_unix_ns if self.event_time_unix_ns is None else self.event_time_unix_ns
+        return seconds_behind(known, time.time_ns())
 
 
 def number_of_copies(reads: str) -> int:

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -553,3 +554,15 @@ def test_tied_parameters_are_tied_in_the_copy() -> None:
     module.item.weight = module.user.weight
     made: Any = copy_of(module)
     assert made.item.weight is made.user.weight
+
+
+def test_a_reading_has_the_age_of_its_events_or_of_its_step() -> None:
+    now = time.time_ns()
+    assert Reading().age_seconds is None
+    of_step = Reading(step=7, step_end_unix_ns=now - 5_000_000_000)
+    assert of_step.age_seconds is not None
+    assert of_step.age_seconds >= 5
+    of_events = dataclasses.replace(of_step, event_time_unix_ns=now - 60_000_000_000)
+    assert of_events.age_seconds is not None
+    assert of_events.age_seconds >= 60
+    assert Reading(event_time_unix_ns=now + 3600 * 10**9).age_seconds == 0

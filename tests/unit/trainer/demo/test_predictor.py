@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
 from deltasync.client import Contradiction, Position, ServiceFailed, ValueType
+from deltasync.client.torch_target import ModuleReading
 from deltasync.trainer.clicks.model import ClickModel, ModelOptions
 from deltasync.trainer.demo import predictor
 from deltasync.trainer.demo.prediction import MOST_BYTES, batch_of
@@ -72,7 +73,7 @@ class Held:
             raise self.broken
         self.asked.set()
         with self.gate:
-            yield SimpleNamespace(
+            yield ModuleReading(
                 module=self.module,
                 version=self.version.number,
                 step=70,

@@ -9,7 +9,6 @@ python -m deltasync.trainer.demo.predictor --service localhost:50051 --consumer 
 import asyncio
 import signal
 import socket
-import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
@@ -33,7 +32,6 @@ from deltasync.client import (
     ValueType,
 )
 from deltasync.client.torch_target import TorchTarget
-from deltasync.core.event_time import seconds_behind
 from deltasync.core.process import keep_freed_memory, log_to_stderr
 from deltasync.trainer.clicks.model import ClickModel
 from deltasync.trainer.clicks.stream_options import managed_option, size_options, take_model_options
@@ -60,13 +58,12 @@ def predict(target: TorchTarget, ids: Mapping[str, int], body: bytes) -> Predict
         scores = model.logits(batch.dense, batch.sparse)
     if not scores.isfinite().all():
         raise DeltasyncError(f"version {reading.version} of the model gives scores that are no finite numbers")
-    event = reading.event_time_unix_ns
     return Prediction(
         scores=scores.tolist(),
         version=reading.version,
         step=reading.step,
-        age_seconds=seconds_behind(reading.step_end_unix_ns if event is None else event, time.time_ns()),
-        age_of="step" if event is None else "event",
+        age_seconds=reading.age_seconds,
+        age_of="step" if reading.event_time_unix_ns is None else "event",
     )
 
 
