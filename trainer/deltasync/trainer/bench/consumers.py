@@ -47,7 +47,7 @@ EIGHT = {
     "bf16": Policy(value_type=ValueType.BF16),
     "ids": Policy(mode=Mode.IDS),
     "interval": Policy(value_type=ValueType.INT8_TBE, min_interval_seconds=0.25),
-    "budget": Policy(top_k=0.5, max_bytes=1 << 20, value_type=ValueType.FP16),
+    "budget": Policy(top_k=0.5, max_bytes=1 << 20, value_type=ValueType.FP16, ready_within_seconds=60),
     "items": Policy(tables=("items*",), top_k=0.01, max_age_seconds=5, value_type=ValueType.INT4_TBE),
 }
 FLEETS = {"everything": {"everything": Policy()}, "one": ONE, "eight": EIGHT}
