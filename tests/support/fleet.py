@@ -162,8 +162,13 @@ def wait_for_lag(service: Reachable, consumer: str, wanted: Callable[[dict[str, 
         time.sleep(0.002)
 
 
-def wait_until_in_sync(service: Reachable, consumer: str, head: Position) -> dict[str, Any]:
-    return wait_for_lag(service, consumer, lambda lag: lag["head"] >= head.number and lag["state"] == "in sync")
+def wait_until_in_sync(service: Reachable, consumer: str, head: Position, replicas: int = 1) -> dict[str, Any]:
+    """The lag of a consumer of which so many replicas have come, and all that have are in sync."""
+    return wait_for_lag(
+        service,
+        consumer,
+        lambda lag: lag["head"] >= head.number and lag["state"] == "in sync" and len(lag["replicas"]) >= replicas,
+    )
 
 
 def wait_until_delivered(service: Reachable, consumer: str, head: Position) -> dict[str, Any]:

@@ -226,7 +226,7 @@ def test_a_damaged_replica_does_not_touch_the_others(
         follow(service, "top", "damaged", damaged),
         follow(service, "top", "sound", sound),
     ):
-        wait_until_in_sync(service, "top", trainer.publish_all())
+        wait_until_in_sync(service, "top", trainer.publish_all(), replicas=2)
         damage(damaged, 7)
         wait_until_in_sync(service, "top", trainer.set(USER, 7, 2.5))
     assert not any(release.whole for release in sound.releases)

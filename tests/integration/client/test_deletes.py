@@ -60,7 +60,7 @@ def test_everybody_learns_of_deletes(service: RunningService, consumer: str) -> 
     value_type = ValueType.INT8 if consumer == "top" else ValueType.FP32
     with Trainer(service.grpc, [USER]) as trainer, follow(service, consumer, "there", there):
         with follow(service, consumer, "away", away) as left:
-            wait_until_in_sync(service, consumer, trainer.publish_all())
+            wait_until_in_sync(service, consumer, trainer.publish_all(), replicas=2)
         head = trainer.delete(USER, GONE).number
         wait_for(service, consumer, "there", head)
         assert deleted_in(there) == GONE.tolist()
@@ -72,7 +72,7 @@ def test_everybody_learns_of_deletes(service: RunningService, consumer: str) -> 
             follow(service, consumer, "away", away, held=left.held),
             follow(service, consumer, "late", late),
         ):
-            lag = wait_until_in_sync(service, consumer, newest)
+            lag = wait_until_in_sync(service, consumer, newest, replicas=3)
         assert deleted_in(away) == [3, 40]
         assert deleted_in(late) == []
         for target in (there, away, late):
