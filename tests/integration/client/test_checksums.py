@@ -7,7 +7,6 @@ when a new process takes up the target, or once the blocks have come round to it
 
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -23,7 +22,6 @@ from tests.support.fleet import (
     as_sent,
     checked_ack,
     follow,
-    release_at_once,
     wait_for_lag,
     wait_until_delivered,
     wait_until_in_sync,
@@ -38,20 +36,9 @@ from deltasync.core.digests import digest
 from deltasync.core.policy import Policy
 from deltasync.core.value_types import ValueType
 
+pytestmark = pytest.mark.usefixtures("quick")
 POLICIES = {"top": Policy(top_k=0.5, value_type=ValueType.INT8)}
 CONSUMERS = ["top", "predictors"]
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is left goes out at once."""
-    release_at_once(monkeypatch)
-
-
-@pytest.fixture
-def service(tmp_path: Path) -> Iterator[RunningService]:
-    with RunningService(tmp_path / "data", policies=POLICIES) as running:
-        yield running
 
 
 class Bags(nn.Module):

@@ -1,7 +1,5 @@
 """Deletes over the wire: who follows is told, who was away too, and who knows of no deletes is sent zeros."""
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +10,6 @@ from tests.support.fleet import (
     Recorder,
     Trainer,
     follow,
-    release_at_once,
     wait_for_lag,
     wait_until_in_sync,
 )
@@ -26,19 +23,9 @@ from deltasync.core.tables import Shard
 from deltasync.core.value_types import ValueType
 from deltasync.wire.protocol import Protocols
 
+pytestmark = pytest.mark.usefixtures("quick")
 POLICIES = {"top": Policy(top_k=1, max_bytes=100, value_type=ValueType.INT8)}
 GONE = np.array([3, 5, 40])
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    release_at_once(monkeypatch)
-
-
-@pytest.fixture
-def service(tmp_path: Path) -> Iterator[RunningService]:
-    with RunningService(tmp_path / "data", policies=POLICIES) as running:
-        yield running
 
 
 def wait_for(service: RunningService, consumer: str, replica: str, head: int) -> None:

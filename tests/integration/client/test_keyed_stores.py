@@ -13,7 +13,6 @@ from tests.support.fleet import (
     Trainer,
     as_sent,
     follow,
-    release_at_once,
     wait_until_delivered,
     wait_until_in_sync,
 )
@@ -28,6 +27,7 @@ from deltasync.core.rows import Ids, Values
 
 RAW_IDS = TableSpec("user.raw_ids", USER.rows, 1, np.dtype("<i8"), TableKind.ID_MAP, USER.name)
 TABLES = [USER, ITEM, RAW_IDS]
+pytestmark = pytest.mark.usefixtures("quick")
 POLICIES = {
     "half": Policy(value_type=ValueType.FP16),
     "quantised": Policy(value_type=ValueType.INT8_TBE),
@@ -35,17 +35,6 @@ POLICIES = {
 }
 VALUE_TYPES = {"predictors": ValueType.FP32, **{name: policy.value_type for name, policy in POLICIES.items()}}
 needs_redis = pytest.mark.skipif(PROGRAM is None, reason="no redis-server or valkey-server is installed")
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    release_at_once(monkeypatch)
-
-
-@pytest.fixture
-def service(tmp_path: Path) -> Iterator[RunningService]:
-    with RunningService(tmp_path / "data", policies=POLICIES) as running:
-        yield running
 
 
 @pytest.fixture
