@@ -22,7 +22,7 @@ def check_known(deliveries: Iterable[Delivery], client: Protocols) -> None:
         Contradiction: it does not.
     """
     for each in deliveries:
-        if each.value_type and each.value_type.tbe_bits and client.newest < TBE_PROTOCOL:
+        if each.value_type and each.held_as_sent and client.newest < TBE_PROTOCOL:
             raise Contradiction(
                 f"table {each.spec.name!r} is sent in {each.value_type.value}, which clients know from protocol "
                 f"{TBE_PROTOCOL} on; this one speaks {client}: update it, or give its consumer another value type"

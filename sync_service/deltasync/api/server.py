@@ -24,6 +24,7 @@ from deltasync.api.publish import PublishServicer
 from deltasync.api.subscribe import SubscribeServicer
 from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.core.errors import ServiceUnavailable
+from deltasync.core.listener import listening_socket
 from deltasync.core.process import keep_freed_memory, spare_imports
 from deltasync.service.housekeeping import housekeeping
 from deltasync.service.service import Service, ServiceOptions
@@ -175,17 +176,10 @@ async def _start_grpc(
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol named: asyncio switches Nagle's algorithm off only for sockets that say TCP.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((host, port))
-        listener.listen()  # Whoever reads endpoints.json can connect at once.
+        return listening_socket(host, port)
     except OSError as error:
-        listener.close()
         raise ServiceUnavailable(_taken("--http-port", host, port)) from error
-    return listener
 
 
 def _taken(option: str, host: str, port: int) -> str:

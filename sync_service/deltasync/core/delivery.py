@@ -25,6 +25,11 @@ class HeldSpec(EncodedSpec):
     table_dim: int
 
 
+def value_type_of(table: TableSpec) -> ValueType:
+    """The type in which the rows of an embedding table come to who holds it."""
+    return table.value_type if isinstance(table, HeldSpec) else own_type(table)
+
+
 @dataclass(frozen=True)
 class Delivery:
     """What replicas are sent of a table: its rows, or the norms of what has changed in them.

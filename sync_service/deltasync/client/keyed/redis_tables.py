@@ -98,7 +98,6 @@ class MappedTable:
         rows, before = change.rows[moving], change.before[moving]
         values = self._store.get(self._free, key_fields(rows))
         lacking = np.array([value is None for value in values], np.bool_)
-        found: dict[int, bytes | None] = {}
         named = lacking & (before != 0)
         under = self._store.get(self._rows, key_fields(before[named] - 1))
         found = dict(zip(rows[named].tolist(), under, strict=True))

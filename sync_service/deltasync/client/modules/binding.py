@@ -157,9 +157,10 @@ class _Contents:
     @classmethod
     def of(cls, module: nn.Module, types: Collection[ValueType]) -> "_Contents":
         """What a module has."""
-        prefixes = tbe_prefixes(module)
+        tbes = tables_in_tbes(module)
+        prefixes = tbe_prefixes(module, tbes)
         tensors = {name: each for name, each in _tensors(module) if not name.startswith(prefixes)}
-        return cls(module, tensors, tables_in_tbes(module), types)
+        return cls(module, tensors, tbes, types)
 
     def place_of(self, table: TableSpec) -> Place:
         """The place of a table.

@@ -7,12 +7,12 @@ import numpy as np
 
 from deltasync.client.modules.tbes import Piece
 from deltasync.client.modules.tensor_rows import Bytes, TensorRows
-from deltasync.core.delivery import HeldSpec
+from deltasync.core.delivery import HeldSpec, value_type_of
 from deltasync.core.errors import Contradiction
 from deltasync.core.rows import Ids, RowBatch, Values
 from deltasync.core.tables import TableSpec
 from deltasync.core.tbe import SCALE_AND_BIAS_BYTES, of_tbe, to_tbe
-from deltasync.core.value_types import ValueType, own_type
+from deltasync.core.value_types import ValueType
 
 _EXTRA = SCALE_AND_BIAS_BYTES
 # By what fbgemm calls them.
@@ -90,7 +90,7 @@ class QuantisedRows:
 
     def _check_type(self) -> None:
         held = self.pieces[0].value_type
-        wanted = self.table.value_type if isinstance(self.table, HeldSpec) else own_type(self.table)
+        wanted = value_type_of(self.table)
         if _TYPES.get(held) is wanted:
             return
         advice = (

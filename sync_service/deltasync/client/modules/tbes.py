@@ -3,7 +3,7 @@
 Nothing of fbgemm or TorchRec is imported: they are known by what they hold.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -163,10 +163,10 @@ def tables_in_tbes(module: nn.Module) -> dict[str, list[Piece]]:
     return tables
 
 
-def tbe_prefixes(module: nn.Module) -> tuple[str, ...]:
-    """How the names of parameters and buffers begin that a module's TBEs have, or share with their tables."""
+def tbe_prefixes(module: nn.Module, tables: Iterable[str]) -> tuple[str, ...]:
+    """How the names of parameters and buffers begin that a module's TBEs have, or share with their `tables`."""
     registered = [f"{name}." for name, each in module.named_modules() if _is_tbe(each)]
-    return (*registered, *(name.removesuffix("weight") for name in tables_in_tbes(module)))
+    return (*registered, *(name.removesuffix("weight") for name in tables))
 
 
 def tbe_memory(module: nn.Module) -> list[torch.Tensor]:

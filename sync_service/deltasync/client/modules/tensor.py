@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -11,11 +11,11 @@ from torch import nn
 
 from deltasync.client.modules.tensor_rows import TensorRows
 from deltasync.client.torch_compiled import compiled_module_of
-from deltasync.core.delivery import HeldSpec
+from deltasync.core.delivery import HeldSpec, value_type_of
 from deltasync.core.errors import Contradiction
 from deltasync.core.rows import Ids, RowBatch, Values
 from deltasync.core.tables import TableKind, TableSpec, matrix_shape
-from deltasync.core.value_types import ValueType, own_type
+from deltasync.core.value_types import ValueType
 
 _HALVES = {torch.float16: ValueType.FP16, torch.bfloat16: ValueType.BF16}
 
@@ -69,8 +69,7 @@ class Tensor:
     def _check(self, tensor: torch.Tensor) -> None:
         table = self.table
         what = f"the module has {self.name} of shape {list(tensor.shape)} and type {tensor.dtype}"
-        for_tbe = isinstance(table, HeldSpec) and table.value_type.tbe_bits
-        if for_tbe or matrix_shape(tensor.shape) != (table.rows, table.dim) or tensor.dtype != self.dtype:
+        if _for_tbe(table) or matrix_shape(tensor.shape) != (table.rows, table.dim) or tensor.dtype != self.dtype:
             raise Contradiction(f"table {table.name!r} is {_form(table)}, {what}{self._advice(tensor)}")
         if tensor.is_meta or not tensor.is_contiguous():
             where = "on the meta device" if tensor.is_meta else "that does not lie in memory row by row"
@@ -83,7 +82,7 @@ class Tensor:
                 ", which looks quantised: give the target the whole collection, as it was before it was scripted "
                 "or traced"
             )
-        if isinstance(table, HeldSpec) and table.value_type.tbe_bits:
+        if _for_tbe(table):
             return ": quantise the module, or let the consumer's policy say another value_type"
         same_shape = matrix_shape(tensor.shape) == (table.rows, table.dim)
         if same_shape and self.dtype.is_floating_point and tensor.dtype in _HALVES:
@@ -104,11 +103,6 @@ def named_tensor(module: nn.Module, name: str) -> torch.Tensor:
 def torch_type(table: TableSpec) -> torch.dtype:
     """The type of a table's values, as torch calls it."""
     return torch.from_numpy(np.empty(0, table.dtype)).dtype
-
-
-def value_type_of(table: TableSpec) -> ValueType:
-    """The type in which the rows of an embedding table come."""
-    return table.value_type if isinstance(table, HeldSpec) else own_type(table)
 
 
 def value_types_of(tables: Sequence[TableSpec]) -> set[ValueType]:
@@ -138,7 +132,11 @@ def casts(table: TableSpec, dtype: torch.dtype, types: Collection[ValueType]) ->
     return half is not None and any(each is half or each.tbe_bits for each in types)
 
 
+def _for_tbe(table: TableSpec) -> TypeGuard[HeldSpec]:
+    return isinstance(table, HeldSpec) and table.value_type.tbe_bits is not None
+
+
 def _form(table: TableSpec) -> str:
-    if isinstance(table, HeldSpec) and table.value_type.tbe_bits:
+    if _for_tbe(table):
         return f"{table.rows} x {table.table_dim} {table.value_type.value}"
     return f"{table.rows} x {table.dim} {torch_type(table)}"

@@ -11,6 +11,7 @@ from torchrec.inference.modules import quantize_embeddings
 from torchrec.quant.embedding_modules import EmbeddingBagCollection
 
 from deltasync.core.tables import matrix_shape
+from deltasync.core.tbe import width
 from deltasync.core.value_types import ValueType
 from deltasync.trainer.clicks.model import ClickModel
 
@@ -48,6 +49,6 @@ def tbe_rows(model: nn.Module) -> dict[str, NDArray[Any]]:
 def _rows(tbe: Any) -> list[tuple[str, NDArray[Any]]]:
     weights = tbe.split_embedding_weights_with_scale_bias(0)
     return [
-        (name, np.ascontiguousarray(rows.numpy()[:, : 4 + dim * kind.bit_rate() // 8]))
+        (name, np.ascontiguousarray(rows.numpy()[:, : width(dim, kind.bit_rate())]))
         for (name, _, dim, kind, _), (rows, *_) in zip(tbe.embedding_specs, weights, strict=True)
     ]

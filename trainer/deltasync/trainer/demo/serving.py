@@ -17,6 +17,7 @@ from torch import nn
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import service_options
 from deltasync.client import Release, Subscriber, SubscriberOptions, ValueType
+from deltasync.core.listener import listening_socket
 from deltasync.core.process import keep_freed_memory, log_to_stderr
 from deltasync.trainer.clicks.model import ClickModel
 from deltasync.trainer.clicks.model_state import ModelState
@@ -89,20 +90,12 @@ def main(value_type: str, last_step: float, results: Path, **settings: Any) -> N
         # One request at a time, on as many cores as the model that its answers are compared with.
         app = create_app(target, subscriber, options.ids, metrics, threads=1)
         server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
-        with _listener() as listener, suppress(KeyboardInterrupt):
+        with listening_socket("127.0.0.1", 0) as listener, suppress(KeyboardInterrupt):
             _announce(results / f"{settings['replica']}.http", listener)
             server.run(sockets=[listener])
         target.stop()
         subscriber.check()
     _leave(results, settings["replica"], model, target)
-
-
-def _listener() -> socket.socket:
-    # With the protocol named: asyncio switches Nagle's algorithm off only for sockets that say TCP.
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.bind(("127.0.0.1", 0))
-    listener.listen()
-    return listener
 
 
 def _announce(file: Path, listener: socket.socket) -> None:
