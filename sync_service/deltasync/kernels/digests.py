@@ -1,0 +1,60 @@
+"""Digests of rows, and the checksum of a table that has rows of some digests.
+
+Bits are passed as unsigned numbers, 64-bit ones as pairs of 32-bit words: odd factors modulo 2**64 would let the
+flips of two top bits cancel.
+"""
+
+import numpy as np
+from numba import types
+from numpy.typing import NDArray
+
+from deltasync.kernels.compiled import inlined, kernel, readable, writable
+
+Digests = NDArray[np.uint64]
+
+_U64 = np.uint64
+# The widths in which bits come.
+WORDS = (types.uint8, types.uint16, types.uint32)
+
+
+@inlined
+def mixed(number):  # type: ignore[no-untyped-def]
+    """The finalizer of SplitMix64: a bijection of 64-bit numbers."""
+    z = number * _U64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> _U64(27))) * _U64(0x94D049BB133111EB)
+    return z ^ (z >> _U64(31))
+
+
+@inlined
+def share(row, digest):  # type: ignore[no-untyped-def]
+    """What a row adds to the checksum of its table: nothing if its digest is 0."""
+    return mixed(digest + mixed(_U64(row))) if digest else _U64(0)
+
+
+@kernel(*(types.void(readable(word), readable(types.uint64, 1), writable(types.uint64, 1)) for word in WORDS))
+def digest_rows(words: NDArray[np.unsignedinteger], weights: Digests, digests: Digests) -> None:
+    """Set `digests` [n] to the sums of the words [n, w] of each row times the weights [w], modulo 2**64."""
+    for row in range(words.shape[0]):
+        total = _U64(0)
+        for column in range(words.shape[1]):
+            total += _U64(words[row, column]) * weights[column]
+        digests[row] = total
+
+
+@kernel(types.uint64(readable(types.int64, 1), readable(types.uint64, 1)))
+def checksum(ids: NDArray[np.int64], digests: Digests) -> np.uint64:
+    """The checksum of a table that holds the rows `ids` [n] with these digests [n], and zeros otherwise."""
+    total = _U64(0)
+    for index in range(ids.shape[0]):
+        total += share(ids[index], digests[index])
+    return total
+
+
+@kernel(types.uint64(readable(types.uint64, 1)))
+def checksum_of_all(digests: Digests) -> np.uint64:
+    """The checksum of a table of which all rows have these digests [rows], in their order."""
+    total = _U64(0)
+    for row in range(digests.shape[0]):
+        total += share(row, digests[row])
+    return total
