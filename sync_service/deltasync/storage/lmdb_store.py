@@ -15,7 +15,7 @@ One thread writes; it commits all that has gathered since its last commit togeth
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -66,11 +66,18 @@ class LmdbStore:
 
     # Writing.
 
-    def append(self, stream: str, number: int, part: int, index: int, *payload: Buffer) -> Future[None]:
-        """Write a record, whose payload comes in pieces."""
+    def append(
+        self,
+        stream: str,
+        number: int,
+        part: int,
+        index: int,
+        *payload: Buffer,
+        after: Sequence[Future[None]] = (),
+    ) -> Future[None]:
+        """Write a record, whose payload comes in pieces, unless a write `after` which it comes was refused."""
         key = key_of(stream, number, part, index)
-        value = with_checksum(key, *payload)
-        return self._submit(lambda txn: self._append(txn, key, value))
+        return self._submit(lambda txn: self._append(txn, key, payload, after))
 
     def drop(self, stream: str, number: int, part: int | None = None) -> Future[None]:
         """Forget the records from `number` on, or only those of one part of `number`."""
@@ -157,7 +164,14 @@ class LmdbStore:
 
     # The writer's thread.
 
-    def _append(self, txn: lmdb.Transaction, key: bytes, value: bytes) -> None:
+    def _append(
+        self, txn: lmdb.Transaction, key: bytes, payload: Sequence[Buffer], after: Sequence[Future[None]]
+    ) -> None:
+        for write in after:
+            # One that is not done was written by this very transaction.
+            if write.done() and (error := write.exception()):
+                raise error
+        value = with_checksum(key, *payload)
         if self._used(txn) + len(value) > self._full_bytes:
             raise lmdb.MapFullError("full, but for what deleting needs")
         _put(txn, key, value, self._records)
@@ -208,6 +222,9 @@ class LmdbStore:
             done.set_result(None)
 
     def _fail(self, done: Future[None], error: Exception) -> None:
+        if isinstance(error, StorageFailed):  # Of a write that this one was to come after, told already.
+            done.set_exception(error)
+            return
         logger.error("the log could not be written: %r", error, exc_info=not isinstance(error, lmdb.Error))
         self.refusing |= isinstance(error, lmdb.MapFullError)
         failure = _storage_failed(error)

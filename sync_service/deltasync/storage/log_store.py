@@ -2,10 +2,11 @@
 
 It has streams of records, and small records by name. A stream is called, say, `cuts/clicks`, and its records have
 an address: number, part, index, in this order. A small record is called, say, `consumer/mobile`, and is replaced
-as a whole. Writes reach the disk in the order in which they were submitted, each by itself or several together.
+as a whole. Writes reach the disk in the order in which they were submitted, each by itself or several together:
+one that is on disk shows that those before it are, as far as they were not refused.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,10 +57,20 @@ class LogStore(Protocol):
 
     refusing: bool
 
-    def append(self, stream: str, number: int, part: int, index: int, *payload: Buffer) -> Future[None]:
+    def append(
+        self,
+        stream: str,
+        number: int,
+        part: int,
+        index: int,
+        *payload: Buffer,
+        after: Sequence[Future[None]] = (),
+    ) -> Future[None]:
         """Write a record, whose payload comes in pieces; one of the same address is replaced.
 
-        Refused once the log is full, but for what forgetting needs.
+        The pieces must not change before it is done. Refused once the log is full, but for what forgetting needs;
+        and where one of the writes `after` which it comes, all submitted before, was refused: with that one's
+        error.
         """
 
     def drop(self, stream: str, number: int, part: int | None = None) -> Future[None]:

@@ -186,9 +186,12 @@ class ModelStore:
         """Append record `index` of a rank's part: rows of the shard in `slot` of its layout."""
         return self._log.append(self._cuts, version, rank, index, *pack_rows(slot, rows, layout))
 
-    def seal(self, seal: Seal) -> Future[None]:
-        """Make a cut visible: it is part of the history from here on."""
-        return self._log.append(self._seals, seal.version, 0, 0, pack_json(seal_record(seal)))
+    def seal(self, seal: Seal, after: Sequence[Future[None]] = ()) -> Future[None]:
+        """Make a cut visible, unless one of the writes `after` which it comes was refused.
+
+        Once this is done it is on disk with them, and part of the history.
+        """
+        return self._log.append(self._seals, seal.version, 0, 0, pack_json(seal_record(seal)), after=after)
 
     def rows(self, seal: Seal) -> Iterator[RowBatch]:
         """The rows of a sealed cut as the log has them.
