@@ -9,7 +9,8 @@ A checksum is of key and payload, so that a record under another key is found li
 itself writes around them has none (heads and inner keys of its pages, its list of free pages): damage there is
 found as far as LMDB finds it, as keys out of order, or as records that are missing.
 
-One thread writes; it commits all that has gathered since its last commit together (group commit).
+One thread writes; it commits all that has gathered since its last commit together (group commit), and what is
+patient with the next that is not.
 """
 
 import logging
@@ -18,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import lmdb
@@ -35,7 +37,16 @@ logger = logging.getLogger(__name__)
 _RECORDS, _META = b"records", b"meta"
 _COMMIT_OPERATIONS = 32  # Bounds what one transaction holds in memory: 32 chunks of at most 1 MiB.
 
+_PATIENT_OPERATIONS = 8  # So many that may wait for others do not wait any longer.
+
 Write = Callable[[lmdb.Transaction], None]
+
+
+@dataclass(frozen=True)
+class _Submitted:
+    write: Write
+    done: Future[None]
+    patient: bool
 
 
 class LmdbStore:
@@ -54,7 +65,7 @@ class LmdbStore:
         self._full_bytes = options.max_bytes - _reserve(options.max_bytes)
         self.refusing = False
         self._records, self._meta = (self._env.open_db(name) for name in (_RECORDS, _META))
-        self._queue: queue.SimpleQueue[tuple[Write, Future[None]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Submitted | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write_loop, name="log-writer", daemon=True)
         self._writer.start()
 
@@ -74,17 +85,18 @@ class LmdbStore:
         index: int,
         *payload: Buffer,
         after: Sequence[Future[None]] = (),
+        patient: bool = False,
     ) -> Future[None]:
         """Write a record, whose payload comes in pieces, unless a write `after` which it comes was refused."""
         key = key_of(stream, number, part, index)
-        return self._submit(lambda txn: self._append(txn, key, payload, after))
+        return self._submit(lambda txn: self._append(txn, key, payload, after), patient=patient)
 
-    def drop(self, stream: str, number: int, part: int | None = None) -> Future[None]:
+    def drop(self, stream: str, number: int, part: int | None = None, *, patient: bool = False) -> Future[None]:
         """Forget the records from `number` on, or only those of one part of `number`."""
         first, last = key_of(stream, number, part or 0, 0), key_of(stream, number, part or 0, LAST_PART)
         if part is None:
             last = key_of(stream, LAST_NUMBER, LAST_PART, LAST_PART)
-        return self._submit(lambda txn: self._delete_range(txn, first, last))
+        return self._submit(lambda txn: self._delete_range(txn, first, last), patient=patient)
 
     def truncate(self, stream: str, upto: int) -> Future[None]:
         """Forget the records up to number `upto`."""
@@ -182,10 +194,10 @@ class LmdbStore:
             while more and bytes(cursor.key()) <= last:
                 more = cursor.delete()
 
-    def _submit(self, write: Write) -> Future[None]:
+    def _submit(self, write: Write, *, patient: bool = False) -> Future[None]:
         done: Future[None] = Future()
         done.set_running_or_notify_cancel()  # A write cannot be taken back, even if its waiter is cancelled.
-        self._queue.put((write, done))
+        self._queue.put(_Submitted(write, done, patient))
         return done
 
     def _write_loop(self) -> None:
@@ -196,30 +208,28 @@ class LmdbStore:
             if closing:
                 return
 
-    def _gather(self) -> tuple[list[tuple[Write, Future[None]]], bool]:
-        item = self._queue.get()
-        batch = []
-        while item is not None:
+    def _gather(self) -> tuple[list[_Submitted], bool]:
+        batch: list[_Submitted] = []
+        while (item := self._queue.get()) is not None:
             batch.append(item)
-            if len(batch) == _COMMIT_OPERATIONS or self._queue.empty():
+            if len(batch) == _COMMIT_OPERATIONS or (self._queue.empty() and _urgent(batch)):
                 return batch, False
-            item = self._queue.get()
         return batch, True
 
-    def _commit(self, batch: list[tuple[Write, Future[None]]]) -> None:
+    def _commit(self, batch: list[_Submitted]) -> None:
         try:
             with self._env.begin(write=True) as txn:
-                for write, _ in batch:
-                    write(txn)
+                for each in batch:
+                    each.write(txn)
         except Exception as error:  # noqa: BLE001  # Whatever it is, its waiter is told, and the thread goes on.
             if len(batch) == 1:
-                self._fail(batch[0][1], error)
+                self._fail(batch[0].done, error)
                 return
             for one in batch:  # A write that fails must not fail the others.
                 self._commit([one])
             return
-        for _, done in batch:
-            done.set_result(None)
+        for each in batch:
+            each.done.set_result(None)
 
     def _fail(self, done: Future[None], error: Exception) -> None:
         if isinstance(error, StorageFailed):  # Of a write that this one was to come after, told already.
@@ -230,6 +240,10 @@ class LmdbStore:
         failure = _storage_failed(error)
         failure.__cause__ = error
         done.set_exception(failure)
+
+
+def _urgent(batch: Sequence[_Submitted]) -> bool:
+    return len(batch) >= _PATIENT_OPERATIONS or not all(each.patient for each in batch)
 
 
 def _open(options: LogOptions) -> lmdb.Environment:

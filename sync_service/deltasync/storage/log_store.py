@@ -49,7 +49,8 @@ class LogStore(Protocol):
     """A log. Used from any thread.
 
     Every method that writes returns at once; its future is done when the write is on disk, or fails with
-    `StorageFailed`: then nothing was written. A write that fails takes no other with it.
+    `StorageFailed`: then nothing was written. A write that fails takes no other with it. One that is `patient` may
+    lie in memory until a later one is not, or some megabytes have gathered: for what matters only with a later one.
 
     Attributes:
         refusing: a write was refused for want of room; whoever has made room sets it to False.
@@ -65,6 +66,7 @@ class LogStore(Protocol):
         index: int,
         *payload: Buffer,
         after: Sequence[Future[None]] = (),
+        patient: bool = False,
     ) -> Future[None]:
         """Write a record, whose payload comes in pieces; one of the same address is replaced.
 
@@ -73,7 +75,7 @@ class LogStore(Protocol):
         error.
         """
 
-    def drop(self, stream: str, number: int, part: int | None = None) -> Future[None]:
+    def drop(self, stream: str, number: int, part: int | None = None, *, patient: bool = False) -> Future[None]:
         """Forget what was never finished: the records from `number` on, or only those of one part of `number`."""
 
     def truncate(self, stream: str, upto: int) -> Future[None]:

@@ -9,7 +9,19 @@ import click
 from rich.console import Console
 
 from deltasync.cli.config import CONTEXT
-from deltasync.trainer.bench import consumers, memory, publish, quality, release, serve, status, step_time, tracker
+from deltasync.trainer.bench import (
+    consumers,
+    fanout,
+    freshness,
+    memory,
+    publish,
+    quality,
+    release,
+    serve,
+    status,
+    step_time,
+    tracker,
+)
 from deltasync.trainer.bench.consumers import consumers_options
 from deltasync.trainer.bench.pipelines import run as pipelines
 from deltasync.trainer.bench.pipelines.options import pipelines_options
@@ -50,6 +62,16 @@ _add(
     "publish",
     _command(publish.run),
     "Throughput from a trainer's publish to a replica's rows, against a bare gRPC stream.",
+)
+_add(
+    "freshness",
+    _command(freshness.run),
+    "Time from a trainer's publish of a small cut to a replica's rows, against two bare gRPC hops and one write.",
+)
+_add(
+    "fanout",
+    _command(fanout.run),
+    "CPU time of the service for forty replicas of one consumer, against one replica.",
 )
 _add("memory", _command(memory.run), "What the service holds beside its tables and stamps.")
 _add(
