@@ -278,4 +278,4 @@ class _Stream:
 def _chunks(part: Part, slots: Mapping[Shard, int]) -> Iterator[bytes]:
     for rows in part.rows:
         slot = slots[rows.shard]
-        yield from (part_chunk(part.step, slot, piece) for piece in chunked(rows))
+        yield from (part_chunk(part.step, slot, piece.digested()) for piece in chunked(rows))

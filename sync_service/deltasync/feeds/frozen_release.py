@@ -203,7 +203,7 @@ def freeze(
 
 
 def _checksums(tables: Sequence[StampedTable]) -> tuple[int, ...]:
-    return tuple(table.digest.checksum for table in tables)
+    return tuple(table.checksum for table in tables)
 
 
 def _split(table: StampedTable, after: int) -> tuple[Ids, Ids]:

@@ -50,7 +50,7 @@ class LogStore(Protocol):
 
     Every method that writes returns at once; its future is done when the write is on disk, or fails with
     `StorageFailed`: then nothing was written. A write that fails takes no other with it. One that is `patient` may
-    lie in memory until a later one is not, or some megabytes have gathered: for what matters only with a later one.
+    lie in memory until one comes that is not, or there are several: for what matters only with a later one.
 
     Attributes:
         refusing: a write was refused for want of room; whoever has made room sets it to False.

@@ -12,7 +12,7 @@ import numpy as np
 from google.protobuf.message import Message
 
 from deltasync.core.rows import RowBatch
-from deltasync.core.tables import ID_TYPE, Shard
+from deltasync.core.tables import DIGEST_TYPE, ID_TYPE, Shard
 from deltasync.v1 import publish_pb2, subscribe_pb2, tables_pb2
 
 # Just under 1,000,000 bytes: faster than 64 KiB or 4 MiB, and below the default limits of gRPC and brokers.
@@ -41,8 +41,9 @@ def part_chunk(step: int, slot: int, rows: RowBatch) -> bytes:
 
 
 def release_chunk(slot: int, rows: RowBatch) -> bytes:
-    """The `SubscribeResponse` that carries some rows of the table that has the number `slot`."""
-    return b"".join(_field(_RELEASE_CHUNK, _field(_RELEASE_ROWS, _rows(slot, rows))))
+    """The `SubscribeResponse` that carries some rows, without digests, of the table that has the number `slot`."""
+    pieces = _rows(slot, replace(rows, digests=None))
+    return b"".join(_field(_RELEASE_CHUNK, _field(_RELEASE_ROWS, pieces)))
 
 
 def rows_in_chunk(message: bytes, rows: RowBatch) -> RowBatch:
@@ -53,7 +54,7 @@ def rows_in_chunk(message: bytes, rows: RowBatch) -> RowBatch:
     values = np.frombuffer(message, rows.values.dtype, offset=end).reshape(rows.values.shape)
     end -= len(_VALUES) + len(_varint(rows.values.nbytes))
     ids = np.frombuffer(message, ID_TYPE, len(rows), end - rows.ids.nbytes)
-    return replace(rows, ids=ids, values=values)
+    return replace(rows, ids=ids, values=values, digests=None)
 
 
 def serialized(message: Message | bytes) -> bytes:
@@ -67,14 +68,23 @@ def decode_rows(message: tables_pb2.Rows, shards: list[Shard]) -> RowBatch:
     Raises:
         InvalidInput: no such shard, or lengths that do not fit it.
     """
-    return RowBatch.from_bytes(shards, message.slot, message.ids, message.values, deleted=message.deleted)
+    return RowBatch.from_bytes(
+        shards,
+        message.slot,
+        message.ids,
+        message.values,
+        deleted=message.deleted,
+        raw_digests=message.digests,
+    )
 
 
 def _rows(slot: int, rows: RowBatch) -> _Pieces:
     pieces: _Pieces = [_SLOT, _varint(slot), *_field(_IDS, [_bytes_of(rows.ids.astype(ID_TYPE, copy=False))])]
     if rows.deleted:
         return [*pieces, _DELETED, _varint(1)]
-    return [*pieces, *_field(_VALUES, [_bytes_of(rows.values)])]
+    if rows.digests is not None:
+        pieces += _field(_DIGESTS, [_bytes_of(rows.digests.astype(DIGEST_TYPE, copy=False))])
+    return [*pieces, *_field(_VALUES, [_bytes_of(rows.values)])]  # Last: see `rows_in_chunk`.
 
 
 def _bytes_of(array: "np.ndarray[Any, np.dtype[Any]]") -> memoryview:
@@ -101,6 +111,7 @@ def _tag(message: type[Message], field: str, kind: int = _BYTES) -> bytes:
 
 _SLOT, _IDS = _tag(tables_pb2.Rows, "slot", _NUMBER), _tag(tables_pb2.Rows, "ids")
 _VALUES, _DELETED = _tag(tables_pb2.Rows, "values"), _tag(tables_pb2.Rows, "deleted", _NUMBER)
+_DIGESTS = _tag(tables_pb2.Rows, "digests")
 _STEP, _PART_ROWS = _tag(publish_pb2.PartChunk, "step", _NUMBER), _tag(publish_pb2.PartChunk, "rows")
 _PART_CHUNK = _tag(publish_pb2.PublishRequest, "chunk")
 _RELEASE_ROWS = _tag(subscribe_pb2.ReleaseChunk, "rows")
