@@ -9,8 +9,8 @@ A checksum is of key and payload, so that a record under another key is found li
 itself writes around them has none (heads and inner keys of its pages, its list of free pages): damage there is
 found as far as LMDB finds it, as keys out of order, or as records that are missing.
 
-One thread writes; it commits all that has gathered since its last commit together (group commit), and what is
-patient with the next that is not.
+One thread writes; it commits all that has gathered since its last commit together (group commit). It is not woken
+by what is patient.
 """
 
 import logging
@@ -19,7 +19,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import lmdb
@@ -37,16 +36,12 @@ logger = logging.getLogger(__name__)
 _RECORDS, _META = b"records", b"meta"
 _COMMIT_OPERATIONS = 32  # Bounds what one transaction holds in memory: 32 chunks of at most 1 MiB.
 
-_PATIENT_OPERATIONS = 8  # So many that may wait for others do not wait any longer.
+_WAITING_OPERATIONS = 8  # So many that may wait for others do not wait any longer.
 
 Write = Callable[[lmdb.Transaction], None]
 
 
-@dataclass(frozen=True)
-class _Submitted:
-    write: Write
-    done: Future[None]
-    patient: bool
+_Submitted = tuple[Write, Future[None]]
 
 
 class LmdbStore:
@@ -65,13 +60,17 @@ class LmdbStore:
         self._full_bytes = options.max_bytes - _reserve(options.max_bytes)
         self.refusing = False
         self._records, self._meta = (self._env.open_db(name) for name in (_RECORDS, _META))
-        self._queue: queue.SimpleQueue[_Submitted | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[list[_Submitted] | None] = queue.SimpleQueue()
+        self._waiting: list[_Submitted] = []  # Patient ones, of which the writer knows nothing yet.
+        self._submitting = threading.Lock()
         self._writer = threading.Thread(target=self._write_loop, name="log-writer", daemon=True)
         self._writer.start()
 
     def close(self) -> None:
         """Commit what was submitted and close the file."""
-        self._queue.put(None)
+        with self._submitting:
+            self._queue.put(self._waiting)
+            self._queue.put(None)
         self._writer.join()
         self._env.close()
 
@@ -197,7 +196,11 @@ class LmdbStore:
     def _submit(self, write: Write, *, patient: bool = False) -> Future[None]:
         done: Future[None] = Future()
         done.set_running_or_notify_cancel()  # A write cannot be taken back, even if its waiter is cancelled.
-        self._queue.put(_Submitted(write, done, patient))
+        with self._submitting:
+            self._waiting.append((write, done))
+            if not patient or len(self._waiting) == _WAITING_OPERATIONS:
+                self._queue.put(self._waiting)
+                self._waiting = []
         return done
 
     def _write_loop(self) -> None:
@@ -210,26 +213,26 @@ class LmdbStore:
 
     def _gather(self) -> tuple[list[_Submitted], bool]:
         batch: list[_Submitted] = []
-        while (item := self._queue.get()) is not None:
-            batch.append(item)
-            if len(batch) == _COMMIT_OPERATIONS or (self._queue.empty() and _urgent(batch)):
+        while (submitted := self._queue.get()) is not None:
+            batch += submitted
+            if len(batch) >= _COMMIT_OPERATIONS or self._queue.empty():
                 return batch, False
         return batch, True
 
     def _commit(self, batch: list[_Submitted]) -> None:
         try:
             with self._env.begin(write=True) as txn:
-                for each in batch:
-                    each.write(txn)
+                for write, _ in batch:
+                    write(txn)
         except Exception as error:  # noqa: BLE001  # Whatever it is, its waiter is told, and the thread goes on.
             if len(batch) == 1:
-                self._fail(batch[0].done, error)
+                self._fail(batch[0][1], error)
                 return
             for one in batch:  # A write that fails must not fail the others.
                 self._commit([one])
             return
-        for each in batch:
-            each.done.set_result(None)
+        for _, done in batch:
+            done.set_result(None)
 
     def _fail(self, done: Future[None], error: Exception) -> None:
         if isinstance(error, StorageFailed):  # Of a write that this one was to come after, told already.
@@ -240,10 +243,6 @@ class LmdbStore:
         failure = _storage_failed(error)
         failure.__cause__ = error
         done.set_exception(failure)
-
-
-def _urgent(batch: Sequence[_Submitted]) -> bool:
-    return len(batch) >= _PATIENT_OPERATIONS or not all(each.patient for each in batch)
 
 
 def _open(options: LogOptions) -> lmdb.Environment:

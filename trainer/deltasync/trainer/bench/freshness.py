@@ -1,8 +1,8 @@
 """How soon rows are in a replica: from publish to applied, against two bare gRPC hops and one write to the disk.
 
 A cut of 2,000 rows x 16 crosses two streams, and is on disk in between. The bare path is a stream that carries
-messages of the same bytes from one process to another and back, which does nothing with them, and a file to which
-they are written, with one `fdatasync`. Both take turns, one cut at a time; a turn begins when the last has ended.
+messages of the same bytes from one process to another and back, which does nothing with them, and a file to whose
+end they are written, with one `fdatasync`. Both take turns, one cut at a time, with pauses as of training steps.
 """
 
 import os
@@ -26,6 +26,7 @@ from deltasync.wire.row_messages import part_chunk
 ROWS, DIM, CUT_ROWS = 100_000, 16, 2_000
 # The first turns touch pages of tables and log for the first time, and find streams that are still slow.
 WARM_UP, TURNS = 50, 400
+PAUSE_SECONDS = 0.01
 _TABLE = TableSpec("bench", ROWS, DIM)
 
 
@@ -79,6 +80,7 @@ class _Path:
 
 def _turn(path: _Path, echo: Echo, write: Callable[[bytes], None]) -> tuple[float, float, float]:
     """Seconds of the path, of two bare hops, and of a write."""
+    time.sleep(PAUSE_SECONDS)
     rows = path.batch()
     seconds, message = path.seconds(rows), part_chunk(1, 0, rows)
     return seconds, _seconds(echo.there_and_back, message), _seconds(write, message)
@@ -92,11 +94,11 @@ def _seconds(function: Callable[[bytes], None], message: bytes) -> float:
 
 @contextmanager
 def _synced_file() -> Iterator[Callable[[bytes], None]]:
-    """Writes what it is called with to a file, and waits until it is on disk."""
+    """Appends what it is called with to a file, and waits until it is on disk."""
     with tempfile.TemporaryFile() as file:
 
         def write(data: bytes) -> None:
-            os.pwrite(file.fileno(), data, 0)
+            os.write(file.fileno(), data)
             os.fdatasync(file.fileno())
 
         yield write
