@@ -1,4 +1,6 @@
 import tempfile
+import threading
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -82,3 +84,18 @@ def test_deletes_take_no_more_memory_than_is_allowed(tmp_path: Path) -> None:
     assert (in_memory.memory_bytes, spilled.memory_bytes) == (48, 0)
     assert [isinstance(each.chunks[0].rows.ids, np.memmap) for each in (in_memory, spilled)] == [False, True]
     assert [deleted_rows(each)[0].ids.tolist() for each in (in_memory, spilled)] == [[2, 3, 4, 5, 6, 7]] * 2
+
+
+def test_what_a_spilled_release_takes_is_freed_in_a_thread_of_its_own(tmp_path: Path) -> None:
+    """To unmap gigabytes takes a while, and the last to use a release is the event loop."""
+    freed, by = threading.Event(), list[str]()
+
+    def note() -> None:
+        by.append(threading.current_thread().name)
+        freed.set()
+
+    release = freeze(stamped(0, 4), 0, None, tmp_path, 0)
+    weakref.finalize(release.chunks[0].rows.values.base, note)
+    del release
+    assert freed.wait(20)
+    assert by == ["release-freeing"]

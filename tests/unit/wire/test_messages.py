@@ -58,6 +58,27 @@ def test_rows_come_back_as_they_were(data: st.DataObject, announced: list[Shard]
         assert (found.values.shape, found.values.dtype) == (values.shape, values.dtype)
 
 
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.integers(1, 300), st.sampled_from([0, 1, 2]))
+def test_messages_with_rows_are_those_that_generated_classes_write(
+    step: int, slot: int, count: int, kind: int
+) -> None:
+    """With digests, without, and of rows that are no more."""
+    ids, values = np.arange(count), np.arange(count * 4, dtype="<f4").reshape(count, 4)
+    batch = RowBatch.of_table(USER, ids, values)
+    batch = [batch, batch.digested(), RowBatch.deletes(batch.shard, ids)][kind]
+    expected = tables_pb2.Rows(slot=slot, ids=ids.tobytes())
+    if batch.deleted:
+        expected.deleted = True
+    else:
+        expected.values = values.tobytes()
+    release = subscribe_pb2.SubscribeResponse(chunk=subscribe_pb2.ReleaseChunk(rows=expected))
+    assert subscribe_pb2.SubscribeResponse.FromString(rows.release_chunk(slot, batch)) == release
+    if batch.digests is not None:
+        expected.digests = batch.digests.tobytes()
+    part = publish_pb2.PublishRequest(chunk=publish_pb2.PartChunk(step=step, rows=expected))
+    assert publish_pb2.PublishRequest.FromString(rows.part_chunk(step, slot, batch)) == part
+
+
 @given(st.integers(0, 40), st.integers(1, 300))
 def test_chunks_are_all_rows_in_bounded_pieces(count: int, chunk_bytes: int) -> None:
     ids, values = np.arange(count) * 3, np.arange(count * 2, dtype="<f4").reshape(count, 2)

@@ -120,7 +120,7 @@ def _report(console: Console, rounds: list[tuple[_Turn, _Turn, _Turn]]) -> dict[
     )
     console.print(f"  the same, allocator tuned  {tuned:.2f} GB/s   ratio {figures['throughput_ratio_tuned']:.2f}")
     console.print(
-        f"  CPU of the service         {service_cpu:.2f} s/GB   of both ends of the bare stream {bare_cpu:.2f} s/GB   "
+        f"  CPU of the service         {service_cpu:.2f} s/GB   of the bare stream's ends {bare_cpu:.2f} s/GB   "
         f"ratio {figures['service_cpu_ratio']:.2f}  (aim 1.5)"
     )
     return figures
