@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from deltasync.core.change_counts import ChangeCounts
 from deltasync.core.delivery import Delivery
-from deltasync.core.digests import RowDigests, row_digests
+from deltasync.core.digests import RowDigests
 from deltasync.core.mode import Mode
 from deltasync.core.rows import BLOCK_ROWS, Ids, Norms, RowBatch, Values
 from deltasync.core.stamps import StampedTable
@@ -34,7 +34,7 @@ class EncodedTable(MappedTable):
 
     def held_digests(self, rows: Values) -> RowDigests:
         """See `StampedTable.held_digests`."""
-        return row_digests(self._delivery.held(rows))
+        return self._delivery.held_digests(rows)
 
 
 @confined(dirty_since=MODEL_THREAD, _norms=MODEL_THREAD)
