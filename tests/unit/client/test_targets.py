@@ -9,9 +9,9 @@ from torch import nn
 
 from deltasync.client import CallbackTarget, NumpyTarget, Position, Release, RowBatch, TableSpec
 from deltasync.client.checksums import TargetChecksums
+from deltasync.client.row_digests import checksum_of
 from deltasync.client.targets import ReadableTarget
 from deltasync.client.torch_target import TorchTarget
-from deltasync.core.digests import digest
 from deltasync.core.errors import Contradiction, NotFound
 
 USER = TableSpec("sparse.embedding_bags.user", 5, 2)
@@ -155,7 +155,7 @@ def test_what_is_read_of_no_target_is_no_checksum() -> None:
 
 def checksums_of(target: NumpyTarget | TorchTarget) -> dict[str, int]:
     found = {table.name: target.read(table, np.arange(table.rows)) for table in (USER, HALF)}
-    return {name: digest(np.arange(len(rows)), rows).checksum for name, rows in found.items() if rows is not None}
+    return {name: checksum_of(np.arange(len(rows)), rows) for name, rows in found.items() if rows is not None}
 
 
 @pytest.mark.parametrize("target", [NumpyTarget(), TorchTarget(Bags())], ids=["numpy", "torch"])
@@ -170,7 +170,6 @@ def test_checksums_are_of_what_is_held(target: NumpyTarget | TorchTarget) -> Non
     ]
     held = TargetChecksums(target)
     for release in releases:
-        held.before(release)
         target.apply(release)
         assert held.after(release) == checksums_of(target)
 
@@ -185,7 +184,6 @@ def test_of_a_table_that_was_dropped_nothing_is_remembered() -> None:
         dataclasses.replace(release_of(2, (USER, [1], 5.0)), tables=[USER]),
         back,
     ):
-        held.before(release)
         target.apply(release)
         assert held.after(release) == checksums_of(target)
 
@@ -201,7 +199,6 @@ def test_a_row_changed_behind_its_back_shows_in_the_end(data: st.DataObject, blo
         def released(number: int) -> dict[str, int]:
             rows = (USER, data.draw(some), float(number)), (HALF, data.draw(some), float(number))
             release = release_of(number, *(each for each in rows if each[1]), resync=number == 0)
-            held.before(release)
             target.apply(release)
             return held.after(release)
 

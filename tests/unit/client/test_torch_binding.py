@@ -16,8 +16,8 @@ from torchrec.inference.modules import quantize_embeddings
 from deltasync.client import Position, Release, RowBatch, TableKind, TableSpec
 from deltasync.client.checksums import TargetChecksums
 from deltasync.client.modules import module_copy
+from deltasync.client.row_digests import checksum_of
 from deltasync.client.torch_target import TorchTarget
-from deltasync.core.digests import digest
 from deltasync.core.errors import Contradiction, DeltasyncError, InvalidInput, NotFound
 
 USER = TableSpec("sparse.embedding_bags.user", 5, 8)
@@ -198,10 +198,9 @@ def test_all_of_a_models_state_follows(data: st.DataObject) -> None:
                 expected[table.name][:] = 0
         for each in changed:
             expected[each.table.name][each.ids] = each.values
-        held.before(release)
         target.apply(release)
         assert held.after(release) == {
-            name: digest(np.arange(len(rows)), rows).checksum for name, rows in expected.items()
+            name: checksum_of(np.arange(len(rows)), rows) for name, rows in expected.items()
         }
     for name, rows in expected.items():
         state = model.state_dict().get(name, model.state_dict().get(f"{name}.weight"))
@@ -266,7 +265,6 @@ def test_tables_that_come_later_and_have_no_place_leave_the_rest_going(caplog: p
     held = TargetChecksums(target)
     for number in (2, 3):
         release = release_of(number, rows_of(USER, number), rows_of(grown, number), rows_of(shop, number))
-        held.before(release)
         target.apply(release)
         assert held.after(release).keys() == {USER.name}
     assert target.bound() == {USER.name}

@@ -12,9 +12,9 @@ from torch import nn
 
 from deltasync.client import Position, Release, RowBatch, TableKind, TableSpec
 from deltasync.client.checksums import TargetChecksums
+from deltasync.client.row_digests import checksum_of
 from deltasync.client.torch_target import TorchTarget
 from deltasync.core.delivery import Delivery
-from deltasync.core.digests import digest
 from deltasync.core.errors import Contradiction
 from deltasync.core.mode import Mode
 from deltasync.core.rows import Ids, Values
@@ -70,13 +70,12 @@ def release_of(
 
 
 def proven(target: TorchTarget, release: Release, held: TargetChecksums) -> dict[str, int]:
-    held.before(release)
     target.apply(release)
     return held.after(release)
 
 
 def checksums(rows: dict[str, tuple[TableSpec, Values]]) -> dict[str, int]:
-    return {name: digest(np.arange(len(values)), values).checksum for name, (_, values) in rows.items()}
+    return {name: checksum_of(np.arange(len(values)), values) for name, (_, values) in rows.items()}
 
 
 @pytest.mark.parametrize("value_type", HALVES)
@@ -120,8 +119,7 @@ def test_what_something_else_writes_into_a_half_precision_model_shows(value_type
 
 def found(held: TargetChecksums, rows: dict[str, tuple[TableSpec, Values]]) -> set[str]:
     """Names of the tables that are not held as they were sent."""
-    held.before(release_of(2, rows, {}))
-    shown, right = held.look([table for table, _ in rows.values()]), checksums(rows)
+    shown, right = held.after(release_of(2, rows, {})), checksums(rows)
     return {name for name in right if shown[name] != right[name]}
 
 

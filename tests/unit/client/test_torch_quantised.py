@@ -37,9 +37,9 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 from deltasync.client import Position, RowBatch, TableKind, TableSpec
 from deltasync.client.checksums import TargetChecksums
 from deltasync.client.modules.binding import bind
+from deltasync.client.row_digests import checksum_of
 from deltasync.client.torch_target import TorchTarget
 from deltasync.core.delivery import Delivery
-from deltasync.core.digests import digest
 from deltasync.core.errors import Contradiction
 from deltasync.core.mode import Mode
 from deltasync.core.value_types import ValueType
@@ -213,10 +213,9 @@ def test_what_a_tbe_holds_is_proven_and_damage_shows() -> None:
     model, module = Model(), quantised(Model())
     target = TorchTarget(module)
     held, release = TargetChecksums(target), whole(model)
-    held.before(release)
     target.apply(release)
     right = {
-        table.name: digest(np.arange(table.rows), rows).checksum
+        table.name: checksum_of(np.arange(table.rows), rows)
         for table, rows in rows_of(model, ValueType.INT8_TBE).values()
     }
     assert held.after(release) == right
@@ -225,8 +224,7 @@ def test_what_a_tbe_holds_is_proven_and_damage_shows() -> None:
         row = tbe.split_embedding_weights_with_scale_bias(0)[0][0][2]
         row[byte] ^= 1
         looked = TargetChecksums(target)
-        looked.before(dataclasses.replace(release, resync=False, rows=[]))
-        found = looked.look(release.tables)
+        found = looked.after(dataclasses.replace(release, resync=False, rows=[]))
         assert {name for name in right if found[name] != right[name]} == {release.tables[0].name}
         row[byte] ^= 1
 

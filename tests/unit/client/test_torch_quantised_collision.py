@@ -25,9 +25,9 @@ from tests.unit.client.test_torch_collision import (
 
 from deltasync.client import Release, RowBatch
 from deltasync.client.checksums import TargetChecksums
+from deltasync.client.row_digests import checksum_of
 from deltasync.client.torch_target import TorchTarget
 from deltasync.core.delivery import Delivery
-from deltasync.core.digests import digest
 from deltasync.core.errors import Contradiction, NotFound
 from deltasync.core.mode import Mode
 from deltasync.core.value_types import ValueType
@@ -98,11 +98,10 @@ def test_what_a_quantised_model_holds_is_proven() -> None:
     target = TorchTarget(quantised(model_of(sorting())))
     held = TargetChecksums(target)
     release = encoded(release_of(1, resync=True, ids={1: 40, 4: 44}, rows={1: 1.0, 4: 4.0}))
-    held.before(release)
     target.apply(release)
     rows: Any = np.zeros((ROWS, release.tables[0].dim), np.uint8)
     rows[release.rows[0].ids] = release.rows[0].values
-    assert held.after(release)[USER.name] == digest(np.arange(ROWS), rows).checksum
+    assert held.after(release)[USER.name] == checksum_of(np.arange(ROWS), rows)
 
 
 def test_a_policy_that_comes_to_send_another_type_is_told_what_it_should_say() -> None:
