@@ -4,14 +4,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from deltasync.client.row_digests import Digests, row_digests
 from deltasync.client.table_digests import TableDigests
 from deltasync.client.targets import ReadableTarget, Release
-from deltasync.core.rows import Ids, RowBatch
+from deltasync.core.digests import RowDigests, row_digests
+from deltasync.core.rows import BLOCK_ROWS, Ids, RowBatch
 from deltasync.core.tables import TableSpec
-
-# Rows that are read at once: few enough for the processor's cache.
-BLOCK_ROWS = 4096
 
 _NO_ROWS = np.empty(0, np.int64)
 
@@ -77,8 +74,9 @@ class TargetChecksums:
     def _read_back(self, rows: RowBatch) -> None:
         held = self._held.get(rows.table.name)
         if held:
-            received = np.zeros(len(rows), np.uint64) if rows.deleted else row_digests(rows.values)
-            held.read_back(rows.ids, self._digests(held.table, rows.ids), received)
+            received = rows.digested().digests  # Deleted rows have none.
+            none = np.zeros(len(rows), np.uint64)
+            held.read_back(rows.ids, self._digests(held.table, rows.ids), none if received is None else received)
 
     def _sweep(self, held: TableDigests) -> None:
         """Read the next block of a table again."""
@@ -89,7 +87,7 @@ class TargetChecksums:
             held.swept = 0
             self._sweeping += 1
 
-    def _digests(self, table: TableSpec, ids: Ids) -> Digests:
+    def _digests(self, table: TableSpec, ids: Ids) -> RowDigests:
         """Of some rows as the target holds them; of a table that it has ceased to keep, as of zeros."""
         rows = self._target.read(table, ids)
         return np.zeros(len(ids), np.uint64) if rows is None else row_digests(rows)

@@ -1,19 +1,15 @@
 """Rows of an array by their numbers, read and written."""
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deltasync.core.errors import Contradiction
-from deltasync.core.rows import Ids, Values
+from deltasync.core.rows import BLOCK_ROWS, Ids, Values
 from deltasync.kernels.rows import gather, scatter
 
 Bytes = NDArray[np.uint8]
-
-# Rows of which a copy stays in the processor's cache.
-BLOCK_ROWS = 4096
 
 
 def check_fit(rows: int, row_bytes: int, ids: Ids, values: Values) -> None:
@@ -81,5 +77,5 @@ def _memory_of(held: Values) -> Bytes | None:
     if step != held.itemsize or apart < held.shape[1] * step:
         return None
     # Behind the last row there may be no padding; nothing reads that of any row.
-    memory: Any = np.lib.stride_tricks.as_strided(held[:, :1].view(np.uint8), (len(held), apart), (apart, 1))
+    memory: Bytes = np.lib.stride_tricks.as_strided(held[:, :1].view(np.uint8), (len(held), apart), (apart, 1))
     return memory

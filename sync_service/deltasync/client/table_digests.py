@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from deltasync.client.row_digests import Digests
+from deltasync.core.digests import RowDigests
 from deltasync.core.rows import Ids, Mask
 from deltasync.core.tables import TableSpec
 from deltasync.kernels.digests import exchange
@@ -37,19 +37,19 @@ class TableDigests:
             self._damaged = None if self._damaged is None else np.pad(self._damaged, (0, more))
         return self
 
-    def read(self, ids: Ids, digests: Digests) -> None:
+    def read(self, ids: Ids, digests: RowDigests) -> None:
         """Rows `ids` [n] were read, and had these digests [n]: as damage they are not known."""
         change = exchange(self._digests, ids, digests)
         self.checksum = (self.checksum + int(change)) % 2**64
 
-    def read_back(self, ids: Ids, digests: Digests, received: Digests) -> None:
+    def read_back(self, ids: Ids, digests: RowDigests, received: RowDigests) -> None:
         """The same of rows that have just been written; `received` [n] are their digests as they came."""
         self.read(ids, digests)
         damaged: Mask = digests != received
         if self._damaged is not None or damaged.any():
             self._marks()[ids] = damaged
 
-    def read_again(self, ids: Ids, digests: Digests) -> None:
+    def read_again(self, ids: Ids, digests: RowDigests) -> None:
         """The same of rows that nothing should have changed since they were read."""
         damaged = ids[digests != self._digests[ids]]
         if len(damaged):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from deltasync.client import NumpyTarget, Position, Release, RowBatch, Shard, TableSpec
 from deltasync.client.checksums import TargetChecksums
-from deltasync.client.row_digests import checksum_of
+from deltasync.core.digests import checksum_of
 from deltasync.core.rows import Values
 
 TABLES = [TableSpec("user", 5, 3), TableSpec("item", 3, 2, np.dtype("<f2"))]

@@ -5,8 +5,8 @@ import pytest
 
 from deltasync.client import NumpyTarget, Position, Release, RowBatch, TableSpec
 from deltasync.client.checksums import TargetChecksums
-from deltasync.client.row_digests import checksum_of
 from deltasync.core.delivery import Delivery, HeldSpec
+from deltasync.core.digests import checksum_of
 from deltasync.core.mode import Mode
 from deltasync.core.rows import Values
 from deltasync.core.value_types import ValueType

@@ -25,8 +25,8 @@ from deltasync.client import NumpyTarget, Position, Release, RowBatch, TableKind
 from deltasync.client.checksums import TargetChecksums
 from deltasync.client.modules.module_copy import copy_of
 from deltasync.client.reading import Reading, Reads
-from deltasync.client.row_digests import checksum_of
 from deltasync.client.torch_target import TorchTarget
+from deltasync.core.digests import checksum_of
 from deltasync.core.errors import Contradiction, InvalidInput
 
 ROWS, DIM = 400, 4

@@ -9,9 +9,9 @@ from torch import nn
 
 from deltasync.client import CallbackTarget, NumpyTarget, Position, Release, RowBatch, TableSpec
 from deltasync.client.checksums import TargetChecksums
-from deltasync.client.row_digests import checksum_of
 from deltasync.client.targets import ReadableTarget
 from deltasync.client.torch_target import TorchTarget
+from deltasync.core.digests import checksum_of
 from deltasync.core.errors import Contradiction, NotFound
 
 USER = TableSpec("sparse.embedding_bags.user", 5, 2)

@@ -16,8 +16,8 @@ from torchrec.inference.modules import quantize_embeddings
 from deltasync.client import Position, Release, RowBatch, TableKind, TableSpec
 from deltasync.client.checksums import TargetChecksums
 from deltasync.client.modules import module_copy
-from deltasync.client.row_digests import checksum_of
 from deltasync.client.torch_target import TorchTarget
+from deltasync.core.digests import checksum_of
 from deltasync.core.errors import Contradiction, DeltasyncError, InvalidInput, NotFound
 
 USER = TableSpec("sparse.embedding_bags.user", 5, 8)

@@ -12,9 +12,9 @@ from torch import nn
 
 from deltasync.client import Position, Release, RowBatch, TableKind, TableSpec
 from deltasync.client.checksums import TargetChecksums
-from deltasync.client.row_digests import checksum_of
 from deltasync.client.torch_target import TorchTarget
 from deltasync.core.delivery import Delivery
+from deltasync.core.digests import checksum_of
 from deltasync.core.errors import Contradiction
 from deltasync.core.mode import Mode
 from deltasync.core.rows import Ids, Values

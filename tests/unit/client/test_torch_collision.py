@@ -30,8 +30,8 @@ from deltasync.client import Position, Release, RowBatch, TableKind, TableSpec
 from deltasync.client.checksums import TargetChecksums
 from deltasync.client.modules import id_map
 from deltasync.client.reading import Reads
-from deltasync.client.row_digests import checksum_of
 from deltasync.client.torch_target import TorchTarget
+from deltasync.core.digests import checksum_of
 from deltasync.core.errors import Contradiction, NotFound
 from deltasync.core.rows import Ids
 

@@ -37,9 +37,9 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 from deltasync.client import Position, RowBatch, TableKind, TableSpec
 from deltasync.client.checksums import TargetChecksums
 from deltasync.client.modules.binding import bind
-from deltasync.client.row_digests import checksum_of
 from deltasync.client.torch_target import TorchTarget
 from deltasync.core.delivery import Delivery
+from deltasync.core.digests import checksum_of
 from deltasync.core.errors import Contradiction
 from deltasync.core.mode import Mode
 from deltasync.core.value_types import ValueType

@@ -25,9 +25,9 @@ from tests.unit.client.test_torch_collision import (
 
 from deltasync.client import Release, RowBatch
 from deltasync.client.checksums import TargetChecksums
-from deltasync.client.row_digests import checksum_of
 from deltasync.client.torch_target import TorchTarget
 from deltasync.core.delivery import Delivery
+from deltasync.core.digests import checksum_of
 from deltasync.core.errors import Contradiction, NotFound
 from deltasync.core.mode import Mode
 from deltasync.core.value_types import ValueType

@@ -38,8 +38,8 @@ from torchrec.modules.mc_modules import ManagedCollisionCollection
 from deltasync.client import Release
 from deltasync.client.checksums import TargetChecksums
 from deltasync.client.reading import Reads
-from deltasync.client.row_digests import checksum_of
 from deltasync.client.torch_target import TorchTarget
+from deltasync.core.digests import checksum_of
 from deltasync.core.errors import Contradiction, NotFound
 from deltasync.core.value_types import ValueType
 
