@@ -4,7 +4,7 @@ One table, quantised by TorchRec to 8 bits, is looked up in bags by one thread, 
 while another thread applies releases of rows that lie encoded in this process's memory: no service, no network.
 The process has one core for both, so that what an update costs is taken from lookups. In each round every way of
 reading has two turns, without and with updates. `checked` is the default way with the checksums that a subscriber
-takes before and after each release.
+takes after each release.
 
     lookup_ratio   lookups per second with updates, over those without
     p99_ratio      99th percentile of the time of a forward, likewise
