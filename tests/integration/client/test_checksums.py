@@ -1,8 +1,8 @@
 """Replicas show what they hold, and one that holds other rows is found, shown and repaired.
 
 Checksums are kept at the cost of the rows that change, and with every release one more block of rows is read
-again. A row that was changed behind the subscriber's back therefore is found when a new process takes up the target,
-or once the blocks have come round to it, and is right again as soon as it is released.
+again. A row that was changed behind the subscriber's back therefore is found when a new process takes up the
+target, or once the blocks have come round to it, and is right again as soon as it is released.
 """
 
 import logging
