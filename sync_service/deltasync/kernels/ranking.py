@@ -64,6 +64,7 @@ def take_largest(
     while shift > 0:
         bits = min(_BITS, shift)
         shift -= bits
+        within = _U64((1 << bits) - 1)
         sums[:] = 0
         row = 0
         for group in range(ends.shape[0]):
@@ -72,13 +73,13 @@ def take_largest(
                 if wanted[row]:
                     number = rank(norm_bits[row], never_sent[row])
                     if number & known == last:
-                        sums[(number >> _U64(shift)) & _U64(_BINS - 1)] += size
+                        sums[(number >> _U64(shift)) & within] += size
                 row += 1
         bin_ = (1 << bits) - 1
         while bin_ > 0 and sums[bin_] <= left:
             left -= sums[bin_]
             bin_ -= 1
-        known |= _U64((1 << bits) - 1) << _U64(shift)
+        known |= within << _U64(shift)
         last |= _U64(bin_) << _U64(shift)
     row = 0
     for group in range(ends.shape[0]):

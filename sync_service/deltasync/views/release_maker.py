@@ -18,6 +18,7 @@ from deltasync.core.policy import Policy
 from deltasync.core.tables import TableKind
 from deltasync.feeds.frozen_release import Head
 from deltasync.feeds.model import Model
+from deltasync.views.dirty_set import members
 from deltasync.views.ranking import DirtyRows, pick
 from deltasync.views.release_draft import ReleaseDraft, draw
 from deltasync.views.release_log import ReleaseLog
@@ -77,6 +78,8 @@ class ReleaseMaker:
     def _apply(self, draft: ReleaseDraft, state: ViewState) -> None:
         for piece in draft.written:
             draft.tables[piece.slot].table.write(piece.rows, draft.head.number)
+        for each in draft.tables:
+            each.table.settle(each.taken_ids)
         self._store.advance(state)
 
 
@@ -93,10 +96,10 @@ def find_dirty(
     """
     found = []
     for table in tables:
-        ids, norms = table.find_dirty(compared_version)
-        never_sent, overdue = table.never_sent(ids), table.dirty_since[ids] <= overdue_version
-        forced = table.source.deleted(ids) if table.source.spec.kind.ranked else np.ones(len(ids), np.bool_)
-        found.append(DirtyRows(ids, norms, never_sent, overdue, forced, policy.row_bytes(table.source.spec)))
+        dirty, ranked = table.find_dirty(compared_version), table.source.spec.kind.ranked
+        forced = dirty.deleted if ranked else np.ones(len(dirty), np.bool_)
+        overdue, row_bytes = dirty.since <= overdue_version, policy.row_bytes(table.source.spec)
+        found.append(DirtyRows(dirty.ids, dirty.norms, dirty.never_sent, overdue, forced, row_bytes))
     _force_handed_over(tables, found, compared_version)
     return found
 
@@ -110,5 +113,5 @@ def _force_handed_over(tables: Sequence[ViewTable], dirty: Sequence[DirtyRows], 
     for table, handed_over in zip(tables, dirty, strict=True):
         rows = by_name.get(table.source.spec.of)
         if table.source.spec.kind is TableKind.ID_MAP and rows:
-            changed = np.union1d(handed_over.ids, table.changed_since(compared_version))
-            rows.forced[np.isin(rows.ids, changed)] = True
+            for changed in (handed_over.ids, table.changed_since(compared_version)):
+                np.logical_or(rows.forced, members(rows.ids, changed), out=rows.forced)

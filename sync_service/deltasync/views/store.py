@@ -264,7 +264,7 @@ class ViewStore:
         if last > newest:
             self.drop(newest + 1).result()
         for table in tables:
-            table.count_digests()
+            table.recover()
 
     def _recover_release(self) -> NewestRelease | None:
         record = recorded_release(self._log, self._consumer)

@@ -1,14 +1,13 @@
 """What the replicas of a consumer hold of one table, and which of its rows are dirty."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from deltasync.core.change_counts import ChangeCounts
-from deltasync.core.delivery import Delivery
-from deltasync.core.digests import BLOCK_ROWS, Digest, digest, square_sum
+from deltasync.core.delivery import LARGEST_DISTANCE, Delivery
+from deltasync.core.digests import Digest, digest, square_sum
 from deltasync.core.mode import Mode
 from deltasync.core.rows import Ids, Mask, Norms, RowBatch, Values
 from deltasync.core.stamps import StampedTable
@@ -19,8 +18,6 @@ from deltasync.views.dirty_set import DirtySet, Findings, Flags, Floats, flags_o
 
 _MARK_TYPE = np.dtype(np.int64)
 _NO_IDS, _NO_MARKS = np.zeros(0, np.int64), np.zeros(0, _MARK_TYPE)
-# Beyond any of fp32 rows; squares of it add up to a finite number.
-_LARGEST_NORM = 1e100
 
 
 class EncodedTable(MappedTable):
@@ -188,9 +185,7 @@ class ViewTable:
 
     def compare(self, ids: Ids) -> tuple[Floats, Mask, Flags]:
         """The norms of the deltas of these rows ([n]), which of them are dirty, and their flags."""
-        norms, differ = np.empty(len(ids)), np.empty(len(ids), np.bool_)
-        for block in _blocks(len(ids), BLOCK_ROWS):
-            norms[block], differ[block] = self._compare(ids[block])
+        norms, differ = self.delivery.compare(self.source.rows, self.held.rows, ids)
         never_sent, gone, told = self.sent.stamps[ids] == 0, self.source.deleted(ids), self.held.deleted(ids)
         # That a row is no more differs from zeros, but not to who never had it.
         return norms, np.where(gone, ~told & ~never_sent, differ | told), flags_of(never_sent, gone)
@@ -254,32 +249,13 @@ class ViewTable:
         self._clean = self.sent.counts.without(self.sent.numbers(self.dirty.ids))
         self._seen = not len(self.dirty)
 
-    def _compare(self, ids: Ids) -> tuple[Floats, Mask]:
-        """The norms of the deltas of these rows, and which of them differ in any bit."""
-        rows, held = self.source.rows_of(ids), self.held.rows_of(ids)
-        decoded = self.delivery.decode(held)
-        norms = self._distances(rows, decoded)
-        # Rows further away than encoding can explain need not be encoded to see that they differ.
-        near = np.flatnonzero(~(norms > self.delivery.largest_distances(held, decoded)))
-        differ = np.ones(len(ids), np.bool_)
-        differ[near] = _bits_differ(self.delivery.encode(rows[near]), held[near])
-        return norms, differ
-
-    def _distances(self, rows: Values, others: Values) -> Floats:
-        """The L2 norms [n] of what differs between rows; 0 for what is not trained."""
-        if not self.source.spec.kind.trained:
-            return np.zeros(len(rows))
-        # In fp64, in which no difference of two fp32 numbers overflows, nor its square.
-        with np.errstate(over="ignore"):
-            return norms_of(np.subtract(rows, others, dtype=np.float64))
-
 
 def norms_of(rows: Values) -> Floats:
     """The L2 norms [n] of rows [n, D]; never infinite, as that of fp64 rows could be."""
     exact = rows.astype(np.float64, copy=False)
     with np.errstate(over="ignore"):
         norms: Floats = np.sqrt(np.einsum("ij,ij->i", exact, exact))
-    return np.minimum(norms, _LARGEST_NORM)
+    return np.minimum(norms, LARGEST_DISTANCE)
 
 
 def _norms_folder(folder: Path, new: bool) -> Path:
@@ -291,15 +267,3 @@ def _norms_folder(folder: Path, new: bool) -> Path:
 
 def _as_fp32(norms: Floats) -> Norms:
     return np.minimum(norms, np.finfo(np.float32).max).astype(np.float32)
-
-
-def _bits_differ(some: Values, others: Values) -> Mask:
-    """Which rows ([n, width]) differ in any bit."""
-    bits = f"u{some.itemsize}"
-    differ = np.ascontiguousarray(some).view(bits) != np.ascontiguousarray(others).view(bits)
-    anywhere: Mask = differ @ np.ones(some.shape[1], np.bool_)  # Faster than any() along the second axis.
-    return anywhere
-
-
-def _blocks(rows: int, size: int) -> Iterator[slice]:
-    return (slice(start, start + size) for start in range(0, rows, size))

@@ -4,8 +4,6 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from deltasync.core.delivery import Delivery
 from deltasync.core.policy import Policy
 from deltasync.core.seal import seal_of
@@ -139,7 +137,7 @@ def _backlog(table: ViewTable, before: ViewState, grown: Mapping[ViewTable, View
     source = table.source
     known = before.backlog.get(source.spec.name) if grown.get(table, table) in before.tables else None
     # After a restart it is only known which rows are dirty.
-    dirty = int(np.count_nonzero(table.dirty_since))
+    dirty = len(table.dirty)
     return known or Backlog(Amount(dirty, dirty * table.sent.spec.row_bytes), source.norm)
 
 
