@@ -1,7 +1,7 @@
 """Which rows are the largest, without sorting them: a histogram of the topmost bits, then of the next, and so on.
 
-Rows of several groups lie one after the other; the rows of a group are of one size. Norms are passed as their bits,
-which as unsigned numbers order as the norms do: none of them is negative or NaN.
+Rows of several groups lie one after the other; the rows of a group are of one size. Norms are passed as their
+bits, which as unsigned numbers order as the norms do: none of them is negative or NaN.
 """
 
 import numpy as np
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from deltasync.kernels.compiled import inlined, kernel, readable, writable
 
+Floats = NDArray[np.float64]
 Numbers = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
@@ -102,7 +103,7 @@ def take_largest(
 )
 def split_amounts(
     norms: NDArray[np.float64], since: Numbers, taken: Mask
-) -> tuple[int, float, float, int]:
+) -> tuple[np.int64, float, float, np.int64]:
     """Of rows with these norms [n], dirty since these versions [n], of which some are `taken` [n]: how many are,
     the sums of the squared norms of these and of the others, and the smallest version of the others, or 0.
     """

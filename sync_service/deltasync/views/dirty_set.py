@@ -50,6 +50,10 @@ class Findings:
         rows = len(ids)
         return cls(ids, np.empty(rows), np.empty(rows, np.uint8), np.empty(rows, np.bool_))
 
+    def __getitem__(self, rows: slice) -> "Findings":
+        """Some of the rows, as views."""
+        return Findings(self.ids[rows], self.norms[rows], self.flags[rows], self.dirty[rows])
+
 
 @dataclass(frozen=True, eq=False)
 class DirtySet:
@@ -94,17 +98,19 @@ class DirtySet:
         was_dirty = members(seen.ids, self.ids)
         cleaned = int(np.count_nonzero(was_dirty & ~seen.dirty))
         rows = len(self) - cleaned + int(np.count_nonzero(seen.dirty & ~was_dirty))
-        after = DirtySet(*(np.empty(rows, each.dtype) for each in self._columns))
-        dirty_rows.merge(
-            *self._columns, seen.ids, seen.norms, seen.flags, seen.dirty, version, *after._columns
-        )
+        after = DirtySet(*_columns(rows))
+        dirty_rows.merge(*self._columns, seen.ids, seen.norms, seen.flags, seen.dirty, version, *after._columns)
         return after
 
     def without(self, ids: Ids) -> "DirtySet":
         """The set without these rows ([m], strictly ascending), as far as they are in it."""
         kept = ~members(self.ids, ids)
-        return DirtySet(*(each[kept] for each in self._columns))
+        return DirtySet(self.ids[kept], self.norms[kept], self.since[kept], self.flags[kept])
 
     @property
     def _columns(self) -> tuple[Ids, Floats, Versions, Flags]:
         return self.ids, self.norms, self.since, self.flags
+
+
+def _columns(rows: int) -> tuple[Ids, Floats, Versions, Flags]:
+    return np.empty(rows, np.int64), np.empty(rows), np.empty(rows, np.int64), np.empty(rows, np.uint8)

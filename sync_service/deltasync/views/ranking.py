@@ -52,9 +52,9 @@ class Pick:
 def pick(tables: Sequence[DirtyRows], policy: Policy) -> Pick:
     """What the next release takes: all that is forced, and of the others what the policy lets out.
 
-    The others are ranked: first those that were never sent, then by the norm of their delta, and equal ones by table
-    and row id. The release takes the first `top_k` rows, and all that are overdue. If these do not fit `max_bytes`,
-    it takes overdue rows first, then the others in the order of the ranking. It takes at least one row.
+    The others are ranked: first those that were never sent, then by the norm of their delta, and equal ones by
+    table and row id. The release takes the first `top_k` rows, and all that are overdue. If these do not fit
+    `max_bytes`, it takes overdue rows first, then the others in the order of the ranking. It takes at least one.
     """
     if not any(len(table.ids) for table in tables):
         return Pick([np.zeros(0, np.bool_) for _ in tables], "took all 0 dirty rows")

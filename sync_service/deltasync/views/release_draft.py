@@ -69,8 +69,9 @@ class TableDraft:
         """How much it takes, and what it leaves."""
         size, every = self.dirty.row_bytes, len(self.taken)
         rows, of_taken, of_left, oldest = split_amounts(self.dirty.norms, self.since, self.taken)
-        left = Amount(every - rows, (every - rows) * size, math.sqrt(of_left))
-        return Amount(rows, rows * size, math.sqrt(of_taken)), Backlog(left, self.norm, oldest)
+        taken = Amount(int(rows), int(rows) * size, math.sqrt(of_taken))
+        left = Amount(every - taken.rows, every * size - taken.bytes, math.sqrt(of_left))
+        return taken, Backlog(left, self.norm, int(oldest))
 
 
 @dataclass

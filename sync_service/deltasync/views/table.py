@@ -9,12 +9,12 @@ from deltasync.core.change_counts import ChangeCounts
 from deltasync.core.delivery import LARGEST_DISTANCE, Delivery
 from deltasync.core.digests import Digest, digest, square_sum
 from deltasync.core.mode import Mode
-from deltasync.core.rows import Ids, Mask, Norms, RowBatch, Values
+from deltasync.core.rows import Ids, Norms, RowBatch, Values
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import Shard
 from deltasync.core.threads import MODEL_THREAD, confined
 from deltasync.storage.mapped_table import MappedTable, extend_file, extend_files, file_of, map_array
-from deltasync.views.dirty_set import DirtySet, Findings, Flags, Floats, flags_of, members
+from deltasync.views.dirty_set import DirtySet, Findings, Floats, flags_of
 
 _MARK_TYPE = np.dtype(np.int64)
 _NO_IDS, _NO_MARKS = np.zeros(0, np.int64), np.zeros(0, _MARK_TYPE)
@@ -63,11 +63,9 @@ class Look:
 
     def advance(self, rows: int) -> None:
         """Compare the next so many rows."""
-        block = slice(self.done, self.done + rows)
-        ids = self.findings.ids[block]
-        norms, dirty, flags = self._table.compare(ids)
-        self.findings.norms[block], self.findings.dirty[block], self.findings.flags[block] = norms, dirty, flags
-        self.done += len(ids)
+        block = self.findings[self.done : self.done + rows]
+        self._table.compare(block, self.after + 1)
+        self.done += len(block.ids)
 
 
 @confined(dirty=MODEL_THREAD)
@@ -167,12 +165,7 @@ class ViewTable:
 
     def finish(self, look: Look) -> None:
         """Note what a look has found, once it is through."""
-        seen, before = look.findings, self.dirty
-        self.dirty = before.after(seen, look.after + 1)
-        was_dirty = members(seen.ids, before.ids)
-        marked, cleaned = seen.ids[seen.dirty & ~was_dirty], seen.ids[was_dirty & ~seen.dirty]
-        self._marks[marked], self._marks[cleaned] = look.after + 1, 0
-        self._clean = self._clean.without(self.sent.numbers(marked)).plus(self.sent.numbers(cleaned))
+        self.dirty = self.dirty.after(look.findings, look.after + 1)
         self._compared_version, self._seen = look.version, True
 
     def find_dirty(self, compared_version: int) -> DirtySet:
@@ -183,12 +176,19 @@ class ViewTable:
             self.finish(look)
         return self.dirty
 
-    def compare(self, ids: Ids) -> tuple[Floats, Mask, Flags]:
-        """The norms of the deltas of these rows ([n]), which of them are dirty, and their flags."""
-        norms, differ = self.delivery.compare(self.source.rows, self.held.rows, ids)
+    def compare(self, found: Findings, version: int) -> None:
+        """Compare rows with what replicas hold, fill in what is found, and mark those dirty since `version`."""
+        ids = found.ids
+        found.norms[:], differ = self.delivery.compare(self.source.rows, self.held.rows, ids)
         never_sent, gone, told = self.sent.stamps[ids] == 0, self.source.deleted(ids), self.held.deleted(ids)
         # That a row is no more differs from zeros, but not to who never had it.
-        return norms, np.where(gone, ~told & ~never_sent, differ | told), flags_of(never_sent, gone)
+        found.dirty[:] = np.where(gone, ~told & ~never_sent, differ | told)
+        found.flags[:] = flags_of(never_sent, gone)
+        was_dirty = self._marks[ids] > 0
+        marked, cleaned = ids[found.dirty & ~was_dirty], ids[was_dirty & ~found.dirty]
+        clean = self._clean.without(self.sent.numbers(marked)).plus(self.sent.numbers(cleaned))
+        self._marks[marked], self._marks[cleaned] = version, 0
+        self._clean = clean
 
     # What a release does.
 
@@ -205,7 +205,7 @@ class ViewTable:
         return RowBatch.of_table(self.held.spec, ids, encoded, None if self.sent is self.held else _as_fp32(norms))
 
     def write(self, rows: RowBatch, number: int) -> None:
-        """Note that replicas at release `number` hold these encoded rows; `settle` is to be told of all of them."""
+        """Note that replicas at release `number` hold these encoded rows; `settle` is to be told of them all."""
         was_clean = rows.ids[self._marks[rows.ids] == 0]
         clean = self._clean.without(self.sent.numbers(was_clean)).plus_rows(len(rows), number)
         self.held.apply(rows, number)

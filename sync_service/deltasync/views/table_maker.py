@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from deltasync.core.delivery import Delivery
 from deltasync.core.policy import Policy
+from deltasync.core.progress import Progress
 from deltasync.core.seal import seal_of
 from deltasync.feeds.frozen_release import Head
 from deltasync.feeds.model import Model
@@ -84,7 +85,10 @@ class TableMaker:
 
     async def _copy(self, table: ViewTable, number: int | None) -> None:
         ids = await self._model.on_thread(table.changed_since, 0)
+        what = f"consumer {self._store.consumer!r}: copying table {table.source.spec.name!r}"
+        progress = Progress(what, len(ids))
         for start in range(0, len(ids), _COPIED_ROWS):
+            progress.at(start)
             await self._model.on_thread(table.copy, ids[start : start + _COPIED_ROWS], number)
 
     def _installed(
