@@ -1,8 +1,11 @@
-"""What is done every second: flushing tables before the log grows too large, forgetting replicas long gone."""
+"""What is done every second: flushing tables before the log grows too large, forgetting replicas long gone, and
+telling the system what new threads are called.
+"""
 
 import asyncio
 
 from deltasync.core.events import EventKind
+from deltasync.core.threads import name_threads
 from deltasync.feeds.model import Model
 from deltasync.service.service import Service
 
@@ -20,6 +23,7 @@ async def housekeeping(service: Service) -> None:
 
 
 async def _keep(service: Service) -> None:
+    name_threads()
     service.registry.forget_the_gone()
     full = service.log.refusing
     await _flush(service, 0 if full else service.options.flush_bytes)
