@@ -6,8 +6,8 @@ have rows of the one before. CPU time is that of the service's process from the 
 the next, and so includes rows that a policy releases later. Memory is what is resident beside the files of tables
 and views.
 
-The bare figure is CPU time of this process for the same rows, in lines of NumPy on arrays of the same sizes: for each
-of the eight, the norms of the changed rows that it follows, and their encoding in its type.
+The bare figure is CPU time of this process for the same rows, in lines of NumPy on arrays of the same sizes: for
+each of the eight, the norms of the changed rows that it follows, and their encoding in its type.
 
     np.linalg.norm(table[ids] - view[ids], axis=1)
 """
