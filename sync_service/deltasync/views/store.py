@@ -265,7 +265,7 @@ class ViewStore:
         if last > newest:
             self.drop(newest + 1).result()
         for table in tables:
-            table.recover()
+            table.find_marked()
 
     def _recover_release(self) -> NewestRelease | None:
         record = recorded_release(self._log, self.consumer)

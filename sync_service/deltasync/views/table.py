@@ -1,19 +1,18 @@
 """What the replicas of a consumer hold of one table, and which of its rows are dirty."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from deltasync.core.change_counts import ChangeCounts
 from deltasync.core.delivery import LARGEST_DISTANCE, Delivery
-from deltasync.core.digests import Digest, digest, square_sum
+from deltasync.core.digests import RowDigests, row_digests
 from deltasync.core.mode import Mode
 from deltasync.core.rows import Ids, Norms, RowBatch, Values
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import Shard
 from deltasync.core.threads import MODEL_THREAD, confined
-from deltasync.storage.mapped_table import MappedTable, extend_file, extend_files, file_of, map_array
+from deltasync.storage.mapped_table import MappedTable, TableLayout, extend_file, extend_files, file_of, map_array
 from deltasync.views.dirty_set import DirtySet, Findings, Floats, flags_of
 
 _MARK_TYPE = np.dtype(np.int64)
@@ -23,20 +22,16 @@ _NO_IDS, _NO_MARKS = np.zeros(0, np.int64), np.zeros(0, _MARK_TYPE)
 class EncodedTable(MappedTable):
     """Rows encoded in a value type, stamped with the release that has them.
 
-    Its digest is of the rows as replicas hold them: decoded, or as they are sent.
+    Its digests are of the rows as replicas hold them: decoded, or as they are sent.
     """
 
     def __init__(self, delivery: Delivery, directory: Path, *, new: bool) -> None:
-        super().__init__(delivery.encoded_spec, directory, new=new)
         self._delivery = delivery
+        super().__init__(delivery.encoded_spec, directory, new=new, normed=False)
 
-    def digest_of(self, ids: Ids, rows: Values, col_offset: int = 0) -> Digest:
-        """See `StampedTable.digest_of`; its square sum is always of the values that encoded rows stand for."""
-        held = self._delivery.held(rows)
-        found = digest(ids, held, col_offset)
-        if not self._delivery.held_as_sent:
-            return found
-        return replace(found, square_sum=square_sum(self._delivery.decode(rows)))
+    def held_digests(self, rows: Values) -> RowDigests:
+        """See `StampedTable.held_digests`."""
+        return row_digests(self._delivery.held(rows))
 
 
 class Look:
@@ -90,7 +85,7 @@ class ViewTable:
         self.held = EncodedTable(delivery, folder, new=new)
         self.sent: MappedTable = self.held
         if delivery.mode is Mode.IDS:
-            self.sent = MappedTable(delivery.wire_spec, _norms_folder(folder, new), new=new)
+            self.sent = MappedTable(delivery.wire_spec, _norms_folder(folder, new), new=new, normed=False)
         since = file_of(delivery.spec, folder, "since")
         # [N] int64: the version since which a row is dirty, 0 = it is not. What a restart finds of `dirty`.
         self._marks = map_array(since, _MARK_TYPE, (delivery.spec.rows,), new=new)
@@ -100,7 +95,7 @@ class ViewTable:
         self._compared_version = 0  # The source's newest version at the last look, as far as it is known.
         self._seen = True  # Whether norms and flags of what is dirty are known.
         if not new:
-            self._find_marked()
+            self.find_marked()
 
     def extend(self, delivery: Delivery) -> "ViewTable":
         """Make room for the rows that the source has grown by. Blocks; any thread.
@@ -111,9 +106,9 @@ class ViewTable:
         Raises:
             StorageFailed: there is no room; this table is as it was.
         """
-        extend_files(delivery.encoded_spec, self.folder)
+        extend_files(TableLayout.of(delivery.encoded_spec, normed=False), self.folder)
         if delivery.mode is Mode.IDS:
-            extend_files(delivery.wire_spec, _norms_folder(self.folder, new=False))
+            extend_files(TableLayout.of(delivery.wire_spec, normed=False), _norms_folder(self.folder, new=False))
         extend_file(file_of(delivery.spec, self.folder, "since"), delivery.spec.rows * _MARK_TYPE.itemsize)
         return ViewTable(self.source, delivery, self.folder, new=False)
 
@@ -123,8 +118,6 @@ class ViewTable:
         Returns:
             The last version before any of the source's rows that it had no room for: these were not compared.
         """
-        for mapped, earlier in ((self.held, before.held), (self.sent, before.sent)):
-            mapped.digest = earlier.digest
         self.dirty, self._seen = before.dirty, before._seen
         changed = self.changed_since(0)
         numbers = self.source.numbers(changed[changed >= before.delivery.spec.rows])
@@ -238,13 +231,8 @@ class ViewTable:
             mapped.flush()
         self._marks.flush()
 
-    def recover(self) -> None:
-        """Find the digests and the dirty rows anew, after a restart and what the log had to be written."""
-        for mapped in {self.held, self.sent}:
-            mapped.count_digest()
-        self._find_marked()
-
-    def _find_marked(self) -> None:
+    def find_marked(self) -> None:
+        """Find the dirty rows anew, of those marked on disk: after a restart, and what the log had to be written."""
         self.dirty = DirtySet.of_marks(self._marks)
         self._clean = self.sent.counts.without(self.sent.numbers(self.dirty.ids))
         self._seen = not len(self.dirty)
