@@ -232,7 +232,7 @@ class ViewTable:
         self._marks.flush()
 
     def find_marked(self) -> None:
-        """Find the dirty rows anew, of those marked on disk: after a restart, and what the log had to be written."""
+        """Find the dirty rows anew, those marked on disk: after a restart, and what the log had to be written."""
         self.dirty = DirtySet.of_marks(self._marks)
         self._clean = self.sent.counts.without(self.sent.numbers(self.dirty.ids))
         self._seen = not len(self.dirty)
