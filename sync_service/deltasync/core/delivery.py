@@ -4,13 +4,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from deltasync.core.distances import Distances, compare_bits, compare_values
 from deltasync.core.mode import Mode
 from deltasync.core.rows import Ids, Mask, Values
 from deltasync.core.tables import EncodedSpec, TableSpec
-from deltasync.core.value_types import Distances, Encoded, ValueType, own_type
-
-# Beyond any of fp32 rows; squares of it add up to a finite number.
-LARGEST_DISTANCE = 1e100
+from deltasync.core.value_types import Encoded, ValueType, own_type
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,30 +106,13 @@ class Delivery:
             The L2 norms ([n] float64, never infinite) of the rows less what those held stand for, 0 where rows are
             not trained; and which rows ([n] bool) would be encoded as other bits than those held.
         """
-        some, theirs = rows[ids], held[ids]
-        differs = _bits_differ(self.encode(some), theirs)
-        if not self.spec.kind.trained:
-            return np.zeros(len(ids)), differs
-        return _distances(some, self.decode(theirs)), differs
-
-    def largest_distances(self, encoded: Encoded, decoded: Values) -> Distances:
-        """An upper bound of how far (L2) each row lies from what it is encoded as: see `ValueType`."""
-        return self.value_type.largest_distances(encoded, decoded) if self.value_type else np.zeros(len(decoded))
+        if self.value_type:
+            return self.value_type.compare(rows, held, ids)
+        if self.spec.kind.trained:
+            return compare_values(rows, held, ids)
+        return np.zeros(len(ids)), compare_bits(rows, held, ids)
 
     @property
     def held_as_sent(self) -> bool:
         """Whether replicas hold rows as they are sent, in another type than the table's."""
         return bool(self.value_type and self.value_type.tbe_bits)
-
-
-def _bits_differ(some: Values, others: Values) -> Mask:
-    bits = f"u{some.itemsize}"
-    differ: Mask = (np.ascontiguousarray(some).view(bits) != np.ascontiguousarray(others).view(bits)).any(axis=1)
-    return differ
-
-
-def _distances(rows: Values, others: Values) -> Distances:
-    # In fp64, in which no difference of two fp32 numbers overflows, nor its square.
-    with np.errstate(over="ignore"):
-        deltas = np.subtract(rows, others, dtype=np.float64)
-        return np.minimum(np.sqrt(np.einsum("ij,ij->i", deltas, deltas)), LARGEST_DISTANCE)

@@ -88,6 +88,10 @@ def kernel(*signatures: Any, any_order: bool = False) -> Callable[[Callable[P, R
 
 # For what kernels call: compiled as a part of them.
 inlined = numba.njit(inline="always", error_model="numpy")
+# The same, but for the order in which floats are added, which is as each of these says and not as the kernel does.
+in_order = numba.njit(forceinline=True, error_model="numpy", _nrt=False)
+called = numba.njit(error_model="numpy", _nrt=False)
+in_any_order = numba.njit(forceinline=True, error_model="numpy", _nrt=False, fastmath=set(ANY_ORDER))
 
 
 def warm() -> int:
