@@ -5,8 +5,9 @@ from pathlib import Path
 import numpy as np
 
 from deltasync.core.change_counts import ChangeCounts
-from deltasync.core.delivery import LARGEST_DISTANCE, Delivery
+from deltasync.core.delivery import Delivery
 from deltasync.core.digests import RowDigests, row_digests
+from deltasync.core.distances import distances
 from deltasync.core.mode import Mode
 from deltasync.core.rows import Ids, Norms, RowBatch, Values
 from deltasync.core.stamps import StampedTable
@@ -135,9 +136,7 @@ class ViewTable:
         """
         gone = self.source.deleted(ids)
         live = ids[~gone]
-        values = self.source.rows_of(live)
-        norms = norms_of(values) if self.source.spec.kind.trained else np.zeros(len(live))
-        self.write(self.batch(live, self.delivery.encode(values), norms), number or 1)
+        self.write(self.batch(live, self.encoded(live), self._norms_of(live)), number or 1)
         self.write(self.deletes(ids[gone]), number or 1)
         if number is None:
             self.held.restamp(ids, self.source.stamps[ids])
@@ -237,13 +236,11 @@ class ViewTable:
         self._clean = self.sent.counts.without(self.sent.numbers(self.dirty.ids))
         self._seen = not len(self.dirty)
 
-
-def norms_of(rows: Values) -> Floats:
-    """The L2 norms [n] of rows [n, D]; never infinite, as that of fp64 rows could be."""
-    exact = rows.astype(np.float64, copy=False)
-    with np.errstate(over="ignore"):
-        norms: Floats = np.sqrt(np.einsum("ij,ij->i", exact, exact))
-    return np.minimum(norms, LARGEST_DISTANCE)
+    def _norms_of(self, ids: Ids) -> Floats:
+        """How far rows of the source are from nothing, which is what a new replica has; 0 where nobody is told."""
+        if self.sent is self.held or not self.source.spec.kind.trained:
+            return np.zeros(len(ids))
+        return distances(self.source.rows_of(ids), np.zeros(1, self.source.spec.dtype))
 
 
 def _norms_folder(folder: Path, new: bool) -> Path:

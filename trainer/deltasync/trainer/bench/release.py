@@ -54,7 +54,7 @@ WARM_UP = 2
 _BARE, _BLOCKED, _BARE_CALLS = "bare", "blocked", 3
 # The parts of a release on the model's thread: the files and functions of `deltasync.views` that do them.
 _PARTS = {
-    "look": {("release_maker.py", "find_dirty")},
+    "look": {("table.py", "advance"), ("table.py", "finish")},
     "pick": {("ranking.py", "pick")},
     "give": {("release_draft.py", "draw"), ("release_maker.py", "_apply")},
 }
