@@ -12,14 +12,6 @@ Floats = NDArray[np.float64]
 Versions = NDArray[np.int64]
 Flags = NDArray[np.uint8]
 
-_NEVER_SENT, _DELETED = np.uint8(1), np.uint8(2)
-
-
-def flags_of(never_sent: Mask, deleted: Mask) -> Flags:
-    """What is to be known of rows [n] beside their norms."""
-    flags: Flags = never_sent * _NEVER_SENT | deleted * _DELETED
-    return flags
-
 
 def members(ids: Ids, others: Ids) -> Mask:
     """Which of the `ids` [n] are among the others [m]; both strictly ascending."""
@@ -35,7 +27,7 @@ class Findings:
     Attributes:
         ids: int64, strictly ascending.
         norms: float64, L2 norms of the deltas.
-        flags: uint8, see `flags_of`.
+        flags: uint8, `NEVER_SENT` and `DELETED` of `kernels.dirty_rows`.
         dirty: whether replicas hold something else than the row.
     """
 
@@ -63,7 +55,7 @@ class DirtySet:
         ids: int64, strictly ascending.
         norms: float64, L2 norms of the deltas: the model's row less the row that replicas hold; never NaN.
         since: int64, the version since which each is dirty.
-        flags: uint8, see `flags_of`.
+        flags: uint8, `NEVER_SENT` and `DELETED` of `kernels.dirty_rows`.
     """
 
     ids: Ids
@@ -84,33 +76,36 @@ class DirtySet:
     @property
     def never_sent(self) -> Mask:
         """Which of them no replica was ever sent."""
-        mask: Mask = (self.flags & _NEVER_SENT) != 0
+        mask: Mask = (self.flags & dirty_rows.NEVER_SENT) != 0
         return mask
 
     @property
     def deleted(self) -> Mask:
         """Which of them are no more."""
-        mask: Mask = (self.flags & _DELETED) != 0
+        mask: Mask = (self.flags & dirty_rows.DELETED) != 0
         return mask
 
     def after(self, seen: Findings, version: int) -> "DirtySet":
         """The set after a look at some rows: those that were not dirty before are so since `version`."""
-        was_dirty = members(seen.ids, self.ids)
-        cleaned = int(np.count_nonzero(was_dirty & ~seen.dirty))
-        rows = len(self) - cleaned + int(np.count_nonzero(seen.dirty & ~was_dirty))
-        after = DirtySet(*_columns(rows))
-        dirty_rows.merge(*self._columns, seen.ids, seen.norms, seen.flags, seen.dirty, version, *after._columns)
-        return after
+        after = DirtySet(*_room(len(self) + len(seen.ids)))
+        return after._first(
+            dirty_rows.merge(
+                *self._columns, seen.ids, seen.norms, seen.flags, seen.dirty, version, *after._columns
+            )
+        )
 
     def without(self, ids: Ids) -> "DirtySet":
         """The set without these rows ([m], strictly ascending), as far as they are in it."""
-        kept = ~members(self.ids, ids)
-        return DirtySet(self.ids[kept], self.norms[kept], self.since[kept], self.flags[kept])
+        after = DirtySet(*_room(len(self)))
+        return after._first(dirty_rows.remove(*self._columns, ids, *after._columns))
+
+    def _first(self, rows: int) -> "DirtySet":
+        return DirtySet(self.ids[:rows], self.norms[:rows], self.since[:rows], self.flags[:rows])
 
     @property
     def _columns(self) -> tuple[Ids, Floats, Versions, Flags]:
         return self.ids, self.norms, self.since, self.flags
 
 
-def _columns(rows: int) -> tuple[Ids, Floats, Versions, Flags]:
+def _room(rows: int) -> tuple[Ids, Floats, Versions, Flags]:
     return np.empty(rows, np.int64), np.empty(rows), np.empty(rows, np.int64), np.empty(rows, np.uint8)

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -11,10 +10,11 @@ from numpy.typing import NDArray
 
 from deltasync.core.policy import Policy
 from deltasync.core.rows import Ids
-from deltasync.kernels.ranking import take_largest
+from deltasync.kernels.ranking import rank_rows, take_largest
 
 Mask = NDArray[np.bool_]
 Floats = NDArray[np.float64]
+Ranks = NDArray[np.uint64]
 Numbers = NDArray[np.int64]
 N = TypeVar("N", bound=np.generic)
 
@@ -64,7 +64,7 @@ def pick(tables: Sequence[DirtyRows], policy: Policy) -> Pick:
     reason, forced = rows.reason(wanted, taken, policy), _count(rows.forced)
     if forced:
         taken, reason = taken | rows.forced, f"{reason}; and {forced} that no policy holds back"
-    return Pick(np.split(taken, rows.ends[:-1]), reason)
+    return Pick(np.split(taken, rows.ends), reason)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,44 +72,40 @@ class _Candidates:
     """The dirty rows of all tables, one table after the other.
 
     Attributes:
-        norms: [n] float64, L2 norms of the deltas.
+        ranks: [n] uint64, which order them.
         never_sent: [n] whether a row was never sent.
         free: [n] whether the policy has a say in it.
         overdue: [n] whether it is one of these and overdue.
         forced: [n] whether the policy has none.
-        ends: [tables] where each table ends.
-        row_bytes: [tables] bytes of each of its rows.
+        ends: where each table but the last one ends.
+        sizes: [n] int64, bytes of each row.
     """
 
-    norms: Floats
+    ranks: Ranks
     never_sent: Mask
     free: Mask
     overdue: Mask
     forced: Mask
     ends: Numbers
-    row_bytes: Numbers
+    sizes: Numbers
 
     @classmethod
     def of(cls, tables: Sequence[DirtyRows]) -> "_Candidates":
         norms, never_sent = _joined([each.norms for each in tables]), _joined([each.never_sent for each in tables])
         overdue, forced = _joined([each.overdue for each in tables]), _joined([each.forced for each in tables])
-        ends = np.cumsum([len(each.ids) for each in tables], dtype=np.int64)
-        sizes = np.array([each.row_bytes for each in tables], np.int64)
-        return cls(norms, never_sent, ~forced, overdue & ~forced, forced, ends, sizes)
+        ranks, lengths = np.empty(len(norms), np.uint64), [len(each.ids) for each in tables]
+        rank_rows(norms.view(np.uint64), never_sent, ranks)
+        sizes = np.repeat(np.array([each.row_bytes for each in tables], np.int64), lengths)
+        return cls(ranks, never_sent, ~forced, overdue & ~forced, forced, np.cumsum(lengths)[:-1], sizes)
 
     def top(self, policy: Policy) -> Mask:
         """The first rows of the ranking: of all tables together, or of each."""
         if policy.top_k is None:
             return self.free
+        groups = np.split(self.ranks, self.ends), np.split(self.free, self.ends)
         if not policy.top_k_per_table:
-            return self._top(slice(None), policy.top_k)
-        starts = [0, *self.ends.tolist()]
-        return _joined([self._top(slice(*each), policy.top_k) for each in pairwise(starts)])
-
-    def _top(self, rows: slice, top_k: float) -> Mask:
-        free = self.free[rows]
-        count, among = _rows_of(top_k, _count(free)), np.array([len(free)])
-        return free if count is None else self._largest(rows, free, among, np.ones(1, np.int64), count)
+            groups = [self.ranks], [self.free]
+        return _joined([_top(*each, policy.top_k) for each in zip(*groups, strict=True)])
 
     def within(self, wanted: Mask, max_bytes: int) -> Mask:
         """The most urgent of the wanted rows that fit."""
@@ -122,20 +118,11 @@ class _Candidates:
 
     def _fitting(self, wanted: Mask, max_bytes: int, *, least: bool = True) -> Mask:
         """The first of the wanted rows that fit; `least`: at least one of them."""
-        taken = self._largest(slice(None), wanted, self.ends, self.row_bytes, max_bytes)
-        if not least or taken.any():
-            return taken
-        return self._largest(slice(None), wanted, self.ends[-1:], np.ones(1, np.int64), 1)
-
-    def _largest(self, rows: slice, wanted: Mask, ends: Numbers, sizes: Numbers, budget: int) -> Mask:
-        taken = np.empty(len(wanted), np.bool_)
-        norms, never_sent = self.norms[rows].view(np.uint64), self.never_sent[rows]
-        take_largest(norms, never_sent, wanted, ends, sizes, budget, taken)
-        return taken
+        taken = take_largest(self.ranks, self.sizes, wanted, max_bytes)
+        return _first(self.ranks, wanted, 1) if least and not taken.any() else taken
 
     def _bytes(self, rows: Mask) -> int:
-        counts = [_count(each) for each in np.split(rows, self.ends[:-1])]
-        return int(np.dot(counts, self.row_bytes))
+        return int(self.sizes.sum(where=rows))
 
     def reason(self, wanted: Mask, taken: Mask, policy: Policy) -> str:
         dirty, took, fit = _count(self.free), _count(taken), _count(wanted)
@@ -150,10 +137,16 @@ class _Candidates:
         return f"took {took} of {dirty} dirty rows: {'; '.join(why)}"
 
 
-def _rows_of(top_k: float, dirty: int) -> int | None:
-    """How many rows a top-k lets out of so many; None = all."""
-    count = max(1, math.ceil(round(top_k * dirty, 6))) if top_k < 1 else int(top_k)
-    return count if count < dirty else None
+def _top(ranks: Ranks, free: Mask, top_k: float) -> Mask:
+    """What a top-k lets out of these rows."""
+    rows = _count(free)
+    count = max(1, math.ceil(round(top_k * rows, 6))) if top_k < 1 else int(top_k)
+    return free if count >= rows else _first(ranks, free, count)
+
+
+def _first(ranks: Ranks, wanted: Mask, count: int) -> Mask:
+    """The first so many of the wanted rows."""
+    return take_largest(ranks, np.ones(len(ranks), np.int64), wanted, count)
 
 
 def _joined(parts: Sequence[NDArray[N]]) -> NDArray[N]:

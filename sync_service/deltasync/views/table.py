@@ -13,8 +13,9 @@ from deltasync.core.rows import Ids, Norms, RowBatch, Values
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import Shard
 from deltasync.core.threads import MODEL_THREAD, confined
+from deltasync.kernels import dirty_rows
 from deltasync.storage.mapped_table import MappedTable, TableLayout, extend_file, extend_files, file_of, map_array
-from deltasync.views.dirty_set import DirtySet, Findings, Floats, flags_of
+from deltasync.views.dirty_set import DirtySet, Findings, Floats
 
 _MARK_TYPE = np.dtype(np.int64)
 _NO_IDS, _NO_MARKS = np.zeros(0, np.int64), np.zeros(0, _MARK_TYPE)
@@ -170,16 +171,13 @@ class ViewTable:
 
     def compare(self, found: Findings, version: int) -> None:
         """Compare rows with what replicas hold, fill in what is found, and mark those dirty since `version`."""
-        ids = found.ids
-        found.norms[:], differ = self.delivery.compare(self.source.rows, self.held.rows, ids)
-        never_sent, gone, told = self.sent.stamps[ids] == 0, self.source.deleted(ids), self.held.deleted(ids)
-        # That a row is no more differs from zeros, but not to who never had it.
-        found.dirty[:] = np.where(gone, ~told & ~never_sent, differ | told)
-        found.flags[:] = flags_of(never_sent, gone)
-        was_dirty = self._marks[ids] > 0
-        marked, cleaned = ids[found.dirty & ~was_dirty], ids[was_dirty & ~found.dirty]
-        clean = self._clean.without(self.sent.numbers(marked)).plus(self.sent.numbers(cleaned))
-        self._marks[marked], self._marks[cleaned] = version, 0
+        ids, numbers = found.ids, np.empty((2, len(found.ids)), np.int64)
+        found.norms[:], differs = self.delivery.compare(self.source.rows, self.held.rows, ids)
+        stamps = self.source.stamps, self.held.stamps, self.sent.stamps
+        marked, cleaned = dirty_rows.judge(ids, differs, *stamps, self._marks, found.dirty, found.flags, *numbers)
+        # What needs memory comes before: a look that fails is begun again.
+        clean = self._clean.without(numbers[0, :marked]).plus(numbers[1, :cleaned])
+        dirty_rows.mark(self._marks, ids, found.dirty, version)
         self._clean = clean
 
     # What a release does.

@@ -8,9 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from deltasync.kernels.ranking import split_amounts, take_largest
+from deltasync.kernels.ranking import rank_rows, split_amounts, take_largest
 
 NORMS = st.sampled_from([0.0, 5e-324, 1e-300, 0.5, np.nextafter(0.5, 1), 1.0, 3.0, 1e100]) | st.floats(0, 1e100)
+
+
+def ranks_of(norms: NDArray[np.float64], never_sent: NDArray[np.bool_]) -> NDArray[np.uint64]:
+    ranks = np.empty(len(norms), np.uint64)
+    rank_rows(norms.view(np.uint64), never_sent, ranks)
+    return ranks
 
 
 def taken_by_sorting(
@@ -31,29 +37,24 @@ def taken_by_sorting(
 
 @given(st.data())
 def test_the_largest_rows_are_those_that_sorting_gives(data: st.DataObject) -> None:
-    lengths = data.draw(st.lists(st.integers(0, 20), max_size=4))
-    rows = sum(lengths)
+    rows = data.draw(st.integers(0, 60))
     masks = st.lists(st.booleans(), min_size=rows, max_size=rows)
     norms = np.array(data.draw(st.lists(NORMS, min_size=rows, max_size=rows)), np.float64)
     never_sent, wanted = (np.array(data.draw(masks), np.bool_) for _ in range(2))
-    sizes = np.array(
-        data.draw(st.lists(st.sampled_from([1, 12, 300]), min_size=len(lengths), max_size=len(lengths)))
-    )
+    drawn = data.draw(st.lists(st.sampled_from([1, 12, 300]), min_size=rows, max_size=rows))
+    sizes = np.array(drawn, np.int64)
     budget = data.draw(st.integers(0, 40) | st.integers(0, 2000))
-    taken = np.empty(rows, np.bool_)
-    ends, of_groups = np.cumsum(lengths, dtype=np.int64), np.array(sizes, np.int64)
-    take_largest(norms.view(np.uint64), never_sent, wanted, ends, of_groups, budget, taken)
-    each = np.repeat(of_groups, np.array(lengths, np.int64))
-    assert taken.tolist() == taken_by_sorting(norms, never_sent, wanted, each, budget).tolist()
+    taken = take_largest(ranks_of(norms, never_sent), sizes, wanted, budget)
+    assert taken.tolist() == taken_by_sorting(norms, never_sent, wanted, sizes, budget).tolist()
 
 
 @pytest.mark.parametrize("count", [1, 2, 999, 50_000, 99_999, 100_000, 200_000])
 def test_of_many_rows_so_many_are_taken(count: int) -> None:
     norms = np.abs(np.random.default_rng(0).standard_normal(100_000)).round(3)  # Many of them are equal.
     never_sent, every = np.arange(100_000) % 7 == 0, np.ones(100_000, np.bool_)
-    taken, one = np.empty(100_000, np.bool_), np.ones(1, np.int64)
-    take_largest(norms.view(np.uint64), never_sent, every, np.array([100_000]), one, count, taken)
-    expected = taken_by_sorting(norms, never_sent, every, np.ones(100_000, np.int64), count)
+    sizes = np.ones(100_000, np.int64)
+    taken = take_largest(ranks_of(norms, never_sent), sizes, every, count)
+    expected = taken_by_sorting(norms, never_sent, every, sizes, count)
     assert np.array_equal(taken, expected)
     assert np.count_nonzero(taken) == min(count, 100_000)
 

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltasync.core.rows import Ids
-from deltasync.views.dirty_set import DirtySet, Findings, flags_of, members
+from deltasync.core.rows import Ids, Mask
+from deltasync.kernels.dirty_rows import DELETED, NEVER_SENT
+from deltasync.views.dirty_set import DirtySet, Findings, Flags, members
 
 IDS = st.sets(st.integers(0, 30), max_size=12)
 
@@ -21,6 +22,11 @@ class Row(NamedTuple):
 
 
 Plain = dict[int, Row]
+
+
+def flags_of(never_sent: Mask, deleted: Mask) -> Flags:
+    flags: Flags = never_sent * NEVER_SENT | deleted * DELETED
+    return flags
 
 
 def sorted_ids(ids: set[int]) -> Ids:
