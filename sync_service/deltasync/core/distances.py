@@ -24,7 +24,7 @@ def compare_values(rows: Values, held: Values, ids: Ids) -> tuple[Distances, Mas
     """
     norms, differs = np.empty(len(ids)), np.empty(len(ids), np.bool_)
     if rows.dtype == _FP32:
-        compare_fp32(rows, held, ids, norms, differs)
+        compare_fp32(rows.view(np.float32), held.view(np.float32), ids, norms, differs)
     elif rows.dtype == _FP16:
         compare_fp16(rows.view(np.uint16), held.view(np.uint16), ids, norms, differs)
     else:

@@ -10,7 +10,7 @@ One more type is a coding, and a member of `ValueType`, here, and its number in 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from deltasync.core.tables import VALUE_TYPES, EncodedSpec, TableSpec
 from deltasync.kernels import half, int8, tbe
 
 _FP32, _FP16 = VALUE_TYPES
-_FLAT = ["C_CONTIGUOUS", "ALIGNED"]
+_FLAT: tuple[Literal["C"], Literal["A"]] = ("C", "A")  # Contiguous and aligned.
 
 Encoded = Values
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from deltasync.core.change_counts import ChangeCounts
 from deltasync.core.delivery import Delivery
-from deltasync.core.digests import RowDigests, row_digests
+from deltasync.core.digests import RowDigests
 from deltasync.core.distances import distances
 from deltasync.core.mode import Mode
 from deltasync.core.rows import Ids, Norms, RowBatch, Values
@@ -33,7 +33,7 @@ class EncodedTable(MappedTable):
 
     def held_digests(self, rows: Values) -> RowDigests:
         """See `StampedTable.held_digests`."""
-        return row_digests(self._delivery.held(rows))
+        return self._delivery.held_digests(rows)
 
 
 class Look:

@@ -40,13 +40,11 @@ def fbgemm_values(rows: Bytes, bits: int) -> Floats:
 
 
 def encode_tbe(values: NDArray[np.generic], bits: int) -> Bytes:
-    rows: Bytes = ValueType(f"int{bits}-tbe").encode(values)
-    return rows
+    return ValueType(f"int{bits}-tbe").encode(values).view(np.uint8)
 
 
 def decode_tbe(rows: Bytes, bits: int) -> Floats:
-    values: Floats = ValueType(f"int{bits}-tbe").decode(rows, FP32)
-    return values
+    return ValueType(f"int{bits}-tbe").decode(rows, FP32).view(np.float32)
 
 
 def largest_errors(encoded: Bytes, bits: int) -> NDArray[np.float64]:

@@ -79,7 +79,8 @@ def _append(encoded: Bytes, scale: Floats, bias: Floats) -> None:
 def decode_int8(encoded: Bytes) -> Floats:
     scale, bias = np.ascontiguousarray(encoded[:, -8:]).view("<f4").astype(np.float64).T
     exact = encoded[:, :-8] * scale[:, None] + bias[:, None]
-    return np.clip(exact, -_LARGEST_FP32, _LARGEST_FP32).astype(np.float32)
+    values: Floats = np.clip(exact, -_LARGEST_FP32, _LARGEST_FP32).astype(np.float32)
+    return values
 
 
 def encode_tbe(values: Floats, bits: int) -> Bytes:
