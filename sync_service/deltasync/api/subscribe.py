@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
-from dataclasses import replace
 from typing import Any, TypeAlias
 
 import grpc.aio
@@ -29,12 +28,12 @@ from deltasync.wire.messages import (
     position_to_message,
 )
 from deltasync.wire.protocol import DELETES_PROTOCOL, Protocols
-from deltasync.wire.row_messages import fill_rows
 
 _PROGRESS_SECONDS = 5.0
 _DEFAULT_OUTSTANDING_BYTES = 16 << 20
 
-Responses: TypeAlias = AsyncIterator[subscribe_pb2.SubscribeResponse]
+# Rows come as messages that are written already, which all replicas are sent.
+Responses: TypeAlias = AsyncIterator[subscribe_pb2.SubscribeResponse | bytes]
 
 
 class _ReplicaLeft(Exception):
@@ -51,7 +50,7 @@ class SubscribeServicer(subscribe_pb2_grpc.SubscribeServiceServicer):
         self,
         request_iterator: AsyncIterator[subscribe_pb2.SubscribeRequest],
         context: grpc.aio.ServicerContext[Any, Any],
-    ) -> Responses:
+    ) -> AsyncIterator[Any]:
         """Answer one replica's stream."""
         try:
             protocols = protocols_of(context)
@@ -180,22 +179,19 @@ class ReplicaStream:
         )
         return subscribe_pb2.SubscribeResponse(opened=opened)
 
-    async def _send(self, frozen: asyncio.Task[FrozenRelease], acks: asyncio.Task[None]) -> Responses:
+    async def _send(self, frozen: asyncio.Future[FrozenRelease], acks: asyncio.Task[None]) -> Responses:
         # Awaited only here, so that no release is kept in memory while there is nothing to send.
         release = await asyncio.shield(frozen)
         self._check_deliveries()
         self._asked = True
-        for slot, chunk in release.chunks():
-            rows = chunk if self._protocols.newest >= DELETES_PROTOCOL else replace(chunk, deleted=False)
-            size = rows.nbytes
+        for chunk in release.chunks:
+            message, size = chunk.sent(deletes=self._protocols.newest >= DELETES_PROTOCOL)
             while self._outstanding > 0 and self._outstanding + size > self._budget:
                 self._credited.clear()
                 await self._wait(acks, self._credited.wait())
                 self._check_fed()
             self._sent_bytes += size
-            response = subscribe_pb2.SubscribeResponse()
-            fill_rows(response.chunk.rows, slot, rows)
-            yield response
+            yield message
             self._consumer.released_bytes += size
         self._consumer.released_rows += release.rows
         if release.head:

@@ -1,6 +1,6 @@
 """What every feed has in common."""
 
-from asyncio import Task
+from asyncio import Future
 from collections.abc import Awaitable, Sequence
 from typing import Protocol
 
@@ -50,7 +50,7 @@ class Feed(Protocol):
         None where it is not known.
         """
 
-    def release(self, after: int, whole: frozenset[int]) -> "Task[FrozenRelease]":
+    def release(self, after: int, whole: frozenset[int]) -> "Future[FrozenRelease]":
         """What a replica at `after` lacks, and all of the tables in the slots `whole`."""
 
     def standing(self, policy: Policy) -> Standing:

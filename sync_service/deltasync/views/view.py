@@ -79,7 +79,7 @@ class View:
         head = self.state.head
         return Position(self.history, head.number if head else 0)
 
-    def release(self, after: int, whole: frozenset[int] = NO_TABLES) -> "asyncio.Task[FrozenRelease]":
+    def release(self, after: int, whole: frozenset[int] = NO_TABLES) -> "asyncio.Future[FrozenRelease]":
         """What a replica at number `after` lacks, and all of the tables in the slots `whole`."""
         return self._releases.get(after, whole, self.position.number)
 

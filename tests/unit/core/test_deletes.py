@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.releases import deleted_rows, live_rows
 from tests.support.stamped import stamped_table
 
 from deltasync.core.digests import checksum_of
@@ -15,8 +16,8 @@ from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.feeds.frozen_release import freeze
 from deltasync.storage import records
-from deltasync.v1 import tables_pb2
-from deltasync.wire.row_messages import chunked, decode_rows, fill_rows
+from deltasync.v1 import subscribe_pb2, tables_pb2
+from deltasync.wire.row_messages import chunked, decode_rows, release_chunk
 
 TABLE = TableSpec("user", 12, 3)
 WHOLE = Shard.whole(TABLE)
@@ -55,8 +56,7 @@ def test_a_table_knows_what_was_deleted_and_when(changes: list[tuple[np.ndarray,
 def test_deletes_travel_and_are_logged_as_ids_alone(count: int) -> None:
     rows = RowBatch.deletes(WHOLE, np.arange(count))
     assert rows.nbytes == 8 * count
-    message = tables_pb2.Rows()
-    fill_rows(message, 0, rows)
+    message = subscribe_pb2.SubscribeResponse.FromString(release_chunk(0, rows)).chunk.rows
     assert (len(message.ids), message.values) == (8 * count, b"")
     record = b"".join(records.pack_rows(0, rows))
     logged = records.unpack_rows(memoryview(record), lambda _: [WHOLE])
@@ -90,10 +90,9 @@ def test_who_was_away_learns_of_deletes_and_who_is_new_need_not(tmp_path: Path) 
 
     def frozen(after: int, whole: frozenset[int] = frozenset()) -> tuple[list[int], list[int]]:
         release = freeze([stamped], after, None, tmp_path, 1 << 20, whole)
-        batches = release.batches, release.deletes
+        batches = live_rows(release), deleted_rows(release)
         live_ids, deleted = ([row for rows in each.values() for row in rows.ids.tolist()] for each in batches)
         assert release.rows == len(live_ids) + len(deleted)
-        assert sum(len(rows) for _, rows in release.chunks()) == release.rows
         return live_ids, deleted
 
     assert frozen(0) == frozen(1, frozenset({0})) == ([0, 2, 3, 4], [])

@@ -14,6 +14,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.local_model import LocalModel
+from tests.support.releases import deleted_rows, live_rows
 
 from deltasync.core.digests import checksum_of
 from deltasync.core.policy import Policy
@@ -178,7 +179,7 @@ class Play:
             replica.tables = {name: np.zeros((each.rows, each.dim), each.dtype) for name, each in specs.items()}
             replica.there = set()
         release = await feed.release(after.number, frozenset())
-        for slot, batch in (*release.batches.items(), *release.deletes.items()):
+        for slot, batch in (*live_rows(release).items(), *deleted_rows(release).items()):
             delivery = feed.deliveries[slot]
             values = batch.values if batch.deleted else delivery.decode(batch.values)
             replica.tables[delivery.spec.name][batch.ids] = 0 if batch.deleted else values

@@ -17,7 +17,7 @@ def differing_rows(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
 
 
 def follow(rows: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
-    """Make a copy [n, d] of rows [n, d] as they are now; which of them differed: int64 ids, ascending.
+    """Make a copy [n, d] of rows [n, d] as they are now; which of them differed: int64, ascending.
 
     The copy has no gaps.
     """
