@@ -4,9 +4,9 @@
     stamps[ids] = number
 
 Applied are 300,000 of 1,000,000 rows: as the service does it, with stamps, digests and norms (`apply_time_ratio`),
-also with the digests that rows come with (`given_time_ratio`), and as a replica does, which scatters the rows, reads
-them back and proves what it holds (`replica_time_ratio`). All are done in the same process, in turns, with the same
-rows.
+also with the digests that rows come with (`given_time_ratio`), and as a replica does, which scatters the rows,
+reads them back and proves what it holds (`replica_time_ratio`). All are done in the same process, in turns, with
+the same rows.
 """
 
 import statistics
