@@ -45,7 +45,7 @@ class Kernel(Generic[P, R]):
         self.function = function
         self.__doc__, self.__name__ = function.__doc__, function.__name__
         self._signatures = signatures
-        self._options = {"nogil": nogil, "error_model": "numpy", "fastmath": ANY_ORDER if any_order else False}
+        self._options = {"nogil": nogil, "error_model": "numpy", "fastmath": set(ANY_ORDER) if any_order else False}
         self._compiled: Callable[P, R] | None = None
         self._compiling = threading.Lock()
 
@@ -91,6 +91,10 @@ def kernel(
 
 # For what kernels call: compiled as a part of them.
 inlined = numba.njit(inline="always", error_model="numpy")
+# The same, but for the order in which floats are added, which is as each of these says and not as the kernel does.
+in_order = numba.njit(forceinline=True, error_model="numpy", _nrt=False)
+called = numba.njit(error_model="numpy", _nrt=False)
+in_any_order = numba.njit(forceinline=True, error_model="numpy", _nrt=False, fastmath=set(ANY_ORDER))
 
 
 def warm() -> int:

@@ -28,6 +28,7 @@ from deltasync.core.threads import not_shared_yet
 from deltasync.core.value_types import ValueType
 from deltasync.feeds.frozen_release import FrozenRelease
 from deltasync.feeds.statistics import Amount
+from deltasync.storage.mapped_table import file_of
 from deltasync.views.release_draft import ReleaseDraft
 from deltasync.views.table import ViewTable
 
@@ -246,7 +247,8 @@ class Play:
             for table, lacking in zip(state.tables, rows, strict=True):
                 changed = table.source.stamps > state.compared_version
                 with not_shared_yet():
-                    known = (table.sent.stamps > number) | (table.dirty_since > 0)
+                    known = table.sent.stamps > number
+                    known[table.dirty.ids] = True
                 assert np.count_nonzero(known | changed) <= lacking <= table.source.spec.rows
                 assert lacking <= np.count_nonzero(known) + np.count_nonzero(changed)
 
@@ -305,7 +307,10 @@ class Play:
 def marks_of(table: ViewTable) -> dict[int, int]:
     """The dirty rows, and since when they are: nothing else uses the table while a play checks it."""
     with not_shared_yet():
-        return {int(row): int(table.dirty_since[row]) for row in table.dirty_since.nonzero()[0]}
+        on_disk = np.fromfile(file_of(table.delivery.spec, table.folder, "since"), np.int64)
+        assert table.dirty.ids.tolist() == on_disk.nonzero()[0].tolist()
+        assert table.dirty.since.tolist() == on_disk[table.dirty.ids].tolist()
+        return dict(zip(table.dirty.ids.tolist(), table.dirty.since.tolist(), strict=True))
 
 
 def check_amount(amount: Amount, rows: Sequence[DirtyRow]) -> None:
