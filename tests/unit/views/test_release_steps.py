@@ -194,12 +194,13 @@ def test_nobody_is_given_a_part_of_a_version(tmp_path: Path) -> None:
             RowBatch(Shard.whole(USER), np.array([each]), np.ones((1, USER.dim), USER.dtype)) for each in (3, 4)
         ]
 
-        def broken_off() -> Iterator[RowBatch]:
-            yield rows[0]
-            raise ZeroDivisionError("a mistake of ours")
+        class BrokenOff(list[RowBatch]):
+            def __iter__(self) -> Iterator[RowBatch]:
+                yield self[0]
+                raise ZeroDivisionError("a mistake of ours")
 
         with pytest.raises(ZeroDivisionError):
-            await model.apply_cut(seal, broken_off())
+            await model.apply_cut(seal, BrokenOff(rows))
         for given in (
             model.release(0),
             view.make_release(TOP, 0),

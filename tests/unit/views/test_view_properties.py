@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.local_model import LocalModel, Rows
 from tests.support.plain_view import DirtyRow, PlainModel, PlainRelease, PlainTable, norm_of
+from tests.support.releases import live_rows
 
 from deltasync.core.delivery import Delivery
 from deltasync.core.digests import checksum_of
@@ -69,7 +70,7 @@ class PlainReplica:
             rows = self.tables.setdefault(table.name, np.zeros((table.rows, table.dim), table.dtype))
             if (rows.shape, rows.dtype) != ((table.rows, table.dim), table.dtype):
                 self.tables[table.name] = np.zeros((table.rows, table.dim), table.dtype)
-        for slot, batch in release.batches.items():
+        for slot, batch in live_rows(release).items():
             each = given[slot]
             norms = each.mode is Mode.IDS
             held = batch.values if norms else each.held(batch.values)
