@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from tests.support.devices import skip_without_gpu
 from tests.support.process import ServiceProcess
 from tests.support.programs import LONGEST_SECONDS
 
@@ -21,6 +22,7 @@ settings.load_profile("untimed")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What is slow has longer until it counts as hanging: than a program that it has started has."""
+    skip_without_gpu([item for item in items if item.get_closest_marker("gpu")])
     for item in items:
         if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.timeout(LONGEST_SECONDS + 30))

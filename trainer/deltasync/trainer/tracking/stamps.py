@@ -26,11 +26,13 @@ class RowStamps:
     Attributes:
         clock: what rows are stamped with now.
         stamps: by table, int32 [rows]; 0 = never; where the row was deleted then, the opposite.
+        written: by table, how many stamps were written so far: since any moment, no more rows were stamped.
     """
 
     def __init__(self, tables: Sequence[TrackedTable]) -> None:
         self.clock = 1
         self.stamps = [torch.zeros(table.rows, dtype=torch.int32, device=table.device) for table in tables]
+        self.written = [0] * len(tables)
         self._last_delete = dict[int, int]()  # By table, when; a scan is left out where none is later.
         self._tables = tables
         # No lookup tells when these change: they are compared with copies.
@@ -52,6 +54,7 @@ class RowStamps:
         An id outside of the table stamps row 0, which FBGEMM trains in its place.
         """
         stamps = self.stamps[table]
+        self.written[table] += len(ids)
         if stamps.is_cuda:
             # They were allocated on another stream, which must not reuse their memory yet.
             ids.record_stream(torch.cuda.current_stream(ids.device))
@@ -70,11 +73,13 @@ class RowStamps:
 
     def stamp_all(self, table: int) -> None:
         """Stamp every row of a table."""
+        self.written[table] += len(self.stamps[table])
         self.stamps[table].fill_(self.clock)
 
     def stamp_held(self, table: int) -> None:
         """Stamp every row of a table that is not deleted."""
         stamps = self.stamps[table]
+        self.written[table] += len(stamps)
         stamps.copy_(torch.where(stamps < 0, stamps, self.clock))
 
     def stamp_refilled(self, table: int) -> None:
@@ -88,15 +93,26 @@ class RowStamps:
         """Stamp the rows that have changed without a lookup."""
         for number, copies in self._compared.items():
             for tracked, copy in zip(self._tables[number].shards, copies, strict=True):
-                ids = torch.nonzero(differing_rows(tracked.weight, copy)).squeeze(1)
+                differing = differing_rows(tracked.weight, copy)
+                if copy.is_cuda:
+                    self._stamp_where(number, differing)
+                    copy.copy_(tracked.weight)
+                    continue
+                ids = torch.nonzero(differing).squeeze(1)
                 self.stamp(number, ids)
                 copy.index_copy_(0, ids, tracked.weight.index_select(0, ids))
+
+    def _stamp_where(self, table: int, mask: torch.Tensor) -> None:
+        """Stamp the rows of a mask [rows]: the host need not know how many they are."""
+        self.written[table] += len(mask)
+        self.stamps[table].masked_fill_(mask, self.clock)
 
     def restore(self, clock: int, stamps: Sequence[torch.Tensor]) -> None:
         """Go on from other stamps; rows are compared with what they are now from here on."""
         self.clock = clock
-        for ours, theirs in zip(self.stamps, stamps, strict=True):
+        for number, (ours, theirs) in enumerate(zip(self.stamps, stamps, strict=True)):
             ours.copy_(theirs)
+            self.written[number] += len(ours)
         least = {number: int(ours.min()) for number, ours in enumerate(self.stamps) if len(ours)}
         self._last_delete = {number: -stamp for number, stamp in least.items() if stamp < 0}
         for number, copies in self._compared.items():
@@ -132,8 +148,9 @@ class RowStamps:
         """Start over, with every row marked: for a cursor of 0, all of them have changed or were deleted."""
         self.clock = 1
         self._last_delete = dict.fromkeys(self._last_delete, self.clock)
-        for stamps in self.stamps:
+        for number, stamps in enumerate(self.stamps):
             stamps.copy_(torch.where(stamps < 0, -self.clock, self.clock))
+            self.written[number] += len(stamps)
 
 
 def _bounded(ids: torch.Tensor, rows: int) -> torch.Tensor:
