@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from tests.support.devices import skip_without_gpu
 from tests.support.process import ServiceProcess
 from tests.support.programs import LONGEST_SECONDS
 
@@ -22,7 +21,10 @@ settings.load_profile("untimed")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What is slow has longer until it counts as hanging: than a program that it has started has."""
-    skip_without_gpu([item for item in items if item.get_closest_marker("gpu")])
+    if on_gpu := [item for item in items if item.get_closest_marker("gpu")]:
+        from tests.support.devices import skip_without_gpu  # It imports torch, which most tests do without.
+
+        skip_without_gpu(on_gpu)
     for item in items:
         if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.timeout(LONGEST_SECONDS + 30))

@@ -1,18 +1,60 @@
 """Where tests that concern a GPU run: each body on the CPU too, so that it is known to be right but for the GPU."""
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import pytest
+import torch
+import torch.distributed as dist
 
-CPU_AND_GPU = pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-"""Runs a test once on each, as fixture `device`, which see; see tests/gpu/conftest.py."""
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+CPU_AND_GPU = pytest.mark.parametrize("kind", ["cpu", CUDA])
+"""Runs a test once on each; `device_of` says where that is."""
+
+
+def device_of(kind: str) -> torch.device:
+    return torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu")
 
 
 def skip_without_gpu(items: Iterable[pytest.Item]) -> None:
     """Skip tests that need a GPU where there is none, and say why."""
-    for item in list(items):
-        import torch  # Not before: most tests need none of it.
+    if torch.cuda.is_available():
+        return
+    why = "is built without CUDA" if torch.version.cuda is None else "finds no GPU"
+    for item in items:
+        item.add_marker(pytest.mark.skip(reason=f"needs a GPU: torch {torch.__version__} {why}"))
 
-        if not torch.cuda.is_available():
-            why = "built without CUDA" if torch.version.cuda is None else "finds no GPU"
-            item.add_marker(pytest.mark.skip(reason=f"needs a GPU: torch {torch.__version__} {why}"))
+
+@contextmanager
+def no_waiting(kind: str) -> Iterator[None]:
+    """Whatever makes the host wait for a GPU raises: a copy, say, or to ask how many values are not zero."""
+    if kind == "cpu":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@contextmanager
+def lone_rank(kind: str) -> Iterator[torch.device]:
+    """A process group of this process alone, as `join_ranks` makes them."""
+    device = device_of(kind)
+    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device, **alone)
+    else:
+        dist.init_process_group("gloo", **alone)
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
+
+
+def environment_of(kind: str) -> dict[str, str]:
+    """For a program that is to run there."""
+    return dict(os.environ) if kind == "cuda" else {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
