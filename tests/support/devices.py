@@ -1,4 +1,4 @@
-"""Where tests that concern a GPU run: each body on the CPU too, so that it is known to be right but for the GPU."""
+"""Where tests that concern a GPU run: each on the CPU too, so that all but the GPU's part is known to be right."""
 
 import os
 from collections.abc import Iterable, Iterator
