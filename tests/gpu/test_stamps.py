@@ -56,8 +56,8 @@ def test_rows_are_stamped_by_ids_of_any_type(kind: str, dtype: torch.dtype, ids:
     marked = torch.tensor(ids, dtype=dtype, device=device_of(kind))
     with no_waiting(kind):
         stamps.stamp(0, marked)
-    assert stamps.later(0, 0).tolist() == sorted(set(ids))
     assert stamps.written == [len(ids)]
+    assert stamps.later(0, 0).tolist() == sorted(set(ids))
 
 
 @CPU_AND_GPU
