@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.support.devices import CPU_AND_GPU, device_of
+from tests.support.devices import CPU_AND_GPU, device_of, on_stream, stream_on
 
 pytest.importorskip("torchrec", reason="needs TorchRec")
 
@@ -22,11 +22,8 @@ SIZES = Sizes(ranks=1, batch_size=4, tables=2, rows=9, dim=4, ids=2, dense=2, ov
 def test_a_batch_arrives_as_it_was(kind: str, batches: BatchKind) -> None:
     device = device_of(kind)
     batch = draw(SIZES, 0, device)[0].of_kind(batches)
-    stream = torch.cuda.Stream(device) if kind == "cuda" else None
-    if stream:
-        with torch.cuda.stream(stream):
-            arrived = to_device(batch, device)
-    else:
+    stream = stream_on(device)
+    with on_stream(stream):
         arrived = to_device(batch, device)
     hand_over(arrived, stream)
     before, after = tensors_in(batch), tensors_in(arrived)

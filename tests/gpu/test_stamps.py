@@ -8,6 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.devices import CPU_AND_GPU, device_of, no_waiting
+
+pytest.importorskip("torchrec", reason="needs TorchRec")
+pytest.importorskip("fbgemm_gpu", reason="needs FBGEMM")
+
 from tests.support.embedding_parameters import embedding_parameters
 from tests.support.side_by_side import Operation
 from tests.unit.trainer.tracking.test_tracker_properties import (
@@ -26,6 +30,7 @@ from deltasync.trainer.tracking.due_count import BoundedRows
 from deltasync.trainer.tracking.module_tensors import module_tensors
 from deltasync.trainer.tracking.shards import dense_table
 from deltasync.trainer.tracking.stamps import RowStamps
+from deltasync.trainer.tracking.table_stamps import Clock, TableStamps
 
 ROWS = 50
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -66,6 +71,16 @@ def test_an_id_outside_of_the_table_stamps_the_row_that_fbgemm_trains(kind: str,
     stamps = stamps_on(kind)
     stamps.stamp(0, torch.tensor(ids, device=device_of(kind)))
     assert stamps.later(0, 0).tolist() == [0, 5]
+
+
+@CPU_AND_GPU
+def test_rows_of_a_mask_are_stamped_whatever_their_number(kind: str) -> None:
+    stamps = TableStamps(ROWS, Clock(3), device_of(kind))
+    mask = torch.arange(ROWS, device=device_of(kind)) % 7 == 2
+    with no_waiting(kind):
+        stamps.mark_where(mask)
+    assert stamps.later(2).tolist() == list(range(2, ROWS, 7))
+    assert not len(stamps.later(3))
 
 
 @CPU_AND_GPU

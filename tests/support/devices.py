@@ -1,8 +1,7 @@
 """Where tests that concern a GPU run: each on the CPU too, so that all but the GPU's part is known to be right."""
 
-import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import pytest
 import torch
@@ -42,19 +41,23 @@ def no_waiting(kind: str) -> Iterator[None]:
 @contextmanager
 def lone_rank(kind: str) -> Iterator[torch.device]:
     """A process group of this process alone, as `join_ranks` makes them."""
-    device = device_of(kind)
-    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
+    device, store = device_of(kind), dist.HashStore()  # type: ignore[attr-defined]
     if kind == "cuda":
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device, **alone)
+        dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=device)
     else:
-        dist.init_process_group("gloo", **alone)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         yield device
     finally:
         dist.destroy_process_group()
 
 
-def environment_of(kind: str) -> dict[str, str]:
-    """For a program that is to run there."""
-    return dict(os.environ) if kind == "cuda" else {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+def stream_on(device: torch.device) -> torch.cuda.Stream | None:
+    """A stream of its own; None on a CPU."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+
+def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    """What is launched within runs there."""
+    return torch.cuda.stream(stream) if stream else nullcontext()

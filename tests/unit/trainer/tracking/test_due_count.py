@@ -67,8 +67,10 @@ def test_what_was_counted_ahead_is_not_waited_for(model: Rows) -> None:
     with read_at_once() as read:
         delta = tracking.begin_delta().result
     assert not read.called
-    assert delta.rows["t"].ids.tolist() == [1, 4]
-    assert torch.equal(delta.rows["t"].values, model.t.data[[1, 4]])
+    rows = delta.rows["t"]
+    assert rows.values is not None
+    assert rows.ids.tolist() == [1, 4]
+    assert torch.equal(rows.values, model.t.data[[1, 4]])
     assert tracking.acknowledge(delta.token)
     assert not tracking.get_delta().rows
 
