@@ -12,27 +12,26 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from deltasync.client import Part, Position, Publisher, PublisherOptions
+from deltasync.client import Position, Publisher, PublisherOptions
 from deltasync.core.delete_request import DeleteRequest
 from deltasync.core.errors import DeltasyncError, InvalidInput, NotFound, ResyncRequired, ServiceUnavailable
 from deltasync.core.event_time import check_event_time, newest_event_time
+from deltasync.core.rows import Ids
 from deltasync.trainer.checks import check_format
 from deltasync.trainer.distributed.agreement import Agreement
+from deltasync.trainer.pending_cut import PendingCut, published
 from deltasync.trainer.row_requests import RowRequests
 from deltasync.trainer.sync_options import SyncOptions, SyncStats
-from deltasync.trainer.tracking.delta import Token
 from deltasync.trainer.tracking.mean_pooling import wrongly_divided
 from deltasync.trainer.tracking.modes import TrackingMode
 from deltasync.trainer.tracking.module_tensors import buffer_digests
 from deltasync.trainer.tracking.options import TrackerOptions
-from deltasync.trainer.tracking.pending_delta import PendingDelta
 from deltasync.trainer.tracking.shards import check_deletable, check_ids
 from deltasync.trainer.tracking.tracked_model import published_tables
 from deltasync.trainer.tracking.tracker import Tracker
@@ -45,16 +44,6 @@ _CONSUMER = "publisher"
 _PEER_POLL_SECONDS = 0.05
 # States that name no format are of the first.
 _STATE_FORMAT = 1
-
-
-@dataclass(frozen=True)
-class _PendingCut:
-    """A cut that is published and not known to be sealed; `changes` are the tracker's when it was made."""
-
-    part: Part
-    token: Token
-    changes: int
-    sealed: "Future[Position]"
 
 
 class DeltaSync:
@@ -98,10 +87,11 @@ class DeltaSync:
         self._publisher: Publisher | None = None
         self._announced = 0
         self._arrivals = ThreadPoolExecutor(1, "deltasync-arrivals")  # On a CPU, no thread is ever started.
-        self._launched: Future[_PendingCut] | None = None
-        self._pending: _PendingCut | None = None
+        self._launched: Future[PendingCut] | None = None
+        self._pending: PendingCut | None = None
         self._position = Position()
         self._requests = RowRequests()
+        self._marked_wanted: Sequence[tuple[str, Ids]] = ()
         self._resync = True
         self._published_step = self._published_changes = -1
         self._event_time: int | None = None
@@ -254,6 +244,7 @@ class DeltaSync:
     def _cut(self, step_end_unix_ns: int, late: DeltasyncError | None = None) -> bool:
         """Publish a cut if all ranks are ready for one; whether all of them had nothing to publish."""
         failure = late or self._failure or self._settle()
+        self._mark_wanted()
         # A cut that is not full leaves what free rows of a map were.
         resync = self._resync or self.tracker.offers_all(_CONSUMER)
         agreed = self._agreement.reach(
@@ -275,7 +266,7 @@ class DeltaSync:
         return agreed.ready and not agreed.unpublished and not agreed.deletes
 
     @property
-    def _under_way(self) -> "Future[_PendingCut] | _PendingCut | None":
+    def _under_way(self) -> "Future[PendingCut] | PendingCut | None":
         """The cut that is not sealed yet."""
         return self._launched or self._pending
 
@@ -287,6 +278,20 @@ class DeltaSync:
         for request in self._requests.meet(self._asked, upto):
             self.delete(request.table, torch.from_numpy(request.ids))
             logger.info("%d rows of table %r are deleted on request", len(request.ids), request.table)
+
+    def _mark_wanted(self) -> None:
+        """Have rows published again of which the service holds other bits than it was sent."""
+        wanted = self._publisher.wanted if self._publisher else ()
+        if wanted is self._marked_wanted:
+            return
+        self._marked_wanted = wanted
+        tracked = {each.shard.table.name for each in self.tracker.shards}
+        for table, ids in wanted:
+            if table in tracked:
+                self.tracker.mark(table, torch.from_numpy(ids))
+                logger.warning(
+                    "%d rows of table %r are published again: the service lost some bits", len(ids), table
+                )
 
     def _settle(self) -> Exception | None:
         """Take note of the pending cut's end, if it has come; the error, if it failed for good."""
@@ -303,7 +308,7 @@ class DeltaSync:
         self._note_sealed(ended, ended.sealed.result())
         return None
 
-    def _note_sealed(self, ended: _PendingCut, position: Position) -> None:
+    def _note_sealed(self, ended: PendingCut, position: Position) -> None:
         self.tracker.acknowledge(ended.token)
         self._position = position
         part = ended.part
@@ -334,7 +339,7 @@ class DeltaSync:
             "event_time_unix_ns": self._event_time,
             "differing": sorted(self._differing) if self._agreement.rank == 0 else (),
         }
-        publish = partial(_published, publisher, read, self.tracker.changes, what)
+        publish = partial(published, publisher, read, self.tracker.changes, what)
         if read.arrived:
             self._pending = publish()
         else:
@@ -377,9 +382,3 @@ class DeltaSync:
             )
             self._publisher = Publisher(options, self._tables, shards)
         return self._publisher
-
-
-def _published(publisher: Publisher, read: PendingDelta, changes: int, what: Mapping[str, Any]) -> _PendingCut:
-    """A cut that is published as soon as its rows have arrived; `what` are the part's other fields."""
-    part = Part(rows=read.result.batches(), **what)
-    return _PendingCut(part, read.result.token, changes, publisher.publish(part))

@@ -27,19 +27,19 @@ def apply(stamps: TableStamps, clock: Clock, name: str, *arguments: Any) -> list
     if name == "tick":
         stamps.settle()
         clock.now += 1
-        return None
-    if name == "mark":
+    elif name == "mark":
         ids, dtype = arguments
-        return stamps.mark(torch.tensor(ids, dtype=dtype))
-    if name == "delete":
-        return stamps.delete(torch.tensor(arguments[0], dtype=torch.int64))
-    if name == "replace":
+        stamps.mark(torch.tensor(ids, dtype=dtype))
+    elif name == "delete":
+        stamps.delete(torch.tensor(arguments[0], dtype=torch.int64))
+    elif name == "replace":
         limits, generator = (-clock.now, clock.now + 1), torch.Generator().manual_seed(arguments[0])
-        return stamps.replace(torch.randint(*limits, (ROWS,), dtype=torch.int32, generator=generator))
-    if arguments:  # A cursor is always behind the clock.
-        arguments = (min(arguments[0], clock.now - 1),)
-    found = getattr(stamps, name)(*arguments)
-    return None if found is None else found.tolist()
+        stamps.replace(torch.randint(*limits, (ROWS,), dtype=torch.int32, generator=generator))
+    elif arguments:  # A cursor is always behind the clock.
+        return list(getattr(stamps, name)(min(arguments[0], clock.now - 1)).tolist())
+    else:
+        getattr(stamps, name)()
+    return None
 
 
 @given(st.lists(OPERATION, max_size=25))

@@ -162,14 +162,15 @@ class RowMarking:
         """See to it that the rows of a lookup are marked when they change. In the thread that trains."""
         # They change in backward, which some pipelines run a step later than the lookup: marking now, or in
         # `register_post_odist_tracker_fn`, could offer a row before its update and never again. Evaluation has
-        # no backward, and marks nothing.
-        if not output.requires_grad or not self._marks.knows(kernel):
+        # no backward, and marks nothing. A hook of the node costs a fourth of one of the tensor.
+        backward = output.grad_fn
+        if backward is None or not self._marks.knows(kernel):
             return
         if getattr(self._paused, "depth", 0):  # Not marked, but others must not read rows half changed.
-            output.grad_fn.register_prehook(lambda _gradients: self._pass_over(kernel))
+            backward.register_prehook(lambda _gradients: self._pass_over(kernel))
         else:
             self._gate.training_here()
-            output.grad_fn.register_prehook(lambda _gradients: self._mark_lookup(features, kernel))
+            backward.register_prehook(lambda _gradients: self._mark_lookup(features, kernel))
 
     def end_step(self) -> None:
         """An optimizer step is complete. In the thread that trains.

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from deltasync.trainer.tracking.followed_rows import BITS, differing_rows, follow
 from deltasync.trainer.tracking.shards import TrackedTable
 from deltasync.trainer.tracking.table_stamps import Clock, HostStamps, TableStamps
 
@@ -17,7 +18,6 @@ NOTHING = -1
 STAMP_BYTES = 4
 CLOCK_END = torch.iinfo(torch.int32).max
 
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WHOLE = slice(None)
 
 
@@ -36,7 +36,7 @@ class RowStamps:
         self._tables = tables
         # No lookup tells when these change: they are compared with copies.
         self._compared = {
-            number: [tracked.weight.clone() for tracked in table.shards]
+            number: [tracked.weight.clone(memory_format=torch.contiguous_format) for tracked in table.shards]
             for number, table in enumerate(tables)
             if table.compared
         }
@@ -97,15 +97,13 @@ class RowStamps:
         """Stamp the rows that have changed without a lookup."""
         for number, copies in self._compared.items():
             for tracked, copy in zip(self._tables[number].shards, copies, strict=True):
-                differing = differing_rows(tracked.weight, copy)
                 if copy.is_cuda:  # To list them would make the host wait.
+                    differing = differing_rows(tracked.weight, copy)
                     self.written[number] += len(differing)
                     self._stamps[number].mark_where(differing)
                     copy.copy_(tracked.weight)
-                    continue
-                ids = torch.nonzero(differing).squeeze(1)
-                self.stamp(number, ids)
-                copy.index_copy_(0, ids, tracked.weight.index_select(0, ids))
+                else:
+                    self.stamp(number, follow(tracked.weight, copy))
 
     def restore(self, clock: int, stamps: Sequence[torch.Tensor]) -> None:
         """Go on from other stamps; rows are compared with what they are now from here on."""
@@ -158,12 +156,6 @@ def _stamps_of(table: TrackedTable, clock: Clock) -> TableStamps:
     return HostStamps(table.rows, clock) if on_host else TableStamps(table.rows, clock, table.device)
 
 
-def differing_rows(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """Which rows of two [n, d] tensors of a type differ in a bit: bool [n]. A NaN equals itself, 0.0 not -0.0."""
-    bits = _BITS[rows.element_size()]
-    return (rows.view(bits) != others.view(bits)).any(dim=1)
-
-
 def forget(rows: torch.Tensor, ids: torch.Tensor | slice) -> None:
     """Make rows NaN, of bits that no computation results in: no row of a model equals them."""
-    rows.view(_BITS[rows.element_size()])[ids] = -1
+    rows.view(BITS[rows.element_size()])[ids] = -1
