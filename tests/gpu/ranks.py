@@ -4,13 +4,11 @@ import sys
 
 import torch
 import torch.distributed as dist
-from tests.support.devices import device_of
+from tests.support.devices import CANNOT_SHARE, device_of
 from torch import nn
 
 from deltasync.trainer.distributed.agreement import on_any_rank
 from deltasync.trainer.sync import DeltaSync, SyncOptions
-
-CANNOT = "ranks cannot share the GPU: "
 
 
 def joined(kind: str) -> torch.device:
@@ -25,7 +23,7 @@ def joined(kind: str) -> torch.device:
         dist.all_reduce(torch.ones(1, device=device))
         torch.cuda.synchronize()
     except RuntimeError as error:
-        sys.exit(CANNOT + str(error).splitlines()[-1])
+        sys.exit(CANNOT_SHARE + str(error).splitlines()[-1])
     return device
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from tests.support.devices import CPU_AND_GPU, device_of, on_stream, stream_on
+from tests.support.devices import CPU_AND_GPU, device_of, needs, on_stream, stream_on
 
-pytest.importorskip("torchrec", reason="needs TorchRec")
+needs("deltasync.trainer.pipelines", "deltasync.trainer.bench.pipelines.batches")
 
 from deltasync.trainer.bench.pipelines.batches import BatchKind, draw
 from deltasync.trainer.bench.pipelines.laps import laps_on

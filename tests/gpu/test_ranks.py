@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.gpu import ranks
-from tests.support.devices import CPU_AND_GPU
+from tests.support.devices import CANNOT_SHARE, CPU_AND_GPU, needs
 from tests.support.process import ServiceProcess
 from tests.support.programs import run_program
 from tests.support.ranks import run_ranks
@@ -17,21 +16,22 @@ from torch import nn
 
 from deltasync.client import NumpyTarget, Subscriber, SubscriberOptions
 
-pytestmark = pytest.mark.slow
+needs(
+    "deltasync.cli.main", "deltasync.service.service", "deltasync.trainer.sync", "deltasync.trainer.bench.command"
+)
 
-for needed in ("lmdb", "fastapi", "uvicorn", "click", "grpc_health", "grpc_reflection", "xxhash"):
-    pytest.importorskip(needed, reason=f"the service needs {needed}")
-pytest.importorskip("torchrec", reason="needs TorchRec")
+pytestmark = pytest.mark.slow
+RANKS = Path(__file__).with_name("ranks.py")
 
 
 @CPU_AND_GPU
 def test_what_two_ranks_of_one_device_publish_arrives(kind: str, service: ServiceProcess) -> None:
     try:
-        run_ranks(ranks.__file__, kind, service.grpc)
+        run_ranks(str(RANKS), kind, service.grpc)
     except AssertionError as failure:
         said = str(failure)
-        if kind == "cuda" and ranks.CANNOT in said:
-            pytest.skip(said[said.index(ranks.CANNOT) :].splitlines()[0])
+        if kind == "cuda" and CANNOT_SHARE in said:
+            pytest.skip(said[said.index(CANNOT_SHARE) :].splitlines()[0])
         raise
     torch.manual_seed(0)
     expected, target = nn.Linear(5, 3), NumpyTarget()
@@ -56,7 +56,6 @@ def figures_of(tmp_path: Path, *arguments: str) -> dict[str, Any]:
 
 @pytest.mark.gpu
 def test_the_pipelines_benchmark_trains_on_the_gpu(tmp_path: Path) -> None:
-    pytest.importorskip("fbgemm_gpu", reason="needs FBGEMM")
     sizes = {"ranks": 1, "batch-size": 16, "rows": 400, "dim": 8, "steps": 4, "rounds": 2}
     options = [text for name, value in sizes.items() for text in (f"--{name}", str(value))]
     figures = figures_of(tmp_path, "pipelines", *options)

@@ -7,10 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.devices import CPU_AND_GPU, device_of, no_waiting
+from tests.support.devices import CPU_AND_GPU, device_of, needs, no_waiting
 
-pytest.importorskip("torchrec", reason="needs TorchRec")
-pytest.importorskip("fbgemm_gpu", reason="needs FBGEMM")
+needs("deltasync.trainer.tracking")
 
 from tests.support.embedding_parameters import embedding_parameters
 from tests.support.side_by_side import Operation
@@ -118,7 +117,7 @@ def test_a_counted_read_waits_for_nothing_until_its_result(kind: str) -> None:
 
 @CPU_AND_GPU
 @settings(max_examples=50)
-@given(st.lists(st.integers(-3, 3), max_size=40), st.integers(0, 3), st.integers(0, 5))
+@given(st.lists(st.integers(-3, 3), min_size=1, max_size=40), st.integers(0, 3), st.integers(0, 5))
 def test_bounded_rows_are_those_that_are_due(kind: str, stamps: list[int], cursor: int, more: int) -> None:
     device, due = device_of(kind), [row for row, stamp in enumerate(stamps) if stamp > cursor]
     live = torch.arange(len(stamps) * 3.0).view(-1, 3)

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.devices import CPU_AND_GPU, lone_rank, no_waiting
+from tests.support.devices import CPU_AND_GPU, lone_rank, needs, no_waiting
 
-pytest.importorskip("torchrec", reason="needs TorchRec")
-pytest.importorskip("fbgemm_gpu", reason="needs FBGEMM")
+needs("deltasync.trainer.tracking", "deltasync.trainer.pipelines", "deltasync.trainer.bench.pipelines.rank")
 
 from torchrec.distributed import TrainPipelineBase, TrainPipelineSparseDist
 from torchrec.distributed.sharding_plan import table_wise

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib import import_module
 
 import pytest
 import torch
@@ -12,8 +13,21 @@ CPU_AND_GPU = pytest.mark.parametrize("kind", ["cpu", CUDA])
 """Runs a test once on each; `device_of` says where that is."""
 
 
+CANNOT_SHARE = "ranks cannot share the GPU: "
+"""What a rank says where NCCL refuses."""
+
+
 def device_of(kind: str) -> torch.device:
     return torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu")
+
+
+def needs(*modules: str) -> None:
+    """Skip a file's tests where a module of ours cannot be imported: TorchRec is missing, say, or another one."""
+    for name in modules:
+        try:
+            import_module(name)
+        except ImportError as error:
+            pytest.skip(f"{name} cannot be imported: {error}", allow_module_level=True)
 
 
 def skip_without_gpu(items: Iterable[pytest.Item]) -> None:
