@@ -12,7 +12,7 @@ from deltasync.core.events import EventKind
 from deltasync.publish.opening import check_open
 from deltasync.publish.session import PublishSession, open_session
 from deltasync.service.service import Service
-from deltasync.v1 import publish_pb2, publish_pb2_grpc
+from deltasync.v1 import publish_pb2, publish_pb2_grpc, tables_pb2
 from deltasync.wire.messages import position_to_message
 from deltasync.wire.protocol import Protocols
 
@@ -67,6 +67,7 @@ class _RankStream:
                     step=request.close.step,
                     position=position_to_message(position),
                     deletes=_deletes(self._session),
+                    wanted=_wanted(self._session),
                 )
                 yield publish_pb2.PublishResponse(sealed=sealed)
 
@@ -92,6 +93,7 @@ def _opened(session: PublishSession) -> publish_pb2.PublishResponse:
         reason=decision.reason,
         tables=len(session.tables),
         deletes=_deletes(session),
+        wanted=_wanted(session),
     )
     return publish_pb2.PublishResponse(opened=opened)
 
@@ -101,3 +103,7 @@ def _deletes(session: PublishSession) -> list[publish_pb2.DeleteRequest]:
         publish_pb2.DeleteRequest(number=each.number, table=session.slots[each.table], ids=each.ids.tolist())
         for each in session.deletes
     ]
+
+
+def _wanted(session: PublishSession) -> list[tables_pb2.WantedRows]:
+    return [tables_pb2.WantedRows(table=slot, ids=ids.tolist()) for slot, ids in session.wanted]

@@ -9,7 +9,7 @@ from deltasync.core.errors import Contradiction, InvalidInput, Superseded
 from deltasync.core.event_time import check_event_time
 from deltasync.core.events import EventKind
 from deltasync.core.position import Decision, Position
-from deltasync.core.rows import RowBatch
+from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.seal import Seal
 from deltasync.publish.coordinator import CutCoordinator, OpenCut
 from deltasync.publish.cut import Cut, RankPart
@@ -22,6 +22,8 @@ from deltasync.wire.row_messages import MAX_CHUNK_BYTES, decode_rows
 
 # Chunks per rank that are handed to the log and not on disk yet: bounds the memory that an arriving part takes.
 _UNWRITTEN_CHUNKS = 16
+# Rows that a rank is asked for at once.
+_WANTED_IDS = 131_072
 
 
 async def open_session(coordinator: CutCoordinator, opening: Opening) -> "PublishSession":
@@ -79,6 +81,15 @@ class PublishSession:
         return self._coordinator.deletes.handed(self.tables) if self.takes_deletes else []
 
     @property
+    def wanted(self) -> list[tuple[int, Ids]]:
+        """What this rank is asked to publish again: rows of which the service holds other bits, by slot."""
+        damage, room, wanted = self._model.damage, _WANTED_IDS, []
+        for name in damage.keys() & self.slots.keys():
+            wanted.append((self.slots[name], damage[name][:room]))
+            room -= len(wanted[-1][1])
+        return [(slot, ids) for slot, ids in wanted if len(ids)]
+
+    @property
     def sealed(self) -> Position:
         """The last sealed position."""
         return Position(self._model.history, self._model.seals.newest_version)
@@ -105,7 +116,8 @@ class PublishSession:
         open_cut.cut.keep(part, batch)
         self._append(open_cut.cut, part, chunk.rows.slot, batch)
         # Last: while this waits, another stream may begin the part anew.
-        await self._wait_written(_UNWRITTEN_CHUNKS)
+        while len(self._unwritten) > _UNWRITTEN_CHUNKS:
+            await asyncio.wrap_future(self._unwritten.popleft())
 
     async def close(self, close: publish_pb2.PartClose) -> Position:
         """End this rank's part; the position the cut was sealed at, once it is durable.
@@ -125,8 +137,6 @@ class PublishSession:
         if open_cut := self._closed_before(close.step):
             return await asyncio.shield(open_cut.sealed)
         open_cut, part = self._part_of(close.step)
-        await self._wait_written(0)
-        self._check_current()
         event_time, differing = event_time_from_message(close), self._differing(close)
         check_event_time(event_time)
         open_cut.cut.close(
@@ -136,7 +146,9 @@ class PublishSession:
             step_end_unix_ns=close.step_end_unix_ns,
             deletes=frozenset(close.deletes),
             event_time_unix_ns=event_time,
+            unwritten=tuple(self._unwritten),
         )
+        self._unwritten.clear()
         self._coordinator.differing |= differing
         self._part = None
         self._coordinator.seal_when_complete()
@@ -184,10 +196,6 @@ class PublishSession:
         part.log_bytes += packed_bytes(rows)
         appended = self._model.store.append(cut.version, self.rank, index, slot, rows, part.layout)
         self._unwritten.append(appended)
-
-    async def _wait_written(self, but: int) -> None:
-        while len(self._unwritten) > but:
-            await asyncio.wrap_future(self._unwritten.popleft())
 
     def _check_current(self) -> None:
         if self._coordinator.sessions.get(self.rank) is not self:

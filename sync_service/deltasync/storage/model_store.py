@@ -5,17 +5,20 @@ Its streams: `cuts/MODEL` has rows, by version, rank and index; `seals/MODEL` ha
 says how many ranks its run had: what an abandoned cut of a larger run has left is passed over.
 """
 
+import contextlib
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from deltasync.core.errors import StorageFailed
-from deltasync.core.rows import RowBatch
+from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.seal import Seal
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.storage.data_directory import RESTORE
@@ -185,20 +188,25 @@ class ModelStore:
     # Cuts, from their first part to their seal.
 
     def drop_part(self, version: int, rank: int) -> Future[None]:
-        """Forget what was appended of a rank's part of a cut that is not sealed yet."""
-        return self._log.drop(self._cuts, version, rank)
+        """Forget what was appended of a rank's part of a cut that is not sealed yet; on disk with the seal."""
+        return self._log.drop(self._cuts, version, rank, patient=True)
 
     def use_layout(self, layout: bytes, shards: Sequence[Shard], version: int) -> LayoutUse:
         """Have a layout, packed, with these shards in it, for rows of a version that is not sealed yet."""
         return self._layouts.use(layout, shards, version)
 
     def append(self, version: int, rank: int, index: int, slot: int, rows: RowBatch, layout: int) -> Future[None]:
-        """Append record `index` of a rank's part: rows of the shard in `slot` of its layout."""
-        return self._log.append(self._cuts, version, rank, index, *pack_rows(slot, rows, layout))
+        """Append record `index` of a rank's part: rows of the shard in `slot` of its layout. It is on disk
+        with the seal, at the latest.
+        """
+        return self._log.append(self._cuts, version, rank, index, *pack_rows(slot, rows, layout), patient=True)
 
-    def seal(self, seal: Seal) -> Future[None]:
-        """Make a cut visible: it is part of the history from here on."""
-        return self._log.append(self._seals, seal.version, 0, 0, pack_json(seal_record(seal)))
+    def seal(self, seal: Seal, after: Sequence[Future[None]] = ()) -> Future[None]:
+        """Make a cut visible, unless one of the writes `after` which it comes was refused.
+
+        Once this is done it is on disk with them, and part of the history.
+        """
+        return self._log.append(self._seals, seal.version, 0, 0, pack_json(seal_record(seal)), after=after)
 
     def rows(self, seal: Seal) -> Iterator[RowBatch]:
         """The rows of a sealed cut as the log has them.
@@ -218,6 +226,16 @@ class ModelStore:
                 f"the log has {count} rows of version {seal.version} of model {self._model!r}, expected "
                 f"{seal.rows}: {RESTORE}"
             )
+
+    def logged(self, wanted: Mapping[str, Ids], seals: Iterable[Seal]) -> list[RowBatch]:
+        """What the log has of some rows, ids by the table's name, in the order of these cuts; as far as it can be
+        read.
+        """
+        found = []
+        for seal in seals:
+            with contextlib.suppress(StorageFailed):
+                found += [some for rows in self.rows(seal) if len(some := _among(rows, wanted))]
+        return found
 
     def _describe(
         self,
@@ -246,3 +264,9 @@ class ModelStore:
 def _table_record(spec: TableSpec, grown_from: Mapping[str, int], columns: Sequence[int]) -> dict[str, Any]:
     record = spec_record(spec) | ({_GROWN: grown_from[spec.name]} if spec.name in grown_from else {})
     return record | ({_COLUMNS: list(columns)} if len(columns) > 2 else {})
+
+
+def _among(rows: RowBatch, wanted: Mapping[str, Ids]) -> RowBatch:
+    """Those of some rows that are wanted."""
+    where = np.flatnonzero(np.isin(rows.ids, wanted.get(rows.table.name, rows.ids[:0])))
+    return RowBatch(rows.shard, rows.ids[where], rows.values[where], deleted=rows.deleted)

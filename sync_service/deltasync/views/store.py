@@ -90,6 +90,7 @@ class ViewStore:
     is replaced as a whole, so that every thread may read it.
 
     Attributes:
+        consumer: whose view it is.
         history: the releases there were.
         state: where the view is.
     """
@@ -100,7 +101,7 @@ class ViewStore:
         self._model = model
         self._log = log
         self._directory = directory
-        self._consumer = consumer
+        self.consumer = consumer
         self._stream = releases_stream(consumer)
         self._flushed = 0
         self._flushing = threading.Lock()
@@ -145,7 +146,7 @@ class ViewStore:
             StorageFailed: the log could not be written.
         """
         record = {"head": head_record(release.head), "account": statistics_record(release.statistics)}
-        self._log.put(release_name(self._consumer), pack_json(record)).result()
+        self._log.put(release_name(self.consumer), pack_json(record)).result()
 
     # Tables and their files, on any thread.
 
@@ -194,8 +195,8 @@ class ViewStore:
         """Remove everything there is of the view."""
         with self._flushing:
             self.state = replace(self.state, newest=None)
-            self._log.put(view_name(self._consumer), None).result()
-            self._log.put(release_name(self._consumer), None).result()
+            self._log.put(view_name(self.consumer), None).result()
+            self._log.put(release_name(self.consumer), None).result()
             self._log.truncate(self._stream, LAST_NUMBER).result()
             shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -210,7 +211,7 @@ class ViewStore:
             "tables": [table_record(table) for table in state.tables],
         }
         record |= {"mixed": True} if state.mixed else {}
-        self._log.put(view_name(self._consumer), pack_json(record)).result()
+        self._log.put(view_name(self.consumer), pack_json(record)).result()
 
     def _cut_log(self, number: int) -> None:
         self._log.truncate(self._stream, number).result()
@@ -224,7 +225,7 @@ class ViewStore:
         Raises:
             StorageFailed: a file is damaged or missing, or a record of the log is damaged.
         """
-        with reading(f"record {view_name(self._consumer)}"):
+        with reading(f"record {view_name(self.consumer)}"):
             if record["model_history"] != self._model.history:
                 self.discard()  # What replicas hold is of another model: they need everything anyway.
                 return
@@ -263,10 +264,12 @@ class ViewStore:
             last = max(last, record.number)
         if last > newest:
             self.drop(newest + 1).result()
+        for table in tables:
+            table.find_marked()
 
     def _recover_release(self) -> NewestRelease | None:
-        record = recorded_release(self._log, self._consumer)
+        record = recorded_release(self._log, self.consumer)
         if record is None:
             return None
-        with reading(f"record {release_name(self._consumer)}"):
+        with reading(f"record {release_name(self.consumer)}"):
             return NewestRelease(head_of_record(record["head"]), statistics_of_record(record["account"]))

@@ -4,10 +4,9 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from deltasync.core.delivery import Delivery
 from deltasync.core.policy import Policy
+from deltasync.core.progress import Progress
 from deltasync.core.seal import seal_of
 from deltasync.feeds.frozen_release import Head
 from deltasync.feeds.model import Model
@@ -86,7 +85,10 @@ class TableMaker:
 
     async def _copy(self, table: ViewTable, number: int | None) -> None:
         ids = await self._model.on_thread(table.changed_since, 0)
+        what = f"consumer {self._store.consumer!r}: copying table {table.source.spec.name!r}"
+        progress = Progress(what, len(ids))
         for start in range(0, len(ids), _COPIED_ROWS):
+            progress.at(start)
             await self._model.on_thread(table.copy, ids[start : start + _COPIED_ROWS], number)
 
     def _installed(
@@ -139,7 +141,7 @@ def _backlog(table: ViewTable, before: ViewState, grown: Mapping[ViewTable, View
     source = table.source
     known = before.backlog.get(source.spec.name) if grown.get(table, table) in before.tables else None
     # After a restart it is only known which rows are dirty.
-    dirty = int(np.count_nonzero(table.dirty_since))
+    dirty = len(table.dirty)
     return known or Backlog(Amount(dirty, dirty * table.sent.spec.row_bytes), source.norm)
 
 

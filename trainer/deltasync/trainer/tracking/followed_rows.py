@@ -50,7 +50,7 @@ def _follow(rows: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
 
 
 def follow_numbers(numbers: torch.Tensor, plus: int, copy: torch.Tensor) -> torch.Tensor:
-    """Make `copy` [n] as `numbers` [n] with `plus` added, all int64; which of them differed: int64 ids, ascending."""
+    """Make `copy` [n] as `numbers` [n] with `plus` added, all int64; which of them differed: int64, ascending."""
     if numbers.is_cuda:
         return _follow((numbers + plus).view(-1, 1), copy.view(-1, 1))
     ids = np.empty(len(numbers), np.int64)
