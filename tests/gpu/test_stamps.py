@@ -26,6 +26,7 @@ from torch import nn
 
 from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode
 from deltasync.trainer.tracking.due_count import BoundedRows
+from deltasync.trainer.tracking.followed_rows import FollowedRows
 from deltasync.trainer.tracking.module_tensors import module_tensors
 from deltasync.trainer.tracking.shards import dense_table
 from deltasync.trainer.tracking.stamps import RowStamps
@@ -80,6 +81,21 @@ def test_rows_of_a_mask_are_stamped_whatever_their_number(kind: str) -> None:
         stamps.mark_where(mask)
     assert stamps.later(2).tolist() == list(range(2, ROWS, 7))
     assert not len(stamps.later(3))
+
+
+@CPU_AND_GPU
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64, torch.int32, torch.bool])
+def test_which_rows_differ_from_a_copy(kind: str, dtype: torch.dtype) -> None:
+    rows = torch.zeros(ROWS, 3, dtype=dtype, device=device_of(kind))
+    followed = FollowedRows(rows)
+    rows[[4, 30], 2] = 1
+    with no_waiting(kind):
+        changed = followed.follow_all(rows)
+    assert changed.nonzero().flatten().tolist() == [4, 30]
+    assert torch.equal(followed.copy, rows)
+    rows[[4, 7], 0] = 1
+    assert followed.follow(rows).tolist() == ([4, 7])
+    assert torch.equal(followed.copy, rows)
 
 
 @CPU_AND_GPU

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from deltasync.trainer.tracking.followed_rows import BITS, differing_rows, follow
+from deltasync.trainer.tracking.followed_rows import BITS, FollowedRows
 from deltasync.trainer.tracking.shards import TrackedTable
 from deltasync.trainer.tracking.table_stamps import Clock, HostStamps, TableStamps
 
@@ -19,6 +19,7 @@ STAMP_BYTES = 4
 CLOCK_END = torch.iinfo(torch.int32).max
 
 _WHOLE = slice(None)
+_NONE = torch.empty(0, dtype=torch.int64)
 
 
 class RowStamps:
@@ -36,7 +37,7 @@ class RowStamps:
         self._tables = tables
         # No lookup tells when these change: they are compared with copies.
         self._compared = {
-            number: [tracked.weight.clone(memory_format=torch.contiguous_format) for tracked in table.shards]
+            number: [FollowedRows(tracked.weight) for tracked in table.shards]
             for number, table in enumerate(tables)
             if table.compared
         }
@@ -52,13 +53,13 @@ class RowStamps:
 
     @property
     def stamps(self) -> list[torch.Tensor]:
-        """By table, int32 [rows]; 0 = never; where the row was deleted then, negative. Not to be written to."""
+        """By table, as `TableStamps.stamps`."""
         return [each.stamps for each in self._stamps]
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        copies = sum(copy.nbytes for copies in self._compared.values() for copy in copies)
+        copies = sum(followed.nbytes for by_shard in self._compared.values() for followed in by_shard)
         return sum(each.nbytes for each in self._stamps) + copies
 
     def stamp(self, table: int, ids: torch.Tensor, part: slice = _WHOLE) -> None:
@@ -73,8 +74,8 @@ class RowStamps:
         """Stamp rows (local ids, int64) as deleted: they are zeros by now."""
         self._last_delete[table] = self.clock
         self._stamps[table].delete(ids)
-        for copy in self._compared.get(table, ()):
-            copy.index_fill_(0, ids, 0)
+        for followed in self._compared.get(table, ()):
+            followed.copy.index_fill_(0, ids, 0)
 
     def stamp_all(self, table: int) -> None:
         """Stamp every row of a table."""
@@ -95,15 +96,16 @@ class RowStamps:
 
     def compare(self) -> None:
         """Stamp the rows that have changed without a lookup."""
-        for number, copies in self._compared.items():
-            for tracked, copy in zip(self._tables[number].shards, copies, strict=True):
-                if copy.is_cuda:  # To list them would make the host wait.
-                    differing = differing_rows(tracked.weight, copy)
-                    self.written[number] += len(differing)
-                    self._stamps[number].mark_where(differing)
-                    copy.copy_(tracked.weight)
+        for number, by_shard in self._compared.items():
+            for tracked, followed in zip(self._tables[number].shards, by_shard, strict=True):
+                if tracked.weight.is_cuda:
+                    self._stamp_where(number, followed.follow_all(tracked.weight))
                 else:
-                    self.stamp(number, follow(tracked.weight, copy))
+                    self.stamp(number, followed.follow(tracked.weight))
+
+    def _stamp_where(self, table: int, changed: torch.Tensor) -> None:
+        self.written[table] += len(changed)
+        self._stamps[table].mark_where(changed)
 
     def restore(self, clock: int, stamps: Sequence[torch.Tensor]) -> None:
         """Go on from other stamps; rows are compared with what they are now from here on."""
@@ -111,9 +113,9 @@ class RowStamps:
         self._replace(stamps)
         least = {number: int(theirs.min()) for number, theirs in enumerate(stamps) if len(theirs)}
         self._last_delete = {number: -stamp for number, stamp in least.items() if stamp < 0}
-        for number, copies in self._compared.items():
-            for tracked, copy in zip(self._tables[number].shards, copies, strict=True):
-                copy.copy_(tracked.weight)
+        for number, by_shard in self._compared.items():
+            for tracked, followed in zip(self._tables[number].shards, by_shard, strict=True):
+                followed.copy.copy_(tracked.weight)
 
     def later(self, table: int, cursor: int) -> torch.Tensor:
         """Local ids, ascending, of the rows stamped after `cursor` and not deleted: int64 [n]."""
@@ -125,7 +127,7 @@ class RowStamps:
         A consumer that has nothing gets all of them: it may have taken rows that it did not acknowledge.
         """
         if self._last_delete.get(table, 0) <= max(cursor, 0):
-            return torch.empty(0, dtype=torch.int64)
+            return _NONE
         return self._stamps[table].deleted_later(max(cursor, 0))
 
     def not_deleted(self, table: int, ids: torch.Tensor) -> torch.Tensor:
