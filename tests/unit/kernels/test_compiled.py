@@ -23,7 +23,8 @@ def double(number):
 def compile_anew(file: Path) -> Any:
     """The compiled function of the file, as another process would find it."""
     spec = spec_from_file_location("doubling", file)
-    assert spec and spec.loader
+    assert spec
+    assert spec.loader
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.double.compile()
