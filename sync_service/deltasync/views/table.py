@@ -197,9 +197,8 @@ class ViewTable:
         Raises:
             DamagedRows: some of the source do not fit their digests.
         """
-        rows = self.source.checked_rows(room.ids)
-        digests = self.delivery.encode_rows(rows, np.arange(len(room)), room.values)
-        return replace(room, digests=digests)
+        room.values[:] = self.delivery.encode(self.source.checked_rows(room.ids))
+        return replace(room, digests=self.delivery.held_digests(room.values))
 
     def batch(self, ids: Ids, encoded: Values, norms: Floats) -> RowBatch:
         """Encoded rows as `write` takes them; with the norms ([n]) of what has changed where those are sent."""
