@@ -5,20 +5,36 @@ Any thread may read. One that does not train waits for the end of a step.
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 import torch
 
 from deltasync.trainer.tracking.cost import TrackerCost
 from deltasync.trainer.tracking.cursors import ConsumerCursor, Cursors
 from deltasync.trainer.tracking.delta import DeletedRows, Delta, DeltaRows, Token
-from deltasync.trainer.tracking.modes import TrackingMode, sources
+from deltasync.trainer.tracking.device_digests import row_digests
+from deltasync.trainer.tracking.modes import TrackingMode, has_rows, sources
 from deltasync.trainer.tracking.row_marking import RowMarking
 from deltasync.trainer.tracking.shards import TrackedTable
 from deltasync.trainer.tracking.stamps import NOTHING, RowStamps
 from deltasync.trainer.tracking.update_gate import UpdateGate
 
-# Local ids of rows by table, and their values by shard if those are read.
-Gathered = dict[TrackedTable, tuple[torch.Tensor, list[torch.Tensor]]]
+
+@dataclass(frozen=True)
+class _Rows:
+    """Local ids of rows of a table; by shard, values if those are read, and digests if they lie on a device."""
+
+    ids: torch.Tensor
+    values: list[torch.Tensor]
+    digests: list[torch.Tensor]
+
+    def in_host_memory(self) -> "_Rows":
+        """The same in host memory: on a GPU, once its stream is done."""
+        values, digests = ([_to_host(each) for each in both] for both in (self.values, self.digests))
+        return _Rows(_to_host(self.ids), values, digests)
+
+
+Gathered = dict[TrackedTable, _Rows]
 
 
 class DeltaReader:
@@ -67,7 +83,7 @@ class DeltaReader:
                 gathered, deleted = self._gather_due(cursor, mode), self._deletes(cursor)
                 position = self._cursors.tick()
             with self._gate.side_stream():
-                gathered = _in_host_memory(gathered)
+                gathered = {table: rows.in_host_memory() for table, rows in gathered.items()}
             rows = _delta_rows(cursor, gathered)
             kept = (rows, deleted) if cursor.first_values else ({}, {})
             delta = Delta(rows, Token(cursor.name, position, *kept, {}, cursor), deleted)
@@ -81,7 +97,8 @@ class DeltaReader:
         for number, table in enumerate(self._tables):
             ids = _named(table, cursor, cursor.due(table, self._stamps, number))
             if len(ids):
-                gathered[table] = ids, [cursor.memory.select(live, ids) for live in sources(table, mode)]
+                values = [cursor.memory.select(live, ids) for live in sources(table, mode)]
+                gathered[table] = _Rows(ids, values, _digests(table, mode, values))
         return gathered
 
     def _deletes(self, cursor: ConsumerCursor) -> dict[str, DeletedRows]:
@@ -104,25 +121,25 @@ def _named(table: TrackedTable, cursor: ConsumerCursor, due: torch.Tensor) -> to
     return due[named[due]]
 
 
-def _in_host_memory(gathered: Gathered) -> Gathered:
-    """The same in host memory: on a GPU, once its stream is done."""
-    return {
-        table: (_to_host(ids), [_to_host(values) for values in by_shard])
-        for table, (ids, by_shard) in gathered.items()
-    }
+def _digests(table: TrackedTable, mode: TrackingMode, values: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Of current rows on a device, by shard: made before the copy to the host, which they cover."""
+    if table.device.type == "cpu" or not has_rows(mode):
+        return []
+    return [row_digests(each, tracked.shard) for tracked, each in zip(table.shards, values, strict=True)]
 
 
 def _delta_rows(cursor: ConsumerCursor, gathered: Gathered) -> dict[str, DeltaRows]:
     """Rows in host memory as the consumer is given them, by FQN."""
     return {
         table.name: DeltaRows(
-            ids + table.row_offset if table.row_offset else ids,
+            rows.ids + table.row_offset if table.row_offset else rows.ids,
             [tracked.shard for tracked in table.shards],
-            by_shard,
-            cursor.first_rows(table, ids),
+            rows.values,
+            cursor.first_rows(table, rows.ids),
             cursor.mode,
+            rows.digests,
         )
-        for table, (ids, by_shard) in gathered.items()
+        for table, rows in gathered.items()
     }
 
 
