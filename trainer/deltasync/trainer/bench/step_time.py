@@ -45,6 +45,4 @@ def print_cpu(console: Console, figures: dict[str, Any]) -> None:
     console.print(
         f"  CPU time of a rank      {ratio_of(figures, 'tracking_cpu_ratio')}   ({off}; aim: at most 1.01)"
     )
-    console.print(
-        f"  of the thread that trains  {ratio_of(figures, 'tracking_thread_ratio')}   (aim: at most 1.01)"
-    )
+    console.print(f"  of its training thread  {ratio_of(figures, 'tracking_thread_ratio')}   (aim: at most 1.01)")

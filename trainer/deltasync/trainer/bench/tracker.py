@@ -9,8 +9,7 @@ from deltasync.trainer.bench.children import Children
 from deltasync.trainer.bench.step_time import RANKS, print_cpu, ratio_of, step_times
 
 _ROUNDS = 80
-# What the figures of a step are called here and there.
-_CLOCKS = {"time": "step", "cpu": "cpu", "thread": "thread"}
+_STEP_RATIOS = {"time": "step", "cpu": "cpu", "thread": "thread"}
 _AIMS = {"id_only": 0.12, "embedding": 0.04}
 
 
@@ -26,8 +25,8 @@ def run(console: Console) -> dict[str, Any]:
     _print_steps(console, steps)
     ids, embeddings = (line["time_ratio"] for line in figures["recording"][:2])
     ratios = {"ids_time_ratio": ids, "embeddings_time_ratio": embeddings}
-    of_steps = {f"step_{clock}_ratio": steps[f"tracking_{kind}_ratio"] for clock, kind in _CLOCKS.items()}
-    return ratios | of_steps | figures | {"steps": steps}
+    ratios |= {f"step_{name}_ratio": steps[f"tracking_{kind}_ratio"] for name, kind in _STEP_RATIOS.items()}
+    return ratios | figures | {"steps": steps}
 
 
 def _print_recording(console: Console, figures: dict[str, Any]) -> None:

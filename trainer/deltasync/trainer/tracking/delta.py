@@ -65,7 +65,7 @@ class DeltaRows:
         digests = [each.numpy().view(np.uint64) for each in self.shard_digests]
         return [
             RowBatch(shard, ids, values.numpy(), digests=made)
-            for shard, values, made in zip(self.shards, self.shard_values, digests or repeat(None))
+            for shard, values, made in zip(self.shards, self.shard_values, digests or repeat(None), strict=False)
         ]
 
     @property

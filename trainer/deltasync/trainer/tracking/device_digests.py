@@ -1,6 +1,6 @@
 """Digests of rows that lie on a device, made there before they are copied to the host.
 
-So they show, too, whether the copy has their bits. The same numbers as `core.digests` makes of rows in host memory.
+So they tell, too, whether the copy has their bits. As `core.digests` makes them of rows in host memory.
 """
 
 from functools import lru_cache
