@@ -8,19 +8,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from weakref import WeakValueDictionary, ref
 
+import numpy as np
+
 from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.seal import Seal
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import Shard
+from deltasync.feeds.repair import NO_REPAIR, Repair
 from deltasync.feeds.scratch import room_for
 from deltasync.wire.row_messages import chunk_rows, chunked, release_chunk, rows_in_chunk
 
 # Of all releases together; beyond it they are kept in unlinked files, so that slow replicas cost no memory.
 RELEASES_IN_MEMORY_BYTES = 64 << 20
 
-NO_TABLES: frozenset[int] = frozenset()
-
-_Lack = tuple[int, frozenset[int], int]
+_Lack = tuple[int, Repair, int]
 
 
 @dataclass(frozen=True)
@@ -84,14 +85,14 @@ class FrozenRelease:
     Attributes:
         head: what a replica holds once it has applied this; None when nothing is published yet.
         chunks: the rows, each once, of tables in any order; those that are no more among them.
-        whole: slots of the tables of which this holds every row.
+        repair: of which this holds all.
         checksums: of every table, by slot, as a replica at `head` holds it.
         memory_bytes: how much memory these take; 0 when they are in unlinked files.
     """
 
     head: Head | None
     chunks: list[Chunk] = field(default_factory=list)
-    whole: frozenset[int] = NO_TABLES
+    repair: Repair = NO_REPAIR
     checksums: tuple[int, ...] = ()
     memory_bytes: int = 0
 
@@ -123,28 +124,28 @@ class Releases:
         self._newest: asyncio.Future[FrozenRelease] | None = None
         self.followed = False
 
-    def get(self, after: int, whole: frozenset[int], head: int) -> asyncio.Future[FrozenRelease]:
-        """The rows stamped after `after`, and all of the tables in the slots `whole`, while the head is `head`."""
-        lack = (after, whole, head)
+    def get(self, after: int, repair: Repair, head: int) -> asyncio.Future[FrozenRelease]:
+        """The rows stamped after `after`, and those of a repair, while the head is `head`."""
+        lack = (after, repair, head)
         self.followed |= after == head - 1
         task = self._tasks.get(lack)
         if task is None or _failed(task):
-            task = self._tasks[lack] = asyncio.create_task(self._get(after, whole))
+            task = self._tasks[lack] = asyncio.create_task(self._get(after, repair))
         return task
 
     def have(self, release: FrozenRelease | None, head: int) -> None:
         """Have what the cut before `head` lacks, which was made of a cut itself, until the next one."""
         self._newest, self.followed = None, False
         if release:
-            self._newest = self._tasks[head - 1, NO_TABLES, head] = asyncio.get_running_loop().create_future()
+            self._newest = self._tasks[head - 1, NO_REPAIR, head] = asyncio.get_running_loop().create_future()
             self._newest.set_result(release)
 
-    async def _get(self, after: int, whole: frozenset[int]) -> FrozenRelease:
-        return await self._run(self._freeze, after, whole)
+    async def _get(self, after: int, repair: Repair) -> FrozenRelease:
+        return await self._run(self._freeze, after, repair)
 
-    def _freeze(self, after: int, whole: frozenset[int]) -> FrozenRelease:
+    def _freeze(self, after: int, repair: Repair) -> FrozenRelease:
         tables, head = self._state()
-        return self._noted(freeze(tables, after, head, self._scratch, self._room(), whole))
+        return self._noted(freeze(tables, after, head, self._scratch, self._room(), repair))
 
     # On the thread that changes the tables.
 
@@ -179,15 +180,18 @@ def freeze(
     head: Head | None,
     scratch: Path,
     memory_bytes: int,
-    whole: frozenset[int] = NO_TABLES,
+    repair: Repair = NO_REPAIR,
 ) -> FrozenRelease:
-    """Copy every row stamped after `after`, and all of the tables in the slots `whole`. Not while any row changes.
+    """Copy every row stamped after `after`, and those of a repair. Not while any row changes.
 
     Who holds nothing of a table need not know what is deleted in it.
 
     A release of more than `memory_bytes` is kept in unlinked files in the folder `scratch`.
     """
-    changed = [_split(table, 0 if slot in whole else after) for slot, table in enumerate(tables)]
+    changed = [
+        _split(table, 0 if slot in repair.whole else after, repair.rows.get(slot))
+        for slot, table in enumerate(tables)
+    ]
     pairs = list(zip(tables, changed, strict=True))
     total = sum(len(ids) * table.spec.row_bytes + gone.nbytes for table, (ids, gone) in pairs)
     spill = total > memory_bytes
@@ -196,7 +200,7 @@ def freeze(
         for slot, (table, (ids, gone)) in enumerate(pairs)
         for chunk in (_spilled(slot, table, ids, gone, scratch) if spill else _written(slot, table, ids, gone))
     ]
-    release = FrozenRelease(head, chunks, whole, _checksums(tables), 0 if spill else total)
+    release = FrozenRelease(head, chunks, repair, _checksums(tables), 0 if spill else total)
     if spill:
         weakref.finalize(release, _free_elsewhere, chunks).atexit = False
     return release
@@ -206,10 +210,12 @@ def _checksums(tables: Sequence[StampedTable]) -> tuple[int, ...]:
     return tuple(table.checksum for table in tables)
 
 
-def _split(table: StampedTable, after: int) -> tuple[Ids, Ids]:
-    """The rows stamped after `after`: those that are there, and those that are no more."""
+def _split(table: StampedTable, after: int, others: Ids | None) -> tuple[Ids, Ids]:
+    """The rows stamped after `after`, and others: those that are there, and those that are not."""
     ids = table.changed_since(after)
-    deleted = table.deleted(ids)
+    if others is not None:
+        ids = np.union1d(ids, others[: np.searchsorted(others, table.spec.rows)])
+    deleted = table.stamps[ids] <= 0
     if not deleted.any():
         return ids, ids[:0]
     return ids[~deleted], ids[deleted & (after > 0)]

@@ -29,7 +29,8 @@ from deltasync.core.tables import Shard, TableSpec
 from deltasync.core.threads import EVENT_LOOP, MODEL_PREFIX, MODEL_THREAD, SET_BY_EVENT_LOOP, confined
 from deltasync.feeds.cut_rows import cut_rows
 from deltasync.feeds.damage import Damage, in_words, joined, without
-from deltasync.feeds.frozen_release import NO_TABLES, FrozenRelease, Head, Releases
+from deltasync.feeds.frozen_release import FrozenRelease, Head, Releases
+from deltasync.feeds.repair import NO_REPAIR, Repair
 from deltasync.feeds.standing import Standing, TableStanding
 from deltasync.feeds.sweep import Sweep
 from deltasync.feeds.table_changes import changes
@@ -170,9 +171,9 @@ class Model:
         """Whether it has tables: replicas read them as they are."""
         return bool(self.tables)
 
-    def release(self, after: int, whole: frozenset[int] = NO_TABLES) -> asyncio.Future[FrozenRelease]:
-        """What a replica at version `after` lacks, and all of the tables in the slots `whole`."""
-        task = self._releases.get(after, whole, self.position.number)
+    def release(self, after: int, repair: Repair = NO_REPAIR) -> asyncio.Future[FrozenRelease]:
+        """What a replica at version `after` lacks, and what is to be repaired."""
+        task = self._releases.get(after, repair, self.position.number)
         task.add_done_callback(self._look_for_damage)
         return task
 
@@ -209,7 +210,7 @@ class Model:
             seals=self.seals.frozen(),
             tables=followed,
             version_of=lambda version: version,
-            failure=self.failure or in_words(self.damage),
+            failure=self.failure or in_words(self.damage, "the trainers are asked for them"),
             unpublished="" if self.head else f"nothing of model {self.name!r} is published",
         )
 

@@ -1,5 +1,6 @@
 """What the replicas of a consumer hold of one table, and which of its rows are dirty."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -78,6 +79,7 @@ class ViewTable:
         held: what replicas at the newest release hold, in the value type.
         sent: what replicas are sent: `held`, or the norms.
         dirty: the rows that were dirty at the last look.
+        damaged: those of them that go with the next release, since of what is held of them some bits are lost.
     """
 
     def __init__(self, source: StampedTable, delivery: Delivery, folder: Path, *, new: bool) -> None:
@@ -96,6 +98,7 @@ class ViewTable:
         self._clean: ChangeCounts = self.sent.counts
         self._compared_version = 0  # The source's newest version at the last look, as far as it is known.
         self._seen = True  # Whether norms and flags of what is dirty are known.
+        self.damaged = _NO_IDS
         if not new:
             self.find_marked()
 
@@ -134,10 +137,14 @@ class ViewTable:
         """Take over rows of the source as they are. Stamp them with `number`; None = as in the source.
 
         Deleted ones too: a replica may hold them of before, in another form.
+
+        Raises:
+            DamagedRows: some of the source do not fit their digests; nothing was taken over.
         """
         gone = self.source.deleted(ids)
         live = ids[~gone]
-        self.write(self.batch(live, self.encoded(live), self._norms_of(live)), number or 1)
+        room = np.empty((len(live), self.held.spec.dim), self.held.spec.dtype)
+        self.write(self.drawn(self.batch(live, room, self._norms_of(live))), number or 1)
         self.write(self.deletes(ids[gone]), number or 1)
         if number is None:
             self.held.restamp(ids, self.source.stamps[ids])
@@ -186,9 +193,14 @@ class ViewTable:
         """Rows that are no more, as `write` takes them."""
         return RowBatch.deletes(Shard.whole(self.held.spec), ids)
 
-    def encoded(self, ids: Ids) -> Values:
-        """Rows of the source ([n, width]) as replicas are to hold them."""
-        return self.delivery.encode(self.source.rows_of(ids))
+    def drawn(self, room: RowBatch) -> RowBatch:
+        """Rows of the source as replicas are to hold them, encoded into the values of `room`, and their digests.
+
+        Raises:
+            DamagedRows: some of the source do not fit their digests.
+        """
+        room.values[:] = self.delivery.encode(self.source.checked_rows(room.ids))
+        return replace(room, digests=self.delivery.held_digests(room.values))
 
     def batch(self, ids: Ids, encoded: Values, norms: Floats) -> RowBatch:
         """Encoded rows as `write` takes them; with the norms ([n]) of what has changed where those are sent."""
@@ -209,6 +221,33 @@ class ViewTable:
     def settle(self, ids: Ids) -> None:
         """Note that these rows ([n], strictly ascending) are not dirty now: they were written."""
         self.dirty = self.dirty.without(ids)
+        self.damaged = np.setdiff1d(self.damaged, ids) if len(self.damaged) else self.damaged
+
+    def mend(self, ids: Ids, version: int) -> Ids:
+        """Make the rows `ids` ([n], strictly ascending), which do not fit their digests, again as they were.
+
+        Returns:
+            Those of which nobody knows what they were, mostly since the source has others by now: they are dirty,
+            since `version`, and go with the next release.
+        """
+        gone = self.held.deleted(ids)
+        self.held.mend(self.deletes(ids[gone]))
+        live = ids[~gone]
+        encoded = self.delivery.encode(self.source.checked_rows(live))
+        same = self.held.fits(live, encoded)
+        self.held.mend(RowBatch.of_table(self.held.spec, live[same], encoded[same]))
+        left = np.union1d(self.held.damaged(ids), self.sent.damaged(ids))
+        self._mark_damaged(left, version)
+        return left
+
+    def _mark_damaged(self, ids: Ids, version: int) -> None:
+        clean = ids[self._marks[ids] == 0]
+        found = Findings(
+            clean, np.zeros(len(clean)), np.zeros(len(clean), np.uint8), np.ones(len(clean), np.bool_)
+        )
+        self._clean = self._clean.without(self.sent.numbers(clean))
+        self._marks[clean] = version
+        self.dirty, self.damaged = self.dirty.after(found, version), np.union1d(self.damaged, ids)
 
     def lacking(self, number: int, compared_version: int) -> int:
         """How many rows a replica at `number` does not hold as the source has them, at most. Any thread.
@@ -222,9 +261,14 @@ class ViewTable:
         rows = self.source.spec.rows
         return min(rows, rows - clean.rows + clean.after(number) + changed)
 
+    @property
+    def mapped(self) -> list[MappedTable]:
+        """What is held, and what is sent where that is something else."""
+        return [self.held] if self.sent is self.held else [self.held, self.sent]
+
     def flush(self) -> None:
         """Wait until everything written before the call is on disk. Blocks; any thread."""
-        for mapped in {self.held, self.sent}:
+        for mapped in self.mapped:
             mapped.flush()
         self._marks.flush()
 

@@ -20,6 +20,7 @@ from deltasync.core.rows import RowBatch
 from deltasync.core.seal import Seal
 from deltasync.feeds import frozen_release
 from deltasync.feeds.model import Model
+from deltasync.feeds.repair import Repair
 from deltasync.publish.session import PublishSession
 from deltasync.service.service import Service
 from deltasync.storage.lmdb_store import LmdbStore
@@ -110,7 +111,7 @@ def test_a_cut_is_kept_for_replicas_only_while_some_follow(tmp_path: Path) -> No
         assert found is await model.release(3)
         assert found is not await model.release(2)
         assert found.checksums == (await model.release(0)).checksums
-        whole = await model.release(3, frozenset({1}))  # A table that is repaired comes from the tables.
+        whole = await model.release(3, Repair(frozenset({1})))  # A table that is repaired comes from the tables.
         assert {slot: len(rows) for slot, rows in live_rows(whole).items()} == {0: 1, 1: 30}
         del found
         await published(session, service, changed(5, 5))

@@ -23,6 +23,7 @@ from deltasync.core.rows import RowBatch, Values
 from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.core.value_types import ValueType
 from deltasync.feeds.feed import Feed
+from deltasync.feeds.repair import NO_REPAIR
 from deltasync.views.view import View
 
 Step = tuple[str, Any]
@@ -178,7 +179,7 @@ class Play:
         if not decision.yes or not replica.tables:
             replica.tables = {name: np.zeros((each.rows, each.dim), each.dtype) for name, each in specs.items()}
             replica.there = set()
-        release = await feed.release(after.number, frozenset())
+        release = await feed.release(after.number, NO_REPAIR)
         for slot, batch in (*live_rows(release).items(), *deleted_rows(release).items()):
             delivery = feed.deliveries[slot]
             values = batch.values if batch.deleted else delivery.decode(batch.values)
