@@ -3,23 +3,32 @@
 import math
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, BinaryIO
 from urllib.parse import quote
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from deltasync.core.errors import StorageFailed
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import TableSpec
 from deltasync.storage.data_directory import RESTORE
+from deltasync.storage.mapping import Mapping
 
 _STAMP_TYPE = np.dtype(np.int64)
 _BLOCK_BYTES = 1 << 20
 
-Mapped: TypeAlias = np.memmap[tuple[int, ...], np.dtype[Any]]
+
+@dataclass(frozen=True)
+class MappedArray:
+    """An array, and the mapping that it is in."""
+
+    values: NDArray[Any]
+    mapping: Mapping
 
 
 class MappedTable(StampedTable):
@@ -30,7 +39,7 @@ class MappedTable(StampedTable):
 
     def __init__(self, table: TableSpec, directory: Path, *, new: bool) -> None:
         rows, stamps = _mapped(table, directory, new=new)
-        super().__init__(table, rows, stamps)
+        super().__init__(table, rows.values, stamps.values)
         self._mapped = (rows, stamps)
 
     def extend(self, spec: TableSpec, directory: Path) -> Callable[[], None]:
@@ -46,14 +55,14 @@ class MappedTable(StampedTable):
         arrays = _mapped(spec, directory, new=False)
         return partial(self._become, spec, *arrays)
 
-    def _become(self, spec: TableSpec, rows: Mapped, stamps: Mapped) -> None:
+    def _become(self, spec: TableSpec, rows: MappedArray, stamps: MappedArray) -> None:
         self.counts = self.counts.plus_unchanged(spec.rows - self.spec.rows)
-        self.spec, self.rows, self.stamps, self._mapped = spec, rows, stamps, (rows, stamps)
+        self.spec, self.rows, self.stamps, self._mapped = spec, rows.values, stamps.values, (rows, stamps)
 
     def flush(self) -> None:
         """Wait until everything written before the call is on disk."""
         for array in self._mapped:
-            array.flush()
+            array.mapping.flush()
 
 
 def extend_files(table: TableSpec, directory: Path) -> None:
@@ -113,14 +122,14 @@ def _files(table: TableSpec, directory: Path) -> tuple[Path, Path]:
     return file_of(table, directory, "rows"), file_of(table, directory, "stamps")
 
 
-def _mapped(table: TableSpec, directory: Path, *, new: bool) -> tuple[Mapped, Mapped]:
+def _mapped(table: TableSpec, directory: Path, *, new: bool) -> tuple[MappedArray, MappedArray]:
     """The rows and the stamps of a table."""
     rows_file, stamps_file = _files(table, directory)
     rows = map_array(rows_file, table.dtype, (table.rows, table.dim), new=new)
     return rows, map_array(stamps_file, _STAMP_TYPE, (table.rows,), new=new)
 
 
-def map_array(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...], *, new: bool) -> Mapped:
+def map_array(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...], *, new: bool) -> MappedArray:
     """An array mapped from a file; a `new` one is made, all zero.
 
     One that has more, but zeros only, was being extended when its process ended: it is made as short as before.
@@ -137,7 +146,18 @@ def map_array(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...], *, new: 
     if found != size:
         has = "is missing" if found is None else f"has {found} bytes"
         raise StorageFailed(f"{path} {has}, expected {size} bytes: {RESTORE}")
-    return np.memmap(path, dtype, mode="r+", shape=shape)
+    mapping = map_file(path)
+    return MappedArray(mapping.array(dtype, shape), mapping)
+
+
+def map_file(path: Path) -> Mapping:
+    """A whole file, which is not empty.
+
+    Raises:
+        StorageFailed: there is no room in the process's memory.
+    """
+    with path.open("r+b") as file:
+        return Mapping(file.fileno(), path.stat().st_size, str(path))
 
 
 def _allocate(path: Path, size: int) -> None:

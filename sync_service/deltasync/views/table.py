@@ -67,9 +67,9 @@ class ViewTable:
             self.sent = MappedTable(delivery.wire_spec, _norms_folder(folder, new), new=new)
         since = file_of(delivery.spec, folder, "since")
         self._mapped_since = map_array(since, _SINCE_TYPE, (delivery.spec.rows,), new=new)
-        self.dirty_since: NDArray[np.int64] = self._mapped_since
+        self.dirty_since: NDArray[np.int64] = self._mapped_since.values
         # Of the rows that are not dirty. Both replaced whole, so that `lacking` may read them in any thread.
-        self._clean: ChangeCounts = self.sent.counts.without(self.sent.numbers(np.flatnonzero(self._mapped_since)))
+        self._clean: ChangeCounts = self.sent.counts.without(self.sent.numbers(np.flatnonzero(self.dirty_since)))
         self._compared_version = 0  # The source's newest version at the last comparison, as far as it is known.
         # [N], as of the last comparison, and right for dirty rows only: one that has not changed since then is as
         # far off as it was. None = not known.
@@ -186,7 +186,7 @@ class ViewTable:
         """Wait until everything written before the call is on disk. Blocks; any thread."""
         for mapped in {self.held, self.sent}:
             mapped.flush()
-        self._mapped_since.flush()
+        self._mapped_since.mapping.flush()
 
     def count_digests(self) -> None:
         """Find the digests anew, after a restart."""

@@ -74,7 +74,7 @@ class Camera:
     def keep(self, table: MappedTable) -> None:
         """Note that the files of one table are on disk as they are now."""
         for array in table._mapped:
-            file = Path(str(array.filename))
+            file = Path(array.mapping.name)
             shutil.copyfile(file, self.flushed / file.relative_to(self.data_dir / "models"))
         self.take("flush of one table", power_loss=True)
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.local_service import join, run, send
+from tests.support.mapping import in_a_file
 from tests.support.wire import WHOLE, full_part, part, publish_open, random_rows
 
 from deltasync.core.errors import ServiceUnavailable, StorageFailed
@@ -203,7 +204,7 @@ def test_tables_are_written_down_even_if_the_rank_has_gone(
 
 def test_releases_share_the_memory_there_is_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def spilled(release: FrozenRelease) -> bool:
-        return any(isinstance(rows.values, np.memmap) for rows in release.batches.values())
+        return any(in_a_file(rows.values) for rows in release.batches.values())
 
     async def scenario(service: Service) -> None:
         session = await join(service)

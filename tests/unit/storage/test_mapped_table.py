@@ -115,7 +115,7 @@ def test_a_table_is_flushed_whole_once_it_has_grown(tmp_path: Path) -> None:
     table = extended(written(tmp_path), tmp_path)
     table.apply(RowBatch.of_table(LARGER, np.array([2999]), np.ones((1, 4), np.float32)), 3)
     table.flush()
-    assert [len(array) for array in table._mapped] == [3000, 3000]
+    assert [len(array.values) for array in table._mapped] == [3000, 3000]
 
 
 def test_room_that_nobody_has_written_down_is_given_back(tmp_path: Path) -> None:
