@@ -35,6 +35,15 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
+@pytest.fixture(params=["files of their own", "a shared file"])
+def shared_file(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether tables that are made share a file, as small ones do, or have files of their own."""
+    shared: bool = request.param == "a shared file"
+    if not shared:
+        monkeypatch.setattr("deltasync.storage.table_files.SMALL_BYTES", 0)
+    return shared
+
+
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[ServiceProcess]:
     """A service of its own process, on free ports, with consumer "predictors" of model "clicks"."""

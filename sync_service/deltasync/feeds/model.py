@@ -128,6 +128,7 @@ class Model:
             self._closed = True
             await asyncio.to_thread(self._thread.shutdown)
         await asyncio.to_thread(self.flush)
+        await asyncio.to_thread(self.store.remove_unused)
 
     async def on_thread(self, function: Callable[..., T], *args: object) -> T:
         """Run `function`, which must not wait for anything, on the model's thread, after what was asked of it

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deltasync.storage.mapped_table import reserve
 from deltasync.storage.mapping import Mapping
+from deltasync.storage.table_files import reserve
 
 
 def room_for(shape: tuple[int, ...], dtype: np.dtype[Any], folder: Path | None, what: str) -> NDArray[Any]:

@@ -1,49 +1,38 @@
 """Tables mapped from files: as fast as memory, larger than memory if need be, there again after a restart."""
 
-import math
-import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, BinaryIO
 from urllib.parse import quote
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
-from deltasync.core.errors import StorageFailed
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import TableSpec
-from deltasync.storage.data_directory import RESTORE
-from deltasync.storage.mapping import Mapping
+from deltasync.storage.table_files import ArraySpec, TableFiles, flush
 
 _STAMP_TYPE = np.dtype(np.int64)
-_BLOCK_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class MappedArray:
-    """An array, and the mapping that it is in."""
-
-    values: NDArray[Any]
-    mapping: Mapping
 
 
 class MappedTable(StampedTable):
-    """A stamped table whose rows and stamps are mapped from two files in a folder.
+    """A stamped table whose arrays, which are `arrays_of` it, are mapped from files.
 
-    A `new` one is made, all zero; otherwise its files must be there.
+    Attributes:
+        files: where they are mapped from. Replaced whole: any thread may read it.
     """
 
-    def __init__(self, table: TableSpec, directory: Path, *, new: bool) -> None:
-        rows, stamps = _mapped(table, directory, new=new)
-        super().__init__(table, rows.values, stamps.values)
-        self._mapped = (rows, stamps)
+    def __init__(self, table: TableSpec, files: TableFiles) -> None:
+        rows, stamps = files.arrays
+        super().__init__(table, rows, stamps)
+        self.files = files
 
-    def extend(self, spec: TableSpec, directory: Path) -> Callable[[], None]:
-        """Make room for what the table is to be, which may have more rows. Blocks; any thread.
+    def moves(self, spec: TableSpec) -> bool:
+        """Whether it needs other files to be what it is to be."""
+        return spec.rows > self.spec.rows and self.files.place.offset is not None
+
+    def extend(self, spec: TableSpec, files: TableFiles | None = None) -> Callable[[], None]:
+        """Make room for what the table is to be, which may have more rows: in its own files, or else in `files`,
+        which are all zero. Blocks; any thread.
 
         Returns:
             What makes the table that, with zeros in new rows: for the thread that changes it.
@@ -51,138 +40,30 @@ class MappedTable(StampedTable):
         Raises:
             StorageFailed: there is no room; the table is as it was.
         """
-        extend_files(spec, directory)
-        arrays = _mapped(spec, directory, new=False)
-        return partial(self._become, spec, *arrays)
+        if spec.rows > self.spec.rows:
+            return partial(self._become, spec, files or self.files.extended(arrays_of(spec)))
+        return partial(self._become, spec, self.files)
 
-    def _become(self, spec: TableSpec, rows: MappedArray, stamps: MappedArray) -> None:
+    def _become(self, spec: TableSpec, files: TableFiles) -> None:
+        if files.place != self.files.place:
+            files.copy(self.files)
         self.counts = self.counts.plus_unchanged(spec.rows - self.spec.rows)
-        self.spec, self.rows, self.stamps, self._mapped = spec, rows.values, stamps.values, (rows, stamps)
+        self.spec, self.files = spec, files
+        self.rows, self.stamps = files.arrays
 
     def flush(self) -> None:
         """Wait until everything written before the call is on disk."""
-        for array in self._mapped:
-            array.mapping.flush()
+        flush([self.files])
 
 
-def extend_files(table: TableSpec, directory: Path) -> None:
-    """Make room in a table's files for as many rows as it is to have, with zeros.
-
-    Raises:
-        StorageFailed: there is no room.
-    """
-    rows_file, stamps_file = _files(table, directory)
-    extend_file(rows_file, table.nbytes)
-    extend_file(stamps_file, table.rows * _STAMP_TYPE.itemsize)
+def arrays_of(table: TableSpec, folder: str = "") -> tuple[ArraySpec, ...]:
+    """The arrays of a table; their files, if they have some of their own, are in a folder below the table's."""
+    return (
+        ArraySpec(folder + file_of(table, "rows"), table.dtype, (table.rows, table.dim)),
+        ArraySpec(folder + file_of(table, "stamps"), _STAMP_TYPE, (table.rows,)),
+    )
 
 
-def extend_file(path: Path, size: int) -> None:
-    """Make room in a file for so many bytes, the new ones zero; one that is as long stays so.
-
-    Raises:
-        StorageFailed: there is no room; the file is as it was.
-    """
-    before = path.stat().st_size
-    if before >= size:
-        return
-    with path.open("r+b") as file:
-        try:
-            reserve(file, size, str(path))
-            os.fsync(file.fileno())
-        except BaseException:
-            file.truncate(before)
-            raise
-
-
-def remove_files(table: TableSpec, directory: Path) -> None:
-    """Remove a table's files, as far as they exist."""
-    for file in _files(table, directory):
-        file.unlink(missing_ok=True)
-
-
-def reserve(file: BinaryIO, size: int, what: str) -> None:
-    """Reserve a file's blocks at once: a full disk is then an error here, not a crash at a later write.
-
-    Raises:
-        StorageFailed: there is no room.
-    """
-    try:
-        os.posix_fallocate(file.fileno(), 0, size)
-    except OSError as error:
-        raise StorageFailed(f"{what}: cannot reserve {size} bytes: {error.strerror}") from error
-
-
-def file_of(table: TableSpec, directory: Path, kind: str) -> Path:
+def file_of(table: TableSpec, kind: str) -> str:
     """The file of one of a table's arrays; its name is unique and short, however long the table's name is."""
-    stem = f"{quote(table.name, safe='')[:100]}-{xxhash.xxh3_64_hexdigest(table.name.encode())}"
-    return directory / f"{stem}.{kind}"
-
-
-def _files(table: TableSpec, directory: Path) -> tuple[Path, Path]:
-    return file_of(table, directory, "rows"), file_of(table, directory, "stamps")
-
-
-def _mapped(table: TableSpec, directory: Path, *, new: bool) -> tuple[MappedArray, MappedArray]:
-    """The rows and the stamps of a table."""
-    rows_file, stamps_file = _files(table, directory)
-    rows = map_array(rows_file, table.dtype, (table.rows, table.dim), new=new)
-    return rows, map_array(stamps_file, _STAMP_TYPE, (table.rows,), new=new)
-
-
-def map_array(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...], *, new: bool) -> MappedArray:
-    """An array mapped from a file; a `new` one is made, all zero.
-
-    One that has more, but zeros only, was being extended when its process ended: it is made as short as before.
-
-    Raises:
-        StorageFailed: there is no room, or the file is missing or of another size.
-    """
-    size = math.prod(shape) * dtype.itemsize
-    if new:
-        _allocate(path, size)
-    elif path.exists() and path.stat().st_size > size and not _anything_after(path, size):
-        os.truncate(path, size)
-    found = path.stat().st_size if path.exists() else None
-    if found != size:
-        has = "is missing" if found is None else f"has {found} bytes"
-        raise StorageFailed(f"{path} {has}, expected {size} bytes: {RESTORE}")
-    mapping = map_file(path)
-    return MappedArray(mapping.array(dtype, shape), mapping)
-
-
-def map_file(path: Path) -> Mapping:
-    """A whole file, which is not empty.
-
-    Raises:
-        StorageFailed: there is no room in the process's memory.
-    """
-    with path.open("r+b") as file:
-        return Mapping(file.fileno(), path.stat().st_size, str(path))
-
-
-def _allocate(path: Path, size: int) -> None:
-    unfinished = path.with_name(path.name + ".new")
-    try:
-        with unfinished.open("wb") as file:
-            reserve(file, size, str(path))
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    _sync_folder(path.parent)
-
-
-def _anything_after(path: Path, size: int) -> bool:
-    """Whether a file has anything but zeros after so many bytes."""
-    with path.open("rb") as file:
-        file.seek(size)
-        return any(block.count(0) < len(block) for block in iter(partial(file.read, _BLOCK_BYTES), b""))
-
-
-def _sync_folder(folder: Path) -> None:
-    """Flush a folder's entries: a table's files must not be lost once the log names the table."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    return f"{quote(table.name, safe='')[:100]}-{xxhash.xxh3_64_hexdigest(table.name.encode())}.{kind}"

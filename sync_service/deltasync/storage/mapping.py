@@ -6,6 +6,7 @@ import math
 import mmap
 import os
 import weakref
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ class Mapping:
 
     Attributes:
         name: of the file, as errors call it.
+        size: bytes.
     """
 
     def __init__(self, descriptor: int, size: int, name: str) -> None:
@@ -35,12 +37,11 @@ class Mapping:
         Raises:
             StorageFailed: there is no room in the process's memory.
         """
-        self.name = name
+        self.name, self.size = name, size
         access = mmap.PROT_READ | mmap.PROT_WRITE
         self._address = _c.mmap(None, size, access, mmap.MAP_SHARED, descriptor, 0)
         if self._address == _FAILED:
             raise StorageFailed(f"{name} cannot be mapped: {_words(ctypes.get_errno())}")
-        self._size = size
         # What NumPy asks for; its array refers to this object.
         self.__array_interface__ = {
             "version": 3,
@@ -62,8 +63,18 @@ class Mapping:
         Raises:
             StorageFailed: the disk refused it.
         """
-        if _c.msync(self._address, self._size, _MS_SYNC):
+        if _c.msync(self._address, self.size, _MS_SYNC):
             raise StorageFailed(f"{self.name} cannot be flushed: {os.strerror(ctypes.get_errno())}")
+
+
+def map_file(path: Path) -> Mapping:
+    """A whole file, which is not empty.
+
+    Raises:
+        StorageFailed: there is no room in the process's memory.
+    """
+    with path.open("r+b") as file:
+        return Mapping(file.fileno(), path.stat().st_size, str(path))
 
 
 def _words(number: int) -> str:

@@ -5,11 +5,12 @@ Its streams: `cuts/MODEL` has rows, by version, rank and index; `seals/MODEL` ha
 says how many ranks its run had: what an abandoned cut of a larger run has left is passed over.
 """
 
+import shutil
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,7 +22,7 @@ from deltasync.core.tables import Shard, TableSpec
 from deltasync.storage.data_directory import RESTORE
 from deltasync.storage.layouts import Layouts, LayoutUse
 from deltasync.storage.log_store import LogStore
-from deltasync.storage.mapped_table import MappedTable, remove_files
+from deltasync.storage.mapped_table import MappedTable, arrays_of
 from deltasync.storage.records import (
     name_of,
     pack_json,
@@ -34,12 +35,15 @@ from deltasync.storage.records import (
     unpack_json,
     unpack_rows,
 )
+from deltasync.storage.table_files import Place, TableFiles, flush, make_tables, open_tables, remove_unused
 
 # Seals are kept this long after their rows, so that lag in seconds is known for old offsets too; fewer of them in
 # a log that is full although it has no rows that could be dropped.
 KEPT_SEALS = 100_000
 
 _GROWN = "grown_from"
+# Where a table's arrays are, and how many of its rows, where it has moved to a larger place since the last flush.
+_FOLDER, _OFFSET, _ROWS = "folder", "offset", "flushed_rows"
 
 
 def recorded_models(log: LogStore) -> dict[str, Mapping[str, Any]]:
@@ -76,7 +80,9 @@ class ModelStore:
         self.history = uuid.uuid4().hex
         self.tables: list[MappedTable] = []
         self.grown_from: dict[str, int] = {}
-        self._specs: dict[str, TableSpec] = {}  # As they are written down.
+        # As they are written down: the files are those of the last flush, which may have fewer rows.
+        self._specs: dict[str, TableSpec] = {}
+        self._files: dict[str, TableFiles] = {}
         self.flushed = 0
         self._kept_seals = KEPT_SEALS
         self._described_flushed = 0  # The one that is written down, which is ahead until the log is cut.
@@ -85,16 +91,37 @@ class ModelStore:
         """Come back as of the last flush.
 
         Raises:
-            StorageFailed: a file is missing, or of another size, or a record is damaged.
+            StorageFailed: a file is missing, or of another size, a record is damaged, or there is no room.
         """
         with reading(f"record model/{self._model}"):
             self.history, self.flushed = record["history"], record["flushed"]
-            specs = [spec_of_record(each) for each in record["tables"]]
-            self.grown_from = {each["name"]: each[_GROWN] for each in record["tables"] if _GROWN in each}
-        self._specs = {spec.name: spec for spec in specs}
+            tables = record["tables"]
+            self._specs = {each["name"]: spec_of_record(each) for each in tables}
+            flushed = [_flushed_spec(each) for each in tables]
+            places = [self._place(each) for each in tables]
+            self.grown_from = {each["name"]: each[_GROWN] for each in tables if _GROWN in each}
         self._described_flushed = self.flushed
-        self.tables = [MappedTable(spec, self._folder, new=False) for spec in specs]
+        files = open_tables([(place, arrays_of(spec)) for place, spec in zip(places, flushed, strict=True)])
+        self._files = dict(zip(self._specs, files, strict=True))
+        self.remove_unused()
+        self.tables = [MappedTable(*each) for each in zip(flushed, files, strict=True)]
+        self._move_again()
         self._layouts.recover()
+
+    def remove_unused(self) -> None:
+        """Remove what the files have of tables that have moved. While nothing is changed."""
+        remove_unused(self._folder, [*self._files.values(), *(table.files for table in self.tables)])
+
+    def _move_again(self) -> None:
+        """Give the tables that had moved, and were not flushed since, their room again."""
+        moved = [table for table in self.tables if table.moves(self._specs[table.spec.name])]
+        specs = [self._specs[table.spec.name] for table in moved]
+        made = self._made(specs)
+        for table, spec in zip(moved, specs, strict=True):
+            table.extend(spec, made[spec.name])()
+
+    def _place(self, record: Mapping[str, Any]) -> Place:
+        return Place(self._folder / record.get(_FOLDER, ""), record.get(_OFFSET))
 
     def change(self, specs: Sequence[TableSpec], published: Mapping[str, int]) -> list[Callable[[], None]]:
         """Make tables, all zero, and make room in those that are there already for what they are to be.
@@ -111,22 +138,26 @@ class ModelStore:
         Raises:
             StorageFailed: there is no room; nothing was changed.
         """
-        self._folder.mkdir(parents=True, exist_ok=True)
-        tables = {table.spec.name: table for table in self.tables}
+        known = {table.spec.name: table for table in self.tables}
         grown = {each.name: published.get(each.name, 0) for each in specs if self._grows(each)}
-        with ExitStack() as undo:
-            steps = [tables[each.name].extend(each, self._folder) for each in specs if each.name in tables]
-            new = [self._made(each, undo) for each in specs if each.name not in tables]
-            self._describe(specs, new, grown)
-            undo.pop_all()
+        new = [each for each in specs if each.name not in known]
+        made = self._made([*new, *(each for each in specs if each.name in known and known[each.name].moves(each))])
+        try:
+            steps = [known[each.name].extend(each, made.get(each.name)) for each in specs if each.name in known]
+            self._describe(specs, [MappedTable(each, made[each.name]) for each in new], grown)
+        except BaseException:
+            for folder in {files.place.folder for files in made.values()}:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
         return steps
 
     def _grows(self, spec: TableSpec) -> bool:
         return spec.name in self._specs and spec.rows > self._specs[spec.name].rows
 
-    def _made(self, spec: TableSpec, undo: ExitStack) -> MappedTable:
-        undo.callback(remove_files, spec, self._folder)
-        return MappedTable(spec, self._folder, new=True)
+    def _made(self, specs: Sequence[TableSpec]) -> dict[str, TableFiles]:
+        """Files for tables, all zero, by the table's name."""
+        files = make_tables(self._folder, [arrays_of(spec) for spec in specs]) if specs else []
+        return {spec.name: each for spec, each in zip(specs, files, strict=True)}
 
     def flush(self, version: int) -> bool:
         """Put the tables, which are at `version` or later, on disk, and drop the log up to there.
@@ -143,9 +174,9 @@ class ModelStore:
                     self._kept_seals = max(1, self._kept_seals // 2)
                     self._drop_old_seals(self.flushed)
                 return False
-            for table in list(self.tables):
-                table.flush()
-            self._describe(flushed=version)
+            files = {table.spec.name: table.files for table in list(self.tables)}
+            flush(files.values())
+            self._describe(flushed=version, files=files)
             self._log.truncate(self._cuts, version).result()
             self._drop_old_seals(version)
             for forgotten in self._layouts.forget(version):
@@ -214,22 +245,41 @@ class ModelStore:
         specs: Sequence[TableSpec] = (),
         new: Sequence[MappedTable] = (),
         grown_from: Mapping[str, int] = MappingProxyType({}),
+        files: Mapping[str, TableFiles] = MappingProxyType({}),
         flushed: int = 0,
     ) -> None:
         """Write down which tables there are, and only then have them."""
         with self._describing:
             every = self._specs | {spec.name: spec for spec in specs}
             grown = {**self.grown_from, **grown_from}
+            places = self._files | {table.spec.name: table.files for table in new} | dict(files)
             flushed = max(flushed, self._described_flushed)
             record = {
                 "history": self.history,
                 "flushed": flushed,
-                "tables": [_table_record(spec, grown) for spec in every.values()],
+                "tables": [
+                    spec_record(spec) | self._place_record(spec, places[name]) | _grown_record(name, grown)
+                    for name, spec in every.items()
+                ],
             }
             self._log.put(f"model/{self._model}", pack_json(record)).result()
             self.tables, self._specs, self.grown_from = [*self.tables, *new], every, grown
-            self._described_flushed = flushed
+            self._files, self._described_flushed = places, flushed
+
+    def _place_record(self, spec: TableSpec, files: TableFiles) -> dict[str, Any]:
+        """Where a table is. What earlier versions have made, in files of its own beside all others, has none."""
+        place, rows = files.place, len(files.arrays[0])
+        record: dict[str, Any] = {} if place.folder == self._folder else {_FOLDER: place.folder.name}
+        if place.offset is not None:
+            record |= {_OFFSET: place.offset} | ({_ROWS: rows} if rows < spec.rows else {})
+        return record
 
 
-def _table_record(spec: TableSpec, grown_from: Mapping[str, int]) -> dict[str, Any]:
-    return spec_record(spec) | ({_GROWN: grown_from[spec.name]} if spec.name in grown_from else {})
+def _flushed_spec(record: Mapping[str, Any]) -> TableSpec:
+    """What a table was when its files were last flushed."""
+    spec = spec_of_record(record)
+    return replace(spec, rows=record.get(_ROWS, spec.rows))
+
+
+def _grown_record(name: str, grown_from: Mapping[str, int]) -> dict[str, Any]:
+    return {_GROWN: grown_from[name]} if name in grown_from else {}

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +14,8 @@ from deltasync.core.rows import Ids, Norms, RowBatch, Values
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import Shard
 from deltasync.core.threads import MODEL_THREAD, confined
-from deltasync.storage.mapped_table import MappedTable, extend_file, extend_files, file_of, map_array
+from deltasync.storage.mapped_table import MappedTable, arrays_of, file_of
+from deltasync.storage.table_files import ArraySpec, TableFiles, flush
 from deltasync.views.ranking import Floats, Mask
 
 _SINCE_TYPE = np.dtype(np.int64)
@@ -29,8 +29,8 @@ class EncodedTable(MappedTable):
     Its digest is of the rows as replicas hold them: decoded, or as they are sent.
     """
 
-    def __init__(self, delivery: Delivery, directory: Path, *, new: bool) -> None:
-        super().__init__(delivery.encoded_spec, directory, new=new)
+    def __init__(self, delivery: Delivery, files: TableFiles) -> None:
+        super().__init__(delivery.encoded_spec, files)
         self._delivery = delivery
 
     def digest_of(self, ids: Ids, rows: Values, col_offset: int = 0) -> Digest:
@@ -51,44 +51,28 @@ class ViewTable:
     Attributes:
         source: the model's table.
         delivery: what replicas are sent of it.
-        folder: where its files are.
+        files: what it is mapped from, which is `view_arrays` of the delivery.
         held: what replicas at the newest release hold, in the value type.
         sent: what replicas are sent: `held`, or the norms.
         dirty_since: [N] int64, the version since which a row is dirty, 0 = it is not.
     """
 
-    def __init__(self, source: StampedTable, delivery: Delivery, folder: Path, *, new: bool) -> None:
+    def __init__(self, source: StampedTable, delivery: Delivery, files: TableFiles) -> None:
         self.source = source
         self.delivery = delivery
-        self.folder = folder
-        self.held = EncodedTable(delivery, folder, new=new)
+        self.files = files
+        held, sent = len(arrays_of(delivery.encoded_spec)), len(files.arrays) - 1
+        self.held = EncodedTable(delivery, files.part(0, held))
         self.sent: MappedTable = self.held
         if delivery.mode is Mode.IDS:
-            self.sent = MappedTable(delivery.wire_spec, _norms_folder(folder, new), new=new)
-        since = file_of(delivery.spec, folder, "since")
-        self._mapped_since = map_array(since, _SINCE_TYPE, (delivery.spec.rows,), new=new)
-        self.dirty_since: NDArray[np.int64] = self._mapped_since.values
+            self.sent = MappedTable(delivery.wire_spec, files.part(held, sent))
+        self.dirty_since: NDArray[np.int64] = files.arrays[sent]
         # Of the rows that are not dirty. Both replaced whole, so that `lacking` may read them in any thread.
         self._clean: ChangeCounts = self.sent.counts.without(self.sent.numbers(np.flatnonzero(self.dirty_since)))
         self._compared_version = 0  # The source's newest version at the last comparison, as far as it is known.
         # [N], as of the last comparison, and right for dirty rows only: one that has not changed since then is as
         # far off as it was. None = not known.
         self._norms: Floats | None = None
-
-    def extend(self, delivery: Delivery) -> "ViewTable":
-        """Make room for the rows that the source has grown by. Blocks; any thread.
-
-        Returns:
-            The table with that room, of the same files; to be told to `follow` this one before it is used.
-
-        Raises:
-            StorageFailed: there is no room; this table is as it was.
-        """
-        extend_files(delivery.encoded_spec, self.folder)
-        if delivery.mode is Mode.IDS:
-            extend_files(delivery.wire_spec, _norms_folder(self.folder, new=False))
-        extend_file(file_of(delivery.spec, self.folder, "since"), delivery.spec.rows * _SINCE_TYPE.itemsize)
-        return ViewTable(self.source, delivery, self.folder, new=False)
 
     def follow(self, before: "ViewTable") -> int:
         """Take the place of a table that had room for fewer rows.
@@ -184,9 +168,7 @@ class ViewTable:
 
     def flush(self) -> None:
         """Wait until everything written before the call is on disk. Blocks; any thread."""
-        for mapped in {self.held, self.sent}:
-            mapped.flush()
-        self._mapped_since.mapping.flush()
+        flush([self.files])
 
     def count_digests(self) -> None:
         """Find the digests anew, after a restart."""
@@ -227,19 +209,19 @@ class ViewTable:
             return norms_of(np.subtract(rows, others, dtype=np.float64))
 
 
+def view_arrays(delivery: Delivery) -> list[ArraySpec]:
+    """The arrays of a table of a view."""
+    norms = arrays_of(delivery.wire_spec, "norms/") if delivery.mode is Mode.IDS else ()
+    since = ArraySpec(file_of(delivery.spec, "since"), _SINCE_TYPE, (delivery.spec.rows,))
+    return [*arrays_of(delivery.encoded_spec), *norms, since]
+
+
 def norms_of(rows: Values) -> Floats:
     """The L2 norms [n] of rows [n, D]; never infinite, as that of fp64 rows could be."""
     exact = rows.astype(np.float64, copy=False)
     with np.errstate(over="ignore"):
         norms: Floats = np.sqrt(np.einsum("ij,ij->i", exact, exact))
     return np.minimum(norms, _LARGEST_NORM)
-
-
-def _norms_folder(folder: Path, new: bool) -> Path:
-    folder = folder / "norms"
-    if new:
-        folder.mkdir()
-    return folder
 
 
 def _as_fp32(norms: Floats) -> Norms:

@@ -22,6 +22,8 @@ from deltasync.storage.lmdb_store import LmdbStore
 from deltasync.storage.mapped_table import MappedTable
 from deltasync.v1 import publish_pb2
 
+pytestmark = pytest.mark.usefixtures("shared_file")
+
 SHARDS = [
     [Shard(USER, 0, 25, 0, 4), Shard(ITEM, 0, 30, 0, 2)],
     [Shard(USER, 25, 15, 0, 4), Shard(ITEM, 0, 30, 2, 4)],
@@ -73,8 +75,8 @@ class Camera:
 
     def keep(self, table: MappedTable) -> None:
         """Note that the files of one table are on disk as they are now."""
-        for array in table._mapped:
-            file = Path(array.mapping.name)
+        for mapping in table.files.mappings:
+            file = Path(mapping.name)
             shutil.copyfile(file, self.flushed / file.relative_to(self.data_dir / "models"))
         self.take("flush of one table", power_loss=True)
 

@@ -232,7 +232,7 @@ def test_no_table_is_made_once_the_service_ends(tmp_path: Path) -> None:
         with pytest.raises(ServiceUnavailable, match="shutting down"):
             await model.add_tables([WHOLE[0].table])
         await closing
-        assert not list(tmp_path.rglob("*.rows"))
+        assert not list(tmp_path.rglob("tables/*"))
 
     run(tmp_path, scenario)
 

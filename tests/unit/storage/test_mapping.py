@@ -11,8 +11,7 @@ from tests.support.mapping import in_a_file
 
 from deltasync.core.errors import StorageFailed
 from deltasync.storage import mapping
-from deltasync.storage.mapped_table import map_file
-from deltasync.storage.mapping import Mapping
+from deltasync.storage.mapping import Mapping, map_file
 
 FP32 = np.dtype(np.float32)
 
