@@ -1,36 +1,100 @@
 """Tables mapped from files: as fast as memory, larger than memory if need be, there again after a restart."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 from urllib.parse import quote
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
-from deltasync.core.stamps import StampedTable
+from deltasync.core.digests import RowDigests, Squares
+from deltasync.core.stamps import StampedTable, has_norm
 from deltasync.core.tables import TableSpec
 from deltasync.storage.table_files import ArraySpec, TableFiles, flush
 
-_STAMP_TYPE = np.dtype(np.int64)
+
+@dataclass(frozen=True)
+class TableLayout:
+    """What arrays a table has.
+
+    Attributes:
+        spec: the table.
+        columns: where segments of its columns end, see `StampedTable`.
+        normed: whether squared norms are kept.
+    """
+
+    spec: TableSpec
+    columns: tuple[int, ...]
+    normed: bool
+
+    @classmethod
+    def of(cls, spec: TableSpec, columns: Sequence[int] = (), *, normed: bool | None = None) -> "TableLayout":
+        """The layout of a table; its norm is kept if it has one, unless it is said."""
+        return cls(spec, tuple(columns) or (0, spec.dim), has_norm(spec) if normed is None else normed)
+
+    def arrays(self, folder: str = "") -> list[ArraySpec]:
+        """Rows, stamps, digests, and squares if they are kept; the folder of their files is below the table's."""
+        rows, dim, segments = self.spec.rows, self.spec.dim, len(self.columns) - 1
+        arrays = [
+            ArraySpec(folder + file_of(self.spec, "rows"), self.spec.dtype, (rows, dim)),
+            ArraySpec(folder + file_of(self.spec, "stamps"), np.dtype(np.int64), (rows,)),
+            self._by_segment(folder, "digests", np.dtype(np.uint64), (rows, segments)),
+        ]
+        if self.normed:
+            arrays.append(self._by_segment(folder, "squares", np.dtype(np.float32), (rows, segments)))
+        return arrays
+
+    def _by_segment(self, folder: str, kind: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> ArraySpec:
+        """An array whose shape changes with the segments: if there are several, it is alone."""
+        if inner := self.columns[1:-1]:
+            kind = f"{xxhash.xxh3_64_hexdigest(repr(inner).encode())}.{kind}"
+        return ArraySpec(folder + file_of(self.spec, kind), dtype, shape, alone=bool(inner), derived=True)
+
+
+@dataclass(frozen=True, eq=False)
+class MappedArrays:
+    """The arrays of a table, and where they are."""
+
+    layout: TableLayout
+    files: TableFiles
+
+    def plain(self) -> list[NDArray[Any]]:
+        """Rows, stamps, digests and squares as `StampedTable` has them."""
+        none = np.empty((0, len(self.layout.columns) - 1), np.float32)
+        return [*self.files.arrays, *([] if self.layout.normed else [none])]
 
 
 class MappedTable(StampedTable):
-    """A stamped table whose arrays, which are `arrays_of` it, are mapped from files.
+    """A stamped table whose arrays are mapped from files.
+
+    Of files that older versions have written some are new: what is in them is found in the rows.
 
     Attributes:
-        files: where they are mapped from. Replaced whole: any thread may read it.
+        mapped: the arrays, as they may be flushed. Replaced whole: any thread may read it.
     """
 
-    def __init__(self, table: TableSpec, files: TableFiles) -> None:
-        rows, stamps = files.arrays
-        super().__init__(table, rows, stamps)
-        self.files = files
+    def __init__(self, layout: TableLayout, files: TableFiles) -> None:
+        self.mapped = MappedArrays(layout, files)
+        self._split: MappedArrays | None = None  # To be filled.
+        self._stale = list[ArraySpec]()
+        rows, stamps, digests, squares = self.mapped.plain()
+        super().__init__(layout.spec, rows, stamps, digests, squares, layout.columns)
+        if files.unnamed:
+            self.make_digests()
+            files.name()
+
+    def layout_as(self, spec: TableSpec) -> TableLayout:
+        """Its layout, if it is to be something else."""
+        return replace(self.mapped.layout, spec=spec)
 
     def moves(self, spec: TableSpec) -> bool:
-        """Whether it needs other files to be what it is to be."""
-        return spec.rows > self.spec.rows and self.files.place.offset is not None
+        """Whether it needs other files to be something else."""
+        return spec.rows > self.spec.rows and self.mapped.files.place.offset is not None
 
-    def extend(self, spec: TableSpec, files: TableFiles | None = None) -> Callable[[], None]:
+    def extend(self, layout: TableLayout, files: TableFiles | None = None) -> Callable[[], None]:
         """Make room for what the table is to be, which may have more rows: in its own files, or else in `files`,
         which are all zero. Blocks; any thread.
 
@@ -40,28 +104,45 @@ class MappedTable(StampedTable):
         Raises:
             StorageFailed: there is no room; the table is as it was.
         """
-        if spec.rows > self.spec.rows:
-            return partial(self._become, spec, files or self.files.extended(arrays_of(spec)))
-        return partial(self._become, spec, self.files)
+        before = self.mapped.files
+        if layout.spec.rows > self.spec.rows:
+            return partial(self._become, MappedArrays(layout, files or before.extended(layout.arrays())))
+        return partial(self._become, MappedArrays(layout, before))
 
-    def _become(self, spec: TableSpec, files: TableFiles) -> None:
-        if files.place != self.files.place:
-            files.copy(self.files)
-        self.counts = self.counts.plus_unchanged(spec.rows - self.spec.rows)
-        self.spec, self.files = spec, files
-        self.rows, self.stamps = files.arrays
+    def _become(self, mapped: MappedArrays) -> None:
+        was_split = self.columns != mapped.layout.columns  # Meanwhile.
+        if mapped.files.place != self.mapped.files.place:
+            mapped.files.copy(self.mapped.files, 2 if was_split else len(mapped.files.arrays))
+        self.counts = self.counts.plus_unchanged(mapped.layout.spec.rows - self.spec.rows)
+        self.spec, self.columns = mapped.layout.spec, mapped.layout.columns
+        self.rows, self.stamps, self.digests, self.squares = mapped.plain()
+        if was_split:
+            self.make_digests()
+        self.mapped = mapped
+
+    def split(self, *edges: int) -> None:
+        """See `StampedTable.split`."""
+        super().split(*edges)
+        if self._split:  # Now: what is flushed before is what there was.
+            self.mapped, self._split = self._split, None
+
+    def _room_of(self, columns: tuple[int, ...]) -> tuple[RowDigests, Squares]:
+        """Files of other segments. Those of before stay as long as the log may name them."""
+        before = self.mapped
+        layout = replace(before.layout, columns=columns)
+        self._split = MappedArrays(layout, before.files.with_others(layout.arrays(), start=2))
+        self._stale += [each for each in before.layout.arrays() if each.derived]
+        _, _, digests, squares = self._split.plain()
+        return digests, squares
 
     def flush(self) -> None:
         """Wait until everything written before the call is on disk."""
-        flush([self.files])
+        flush([self.mapped.files])
 
-
-def arrays_of(table: TableSpec, folder: str = "") -> tuple[ArraySpec, ...]:
-    """The arrays of a table; their files, if they have some of their own, are in a folder below the table's."""
-    return (
-        ArraySpec(folder + file_of(table, "rows"), table.dtype, (table.rows, table.dim)),
-        ArraySpec(folder + file_of(table, "stamps"), _STAMP_TYPE, (table.rows,)),
-    )
+    def remove_stale(self) -> None:
+        """Remove the files of segments that there were: the log names those that there are."""
+        while self._stale:
+            self.mapped.files.remove(self._stale.pop())
 
 
 def file_of(table: TableSpec, kind: str) -> str:

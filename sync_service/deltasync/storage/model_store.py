@@ -22,7 +22,7 @@ from deltasync.core.tables import Shard, TableSpec
 from deltasync.storage.data_directory import RESTORE
 from deltasync.storage.layouts import Layouts, LayoutUse
 from deltasync.storage.log_store import LogStore
-from deltasync.storage.mapped_table import MappedTable, arrays_of
+from deltasync.storage.mapped_table import MappedArrays, MappedTable, TableLayout
 from deltasync.storage.records import (
     name_of,
     pack_json,
@@ -41,7 +41,7 @@ from deltasync.storage.table_files import Place, TableFiles, flush, make_tables,
 # a log that is full although it has no rows that could be dropped.
 KEPT_SEALS = 100_000
 
-_GROWN = "grown_from"
+_GROWN, _COLUMNS = "grown_from", "columns"
 # Where a table's arrays are, and how many of its rows, where it has moved to a larger place since the last flush.
 _FOLDER, _OFFSET, _ROWS = "folder", "offset", "flushed_rows"
 
@@ -80,9 +80,9 @@ class ModelStore:
         self.history = uuid.uuid4().hex
         self.tables: list[MappedTable] = []
         self.grown_from: dict[str, int] = {}
-        # As they are written down: the files are those of the last flush, which may have fewer rows.
+        # As they are written down: the arrays are those of the last flush, which may have fewer rows.
         self._specs: dict[str, TableSpec] = {}
-        self._files: dict[str, TableFiles] = {}
+        self._flushed: dict[str, MappedArrays] = {}
         self.flushed = 0
         self._kept_seals = KEPT_SEALS
         self._described_flushed = 0  # The one that is written down, which is ahead until the log is cut.
@@ -97,28 +97,29 @@ class ModelStore:
             self.history, self.flushed = record["history"], record["flushed"]
             tables = record["tables"]
             self._specs = {each["name"]: spec_of_record(each) for each in tables}
-            flushed = [_flushed_spec(each) for each in tables]
+            layouts = [_flushed_layout(each) for each in tables]
             places = [self._place(each) for each in tables]
             self.grown_from = {each["name"]: each[_GROWN] for each in tables if _GROWN in each}
         self._described_flushed = self.flushed
-        files = open_tables([(place, arrays_of(spec)) for place, spec in zip(places, flushed, strict=True)])
-        self._files = dict(zip(self._specs, files, strict=True))
+        files = open_tables([(place, layout.arrays()) for place, layout in zip(places, layouts, strict=True)])
+        self.tables = [MappedTable(*each) for each in zip(layouts, files, strict=True)]
+        self._flushed = {table.spec.name: table.mapped for table in self.tables}
         self.remove_unused()
-        self.tables = [MappedTable(*each) for each in zip(flushed, files, strict=True)]
         self._move_again()
         self._layouts.recover()
 
     def remove_unused(self) -> None:
         """Remove what the files have of tables that have moved. While nothing is changed."""
-        remove_unused(self._folder, [*self._files.values(), *(table.files for table in self.tables)])
+        mapped = [*self._flushed.values(), *(table.mapped for table in self.tables)]
+        remove_unused(self._folder, [each.files for each in mapped])
 
     def _move_again(self) -> None:
         """Give the tables that had moved, and were not flushed since, their room again."""
         moved = [table for table in self.tables if table.moves(self._specs[table.spec.name])]
-        specs = [self._specs[table.spec.name] for table in moved]
-        made = self._made(specs)
-        for table, spec in zip(moved, specs, strict=True):
-            table.extend(spec, made[spec.name])()
+        layouts = [table.layout_as(self._specs[table.spec.name]) for table in moved]
+        made = self._made(layouts)
+        for table, layout in zip(moved, layouts, strict=True):
+            table.extend(layout, made[layout.spec.name])()
 
     def _place(self, record: Mapping[str, Any]) -> Place:
         return Place(self._folder / record.get(_FOLDER, ""), record.get(_OFFSET))
@@ -140,11 +141,12 @@ class ModelStore:
         """
         known = {table.spec.name: table for table in self.tables}
         grown = {each.name: published.get(each.name, 0) for each in specs if self._grows(each)}
-        new = [each for each in specs if each.name not in known]
-        made = self._made([*new, *(each for each in specs if each.name in known and known[each.name].moves(each))])
+        new = [TableLayout.of(each) for each in specs if each.name not in known]
+        changed = [(known[each.name], known[each.name].layout_as(each)) for each in specs if each.name in known]
+        made = self._made([*new, *(layout for table, layout in changed if table.moves(layout.spec))])
         try:
-            steps = [known[each.name].extend(each, made.get(each.name)) for each in specs if each.name in known]
-            self._describe(specs, [MappedTable(each, made[each.name]) for each in new], grown)
+            steps = [table.extend(layout, made.get(layout.spec.name)) for table, layout in changed]
+            self._describe(specs, [MappedTable(each, made[each.spec.name]) for each in new], grown)
         except BaseException:
             for folder in {files.place.folder for files in made.values()}:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -154,10 +156,10 @@ class ModelStore:
     def _grows(self, spec: TableSpec) -> bool:
         return spec.name in self._specs and spec.rows > self._specs[spec.name].rows
 
-    def _made(self, specs: Sequence[TableSpec]) -> dict[str, TableFiles]:
+    def _made(self, layouts: Sequence[TableLayout]) -> dict[str, TableFiles]:
         """Files for tables, all zero, by the table's name."""
-        files = make_tables(self._folder, [arrays_of(spec) for spec in specs]) if specs else []
-        return {spec.name: each for spec, each in zip(specs, files, strict=True)}
+        files = make_tables(self._folder, [layout.arrays() for layout in layouts]) if layouts else []
+        return {layout.spec.name: each for layout, each in zip(layouts, files, strict=True)}
 
     def flush(self, version: int) -> bool:
         """Put the tables, which are at `version` or later, on disk, and drop the log up to there.
@@ -174,9 +176,12 @@ class ModelStore:
                     self._kept_seals = max(1, self._kept_seals // 2)
                     self._drop_old_seals(self.flushed)
                 return False
-            files = {table.spec.name: table.files for table in list(self.tables)}
-            flush(files.values())
-            self._describe(flushed=version, files=files)
+            mapped = {table: table.mapped for table in list(self.tables)}
+            flush(each.files for each in mapped.values())
+            self._describe(flushed=version, mapped={table.spec.name: each for table, each in mapped.items()})
+            for table, each in mapped.items():
+                if table.mapped is each:
+                    table.remove_stale()
             self._log.truncate(self._cuts, version).result()
             self._drop_old_seals(version)
             for forgotten in self._layouts.forget(version):
@@ -245,14 +250,14 @@ class ModelStore:
         specs: Sequence[TableSpec] = (),
         new: Sequence[MappedTable] = (),
         grown_from: Mapping[str, int] = MappingProxyType({}),
-        files: Mapping[str, TableFiles] = MappingProxyType({}),
+        mapped: Mapping[str, MappedArrays] = MappingProxyType({}),
         flushed: int = 0,
     ) -> None:
         """Write down which tables there are, and only then have them."""
         with self._describing:
             every = self._specs | {spec.name: spec for spec in specs}
             grown = {**self.grown_from, **grown_from}
-            places = self._files | {table.spec.name: table.files for table in new} | dict(files)
+            places = self._flushed | {table.spec.name: table.mapped for table in new} | dict(mapped)
             flushed = max(flushed, self._described_flushed)
             record = {
                 "history": self.history,
@@ -264,21 +269,22 @@ class ModelStore:
             }
             self._log.put(f"model/{self._model}", pack_json(record)).result()
             self.tables, self._specs, self.grown_from = [*self.tables, *new], every, grown
-            self._files, self._described_flushed = places, flushed
+            self._flushed, self._described_flushed = places, flushed
 
-    def _place_record(self, spec: TableSpec, files: TableFiles) -> dict[str, Any]:
+    def _place_record(self, spec: TableSpec, mapped: MappedArrays) -> dict[str, Any]:
         """Where a table is. What earlier versions have made, in files of its own beside all others, has none."""
-        place, rows = files.place, len(files.arrays[0])
+        place, layout = mapped.files.place, mapped.layout
         record: dict[str, Any] = {} if place.folder == self._folder else {_FOLDER: place.folder.name}
+        record |= {_COLUMNS: list(layout.columns)} if len(layout.columns) > 2 else {}
         if place.offset is not None:
-            record |= {_OFFSET: place.offset} | ({_ROWS: rows} if rows < spec.rows else {})
+            record |= {_OFFSET: place.offset} | ({_ROWS: layout.spec.rows} if layout.spec.rows < spec.rows else {})
         return record
 
 
-def _flushed_spec(record: Mapping[str, Any]) -> TableSpec:
-    """What a table was when its files were last flushed."""
+def _flushed_layout(record: Mapping[str, Any]) -> TableLayout:
+    """What arrays a table had when they were last flushed."""
     spec = spec_of_record(record)
-    return replace(spec, rows=record.get(_ROWS, spec.rows))
+    return TableLayout.of(replace(spec, rows=record.get(_ROWS, spec.rows)), record.get(_COLUMNS, ()))
 
 
 def _grown_record(name: str, grown_from: Mapping[str, int]) -> dict[str, Any]:

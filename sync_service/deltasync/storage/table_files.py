@@ -31,11 +31,21 @@ _BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """An array of a table; `file` is the name of its file, if it has one of its own."""
+    """An array of a table.
+
+    Attributes:
+        file: the name of its file, if it has one of its own.
+        dtype: of its values.
+        shape: the first number is that of the table's rows.
+        alone: whether it has a file of its own, also in a small table.
+        derived: whether it can be made of the others. Older versions did not keep it.
+    """
 
     file: str
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
+    alone: bool = False
+    derived: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -58,15 +68,54 @@ class Place:
 
 @dataclass(frozen=True, eq=False)
 class TableFiles:
-    """The arrays of a table, and what they are mapped from."""
+    """The arrays of a table, and what they are mapped from.
+
+    Attributes:
+        place: where they are.
+        arrays: the arrays.
+        mappings: of each.
+        unnamed: files of derived arrays that were made now, and are to be filled.
+    """
 
     place: Place
     arrays: tuple[NDArray[Any], ...]
     mappings: tuple[Mapping, ...]
+    unnamed: tuple[Path, ...] = ()
 
     def part(self, start: int, end: int) -> "TableFiles":
         """Some of the arrays."""
-        return TableFiles(self.place, self.arrays[start:end], self.mappings[start:end])
+        mappings = self.mappings[start:end]
+        unnamed = tuple(path for path in self.unnamed if any(path == Path(each.name) for each in mappings))
+        return TableFiles(self.place, self.arrays[start:end], mappings, unnamed)
+
+    def name(self) -> None:
+        """Have the files that were made now, and are filled, from here on.
+
+        Raises:
+            StorageFailed: the disk refused them.
+        """
+        flush([self])
+        for path in self.unnamed:
+            path.rename(path.with_suffix(""))
+        for folder in {path.parent for path in self.unnamed}:
+            _sync(folder)
+
+    def with_others(self, arrays: ArraySpecs, start: int) -> "TableFiles":
+        """With other arrays from array `start` on: in new files of their own, all zero.
+
+        Raises:
+            StorageFailed: there is no room.
+        """
+        for each in arrays[start:]:
+            (self.place.folder / each.file).unlink(missing_ok=True)  # Of a process that ended before it was named.
+            _allocate(self.place.folder / each.file, each.nbytes)
+        mappings = [_map(self.place.folder / each.file, each.nbytes) for each in arrays[start:]]
+        others = [m.array(each.dtype, each.shape) for m, each in zip(mappings, arrays[start:], strict=True)]
+        return TableFiles(self.place, (*self.arrays[:start], *others), (*self.mappings[:start], *mappings))
+
+    def remove(self, array: ArraySpec) -> None:
+        """Remove an array's own file, if it had one."""
+        (self.place.folder / array.file).unlink(missing_ok=True)
 
     def extended(self, arrays: ArraySpecs) -> "TableFiles":
         """Make room, in its own files, for longer arrays, with zeros; what is there stays.
@@ -78,9 +127,9 @@ class TableFiles:
             _extend(self.place.folder / each.file, each.nbytes)
         return open_tables([(self.place, arrays)])[0]
 
-    def copy(self, shorter: "TableFiles") -> None:
-        """Begin with what is in arrays that are shorter."""
-        for array, source in zip(self.arrays, shorter.arrays, strict=True):
+    def copy(self, shorter: "TableFiles", count: int) -> None:
+        """Let the first arrays begin with what is in others, which are shorter."""
+        for array, source in zip(self.arrays[:count], shorter.arrays, strict=False):
             array[: len(source)] = source
 
 
@@ -106,9 +155,10 @@ def make_tables(parent: Path, tables: Sequence[ArraySpecs]) -> list[TableFiles]:
         sizes = [_room(each) if _is_small(each) else 0 for each in tables]
         if any(sizes):
             _allocate(folder / _SHARED, sum(sizes))
-        for each in tables:
-            for array in () if _is_small(each) else each:
-                _allocate(folder / array.file, array.nbytes)
+        for arrays in tables:
+            for each in arrays:
+                if each.alone or not _is_small(arrays):
+                    _allocate(folder / each.file, each.nbytes)
         _sync(folder)
         _sync(parent)
         starts = accumulate(sizes, initial=0)
@@ -173,7 +223,7 @@ def _offsets(sizes: Iterable[int], start: int = 0) -> list[int]:
 
 def _room(arrays: ArraySpecs) -> int:
     """Bytes of a small table in a shared file."""
-    return _offsets(each.nbytes for each in arrays)[-1]
+    return _offsets(0 if each.alone else each.nbytes for each in arrays)[-1]
 
 
 def _allocate(path: Path, size: int) -> None:
@@ -200,13 +250,33 @@ def _extend(path: Path, size: int) -> None:
 
 def _opened(place: Place, arrays: ArraySpecs, shared: Mapping | None) -> TableFiles:
     if place.offset is None or shared is None:
-        mappings = [_map(place.folder / each.file, each.nbytes) for each in arrays]
-        offsets = [0 for _ in arrays]
-    else:
-        mappings = [shared for _ in arrays]
-        offsets = _offsets((each.nbytes for each in arrays), place.offset)[:-1]
-    triples = zip(arrays, mappings, offsets, strict=True)
-    return TableFiles(place, tuple(m.array(a.dtype, a.shape, start) for a, m, start in triples), tuple(mappings))
+        return _opened_alone(place, arrays)
+    offsets = _offsets((0 if each.alone else each.nbytes for each in arrays), place.offset)
+    found, mappings = list[NDArray[Any]](), list[Mapping]()
+    for each, offset in zip(arrays, offsets, strict=False):
+        mappings.append(_map(place.folder / each.file, each.nbytes) if each.alone else shared)
+        found.append(mappings[-1].array(each.dtype, each.shape, 0 if each.alone else offset))
+    return TableFiles(place, tuple(found), tuple(mappings))
+
+
+def _opened_alone(place: Place, arrays: ArraySpecs) -> TableFiles:
+    """Arrays in files of their own."""
+    paths, unnamed = [place.folder / each.file for each in arrays], list[Path]()
+    # All or none: a process may have ended while they were made.
+    if any(each.derived and not path.exists() for each, path in zip(arrays, paths, strict=True)):
+        paths = [_unnamed(path) if each.derived else path for each, path in zip(arrays, paths, strict=True)]
+        unnamed = [path for each, path in zip(arrays, paths, strict=True) if each.derived]
+    for each, path in zip(arrays, paths, strict=True):
+        if path in unnamed:
+            path.unlink(missing_ok=True)
+            _allocate(path, each.nbytes)
+    mappings = [_map(path, each.nbytes) for path, each in zip(paths, arrays, strict=True)]
+    found = tuple(m.array(each.dtype, each.shape) for m, each in zip(mappings, arrays, strict=True))
+    return TableFiles(place, found, tuple(mappings), tuple(unnamed))
+
+
+def _unnamed(path: Path) -> Path:
+    return path.with_name(path.name + ".new")
 
 
 def _map(path: Path, size: int) -> Mapping:
@@ -244,7 +314,9 @@ def _clear_between(tables: Sequence[TableFiles]) -> None:
     after = 0
     for table in sorted(tables, key=_start):
         _clear(table.mappings[0], after, _start(table))
-        after = _offsets((array.nbytes for array in table.arrays), _start(table))[-1]
+        pairs = zip(table.arrays, table.mappings, strict=True)
+        sizes = (array.nbytes for array, mapping in pairs if mapping is table.mappings[0])
+        after = _offsets(sizes, _start(table))[-1]
     for table in tables[:1]:
         _clear(table.mappings[0], after, table.mappings[0].size)
 

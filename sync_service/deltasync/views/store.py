@@ -165,7 +165,7 @@ class ViewStore:
         made = make_tables(self._directory, [view_arrays(each) for each in others]) if others else []
         for each, new in zip(others, made, strict=True):
             if before := smaller[each]:
-                new.copy(before.files)
+                new.copy(before.files, len(new.arrays))
         files |= dict(zip(others, made, strict=True))
         return [ViewTable(source, each, files[each]) for each, source in wanted.items()]
 
@@ -277,8 +277,6 @@ class ViewStore:
             last = max(last, record.number)
         if last > newest:
             self.drop(newest + 1).result()
-        for table in tables:
-            table.count_digests()
 
     def _recover_release(self) -> NewestRelease | None:
         record = recorded_release(self._log, self._consumer)

@@ -1,20 +1,19 @@
 """What the replicas of a consumer hold of one table, and which of its rows are dirty."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deltasync.core.change_counts import ChangeCounts
 from deltasync.core.delivery import Delivery
-from deltasync.core.digests import BLOCK_ROWS, Digest, digest, square_sum
+from deltasync.core.digests import RowDigests, row_digests
 from deltasync.core.mode import Mode
-from deltasync.core.rows import Ids, Norms, RowBatch, Values
+from deltasync.core.rows import BLOCK_ROWS, Ids, Norms, RowBatch, Values
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import Shard
 from deltasync.core.threads import MODEL_THREAD, confined
-from deltasync.storage.mapped_table import MappedTable, arrays_of, file_of
+from deltasync.storage.mapped_table import MappedTable, TableLayout, file_of
 from deltasync.storage.table_files import ArraySpec, TableFiles, flush
 from deltasync.views.ranking import Floats, Mask
 
@@ -26,20 +25,16 @@ _LARGEST_NORM = 1e100
 class EncodedTable(MappedTable):
     """Rows encoded in a value type, stamped with the release that has them.
 
-    Its digest is of the rows as replicas hold them: decoded, or as they are sent.
+    Its digests are of the rows as replicas hold them: decoded, or as they are sent.
     """
 
     def __init__(self, delivery: Delivery, files: TableFiles) -> None:
-        super().__init__(delivery.encoded_spec, files)
         self._delivery = delivery
+        super().__init__(_held_layout(delivery), files)
 
-    def digest_of(self, ids: Ids, rows: Values, col_offset: int = 0) -> Digest:
-        """See `StampedTable.digest_of`; its square sum is always of the values that encoded rows stand for."""
-        held = self._delivery.held(rows)
-        found = digest(ids, held, col_offset)
-        if not self._delivery.held_as_sent:
-            return found
-        return replace(found, square_sum=square_sum(self._delivery.decode(rows)))
+    def held_digests(self, rows: Values) -> RowDigests:
+        """See `StampedTable.held_digests`."""
+        return row_digests(self._delivery.held(rows))
 
 
 @confined(dirty_since=MODEL_THREAD, _norms=MODEL_THREAD)
@@ -61,11 +56,11 @@ class ViewTable:
         self.source = source
         self.delivery = delivery
         self.files = files
-        held, sent = len(arrays_of(delivery.encoded_spec)), len(files.arrays) - 1
+        held, sent = len(_held_layout(delivery).arrays()), len(files.arrays) - 1
         self.held = EncodedTable(delivery, files.part(0, held))
         self.sent: MappedTable = self.held
         if delivery.mode is Mode.IDS:
-            self.sent = MappedTable(delivery.wire_spec, files.part(held, sent))
+            self.sent = MappedTable(_wire_layout(delivery), files.part(held, sent))
         self.dirty_since: NDArray[np.int64] = files.arrays[sent]
         # Of the rows that are not dirty. Both replaced whole, so that `lacking` may read them in any thread.
         self._clean: ChangeCounts = self.sent.counts.without(self.sent.numbers(np.flatnonzero(self.dirty_since)))
@@ -80,8 +75,6 @@ class ViewTable:
         Returns:
             The last version before any of the source's rows that it had no room for: these were not compared.
         """
-        for mapped, earlier in ((self.held, before.held), (self.sent, before.sent)):
-            mapped.digest = earlier.digest
         changed = self.changed_since(0)
         numbers = self.source.numbers(changed[changed >= before.delivery.spec.rows])
         return int(numbers.min()) - 1 if len(numbers) else self.source.counts.newest
@@ -170,11 +163,6 @@ class ViewTable:
         """Wait until everything written before the call is on disk. Blocks; any thread."""
         flush([self.files])
 
-    def count_digests(self) -> None:
-        """Find the digests anew, after a restart."""
-        for mapped in {self.held, self.sent}:
-            mapped.count_digest()
-
     def _mark(self, ids: Ids, since: int) -> None:
         """Note that these rows, which were not dirty, are so since a version, and that all rows have been seen."""
         self.dirty_since[ids] = since
@@ -211,9 +199,17 @@ class ViewTable:
 
 def view_arrays(delivery: Delivery) -> list[ArraySpec]:
     """The arrays of a table of a view."""
-    norms = arrays_of(delivery.wire_spec, "norms/") if delivery.mode is Mode.IDS else ()
+    norms = _wire_layout(delivery).arrays("norms/") if delivery.mode is Mode.IDS else ()
     since = ArraySpec(file_of(delivery.spec, "since"), _SINCE_TYPE, (delivery.spec.rows,))
-    return [*arrays_of(delivery.encoded_spec), *norms, since]
+    return [*_held_layout(delivery).arrays(), *norms, since]
+
+
+def _held_layout(delivery: Delivery) -> TableLayout:
+    return TableLayout.of(delivery.encoded_spec, normed=False)
+
+
+def _wire_layout(delivery: Delivery) -> TableLayout:
+    return TableLayout.of(delivery.wire_spec, normed=False)
 
 
 def norms_of(rows: Values) -> Floats:

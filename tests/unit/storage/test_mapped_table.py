@@ -1,6 +1,8 @@
 """A table in its files, whether these are its own or one that it shares with others."""
 
 import os
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,7 @@ from deltasync.core.errors import StorageFailed
 from deltasync.core.rows import RowBatch
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import TableSpec
-from deltasync.storage.mapped_table import MappedTable, arrays_of
+from deltasync.storage.mapped_table import MappedTable, TableLayout
 from deltasync.storage.table_files import make_tables, open_tables, remove_unused
 
 TABLE = TableSpec("sparse/user", 10, 4)
@@ -21,8 +23,8 @@ pytestmark = pytest.mark.usefixtures("shared_file")
 
 
 def made(folder: Path, *tables: TableSpec) -> list[MappedTable]:
-    files = make_tables(folder, [arrays_of(table) for table in tables])
-    return [MappedTable(*each) for each in zip(tables, files, strict=True)]
+    files = make_tables(folder, [TableLayout.of(table).arrays() for table in tables])
+    return [MappedTable(TableLayout.of(table), each) for table, each in zip(tables, files, strict=True)]
 
 
 def written(folder: Path, table: TableSpec = TABLE) -> MappedTable:
@@ -34,13 +36,17 @@ def written(folder: Path, table: TableSpec = TABLE) -> MappedTable:
 
 def reopened(table: MappedTable, spec: TableSpec | None = None) -> MappedTable:
     """The table after a restart, as the log says that it is."""
-    spec = spec or table.spec
-    return MappedTable(spec, open_tables([(table.files.place, arrays_of(spec))])[0])
+    layout = replace(table.mapped.layout, spec=spec or table.spec)
+    return MappedTable(layout, open_tables([(table.mapped.files.place, layout.arrays())])[0])
+
+
+def room(table: MappedTable, folder: Path, spec: TableSpec = LARGER) -> Callable[[], None]:
+    layout = table.layout_as(spec)
+    return table.extend(layout, make_tables(folder, [layout.arrays()])[0] if table.moves(spec) else None)
 
 
 def extended(table: MappedTable, folder: Path, spec: TableSpec = LARGER) -> MappedTable:
-    other = make_tables(folder, [arrays_of(spec)])[0] if table.moves(spec) else None
-    table.extend(spec, other)()
+    room(table, folder, spec)()
     return table
 
 
@@ -72,9 +78,9 @@ def test_a_damaged_file_is_an_error_that_says_which(
     tmp_path: Path, kind: str, change: str, shared_file: bool
 ) -> None:
     table = written(tmp_path)
-    ((path,),) = (table.files.place.folder.glob("shared" if shared_file else f"*user*.{kind}"),)
+    ((path,),) = (table.mapped.files.place.folder.glob("shared" if shared_file else f"*user*.{kind}"),)
     content = path.read_bytes()
-    end = len(content) - 2 * 64 if shared_file else len(content)  # What comes after is another table's.
+    end = len(content) - 4 * 64 if shared_file else len(content)  # What comes after is another table's.
     if change == "missing":
         path.unlink()
     else:
@@ -89,7 +95,7 @@ def test_a_damaged_file_is_an_error_that_says_which(
     assert path.exists() is (change != "missing")
 
 
-@pytest.mark.parametrize("refused", [1, 2])
+@pytest.mark.parametrize("refused", [1, 2, 3, 4])
 def test_a_full_disk_is_an_error_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: int, shared_file: bool
 ) -> None:
@@ -103,7 +109,7 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(
     monkeypatch.setattr("os.posix_fallocate", full)
     with pytest.raises(StorageFailed, match=r"cannot reserve [0-9]+ bytes: No space left on device"):
         made(tmp_path, TABLE)
-    assert sizes == ([320] if shared_file else [160, 80][:refused])
+    assert sizes == ([64 * 8] if shared_file else [160, 80, 80, 40][:refused])
     assert not list(tmp_path.iterdir())
 
 
@@ -111,9 +117,9 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(
 def test_any_table_name_makes_a_file_in_the_folder(tmp_path: Path, name: str, shared_file: bool) -> None:
     folder = tmp_path / "tables"
     (table,) = made(folder, TableSpec(name, 10, 4))
-    assert len(list(table.files.place.folder.iterdir())) == (1 if shared_file else 2)
+    assert len(list(table.mapped.files.place.folder.iterdir())) == (1 if shared_file else 4)
     assert list(tmp_path.iterdir()) == [folder]
-    assert list(folder.iterdir()) == [table.files.place.folder]
+    assert list(folder.iterdir()) == [table.mapped.files.place.folder]
 
 
 def test_alike_names_are_tables_of_their_own(tmp_path: Path) -> None:
@@ -121,23 +127,22 @@ def test_alike_names_are_tables_of_their_own(tmp_path: Path) -> None:
     tables = made(tmp_path, *(TableSpec(name, 10, 4) for name in names))
     for number, table in enumerate(tables, start=1):
         table.apply(RowBatch.of_table(table.spec, np.arange(10), np.full((10, 4), number, np.float32)), number)
-    backs = open_tables([(table.files.place, arrays_of(table.spec)) for table in tables])
-    for number, files in enumerate(backs, start=1):
-        assert (
-            {int(array.min()) for array in files.arrays}
-            == {int(array.max()) for array in files.arrays}
-            == {number}
-        )
+    backs = open_tables([(table.mapped.files.place, TableLayout.of(table.spec).arrays()) for table in tables])
+    for number, (files, table) in enumerate(zip(backs, tables, strict=True), start=1):
+        assert [np.unique(array).tolist() for array in files.arrays[:2]] == [[number], [number]]
+        np.testing.assert_array_equal(files.arrays[2], table.digests)
 
 
 def test_many_small_tables_take_one_file_and_one_mapping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deltasync.storage.table_files.SMALL_BYTES", 1000)
     before = len(os.listdir("/proc/self/fd"))
     tables = made(tmp_path, *(TableSpec(str(number), 10 + 990 * (number == 7), 4) for number in range(50)))
-    assert len({mapping for table in tables for mapping in table.files.mappings}) == 1 + 2, "one table is large"
-    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 1 + 2
+    assert len({mapping for table in tables for mapping in table.mapped.files.mappings}) == 1 + 4, (
+        "one table is large"
+    )
+    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 1 + 4
     assert len(os.listdir("/proc/self/fd")) == before
-    assert [table.files.place.offset is None for table in tables] == [number == 7 for number in range(50)]
+    assert [table.mapped.files.place.offset is None for table in tables] == [number == 7 for number in range(50)]
 
 
 def test_a_table_that_has_grown_keeps_its_rows_and_stamps(tmp_path: Path) -> None:
@@ -149,12 +154,11 @@ def test_a_table_that_has_grown_keeps_its_rows_and_stamps(tmp_path: Path) -> Non
         table.apply(rows, number)
         plain.apply(rows, number)
     back = reopened(table)
-    back.count_digest()
     for each in (table, back):
         assert each.spec == LARGER
         np.testing.assert_array_equal(each.rows, plain.rows)
         np.testing.assert_array_equal(each.stamps, plain.stamps)
-        assert each.digest.checksum == plain.digest.checksum
+        assert each.checksum == plain.checksum
         assert [each.counts.after(number) for number in range(7)] == [plain.counts.after(n) for n in range(7)]
         assert each.counts.rows == 3000
 
@@ -163,23 +167,22 @@ def test_a_table_is_flushed_whole_once_it_has_grown(tmp_path: Path) -> None:
     table = extended(written(tmp_path), tmp_path)
     table.apply(RowBatch.of_table(LARGER, np.array([2999]), np.ones((1, 4), np.float32)), 3)
     table.flush()
-    assert [len(array) for array in table.files.arrays] == [3000, 3000]
-    assert all(array.base is not None for array in (table.rows, table.stamps))
-    assert all(a is b for a, b in zip(table.files.arrays, (table.rows, table.stamps), strict=True))
+    assert [len(array) for array in table.mapped.files.arrays] == [3000] * 4
+    arrays = table.rows, table.stamps, table.digests, table.squares
+    assert all(a is b for a, b in zip(table.mapped.files.arrays, arrays, strict=True))
 
 
 def test_room_that_nobody_has_written_down_is_given_back(tmp_path: Path, shared_file: bool) -> None:
     """The process ended after it had made room, and before the log said so."""
     table = written(tmp_path)
-    other = make_tables(tmp_path, [arrays_of(LARGER)])[0] if shared_file else None
-    table.extend(LARGER, other)
+    room(table, tmp_path)
     back = reopened(table, TABLE)
     assert back.changed_since(0).tolist() == [3, 7]
-    remove_unused(tmp_path, [back.files])
-    assert list(tmp_path.iterdir()) == [table.files.place.folder]
+    remove_unused(tmp_path, [back.mapped.files])
+    assert list(tmp_path.iterdir()) == [table.mapped.files.place.folder]
     if not shared_file:
-        sizes = [path.stat().st_size for path in table.files.place.folder.glob("*user*")]
-        assert sorted(sizes) == [10 * 8, 10 * 4 * 4]
+        sizes = [path.stat().st_size for path in table.mapped.files.place.folder.glob("*user*")]
+        assert sorted(sizes) == [10 * 4, 10 * 8, 10 * 8, 10 * 4 * 4]
 
 
 def test_what_a_table_has_left_in_a_shared_file_is_cleared(tmp_path: Path, shared_file: bool) -> None:
@@ -187,19 +190,19 @@ def test_what_a_table_has_left_in_a_shared_file_is_cleared(tmp_path: Path, share
     first, table, last = made(tmp_path, OTHERS[0], TABLE, OTHERS[1])
     for each in (first, table, last):
         each.apply(RowBatch.of_table(each.spec, np.arange(3), np.full((3, each.spec.dim), 5, each.spec.dtype)), 2)
-    before = table.files
+    before = table.mapped.files
     extended(table, tmp_path)
     if not shared_file:
-        assert table.files.place == before.place
+        assert table.mapped.files.place == before.place
         return
     for kept in ([first, last], [last]):
-        remove_unused(tmp_path, [each.files for each in (*kept, table, *kept)])
+        remove_unused(tmp_path, [each.mapped.files for each in (*kept, table, *kept)])
         assert not any(array.any() for array in before.arrays)
         assert table.changed_since(0).tolist() == [0, 1, 2]
         for each in (first, last):
-            assert [array.any() for array in each.files.arrays] == [each in kept] * 2
-    remove_unused(tmp_path, [table.files])
-    assert list(tmp_path.iterdir()) == [table.files.place.folder]
+            assert [array.any() for array in each.mapped.files.arrays] == [each in kept] * 4
+    remove_unused(tmp_path, [table.mapped.files])
+    assert list(tmp_path.iterdir()) == [table.mapped.files.place.folder]
 
 
 @pytest.mark.parametrize("kind", ["rows", "stamps"])
@@ -209,14 +212,14 @@ def test_more_than_room_is_damage(tmp_path: Path, kind: str, shared_file: bool) 
     table = extended(written(tmp_path), tmp_path)
     table.apply(RowBatch.of_table(LARGER, np.array([2999]), np.ones((1, 4), np.float32)), 3)
     other = {"rows": "stamps", "stamps": "rows"}[kind]
-    (path,) = table.files.place.folder.glob(f"*user*.{other}")
+    (path,) = table.mapped.files.place.folder.glob(f"*user*.{other}")
     with path.open("r+b") as file:
         file.truncate({"rows": 160, "stamps": 80}[other])
     with pytest.raises(StorageFailed, match=rf"\.{kind} has [0-9]+ bytes, expected"):
         reopened(table, TABLE)
 
 
-@pytest.mark.parametrize("refused", [1, 2])
+@pytest.mark.parametrize("refused", [1, 2, 3, 4])
 def test_no_room_to_grow_is_an_error_and_the_table_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: int, shared_file: bool
 ) -> None:
@@ -237,3 +240,57 @@ def test_no_room_to_grow_is_an_error_and_the_table_goes_on(
     table.flush()
     assert extended(table, tmp_path).changed_since(0).tolist() == [3, 7, 9]
     assert reopened(table).changed_since(2).tolist() == [9]
+
+
+def test_a_split_table_comes_back_split_also_once_it_has_grown(tmp_path: Path) -> None:
+    table, plain = written(tmp_path), StampedTable.zeros(LARGER)
+    plain.apply(RowBatch.of_table(LARGER, np.array([3, 7]), np.full((2, 4), 5, np.float32)), 2)
+    before = table.mapped
+    for each in (table, plain):
+        each.split(1, 3)
+    assert reopened(table).digests.tolist() == table.digests.tolist() == plain.digests[:10].tolist()
+    assert [array is other for array, other in zip(before.plain(), table.mapped.plain(), strict=True)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert MappedTable(before.layout, before.files).checksum == table.checksum, "until the log names the others"
+    table.remove_stale()
+    extended(table, tmp_path)
+    table.apply(RowBatch.of_table(LARGER, np.array([2999]), np.ones((1, 4), np.float32)), 3)
+    plain.apply(RowBatch.of_table(LARGER, np.array([2999]), np.ones((1, 4), np.float32)), 3)
+    back = reopened(table)
+    assert back.columns == (0, 1, 3, 4)
+    for array, other in zip(
+        back.mapped.plain(), (plain.rows, plain.stamps, plain.digests, plain.squares), strict=True
+    ):
+        np.testing.assert_array_equal(array, other)
+    assert back.checksum == plain.checksum
+
+
+def test_a_table_that_is_split_while_room_is_made_has_digests_that_fit(tmp_path: Path) -> None:
+    table = written(tmp_path)
+    become = room(table, tmp_path)
+    table.split(2)
+    table.apply(RowBatch.of_table(TABLE, np.array([9]), np.ones((1, 4), np.float32)), 3)
+    become()
+    assert table.fits(np.arange(3000), table.rows).all()
+    assert table.changed_since(0).tolist() == [3, 7, 9]
+
+
+def test_digests_that_an_older_version_did_not_keep_are_made_of_the_rows(
+    tmp_path: Path, shared_file: bool
+) -> None:
+    if shared_file:
+        return  # Older versions had none.
+    table = written(tmp_path)
+    digests, squares = (next(tmp_path.rglob(f"*user*.{kind}")) for kind in ("digests", "squares"))
+    squares.unlink()
+    digests.rename(digests.with_suffix(".digests.new"))  # A process ended while they were made.
+    for _ in range(2):
+        back = reopened(table)
+        assert back.digests.tolist() == table.digests.tolist()
+        assert back.squares.tolist() == table.squares.tolist()
+        assert back.checksum == table.checksum
+        assert not list(tmp_path.rglob("*.new"))
