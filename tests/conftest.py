@@ -14,9 +14,17 @@ from hypothesis import settings
 from tests.support.process import ServiceProcess
 from tests.support.programs import LONGEST_SECONDS
 
+from deltasync.kernels.compiled import warm
+
 # How long an example takes says nothing on a busy machine.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compile the kernels before workers, and the processes that tests start, would all do so at once."""
+    if not hasattr(config, "workerinput"):
+        warm()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,18 +5,22 @@ Its streams: `cuts/MODEL` has rows, by version, rank and index; `seals/MODEL` ha
 says how many ranks its run had: what an abandoned cut of a larger run has left is passed over.
 """
 
+import contextlib
 import shutil
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from deltasync.core.errors import StorageFailed
-from deltasync.core.rows import RowBatch
+from deltasync.core.progress import Progress
+from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.seal import Seal
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.storage.data_directory import RESTORE
@@ -102,7 +106,10 @@ class ModelStore:
             self.grown_from = {each["name"]: each[_GROWN] for each in tables if _GROWN in each}
         self._described_flushed = self.flushed
         files = open_tables([(place, layout.arrays()) for place, layout in zip(places, layouts, strict=True)])
-        self.tables = [MappedTable(*each) for each in zip(layouts, files, strict=True)]
+        progress = Progress(f"opening model {self._model!r}", sum(each.spec.rows for each in layouts), "rows")
+        for layout, each in zip(layouts, files, strict=True):
+            self.tables.append(MappedTable(layout, each))
+            progress.add(layout.spec.rows)
         self._flushed = {table.spec.name: table.mapped for table in self.tables}
         self.remove_unused()
         self._move_again()
@@ -245,6 +252,16 @@ class ModelStore:
                 f"{seal.rows}: {RESTORE}"
             )
 
+    def logged(self, wanted: Mapping[str, Ids], seals: Iterable[Seal]) -> list[RowBatch]:
+        """What the log has of some rows, ids by the table's name, in the order of these cuts; as far as it can be
+        read.
+        """
+        found = []
+        for seal in seals:
+            with contextlib.suppress(StorageFailed):
+                found += [some for rows in self.rows(seal) if len(some := _among(rows, wanted))]
+        return found
+
     def _describe(
         self,
         specs: Sequence[TableSpec] = (),
@@ -289,3 +306,9 @@ def _flushed_layout(record: Mapping[str, Any]) -> TableLayout:
 
 def _grown_record(name: str, grown_from: Mapping[str, int]) -> dict[str, Any]:
     return {_GROWN: grown_from[name]} if name in grown_from else {}
+
+
+def _among(rows: RowBatch, wanted: Mapping[str, Ids]) -> RowBatch:
+    """Those of some rows that are wanted."""
+    where = np.flatnonzero(np.isin(rows.ids, wanted.get(rows.table.name, rows.ids[:0])))
+    return RowBatch(rows.shard, rows.ids[where], rows.values[where], deleted=rows.deleted)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from deltasync.core.delivery import Delivery
+from deltasync.core.progress import Progress
 from deltasync.core.rows import RowBatch
 from deltasync.core.steady_clock import FOREVER_NS, steady_ns
 from deltasync.core.tables import Shard
@@ -268,13 +269,16 @@ class ViewStore:
         Of a later one it may have a part, say a map without the rows that it leads to. No replica was given any of
         it, and all of it is dirty still.
         """
-        last, shards = newest, [Shard.whole(table.held.spec) for table in tables]
+        progress = Progress(f"recovering the view of {self._consumer!r}", newest - self._flushed, "releases")
+        number, last, shards = self._flushed, newest, [Shard.whole(table.held.spec) for table in tables]
         for record in self._log.read(self._stream):  # Also those that nobody needs: they may be of another number.
             if self._flushed < record.number <= newest:
                 with reading(name_of(self._stream, record.number, record.part, record.index)):
                     tables[record.part].write(unpack_rows(record.payload, lambda _: shards), record.number)
                 self._appended_bytes += len(record.payload)
             last = max(last, record.number)
+            progress.add(max(0, min(record.number, newest) - number))
+            number = max(number, record.number)
         if last > newest:
             self.drop(newest + 1).result()
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from deltasync.core.delivery import Delivery
 from deltasync.core.policy import Policy
+from deltasync.core.progress import Progress
 from deltasync.core.seal import seal_of
 from deltasync.feeds.frozen_release import Head
 from deltasync.feeds.model import Model
@@ -86,8 +87,10 @@ class TableMaker:
 
     async def _copy(self, table: ViewTable, number: int | None) -> None:
         ids = await self._model.on_thread(table.changed_since, 0)
+        progress = Progress(f"a first look at table {table.source.spec.name!r}", len(ids), "rows")
         for start in range(0, len(ids), _COPIED_ROWS):
             await self._model.on_thread(table.copy, ids[start : start + _COPIED_ROWS], number)
+            progress.add(min(_COPIED_ROWS, len(ids) - start))
 
     def _installed(
         self, tables: tuple[ViewTable, ...], grown: Mapping[ViewTable, ViewTable], number: int, version: int
