@@ -263,8 +263,9 @@ class SideBySide:
     def _most_bytes(self) -> int:
         """Stamps and copies, and for each consumer what it was given, and rows to be carried over."""
         rows = sum(table.rows for table in self.tracker.tables)
+        stamps = sum(4 * table.rows + 12 * -(-table.rows // 64) for table in self.tracker.tables)
         live = sum(tensor.nbytes for tensor in self._live())
-        return 4 * rows + live + len(self.plain.consumers) * (live + 12 * rows) + self.bytes_under_way
+        return stamps + live + len(self.plain.consumers) * (live + 12 * rows) + self.bytes_under_way
 
     @property
     def bytes_under_way(self) -> int:

@@ -42,13 +42,13 @@ def writable(dtype: types.Type, dims: int = 2) -> types.Array:
 
 
 class Kernel(Generic[P, R]):
-    """A compiled function. It lets other Python threads run, and compiles with its first call at the latest."""
+    """A compiled function. It compiles with its first call at the latest."""
 
-    def __init__(self, function: Callable[P, R], signatures: Sequence[Any], any_order: bool) -> None:
+    def __init__(self, function: Callable[P, R], signatures: Sequence[Any], any_order: bool, nogil: bool) -> None:
         self.function = function
         self.__doc__, self.__name__ = function.__doc__, function.__name__
         self._signatures = signatures
-        self._options = {"nogil": True, "error_model": "numpy", "fastmath": ANY_ORDER if any_order else False}
+        self._options = {"nogil": nogil, "error_model": "numpy", "fastmath": set(ANY_ORDER) if any_order else False}
         self._compiled: Callable[P, R] | None = None
         self._compiling = threading.Lock()
 
@@ -75,14 +75,17 @@ class Kernel(Generic[P, R]):
             return numba.njit(**self._options)(self.function)
 
 
-def kernel(*signatures: Any, any_order: bool = False) -> Callable[[Callable[P, R]], Kernel[P, R]]:
+def kernel(
+    *signatures: Any, any_order: bool = False, nogil: bool = True
+) -> Callable[[Callable[P, R]], Kernel[P, R]]:
     """Decorator: compile a function for these signatures, such as `types.void(readable(types.int64, 1))`.
 
-    With `any_order` the order in which floats are added is the compiler's.
+    With `any_order` the order in which floats are added is the compiler's. With `nogil` other Python threads run
+    meanwhile, and it may have to wait for one of them afterwards, 5 ms each time: not where others wait for it.
     """
 
     def decorate(function: Callable[P, R]) -> Kernel[P, R]:
-        made = Kernel(function, signatures, any_order)
+        made = Kernel(function, signatures, any_order, nogil)
         _kernels.append(made)
         return made
 
@@ -91,6 +94,10 @@ def kernel(*signatures: Any, any_order: bool = False) -> Callable[[Callable[P, R
 
 # For what kernels call: compiled as a part of them.
 inlined = numba.njit(inline="always", error_model="numpy")
+# The same, but for the order in which floats are added, which is as each of these says and not as the kernel does.
+in_order = numba.njit(forceinline=True, error_model="numpy", _nrt=False)
+called = numba.njit(error_model="numpy", _nrt=False)
+in_any_order = numba.njit(forceinline=True, error_model="numpy", _nrt=False, fastmath=set(ANY_ORDER))
 
 
 def warm() -> int:

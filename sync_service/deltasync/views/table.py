@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from deltasync.core.change_counts import ChangeCounts
 from deltasync.core.delivery import Delivery
-from deltasync.core.digests import RowDigests, row_digests
+from deltasync.core.digests import RowDigests
 from deltasync.core.mode import Mode
 from deltasync.core.rows import BLOCK_ROWS, Ids, Norms, RowBatch, Values
 from deltasync.core.stamps import StampedTable
@@ -34,7 +34,7 @@ class EncodedTable(MappedTable):
 
     def held_digests(self, rows: Values) -> RowDigests:
         """See `StampedTable.held_digests`."""
-        return row_digests(self._delivery.held(rows))
+        return self._delivery.held_digests(rows)
 
 
 @confined(dirty_since=MODEL_THREAD, _norms=MODEL_THREAD)
@@ -113,7 +113,7 @@ class ViewTable:
             changed = np.flatnonzero(self.dirty_since)
         for block in _blocks(len(changed), BLOCK_ROWS):
             ids = changed[block]
-            self._norms[ids], differ = self._compare(ids, compared_version)
+            self._norms[ids], differ = self._compare(ids)
             self._unmark(ids[~differ])
         dirty = np.flatnonzero(self.dirty_since)
         return dirty, self._norms[dirty]
@@ -174,27 +174,12 @@ class ViewTable:
         self.dirty_since[ids] = 0
         self._clean = self._clean.plus(self.sent.numbers(ids))
 
-    def _compare(self, ids: Ids, compared_version: int) -> tuple[Floats, Mask]:
+    def _compare(self, ids: Ids) -> tuple[Floats, Mask]:
         """The norms of the deltas of these rows, and which of them are dirty."""
-        rows, held = self.source.rows_of(ids), self.held.rows_of(ids)
-        decoded = self.delivery.decode(held)
-        norms = self._distances(rows, decoded)
-        # Rows further away than encoding can explain need not be encoded to see that they differ.
-        near = ~(norms > self.delivery.largest_distances(held, decoded))
-        unsure = np.flatnonzero(near & (self.source.numbers(ids) > compared_version))
-        differ = np.ones(len(ids), np.bool_)
-        differ[unsure] = _bits_differ(self.delivery.encode(rows[unsure]), held[unsure])
+        norms, differ = self.delivery.compare(self.source.rows, self.held.rows, ids)
         # That a row is no more differs from zeros, but not to who never had it.
         gone, told = self.source.deleted(ids), self.held.deleted(ids)
         return norms, np.where(gone, ~told & ~self.never_sent(ids), differ | told)
-
-    def _distances(self, rows: Values, others: Values) -> Floats:
-        """The L2 norms [n] of what differs between rows; 0 for what is not trained."""
-        if not self.source.spec.kind.trained:
-            return np.zeros(len(rows))
-        # In fp64, in which no difference of two fp32 numbers overflows, nor its square.
-        with np.errstate(over="ignore"):
-            return norms_of(np.subtract(rows, others, dtype=np.float64))
 
 
 def view_arrays(delivery: Delivery) -> list[ArraySpec]:
@@ -222,14 +207,6 @@ def norms_of(rows: Values) -> Floats:
 
 def _as_fp32(norms: Floats) -> Norms:
     return np.minimum(norms, np.finfo(np.float32).max).astype(np.float32)
-
-
-def _bits_differ(some: Values, others: Values) -> Mask:
-    """Which rows ([n, width]) differ in any bit."""
-    bits = f"u{some.itemsize}"
-    differ = np.ascontiguousarray(some).view(bits) != np.ascontiguousarray(others).view(bits)
-    anywhere: Mask = differ @ np.ones(some.shape[1], np.bool_)  # Faster than any() along the second axis.
-    return anywhere
 
 
 def _blocks(rows: int, size: int) -> Iterator[slice]:

@@ -20,7 +20,7 @@ from deltasync.core.rows import RowBatch, Values
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import VALUE_TYPES, TableKind, TableSpec
 from deltasync.core.threads import not_shared_yet
-from deltasync.core.value_types import Coding, Distances, Encoded, ValueType
+from deltasync.core.value_types import Coding, Encoded, ValueType
 from deltasync.v1 import tables_pb2
 from deltasync.views.records import delivery_of_record, table_record
 from deltasync.wire.messages import (
@@ -47,9 +47,6 @@ class Signs(Coding):
 
     def decode(self, encoded: Encoded, dtype: np.dtype[np.generic]) -> Values:
         return (1 - 2 * encoded[:, :-3].astype(np.float32)).astype(dtype)
-
-    def largest_distances(self, encoded: Encoded, decoded: Values) -> Distances:
-        return np.full(len(encoded), np.inf)
 
 
 @pytest.fixture

@@ -9,8 +9,22 @@ import click
 from rich.console import Console
 
 from deltasync.cli.config import CONTEXT
-from deltasync.trainer.bench import consumers, memory, publish, quality, release, serve, status, step_time, tracker
+from deltasync.trainer.bench import (
+    apply,
+    consumers,
+    memory,
+    pause,
+    publish,
+    quality,
+    release,
+    serve,
+    status,
+    step_time,
+    tracker,
+)
+from deltasync.trainer.bench.apply import apply_options
 from deltasync.trainer.bench.consumers import consumers_options
+from deltasync.trainer.bench.pause import pause_options
 from deltasync.trainer.bench.pipelines import run as pipelines
 from deltasync.trainer.bench.pipelines.options import pipelines_options
 from deltasync.trainer.bench.quality import quality_options
@@ -56,6 +70,16 @@ _add(
     "release",
     release_options(_command(release.run)),
     "Time of a release by a consumer's policy, against NumPy's gathers and norms of the same rows.",
+)
+_add(
+    "apply",
+    apply_options(_command(apply.run)),
+    "Time to apply changed rows, in the service and in a replica, against a bare NumPy scatter.",
+)
+_add(
+    "pause",
+    pause_options(_command(pause.run)),
+    "Pause of readers while releases are applied, against a bare NumPy scatter of the same rows.",
 )
 _add(
     "serve",
