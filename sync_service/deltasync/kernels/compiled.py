@@ -48,7 +48,11 @@ class Kernel(Generic[P, R]):
         self.function = function
         self.__doc__, self.__name__ = function.__doc__, function.__name__
         self._signatures = signatures
-        self._options = {"nogil": nogil, "error_model": "numpy", "fastmath": set(ANY_ORDER) if any_order else False}
+        self._options = {
+            "nogil": nogil,
+            "error_model": "numpy",
+            "fastmath": set(ANY_ORDER) if any_order else False,
+        }
         self._compiled: Callable[P, R] | None = None
         self._compiling = threading.Lock()
 
