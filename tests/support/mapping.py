@@ -4,6 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from deltasync.core.delivery import Delivery
 from deltasync.core.stamps import StampedTable
 from deltasync.storage.mapping import Mapping
@@ -32,3 +35,9 @@ def reopened(table: ViewTable) -> ViewTable:
     """The table after a restart."""
     (files,) = open_tables([(table.files.place, view_arrays(table.delivery))])
     return ViewTable(table.source, table.delivery, files)
+
+
+def marks_on_disk(table: ViewTable) -> NDArray[np.int64]:
+    """What the files have of which rows of a view's table are dirty."""
+    (files,) = open_tables([(table.files.place, view_arrays(table.delivery))])
+    return np.array(files.arrays[-1])

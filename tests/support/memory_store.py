@@ -1,6 +1,6 @@
 """The smallest log there can be: it shows that the tests of the protocol know nothing of LMDB."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -26,7 +26,19 @@ class MemoryStore:
         self._max_bytes = max_bytes
         self.refusing = False
 
-    def append(self, stream: str, number: int, part: int, index: int, *payload: Buffer) -> Future[None]:
+    def append(
+        self,
+        stream: str,
+        number: int,
+        part: int,
+        index: int,
+        *payload: Buffer,
+        after: Sequence[Future[None]] = (),
+        patient: bool = False,
+    ) -> Future[None]:
+        for write in after:
+            if error := write.exception():
+                return _done(error)
         record = b"".join(payload)
         if self.used_bytes() + len(record) > self._max_bytes:
             self.refusing = True
@@ -34,7 +46,14 @@ class MemoryStore:
         self._disk.streams.setdefault(stream, {})[number, part, index] = record
         return _done()
 
-    def drop(self, stream: str, number: int, part: int | None = None) -> Future[None]:
+    def drop(
+        self,
+        stream: str,
+        number: int,
+        part: int | None = None,
+        *,
+        patient: bool = False,
+    ) -> Future[None]:
         if part is None:
             return self._keep(stream, lambda address: address[0] < number)
         return self._keep(stream, lambda address: address[:2] != (number, part))
@@ -73,7 +92,7 @@ class MemoryStore:
         return _done()
 
 
-def _done(failure: StorageFailed | None = None) -> Future[None]:
+def _done(failure: BaseException | None = None) -> Future[None]:
     done: Future[None] = Future()
     if failure:
         done.set_exception(failure)

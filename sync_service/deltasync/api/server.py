@@ -22,6 +22,7 @@ from deltasync.api.http import create_app
 from deltasync.api.protocol import ProtocolInterceptor
 from deltasync.api.publish import PublishServicer
 from deltasync.api.subscribe import SubscribeServicer
+from deltasync.api.written_messages import WrittenMessages
 from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.core.errors import ServiceUnavailable
 from deltasync.core.listener import listening_socket
@@ -173,7 +174,7 @@ async def _start_grpc(
     service: Service, options: ServerOptions
 ) -> tuple[grpc.aio.Server, health.aio.HealthServicer, int]:
     server = grpc.aio.server(
-        interceptors=[ProtocolInterceptor(), DecodeInterceptor()],
+        interceptors=[ProtocolInterceptor(), DecodeInterceptor(), WrittenMessages()],
         options=[
             ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
             # Otherwise a second service on the same port would take half of the streams.

@@ -266,7 +266,7 @@ class Subscriber:
         wrong = assembler.wrong(checksums)
         self._readiness.differs(wrong)
         if wrong:
-            text = "replica %s holds other rows than it was sent in %s; it will be sent all of them"
+            text = "replica %s holds other rows than it was sent in %s, and will be sent them again"
             logger.error(text, self._options.replica, ", ".join(wrong))
         return bool(wrong)
 
@@ -303,6 +303,7 @@ class Subscriber:
             sums=checksums_to_message(assembler.by_slot(checksums)),
             token=steady_ns(),
             unbound=assembler.unbound(target.bound()) if isinstance(target, PartialTarget) else [],
+            wanted=assembler.wanted(self._checksums.damaged) if self._checksums and checksums else [],
         )
         return subscribe_pb2.SubscribeRequest(ack=ack)
 

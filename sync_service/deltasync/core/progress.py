@@ -1,4 +1,4 @@
-"""How far something has come that may take minutes: said in the log now and then."""
+"""How far something has come that takes long, in the log."""
 
 import logging
 import time
@@ -9,20 +9,27 @@ _EVERY_SECONDS = 5.0
 
 
 class Progress:
-    """Says every few seconds how far something has come; nothing of what is done before. One thread at a time."""
+    """Tells every few seconds how far something has come; nothing of what is through before.
 
-    def __init__(self, what: str, total: int, unit: str) -> None:
-        self._what, self._total, self._unit = what, total, unit
-        self._done = 0
-        self._said = time.monotonic()
+    Args:
+        what: what is done to the rows, as in "consumer 'top': comparing table 'user'".
+        total: how many there are.
+    """
 
-    def add(self, count: int) -> None:
-        """Note that so many more are done."""
-        self._done += count
-        now = time.monotonic()
-        if now >= self._said + _EVERY_SECONDS:
-            self._said = now
-            share = 100 * self._done // max(1, self._total)
-            logger.info(
-                "%s: %s of %s %s (%d %%)", self._what, f"{self._done:,}", f"{self._total:,}", self._unit, share
-            )
+    def __init__(self, what: str, total: int) -> None:
+        self._what = what
+        self._total = total
+        self._due = time.monotonic() + _EVERY_SECONDS
+        self._told = False
+        self._rows = 0
+
+    def add(self, rows: int) -> None:
+        """So many more rows are through."""
+        self.at(self._rows + rows)
+
+    def at(self, rows: int) -> None:
+        """So many rows are through."""
+        self._rows, now = rows, time.monotonic()
+        if now >= self._due or (self._told and rows >= self._total):
+            logger.info("%s: %d of %d rows", self._what, rows, self._total)
+            self._due, self._told = now + _EVERY_SECONDS, True

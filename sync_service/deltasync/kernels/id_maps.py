@@ -26,8 +26,8 @@ def read_sorted(raw_ids: Numbers, rows: Numbers, row_offset: int, first: int, en
         column: [rows], zeros.
 
     Returns:
-        How many raw ids lie outside of the range; `UNSOUND` where one is -1, does not follow the one before, or has
-        a row that is none or another one's: `column` is of no use then.
+        How many raw ids lie outside of the range; `UNSOUND` where one is -1, does not follow the one before, or
+        has a row that is none or another one's: `column` is of no use then.
     """
     outside = taken = 0
     before = np.int64(0)

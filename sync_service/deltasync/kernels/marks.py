@@ -26,7 +26,7 @@ _STAMPS = readable(types.int32, 1)
     *(types.void(readable(ids, 1), types.int64, writable(types.uint64, 1)) for ids in (types.int32, types.int64))
 )
 def mark(ids: NDArray[np.signedinteger], rows: int, marks: Marks) -> None:
-    """Mark the rows `ids` [n], in any order and number, of a table of `rows` rows; for an id that is none, row 0."""
+    """Mark the rows `ids` [n], in any order and number, of a table of `rows`; for an id that is none, row 0."""
     for index in range(ids.shape[0]):
         row = _U64(ids[index])  # Negative ids are the largest.
         row = row if row < _U64(rows) else _U64(0)

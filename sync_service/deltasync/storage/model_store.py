@@ -106,7 +106,7 @@ class ModelStore:
             self.grown_from = {each["name"]: each[_GROWN] for each in tables if _GROWN in each}
         self._described_flushed = self.flushed
         files = open_tables([(place, layout.arrays()) for place, layout in zip(places, layouts, strict=True)])
-        progress = Progress(f"opening model {self._model!r}", sum(each.spec.rows for each in layouts), "rows")
+        progress = Progress(f"model {self._model!r}: opening tables", sum(each.spec.rows for each in layouts))
         for layout, each in zip(layouts, files, strict=True):
             self.tables.append(MappedTable(layout, each))
             progress.add(layout.spec.rows)
@@ -218,20 +218,25 @@ class ModelStore:
     # Cuts, from their first part to their seal.
 
     def drop_part(self, version: int, rank: int) -> Future[None]:
-        """Forget what was appended of a rank's part of a cut that is not sealed yet."""
-        return self._log.drop(self._cuts, version, rank)
+        """Forget what was appended of a rank's part of a cut that is not sealed yet; on disk with the seal."""
+        return self._log.drop(self._cuts, version, rank, patient=True)
 
     def use_layout(self, layout: bytes, shards: Sequence[Shard], version: int) -> LayoutUse:
         """Have a layout, packed, with these shards in it, for rows of a version that is not sealed yet."""
         return self._layouts.use(layout, shards, version)
 
     def append(self, version: int, rank: int, index: int, slot: int, rows: RowBatch, layout: int) -> Future[None]:
-        """Append record `index` of a rank's part: rows of the shard in `slot` of its layout."""
-        return self._log.append(self._cuts, version, rank, index, *pack_rows(slot, rows, layout))
+        """Append record `index` of a rank's part: rows of the shard in `slot` of its layout. It is on disk
+        with the seal, at the latest.
+        """
+        return self._log.append(self._cuts, version, rank, index, *pack_rows(slot, rows, layout), patient=True)
 
-    def seal(self, seal: Seal) -> Future[None]:
-        """Make a cut visible: it is part of the history from here on."""
-        return self._log.append(self._seals, seal.version, 0, 0, pack_json(seal_record(seal)))
+    def seal(self, seal: Seal, after: Sequence[Future[None]] = ()) -> Future[None]:
+        """Make a cut visible, unless one of the writes `after` which it comes was refused.
+
+        Once this is done it is on disk with them, and part of the history.
+        """
+        return self._log.append(self._seals, seal.version, 0, 0, pack_json(seal_record(seal)), after=after)
 
     def rows(self, seal: Seal) -> Iterator[RowBatch]:
         """The rows of a sealed cut as the log has them.

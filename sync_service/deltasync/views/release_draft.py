@@ -1,5 +1,6 @@
 """A release before it is made: the rows that it takes, and what is known of those that it leaves."""
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,11 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltasync.core.errors import StorageFailed
-from deltasync.core.rows import RowBatch
+from deltasync.core.rows import Ids, RowBatch
 from deltasync.feeds.frozen_release import Head
 from deltasync.feeds.scratch import room_for
 from deltasync.feeds.statistics import Amount, Backlog, ReleaseStatistics, total
-from deltasync.views.ranking import DirtyRows, Mask, Pick, amount_of
+from deltasync.kernels.ranking import split_amounts
+from deltasync.views.ranking import DirtyRows, Mask, Pick
 from deltasync.views.release_log import Piece, ReleaseLog
 from deltasync.views.store import NewestRelease, ViewState
 from deltasync.views.table import ViewTable
@@ -59,16 +61,17 @@ class TableDraft:
         self.taken[np.searchsorted(self.dirty.ids, piece.ids)] = False
 
     @property
-    def amount(self) -> Amount:
-        """How much it takes."""
-        return amount_of(self.dirty, self.taken)
+    def taken_ids(self) -> Ids:
+        """The rows that it takes."""
+        return self.dirty.ids[self.taken]
 
-    @property
-    def backlog(self) -> Backlog:
-        """What it leaves."""
-        left = ~self.taken
-        oldest = int(self.since[left].min()) if np.any(left) else 0
-        return Backlog(amount_of(self.dirty, left), self.norm, oldest)
+    def amounts(self) -> tuple[Amount, Backlog]:
+        """How much it takes, and what it leaves."""
+        size, every = self.dirty.row_bytes, len(self.taken)
+        rows, of_taken, of_left, oldest = split_amounts(self.dirty.norms, self.since, self.taken)
+        taken = Amount(int(rows), int(rows) * size, math.sqrt(of_taken))
+        left = Amount(every - taken.rows, every * size - taken.bytes, math.sqrt(of_left))
+        return taken, Backlog(left, self.norm, int(oldest))
 
 
 @dataclass
@@ -105,9 +108,10 @@ class ReleaseDraft:
 
     def state_after(self, before: ViewState) -> ViewState:
         """The state once it is made; where it takes no rows, with the release of before and the backlog of now."""
-        backlogs = {draft.table.source.spec.name: draft.backlog for draft in self.tables}
+        amounts = {draft.table.source.spec.name: draft.amounts() for draft in self.tables}
+        backlogs = {name: backlog for name, (_, backlog) in amounts.items()}
         state = replace(before, compared_version=self.head.version, backlog=backlogs, mixed=False)
-        taken = total(draft.amount for draft in self.tables)
+        taken = total(amount for amount, _ in amounts.values())
         left = total(each.amount for each in backlogs.values())
         if taken.rows:
             return replace(state, newest=new_release(self.head, taken, left, self.reason))
@@ -145,12 +149,12 @@ def draw(
 
 def _draft(table: ViewTable, dirty: DirtyRows, taken: Mask, folder: Path | None) -> TableDraft:
     """What a release takes of a table: as yet with room for the rows only."""
-    deleted, spec = table.source.deleted(dirty.ids), table.held.spec
+    deleted, spec = table.dirty.deleted, table.held.spec
     live = taken & ~deleted
     ids = dirty.ids[live]
     room = room_for((len(ids), spec.dim), spec.dtype, folder, f"a release of table {spec.name!r}")
     rows, deletes = table.batch(ids, room, dirty.norms[live]), table.deletes(dirty.ids[taken & deleted])
-    return TableDraft(table, dirty, table.dirty_since[dirty.ids], taken, rows, deletes, table.source.norm)
+    return TableDraft(table, dirty, table.dirty.since, taken, rows, deletes, table.source.norm)
 
 
 def new_release(head: Head, taken: Amount, backlog: Amount, reason: str) -> NewestRelease:

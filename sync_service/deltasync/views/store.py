@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from deltasync.core.delivery import Delivery
-from deltasync.core.progress import Progress
 from deltasync.core.rows import RowBatch
 from deltasync.core.steady_clock import FOREVER_NS, steady_ns
 from deltasync.core.tables import Shard
@@ -91,6 +90,7 @@ class ViewStore:
     is replaced as a whole, so that every thread may read it.
 
     Attributes:
+        consumer: whose view it is.
         history: the releases there were.
         state: where the view is.
     """
@@ -101,7 +101,7 @@ class ViewStore:
         self._model = model
         self._log = log
         self._directory = directory
-        self._consumer = consumer
+        self.consumer = consumer
         self._stream = releases_stream(consumer)
         self._flushed = 0
         self._flushing = threading.Lock()
@@ -146,7 +146,7 @@ class ViewStore:
             StorageFailed: the log could not be written.
         """
         record = {"head": head_record(release.head), "account": statistics_record(release.statistics)}
-        self._log.put(release_name(self._consumer), pack_json(record)).result()
+        self._log.put(release_name(self.consumer), pack_json(record)).result()
 
     # Tables and their files, on any thread.
 
@@ -208,8 +208,8 @@ class ViewStore:
         """Remove everything there is of the view."""
         with self._flushing:
             self.state = replace(self.state, newest=None)
-            self._log.put(view_name(self._consumer), None).result()
-            self._log.put(release_name(self._consumer), None).result()
+            self._log.put(view_name(self.consumer), None).result()
+            self._log.put(release_name(self.consumer), None).result()
             self._log.truncate(self._stream, LAST_NUMBER).result()
             shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -224,7 +224,7 @@ class ViewStore:
             "tables": [table_record(table) for table in state.tables],
         }
         record |= {"mixed": True} if state.mixed else {}
-        self._log.put(view_name(self._consumer), pack_json(record)).result()
+        self._log.put(view_name(self.consumer), pack_json(record)).result()
 
     def _cut_log(self, number: int) -> None:
         self._log.truncate(self._stream, number).result()
@@ -238,7 +238,7 @@ class ViewStore:
         Raises:
             StorageFailed: a file is damaged or missing, or a record of the log is damaged.
         """
-        with reading(f"record {view_name(self._consumer)}"):
+        with reading(f"record {view_name(self.consumer)}"):
             if record["model_history"] != self._model.history:
                 self.discard()  # What replicas hold is of another model: they need everything anyway.
                 return
@@ -269,22 +269,21 @@ class ViewStore:
         Of a later one it may have a part, say a map without the rows that it leads to. No replica was given any of
         it, and all of it is dirty still.
         """
-        progress = Progress(f"recovering the view of {self._consumer!r}", newest - self._flushed, "releases")
-        number, last, shards = self._flushed, newest, [Shard.whole(table.held.spec) for table in tables]
+        last, shards = newest, [Shard.whole(table.held.spec) for table in tables]
         for record in self._log.read(self._stream):  # Also those that nobody needs: they may be of another number.
             if self._flushed < record.number <= newest:
                 with reading(name_of(self._stream, record.number, record.part, record.index)):
                     tables[record.part].write(unpack_rows(record.payload, lambda _: shards), record.number)
                 self._appended_bytes += len(record.payload)
             last = max(last, record.number)
-            progress.add(max(0, min(record.number, newest) - number))
-            number = max(number, record.number)
         if last > newest:
             self.drop(newest + 1).result()
+        for table in tables:
+            table.find_marked()
 
     def _recover_release(self) -> NewestRelease | None:
-        record = recorded_release(self._log, self._consumer)
+        record = recorded_release(self._log, self.consumer)
         if record is None:
             return None
-        with reading(f"record {release_name(self._consumer)}"):
+        with reading(f"record {release_name(self.consumer)}"):
             return NewestRelease(head_of_record(record["head"]), statistics_of_record(record["account"]))

@@ -1,25 +1,23 @@
 """What the replicas of a consumer hold of one table, and which of its rows are dirty."""
 
-from collections.abc import Iterator
-
 import numpy as np
-from numpy.typing import NDArray
 
 from deltasync.core.change_counts import ChangeCounts
 from deltasync.core.delivery import Delivery
 from deltasync.core.digests import RowDigests
+from deltasync.core.distances import distances
 from deltasync.core.mode import Mode
-from deltasync.core.rows import BLOCK_ROWS, Ids, Norms, RowBatch, Values
+from deltasync.core.rows import Ids, Norms, RowBatch, Values
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import Shard
 from deltasync.core.threads import MODEL_THREAD, confined
+from deltasync.kernels import dirty_rows
 from deltasync.storage.mapped_table import MappedTable, TableLayout, file_of
 from deltasync.storage.table_files import ArraySpec, TableFiles, flush
-from deltasync.views.ranking import Floats, Mask
+from deltasync.views.dirty_set import DirtySet, Findings, Floats
 
-_SINCE_TYPE = np.dtype(np.int64)
-# Beyond any of fp32 rows; squares of it add up to a finite number.
-_LARGEST_NORM = 1e100
+_MARK_TYPE = np.dtype(np.int64)
+_NO_IDS = np.zeros(0, np.int64)
 
 
 class EncodedTable(MappedTable):
@@ -37,9 +35,38 @@ class EncodedTable(MappedTable):
         return self._delivery.held_digests(rows)
 
 
-@confined(dirty_since=MODEL_THREAD, _norms=MODEL_THREAD)
+class Look:
+    """A comparison of rows of a table with what replicas hold, block by block. On the model's thread.
+
+    Attributes:
+        after: the version after which rows have changed that are looked at.
+        version: the source's newest when it began. What has changed since then is for the next look.
+        findings: what was found of the first `done` rows.
+        done: how many rows were compared.
+    """
+
+    def __init__(self, table: "ViewTable", ids: Ids, after: int) -> None:
+        self._table = table
+        self.after = after
+        self.version = table.source.counts.newest
+        self.findings = Findings.to_come(ids)
+        self.done = 0
+
+    @property
+    def rows(self) -> int:
+        """How many rows it is about."""
+        return len(self.findings.ids)
+
+    def advance(self, rows: int) -> None:
+        """Compare the next so many rows."""
+        block = self.findings[self.done : self.done + rows]
+        self._table.compare(block, self.after + 1)
+        self.done += len(block.ids)
+
+
+@confined(dirty=MODEL_THREAD)
 class ViewTable:
-    """One table of a view. Used on the model's thread only, but for `lacking` and `flush`.
+    """One table of a view. Used on the model's thread only, but for `lacking`, `to_compare` and `flush`.
 
     A row is dirty while replicas at the newest release hold something else than the model's row, as it is sent.
 
@@ -49,7 +76,7 @@ class ViewTable:
         files: what it is mapped from, which is `view_arrays` of the delivery.
         held: what replicas at the newest release hold, in the value type.
         sent: what replicas are sent: `held`, or the norms.
-        dirty_since: [N] int64, the version since which a row is dirty, 0 = it is not.
+        dirty: the rows that were dirty at the last look.
     """
 
     def __init__(self, source: StampedTable, delivery: Delivery, files: TableFiles) -> None:
@@ -61,13 +88,14 @@ class ViewTable:
         self.sent: MappedTable = self.held
         if delivery.mode is Mode.IDS:
             self.sent = MappedTable(_wire_layout(delivery), files.part(held, sent))
-        self.dirty_since: NDArray[np.int64] = files.arrays[sent]
+        # [N] int64: the version since which a row is dirty, 0 = it is not. What a restart finds of `dirty`.
+        self._marks = files.arrays[sent]
+        self.dirty = DirtySet.of_marks(self._marks[:0])
         # Of the rows that are not dirty. Both replaced whole, so that `lacking` may read them in any thread.
-        self._clean: ChangeCounts = self.sent.counts.without(self.sent.numbers(np.flatnonzero(self.dirty_since)))
-        self._compared_version = 0  # The source's newest version at the last comparison, as far as it is known.
-        # [N], as of the last comparison, and right for dirty rows only: one that has not changed since then is as
-        # far off as it was. None = not known.
-        self._norms: Floats | None = None
+        self._clean: ChangeCounts = self.sent.counts
+        self._compared_version = 0  # The source's newest version at the last look, as far as it is known.
+        self._seen = True  # Whether norms and flags of what is dirty are known.
+        self.find_marked()
 
     def follow(self, before: "ViewTable") -> int:
         """Take the place of a table that had room for fewer rows.
@@ -75,6 +103,7 @@ class ViewTable:
         Returns:
             The last version before any of the source's rows that it had no room for: these were not compared.
         """
+        self.dirty, self._seen = before.dirty, before._seen
         changed = self.changed_since(0)
         numbers = self.source.numbers(changed[changed >= before.delivery.spec.rows])
         return int(numbers.min()) - 1 if len(numbers) else self.source.counts.newest
@@ -82,7 +111,7 @@ class ViewTable:
     def changed_since(self, version: int) -> Ids:
         """Sorted unique ids ([n]) of the rows of the source stamped after a version, as far as there is room."""
         changed = self.source.changed_since(version)
-        return changed[: np.searchsorted(changed, len(self.dirty_since))]
+        return changed[: np.searchsorted(changed, self.delivery.spec.rows)]
 
     def copy(self, ids: Ids, number: int | None) -> None:
         """Take over rows of the source as they are. Stamp them with `number`; None = as in the source.
@@ -91,37 +120,50 @@ class ViewTable:
         """
         gone = self.source.deleted(ids)
         live = ids[~gone]
-        values = self.source.rows_of(live)
-        norms = norms_of(values) if self.source.spec.kind.trained else np.zeros(len(live))
-        self.write(self.batch(live, self.delivery.encode(values), norms), number or 1)
+        self.write(self.batch(live, self.encoded(live), self._norms_of(live)), number or 1)
         self.write(self.deletes(ids[gone]), number or 1)
         if number is None:
             self.held.restamp(ids, self.source.stamps[ids])
         self._clean = self.sent.counts  # No row of a table that is being made is dirty.
 
-    def find_dirty(self, compared_version: int) -> tuple[Ids, Floats]:
-        """The dirty rows: sorted ids [n], and the L2 norms [n] of the source's rows less those that replicas hold.
+    # Which rows are dirty.
 
-        Args:
-            compared_version: the version at the last comparison; rows that have not changed after it are as dirty
-                as they were.
-        """
-        changed = self.changed_since(compared_version)
-        self._mark(changed[self.dirty_since[changed] == 0], compared_version + 1)
-        if self._norms is None:
-            self._norms = np.zeros(len(self.dirty_since))
-            changed = np.flatnonzero(self.dirty_since)
-        for block in _blocks(len(changed), BLOCK_ROWS):
-            ids = changed[block]
-            self._norms[ids], differ = self._compare(ids)
-            self._unmark(ids[~differ])
-        dirty = np.flatnonzero(self.dirty_since)
-        return dirty, self._norms[dirty]
+    def to_compare(self, compared_version: int) -> int:
+        """How many rows a look would be about, at most. Any thread."""
+        changed = self.source.counts.after(max(self._compared_version, compared_version))
+        return changed if self._seen else changed + self.delivery.spec.rows - self._clean.rows
 
-    def never_sent(self, ids: Ids) -> Mask:
-        """Which of these rows no replica was ever sent."""
-        never: Mask = self.sent.stamps[ids] == 0
-        return never
+    def begin(self, compared_version: int) -> Look:
+        """Begin to look at what has changed since the last look, at `compared_version` or later."""
+        after = max(self._compared_version, compared_version)
+        changed = self.changed_since(after) if self.source.counts.newest > after else _NO_IDS
+        return Look(self, changed if self._seen else np.union1d(changed, self.dirty.ids), after)
+
+    def finish(self, look: Look) -> None:
+        """Note what a look has found, once it is through."""
+        self.dirty = self.dirty.after(look.findings, look.after + 1)
+        self._compared_version, self._seen = look.version, True
+
+    def find_dirty(self, compared_version: int) -> DirtySet:
+        """The dirty rows, after a look at what has changed since the last one, at `compared_version` or later."""
+        look = self.begin(compared_version)
+        if look.rows:
+            look.advance(look.rows)
+            self.finish(look)
+        return self.dirty
+
+    def compare(self, found: Findings, version: int) -> None:
+        """Compare rows with what replicas hold, fill in what is found, and mark those dirty since `version`."""
+        ids, numbers = found.ids, np.empty((2, len(found.ids)), np.int64)
+        found.norms[:], differs = self.delivery.compare(self.source.rows, self.held.rows, ids)
+        stamps = self.source.stamps, self.held.stamps, self.sent.stamps
+        marked, cleaned = dirty_rows.judge(ids, differs, *stamps, self._marks, found.dirty, found.flags, *numbers)
+        # What needs memory comes before: a look that fails is begun again.
+        clean = self._clean.without(numbers[0, :marked]).plus(numbers[1, :cleaned])
+        dirty_rows.mark(self._marks, ids, found.dirty, version)
+        self._clean = clean
+
+    # What a release does.
 
     def deletes(self, ids: Ids) -> RowBatch:
         """Rows that are no more, as `write` takes them."""
@@ -136,16 +178,20 @@ class ViewTable:
         return RowBatch.of_table(self.held.spec, ids, encoded, None if self.sent is self.held else _as_fp32(norms))
 
     def write(self, rows: RowBatch, number: int) -> None:
-        """Note that replicas at release `number` hold these encoded rows: they are not dirty now."""
-        was_clean = rows.ids[self.dirty_since[rows.ids] == 0]
+        """Note that replicas at release `number` hold these encoded rows; `settle` is to be told of them all."""
+        was_clean = rows.ids[self._marks[rows.ids] == 0]
         clean = self._clean.without(self.sent.numbers(was_clean)).plus_rows(len(rows), number)
         self.held.apply(rows, number)
         if rows.deleted and self.sent is not self.held:
             self.sent.apply(RowBatch.deletes(Shard.whole(self.sent.spec), rows.ids), number)
         if rows.norms is not None:
             self.sent.apply(RowBatch.of_table(self.sent.spec, rows.ids, rows.norms[:, None]), number)
-        self.dirty_since[rows.ids] = 0
+        self._marks[rows.ids] = 0
         self._clean = clean
+
+    def settle(self, ids: Ids) -> None:
+        """Note that these rows ([n], strictly ascending) are not dirty now: they were written."""
+        self.dirty = self.dirty.without(ids)
 
     def lacking(self, number: int, compared_version: int) -> int:
         """How many rows a replica at `number` does not hold as the source has them, at most. Any thread.
@@ -163,30 +209,24 @@ class ViewTable:
         """Wait until everything written before the call is on disk. Blocks; any thread."""
         flush([self.files])
 
-    def _mark(self, ids: Ids, since: int) -> None:
-        """Note that these rows, which were not dirty, are so since a version, and that all rows have been seen."""
-        self.dirty_since[ids] = since
-        self._clean = self._clean.without(self.sent.numbers(ids))
-        self._compared_version = self.source.counts.newest
+    def find_marked(self) -> None:
+        """Find the dirty rows anew, those marked on disk: after a restart, and what the log had to be written."""
+        self.dirty = DirtySet.of_marks(self._marks)
+        self._clean = self.sent.counts.without(self.sent.numbers(self.dirty.ids))
+        self._seen = not len(self.dirty)
 
-    def _unmark(self, ids: Ids) -> None:
-        """Note that these rows, which were dirty, are not."""
-        self.dirty_since[ids] = 0
-        self._clean = self._clean.plus(self.sent.numbers(ids))
-
-    def _compare(self, ids: Ids) -> tuple[Floats, Mask]:
-        """The norms of the deltas of these rows, and which of them are dirty."""
-        norms, differ = self.delivery.compare(self.source.rows, self.held.rows, ids)
-        # That a row is no more differs from zeros, but not to who never had it.
-        gone, told = self.source.deleted(ids), self.held.deleted(ids)
-        return norms, np.where(gone, ~told & ~self.never_sent(ids), differ | told)
+    def _norms_of(self, ids: Ids) -> Floats:
+        """How far rows of the source are from nothing, which is what a new replica has; 0 where nobody is told."""
+        if self.sent is self.held or not self.source.spec.kind.trained:
+            return np.zeros(len(ids))
+        return distances(self.source.rows_of(ids), np.zeros(1, self.source.spec.dtype))
 
 
 def view_arrays(delivery: Delivery) -> list[ArraySpec]:
     """The arrays of a table of a view."""
     norms = _wire_layout(delivery).arrays("norms/") if delivery.mode is Mode.IDS else ()
-    since = ArraySpec(file_of(delivery.spec, "since"), _SINCE_TYPE, (delivery.spec.rows,))
-    return [*_held_layout(delivery).arrays(), *norms, since]
+    marks = ArraySpec(file_of(delivery.spec, "since"), _MARK_TYPE, (delivery.spec.rows,))
+    return [*_held_layout(delivery).arrays(), *norms, marks]
 
 
 def _held_layout(delivery: Delivery) -> TableLayout:
@@ -197,17 +237,5 @@ def _wire_layout(delivery: Delivery) -> TableLayout:
     return TableLayout.of(delivery.wire_spec, normed=False)
 
 
-def norms_of(rows: Values) -> Floats:
-    """The L2 norms [n] of rows [n, D]; never infinite, as that of fp64 rows could be."""
-    exact = rows.astype(np.float64, copy=False)
-    with np.errstate(over="ignore"):
-        norms: Floats = np.sqrt(np.einsum("ij,ij->i", exact, exact))
-    return np.minimum(norms, _LARGEST_NORM)
-
-
 def _as_fp32(norms: Floats) -> Norms:
     return np.minimum(norms, np.finfo(np.float32).max).astype(np.float32)
-
-
-def _blocks(rows: int, size: int) -> Iterator[slice]:
-    return (slice(start, start + size) for start in range(0, rows, size))

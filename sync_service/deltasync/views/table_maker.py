@@ -4,8 +4,6 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from deltasync.core.delivery import Delivery
 from deltasync.core.policy import Policy
 from deltasync.core.progress import Progress
@@ -87,10 +85,11 @@ class TableMaker:
 
     async def _copy(self, table: ViewTable, number: int | None) -> None:
         ids = await self._model.on_thread(table.changed_since, 0)
-        progress = Progress(f"a first look at table {table.source.spec.name!r}", len(ids), "rows")
+        what = f"consumer {self._store.consumer!r}: copying table {table.source.spec.name!r}"
+        progress = Progress(what, len(ids))
         for start in range(0, len(ids), _COPIED_ROWS):
+            progress.at(start)
             await self._model.on_thread(table.copy, ids[start : start + _COPIED_ROWS], number)
-            progress.add(min(_COPIED_ROWS, len(ids) - start))
 
     def _installed(
         self, tables: tuple[ViewTable, ...], grown: Mapping[ViewTable, ViewTable], number: int, version: int
@@ -132,7 +131,7 @@ def _backlog(table: ViewTable, before: ViewState, grown: Mapping[ViewTable, View
     source = table.source
     known = before.backlog.get(source.spec.name) if grown.get(table, table) in before.tables else None
     # After a restart it is only known which rows are dirty.
-    dirty = int(np.count_nonzero(table.dirty_since))
+    dirty = len(table.dirty)
     return known or Backlog(Amount(dirty, dirty * table.sent.spec.row_bytes), source.norm)
 
 

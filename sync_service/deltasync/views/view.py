@@ -15,8 +15,9 @@ from deltasync.core.signals import Signal
 from deltasync.core.stamps import StampedTable
 from deltasync.core.steady_clock import steady_ns
 from deltasync.core.threads import EVENT_LOOP, confined, not_shared_yet
-from deltasync.feeds.frozen_release import NO_TABLES, FrozenRelease, Head, Releases
+from deltasync.feeds.frozen_release import FrozenRelease, Head, Releases
 from deltasync.feeds.model import Model
+from deltasync.feeds.repair import NO_REPAIR, Repair
 from deltasync.feeds.standing import Standing, TableStanding
 from deltasync.storage.log_store import LogStore
 from deltasync.views.pacing import LONGEST_SECONDS
@@ -79,9 +80,9 @@ class View:
         head = self.state.head
         return Position(self.history, head.number if head else 0)
 
-    def release(self, after: int, whole: frozenset[int] = NO_TABLES) -> "asyncio.Task[FrozenRelease]":
-        """What a replica at number `after` lacks, and all of the tables in the slots `whole`."""
-        return self._releases.get(after, whole, self.position.number)
+    def release(self, after: int, repair: Repair = NO_REPAIR) -> "asyncio.Future[FrozenRelease]":
+        """What a replica at number `after` lacks, and what is to be repaired."""
+        return self._releases.get(after, repair, self.position.number)
 
     def changed(self) -> Coroutine[None, None, Literal[True]]:
         """To be awaited: a new head, other tables or trouble, from this call on."""

@@ -132,8 +132,8 @@ def test_a_view_sees_every_bit_that_changes(spec: TableSpec, tmp_path: Path) -> 
         changed = source.rows.copy()
         changed.view(np.uint8)[1, -1] ^= 1
         source.apply(RowBatch.of_table(spec, ids, changed), 2)
-        dirty, norms = view.find_dirty(1)
-    assert (dirty.tolist(), norms.tolist()) == ([1], [0.0])
+        dirty = view.find_dirty(1)
+    assert (dirty.ids.tolist(), dirty.norms.tolist()) == ([1], [0.0])
     assert source.norm == view.held.norm == 0.0
 
 
@@ -146,6 +146,6 @@ def test_no_norm_of_what_changes_is_infinite(tmp_path: Path) -> None:
     with not_shared_yet():
         view.copy(ids, 1)
         source.apply(RowBatch.of_table(spec, ids, np.full((2, 2), -1e308)), 2)
-        dirty, norms = view.find_dirty(1)
-    assert dirty.tolist() == [0, 1]
-    assert np.isfinite(norms).all()
+        dirty = view.find_dirty(1)
+    assert dirty.ids.tolist() == [0, 1]
+    assert np.isfinite(dirty.norms).all()

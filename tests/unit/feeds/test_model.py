@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from tests.support.local_service import join, run, send
 from tests.support.mapping import in_a_file
+from tests.support.releases import deleted_rows
 from tests.support.wire import WHOLE, full_part, part, publish_open, random_rows
 
 from deltasync.core.errors import ServiceUnavailable, StorageFailed
@@ -204,7 +205,7 @@ def test_tables_are_written_down_even_if_the_rank_has_gone(
 
 def test_releases_share_the_memory_there_is_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def spilled(release: FrozenRelease) -> bool:
-        return any(in_a_file(rows.values) for rows in release.batches.values())
+        return any(in_a_file(chunk.rows.values) for chunk in release.chunks)
 
     async def scenario(service: Service) -> None:
         session = await join(service)
@@ -265,7 +266,7 @@ def test_rows_that_a_full_cut_does_not_name_are_deleted_also_when_it_is_applied_
             assert table.stamps[named].tolist() == [3, 3, 3]
             assert set(table.stamps[table.deleted(ids)].tolist()) == {-3}
         released = await model.release(2)
-        assert {slot: len(each) for slot, each in released.deletes.items()} == {
+        assert {slot: len(each) for slot, each in deleted_rows(released).items()} == {
             slot: len(each) - len(named) for slot, each in enumerate(rows)
         }
 

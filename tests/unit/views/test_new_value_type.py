@@ -85,7 +85,7 @@ def test_a_new_value_type_goes_from_the_policy_over_wire_and_disk_to_the_replica
         assert held.tolist() == np.where(np.signbit(source.rows), -1, 1).tolist()
         moved = np.stack([source.rows[3] * 2, -source.rows[9]])
         source.apply(RowBatch.of_table(TABLE, np.array([3, 9]), moved), 2)
-        assert view.find_dirty(1)[0].tolist() == [9]
+        assert view.find_dirty(1).ids.tolist() == [9]
 
 
 # Types of numbers that releases do not encode in: those of tables that are no embedding tables.

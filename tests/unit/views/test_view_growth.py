@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.crashes import Crashes
 from tests.support.local_model import LocalModel
+from tests.support.releases import live_rows
 from tests.support.view_scenarios import ITEM, USER, changed, held_by_a_replica, run, run_again
 
 from deltasync.core.errors import StorageFailed
@@ -40,7 +41,7 @@ async def release_everything(view: View, policy: Policy) -> None:
 
 
 def ids_of(release: FrozenRelease) -> dict[int, list[int]]:
-    return {slot: rows.ids.tolist() for slot, rows in release.batches.items()}
+    return {slot: rows.ids.tolist() for slot, rows in live_rows(release).items()}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -208,7 +209,7 @@ def test_a_replica_that_applies_all_releases_holds_what_the_model_has(
     async def catch_up(view: View) -> None:
         nonlocal number
         release = await view.release(number)
-        for rows in release.batches.values():
+        for rows in live_rows(release).values():
             held.update(zip(rows.ids.tolist(), view.deliveries[0].decode(rows.values), strict=True))
         number = view.position.number
 

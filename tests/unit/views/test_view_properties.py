@@ -14,7 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.local_model import LocalModel, Rows
+from tests.support.mapping import marks_on_disk
 from tests.support.plain_view import DirtyRow, PlainModel, PlainRelease, PlainTable, norm_of
+from tests.support.releases import live_rows
 
 from deltasync.core.delivery import Delivery
 from deltasync.core.digests import checksum_of
@@ -68,7 +70,7 @@ class PlainReplica:
             rows = self.tables.setdefault(table.name, np.zeros((table.rows, table.dim), table.dtype))
             if (rows.shape, rows.dtype) != ((table.rows, table.dim), table.dtype):
                 self.tables[table.name] = np.zeros((table.rows, table.dim), table.dtype)
-        for slot, batch in release.batches.items():
+        for slot, batch in live_rows(release).items():
             each = given[slot]
             norms = each.mode is Mode.IDS
             held = batch.values if norms else each.held(batch.values)
@@ -246,7 +248,8 @@ class Play:
             for table, lacking in zip(state.tables, rows, strict=True):
                 changed = table.source.stamps > state.compared_version
                 with not_shared_yet():
-                    known = (table.sent.stamps > number) | (table.dirty_since > 0)
+                    known = table.sent.stamps > number
+                    known[table.dirty.ids] = True
                 assert np.count_nonzero(known | changed) <= lacking <= table.source.spec.rows
                 assert lacking <= np.count_nonzero(known) + np.count_nonzero(changed)
 
@@ -305,7 +308,10 @@ class Play:
 def marks_of(table: ViewTable) -> dict[int, int]:
     """The dirty rows, and since when they are: nothing else uses the table while a play checks it."""
     with not_shared_yet():
-        return {int(row): int(table.dirty_since[row]) for row in table.dirty_since.nonzero()[0]}
+        on_disk = marks_on_disk(table)
+        assert table.dirty.ids.tolist() == on_disk.nonzero()[0].tolist()
+        assert table.dirty.since.tolist() == on_disk[table.dirty.ids].tolist()
+        return dict(zip(table.dirty.ids.tolist(), table.dirty.since.tolist(), strict=True))
 
 
 def check_amount(amount: Amount, rows: Sequence[DirtyRow]) -> None:

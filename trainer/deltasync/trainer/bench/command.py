@@ -12,6 +12,8 @@ from deltasync.cli.config import CONTEXT
 from deltasync.trainer.bench import (
     apply,
     consumers,
+    fanout,
+    freshness,
     memory,
     pause,
     publish,
@@ -64,6 +66,16 @@ _add(
     "publish",
     _command(publish.run),
     "Throughput from a trainer's publish to a replica's rows, against a bare gRPC stream.",
+)
+_add(
+    "freshness",
+    _command(freshness.run),
+    "Time from a trainer's publish of a small cut to a replica's rows, against two bare gRPC hops and one write.",
+)
+_add(
+    "fanout",
+    _command(fanout.run),
+    "CPU time of the service for forty replicas of one consumer, against one replica.",
 )
 _add("memory", _command(memory.run), "What the service holds beside its tables and stamps.")
 _add(

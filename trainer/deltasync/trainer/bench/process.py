@@ -3,6 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 TICK_SECONDS = 1 / os.sysconf("SC_CLK_TCK")
@@ -13,6 +14,18 @@ def cpu_seconds(pid: int) -> float:
     after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     user, system = after_name[11:13]
     return (int(user) + int(system)) * TICK_SECONDS
+
+
+def cpu_seconds_by_thread(pid: int) -> dict[str, float]:
+    """Seconds in which a core was at work for each thread of a process; those that a pool numbers are taken
+    together.
+    """
+    seconds: dict[str, float] = {}
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(OSError):  # It has ended meanwhile.
+            name = "main" if task.name == str(pid) else (task / "comm").read_text().rstrip("_-0123456789\n")
+            seconds[name] = seconds.get(name, 0.0) + int((task / "schedstat").read_text().split()[0]) / 1e9
+    return seconds
 
 
 def resident_bytes(pid: int) -> Mapping[str, int]:

@@ -17,7 +17,7 @@ def differing_rows(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
 
 
 def follow(rows: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
-    """Make a copy [n, d] of rows [n, d] as they are now; which of them differed: int64 ids, ascending.
+    """Make a copy [n, d] of rows [n, d] as they are now; which of them differed: int64, ascending.
 
     The copy has no gaps.
     """
@@ -32,7 +32,7 @@ def follow(rows: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
 
 
 def follow_raw_ids(identities: torch.Tensor, raw_ids: torch.Tensor) -> torch.Tensor:
-    """Make `raw_ids` [n] 1 more than `identities` [n], both int64; which of them differed: int64 ids, ascending."""
+    """Make `raw_ids` [n] 1 more than `identities` [n], both int64; the numbers of those that differed, int64."""
     if not identities.is_cuda:
         ids = np.empty(len(identities), np.int64)
         return torch.from_numpy(ids[: follow_numbers(identities.numpy(), 1, raw_ids.numpy(), ids)])

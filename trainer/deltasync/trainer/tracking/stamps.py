@@ -47,7 +47,7 @@ class RowStamps:
 
     @property
     def stamps(self) -> list[torch.Tensor]:
-        """By table, int32 [rows]; 0 = never; where the row was deleted then, the opposite. Not to be written to."""
+        """By table, int32 [rows]; 0 = never; where the row was deleted then, negative. Not to be written to."""
         return [each.stamps for each in self._stamps]
 
     @property
