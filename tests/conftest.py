@@ -29,6 +29,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What is slow has longer until it counts as hanging: than a program that it has started has."""
+    if on_gpu := [item for item in items if item.get_closest_marker("gpu")]:
+        from tests.support.devices import skip_without_gpu  # It imports torch, which most tests do without.
+
+        skip_without_gpu(on_gpu)
     for item in items:
         if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.timeout(LONGEST_SECONDS + 30))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from deltasync.core.digests import RowDigests, row_digests
-from deltasync.core.distances import Distances, blocks, compare_bits, compare_values
+from deltasync.core.distances import Distances, compare_bits, compare_values
 from deltasync.core.mode import Mode
 from deltasync.core.rows import Ids, Mask, Values
 from deltasync.core.tables import EncodedSpec, TableSpec
@@ -113,24 +113,11 @@ class Delivery:
             return compare_values(rows, held, ids)
         return np.zeros(len(ids)), compare_bits(rows, held, ids)
 
-    def encode_rows(self, rows: Values, ids: Ids, encoded: Encoded) -> RowDigests:
-        """Write the rows `ids` ([n]) of a table ([N, D]) as they are held and sent into `encoded` ([n, width]).
-
-        Returns:
-            See `held_digests`.
-        """
-        digests = np.empty(len(ids), np.uint64)
-        for block in blocks(len(ids)):
-            some = encoded[block] = self.encode(rows[ids[block]])
-            digests[block] = row_digests(self.held(some))
-        return digests
-
     def held_digests(self, encoded: Encoded) -> RowDigests:
         """The digests [n] of the rows that replicas hold which are sent encoded ones ([n, width])."""
-        digests = np.empty(len(encoded), np.uint64)
-        for block in blocks(len(encoded)):
-            digests[block] = row_digests(self.held(encoded[block]))
-        return digests
+        if self.value_type is None or self.held_as_sent:
+            return row_digests(encoded)
+        return self.value_type.decoded_digests(encoded, self.spec.dtype)
 
     @property
     def held_as_sent(self) -> bool:

@@ -5,15 +5,13 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from deltasync.core.rows import Ids, Mask, Values
+from deltasync.core.rows import BLOCK_ROWS, Ids, Mask, Values
 from deltasync.core.tables import VALUE_TYPES
 from deltasync.kernels.distances import LARGEST_DISTANCE, compare_bytes, compare_fp16, compare_fp32
 
 Distances = NDArray[np.float64]
 
 _FP32, _FP16 = VALUE_TYPES
-# Rows are taken in blocks whose scratch memory fits the processor's cache.
-_BLOCK_ROWS = 1024
 
 
 def compare_values(rows: Values, held: Values, ids: Ids) -> tuple[Distances, Mask]:
@@ -51,5 +49,5 @@ def distances(rows: Values, others: Values) -> Distances:
 
 
 def blocks(rows: int) -> Iterator[slice]:
-    """All of so many rows, as many at a time as fit the processor's cache."""
-    return (slice(start, start + _BLOCK_ROWS) for start in range(0, rows, _BLOCK_ROWS))
+    """All of so many rows, in blocks of which scratch memory stays in the processor's cache."""
+    return (slice(start, start + BLOCK_ROWS) for start in range(0, rows, BLOCK_ROWS))

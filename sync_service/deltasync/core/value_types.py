@@ -8,12 +8,14 @@ One more type is a coding, and a member of `ValueType`, here, and its number in 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from deltasync.core.digests import RowDigests, row_digests, weights
 from deltasync.core.distances import Distances, blocks, compare_bits, compare_values, distances
 from deltasync.core.errors import InvalidInput
 from deltasync.core.numbered import Numbered
@@ -25,6 +27,7 @@ _FP32, _FP16 = VALUE_TYPES
 _FLAT: tuple[Literal["C"], Literal["A"]] = ("C", "A")  # Contiguous and aligned.
 
 Encoded = Values
+Floats = NDArray[np.float32]
 
 
 class Coding(ABC):
@@ -52,6 +55,13 @@ class Coding(ABC):
     def decode(self, encoded: Encoded, dtype: np.dtype[np.generic]) -> Values:
         """See `ValueType.decode`."""
 
+    def decoded_digests(self, encoded: Encoded, dtype: np.dtype[np.generic]) -> RowDigests:
+        """See `ValueType.decoded_digests`."""
+        digests = np.empty(len(encoded), np.uint64)
+        for block in blocks(len(encoded)):
+            digests[block] = row_digests(self.decode(encoded[block], dtype))
+        return digests
+
     def compare(self, rows: Values, held: Encoded, ids: Ids) -> tuple[Distances, Mask]:
         """See `ValueType.compare`."""
         norms, differs = np.empty(len(ids)), np.empty(len(ids), np.bool_)
@@ -66,10 +76,19 @@ class _Fp32(Coding):
     dtype = _FP32
 
     def encode(self, values: Values) -> Encoded:
-        return values.astype(_FP32)
+        return _as_fp32(values)
 
     def decode(self, encoded: Encoded, dtype: np.dtype[np.generic]) -> Values:
-        return encoded.astype(dtype)
+        values = np.empty(encoded.shape, dtype)
+        half.encode_fp16(_as_fp32(encoded), values.view(np.uint16))
+        return values
+
+
+class _Kernels(NamedTuple):
+    encode: Callable[..., None]
+    decode: Callable[..., None]
+    compare: Callable[..., None]
+    digest: Callable[..., None] | None = None
 
 
 class _Compiled(Coding):
@@ -79,57 +98,75 @@ class _Compiled(Coding):
         dtype: of the numbers that are stored.
         bits: of each value.
         more: bytes of a row besides these.
-        kernels: to encode, decode and compare.
+        kernels: its kernels.
     """
 
-    def __init__(self, dtype: str, bits: int, more: int, *kernels: Callable[..., None]) -> None:
+    def __init__(self, dtype: str, bits: int, more: int, kernels: _Kernels) -> None:
         self.dtype = np.dtype(dtype)
         self._word = np.dtype(f"u{self.dtype.itemsize}")
         self._bits, self._more = bits, more
-        self._encode, self._decode, self._compare = kernels
+        self._kernels = kernels
 
     def width(self, dim: int) -> int:
         return (dim * self._bits // 8 + self._more) // self.dtype.itemsize
 
     def encode(self, values: Values) -> Encoded:
         encoded = np.empty((len(values), self.width(values.shape[1])), self.dtype)
-        for block in blocks(len(values)):
-            self._encode(_as_fp32(values[block]), encoded[block].view(self._word))
+        for block in _at_a_time(len(values), values.dtype):
+            self._kernels.encode(_as_fp32(values[block]), encoded[block].view(self._word))
         return encoded
 
     def decode(self, encoded: Encoded, dtype: np.dtype[np.generic]) -> Values:
-        dim = (encoded.shape[1] * self.dtype.itemsize - self._more) * 8 // self._bits
-        values = np.empty((len(encoded), dim), dtype)
-        for block in blocks(len(encoded)):
+        values = np.empty((len(encoded), self._dim(encoded)), dtype)
+        for block in _at_a_time(len(encoded), dtype):
             decoded = values[block] if dtype == _FP32 else np.empty_like(values[block], _FP32)
-            self._decode(np.require(encoded[block], None, _FLAT).view(self._word), decoded)
+            self._kernels.decode(self._words(encoded[block]), decoded)
             if dtype != _FP32:
                 half.encode_fp16(decoded, values[block].view(np.uint16))
         return values
+
+    def decoded_digests(self, encoded: Encoded, dtype: np.dtype[np.generic]) -> RowDigests:
+        if dtype != _FP32 or self._kernels.digest is None:
+            return super().decoded_digests(encoded, dtype)
+        digests = np.empty(len(encoded), np.uint64)
+        self._kernels.digest(self._words(encoded), weights(0, self._dim(encoded)), digests)
+        return digests
+
+    def _dim(self, encoded: Encoded) -> int:
+        row_bytes: int = encoded.shape[1] * self.dtype.itemsize
+        return (row_bytes - self._more) * 8 // self._bits
+
+    def _words(self, encoded: Encoded) -> Encoded:
+        return np.require(encoded, None, _FLAT).view(self._word)
 
     def compare(self, rows: Values, held: Encoded, ids: Ids) -> tuple[Distances, Mask]:
         if rows.dtype != _FP32:
             return super().compare(rows, held, ids)
         norms, differs = np.empty(len(ids)), np.empty(len(ids), np.bool_)
-        self._compare(rows, held.view(self._word), ids, norms, differs)
+        self._kernels.compare(rows, held.view(self._word), ids, norms, differs)
         return norms, differs
 
 
 class _Tbe(_Compiled):
     def __init__(self, bits: int) -> None:
         kernels = (partial(kernel, bits) for kernel in (tbe.encode, tbe.decode, tbe.compare))
-        super().__init__("u1", bits, tbe.SCALE_AND_BIAS_BYTES, *kernels)
+        super().__init__("u1", bits, tbe.SCALE_AND_BIAS_BYTES, _Kernels(*kernels))
         self.tbe_bits: int = bits
         self.dim_multiple = 16 // bits  # fbgemm wants rows of whole fp16 numbers.
+
+
+_FP16_KERNELS = _Kernels(half.encode_fp16, half.decode_fp16, half.compare_fp16, half.digest_fp16)
+_BF16_KERNELS = _Kernels(half.encode_bf16, half.decode_bf16, half.compare_bf16, half.digest_bf16)
+_INT8_KERNELS = _Kernels(int8.encode, int8.decode, int8.compare, int8.digest)
 
 
 class ValueType(Numbered):
     """What one value is sent as."""
 
     FP32 = "fp32", 1, _Fp32()
-    FP16 = "fp16", 2, _Compiled("<f2", 16, 0, half.encode_fp16, half.decode_fp16, half.compare_fp16)
-    BF16 = "bf16", 3, _Compiled("<u2", 16, 0, half.encode_bf16, half.decode_bf16, half.compare_bf16)
-    INT8 = "int8", 4, _Compiled("u1", 8, int8.SCALE_AND_BIAS_BYTES, int8.encode, int8.decode, int8.compare)
+    FP16 = "fp16", 2, _Compiled("<f2", 16, 0, _FP16_KERNELS)
+    BF16 = "bf16", 3, _Compiled("<u2", 16, 0, _BF16_KERNELS)
+    INT8 = "int8", 4, _Compiled("u1", 8, int8.SCALE_AND_BIAS_BYTES, _INT8_KERNELS)
     INT8_TBE = "int8-tbe", 11, _Tbe(8)
     INT4_TBE = "int4-tbe", 12, _Tbe(4)
 
@@ -173,6 +210,10 @@ class ValueType(Numbered):
         """
         return encoded if dtype == self.dtype else self._coding.decode(encoded, dtype)
 
+    def decoded_digests(self, encoded: Encoded, dtype: np.dtype[np.generic]) -> RowDigests:
+        """The digests [n] of the rows (of `dtype`) that encoded ones ([n, width]) stand for."""
+        return row_digests(encoded) if dtype == self.dtype else self._coding.decoded_digests(encoded, dtype)
+
     def compare(self, rows: Values, held: Encoded, ids: Ids) -> tuple[Distances, Mask]:
         """See `Delivery.compare`: of rows [N, D], fp32 or fp16."""
         if rows.dtype == self.dtype:
@@ -200,11 +241,16 @@ def sent_as(table: TableSpec, wanted: ValueType) -> ValueType:
     return wanted if wanted.tbe_bits or wanted.row_bytes(table) < own.row_bytes(table) else own
 
 
-def _as_fp32(values: Values) -> Values:
+def _as_fp32(values: Values) -> Floats:
     """Rows as kernels take them."""
     flat = np.require(values, None, _FLAT)
     if flat.dtype == _FP32:
-        return flat
-    wide = np.empty(flat.shape, _FP32)
+        return flat.view(np.float32)
+    wide = np.empty(flat.shape, np.float32)
     half.decode_fp16(flat.view(np.uint16), wide)
     return wide
+
+
+def _at_a_time(rows: int, dtype: np.dtype[np.generic]) -> Iterable[slice]:
+    """All of so many rows: at once where no scratch is needed, since a kernel may wait for threads each time."""
+    return (slice(0, rows),) if dtype == _FP32 else blocks(rows)

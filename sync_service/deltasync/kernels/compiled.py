@@ -4,6 +4,9 @@
 
 What is compiled is kept on disk: beside this source, or where that is read-only in the user's cache folder, or in
 `NUMBA_CACHE_DIR`. A signature that was not asked for is an error, not a compilation in the middle of a cut.
+
+Numba compiles a function anew when its own file has changed, but not when another has of which it holds a part. So
+the names under which functions are kept have a stamp of all files of this room in them.
 """
 
 import importlib
@@ -13,6 +16,7 @@ import pkgutil
 import shutil
 import threading
 from collections.abc import Callable, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -31,6 +35,14 @@ _PACKAGE = __name__.rpartition(".")[0]
 _kernels: list["Kernel[Any, Any]"] = []
 
 
+def _stamp(folder: Path) -> str:
+    sources = b"".join(file.read_bytes() for file in sorted(folder.glob("*.py")))
+    return blake2b(sources, digest_size=4).hexdigest()
+
+
+SOURCES = _stamp(Path(__file__).parent)
+
+
 def readable(dtype: types.Type, dims: int = 2) -> types.Array:
     """The type of a C-contiguous array that is only read, and may be read-only."""
     return types.Array(dtype, dims, "C", readonly=True)
@@ -46,6 +58,7 @@ class Kernel(Generic[P, R]):
 
     def __init__(self, function: Callable[P, R], signatures: Sequence[Any], any_order: bool, nogil: bool) -> None:
         self.function = function
+        function.__qualname__ = f"{function.__qualname__}_{SOURCES}"
         self.__doc__, self.__name__ = function.__doc__, function.__name__
         self._signatures = signatures
         self._options = {
@@ -98,10 +111,12 @@ def kernel(
 
 # For what kernels call: compiled as a part of them.
 inlined = numba.njit(inline="always", error_model="numpy")
-# The same, but for the order in which floats are added, which is as each of these says and not as the kernel does.
+# The same, but that floats are added in order, or in any, whatever the kernel's own order is. They take arrays and
+# return numbers: the arrays' references, which a kernel holds, are not counted once more for each row.
 in_order = numba.njit(forceinline=True, error_model="numpy", _nrt=False)
-called = numba.njit(error_model="numpy", _nrt=False)
 in_any_order = numba.njit(forceinline=True, error_model="numpy", _nrt=False, fastmath=set(ANY_ORDER))
+# For what is rare, and would be in the way of vectorising the rest.
+called = numba.njit(error_model="numpy", _nrt=False)
 
 
 def warm() -> int:

@@ -5,14 +5,16 @@ from numba import types
 from numpy.typing import NDArray
 
 from deltasync.kernels.compiled import kernel, readable, writable
+from deltasync.kernels.digests import Digests
 from deltasync.kernels.distances import IDS, MASK, NORMS, Ids, Mask, Norms, norm_of
-from deltasync.kernels.floats import bf16_of, fp16_of, of_bf16, of_fp16
+from deltasync.kernels.floats import bf16_of, bits, fp16_of, of_bf16, of_fp16
 
 Words = NDArray[np.uint16]
 Floats = NDArray[np.float32]
 
 _ENCODE = types.void(readable(types.float32), writable(types.uint16))
 _DECODE = types.void(readable(types.uint16), writable(types.float32))
+_DIGEST = types.void(readable(types.uint16), readable(types.uint64, 1), writable(types.uint64, 1))
 _COMPARE = types.void(readable(types.float32), readable(types.uint16), IDS, NORMS, MASK)
 
 
@@ -30,6 +32,16 @@ def decode_fp16(encoded: Words, values: Floats) -> None:
     for row in range(values.shape[0]):
         for column in range(values.shape[1]):
             values[row, column] = of_fp16(encoded[row, column])
+
+
+@kernel(_DIGEST)
+def digest_fp16(encoded: Words, weights: Digests, digests: Digests) -> None:
+    """Set `digests` [n] to those of what the bits [n, D] stand for, with these weights [D]."""
+    for row in range(encoded.shape[0]):
+        total = np.uint64(0)
+        for column in range(encoded.shape[1]):
+            total += np.uint64(bits(of_fp16(encoded[row, column]))) * weights[column]
+        digests[row] = total
 
 
 @kernel(_COMPARE, any_order=True)
@@ -61,6 +73,16 @@ def decode_bf16(encoded: Words, values: Floats) -> None:
     for row in range(values.shape[0]):
         for column in range(values.shape[1]):
             values[row, column] = of_bf16(encoded[row, column])
+
+
+@kernel(_DIGEST)
+def digest_bf16(encoded: Words, weights: Digests, digests: Digests) -> None:
+    """See `digest_fp16`."""
+    for row in range(encoded.shape[0]):
+        total = np.uint64(0)
+        for column in range(encoded.shape[1]):
+            total += np.uint64(bits(of_bf16(encoded[row, column]))) * weights[column]
+        digests[row] = total
 
 
 @kernel(_COMPARE, any_order=True)

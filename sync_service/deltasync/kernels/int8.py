@@ -16,6 +16,7 @@ from numba import types
 from numpy.typing import NDArray
 
 from deltasync.kernels.compiled import called, in_order, inlined, kernel, readable, writable
+from deltasync.kernels.digests import Digests
 from deltasync.kernels.distances import IDS, MASK, NORMS, Ids, Mask, Norms, differ, distance
 from deltasync.kernels.floats import bits, float_of, rank, ranked
 
@@ -100,14 +101,24 @@ def alike(values, row, held, encoded):  # type: ignore[no-untyped-def]
     return same
 
 
+@inlined
+def scale_and_bias(encoded, row, dim):  # type: ignore[no-untyped-def]
+    """Scale and bias of an encoded row, in fp64."""
+    return _F64(float_of(read_word(encoded, row, dim))), _F64(float_of(read_word(encoded, row, dim + 4)))
+
+
+@inlined
+def value_of(code, scale, bias):  # type: ignore[no-untyped-def]
+    """What a code stands for: in fp64, then rounded; at most the largest number there is."""
+    return _F32(min(max(_F64(code) * scale + bias, -_LARGEST), _LARGEST))
+
+
 @in_order
 def decode_row(encoded, row, values, at):  # type: ignore[no-untyped-def]
-    """Decode a row as row `at`: in fp64, then rounded; at most the largest number there is."""
-    dim = values.shape[1]
-    scale, bias = _F64(float_of(read_word(encoded, row, dim))), _F64(float_of(read_word(encoded, row, dim + 4)))
-    for column in range(dim):
-        exact = _F64(encoded[row, column]) * scale + bias
-        values[at, column] = _F32(min(max(exact, -_LARGEST), _LARGEST))
+    """Decode a row as row `at`."""
+    scale, bias = scale_and_bias(encoded, row, values.shape[1])
+    for column in range(values.shape[1]):
+        values[at, column] = value_of(encoded[row, column], scale, bias)
 
 
 @kernel(types.void(readable(types.float32), writable(types.uint8)))
@@ -122,6 +133,18 @@ def decode(encoded: Bytes, values: Floats) -> None:
     """Set `values` [n, D] to what encoded rows [n, D + 8] stand for."""
     for row in range(values.shape[0]):
         decode_row(encoded, row, values, row)
+
+
+@kernel(types.void(readable(types.uint8), readable(types.uint64, 1), writable(types.uint64, 1)))
+def digest(encoded: Bytes, weights: Digests, digests: Digests) -> None:
+    """Set `digests` [n] to those of what encoded rows [n, D + 8] stand for, with these weights [D]."""
+    dim = weights.shape[0]
+    for row in range(encoded.shape[0]):
+        scale, bias = scale_and_bias(encoded, row, dim)
+        total = np.uint64(0)
+        for column in range(dim):
+            total += np.uint64(bits(value_of(encoded[row, column], scale, bias))) * weights[column]
+        digests[row] = total
 
 
 @kernel(types.void(readable(types.float32), readable(types.uint8), IDS, NORMS, MASK))

@@ -34,8 +34,6 @@ class TableDraft:
         dirty: its dirty rows.
         since: [dirty rows] int64, the version since which each is dirty.
         taken: which of them the release takes; without those that could not be written.
-        rows: those that were picked, encoded.
-        deletes: of those that were picked, the ones that are no more.
         norm: the L2 norm of all rows of the model's table.
     """
 
@@ -43,14 +41,7 @@ class TableDraft:
     dirty: DirtyRows
     since: NDArray[np.int64]
     taken: Mask
-    rows: RowBatch
-    deletes: RowBatch
     norm: float
-
-    def pieces(self, slot: int) -> Iterator[Piece]:
-        """What it takes, piece by piece, live rows without their values as yet."""
-        batches = (*chunked(self.rows), *chunked(self.deletes))
-        return (Piece(slot, index, rows) for index, rows in enumerate(batches))
 
     def needs(self, piece: RowBatch) -> bool:
         """Whether some of the rows of a piece are forced."""
@@ -134,27 +125,31 @@ def draw(
 
     Raises:
         StorageFailed: there is no room for them.
+        DamagedRows: some of the model's rows do not fit their digests.
     """
     sizes = [int(np.count_nonzero(mask)) for mask in picked.taken]
     size = sum(rows * table.held.spec.row_bytes for rows, table in zip(sizes, tables, strict=True))
     folder = scratch if size > _MEMORY_BYTES else None
-    drafts = [_draft(*each, folder) for each in zip(tables, dirty, picked.taken, strict=True)]
+    drafts = [
+        TableDraft(table, rows, table.dirty.since, taken, table.source.norm)
+        for table, rows, taken in zip(tables, dirty, picked.taken, strict=True)
+    ]
     for slot, draft in enumerate(drafts):
-        for piece in draft.pieces(slot):
-            if not piece.rows.deleted:
-                piece.rows.values[:] = draft.table.encoded(piece.rows.ids)
-            log.add(piece)
+        for index, rows in enumerate(_rows(draft, folder) if sizes[slot] else ()):
+            log.add(Piece(slot, index, rows))
     return ReleaseDraft(head, drafts, picked.reason, log)
 
 
-def _draft(table: ViewTable, dirty: DirtyRows, taken: Mask, folder: Path | None) -> TableDraft:
-    """What a release takes of a table: as yet with room for the rows only."""
-    deleted, spec = table.dirty.deleted, table.held.spec
-    live = taken & ~deleted
-    ids = dirty.ids[live]
+def _rows(draft: TableDraft, folder: Path | None) -> Iterator[RowBatch]:
+    """What a release takes of a table, piece by piece, and at the end what is no more."""
+    table, taken, spec = draft.table, draft.taken, draft.table.held.spec
+    deleted = table.dirty.deleted
+    live = taken & ~deleted if deleted.any() else taken
+    ids, norms = draft.dirty.ids[live], draft.dirty.norms[live]
     room = room_for((len(ids), spec.dim), spec.dtype, folder, f"a release of table {spec.name!r}")
-    rows, deletes = table.batch(ids, room, dirty.norms[live]), table.deletes(dirty.ids[taken & deleted])
-    return TableDraft(table, dirty, table.dirty.since, taken, rows, deletes, table.source.norm)
+    for piece in chunked(table.batch(ids, room, norms)):
+        yield table.drawn(piece)
+    yield from chunked(table.deletes(draft.dirty.ids[taken & deleted]))
 
 
 def new_release(head: Head, taken: Amount, backlog: Amount, reason: str) -> NewestRelease:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from deltasync.core.damage import DamagedRows
 from deltasync.core.policy import Policy
 from deltasync.core.progress import Progress
 from deltasync.core.tables import TableKind
@@ -46,10 +47,15 @@ class ReleaseMaker:
         Raises:
             StorageFailed: not all of it could be written. Rows that were not written are still dirty; if only the
                 release itself could not be written down, `finish` does that before anything else.
+            DamagedRows: some of the model's rows do not fit their digests; nothing was released.
         """
         await self.finish()
         await self._look_ahead()
-        draft = await self._model.on_thread(self._draw, policy, overdue_version)
+        try:
+            draft = await self._model.on_thread(self._draw, policy, overdue_version)
+        except DamagedRows as error:
+            self._model.note_damage(error)  # So that they are mended.
+            raise
         if draft is None:
             return
         failure = await asyncio.to_thread(draft.settle)

@@ -1,5 +1,7 @@
 """What the replicas of a consumer hold of one table, and which of its rows are dirty."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from deltasync.core.change_counts import ChangeCounts
@@ -117,10 +119,14 @@ class ViewTable:
         """Take over rows of the source as they are. Stamp them with `number`; None = as in the source.
 
         Deleted ones too: a replica may hold them of before, in another form.
+
+        Raises:
+            DamagedRows: some of the source do not fit their digests; nothing was taken over.
         """
         gone = self.source.deleted(ids)
         live = ids[~gone]
-        self.write(self.batch(live, self.encoded(live), self._norms_of(live)), number or 1)
+        room = np.empty((len(live), self.held.spec.dim), self.held.spec.dtype)
+        self.write(self.drawn(self.batch(live, room, self._norms_of(live))), number or 1)
         self.write(self.deletes(ids[gone]), number or 1)
         if number is None:
             self.held.restamp(ids, self.source.stamps[ids])
@@ -169,9 +175,14 @@ class ViewTable:
         """Rows that are no more, as `write` takes them."""
         return RowBatch.deletes(Shard.whole(self.held.spec), ids)
 
-    def encoded(self, ids: Ids) -> Values:
-        """Rows of the source ([n, width]) as replicas are to hold them."""
-        return self.delivery.encode(self.source.rows_of(ids))
+    def drawn(self, room: RowBatch) -> RowBatch:
+        """Rows of the source as replicas are to hold them, encoded into the values of `room`, and their digests.
+
+        Raises:
+            DamagedRows: some of the source do not fit their digests.
+        """
+        room.values[:] = self.delivery.encode(self.source.checked_rows(room.ids))
+        return replace(room, digests=self.delivery.held_digests(room.values))
 
     def batch(self, ids: Ids, encoded: Values, norms: Floats) -> RowBatch:
         """Encoded rows as `write` takes them; with the norms ([n]) of what has changed where those are sent."""

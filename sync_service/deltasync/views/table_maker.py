@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from deltasync.core.damage import DamagedRows
 from deltasync.core.delivery import Delivery
 from deltasync.core.policy import Policy
 from deltasync.core.progress import Progress
@@ -89,7 +90,11 @@ class TableMaker:
         progress = Progress(what, len(ids))
         for start in range(0, len(ids), _COPIED_ROWS):
             progress.at(start)
-            await self._model.on_thread(table.copy, ids[start : start + _COPIED_ROWS], number)
+            try:
+                await self._model.on_thread(table.copy, ids[start : start + _COPIED_ROWS], number)
+            except DamagedRows as error:
+                self._model.note_damage(error)  # So that they are mended.
+                raise
 
     def _installed(
         self, tables: tuple[ViewTable, ...], grown: Mapping[ViewTable, ViewTable], number: int, version: int

@@ -13,7 +13,7 @@ from deltasync.core.tables import STATE_TYPES, VALUE_TYPES, TableKind, TableSpec
 from deltasync.core.value_types import ValueType
 
 # More than one block of rows, and part of another.
-ROWS = 1500
+ROWS = 5000
 DELIVERIES = [
     *(
         Delivery(TableSpec("t", ROWS, 8, dtype), kind, Mode.EMBEDDINGS)
@@ -32,11 +32,8 @@ def rows_of(delivery: Delivery) -> Values:
 @EACH
 def test_digests_of_encoded_rows_are_of_the_rows_as_replicas_hold_them(delivery: Delivery) -> None:
     rows, ids = rows_of(delivery), np.arange(1, ROWS, 3)
-    encoded = np.empty((len(ids), delivery.encoded_spec.dim), delivery.encoded_spec.dtype)
-    digests = delivery.encode_rows(rows, ids, encoded)
-    np.testing.assert_array_equal(encoded, delivery.encode(rows[ids]))
-    np.testing.assert_array_equal(digests, row_digests(delivery.held(encoded)))
-    np.testing.assert_array_equal(digests, delivery.held_digests(encoded))
+    encoded = delivery.encode(rows[ids])
+    np.testing.assert_array_equal(delivery.held_digests(encoded), row_digests(delivery.held(encoded)))
     assert len(delivery.held_digests(encoded[:0])) == 0
 
 
@@ -44,7 +41,7 @@ def test_digests_of_encoded_rows_are_of_the_rows_as_replicas_hold_them(delivery:
 def test_a_row_differs_where_any_bit_does(delivery: Delivery) -> None:
     rows = rows_of(delivery)
     held = delivery.encode(rows).copy()
-    ids = np.array([0, 3, 1023, 1024, ROWS - 1])
+    ids = np.array([0, 3, 4095, 4096, ROWS - 1])
     assert not delivery.compare(rows, held, ids)[1].any()
     held.view(np.uint8)[[3, ROWS - 1], [0, -1]] ^= 1
     assert delivery.compare(rows, held, ids)[1].tolist() == [False, True, False, False, True]
@@ -65,10 +62,10 @@ def test_what_is_not_trained_is_nowhere_else_whatever_it_holds(dtype: np.dtype[n
 def test_parameters_of_any_type_have_norms(dtype: np.dtype[np.generic]) -> None:
     delivery = Delivery.unchanged(TableSpec("p", ROWS, 2, dtype, TableKind.PARAMETER))
     rows = np.zeros((ROWS, 2), dtype)
-    rows[7], rows[1100] = (3, -4), (0, 2)
+    rows[7], rows[4100] = (3, -4), (0, 2)
     norms, differs = delivery.compare(rows, np.zeros_like(rows), np.arange(ROWS))
-    assert norms[[7, 1100]].tolist() == [5, 2]
-    assert np.flatnonzero(norms).tolist() == np.flatnonzero(differs).tolist() == [7, 1100]
+    assert norms[[7, 4100]].tolist() == [5, 2]
+    assert np.flatnonzero(norms).tolist() == np.flatnonzero(differs).tolist() == [7, 4100]
 
 
 def test_no_norm_is_infinite() -> None:

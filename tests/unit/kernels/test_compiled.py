@@ -1,51 +1,62 @@
-"""Where compiled kernels are kept."""
+"""When kernels are compiled, and when what was compiled before is used."""
 
-import os
+from collections import Counter
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from typing import Any
 
-import numba
 import pytest
 
-from deltasync.kernels.compiled import keep_in
+from deltasync.kernels import compiled
+
+SOURCE = """
+from numba import types
+
+from deltasync.kernels.compiled import kernel
+
+@kernel(types.int64(types.int64))
+def double(number):
+    return number * 2
+"""
+
+
+def compile_anew(file: Path) -> Any:
+    """The compiled function of the file, as another process would find it."""
+    spec = spec_from_file_location("doubling", file)
+    assert spec
+    assert spec.loader
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.double.compile()
 
 
 @pytest.fixture
-def image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that `NUMBA_CACHE_DIR` names."""
-    folder = tmp_path / "image"
-    folder.mkdir()
-    (folder / "kernel").write_text("compiled")
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(folder))
-    return folder
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(compiled, "_kernels", [])
+    file = tmp_path / "doubling.py"
+    file.write_text(SOURCE)
+    return file
 
 
-def test_where_it_can_be_written_it_stays(image: Path, tmp_path: Path) -> None:
-    keep_in(tmp_path / "own")
-    assert image / "" == Path(numba.config.CACHE_DIR)
-    assert not (tmp_path / "own").exists()
+def hits(function: Any) -> int:
+    found: Counter[Any] = function.stats.cache_hits
+    return found.total()
 
 
-def test_a_folder_that_is_made_later_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "later"))
-    keep_in(tmp_path / "own")
-    assert Path(numba.config.CACHE_DIR) == tmp_path / "later"
+def test_what_was_compiled_is_kept(file: Path) -> None:
+    assert hits(compile_anew(file)) == 0
+    again = compile_anew(file)
+    assert (hits(again), again(21)) == (1, 42)
 
 
-def test_where_it_cannot_what_an_image_has_compiled_is_taken_along(
-    image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_change_of_any_file_of_the_room_compiles_all_of_it_anew(
+    file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    for _ in range(2):  # At every start.
-        monkeypatch.setattr(numba.config, "CACHE_DIR", str(image))
-        keep_in(tmp_path / "own")
-        assert Path(numba.config.CACHE_DIR) == tmp_path / "own"
-        assert (tmp_path / "own" / "kernel").read_text() == "compiled"
+    compile_anew(file)
+    monkeypatch.setattr(compiled, "SOURCES", "changed")
+    assert hits(compile_anew(file)) == 0
 
 
-def test_without_a_folder_of_an_image_it_is_the_process_s_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    keep_in(tmp_path / "own")
-    assert Path(numba.config.CACHE_DIR) == tmp_path / "own"
+def test_a_type_that_was_not_asked_for_is_an_error(file: Path) -> None:
+    with pytest.raises(TypeError):
+        compile_anew(file)("21")

@@ -92,21 +92,23 @@ class Replica:
     @contextmanager
     def _reader(self) -> Iterator[list[Span]]:
         """A thread that reads meanwhile; when it came and when it was let in."""
-        stop, waits = threading.Event(), list[Span]()
-        reader = threading.Thread(target=self._read, args=(stop, waits))
+        inside, stop, waits = threading.Event(), threading.Event(), list[Span]()
+        reader = threading.Thread(target=self._read, args=(inside, stop, waits))
         reader.start()
+        inside.wait()
         try:
             yield waits
         finally:
             stop.set()
             reader.join()
 
-    def _read(self, stop: threading.Event, waits: list[Span]) -> None:
+    def _read(self, inside: threading.Event, stop: threading.Event, waits: list[Span]) -> None:
         ids = np.random.default_rng(0).integers(0, self._table.rows, _LOOKUP)
         while not stop.is_set():
             came = time.perf_counter()
             with self._target.reading() as reading:
                 waits.append((came, time.perf_counter()))
+                inside.set()
                 for rows in reading.tables.values():
                     rows.take(ids, axis=0)
 

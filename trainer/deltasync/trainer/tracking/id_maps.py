@@ -8,7 +8,7 @@ from deltasync.core.errors import InvalidInput
 from deltasync.core.tables import TableKind, TableSpec
 from deltasync.kernels.id_maps import read_sorted
 from deltasync.trainer.tracking.collision_modules import CollisionModule, collision_modules
-from deltasync.trainer.tracking.followed_rows import follow, follow_raw_ids
+from deltasync.trainer.tracking.followed_rows import follow_numbers
 from deltasync.trainer.tracking.shards import TrackedShard, TrackedTable
 
 # The raw id of a free slot in an MCH module.
@@ -44,10 +44,8 @@ class IdMap:
         version = self._buffers_version()
         if version and version == self._version:
             return self._column.new_empty(0)
-        if self._found.hashes:
-            changed = follow_raw_ids(self._found.module._hash_zch_identities.detach().view(-1), self._column)
-        else:
-            changed = follow(self._sorted().view(-1, 1), self._column.view(-1, 1))
+        numbers, plus = (self._identities(), 1) if self._found.hashes else (self._sorted(), 0)
+        changed = follow_numbers(numbers, plus, self._column)
         self._version = version
         return changed
 
@@ -69,6 +67,10 @@ class IdMap:
         module = self._found.module
         tensors = (module._mch_sorted_raw_ids, module._mch_remapped_ids_mapping)
         return tuple(number for tensor in tensors for number in (tensor.data_ptr(), tensor._version))
+
+    def _identities(self) -> torch.Tensor:
+        identities: torch.Tensor = self._found.module._hash_zch_identities.detach().view(-1)
+        return identities
 
     def _sorted(self) -> torch.Tensor:
         column = torch.zeros_like(self._column)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from deltasync.trainer.tracking.followed_rows import BITS, follow
+from deltasync.trainer.tracking.followed_rows import BITS, FollowedRows
 from deltasync.trainer.tracking.shards import TrackedTable
 from deltasync.trainer.tracking.table_stamps import Clock, HostStamps, TableStamps
 
@@ -19,19 +19,25 @@ STAMP_BYTES = 4
 CLOCK_END = torch.iinfo(torch.int32).max
 
 _WHOLE = slice(None)
+_NONE = torch.empty(0, dtype=torch.int64)
 
 
 class RowStamps:
-    """The stamps of the tables of a rank."""
+    """The stamps of the tables of a rank.
+
+    Attributes:
+        written: by table, how many stamps were written so far: since any moment, no more rows were stamped.
+    """
 
     def __init__(self, tables: Sequence[TrackedTable]) -> None:
         self._clock = Clock()
         self._stamps = [_stamps_of(table, self._clock) for table in tables]
+        self.written = [0] * len(tables)
         self._last_delete = dict[int, int]()  # By table, when; a scan is left out where none is later.
         self._tables = tables
         # No lookup tells when these change: they are compared with copies.
         self._compared = {
-            number: [tracked.weight.clone(memory_format=torch.contiguous_format) for tracked in table.shards]
+            number: [FollowedRows(tracked.weight) for tracked in table.shards]
             for number, table in enumerate(tables)
             if table.compared
         }
@@ -47,13 +53,13 @@ class RowStamps:
 
     @property
     def stamps(self) -> list[torch.Tensor]:
-        """By table, int32 [rows]; 0 = never; where the row was deleted then, negative. Not to be written to."""
+        """By table, as `TableStamps.stamps`."""
         return [each.stamps for each in self._stamps]
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        copies = sum(copy.nbytes for copies in self._compared.values() for copy in copies)
+        copies = sum(followed.nbytes for by_shard in self._compared.values() for followed in by_shard)
         return sum(each.nbytes for each in self._stamps) + copies
 
     def stamp(self, table: int, ids: torch.Tensor, part: slice = _WHOLE) -> None:
@@ -61,21 +67,24 @@ class RowStamps:
 
         An id outside of the table stamps row 0, which FBGEMM trains in its place.
         """
+        self.written[table] += len(range(len(ids))[part])
         self._stamps[table].mark(ids, part)
 
     def stamp_deleted(self, table: int, ids: torch.Tensor) -> None:
         """Stamp rows (local ids, int64) as deleted: they are zeros by now."""
         self._last_delete[table] = self.clock
         self._stamps[table].delete(ids)
-        for copy in self._compared.get(table, ()):
-            copy.index_fill_(0, ids, 0)
+        for followed in self._compared.get(table, ()):
+            followed.copy.index_fill_(0, ids, 0)
 
     def stamp_all(self, table: int) -> None:
         """Stamp every row of a table."""
+        self.written[table] += self._tables[table].rows
         self._stamps[table].mark_all()
 
     def stamp_held(self, table: int) -> None:
         """Stamp every row of a table that is not deleted."""
+        self.written[table] += self._tables[table].rows
         self._stamps[table].mark_present()
 
     def stamp_refilled(self, table: int) -> None:
@@ -87,20 +96,26 @@ class RowStamps:
 
     def compare(self) -> None:
         """Stamp the rows that have changed without a lookup."""
-        for number, copies in self._compared.items():
-            for tracked, copy in zip(self._tables[number].shards, copies, strict=True):
-                self.stamp(number, follow(tracked.weight, copy))
+        for number, by_shard in self._compared.items():
+            for tracked, followed in zip(self._tables[number].shards, by_shard, strict=True):
+                if tracked.weight.is_cuda:
+                    self._stamp_where(number, followed.follow_all(tracked.weight))
+                else:
+                    self.stamp(number, followed.follow(tracked.weight))
+
+    def _stamp_where(self, table: int, changed: torch.Tensor) -> None:
+        self.written[table] += len(changed)
+        self._stamps[table].mark_where(changed)
 
     def restore(self, clock: int, stamps: Sequence[torch.Tensor]) -> None:
         """Go on from other stamps; rows are compared with what they are now from here on."""
         self.clock = clock
-        for ours, theirs in zip(self._stamps, stamps, strict=True):
-            ours.replace(theirs)
+        self._replace(stamps)
         least = {number: int(theirs.min()) for number, theirs in enumerate(stamps) if len(theirs)}
         self._last_delete = {number: -stamp for number, stamp in least.items() if stamp < 0}
-        for number, copies in self._compared.items():
-            for tracked, copy in zip(self._tables[number].shards, copies, strict=True):
-                copy.copy_(tracked.weight)
+        for number, by_shard in self._compared.items():
+            for tracked, followed in zip(self._tables[number].shards, by_shard, strict=True):
+                followed.copy.copy_(tracked.weight)
 
     def later(self, table: int, cursor: int) -> torch.Tensor:
         """Local ids, ascending, of the rows stamped after `cursor` and not deleted: int64 [n]."""
@@ -112,7 +127,7 @@ class RowStamps:
         A consumer that has nothing gets all of them: it may have taken rows that it did not acknowledge.
         """
         if self._last_delete.get(table, 0) <= max(cursor, 0):
-            return torch.empty(0, dtype=torch.int64)
+            return _NONE
         return self._stamps[table].deleted_later(max(cursor, 0))
 
     def not_deleted(self, table: int, ids: torch.Tensor) -> torch.Tensor:
@@ -130,8 +145,12 @@ class RowStamps:
         """Start over, with every row marked: for a cursor of 0, all of them have changed or were deleted."""
         before, self.clock = self.stamps, 1
         self._last_delete = dict.fromkeys(self._last_delete, self.clock)
-        for ours, stamps in zip(self._stamps, before, strict=True):
-            ours.replace(torch.where(stamps < 0, -self.clock, self.clock).int())
+        self._replace([torch.where(stamps < 0, -self.clock, self.clock).int() for stamps in before])
+
+    def _replace(self, stamps: Sequence[torch.Tensor]) -> None:
+        for number, (ours, theirs) in enumerate(zip(self._stamps, stamps, strict=True)):
+            self.written[number] += len(theirs)
+            ours.replace(theirs)
 
 
 def _stamps_of(table: TrackedTable, clock: Clock) -> TableStamps:

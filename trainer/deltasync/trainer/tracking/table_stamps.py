@@ -61,6 +61,10 @@ class TableStamps:
         """Stamp every row."""
         self._stamps.fill_(self._clock.now)
 
+    def mark_where(self, changed: torch.Tensor) -> None:
+        """Stamp the rows of a mask, bool [rows], where it is not known how many they are. On a GPU alone."""
+        self._stamps.masked_fill_(changed, self._clock.now)
+
     def mark_present(self) -> None:
         """Stamp every row that is not deleted."""
         self._stamps.copy_(torch.where(self._stamps < 0, self._stamps, self._clock.now))
