@@ -9,6 +9,7 @@ import math
 import numpy as np
 
 from deltasync.core.change_counts import ChangeCounts, Stamps
+from deltasync.core.change_index import ChangeIndex
 from deltasync.core.digests import BLOCK_ROWS, Digest, digest
 from deltasync.core.rows import Ids, Mask, RowBatch, Values
 from deltasync.core.tables import TableSpec
@@ -34,6 +35,7 @@ class StampedTable:
         rows: [N, D] values, in the table's dtype.
         stamps: [N] int64, 0 = never changed, negative = deleted then. Written by this class only.
         counts: of the stamps; any thread may read them.
+        index: finds the rows that are stamped after a number.
         digest: of all rows, as replicas hold them.
     """
 
@@ -42,7 +44,7 @@ class StampedTable:
         self.rows = rows
         self.stamps = stamps
         self.counts = ChangeCounts.of(stamps)
-        self._has_deletes = bool((stamps < 0).any())
+        self.index = ChangeIndex(stamps)
         self.digest = Digest()
         self._largest_sum = 0.0
 
@@ -65,13 +67,13 @@ class StampedTable:
         columns = slice(first, first + block.shard.cols)
         before = self.digest_of(ids, self.rows[where, columns], first)
         after = self.digest_of(ids, block.values, first)
-        counts = self.counts.moved(np.abs(self.stamps[where]), number)
+        counts = self.counts.moved(self.stamps[where], number)
         gone = self._empty(where, columns) if block.deleted else False
         # What needs much memory comes before: a block that fails is tried again, and must not be half done.
         # The stamp first: if the process dies between the two, a row with a new stamp is sent again, while one
         # with an old stamp would be taken for the old row.
+        self.index.note(ids, number)
         self.stamps[where] = np.where(gone, -number, number) if block.deleted else number
-        self._has_deletes |= block.deleted
         self.rows[where, columns] = block.values
         self.counts = counts
         self.digest += after - before
@@ -85,9 +87,9 @@ class StampedTable:
 
     def restamp(self, ids: Ids, stamps: Stamps) -> None:
         """Give the rows `ids` ([n], strictly ascending) these stamps ([n]) instead of their own."""
-        self.counts = self.counts.without(self.numbers(ids)).plus(np.abs(stamps))
+        self.index.note_each(ids, stamps)
+        self.counts = self.counts.without(self.stamps[ids]).plus(stamps)
         self.stamps[ids] = stamps
-        self._has_deletes |= bool((stamps < 0).any())
 
     def numbers(self, ids: Ids) -> Stamps:
         """When the rows `ids` ([n]) last changed, or were deleted: [n], 0 = never."""
@@ -123,15 +125,7 @@ class StampedTable:
 
     def changed_since(self, number: int) -> Ids:
         """Sorted unique ids ([n] int64) of the rows stamped after `number`, deleted ones among them."""
-        starts = range(0, len(self.stamps), _SCAN_ROWS)
-        return np.concatenate([self._block_changed_since(start, number) + start for start in starts])
-
-    def _block_changed_since(self, start: int, number: int) -> Ids:
-        stamps = self.stamps[start : start + _SCAN_ROWS]
-        changed = stamps > number
-        if self._has_deletes:
-            changed |= stamps < -number
-        return np.flatnonzero(changed)
+        return self.index.changed_since(number)
 
     def not_stamped(self, number: int) -> Ids:
         """Sorted unique ids ([n] int64) of the rows that are there, and have another stamp than `number`."""

@@ -48,6 +48,7 @@ class MappedTable(StampedTable):
 
     def _become(self, spec: TableSpec, rows: Mapped, stamps: Mapped) -> None:
         self.counts = self.counts.plus_unchanged(spec.rows - self.spec.rows)
+        self.index.extend(stamps)
         self.spec, self.rows, self.stamps, self._mapped = spec, rows, stamps, (rows, stamps)
 
     def flush(self) -> None:
