@@ -100,6 +100,7 @@ class Ack(_message.Message):
     RECEIVED_BYTES_FIELD_NUMBER: _builtins.int
     APPLIED_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
+    SUMS_FIELD_NUMBER: _builtins.int
     UNBOUND_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
     received_bytes: _builtins.int
@@ -116,7 +117,11 @@ class Ack(_message.Message):
 
     @_builtins.property
     def checksums(self) -> _containers.RepeatedCompositeFieldContainer[_tables_pb2.Checksum]:
-        """checksums are those of the replica's tables at `applied`, of as many as it can tell. Where one differs from
+        """checksums are those that clients up to protocol 4 send; they are not looked at."""
+
+    @_builtins.property
+    def sums(self) -> _containers.RepeatedCompositeFieldContainer[_tables_pb2.Checksum]:
+        """sums are the checksums of the replica's tables at `applied`, of as many as it can tell. Where one differs from
         what the service expects, the position does not count as applied, and a release with the whole table follows.
         A table without a checksum, where others have one, is one that the replica does not hold.
         """
@@ -131,12 +136,13 @@ class Ack(_message.Message):
         received_bytes: _builtins.int = ...,
         applied: _tables_pb2.Position | None = ...,
         checksums: _abc.Iterable[_tables_pb2.Checksum] | None = ...,
+        sums: _abc.Iterable[_tables_pb2.Checksum] | None = ...,
         unbound: _abc.Iterable[_builtins.int] | None = ...,
         token: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "checksums", b"checksums", "received_bytes", b"received_bytes", "token", b"token", "unbound", b"unbound"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "checksums", b"checksums", "received_bytes", b"received_bytes", "sums", b"sums", "token", b"token", "unbound", b"unbound"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -283,6 +289,7 @@ class ReleaseEnd(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     WHOLE_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
+    SUMS_FIELD_NUMBER: _builtins.int
     EVENT_TIME_UNIX_NS_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
     BEHIND_NS_FIELD_NUMBER: _builtins.int
@@ -318,7 +325,11 @@ class ReleaseEnd(_message.Message):
 
     @_builtins.property
     def checksums(self) -> _containers.RepeatedCompositeFieldContainer[_tables_pb2.Checksum]:
-        """checksums are those of all tables once the release is applied. The first release of a stream may have no rows,
+        """checksums are those that services up to protocol 4 send; they are not looked at."""
+
+    @_builtins.property
+    def sums(self) -> _containers.RepeatedCompositeFieldContainer[_tables_pb2.Checksum]:
+        """sums are the checksums of all tables once the release is applied. The first release of a stream may have no rows,
         and the position held: it asks the replica to show by its checksums that it holds that.
         """
 
@@ -332,13 +343,14 @@ class ReleaseEnd(_message.Message):
         version: _builtins.int = ...,
         whole: _abc.Iterable[_builtins.int] | None = ...,
         checksums: _abc.Iterable[_tables_pb2.Checksum] | None = ...,
+        sums: _abc.Iterable[_tables_pb2.Checksum] | None = ...,
         event_time_unix_ns: _builtins.int = ...,
         token: _builtins.int = ...,
         behind_ns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["behind_ns", b"behind_ns", "checksums", b"checksums", "event_time_unix_ns", b"event_time_unix_ns", "position", b"position", "rows", b"rows", "step", b"step", "step_end_unix_ns", b"step_end_unix_ns", "token", b"token", "version", b"version", "whole", b"whole"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["behind_ns", b"behind_ns", "checksums", b"checksums", "event_time_unix_ns", b"event_time_unix_ns", "position", b"position", "rows", b"rows", "step", b"step", "step_end_unix_ns", b"step_end_unix_ns", "sums", b"sums", "token", b"token", "version", b"version", "whole", b"whole"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -217,6 +217,7 @@ class Rows(_message.Message):
     IDS_FIELD_NUMBER: _builtins.int
     VALUES_FIELD_NUMBER: _builtins.int
     DELETED_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """slot is the index of the table in SubscribeOpened.tables, or of the shard in PublishOpen.shards."""
     ids: _builtins.bytes
@@ -231,6 +232,16 @@ class Rows(_message.Message):
     """deleted says that these rows are no more: values is empty, whatever the mode, and the receiver holds zeros from
     here on, which add nothing to a checksum. Only of embedding tables.
     """
+    digests: _builtins.bytes
+    """digests holds the digest of each row, made where the row was read: unsigned numbers of 8 bytes, little-endian.
+    Publishing: of the shard's columns; empty where the publisher makes none, and where rows are deleted. A row that does
+    not fit its digest is refused with OUT_OF_RANGE, and the part is to be sent again. Empty in releases.
+
+    The digest of a row is the sum over its words j of c(j) * word(j), modulo 2^64. A word is a number's bits, taken as
+    an unsigned number; a number of 64 bits is two words, its lower half first. j counts the words of the whole row.
+    With mix the finalizer of SplitMix64 (z *= 0x9E3779B97F4A7C15; z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9;
+    z = (z ^ z >> 27) * 0x94D049BB133111EB; z ^= z >> 31), c(j) is mix(j + 2^60) | 1.
+    """
     def __init__(
         self,
         *,
@@ -238,10 +249,11 @@ class Rows(_message.Message):
         ids: _builtins.bytes = ...,
         values: _builtins.bytes = ...,
         deleted: _builtins.bool = ...,
+        digests: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deleted", b"deleted", "ids", b"ids", "slot", b"slot", "values", b"values"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deleted", b"deleted", "digests", b"digests", "ids", b"ids", "slot", b"slot", "values", b"values"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -258,11 +270,14 @@ class Checksum(_message.Message):
     slot: _builtins.int
     """slot is the index of the table in SubscribeOpened.tables."""
     sum: _builtins.int
-    """sum is the sum over all rows i and columns j of w(i) * c(j) * bits(i, j), modulo 2^64, where bits are those of
+    """sum, in fields of older protocols, is the sum over all rows i and columns j of w(i) * c(j) * bits(i, j), modulo 2^64, where bits are those of
     the value in the table's value_type (in mode ids: of the norm; of rows made for a TBE: of each byte), taken as an
     unsigned number. With mix the
     finalizer of SplitMix64 (z *= 0x9E3779B97F4A7C15; z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9; z = (z ^ z >> 27) *
     0x94D049BB133111EB; z ^= z >> 31), c(j) is mix(j + 2^60) | 1 and w(i) is mix(i + 2^61) | 1.
+    In the fields named `sums` it is the sum over all rows i whose digest d(i), see Rows.digests, is not 0 of
+    mix(d(i) + mix(i)), modulo 2^64. Digests are of rows as replicas hold them: decoded (in mode ids: of the norm; of
+    rows made for a TBE: of each byte).
     """
     def __init__(
         self,

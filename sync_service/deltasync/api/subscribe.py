@@ -211,7 +211,7 @@ class ReplicaStream:
             rows=release.rows,
             version=head.version,
             whole=sorted(release.whole),
-            checksums=checksums_to_message(dict(enumerate(release.checksums))),
+            sums=checksums_to_message(dict(enumerate(release.checksums))),
             event_time_unix_ns=head.event_time_unix_ns or 0,
             token=self._token,
             behind_ns=self._feed.behind_ns(head.number, self._consumer.policy),
@@ -245,7 +245,7 @@ class ReplicaStream:
         # An earlier ack that is repeated changes nothing.
         if self._replica.stream is not self._ended or applied.number < self._replica.applied.number:
             return
-        checksums = {each.slot: each.sum for each in ack.checksums}
+        checksums = {each.slot: each.sum for each in ack.sums}
         damaged = self._audit.check(applied.number, checksums, ack.received_bytes)
         if damaged:
             self._report(damaged)
@@ -262,7 +262,7 @@ class ReplicaStream:
         nothing, as clients do that name none.
         """
         everything = range(len(self._deliveries))
-        shown = {each.slot for each in ack.checksums} or everything
+        shown = {each.slot for each in ack.sums} or everything
         slots = {*ack.unbound, *set(everything).difference(shown)}
         return tuple(self._deliveries[slot].spec.name for slot in sorted(slots))
 
@@ -330,4 +330,4 @@ class ReplicaStream:
 
 def _slots(ack: subscribe_pb2.Ack) -> list[int]:
     """The slots that an ack names."""
-    return [*(each.slot for each in ack.checksums), *ack.unbound]
+    return [*(each.slot for each in ack.sums), *ack.unbound]

@@ -92,7 +92,7 @@ class ReleaseAssembler:
             model=self._model,
         )
         self._resync, self._rows, self._ended_bytes = False, [], self.received_bytes
-        self._checksums = {self._deliveries[each.slot].spec.name: each.sum for each in end.checksums}
+        self._checksums = {self._deliveries[each.slot].spec.name: each.sum for each in end.sums}
         self._known.clear()
         self._known.update(delivery.spec.name for delivery in self._deliveries)
         return release

@@ -1,13 +1,13 @@
 """Checksums of what a target really holds: its rows are read back before and after every release."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from deltasync.client.targets import ReadableTarget, Release
-from deltasync.core.digests import BLOCK_ROWS, Digest, digest
-from deltasync.core.rows import Ids, RowBatch
+from deltasync.core.digests import checksum_of
+from deltasync.core.rows import BLOCK_ROWS, Ids, RowBatch
 from deltasync.core.tables import TableSpec
 
 
@@ -21,8 +21,8 @@ class _TableChecksum:
         upto: how far the sweep has come.
     """
 
-    digest: Digest = field(default_factory=Digest)
-    swept: Digest = field(default_factory=Digest)
+    digest: int = 0
+    swept: int = 0
     upto: int = 0
 
 
@@ -67,7 +67,7 @@ class TargetChecksums:
         kept = [table for table in tables if self._target.read(table, no_rows) is not None]
         if kept:
             self._sweep(kept[self._sweeping % len(kept)])
-        return {table.name: self._checksums[table.name].digest.checksum for table in kept}
+        return {table.name: self._checksums[table.name].digest % 2**64 for table in kept}
 
     def _is_new(self, table: TableSpec) -> bool:
         """Whether nothing is known of a table, at least not in the form in which it comes now."""
@@ -84,15 +84,15 @@ class TargetChecksums:
             self._checksums[table.name] = _TableChecksum(checksum.swept)
             self._sweeping += 1
 
-    def _digests(self, rows: RowBatch) -> tuple[Digest, Digest]:
+    def _digests(self, rows: RowBatch) -> tuple[int, int]:
         """Digests of these rows as the target holds them: of the swept ones, and of the others."""
         swept = int(np.searchsorted(rows.ids, self._checksums[rows.table.name].upto))
         return self._digest(rows.table, rows.ids[:swept]), self._digest(rows.table, rows.ids[swept:])
 
-    def _digest(self, table: TableSpec, ids: Ids) -> Digest:
-        total = Digest()
+    def _digest(self, table: TableSpec, ids: Ids) -> int:
+        total = 0
         for start in range(0, len(ids), BLOCK_ROWS):
             block = ids[start : start + BLOCK_ROWS]
             rows = self._target.read(table, block)
-            total += Digest() if rows is None else digest(block, rows)
+            total += 0 if rows is None else checksum_of(block, rows)
         return total

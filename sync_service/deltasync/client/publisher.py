@@ -278,5 +278,5 @@ def _chunks(part: Part, slots: Mapping[Shard, int]) -> Iterator[publish_pb2.Publ
         for piece in chunked(rows):
             request = publish_pb2.PublishRequest()
             request.chunk.step = part.step
-            fill_rows(request.chunk.rows, slots[rows.shard], piece)
+            fill_rows(request.chunk.rows, slots[rows.shard], piece.digested())
             yield request

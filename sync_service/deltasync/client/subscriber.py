@@ -302,7 +302,7 @@ class Subscriber:
         ack = subscribe_pb2.Ack(
             received_bytes=assembler.received_bytes,
             applied=position_to_message(applied),
-            checksums=checksums_to_message(assembler.by_slot(checksums)),
+            sums=checksums_to_message(assembler.by_slot(checksums)),
             token=steady_ns(),
             unbound=assembler.unbound(target.bound()) if isinstance(target, PartialTarget) else [],
         )

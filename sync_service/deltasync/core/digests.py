@@ -1,73 +1,76 @@
-"""Digests of rows: what shows that two tables hold the same bits, kept at the cost of the rows that change.
+"""Digests of rows, made where rows come from, and checksums of tables: what shows that two hold the same bits.
 
-Both parts are sums over rows: the order in which rows came does not matter, and a row that is overwritten is
-subtracted as it was and added as it is. Zeros add nothing: a table that was never written has an empty digest.
+    digest of a row         sum over its words j of  c(j) * word(j)                        modulo 2**64
+    checksum of a table     sum over its rows i of   mix(digest(i) + mix(i))               modulo 2**64
 
-    checksum     sum over rows i and columns j of  w(i) * c(j) * bits(i, j)   modulo 2**64
-    square_sum   sum over rows of their squared L2 norm, as fp32 has it
+A word is a number's bits, without a sign; a number of 64 bits is two words, the lower half first. c(j) is odd,
+made of j by mix, which is the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
+generators", 2014). A digest is multilinear hashing (Lemire and Kaser, "Strongly universal string hashing is fast",
+2014): it is the sum of the digests of blocks of columns, and different rows have the same one with a chance of
+about 2**-32. A row whose digest is 0 adds nothing: a table that was never written has the checksum 0.
 
-w and c are odd numbers made of row id and column by the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast
-splittable pseudorandom number generators", 2014). This is multilinear hashing (Lemire and Kaser, "Strongly
-universal string hashing is fast", 2014): different tables agree with a chance of about 2**-32.
+The order in which rows came does not matter to a sum, and of a row that is overwritten no more is needed than the
+digest it had.
 """
 
-from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deltasync.core.rows import Ids, Values
+from deltasync.kernels import digests as kernels
+from deltasync.kernels import norms
 
-# Rows are taken in blocks whose scratch memory fits the processor's cache.
-BLOCK_ROWS = 4096
+RowDigests: TypeAlias = NDArray[np.uint64]
+Squares: TypeAlias = NDArray[np.float32]
 
-_LARGEST = np.float32(np.finfo(np.float32).max)
-
-
-@dataclass(frozen=True)
-class Digest:
-    """Sums over rows: `checksum` modulo 2**64, and `square_sum`, a float that no sum of rows makes NaN."""
-
-    checksum: int = 0
-    square_sum: float = 0.0
-
-    def __add__(self, other: "Digest") -> "Digest":
-        return Digest((self.checksum + other.checksum) % 2**64, self.square_sum + other.square_sum)
-
-    def __sub__(self, other: "Digest") -> "Digest":
-        return Digest((self.checksum - other.checksum) % 2**64, self.square_sum - other.square_sum)
+_HALVES = 2  # Words of a number of 64 bits.
 
 
-def digest(ids: Ids, values: Values, col_offset: int = 0) -> Digest:
-    """The digest of the rows `ids` ([n]), of which `values` ([n, cols] of any type) are the columns from
-    `col_offset` on.
-    """
-    weights = _odd(np.arange(col_offset, col_offset + values.shape[1], dtype=np.uint64), 1)
-    total = Digest()
-    for start in range(0, len(ids), BLOCK_ROWS):
-        block = slice(start, start + BLOCK_ROWS)
-        total += _of_block(ids[block], np.ascontiguousarray(values[block]), weights)
-    return total
+def words_of(rows: NDArray[Any]) -> NDArray[Any]:
+    """The words [n, w] of rows [n, D]: a view where these have no gaps."""
+    rows = np.ascontiguousarray(rows)
+    return rows.view(f"<u{min(rows.itemsize, 4)}")
 
 
-def _of_block(ids: Ids, values: Values, weights: NDArray[np.uint64]) -> Digest:
-    bits = values.view(f"<u{values.itemsize}").astype(np.uint64)
-    rows = np.einsum("ij,j->i", bits, weights)
-    checksum = int((rows * _odd(ids.astype(np.uint64), 2)).sum())
-    return Digest(checksum, square_sum(values))
+def first_word(column: int, dtype: np.dtype[Any]) -> int:
+    """The number of the first word of a column."""
+    return column * _HALVES if dtype.itemsize == 8 else column
 
 
-def square_sum(values: Values) -> float:
-    """The sum of the squared L2 norms of rows [n, cols]."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        exact = values.astype(np.float32, copy=False)
-        # Each row by itself, in fp32: its number must not depend on the rows beside it.
-        squares = np.fmin(np.vecdot(exact, exact), _LARGEST)
-    return float(squares.sum(dtype=np.float64))
+def row_digests(rows: NDArray[Any], col_offset: int = 0) -> RowDigests:
+    """The digests [n] of rows [n, cols], which are the columns from `col_offset` on."""
+    words = words_of(rows)
+    digests = np.empty(len(rows), np.uint64)
+    kernels.digest_rows(words, weights(first_word(col_offset, rows.dtype), words.shape[1]), digests)
+    return digests
 
 
-def _odd(numbers: NDArray[np.uint64], stream: int) -> NDArray[np.uint64]:
-    mixed = (numbers + np.uint64(stream << 60)) * np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return (mixed ^ (mixed >> np.uint64(31))) | np.uint64(1)
+def checksum(ids: NDArray[np.int64], digests: RowDigests) -> int:
+    """What the rows `ids` [n] with these digests [n] add to the checksum of their table."""
+    return int(kernels.checksum(ids, digests))
+
+
+def checksum_of(ids: NDArray[np.int64], rows: NDArray[Any]) -> int:
+    """What the rows `ids` [n], which are `rows` [n, D], add to the checksum of their table."""
+    return checksum(ids, row_digests(rows))
+
+
+def squared_norms(rows: NDArray[Any]) -> Squares:
+    """The squared L2 norms [n] of rows [n, D] of floats, none larger than fp32 can hold."""
+    wide: NDArray[Any] = np.ascontiguousarray(rows, np.float64 if rows.itemsize == 8 else np.float32)
+    squares = np.empty(len(rows), np.float32)
+    norms.squared_norms(wide, squares)
+    return squares
+
+
+@lru_cache(256)  # Shards of a few widths come with every cut.
+def weights(first: int, words: int) -> RowDigests:
+    """The factors [words] of the words from number `first` on."""
+    numbers = np.arange(first, first + words, dtype=np.uint64) + np.uint64(1 << 60)
+    factors = np.empty(words, np.uint64)
+    kernels.mix(numbers, factors)
+    factors |= np.uint64(1)
+    factors.flags.writeable = False
+    return factors

@@ -6,6 +6,7 @@
     ├── Contradiction       right in itself, but not with what the service holds
     ├── Superseded          a newer stream, run or cut has taken this one's place
     ├── NotPermitted        the admin token is missing or wrong
+    ├── Damaged             rows are not those of which their digests were made; nothing was changed
     ├── StorageFailed       files or the log could not be written, or not be read back whole
     ├── ServiceFailed       (client) the service met an error of its own; its log says more
     ├── ServiceUnavailable  the service cannot be reached, or is draining; try again
@@ -37,6 +38,10 @@ class Superseded(DeltasyncError):
 
 class NotPermitted(DeltasyncError):
     """The admin token is missing or wrong."""
+
+
+class Damaged(DeltasyncError):
+    """Rows are not those of which their digests were made; nothing was changed."""
 
 
 class StorageFailed(DeltasyncError):

@@ -7,8 +7,12 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from deltasync.core.errors import InvalidInput
-from deltasync.core.tables import ID_TYPE, Shard, TableSpec
+from deltasync.core.digests import RowDigests, row_digests
+from deltasync.core.errors import Damaged, InvalidInput
+from deltasync.core.tables import DIGEST_TYPE, ID_TYPE, Shard, TableSpec
+
+# Rows are taken in blocks whose scratch memory fits the processor's cache.
+BLOCK_ROWS = 4096
 
 Ids: TypeAlias = NDArray[np.int64]
 Values: TypeAlias = NDArray[np.generic]
@@ -27,6 +31,8 @@ class RowBatch:
         ids: [n] int64, global row ids, strictly ascending.
         values: [n, columns of the shard], of the table's type; [n, 0] where a consumer's mode is `ids`.
         norms: [n] fp32, L2 norms of what has changed in the rows; None where nobody has asked for them.
+        digests: [n] uint64, the digests of the rows, see `core.digests`; None where they were not made. Of the
+            shard's columns, or, of rows that are encoded, of these as replicas hold them.
         deleted: the rows are no more. Their values are zeros, as of rows that never were, and are not sent.
     """
 
@@ -35,6 +41,7 @@ class RowBatch:
     values: Values
     norms: Norms | None = None
     deleted: bool = False
+    digests: RowDigests | None = None
 
     @classmethod
     def deletes(cls, shard: Shard, ids: Ids) -> "RowBatch":
@@ -64,11 +71,18 @@ class RowBatch:
     def __getitem__(self, rows: slice) -> "RowBatch":
         """Some of the rows, as views."""
         norms = None if self.norms is None else self.norms[rows]
-        return RowBatch(self.shard, self.ids[rows], self.values[rows], norms, self.deleted)
+        digests = None if self.digests is None else self.digests[rows]
+        return RowBatch(self.shard, self.ids[rows], self.values[rows], norms, self.deleted, digests)
 
     def with_values(self, table: TableSpec, values: Values, norms: Norms | None = None) -> "RowBatch":
         """The same rows of a whole table in another form: encoded, or decoded."""
-        return replace(self, shard=Shard.whole(table), values=values, norms=norms)
+        return replace(self, shard=Shard.whole(table), values=values, norms=norms, digests=None)
+
+    def digested(self) -> "RowBatch":
+        """The same rows, with their digests; those of deleted rows are 0, and not made."""
+        if self.deleted or self.digests is not None:
+            return self
+        return replace(self, digests=row_digests(self.values, self.shard.col_offset))
 
     def blocks(self, rows: int) -> Iterator["RowBatch"]:
         """All rows in order, so many at a time, as views."""
@@ -83,8 +97,10 @@ class RowBatch:
         raw_values: bytes | memoryview,
         *,
         deleted: bool = False,
+        raw_digests: bytes | memoryview = b"",
     ) -> "RowBatch":
         """The rows of shard number `slot` that some bytes hold, as views of them; of those deleted, ids alone.
+        Digests may be missing.
 
         Raises:
             InvalidInput: no such shard, or lengths that do not fit it.
@@ -105,8 +121,13 @@ class RowBatch:
             )
         if deleted:
             return cls.deletes(shard, np.frombuffer(raw_ids, ID_TYPE))
+        if raw_digests and len(raw_digests) != count * DIGEST_TYPE.itemsize:
+            raise InvalidInput(
+                f"table {shard.table.name!r}: {len(raw_digests)} bytes of digests for {count} rows, not 8 each"
+            )
         values = np.frombuffer(raw_values, shard.table.dtype).reshape(count, shard.cols)
-        return cls(shard, np.frombuffer(raw_ids, ID_TYPE), values)
+        digests = np.frombuffer(raw_digests, DIGEST_TYPE) if raw_digests else None
+        return cls(shard, np.frombuffer(raw_ids, ID_TYPE), values, digests=digests)
 
     def check(self) -> None:
         """Check rows against the rules that every sender has to keep.
@@ -130,6 +151,21 @@ class RowBatch:
             )
         if shard.table.kind.trained and not self.deleted:
             self._check_finite()
+
+    def check_digests(self) -> None:
+        """Check that rows are those of which their digests were made.
+
+        Raises:
+            Damaged: one is not.
+        """
+        if self.digests is None or self.deleted:
+            return
+        wrong = np.flatnonzero(row_digests(self.values, self.shard.col_offset) != self.digests)
+        if len(wrong):
+            raise Damaged(
+                f"table {self.shard.table.name!r}: {len(wrong)} of {len(self)} rows do not fit their digests, the "
+                f"first of them row id {int(self.ids[wrong[0]])}: bits have changed on their way"
+            )
 
     def _check_finite(self) -> None:
         finite = np.isfinite(self.values)

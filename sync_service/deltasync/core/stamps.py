@@ -5,19 +5,26 @@ and their current values. Of a row that was deleted, the stamp is the negative o
 """
 
 import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from deltasync.core.change_counts import ChangeCounts, Stamps
 from deltasync.core.change_index import ChangeIndex
-from deltasync.core.digests import BLOCK_ROWS, Digest, digest
-from deltasync.core.rows import Ids, Mask, RowBatch, Values
-from deltasync.core.tables import TableSpec
+from deltasync.core.digests import RowDigests, Squares, first_word, row_digests, squared_norms, words_of
+from deltasync.core.rows import BLOCK_ROWS, Ids, Mask, RowBatch, Values
+from deltasync.core.tables import Shard, TableSpec
+from deltasync.kernels import digests as digest_kernels
+from deltasync.kernels import rows as kernels
 
 # Stamps are scanned in blocks so that a scan's scratch memory stays in the processor's cache.
 _SCAN_ROWS = 1 << 20
 # Once a sum has shrunk to this share of what it was, rounding has eaten the rest of it.
 _EXACT_SHARE = 2.0**-30
+
+T = TypeVar("T", bound=np.generic)
 
 
 def _contiguous(ids: Ids) -> slice | None:
@@ -27,63 +34,160 @@ def _contiguous(ids: Ids) -> slice | None:
     return None
 
 
+def has_norm(spec: TableSpec) -> bool:
+    """Whether a table has a norm."""
+    return spec.kind.trained and spec.dtype.kind == "f"
+
+
 class StampedTable:
-    """The rows of one table and the version at which each last changed.
+    """The rows of one table, the version at which each last changed, and the digest of each.
+
+    Digests are kept by segments of columns, one for each column-wise shard that rows have come in: of what a shard
+    overwrites nothing needs to be read.
 
     Attributes:
         spec: what the table is.
         rows: [N, D] values, in the table's dtype.
         stamps: [N] int64, 0 = never changed, negative = deleted then. Written by this class only.
+        digests: [N, segments] uint64: of the rows, as they were given or are held.
+        squares: [N, segments] fp32: squared norms; [0, segments] where the table has no norm.
+        columns: where segments begin, and the last one ends.
         counts: of the stamps; any thread may read them.
         index: finds the rows that are stamped after a number.
-        digest: of all rows, as replicas hold them.
+        checksum: of all rows; see `core.digests`.
     """
 
-    def __init__(self, spec: TableSpec, rows: Values, stamps: Stamps) -> None:
+    def __init__(
+        self,
+        spec: TableSpec,
+        rows: Values,
+        stamps: Stamps,
+        digests: RowDigests,
+        squares: Squares,
+        columns: Sequence[int] = (),
+    ) -> None:
         self.spec = spec
         self.rows = rows
         self.stamps = stamps
+        self.digests = digests
+        self.squares = squares
+        self.columns = tuple(columns) or (0, spec.dim)
         self.counts = ChangeCounts.of(stamps)
         self.index = ChangeIndex(stamps)
-        self.digest = Digest()
-        self._largest_sum = 0.0
+        self.count()
 
     @classmethod
     def zeros(cls, spec: TableSpec) -> "StampedTable":
         """A table in memory that has never changed."""
-        return cls(spec, np.zeros((spec.rows, spec.dim), spec.dtype), np.zeros(spec.rows, np.int64))
+        rows, stamps = np.zeros((spec.rows, spec.dim), spec.dtype), np.zeros(spec.rows, np.int64)
+        squares = np.zeros((spec.rows if has_norm(spec) else 0, 1), np.float32)
+        return cls(spec, rows, stamps, np.zeros((spec.rows, 1), np.uint64), squares)
+
+    def count(self) -> None:
+        """Find checksum and norm anew from what is kept of each row."""
+        self.checksum = int(digest_kernels.checksum_of_all(self.digests))
+        self._square_sum = self._largest_sum = float(self.squares.sum(dtype=np.float64))
 
     def apply(self, rows: RowBatch, number: int) -> None:
         """Overwrite some rows, in the columns of their shard, and stamp them with `number`; or delete them."""
+        self.split(rows.shard.col_offset, rows.shard.col_offset + rows.shard.cols)
+        self.index.note(rows.ids, number)
         for block in rows.blocks(BLOCK_ROWS):
             self._apply_block(block, number)
-        self._largest_sum = max(self._largest_sum, self.digest.square_sum)
-        if self.spec.kind.trained and self.digest.square_sum < self._largest_sum * _EXACT_SHARE:
-            self.count_digest()
+        if self._square_sum < self._largest_sum * _EXACT_SHARE:
+            self.count()
 
     def _apply_block(self, block: RowBatch, number: int) -> None:
-        ids, first = block.ids, block.shard.col_offset
-        where: slice | Ids = _contiguous(ids) or ids
-        columns = slice(first, first + block.shard.cols)
-        before = self.digest_of(ids, self.rows[where, columns], first)
-        after = self.digest_of(ids, block.values, first)
-        counts = self.counts.moved(self.stamps[where], number)
-        gone = self._empty(where, columns) if block.deleted else False
-        # What needs much memory comes before: a block that fails is tried again, and must not be half done.
-        # The stamp first: if the process dies between the two, a row with a new stamp is sent again, while one
-        # with an old stamp would be taken for the old row.
-        self.index.note(ids, number)
-        self.stamps[where] = np.where(gone, -number, number) if block.deleted else number
-        self.rows[where, columns] = block.values
+        # What needs memory comes before: a block that fails is tried again, and must not be half done.
+        counts = self.counts.moved(self.stamps[block.ids], number)
+        change, square_change = self._clear(block, number) if block.deleted else self._write(block, number)
         self.counts = counts
-        self.digest += after - before
+        self.checksum = (self.checksum + int(change)) % 2**64
+        self._square_sum += square_change
+        self._largest_sum = max(self._largest_sum, self._square_sum)
 
-    def _empty(self, where: slice | Ids, columns: slice) -> Mask:
-        """Which rows hold nothing outside of some columns: where others hold some of a row, it is still there."""
-        bits = self.rows.view(f"u{self.rows.itemsize}")
-        others = bits[where, : columns.start], bits[where, columns.stop :]
-        filled: list[Mask] = [np.any(some, axis=1) for some in others]
-        return ~(filled[0] | filled[1])
+    def _write(self, block: RowBatch, number: int) -> tuple[np.uint64, float]:
+        segments, first = self._segments(block.shard), block.shard.col_offset
+        digests, squares = self._digests_of(block, segments), self._squares_of(block, segments)
+        words, column = words_of(block.values), first_word(first, self.spec.dtype)
+        return kernels.write(*self._arrays, column, segments.start, block.ids, words, digests, squares, number)
+
+    def _clear(self, block: RowBatch, number: int) -> tuple[np.uint64, float]:
+        shard, segments = block.shard, self._segments(block.shard)
+        first, last = (
+            first_word(each, self.spec.dtype) for each in (shard.col_offset, shard.col_offset + shard.cols)
+        )
+        return kernels.clear(*self._arrays, first, last, segments.start, segments.stop, block.ids, number)
+
+    @property
+    def _arrays(self) -> tuple[NDArray[Any], Stamps, RowDigests, Squares]:
+        return words_of(self.rows), self.stamps, self.digests, self.squares
+
+    def _digests_of(self, block: RowBatch, segments: range) -> RowDigests:
+        """The digests [n, k] of rows by segment."""
+        if len(segments) == 1 and block.digests is not None:
+            return block.digests[:, None]
+        if len(segments) == 1 == len(self.columns) - 1:
+            return self.held_digests(block.values)[:, None]
+        return self._by_segment(block, segments, row_digests)
+
+    def _squares_of(self, block: RowBatch, segments: range) -> Squares:
+        """The squared norms [n, k] of rows by segment; [0, k] where they are not kept."""
+        if not len(self.squares):
+            return np.empty((0, len(segments)), np.float32)
+        return self._by_segment(block, segments, lambda values, _: squared_norms(values))
+
+    def _by_segment(self, block: RowBatch, segments: range, of: Callable[[Values, int], NDArray[T]]) -> NDArray[T]:
+        first, columns = block.shard.col_offset, self.columns
+        parts = [of(block.values[:, columns[s] - first : columns[s + 1] - first], columns[s]) for s in segments]
+        return np.stack(parts, axis=1)
+
+    def _segments(self, shard: Shard) -> range:
+        """The segments that a shard's columns are."""
+        edges = shard.col_offset, shard.col_offset + shard.cols
+        return range(*(self.columns.index(edge) for edge in edges))
+
+    def split(self, *edges: int) -> None:
+        """Let segments end at these columns, too. That takes as long as to read all rows, where they did not.
+
+        What did not fit its digest does not fit those of its segments.
+        """
+        columns = tuple(sorted({*self.columns, *edges}))
+        if columns == self.columns:
+            return
+        before = self.digests
+        self.digests, self.squares, self.columns = *self._room_of(columns), columns
+        for block in self._blocks():
+            self._digest(block)
+            self.digests[block, 0] += before[block].sum(axis=1) - self.digests[block].sum(axis=1)
+        self.count()
+
+    def make_digests(self) -> None:
+        """Make the digests of all rows anew, of what is there."""
+        for block in self._blocks():
+            self._digest(block)
+        self.count()
+
+    def _digest(self, block: slice) -> None:
+        rows = RowBatch.of_table(
+            self.spec, np.arange(block.start, min(block.stop, self.spec.rows)), self.rows[block]
+        )
+        segments = self._segments(rows.shard)
+        self.digests[block] = self._digests_of(rows, segments)
+        if len(self.squares):
+            self.squares[block] = self._squares_of(rows, segments)
+
+    def _blocks(self) -> Iterator[slice]:
+        return (slice(start, start + BLOCK_ROWS) for start in range(0, self.spec.rows, BLOCK_ROWS))
+
+    def held_digests(self, rows: Values) -> RowDigests:
+        """The digests [n] of what replicas hold that have applied `rows` ([n, D], as stored)."""
+        return row_digests(rows)
+
+    def _room_of(self, columns: tuple[int, ...]) -> tuple[RowDigests, Squares]:
+        """Room for digests and squares of so many segments."""
+        segments = len(columns) - 1
+        return np.zeros((self.spec.rows, segments), np.uint64), np.zeros((len(self.squares), segments), np.float32)
 
     def restamp(self, ids: Ids, stamps: Stamps) -> None:
         """Give the rows `ids` ([n], strictly ascending) these stamps ([n]) instead of their own."""
@@ -101,22 +205,15 @@ class StampedTable:
         mask: Mask = self.stamps[ids] < 0
         return mask
 
-    def digest_of(self, ids: Ids, rows: Values, col_offset: int = 0) -> Digest:
-        """The digest of what a replica holds that has applied `rows` ([n, cols], as stored)."""
-        return digest(ids, rows, col_offset)
-
     @property
     def norm(self) -> float:
-        """The L2 norm of all rows together; 0 for what is not trained."""
-        return 0.0 if not self.spec.kind.trained else math.sqrt(max(0.0, self.digest.square_sum))
+        """The L2 norm of all rows together; 0 for what has none."""
+        return math.sqrt(max(0.0, self._square_sum))
 
-    def count_digest(self) -> None:
-        """Find the digest anew, of all rows that ever changed: after a restart."""
-        ids = self.changed_since(0)
-        self.digest, self._largest_sum = Digest(), 0.0
-        for start in range(0, len(ids), BLOCK_ROWS):
-            block = ids[start : start + BLOCK_ROWS]
-            self.digest += self.digest_of(block, self.rows_of(block))
+    def fits(self, ids: Ids, rows: Values) -> Mask:
+        """Which of `rows` ([n, D]), read as the rows `ids` ([n]), have the digest that is kept of them: [n]."""
+        mask: Mask = self.held_digests(rows) == self.digests[ids].sum(axis=1)
+        return mask
 
     def rows_of(self, ids: Ids) -> Values:
         """The current rows `ids` ([n], strictly ascending): a view where they leave no gap, otherwise a copy."""
@@ -137,10 +234,5 @@ class StampedTable:
 
     def read(self, ids: Ids, out: Values) -> RowBatch:
         """The rows `ids` ([n], strictly ascending) as they are now, their values copied into `out` ([n, D])."""
-        run = _contiguous(ids)
-        if run is not None:
-            out[:] = self.rows[run]
-        else:
-            # mode="clip" lets take() write into `out` without a buffer; no id is out of range here.
-            np.take(self.rows, ids, axis=0, out=out, mode="clip")
+        kernels.gather(words_of(self.rows), ids, words_of(out))
         return RowBatch.of_table(self.spec, ids, out)

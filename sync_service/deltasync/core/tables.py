@@ -10,6 +10,7 @@ from deltasync.core.errors import InvalidInput
 from deltasync.core.numbered import Numbered
 
 ID_TYPE = np.dtype("<i8")
+DIGEST_TYPE = np.dtype("<u8")
 VALUE_TYPES: tuple[np.dtype[np.generic], ...] = (np.dtype("<f4"), np.dtype("<f2"))
 # Of what is not looked up by id too: parameters, buffers, maps.
 STATE_TYPES = (*VALUE_TYPES, *(np.dtype(each) for each in ("<f8", "<i8", "<i4", "<i2", "u1", "?")))

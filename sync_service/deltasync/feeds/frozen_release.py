@@ -136,7 +136,7 @@ def freeze(
     pairs = list(zip(tables, changed, strict=True))
     total = sum(len(ids) * table.spec.row_bytes + gone.nbytes for table, (ids, gone) in pairs)
     spill = total > memory_bytes
-    checksums = tuple(table.digest.checksum for table in tables)
+    checksums = tuple(table.checksum for table in tables)
     release = FrozenRelease(head, whole=whole, checksums=checksums, memory_bytes=0 if spill else total)
     for slot, (table, (ids, gone)) in enumerate(pairs):
         if len(ids):

@@ -223,8 +223,6 @@ class Model:
         for seal in seals.after(self.store.flushed):
             self._apply(seal, None)
         self._applied = seals.newest
-        for table in self.tables:
-            table.count_digest()
         whole = {name for seal in seals for name in seal.whole}
         return list(seals), {table.spec.name: self._published_rows(table, whole) for table in self.tables}
 

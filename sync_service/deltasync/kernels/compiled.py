@@ -22,7 +22,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 # The order in which floats are added may be any, so that sums vectorise.
-ANY_ORDER = frozenset({"reassoc", "contract"})
+ANY_ORDER = {"reassoc", "contract"}
 
 _PACKAGE = __name__.rpartition(".")[0]
 _kernels: list["Kernel[Any, Any]"] = []

@@ -32,6 +32,13 @@ def share(row, digest):  # type: ignore[no-untyped-def]
     return mixed(digest + mixed(_U64(row))) if digest else _U64(0)
 
 
+@kernel(types.void(readable(types.uint64, 1), writable(types.uint64, 1)))
+def mix(numbers: Digests, out: Digests) -> None:
+    """Set `out` [n] to what the finalizer makes of `numbers` [n]."""
+    for index in range(numbers.shape[0]):
+        out[index] = mixed(numbers[index])
+
+
 @kernel(*(types.void(readable(word), readable(types.uint64, 1), writable(types.uint64, 1)) for word in WORDS))
 def digest_rows(words: NDArray[np.unsignedinteger], weights: Digests, digests: Digests) -> None:
     """Set `digests` [n] to the sums of the words [n, w] of each row times the weights [w], modulo 2**64."""
@@ -51,10 +58,13 @@ def checksum(ids: NDArray[np.int64], digests: Digests) -> np.uint64:
     return total
 
 
-@kernel(types.uint64(readable(types.uint64, 1)))
+@kernel(types.uint64(readable(types.uint64)))
 def checksum_of_all(digests: Digests) -> np.uint64:
-    """The checksum of a table of which all rows have these digests [rows], in their order."""
+    """The checksum of a table of which all rows have these digests [rows, segments], in their order."""
     total = _U64(0)
     for row in range(digests.shape[0]):
-        total += share(row, digests[row])
+        digest = _U64(0)
+        for segment in range(digests.shape[1]):
+            digest += digests[row, segment]
+        total += share(row, digest)
     return total

@@ -96,6 +96,8 @@ class PublishSession:
                 f"a chunk of {batch.nbytes} bytes of ids and values, at most {MAX_CHUNK_BYTES} are allowed"
             )
         batch.check()
+        batch.check_digests()
+        batch = batch.digested()
         if self._sealed_before(chunk.step) or self._closed_before(chunk.step):
             return
         open_cut, part = self._part_of(chunk.step)

@@ -32,6 +32,8 @@ from deltasync.core.errors import StorageFailed
 from deltasync.storage.lmdb_records import address_of, damaged, key_of, with_checksum, without_checksum
 from deltasync.storage.log_store import Buffer
 from deltasync.storage.records import (
+    NORMS,
+    VALUES,
     layout_number,
     name_of,
     pack_json,
@@ -172,7 +174,7 @@ class _Migration:
             if key[:-_INDEX_BYTES] != self._part:
                 raise damaged(name_of(stream, number, part, 0))
             slot, count = _PART.unpack_from(payload)
-            header = rows_header(slot, count, self._layout, values=True, norms=False)
+            header = rows_header(slot, count, self._layout, VALUES)
             self._put(txn, key_of(stream, number, part, index), header, payload[_PART.size :])
         txn.delete(key, db=self._parts)
 
@@ -219,7 +221,7 @@ class _Migration:
     def _view_header(self, view: str, slot: int, payload: memoryview) -> bytes:
         with reading(f"record {view}"):
             norms = self._small[view]["tables"][slot]["mode"] == "ids"
-        return rows_header(slot, _VIEW.unpack_from(payload)[0], 0, values=True, norms=norms)
+        return rows_header(slot, _VIEW.unpack_from(payload)[0], 0, VALUES | NORMS * norms)
 
 
 @contextmanager

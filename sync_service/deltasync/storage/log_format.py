@@ -6,9 +6,9 @@ from deltasync.core.errors import StorageFailed
 from deltasync.storage.log_store import LogStore
 from deltasync.storage.records import reading
 
-FORMAT = 3
+FORMAT = 4
 # Of which a log holds nothing that this version reads in another way.
-_READ_AS_THEY_ARE = (2, FORMAT)
+_READ_AS_THEY_ARE = (2, 3, FORMAT)
 _NAME = "format"
 # Streams that their owner reads as a whole at the start, by the small record that says that there is an owner.
 _READ_BY_OWNERS = {"seals": "model", "layouts": "model", "cuts": "model", "releases": "view"}

@@ -2,7 +2,8 @@
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
@@ -11,29 +12,94 @@ from urllib.parse import quote
 import numpy as np
 import xxhash
 
+from deltasync.core.digests import RowDigests, Squares
 from deltasync.core.errors import StorageFailed
-from deltasync.core.stamps import StampedTable
+from deltasync.core.stamps import StampedTable, has_norm
 from deltasync.core.tables import TableSpec
 from deltasync.storage.data_directory import RESTORE
 
 _STAMP_TYPE = np.dtype(np.int64)
 _BLOCK_BYTES = 1 << 20
+# The arrays of a table, each in a file of this name; older versions wrote the first two.
+_ROWS, _STAMPS, _DIGESTS, _SQUARES = "rows", "stamps", "digests", "squares"
 
 Mapped: TypeAlias = np.memmap[tuple[int, ...], np.dtype[Any]]
 
 
-class MappedTable(StampedTable):
-    """A stamped table whose rows and stamps are mapped from two files in a folder.
+@dataclass(frozen=True)
+class TableLayout:
+    """What files a table has.
 
-    A `new` one is made, all zero; otherwise its files must be there.
+    Attributes:
+        spec: the table.
+        columns: where segments of its columns end, see `StampedTable`.
+        normed: whether squared norms are kept.
     """
 
-    def __init__(self, table: TableSpec, directory: Path, *, new: bool) -> None:
-        rows, stamps = _mapped(table, directory, new=new)
-        super().__init__(table, rows, stamps)
-        self._mapped = (rows, stamps)
+    spec: TableSpec
+    columns: tuple[int, ...]
+    normed: bool
 
-    def extend(self, spec: TableSpec, directory: Path) -> Callable[[], None]:
+    @classmethod
+    def of(cls, spec: TableSpec, columns: Sequence[int] = (), *, normed: bool | None = None) -> "TableLayout":
+        """The layout of a table; its norm is kept if it has one, unless it is said."""
+        return cls(spec, tuple(columns) or (0, spec.dim), has_norm(spec) if normed is None else normed)
+
+    def arrays(self) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
+        """Type and shape of each array, by its name."""
+        rows, segments = self.spec.rows, len(self.columns) - 1
+        arrays: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {
+            _ROWS: (self.spec.dtype, (rows, self.spec.dim)),
+            _STAMPS: (np.dtype(np.int64), (rows,)),
+            _DIGESTS: (np.dtype(np.uint64), (rows, segments)),
+        }
+        return arrays | ({_SQUARES: (np.dtype(np.float32), (rows, segments))} if self.normed else {})
+
+    def file(self, folder: Path, name: str) -> Path:
+        """The file of one of the arrays; those of other segments are others."""
+        inner = self.columns[1:-1]
+        if inner and name in (_DIGESTS, _SQUARES):
+            name = f"{xxhash.xxh3_64_hexdigest(repr(inner).encode())}.{name}"
+        return file_of(self.spec, folder, name)
+
+    def files(self, folder: Path) -> list[Path]:
+        """All of them."""
+        return [self.file(folder, name) for name in self.arrays()]
+
+    def map(self, folder: Path, name: str, *, new: bool) -> Mapped:
+        """One of the arrays: see `map_array`."""
+        return map_array(self.file(folder, name), *self.arrays()[name], new=new)
+
+
+class MappedTable(StampedTable):
+    """A stamped table whose arrays are mapped from files in a folder.
+
+    A `new` one is made, all zero; otherwise its files must be there, but for those that older versions did not
+    write: what is in them is found in the rows.
+    """
+
+    def __init__(
+        self,
+        table: TableSpec,
+        folder: Path,
+        *,
+        new: bool,
+        columns: Sequence[int] = (),
+        normed: bool | None = None,
+    ) -> None:
+        """See `TableLayout`."""
+        layout = self._layout = TableLayout.of(table, columns, normed=normed)
+        self._folder = folder
+        self._stale = set[Path]()
+        old = not new and not layout.file(folder, _DIGESTS).exists()
+        late = {_DIGESTS, _SQUARES} if old else set()
+        self._mapped = {name: layout.map(folder, name, new=new or name in late) for name in layout.arrays()}
+        rows, stamps, digests, squares = _plain(self._mapped, layout)
+        super().__init__(table, rows, stamps, digests, squares, layout.columns)
+        if old:
+            self.make_digests()
+
+    def extend(self, spec: TableSpec) -> Callable[[], None]:
         """Make room for what the table is to be, which may have more rows. Blocks; any thread.
 
         Returns:
@@ -42,30 +108,53 @@ class MappedTable(StampedTable):
         Raises:
             StorageFailed: there is no room; the table is as it was.
         """
-        extend_files(spec, directory)
-        arrays = _mapped(spec, directory, new=False)
-        return partial(self._become, spec, *arrays)
+        layout = replace(self._layout, spec=spec)
+        extend_files(layout, self._folder)
+        arrays = {name: layout.map(self._folder, name, new=False) for name in layout.arrays()}
+        return partial(self._become, layout, arrays)
 
-    def _become(self, spec: TableSpec, rows: Mapped, stamps: Mapped) -> None:
-        self.counts = self.counts.plus_unchanged(spec.rows - self.spec.rows)
-        self.index.extend(stamps)
-        self.spec, self.rows, self.stamps, self._mapped = spec, rows, stamps, (rows, stamps)
+    def _become(self, layout: TableLayout, arrays: dict[str, Mapped]) -> None:
+        self.counts = self.counts.plus_unchanged(layout.spec.rows - self.spec.rows)
+        self.spec, self._layout, self._mapped = layout.spec, layout, arrays
+        self.rows, self.stamps, self.digests, self.squares = _plain(arrays, layout)
+        self.index.extend(self.stamps)
+
+    def _room_of(self, columns: tuple[int, ...]) -> tuple[RowDigests, Squares]:
+        """Files of other segments. Those of before stay as long as the log may name them."""
+        layout = replace(self._layout, columns=columns)
+        names = layout.arrays().keys() - {_ROWS, _STAMPS}
+        arrays = {name: layout.map(self._folder, name, new=True) for name in names}
+        self._stale |= {self._layout.file(self._folder, name) for name in names}
+        self._layout, self._mapped = layout, self._mapped | arrays
+        _, _, digests, squares = _plain(self._mapped, layout)
+        return digests, squares
 
     def flush(self) -> None:
         """Wait until everything written before the call is on disk."""
-        for array in self._mapped:
+        for array in self._mapped.values():
             array.flush()
 
+    def remove_stale(self) -> None:
+        """Remove the files of segments that there were: the log names those that there are."""
+        while self._stale:
+            self._stale.pop().unlink(missing_ok=True)
 
-def extend_files(table: TableSpec, directory: Path) -> None:
+
+def _plain(arrays: Mapping[str, Mapped], layout: TableLayout) -> list[Any]:
+    """Rows, stamps, digests and squares as NumPy has them."""
+    none = np.empty((0, len(layout.columns) - 1), np.float32)
+    names = (_ROWS, _STAMPS, _DIGESTS, _SQUARES)
+    return [arrays[name].view(np.ndarray) if name in arrays else none for name in names]
+
+
+def extend_files(layout: TableLayout, folder: Path) -> None:
     """Make room in a table's files for as many rows as it is to have, with zeros.
 
     Raises:
         StorageFailed: there is no room.
     """
-    rows_file, stamps_file = _files(table, directory)
-    extend_file(rows_file, table.nbytes)
-    extend_file(stamps_file, table.rows * _STAMP_TYPE.itemsize)
+    for name, (dtype, shape) in layout.arrays().items():
+        extend_file(layout.file(folder, name), math.prod(shape) * dtype.itemsize)
 
 
 def extend_file(path: Path, size: int) -> None:
@@ -86,9 +175,9 @@ def extend_file(path: Path, size: int) -> None:
             raise
 
 
-def remove_files(table: TableSpec, directory: Path) -> None:
-    """Remove a table's files, as far as they exist."""
-    for file in _files(table, directory):
+def remove_files(table: TableSpec, folder: Path) -> None:
+    """Remove a new table's files, as far as they exist."""
+    for file in TableLayout.of(table).files(folder):
         file.unlink(missing_ok=True)
 
 
@@ -108,17 +197,6 @@ def file_of(table: TableSpec, directory: Path, kind: str) -> Path:
     """The file of one of a table's arrays; its name is unique and short, however long the table's name is."""
     stem = f"{quote(table.name, safe='')[:100]}-{xxhash.xxh3_64_hexdigest(table.name.encode())}"
     return directory / f"{stem}.{kind}"
-
-
-def _files(table: TableSpec, directory: Path) -> tuple[Path, Path]:
-    return file_of(table, directory, "rows"), file_of(table, directory, "stamps")
-
-
-def _mapped(table: TableSpec, directory: Path, *, new: bool) -> tuple[Mapped, Mapped]:
-    """The rows and the stamps of a table."""
-    rows_file, stamps_file = _files(table, directory)
-    rows = map_array(rows_file, table.dtype, (table.rows, table.dim), new=new)
-    return rows, map_array(stamps_file, _STAMP_TYPE, (table.rows,), new=new)
 
 
 def map_array(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...], *, new: bool) -> Mapped:

@@ -39,7 +39,7 @@ from deltasync.storage.records import (
 # a log that is full although it has no rows that could be dropped.
 KEPT_SEALS = 100_000
 
-_GROWN = "grown_from"
+_GROWN, _COLUMNS = "grown_from", "columns"
 
 
 def recorded_models(log: LogStore) -> dict[str, Mapping[str, Any]]:
@@ -77,6 +77,7 @@ class ModelStore:
         self.tables: list[MappedTable] = []
         self.grown_from: dict[str, int] = {}
         self._specs: dict[str, TableSpec] = {}  # As they are written down.
+        self._columns: dict[str, Sequence[int]] = {}  # Likewise: where segments of a table's columns end.
         self.flushed = 0
         self._kept_seals = KEPT_SEALS
         self._described_flushed = 0  # The one that is written down, which is ahead until the log is cut.
@@ -91,9 +92,14 @@ class ModelStore:
             self.history, self.flushed = record["history"], record["flushed"]
             specs = [spec_of_record(each) for each in record["tables"]]
             self.grown_from = {each["name"]: each[_GROWN] for each in record["tables"] if _GROWN in each}
+            self._columns = {each["name"]: each[_COLUMNS] for each in record["tables"] if _COLUMNS in each}
         self._specs = {spec.name: spec for spec in specs}
         self._described_flushed = self.flushed
-        self.tables = [MappedTable(spec, self._folder, new=False) for spec in specs]
+        columns = [each.get(_COLUMNS, ()) for each in record["tables"]]
+        self.tables = [
+            MappedTable(spec, self._folder, new=False, columns=edges)
+            for spec, edges in zip(specs, columns, strict=True)
+        ]
         self._layouts.recover()
 
     def change(self, specs: Sequence[TableSpec], published: Mapping[str, int]) -> list[Callable[[], None]]:
@@ -115,7 +121,7 @@ class ModelStore:
         tables = {table.spec.name: table for table in self.tables}
         grown = {each.name: published.get(each.name, 0) for each in specs if self._grows(each)}
         with ExitStack() as undo:
-            steps = [tables[each.name].extend(each, self._folder) for each in specs if each.name in tables]
+            steps = [tables[each.name].extend(each) for each in specs if each.name in tables]
             new = [self._made(each, undo) for each in specs if each.name not in tables]
             self._describe(specs, new, grown)
             undo.pop_all()
@@ -143,9 +149,13 @@ class ModelStore:
                     self._kept_seals = max(1, self._kept_seals // 2)
                     self._drop_old_seals(self.flushed)
                 return False
-            for table in list(self.tables):
+            tables, columns = list(self.tables), {table.spec.name: table.columns for table in self.tables}
+            for table in tables:
                 table.flush()
-            self._describe(flushed=version)
+            self._describe(flushed=version, columns=columns)
+            for table in tables:
+                if table.columns == columns[table.spec.name]:
+                    table.remove_stale()
             self._log.truncate(self._cuts, version).result()
             self._drop_old_seals(version)
             for forgotten in self._layouts.forget(version):
@@ -215,21 +225,24 @@ class ModelStore:
         new: Sequence[MappedTable] = (),
         grown_from: Mapping[str, int] = MappingProxyType({}),
         flushed: int = 0,
+        columns: Mapping[str, Sequence[int]] = MappingProxyType({}),
     ) -> None:
         """Write down which tables there are, and only then have them."""
         with self._describing:
             every = self._specs | {spec.name: spec for spec in specs}
-            grown = {**self.grown_from, **grown_from}
+            grown, edges = {**self.grown_from, **grown_from}, {**self._columns, **columns}
             flushed = max(flushed, self._described_flushed)
             record = {
                 "history": self.history,
                 "flushed": flushed,
-                "tables": [_table_record(spec, grown) for spec in every.values()],
+                "tables": [_table_record(spec, grown, edges.get(spec.name, ())) for spec in every.values()],
             }
             self._log.put(f"model/{self._model}", pack_json(record)).result()
             self.tables, self._specs, self.grown_from = [*self.tables, *new], every, grown
+            self._columns = edges
             self._described_flushed = flushed
 
 
-def _table_record(spec: TableSpec, grown_from: Mapping[str, int]) -> dict[str, Any]:
-    return spec_record(spec) | ({_GROWN: grown_from[spec.name]} if spec.name in grown_from else {})
+def _table_record(spec: TableSpec, grown_from: Mapping[str, int], columns: Sequence[int]) -> dict[str, Any]:
+    record = spec_record(spec) | ({_GROWN: grown_from[spec.name]} if spec.name in grown_from else {})
+    return record | ({_COLUMNS: list(columns)} if len(columns) > 2 else {})

@@ -13,7 +13,7 @@ import xxhash
 from deltasync.core.errors import StorageFailed
 from deltasync.core.rows import RowBatch
 from deltasync.core.seal import Seal
-from deltasync.core.tables import ID_TYPE, Shard, TableKind, TableSpec
+from deltasync.core.tables import DIGEST_TYPE, ID_TYPE, Shard, TableKind, TableSpec
 from deltasync.storage.data_directory import RESTORE
 from deltasync.storage.log_store import Buffer
 
@@ -21,8 +21,10 @@ from deltasync.storage.log_store import Buffer
 _HEADER = struct.Struct("<BBHIQQ")
 _FORMAT = 2
 _ROWS = 1  # The one kind there is.
-_VALUES, _NORMS = 1, 2  # Columns beside the ids.
-_DELETED = 4  # Instead of values.
+VALUES, NORMS = 1, 2  # Columns beside the ids.
+DELETED = 4  # Instead of values.
+DIGESTS = 8  # After the ids.
+_COLUMNS = VALUES | NORMS | DELETED | DIGESTS
 _NORM_TYPE = np.dtype("<f4")
 
 # What records of streams are called in messages.
@@ -167,23 +169,21 @@ def pack_rows(slot: int, rows: RowBatch, layout: int = 0) -> tuple[Buffer, ...]:
         layout: the number of the layout that has the shard; 0 = there is none, the slot is a view's.
     """
     values = rows.values.shape[1] > 0 and not rows.deleted
-    columns = (rows.values if values else None, rows.norms)
-    header = rows_header(
-        slot, len(rows), layout, values=values, norms=rows.norms is not None, deleted=rows.deleted
-    )
+    columns = (rows.digests, rows.values if values else None, rows.norms)
+    flags = DIGESTS * (rows.digests is not None) | NORMS * (rows.norms is not None)
+    header = rows_header(slot, len(rows), layout, flags | VALUES * values | DELETED * rows.deleted)
     arrays = [np.asarray(rows.ids, ID_TYPE), *(each for each in columns if each is not None)]
     return header, *(np.ascontiguousarray(each).data for each in arrays if each.size)
 
 
-def rows_header(slot: int, count: int, layout: int, *, values: bool, norms: bool, deleted: bool = False) -> bytes:
-    """The head of a record of rows, of which columns are said to follow the ids."""
-    flags = _VALUES * values | _NORMS * norms | _DELETED * deleted
+def rows_header(slot: int, count: int, layout: int, flags: int) -> bytes:
+    """The head of a record of rows, of which flags say what follows the ids."""
     return _HEADER.pack(_FORMAT, _ROWS, flags, slot, count, layout)
 
 
 def packed_bytes(rows: RowBatch) -> int:
     """Bytes of the record of some rows."""
-    return _HEADER.size + rows.nbytes + (0 if rows.norms is None else rows.norms.nbytes)
+    return _HEADER.size + rows.nbytes + sum(each.nbytes for each in (rows.norms, rows.digests) if each is not None)
 
 
 def unpack_rows(record: memoryview, shards_of: Callable[[int], Sequence[Shard]]) -> RowBatch:
@@ -196,17 +196,18 @@ def unpack_rows(record: memoryview, shards_of: Callable[[int], Sequence[Shard]])
     form, kind, columns, slot, count, layout = _HEADER.unpack_from(record)
     _check_known("format", form, _FORMAT)
     _check_known("kind", kind, _ROWS)
-    _check_known("columns", columns | _VALUES | _NORMS | _DELETED, _VALUES | _NORMS | _DELETED)
+    _check_known("columns", columns | _COLUMNS, _COLUMNS)
     shard = shards_of(layout)[slot]
     rest = _Columns(record[_HEADER.size :], count)
     ids = rest.take(ID_TYPE, 1)[:, 0]
-    values = rest.take(shard.table.dtype, shard.cols if columns & _VALUES else 0)
-    norms = rest.take(_NORM_TYPE, 1)[:, 0] if columns & _NORMS else None
+    digests = rest.take(DIGEST_TYPE, 1)[:, 0] if columns & DIGESTS else None
+    values = rest.take(shard.table.dtype, shard.cols if columns & VALUES else 0)
+    norms = rest.take(_NORM_TYPE, 1)[:, 0] if columns & NORMS else None
     if rest.left:
         raise ValueError(f"{rest.left} bytes more than its {count} rows take")
-    if columns & _DELETED:
+    if columns & DELETED:
         return replace(RowBatch.deletes(shard, ids), norms=norms)
-    return RowBatch(shard, ids, values, norms)
+    return RowBatch(shard, ids, values, norms, digests=digests)
 
 
 class _Columns:

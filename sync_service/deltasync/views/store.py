@@ -263,8 +263,6 @@ class ViewStore:
             last = max(last, record.number)
         if last > newest:
             self.drop(newest + 1).result()
-        for table in tables:
-            table.count_digests()
 
     def _recover_release(self) -> NewestRelease | None:
         record = recorded_release(self._log, self._consumer)

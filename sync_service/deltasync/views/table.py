@@ -1,7 +1,6 @@
 """What the replicas of a consumer hold of one table, and which of its rows are dirty."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,13 +8,13 @@ from numpy.typing import NDArray
 
 from deltasync.core.change_counts import ChangeCounts
 from deltasync.core.delivery import Delivery
-from deltasync.core.digests import BLOCK_ROWS, Digest, digest, square_sum
+from deltasync.core.digests import RowDigests, row_digests
 from deltasync.core.mode import Mode
-from deltasync.core.rows import Ids, Norms, RowBatch, Values
+from deltasync.core.rows import BLOCK_ROWS, Ids, Norms, RowBatch, Values
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import Shard
 from deltasync.core.threads import MODEL_THREAD, confined
-from deltasync.storage.mapped_table import MappedTable, extend_file, extend_files, file_of, map_array
+from deltasync.storage.mapped_table import MappedTable, TableLayout, extend_file, extend_files, file_of, map_array
 from deltasync.views.ranking import Floats, Mask
 
 _SINCE_TYPE = np.dtype(np.int64)
@@ -26,20 +25,16 @@ _LARGEST_NORM = 1e100
 class EncodedTable(MappedTable):
     """Rows encoded in a value type, stamped with the release that has them.
 
-    Its digest is of the rows as replicas hold them: decoded, or as they are sent.
+    Its digests are of the rows as replicas hold them: decoded, or as they are sent.
     """
 
     def __init__(self, delivery: Delivery, directory: Path, *, new: bool) -> None:
-        super().__init__(delivery.encoded_spec, directory, new=new)
         self._delivery = delivery
+        super().__init__(delivery.encoded_spec, directory, new=new, normed=False)
 
-    def digest_of(self, ids: Ids, rows: Values, col_offset: int = 0) -> Digest:
-        """See `StampedTable.digest_of`; its square sum is always of the values that encoded rows stand for."""
-        held = self._delivery.held(rows)
-        found = digest(ids, held, col_offset)
-        if not self._delivery.held_as_sent:
-            return found
-        return replace(found, square_sum=square_sum(self._delivery.decode(rows)))
+    def held_digests(self, rows: Values) -> RowDigests:
+        """See `StampedTable.held_digests`."""
+        return row_digests(self._delivery.held(rows))
 
 
 @confined(dirty_since=MODEL_THREAD, _norms=MODEL_THREAD)
@@ -64,7 +59,7 @@ class ViewTable:
         self.held = EncodedTable(delivery, folder, new=new)
         self.sent: MappedTable = self.held
         if delivery.mode is Mode.IDS:
-            self.sent = MappedTable(delivery.wire_spec, _norms_folder(folder, new), new=new)
+            self.sent = MappedTable(delivery.wire_spec, _norms_folder(folder, new), new=new, normed=False)
         since = file_of(delivery.spec, folder, "since")
         self._mapped_since = map_array(since, _SINCE_TYPE, (delivery.spec.rows,), new=new)
         self.dirty_since: NDArray[np.int64] = self._mapped_since
@@ -84,9 +79,9 @@ class ViewTable:
         Raises:
             StorageFailed: there is no room; this table is as it was.
         """
-        extend_files(delivery.encoded_spec, self.folder)
+        extend_files(TableLayout.of(delivery.encoded_spec, normed=False), self.folder)
         if delivery.mode is Mode.IDS:
-            extend_files(delivery.wire_spec, _norms_folder(self.folder, new=False))
+            extend_files(TableLayout.of(delivery.wire_spec, normed=False), _norms_folder(self.folder, new=False))
         extend_file(file_of(delivery.spec, self.folder, "since"), delivery.spec.rows * _SINCE_TYPE.itemsize)
         return ViewTable(self.source, delivery, self.folder, new=False)
 
@@ -96,8 +91,6 @@ class ViewTable:
         Returns:
             The last version before any of the source's rows that it had no room for: these were not compared.
         """
-        for mapped, earlier in ((self.held, before.held), (self.sent, before.sent)):
-            mapped.digest = earlier.digest
         changed = self.changed_since(0)
         numbers = self.source.numbers(changed[changed >= before.delivery.spec.rows])
         return int(numbers.min()) - 1 if len(numbers) else self.source.counts.newest
@@ -187,11 +180,6 @@ class ViewTable:
         for mapped in {self.held, self.sent}:
             mapped.flush()
         self._mapped_since.flush()
-
-    def count_digests(self) -> None:
-        """Find the digests anew, after a restart."""
-        for mapped in {self.held, self.sent}:
-            mapped.count_digest()
 
     def _mark(self, ids: Ids, since: int) -> None:
         """Note that these rows, which were not dirty, are so since a version, and that all rows have been seen."""

@@ -121,7 +121,7 @@ def _taken(tables: Sequence[ViewTable]) -> tuple[Amount, str]:
 
 def _whole(table: ViewTable) -> Amount:
     rows = table.sent.counts.changed
-    return Amount(rows, rows * table.sent.spec.row_bytes, table.held.norm)
+    return Amount(rows, rows * table.sent.spec.row_bytes, table.source.norm)
 
 
 def _grown(tables: Iterable[ViewTable], before: ViewState) -> dict[ViewTable, ViewTable]:

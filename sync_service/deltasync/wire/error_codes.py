@@ -4,6 +4,7 @@ import grpc
 
 from deltasync.core.errors import (
     Contradiction,
+    Damaged,
     DeltasyncError,
     InvalidInput,
     NotFound,
@@ -22,6 +23,7 @@ _CODES: list[tuple[type[DeltasyncError], grpc.StatusCode, int]] = [
     (Contradiction, grpc.StatusCode.FAILED_PRECONDITION, 409),
     (Superseded, grpc.StatusCode.ABORTED, 409),
     (ResyncRequired, grpc.StatusCode.DATA_LOSS, 410),
+    (Damaged, grpc.StatusCode.OUT_OF_RANGE, 422),
     (ServiceFailed, grpc.StatusCode.UNKNOWN, 500),  # What gRPC answers for an unforeseen exception.
     (ServiceUnavailable, grpc.StatusCode.UNAVAILABLE, 503),
     (StorageFailed, grpc.StatusCode.RESOURCE_EXHAUSTED, 507),
@@ -54,4 +56,4 @@ def from_rpc_error(error: grpc.RpcError, target: str) -> DeltasyncError:
 
 def is_final(error: DeltasyncError) -> bool:
     """Whether repeating the call cannot help."""
-    return not isinstance(error, Superseded | StorageFailed | ServiceUnavailable)
+    return not isinstance(error, Superseded | Damaged | StorageFailed | ServiceUnavailable)

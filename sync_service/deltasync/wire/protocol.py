@@ -8,7 +8,7 @@ from deltasync.core.errors import InvalidInput
 from deltasync.core.position import Decision
 
 # What this code speaks, and the oldest that it still understands: 1, whose clients named no version.
-PROTOCOL = 4
+PROTOCOL = 5
 OLDEST_PROTOCOL = 1
 # The first in which rows can be deleted. To others a delete is a row of zeros.
 DELETES_PROTOCOL = 3

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from deltasync.core.rows import RowBatch
-from deltasync.core.tables import ID_TYPE, Shard
+from deltasync.core.tables import DIGEST_TYPE, ID_TYPE, Shard
 from deltasync.v1 import tables_pb2
 
 # Just under 1,000,000 bytes: faster than 64 KiB or 4 MiB, and below the default limits of gRPC and brokers.
@@ -26,6 +26,8 @@ def fill_rows(message: tables_pb2.Rows, slot: int, rows: RowBatch) -> None:
     message.deleted = rows.deleted
     if not rows.deleted:
         message.values = rows.values.tobytes()
+        if rows.digests is not None:
+            message.digests = rows.digests.astype(DIGEST_TYPE, copy=False).tobytes()
 
 
 def decode_rows(message: tables_pb2.Rows, shards: list[Shard]) -> RowBatch:
@@ -34,4 +36,11 @@ def decode_rows(message: tables_pb2.Rows, shards: list[Shard]) -> RowBatch:
     Raises:
         InvalidInput: no such shard, or lengths that do not fit it.
     """
-    return RowBatch.from_bytes(shards, message.slot, message.ids, message.values, deleted=message.deleted)
+    return RowBatch.from_bytes(
+        shards,
+        message.slot,
+        message.ids,
+        message.values,
+        deleted=message.deleted,
+        raw_digests=message.digests,
+    )

@@ -32,7 +32,7 @@ from torch import nn
 
 from deltasync.client import NumpyTarget, Position, Release, Target
 from deltasync.client.torch_target import TorchTarget
-from deltasync.core.digests import digest
+from deltasync.core.digests import checksum_of
 from deltasync.core.policy import Policy
 from deltasync.core.value_types import ValueType
 
@@ -390,7 +390,7 @@ def test_checksums_are_of_what_values_stand_for(service: RunningService) -> None
         with ReplicaStream(service.grpc, consumer="top", replica="raw") as stream:
             _, sums, _ = Raw(stream).take()
         held = [as_sent(table, trainer.rows[table.name], ValueType.INT8) for table in trainer.tables]
-        assert sums == {slot: digest(np.arange(len(rows)), rows).checksum for slot, rows in enumerate(held)}
+        assert sums == {slot: checksum_of(np.arange(len(rows)), rows) for slot, rows in enumerate(held)}
 
 
 def test_a_target_without_checksums_is_served_unchecked(service: RunningService) -> None:

@@ -73,7 +73,7 @@ class Camera:
 
     def keep(self, table: MappedTable) -> None:
         """Note that the files of one table are on disk as they are now."""
-        for array in table._mapped:
+        for array in table._mapped.values():
             file = Path(str(array.filename))
             shutil.copyfile(file, self.flushed / file.relative_to(self.data_dir / "models"))
         self.take("flush of one table", power_loss=True)

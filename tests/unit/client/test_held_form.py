@@ -6,7 +6,7 @@ import pytest
 from deltasync.client import NumpyTarget, Position, Release, RowBatch, TableSpec
 from deltasync.client.checksums import TargetChecksums
 from deltasync.core.delivery import Delivery, HeldSpec
-from deltasync.core.digests import digest
+from deltasync.core.digests import checksum_of
 from deltasync.core.mode import Mode
 from deltasync.core.rows import Values
 from deltasync.core.value_types import ValueType
@@ -53,4 +53,4 @@ def test_a_table_that_comes_in_another_form_is_held_and_counted_anew(before: Val
         expected = np.zeros((4, rows.shape[1]), rows.dtype)
         expected[1:3] = rows
         np.testing.assert_array_equal(target.tables["t"], expected)
-        assert told == {"t": digest(np.arange(4), expected).checksum}
+        assert told == {"t": checksum_of(np.arange(4), expected)}

@@ -26,7 +26,7 @@ from deltasync.client.checksums import TargetChecksums
 from deltasync.client.modules.module_copy import copy_of
 from deltasync.client.reading import Reading, Reads
 from deltasync.client.torch_target import TorchTarget
-from deltasync.core.digests import digest
+from deltasync.core.digests import checksum_of
 from deltasync.core.errors import Contradiction, InvalidInput
 
 ROWS, DIM = 400, 4
@@ -277,7 +277,7 @@ def test_another_way_of_reading_is_refused() -> None:
 # What is served is what is checked.
 
 
-def checksum_of(checksums: TargetChecksums) -> int:
+def swept(checksums: TargetChecksums) -> int:
     """The checksum of the first table once every block of every table was read again."""
     return [checksums.look(TABLES)["user"] for _ in range(2 * len(TABLES))][-1]
 
@@ -297,18 +297,18 @@ def test_damage_of_either_copy_shows_in_the_checksum(kind: str, served: bool) ->
         target.apply(release_of(version))
         right = checksums.after(release_of(version))["user"]
     damaged = rows if rows is not None else rows_of(target)
-    expected = digest(np.arange(ROWS), np.full((ROWS, DIM), 2, "<f4")).checksum
+    expected = checksum_of(np.arange(ROWS), np.full((ROWS, DIM), 2, "<f4"))
     assert right == expected
     damaged[7, 3] += 1
     found = target.read(TABLES[0], np.arange(ROWS))
     assert found is not None
     assert np.flatnonzero((found != 2).any(axis=1)).tolist() == [7], "read as neither of them"
-    assert checksum_of(checksums) != expected
+    assert swept(checksums) != expected
     whole = dataclasses.replace(release_of(2), whole=frozenset({"user"}))
     checksums.before(whole)
     target.apply(whole)
     assert checksums.after(whole)["user"] == expected, "repaired in both"
-    assert checksum_of(checksums) == expected
+    assert swept(checksums) == expected
 
 
 def test_rows_that_outlived_a_process_are_in_both_copies() -> None:

@@ -11,7 +11,7 @@ from deltasync.client import CallbackTarget, NumpyTarget, Position, Release, Row
 from deltasync.client.checksums import TargetChecksums
 from deltasync.client.targets import ReadableTarget
 from deltasync.client.torch_target import TorchTarget
-from deltasync.core.digests import digest
+from deltasync.core.digests import checksum_of
 from deltasync.core.errors import Contradiction, NotFound
 
 USER = TableSpec("sparse.embedding_bags.user", 5, 2)
@@ -155,7 +155,7 @@ def test_what_is_read_of_no_target_is_no_checksum() -> None:
 
 def checksums_of(target: NumpyTarget | TorchTarget) -> dict[str, int]:
     found = {table.name: target.read(table, np.arange(table.rows)) for table in (USER, HALF)}
-    return {name: digest(np.arange(len(rows)), rows).checksum for name, rows in found.items() if rows is not None}
+    return {name: checksum_of(np.arange(len(rows)), rows) for name, rows in found.items() if rows is not None}
 
 
 @pytest.mark.parametrize("target", [NumpyTarget(), TorchTarget(Bags())], ids=["numpy", "torch"])

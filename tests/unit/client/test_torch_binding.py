@@ -17,7 +17,7 @@ from deltasync.client import Position, Release, RowBatch, TableKind, TableSpec
 from deltasync.client.checksums import TargetChecksums
 from deltasync.client.modules import module_copy
 from deltasync.client.torch_target import TorchTarget
-from deltasync.core.digests import digest
+from deltasync.core.digests import checksum_of
 from deltasync.core.errors import Contradiction, DeltasyncError, InvalidInput, NotFound
 
 USER = TableSpec("sparse.embedding_bags.user", 5, 8)
@@ -201,7 +201,7 @@ def test_all_of_a_models_state_follows(data: st.DataObject) -> None:
         held.before(release)
         target.apply(release)
         assert held.after(release) == {
-            name: digest(np.arange(len(rows)), rows).checksum for name, rows in expected.items()
+            name: checksum_of(np.arange(len(rows)), rows) for name, rows in expected.items()
         }
     for name, rows in expected.items():
         state = model.state_dict().get(name, model.state_dict().get(f"{name}.weight"))

@@ -14,7 +14,7 @@ from deltasync.client import Position, Release, RowBatch, TableKind, TableSpec
 from deltasync.client.checksums import TargetChecksums
 from deltasync.client.torch_target import TorchTarget
 from deltasync.core.delivery import Delivery
-from deltasync.core.digests import digest
+from deltasync.core.digests import checksum_of
 from deltasync.core.errors import Contradiction
 from deltasync.core.mode import Mode
 from deltasync.core.rows import Ids, Values
@@ -76,7 +76,7 @@ def proven(target: TorchTarget, release: Release, held: TargetChecksums) -> dict
 
 
 def checksums(rows: dict[str, tuple[TableSpec, Values]]) -> dict[str, int]:
-    return {name: digest(np.arange(len(values)), values).checksum for name, (_, values) in rows.items()}
+    return {name: checksum_of(np.arange(len(values)), values) for name, (_, values) in rows.items()}
 
 
 @pytest.mark.parametrize("value_type", HALVES)

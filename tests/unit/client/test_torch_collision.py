@@ -31,7 +31,7 @@ from deltasync.client.checksums import TargetChecksums
 from deltasync.client.modules import id_map
 from deltasync.client.reading import Reads
 from deltasync.client.torch_target import TorchTarget
-from deltasync.core.digests import digest
+from deltasync.core.digests import checksum_of
 from deltasync.core.errors import Contradiction, NotFound
 from deltasync.core.rows import Ids
 
@@ -186,7 +186,7 @@ def test_any_changes_of_a_map_against_a_dictionary(data: st.DataObject) -> None:
         target.apply(release)
         by_row = {row: raw for row, raw in (by_row | changed).items() if raw != FREE}
         column = np.array([[by_row.get(row, FREE) + 1] for row in range(ROWS)])
-        assert held.after(release)[MAP.name] == digest(np.arange(ROWS), column).checksum
+        assert held.after(release)[MAP.name] == checksum_of(np.arange(ROWS), column)
         assert rows_for(model, *by_row.values()) == list(by_row)
         unknown = [raw for raw in (0, 7, 21, -5, LARGEST - 1) if raw not in by_row.values()]
         assert rows_for(model, *unknown) == [ROWS - 1] * len(unknown)
@@ -282,7 +282,7 @@ def test_a_map_that_was_damaged_while_nobody_followed_is_repaired() -> None:
     held.before(release)
     target.apply(release)
     column = np.array([[{1: 41, 4: 45, 7: 48}.get(row, 0)] for row in range(ROWS)])
-    expected = digest(np.arange(ROWS), column).checksum
+    expected = checksum_of(np.arange(ROWS), column)
     assert held.after(release)[MAP.name] != expected
     repair = dataclasses.replace(release_of(2, ids={1: 40, 4: 44, 7: 47}), whole=frozenset({MAP.name}))
     held.before(repair)

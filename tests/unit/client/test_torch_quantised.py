@@ -39,7 +39,7 @@ from deltasync.client.checksums import TargetChecksums
 from deltasync.client.modules.binding import bind
 from deltasync.client.torch_target import TorchTarget
 from deltasync.core.delivery import Delivery
-from deltasync.core.digests import digest
+from deltasync.core.digests import checksum_of
 from deltasync.core.errors import Contradiction
 from deltasync.core.mode import Mode
 from deltasync.core.value_types import ValueType
@@ -216,7 +216,7 @@ def test_what_a_tbe_holds_is_proven_and_damage_shows() -> None:
     held.before(release)
     target.apply(release)
     right = {
-        table.name: digest(np.arange(table.rows), rows).checksum
+        table.name: checksum_of(np.arange(table.rows), rows)
         for table, rows in rows_of(model, ValueType.INT8_TBE).values()
     }
     assert held.after(release) == right

@@ -27,7 +27,7 @@ from deltasync.client import Release, RowBatch
 from deltasync.client.checksums import TargetChecksums
 from deltasync.client.torch_target import TorchTarget
 from deltasync.core.delivery import Delivery
-from deltasync.core.digests import digest
+from deltasync.core.digests import checksum_of
 from deltasync.core.errors import Contradiction, NotFound
 from deltasync.core.mode import Mode
 from deltasync.core.value_types import ValueType
@@ -102,7 +102,7 @@ def test_what_a_quantised_model_holds_is_proven() -> None:
     target.apply(release)
     rows: Any = np.zeros((ROWS, release.tables[0].dim), np.uint8)
     rows[release.rows[0].ids] = release.rows[0].values
-    assert held.after(release)[USER.name] == digest(np.arange(ROWS), rows).checksum
+    assert held.after(release)[USER.name] == checksum_of(np.arange(ROWS), rows)
 
 
 def test_a_policy_that_comes_to_send_another_type_is_told_what_it_should_say() -> None:

@@ -67,7 +67,7 @@ def test_a_message_over_the_limit_is_not_sent_again() -> None:
 
 def test_which_errors_are_final() -> None:
     again = {kind.__name__ for kind in KINDS if not api.is_final(kind())}
-    assert again == {"Superseded", "StorageFailed", "ServiceUnavailable"}
+    assert again == {"Superseded", "Damaged", "StorageFailed", "ServiceUnavailable"}
 
 
 def test_invalid_input_and_not_found_are_what_python_calls_them() -> None:

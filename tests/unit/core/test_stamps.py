@@ -5,10 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltasync.core import stamps
-from deltasync.core.digests import Digest, digest
-from deltasync.core.rows import Ids, RowBatch, Values
+from deltasync.core.digests import RowDigests, checksum, row_digests
+from deltasync.core.rows import RowBatch, Values
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import VALUE_TYPES, Shard, TableSpec
+
+SMALL = st.integers(-99, 99)
 
 
 @st.composite
@@ -51,11 +53,16 @@ def test_a_table_is_what_was_written_last(data: st.DataObject, table: TableSpec)
         assert out.tolist() == [[values[row, col] for col in range(table.dim)] for row in changed]
 
 
+def with_stamps(numbers: list[int]) -> StampedTable:
+    """A table after a restart."""
+    empty = StampedTable.zeros(TableSpec("t", len(numbers), 1))
+    return StampedTable(empty.spec, empty.rows, np.array(numbers), empty.digests, empty.squares)
+
+
 # The scan goes block by block: a block smaller than the table shows what happens at its edges.
 @given(st.lists(st.integers(-3, 3), min_size=1, max_size=20), st.integers(1, 8))
 def test_rows_that_have_another_stamp(numbers: list[int], scan_rows: int) -> None:
-    table = TableSpec("t", len(numbers), 1)
-    stamped = StampedTable(table, np.zeros((table.rows, 1), np.float32), np.array(numbers))
+    stamped = with_stamps(numbers)
     with mock.patch.object(stamps, "_SCAN_ROWS", scan_rows):
         found = stamped.not_stamped(2)
     assert found.tolist() == [row for row, number in enumerate(numbers) if number in (1, 3)]
@@ -63,8 +70,7 @@ def test_rows_that_have_another_stamp(numbers: list[int], scan_rows: int) -> Non
 
 @given(st.lists(st.integers(-99, 99), min_size=1, max_size=20))
 def test_deleted_rows_have_changed_also_to_who_counts_them_after_a_restart(numbers: list[int]) -> None:
-    table = TableSpec("t", len(numbers), 1)
-    stamped = StampedTable(table, np.zeros((table.rows, 1), np.float32), np.array(numbers))
+    stamped = with_stamps(numbers)
     newest = max(map(abs, numbers))
     for since in {0, *range(max(0, newest - 64), newest + 1)}:
         changed = [row for row, number in enumerate(numbers) if abs(number) > since]
@@ -87,45 +93,83 @@ def test_applying_twice_changes_nothing(table: TableSpec, data: st.DataObject) -
 class Halved(StampedTable):
     """Whoever is given its rows holds half of every value, without its fraction."""
 
-    def digest_of(self, ids: Ids, rows: Values, col_offset: int = 0) -> Digest:
-        return digest(ids, np.trunc(rows.astype(np.float64) / 2).astype(rows.dtype), col_offset)
+    def held_digests(self, rows: Values) -> RowDigests:
+        return row_digests(np.trunc(rows.astype(np.float64) / 2).astype(rows.dtype))
 
 
-def digest_of_what_is_held(stamped: StampedTable) -> Digest:
-    return stamped.digest_of(np.arange(stamped.spec.rows), stamped.rows)
+def batches(table: TableSpec, *, whole: bool) -> st.SearchStrategy[RowBatch]:
+    """Rows of some columns, or deletes of them; with their digests, or without."""
+
+    @st.composite
+    def draw_batch(draw: st.DrawFn) -> RowBatch:
+        ids = np.array(draw(some_ids(table)), np.int64)
+        first = 0 if whole else draw(st.integers(0, table.dim - 1))
+        shard = Shard(table, 0, table.rows, first, table.dim if whole else draw(st.integers(1, table.dim - first)))
+        if draw(st.booleans()):
+            return RowBatch.deletes(shard, ids)
+        elements = draw(
+            st.lists(st.integers(-99, 99), min_size=len(ids) * shard.cols, max_size=len(ids) * shard.cols)
+        )
+        rows = RowBatch(shard, ids, np.array(elements, table.dtype).reshape(len(ids), shard.cols))
+        return rows.digested() if not whole and draw(st.booleans()) else rows
+
+    return draw_batch()
 
 
 @given(st.data(), tables(), st.integers(1, 4), st.sampled_from([StampedTable, Halved]))
-def test_the_digest_kept_is_that_of_all_rows_as_they_are_held(
+def test_checksum_norm_and_digests_are_those_of_all_rows_as_they_are_held(
     data: st.DataObject, table: TableSpec, block_rows: int, kind: type[StampedTable]
 ) -> None:
     stamped = kind.zeros(table)
+    everything = np.arange(table.rows)
     with mock.patch.object(stamps, "BLOCK_ROWS", block_rows):
         for version in range(1, data.draw(st.integers(1, 6))):
-            ids = data.draw(some_ids(table))
-            first = data.draw(st.integers(0, table.dim - 1))
-            cols = data.draw(st.integers(1, table.dim - first))
-            new = data.draw(st.lists(st.integers(-99, 99), min_size=len(ids) * cols, max_size=len(ids) * cols))
-            values = np.array(new, table.dtype).reshape(len(ids), cols)
-            shard = Shard(table, 0, table.rows, first, cols)
-            stamped.apply(RowBatch(shard, np.array(ids, np.int64), values), version)
-            assert stamped.digest == digest_of_what_is_held(stamped)
-        kept = stamped.digest
-        stamped.count_digest()
-    assert stamped.digest == kept
+            stamped.apply(data.draw(batches(table, whole=kind is Halved)), version)
+            assert stamped.fits(everything, stamped.rows).all()
+            held = stamped.held_digests(stamped.rows)
+            assert stamped.checksum == checksum(everything, held)
+            squares = np.square(stamped.rows.astype(np.float64)).sum(axis=1)
+            assert stamped.norm == np.sqrt(squares.sum())
+            assert (stamped.digests.sum(axis=1) == held).all()
+        kept = stamped.checksum, stamped.norm
+        stamped.count()
+        assert (stamped.checksum, stamped.norm) == kept
+        stamped.make_digests()
+    assert (stamped.checksum, stamped.norm) == kept
 
 
-@given(tables(), st.data())
-def test_the_digest_counted_after_a_restart_is_the_one_that_was_kept(
-    table: TableSpec, data: st.DataObject
+@given(st.data(), tables(), st.integers(1, 4))
+def test_a_flipped_bit_does_not_fit_also_once_columns_are_split(
+    data: st.DataObject, table: TableSpec, block_rows: int
 ) -> None:
-    before = StampedTable.zeros(table)
-    ids = np.array(data.draw(some_ids(table)), np.int64)
-    before.apply(RowBatch.of_table(table, ids, np.full((len(ids), table.dim), 3, table.dtype)), 7)
-    after = StampedTable(table, before.rows, before.stamps)
-    assert after.digest == Digest()
-    after.count_digest()
-    assert after.digest == before.digest
+    rows = np.array(
+        data.draw(st.lists(st.integers(-9, 9), min_size=table.rows * table.dim, max_size=table.rows * table.dim))
+    )
+    stamped, everything = StampedTable.zeros(table), np.arange(table.rows)
+    stamped.apply(RowBatch.of_table(table, everything, rows.reshape(-1, table.dim).astype(table.dtype)), 1)
+    row, column = (data.draw(st.integers(0, size - 1)) for size in stamped.rows.shape)
+    bits = stamped.rows.view(f"u{stamped.rows.itemsize}")
+    bits[row, column] ^= bits.dtype.type(1 << data.draw(st.integers(0, 8 * bits.itemsize - 1)))
+    assert np.flatnonzero(~stamped.fits(everything, stamped.rows)).tolist() == [row]
+    with mock.patch.object(stamps, "BLOCK_ROWS", block_rows):
+        stamped.split(*data.draw(st.lists(st.integers(0, table.dim))))
+    assert np.flatnonzero(~stamped.fits(everything, stamped.rows)).tolist() == [row]
+
+
+def test_nothing_that_is_overwritten_is_read() -> None:
+    """What another process has changed is subtracted as it was."""
+    table = TableSpec("t", 4, 6)
+    stamped, ids = StampedTable.zeros(table), np.arange(4)
+    for first in (0, 2):
+        shard = Shard(table, 0, 4, first, 2 + first)
+        stamped.apply(RowBatch(shard, ids, np.full((4, shard.cols), 3, "<f4")), 1)
+    stamped.rows[1] = 7
+    shard = Shard(table, 0, 4, 2, 4)
+    stamped.apply(RowBatch(shard, ids, np.full((4, 4), 5, "<f4")), 2)
+    expected = np.full((4, 6), 5, "<f4")
+    expected[:, :2] = 3
+    assert stamped.checksum == checksum(ids, row_digests(expected))
+    assert stamped.norm == np.sqrt(4 * (2 * 9 + 4 * 25))
 
 
 def test_the_norm_is_that_of_all_rows_together_and_never_nan() -> None:

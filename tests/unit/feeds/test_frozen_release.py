@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.stamped import stamped_table
 from tests.support.wire import random_rows
 
 from deltasync.core.errors import StorageFailed
@@ -21,7 +22,7 @@ def stamped(seed: int, versions: int) -> list[StampedTable]:
     made = []
     for table, rows in zip(TABLES, random_rows(seed, TABLES), strict=True):
         stamps = rng.integers(0, versions + 1, table.rows)
-        made.append(StampedTable(table, rows, stamps))
+        made.append(stamped_table(table, rows, stamps))
     return made
 
 

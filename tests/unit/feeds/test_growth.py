@@ -16,7 +16,7 @@ from tests.support.local_model import LocalModel
 from tests.support.local_service import join, run, send
 from tests.support.wire import ITEM, TABLES, USER, WHOLE, full_part, part, random_rows
 
-from deltasync.core.digests import digest
+from deltasync.core.digests import checksum_of
 from deltasync.core.errors import Contradiction, ResyncRequired, StorageFailed
 from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.feeds.model import Model
@@ -55,7 +55,7 @@ def test_old_rows_keep_their_values_and_stamps(tmp_path: Path) -> None:
         await service.coordinators["clicks"].drain()
         model = service.models["clicks"]
         before = tables_of(model)
-        table, checksum = model.tables[0], model.tables[0].digest.checksum
+        table, checksum = model.tables[0], model.tables[0].checksum
         later = await join_later(service, [*GROWN, NEW])
         assert not later.decision.yes, "it claims to hold nothing"
         rows, stamps, values = tables_of(model)[USER.name]
@@ -64,7 +64,7 @@ def test_old_rows_keep_their_values_and_stamps(tmp_path: Path) -> None:
         assert tables_of(model)[ITEM.name] == before[ITEM.name]
         assert tables_of(model)[NEW.name] == (7, [0] * 7, bytes(7 * 2 * 4))
         assert model.tables[0] is table
-        assert table.digest.checksum == checksum
+        assert table.checksum == checksum
         with pytest.raises(ResyncRequired):
             await send(later, part(3, [(0, [50], np.ones((1, 4), "<f4"))]))
         position = await send(later, grown_part(4, [*GROWN, NEW]))
@@ -304,7 +304,7 @@ def test_a_table_that_grows_is_like_a_dictionary(
             assert held.spec == table
             assert held.stamps.tolist() == [plain.get(row, (0, 0))[0] for row in range(table.rows)]
             assert held.rows[:, 1].tolist() == [plain.get(row, (0, 0))[1] for row in range(table.rows)]
-            assert held.digest.checksum == digest(np.arange(table.rows), np.asarray(held.rows)).checksum
+            assert held.checksum == checksum_of(np.arange(table.rows), np.asarray(held.rows))
         await local.close()
 
     asyncio.run(scenario())

@@ -178,7 +178,7 @@ def test_a_flush_that_fails_is_tried_again_and_nothing_else_stops(
 def test_a_full_log_is_flushed_and_takes_parts_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deltasync.service.housekeeping._SECONDS", 0.001)
     monkeypatch.setattr(models.Model, "should_flush", lambda *_: False)
-    wide = TableSpec("wide", 1 << 14, 4)
+    wide = TableSpec("wide", 1 << 13, 4)
     rows = np.ones((wide.rows, wide.dim), "<f4")
 
     async def scenario(service: Service) -> None:

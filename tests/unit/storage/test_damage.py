@@ -121,8 +121,8 @@ def put(log: Path, name: str, value: bytes) -> None:
     ("number", "said"),
     [
         (
-            b"4",
-            "the log is in format 4, this service reads formats up to 3: update the service, or give it another",
+            b"5",
+            "the log is in format 5, this service reads formats up to 4: update the service, or give it another",
         ),
         (b"three", "the log's record format cannot be understood"),
     ],

@@ -70,7 +70,7 @@ def test_rows_come_back_as_they_were(
     [
         (0, 3, "the log has rows of format 3, this service reads format 2: update the service"),
         (1, 2, "the log has rows of kind 2, this service reads kind 1: update the service"),
-        (2, 15, "the log has rows of columns 15, this service reads columns 7: update the service"),
+        (2, 31, "the log has rows of columns 31, this service reads columns 15: update the service"),
     ],
 )
 def test_rows_of_a_later_format_or_kind_are_refused_with_both_numbers(byte: int, value: int, said: str) -> None:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.local_model import LocalModel
 
-from deltasync.core.digests import digest
+from deltasync.core.digests import checksum_of
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.core.rows import RowBatch, Values
@@ -187,7 +187,7 @@ class Play:
                 replica.there = replica.there - ids if batch.deleted else replica.there | ids
         assert release.head
         replica.position = Position(feed.history, release.head.number)
-        sums = [digest(np.arange(len(rows)), rows).checksum for rows in replica.tables.values()]
+        sums = [checksum_of(np.arange(len(rows)), rows) for rows in replica.tables.values()]
         assert list(release.checksums) == sums
         self._check(replica, release.head.version, exact=feed is self.local.model)
 

@@ -17,7 +17,7 @@ from tests.support.local_model import LocalModel, Rows
 from tests.support.plain_view import DirtyRow, PlainModel, PlainRelease, PlainTable, norm_of
 
 from deltasync.core.delivery import Delivery
-from deltasync.core.digests import digest
+from deltasync.core.digests import checksum_of
 from deltasync.core.errors import StorageFailed
 from deltasync.core.mode import Mode
 from deltasync.core.policy import Policy
@@ -78,7 +78,7 @@ class PlainReplica:
 
     def checksums(self, given: list[Delivery]) -> tuple[int, ...]:
         held = [self.tables[each.spec.name] for each in given]
-        return tuple(digest(np.arange(len(rows)), rows).checksum for rows in held)
+        return tuple(checksum_of(np.arange(len(rows)), rows) for rows in held)
 
 
 class Play:

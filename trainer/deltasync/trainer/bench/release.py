@@ -31,10 +31,9 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
-from deltasync.core.digests import BLOCK_ROWS
 from deltasync.core.policy import Policy
 from deltasync.core.process import keep_freed_memory
-from deltasync.core.rows import Ids, RowBatch
+from deltasync.core.rows import BLOCK_ROWS, Ids, RowBatch
 from deltasync.core.seal import Seal
 from deltasync.core.tables import TableSpec
 from deltasync.core.value_types import ValueType
