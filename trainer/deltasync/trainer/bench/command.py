@@ -9,12 +9,24 @@ import click
 from rich.console import Console
 
 from deltasync.cli.config import CONTEXT
-from deltasync.trainer.bench import consumers, memory, publish, quality, release, serve, status, step_time, tracker
+from deltasync.trainer.bench import (
+    consumers,
+    memory,
+    publish,
+    quality,
+    release,
+    scale,
+    serve,
+    status,
+    step_time,
+    tracker,
+)
 from deltasync.trainer.bench.consumers import consumers_options
 from deltasync.trainer.bench.pipelines import run as pipelines
 from deltasync.trainer.bench.pipelines.options import pipelines_options
 from deltasync.trainer.bench.quality import quality_options
 from deltasync.trainer.bench.release import release_options
+from deltasync.trainer.bench.scale import scale_options
 from deltasync.trainer.bench.serve import serve_options
 
 
@@ -56,6 +68,11 @@ _add(
     "release",
     release_options(_command(release.run)),
     "Time of a release by a consumer's policy, against NumPy's gathers and norms of the same rows.",
+)
+_add(
+    "scale",
+    scale_options(_command(scale.run)),
+    "Time of a cut into a large table, and of /lag, against the same with a small table.",
 )
 _add(
     "serve",
