@@ -295,6 +295,7 @@ class PublishOpened(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     TABLES_FIELD_NUMBER: _builtins.int
     DELETES_FIELD_NUMBER: _builtins.int
+    WANTED_FIELD_NUMBER: _builtins.int
     continues: _builtins.bool
     """continues says whether this run continues the published history. If not, its next cut must be full. A
     run that claims a position from the future does not continue.
@@ -311,6 +312,10 @@ class PublishOpened(_message.Message):
     def deletes(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeleteRequest]:
         """deletes are rows to be deleted: as CutSealed.deletes."""
 
+    @_builtins.property
+    def wanted(self) -> _containers.RepeatedCompositeFieldContainer[Global___WantedRows]:
+        """wanted are rows to be published again: as CutSealed.wanted."""
+
     def __init__(
         self,
         *,
@@ -319,14 +324,45 @@ class PublishOpened(_message.Message):
         reason: _builtins.str = ...,
         tables: _builtins.int = ...,
         deletes: _abc.Iterable[Global___DeleteRequest] | None = ...,
+        wanted: _abc.Iterable[Global___WantedRows] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["head", b"head"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["continues", b"continues", "deletes", b"deletes", "head", b"head", "reason", b"reason", "tables", b"tables"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continues", b"continues", "deletes", b"deletes", "head", b"head", "reason", b"reason", "tables", b"tables", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PublishOpened: _TypeAlias = PublishOpened  # noqa: Y015
+
+@_typing.final
+class WantedRows(_message.Message):
+    """WantedRows are rows of which the service holds other bits than it was sent. Each rank publishes those that it holds
+    again, with its next part, and need not wait for others. Whoever does not is asked again.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TABLE_FIELD_NUMBER: _builtins.int
+    IDS_FIELD_NUMBER: _builtins.int
+    table: _builtins.int
+    """table is the index of the table in PublishOpen.tables."""
+    @_builtins.property
+    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """ids are global row ids, strictly ascending."""
+
+    def __init__(
+        self,
+        *,
+        table: _builtins.int = ...,
+        ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ids", b"ids", "table", b"table"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WantedRows: _TypeAlias = WantedRows  # noqa: Y015
 
 @_typing.final
 class DeleteRequest(_message.Message):
@@ -369,6 +405,7 @@ class CutSealed(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     POSITION_FIELD_NUMBER: _builtins.int
     DELETES_FIELD_NUMBER: _builtins.int
+    WANTED_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """step is the optimizer step of the cut."""
     @_builtins.property
@@ -381,16 +418,21 @@ class CutSealed(_message.Message):
         meet the same requests after the same step, at the latest for the cut after the one for which all have them.
         """
 
+    @_builtins.property
+    def wanted(self) -> _containers.RepeatedCompositeFieldContainer[Global___WantedRows]:
+        """wanted are rows to be published again: about 1 MiB of ids at most."""
+
     def __init__(
         self,
         *,
         step: _builtins.int = ...,
         position: _tables_pb2.Position | None = ...,
         deletes: _abc.Iterable[Global___DeleteRequest] | None = ...,
+        wanted: _abc.Iterable[Global___WantedRows] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deletes", b"deletes", "position", b"position", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deletes", b"deletes", "position", b"position", "step", b"step", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

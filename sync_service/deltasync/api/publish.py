@@ -67,6 +67,7 @@ class _RankStream:
                     step=request.close.step,
                     position=position_to_message(position),
                     deletes=_deletes(self._session),
+                    wanted=_wanted(self._session),
                 )
                 yield publish_pb2.PublishResponse(sealed=sealed)
 
@@ -92,6 +93,7 @@ def _opened(session: PublishSession) -> publish_pb2.PublishResponse:
         reason=decision.reason,
         tables=len(session.tables),
         deletes=_deletes(session),
+        wanted=_wanted(session),
     )
     return publish_pb2.PublishResponse(opened=opened)
 
@@ -101,3 +103,7 @@ def _deletes(session: PublishSession) -> list[publish_pb2.DeleteRequest]:
         publish_pb2.DeleteRequest(number=each.number, table=session.slots[each.table], ids=each.ids.tolist())
         for each in session.deletes
     ]
+
+
+def _wanted(session: PublishSession) -> list[publish_pb2.WantedRows]:
+    return [publish_pb2.WantedRows(table=slot, ids=ids.tolist()) for slot, ids in session.wanted]

@@ -3,7 +3,7 @@
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -18,7 +18,7 @@ from deltasync.core.delete_request import DeleteRequest
 from deltasync.core.errors import DeltasyncError, InvalidInput, ResyncRequired, ServiceUnavailable
 from deltasync.core.event_time import check_event_time
 from deltasync.core.position import Position
-from deltasync.core.rows import RowBatch
+from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.tables import ID_TYPE, Shard, TableSpec
 from deltasync.v1 import publish_pb2, publish_pb2_grpc
 from deltasync.wire.error_codes import from_rpc_error, is_final
@@ -70,6 +70,8 @@ class Publisher:
     Attributes:
         deletes: what operators want deleted and no sealed cut has met, oldest first, as of the service's last
             answer; replaced as a whole, by the publisher's thread. All ranks meet the same of it with a cut.
+        wanted: rows of which the service holds other bits than it was sent: names of tables, and ids of each;
+            likewise. The next part is to have those of them that this rank holds.
     """
 
     def __init__(self, options: PublisherOptions, tables: list[TableSpec], shards: list[Shard]) -> None:
@@ -83,6 +85,7 @@ class Publisher:
             raise InvalidInput(f"{twice} is announced twice: name each shard once")
         self._continues = options.continues
         self.deletes: tuple[DeleteRequest, ...] = ()
+        self.wanted: tuple[tuple[str, Ids], ...] = ()
         self._parts: queue.SimpleQueue[tuple[Part, Future[Position]] | None] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._stream: _Stream | None = None
@@ -177,7 +180,7 @@ class Publisher:
 
     def _connected(self) -> "_Stream":
         if self._stream is None:
-            self._stream = _Stream(self._endpoint, self._open_message(), self._slots, self._note_deletes)
+            self._stream = _Stream(self._endpoint, self._open_message(), self._slots, self._note_requests)
         return self._stream
 
     def _drop_stream(self) -> None:
@@ -185,11 +188,12 @@ class Publisher:
             self._stream.cancel()
         self._stream = None
 
-    def _note_deletes(self, requests: Iterable[publish_pb2.DeleteRequest]) -> None:
+    def _note_requests(self, answer: publish_pb2.PublishOpened | publish_pb2.CutSealed) -> None:
         self.deletes = tuple(
             DeleteRequest(each.number, self._tables[each.table].name, np.array(each.ids, ID_TYPE))
-            for each in requests
+            for each in answer.deletes
         )
+        self.wanted = tuple((self._tables[each.table].name, np.array(each.ids, ID_TYPE)) for each in answer.wanted)
 
     def _open_message(self) -> publish_pb2.PublishOpen:
         options = self._options
@@ -214,9 +218,9 @@ class _Stream:
         endpoint: Endpoint,
         message: publish_pb2.PublishOpen,
         slots: Mapping[Shard, int],
-        note_deletes: Callable[[Iterable[publish_pb2.DeleteRequest]], None],
+        note_requests: Callable[[publish_pb2.PublishOpened | publish_pb2.CutSealed], None],
     ) -> None:
-        self._note_deletes = note_deletes
+        self._note_requests = note_requests
         self._address = endpoint.address
         self._slots = slots
         self._message = message
@@ -235,12 +239,12 @@ class _Stream:
         """
         if self._opened is None:
             self._opened = self._receive().opened
-            self._note_deletes(self._opened.deletes)
+            self._note_requests(self._opened)
             if not self._opened.continues and not part.full:
                 raise ResyncRequired(f"publish every row: {self._opened.reason}")
         self._parts.put(part)
         sealed = self._receive().sealed
-        self._note_deletes(sealed.deletes)
+        self._note_requests(sealed)
         return position_from_message(sealed.position)
 
     def cancel(self) -> None:

@@ -31,6 +31,8 @@ class EventKind(Enum):
     DELETE_REQUESTED = "delete_requested", logging.INFO
     ROWS_DELETED = "rows_deleted", logging.INFO
     MODEL_RECOVERED = "model_recovered", logging.INFO
+    ROWS_DAMAGED = "rows_damaged", logging.ERROR
+    ROWS_MENDED = "rows_mended", logging.INFO
     FLUSHED = "flushed", logging.DEBUG
     FAILED = "failed", logging.ERROR
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from deltasync.core.change_counts import ChangeCounts, Stamps
 from deltasync.core.change_index import ChangeIndex
+from deltasync.core.damage import DamagedRows
 from deltasync.core.digests import RowDigests, Squares, first_word, row_digests, squared_norms, words_of
 from deltasync.core.rows import BLOCK_ROWS, Ids, Mask, RowBatch, Values
 from deltasync.core.tables import Shard, TableSpec
@@ -233,6 +234,45 @@ class StampedTable:
         )
 
     def read(self, ids: Ids, out: Values) -> RowBatch:
-        """The rows `ids` ([n], strictly ascending) as they are now, their values copied into `out` ([n, D])."""
+        """The rows `ids` ([n], strictly ascending) as they are now, their values copied into `out` ([n, D]).
+
+        Raises:
+            DamagedRows: some do not fit their digests.
+        """
         kernels.gather(words_of(self.rows), ids, words_of(out))
+        self.check(ids, out)
         return RowBatch.of_table(self.spec, ids, out)
+
+    def checked_rows(self, ids: Ids) -> Values:
+        """As `rows_of`.
+
+        Raises:
+            DamagedRows: some do not fit their digests.
+        """
+        rows = self.rows_of(ids)
+        self.check(ids, rows)
+        return rows
+
+    def check(self, ids: Ids, rows: Values) -> None:
+        """Check `rows` ([n, D]), read as the rows `ids` ([n]).
+
+        Raises:
+            DamagedRows: some do not fit their digests.
+        """
+        blocks = (slice(start, start + BLOCK_ROWS) for start in range(0, len(ids), BLOCK_ROWS))
+        wrong = [ids[block][~self.fits(ids[block], rows[block])] for block in blocks]
+        if any(map(len, wrong)):
+            raise DamagedRows(self, self.spec.name, np.concatenate(wrong))
+
+    def damaged(self, ids: Ids) -> Ids:
+        """Those of the rows `ids` ([n], strictly ascending) that do not fit their digests."""
+        try:
+            self.checked_rows(ids)
+        except DamagedRows as error:
+            return error.ids
+        return ids[:0]
+
+    def mend(self, rows: RowBatch) -> None:
+        """Write rows again as they were stored: neither stamps nor digests change."""
+        first = first_word(rows.shard.col_offset, self.spec.dtype)
+        kernels.scatter(words_of(self.rows), first, rows.ids, words_of(rows.values))

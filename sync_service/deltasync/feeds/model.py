@@ -5,16 +5,17 @@ neither sees the other half done; nothing there waits for a disk. All else happe
 
     the model's thread    `applied`; rows, stamps and digests of the tables
     the event loop        `seals`, `succession`, `published`, `signal`, `failure`
-    set by the loop, and replaced whole, so that every thread may read it: `head`
+    set by the loop, and replaced whole, so that every thread may read it: `head`, `damage`
     any thread            `name`; `tables`, which `store` replaces whole; `store`, whose methods block
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Set
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from deltasync.core.damage import DamagedRows
 from deltasync.core.delivery import Delivery
 from deltasync.core.errors import ServiceUnavailable
 from deltasync.core.policy import Policy
@@ -26,8 +27,10 @@ from deltasync.core.stamps import StampedTable
 from deltasync.core.steady_clock import Succession, steady_ns
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.core.threads import EVENT_LOOP, MODEL_PREFIX, MODEL_THREAD, SET_BY_EVENT_LOOP, confined
+from deltasync.feeds.damage import Damage, in_words, joined, without
 from deltasync.feeds.frozen_release import NO_TABLES, FrozenRelease, Head, Releases
 from deltasync.feeds.standing import Standing, TableStanding
+from deltasync.feeds.sweep import Sweep
 from deltasync.feeds.table_changes import changes
 from deltasync.storage.log_store import LogStore
 from deltasync.storage.mapped_table import MappedTable
@@ -42,6 +45,8 @@ T = TypeVar("T")
     failure=EVENT_LOOP,
     succession=EVENT_LOOP,
     head=SET_BY_EVENT_LOOP,
+    damage=SET_BY_EVENT_LOOP,
+    _sweep=MODEL_THREAD,
     _applied=MODEL_THREAD,
     _partly_applied=MODEL_THREAD,
 )
@@ -57,6 +62,7 @@ class Model:
         published: how many rows of each table were published, by the table's name: all that it had at the time.
         signal: wakes who waits for the head to move, or for a table.
         failure: what keeps cuts from being sealed or applied, which is tried again; empty if nothing does.
+        damage: rows that were found not to fit their digests, and are not mended yet.
     """
 
     def __init__(self, name: str, log: LogStore, directory: Path) -> None:
@@ -68,6 +74,8 @@ class Model:
         self.published: dict[str, int] = {}
         self.signal = Signal()
         self.failure = ""
+        self.damage: Damage = {}
+        self._sweep = Sweep()
         self._adding = asyncio.Lock()
         self._closed = False
         self._applied: Seal | None = None
@@ -162,7 +170,9 @@ class Model:
 
     def release(self, after: int, whole: frozenset[int] = NO_TABLES) -> asyncio.Task[FrozenRelease]:
         """What a replica at version `after` lacks, and all of the tables in the slots `whole`."""
-        return self._releases.get(after, whole, self.position.number)
+        task = self._releases.get(after, whole, self.position.number)
+        task.add_done_callback(self._look_for_damage)
+        return task
 
     def version_of(self, version: int) -> int:
         """The version that a position of this history stands for."""
@@ -197,9 +207,36 @@ class Model:
             seals=self.seals.frozen(),
             tables=followed,
             version_of=lambda version: version,
-            failure=self.failure,
+            failure=self.failure or in_words(self.damage),
             unpublished="" if self.head else f"nothing of model {self.name!r} is published",
         )
+
+    # Damage.
+
+    def note_damage(self, error: DamagedRows) -> None:
+        """Note rows that do not fit their digests."""
+        self.damage = joined(self.damage, {error.table: error.ids})
+
+    async def sweep(self) -> None:
+        """Look at some more rows of the tables: what does not fit its digest is noted."""
+        try:
+            await self.on_thread(self._go_on_sweeping)
+        except DamagedRows as error:
+            self.note_damage(error)
+
+    async def mend(self) -> Damage:
+        """Mend what is damaged from the log, as far as that has it; returns what is whole again.
+
+        The rest comes with a later cut, since the ranks are asked for it.
+        """
+        before = self.damage
+        left = await self.on_thread(self._still_damaged, before)
+        if left:
+            logged = await asyncio.to_thread(self.store.logged, left, self.seals.after(self.store.flushed))
+            left = await self.on_thread(self._mend, logged, left)
+        mended = without(before, left)
+        self.damage = without(self.damage, mended)
+        return mended
 
     def flush(self) -> bool:
         """Put the tables as of the head on disk and drop the log up to there; whether there was anything to flush.
@@ -234,6 +271,28 @@ class Model:
         grown_from = self.store.grown_from.get(table.spec.name, 0)
         known = table.stamps[grown_from:].any() or (not grown_from and table.spec.name in whole)
         return table.spec.rows if known else grown_from
+
+    def _look_for_damage(self, frozen: asyncio.Task[FrozenRelease]) -> None:
+        if not frozen.cancelled() and isinstance(error := frozen.exception(), DamagedRows):
+            self.note_damage(error)
+
+    def _go_on_sweeping(self) -> None:
+        self._sweep.go_on(self.tables)
+
+    def _still_damaged(self, damage: Damage) -> Damage:
+        found = {table.spec.name: table.damaged(damage[table.spec.name]) for table in self._named(damage)}
+        return {name: ids for name, ids in found.items() if len(ids)}
+
+    def _mend(self, logged: Sequence[RowBatch], damage: Damage) -> Damage:
+        by_name = {table.spec.name: table for table in self._named(damage)}
+        for name, table in by_name.items():
+            table.mend(RowBatch.deletes(Shard.whole(table.spec), damage[name][table.deleted(damage[name])]))
+        for rows in logged:
+            by_name[rows.table.name].mend(rows)
+        return self._still_damaged(damage)
+
+    def _named(self, damage: Damage) -> list[MappedTable]:
+        return [table for table in self.tables if table.spec.name in damage]
 
     def _changes(self, announced: list[TableSpec], later_run: bool) -> list[TableSpec]:
         known = {table.spec.name: table.spec for table in self.tables}

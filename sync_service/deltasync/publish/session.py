@@ -9,7 +9,7 @@ from deltasync.core.errors import Contradiction, InvalidInput, Superseded
 from deltasync.core.event_time import check_event_time
 from deltasync.core.events import EventKind
 from deltasync.core.position import Decision, Position
-from deltasync.core.rows import RowBatch
+from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.seal import Seal
 from deltasync.publish.coordinator import CutCoordinator, OpenCut
 from deltasync.publish.cut import Cut, RankPart
@@ -22,6 +22,8 @@ from deltasync.wire.row_messages import MAX_CHUNK_BYTES, decode_rows
 
 # Chunks per rank that are handed to the log and not on disk yet: bounds the memory that an arriving part takes.
 _UNWRITTEN_CHUNKS = 16
+# Rows that a rank is asked for at once.
+_WANTED_IDS = 131_072
 
 
 async def open_session(coordinator: CutCoordinator, opening: Opening) -> "PublishSession":
@@ -77,6 +79,15 @@ class PublishSession:
     def deletes(self) -> list[DeleteRequest]:
         """What this rank is asked to delete by now."""
         return self._coordinator.deletes.handed(self.tables) if self.takes_deletes else []
+
+    @property
+    def wanted(self) -> list[tuple[int, Ids]]:
+        """What this rank is asked to publish again: rows of which the service holds other bits, by slot."""
+        damage, room, wanted = self._model.damage, _WANTED_IDS, []
+        for name in damage.keys() & self.slots.keys():
+            wanted.append((self.slots[name], damage[name][:room]))
+            room -= len(wanted[-1][1])
+        return [(slot, ids) for slot, ids in wanted if len(ids)]
 
     @property
     def sealed(self) -> Position:

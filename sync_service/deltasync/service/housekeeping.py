@@ -1,8 +1,12 @@
-"""What is done every second: flushing tables before the log grows too large, forgetting replicas long gone."""
+"""What is done every second: flushing tables before the log grows too large, looking for damaged rows, forgetting
+replicas long gone.
+"""
 
 import asyncio
 
+from deltasync.core.damage import ranges
 from deltasync.core.events import EventKind
+from deltasync.feeds.damage import without
 from deltasync.feeds.model import Model
 from deltasync.service.service import Service
 
@@ -21,10 +25,30 @@ async def housekeeping(service: Service) -> None:
 
 async def _keep(service: Service) -> None:
     service.registry.forget_the_gone()
+    for model in list(service.models.values()):
+        await _look_after_rows(service, model)
     full = service.log.refusing
     await _flush(service, 0 if full else service.options.flush_bytes)
     if full:
         service.log.refusing = False  # If there is still no room, the next write is refused again.
+
+
+async def _look_after_rows(service: Service, model: Model) -> None:
+    """Look for damaged rows of a model, and mend what there is."""
+    try:
+        known = model.damage
+        await model.sweep()
+        for table, ids in without(model.damage, known).items():
+            service.events.emit(
+                EventKind.ROWS_DAMAGED,
+                f"other bits than were stored in {ranges(ids)}",
+                model=model.name,
+                table=table,
+            )
+        for table, ids in (await model.mend() if model.damage else {}).items():
+            service.events.emit(EventKind.ROWS_MENDED, ranges(ids), model=model.name, table=table)
+    except Exception as error:  # noqa: BLE001  # one model's trouble is its own
+        service.events.emit(EventKind.FAILED, "its rows are looked at again later", error, model=model.name)
 
 
 async def _flush(service: Service, flush_bytes: int) -> None:

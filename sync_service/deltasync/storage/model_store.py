@@ -5,17 +5,20 @@ Its streams: `cuts/MODEL` has rows, by version, rank and index; `seals/MODEL` ha
 says how many ranks its run had: what an abandoned cut of a larger run has left is passed over.
 """
 
+import contextlib
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from deltasync.core.errors import StorageFailed
-from deltasync.core.rows import RowBatch
+from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.seal import Seal
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.storage.data_directory import RESTORE
@@ -219,6 +222,16 @@ class ModelStore:
                 f"{seal.rows}: {RESTORE}"
             )
 
+    def logged(self, wanted: Mapping[str, Ids], seals: Iterable[Seal]) -> list[RowBatch]:
+        """What the log has of some rows, ids by the table's name, in the order of these cuts; as far as it can be
+        read.
+        """
+        found = []
+        for seal in seals:
+            with contextlib.suppress(StorageFailed):
+                found += [some for rows in self.rows(seal) if len(some := _among(rows, wanted))]
+        return found
+
     def _describe(
         self,
         specs: Sequence[TableSpec] = (),
@@ -246,3 +259,9 @@ class ModelStore:
 def _table_record(spec: TableSpec, grown_from: Mapping[str, int], columns: Sequence[int]) -> dict[str, Any]:
     record = spec_record(spec) | ({_GROWN: grown_from[spec.name]} if spec.name in grown_from else {})
     return record | ({_COLUMNS: list(columns)} if len(columns) > 2 else {})
+
+
+def _among(rows: RowBatch, wanted: Mapping[str, Ids]) -> RowBatch:
+    """Those of some rows that are wanted."""
+    where = np.flatnonzero(np.isin(rows.ids, wanted.get(rows.table.name, rows.ids[:0])))
+    return RowBatch(rows.shard, rows.ids[where], rows.values[where], deleted=rows.deleted)

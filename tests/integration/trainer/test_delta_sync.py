@@ -251,3 +251,25 @@ def test_a_larger_model_from_a_checkpoint_publishes_what_is_new(service: Service
     with target.reading() as reading:
         for name, tensor in after.state_dict().items():
             np.testing.assert_array_equal(reading.tables[name].reshape(tensor.shape), tensor.numpy())
+
+
+def test_rows_of_which_the_service_lost_a_bit_are_published_again(service: ServiceProcess) -> None:
+    model, target = linear(), NumpyTarget()
+    with delta_sync(service, model) as sync:
+        sync.flush()
+        service.terminate()  # The log has nothing of it any more.
+        (file,) = service.data_dir.glob("models/clicks/tables/weight-*.rows")
+        damaged = bytearray(file.read_bytes())
+        damaged[7 * 4] ^= 1  # Of row 1.
+        file.write_bytes(damaged)
+        service.start()
+        with subscriber(service, target) as replica:
+            while "rows 1 of table 'weight'" not in service.get_json("/consumers/predictors/lag")["reason"]:
+                pass
+            assert target.tables == {}, "nobody is given a part of a version"
+            while sync.stats.cuts[-1][0] < 3:  # The answer to the second one asks for the row.
+                with torch.no_grad():
+                    model.bias.add_(1.0)
+                sync.step()
+            replica.wait_for(sync.flush().number, 30)
+        assert_equal(target, model)

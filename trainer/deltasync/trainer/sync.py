@@ -21,6 +21,7 @@ from deltasync.client import Part, Position, Publisher, PublisherOptions
 from deltasync.core.delete_request import DeleteRequest
 from deltasync.core.errors import DeltasyncError, InvalidInput, NotFound, ResyncRequired, ServiceUnavailable
 from deltasync.core.event_time import check_event_time, newest_event_time
+from deltasync.core.rows import Ids
 from deltasync.trainer.checks import check_format
 from deltasync.trainer.distributed.agreement import Agreement
 from deltasync.trainer.row_requests import RowRequests
@@ -97,6 +98,7 @@ class DeltaSync:
         self._pending: _PendingCut | None = None
         self._position = Position()
         self._requests = RowRequests()
+        self._marked_wanted: Sequence[tuple[str, Ids]] = ()
         self._resync = True
         self._published_step = self._published_changes = -1
         self._event_time: int | None = None
@@ -244,6 +246,7 @@ class DeltaSync:
     def _cut(self, step_end_unix_ns: int, late: DeltasyncError | None = None) -> bool:
         """Publish a cut if all ranks are ready for one; whether all of them had nothing to publish."""
         failure = late or self._failure or self._settle()
+        self._mark_wanted()
         # A cut that is not full leaves what free rows of a map were.
         resync = self._resync or self.tracker.offers_all(_CONSUMER)
         agreed = self._agreement.reach(
@@ -272,6 +275,20 @@ class DeltaSync:
         for request in self._requests.meet(self._asked, upto):
             self.delete(request.table, torch.from_numpy(request.ids))
             logger.info("%d rows of table %r are deleted on request", len(request.ids), request.table)
+
+    def _mark_wanted(self) -> None:
+        """Have rows published again of which the service holds other bits than it was sent."""
+        wanted = self._publisher.wanted if self._publisher else ()
+        if wanted is self._marked_wanted:
+            return
+        self._marked_wanted = wanted
+        tracked = {each.shard.table.name for each in self.tracker.shards}
+        for table, ids in wanted:
+            if table in tracked:
+                self.tracker.mark(table, torch.from_numpy(ids))
+                logger.warning(
+                    "%d rows of table %r are published again: the service lost some bits", len(ids), table
+                )
 
     def _settle(self) -> Exception | None:
         """Take note of the pending cut's end, if it has come; the error, if it failed for good."""

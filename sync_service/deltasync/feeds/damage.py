@@ -1,0 +1,32 @@
+"""What is known of a model's damaged rows: ids [n], strictly ascending, by the table's name. Pure functions."""
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import numpy as np
+
+from deltasync.core.damage import ranges
+from deltasync.core.rows import Ids
+
+Damage: TypeAlias = Mapping[str, Ids]
+
+
+def joined(some: Damage, others: Damage) -> Damage:
+    """The rows of both."""
+    names = sorted({*some, *others})
+    none = np.empty(0, np.int64)
+    return {name: np.union1d(some.get(name, none), others.get(name, none)) for name in names}
+
+
+def without(damage: Damage, others: Damage) -> Damage:
+    """The rows that are not among the others."""
+    left = {name: np.setdiff1d(ids, others[name]) if name in others else ids for name, ids in damage.items()}
+    return {name: ids for name, ids in left.items() if len(ids)}
+
+
+def in_words(damage: Damage) -> str:
+    """What is wrong, and what becomes of it; empty if nothing is."""
+    if not damage:
+        return ""
+    found = "; ".join(f"{ranges(ids)} of table {name!r}" for name, ids in damage.items())
+    return f"other bits than were stored in {found}: they are not sent, and the trainers are asked for them"
