@@ -14,7 +14,7 @@ WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo unit test check bench protos lock format clean
+.PHONY: help install demo unit test check bench test-gpu bench-gpu protos lock format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -39,6 +39,23 @@ check: install  ## lint, format, types, layers
 
 bench: install  ## print the benchmarks
 	@set -e; for name in $$($(BIN)/deltasync bench --list); do $(BIN)/deltasync bench $$name $(ARGS); done
+
+# On a machine with a GPU, by the environment of a PYTHON that is named, as it is, or else by .venv.
+GPU_PYTHON = $(if $(filter file,$(origin PYTHON)),$(BIN)/python,$(PYTHON))
+GPU_PATH := $(CURDIR)/build/gpu:$(CURDIR):$(CURDIR)/sync_service:$(CURDIR)/trainer:$(CURDIR)/protos
+GPU_RUN = PYTHONPATH=$(GPU_PATH):$$PYTHONPATH $(GPU_PYTHON)
+GPU_BENCHES := tracker pipelines
+
+build/gpu: FORCE
+	@$(GPU_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(GPU_PYTHON): name a Python from 3.11 on with PYTHON=..., or 'make install CUDA=1'"; exit 1; }
+	@$(GPU_PYTHON) tests/gpu/environment.py $@
+FORCE:
+
+test-gpu: build/gpu  ## run the tests that need a GPU, with your torch (PYTHON=...)
+	$(GPU_RUN) -m pytest -c tests/gpu/gpu.ini --rootdir=$(CURDIR) --confcutdir=$(CURDIR) -m gpu tests/gpu $(ARGS)
+
+bench-gpu: build/gpu  ## print the benchmarks of the tracker, the pipelines and the demo there
+	@set -e; for name in $(GPU_BENCHES); do $(GPU_RUN) -m deltasync bench $$name; done; $(GPU_RUN) -m deltasync demo $(ARGS)
 
 protos: install  ## generate the stubs anew from the .proto files
 	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=protos --grpc_python_out=protos \

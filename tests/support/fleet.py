@@ -141,7 +141,7 @@ def checked_ack(
 ) -> subscribe_pb2.SubscribeRequest:
     """An ack that says what is held, by slot."""
     message = ack(received_bytes, applied)
-    message.ack.checksums.extend(checksums_to_message(checksums))
+    message.ack.sums.extend(checksums_to_message(checksums))
     return message
 
 

@@ -1,6 +1,6 @@
 """The smallest log there can be: it shows that the tests of the protocol know nothing of LMDB."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -26,7 +26,18 @@ class MemoryStore:
         self._max_bytes = max_bytes
         self.refusing = False
 
-    def append(self, stream: str, number: int, part: int, index: int, *payload: Buffer) -> Future[None]:
+    def append(
+        self,
+        stream: str,
+        number: int,
+        part: int,
+        index: int,
+        *payload: Buffer,
+        after: Sequence[Future[None]] = (),
+        patient: bool = False,
+    ) -> Future[None]:
+        if error := _first_error(after):
+            return _done(error)
         record = b"".join(payload)
         if self.used_bytes() + len(record) > self._max_bytes:
             self.refusing = True
@@ -34,7 +45,14 @@ class MemoryStore:
         self._disk.streams.setdefault(stream, {})[number, part, index] = record
         return _done()
 
-    def drop(self, stream: str, number: int, part: int | None = None) -> Future[None]:
+    def drop(
+        self,
+        stream: str,
+        number: int,
+        part: int | None = None,
+        *,
+        patient: bool = False,
+    ) -> Future[None]:
         if part is None:
             return self._keep(stream, lambda address: address[0] < number)
         return self._keep(stream, lambda address: address[:2] != (number, part))
@@ -42,7 +60,9 @@ class MemoryStore:
     def truncate(self, stream: str, upto: int) -> Future[None]:
         return self._keep(stream, lambda address: address[0] > upto)
 
-    def put(self, name: str, value: bytes | None) -> Future[None]:
+    def put(self, name: str, value: bytes | None, *, after: Sequence[Future[None]] = ()) -> Future[None]:
+        if error := _first_error(after):
+            return _done(error)
         self._disk.small.pop(name, None)
         if value is not None:
             self._disk.small[name] = value
@@ -73,7 +93,11 @@ class MemoryStore:
         return _done()
 
 
-def _done(failure: StorageFailed | None = None) -> Future[None]:
+def _first_error(writes: Sequence[Future[None]]) -> BaseException | None:
+    return next((error for write in writes if (error := write.exception())), None)
+
+
+def _done(failure: BaseException | None = None) -> Future[None]:
     done: Future[None] = Future()
     if failure:
         done.set_exception(failure)

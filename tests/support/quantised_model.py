@@ -140,7 +140,7 @@ def tbes_of(module: nn.Module) -> list[Any]:
 def tbe_bytes(module: nn.Module) -> dict[str, bytes]:
     """All that TBEs hold, padding too, by table."""
     return {
-        spec[0]: view[0].numpy().tobytes()
+        spec[0]: view[0].cpu().numpy().tobytes()
         for tbe in tbes_of(module)
         for spec, view in zip(tbe.embedding_specs, tbe.split_embedding_weights_with_scale_bias(0), strict=True)
     }
@@ -157,12 +157,18 @@ def on_cpu() -> Iterator[None]:
         set_propogate_device(before)
 
 
-def outputs(module: nn.Module) -> dict[str, torch.Tensor]:
+def tbe_memory_of(module: nn.Module) -> list[torch.Tensor]:
+    """What TBEs keep rows in."""
+    return [view[0] for tbe in tbes_of(module) for view in tbe.split_embedding_weights_with_scale_bias(0)]
+
+
+def outputs(module: nn.Module, device: torch.device | None = None) -> dict[str, torch.Tensor]:
     """What a lookup of each row gives, by table."""
     most = max(SIZES.values())
     ids = torch.cat([torch.arange(rows) for rows in SIZES.values()])
     lengths = torch.cat([(torch.arange(most) < rows).int() for rows in SIZES.values()])
-    found = module.get_submodule("sparse")(KeyedJaggedTensor(keys=list(SIZES), values=ids, lengths=lengths))
+    features = KeyedJaggedTensor(keys=list(SIZES), values=ids, lengths=lengths)
+    found = module.get_submodule("sparse")(features if device is None else features.to(device))
     if isinstance(found, dict):
         return {name: each.values() for name, each in found.items()}
     pooled: dict[str, torch.Tensor] = found.to_dict()

@@ -133,6 +133,14 @@ class SideBySide:
         if self._if_known(name, self.tracker.get_delta):
             self._check_read(name, self.tracker.get_delta(name), self._model_read(name))
 
+    def count(self, name: str) -> None:
+        if self._if_known(name, self.tracker.count_ahead):
+            self.tracker.count_ahead(name)
+
+    def read_begun(self, name: str) -> None:
+        if self._if_known(name, self.tracker.begin_delta):
+            self._check_read(name, self.tracker.begin_delta(name).result, self._model_read(name))
+
     def read_ids(self, name: str) -> None:
         if self._if_known(name, self.tracker.get_delta_ids):
             delta, expected = self.tracker.get_delta_ids(name), self._model_read(name)
@@ -263,8 +271,9 @@ class SideBySide:
     def _most_bytes(self) -> int:
         """Stamps and copies, and for each consumer what it was given, and rows to be carried over."""
         rows = sum(table.rows for table in self.tracker.tables)
+        stamps = sum(4 * table.rows + 12 * -(-table.rows // 64) for table in self.tracker.tables)
         live = sum(tensor.nbytes for tensor in self._live())
-        return 4 * rows + live + len(self.plain.consumers) * (live + 12 * rows) + self.bytes_under_way
+        return stamps + live + len(self.plain.consumers) * (live + 12 * rows) + self.bytes_under_way
 
     @property
     def bytes_under_way(self) -> int:
@@ -274,7 +283,7 @@ class SideBySide:
 
 def _tensor(table: TrackedTable, mode: TrackingMode) -> torch.Tensor:
     kept = [shard.momentum if mode in _MOMENTUM else shard.weight for shard in table.shards]
-    return torch.cat([tensor for tensor in kept if tensor is not None], dim=1)
+    return torch.cat([tensor for tensor in kept if tensor is not None], dim=1).cpu()
 
 
 def _rows(delta: Delta) -> set[Row]:

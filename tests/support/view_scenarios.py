@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from tests.support.local_model import LocalModel
+from tests.support.releases import live_rows
 from tests.support.wire import random_rows
 
 from deltasync.core.errors import StorageFailed
@@ -61,7 +62,7 @@ async def held_by_a_replica(view: View) -> dict[str, Values]:
     """What who held nothing before is given, as it stands for."""
     release = await view.release(0)
     held: dict[str, Values] = {}
-    for slot, rows in release.batches.items():
+    for slot, rows in live_rows(release).items():
         given = view.deliveries[slot]
         table = np.zeros((given.spec.rows, given.spec.dim), given.spec.dtype)
         table[rows.ids] = given.decode(rows.values)

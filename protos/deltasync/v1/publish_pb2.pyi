@@ -313,7 +313,7 @@ class PublishOpened(_message.Message):
         """deletes are rows to be deleted: as CutSealed.deletes."""
 
     @_builtins.property
-    def wanted(self) -> _containers.RepeatedCompositeFieldContainer[Global___WantedRows]:
+    def wanted(self) -> _containers.RepeatedCompositeFieldContainer[_tables_pb2.WantedRows]:
         """wanted are rows to be published again: as CutSealed.wanted."""
 
     def __init__(
@@ -324,7 +324,7 @@ class PublishOpened(_message.Message):
         reason: _builtins.str = ...,
         tables: _builtins.int = ...,
         deletes: _abc.Iterable[Global___DeleteRequest] | None = ...,
-        wanted: _abc.Iterable[Global___WantedRows] | None = ...,
+        wanted: _abc.Iterable[_tables_pb2.WantedRows] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["head", b"head"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -333,36 +333,6 @@ class PublishOpened(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PublishOpened: _TypeAlias = PublishOpened  # noqa: Y015
-
-@_typing.final
-class WantedRows(_message.Message):
-    """WantedRows are rows of which the service holds other bits than it was sent. Each rank publishes those that it holds
-    again, with its next part, and need not wait for others. Whoever does not is asked again.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TABLE_FIELD_NUMBER: _builtins.int
-    IDS_FIELD_NUMBER: _builtins.int
-    table: _builtins.int
-    """table is the index of the table in PublishOpen.tables."""
-    @_builtins.property
-    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """ids are global row ids, strictly ascending."""
-
-    def __init__(
-        self,
-        *,
-        table: _builtins.int = ...,
-        ids: _abc.Iterable[_builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ids", b"ids", "table", b"table"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___WantedRows: _TypeAlias = WantedRows  # noqa: Y015
 
 @_typing.final
 class DeleteRequest(_message.Message):
@@ -419,8 +389,11 @@ class CutSealed(_message.Message):
         """
 
     @_builtins.property
-    def wanted(self) -> _containers.RepeatedCompositeFieldContainer[Global___WantedRows]:
-        """wanted are rows to be published again: about 1 MiB of ids at most."""
+    def wanted(self) -> _containers.RepeatedCompositeFieldContainer[_tables_pb2.WantedRows]:
+        """wanted are rows of which the service holds other bits than it was sent, about 1 MiB of ids at most. Each rank
+        publishes those that it holds again, with its next part, and need not wait for others. Whoever does not is asked
+        again.
+        """
 
     def __init__(
         self,
@@ -428,7 +401,7 @@ class CutSealed(_message.Message):
         step: _builtins.int = ...,
         position: _tables_pb2.Position | None = ...,
         deletes: _abc.Iterable[Global___DeleteRequest] | None = ...,
-        wanted: _abc.Iterable[Global___WantedRows] | None = ...,
+        wanted: _abc.Iterable[_tables_pb2.WantedRows] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

@@ -101,6 +101,7 @@ class Ack(_message.Message):
     APPLIED_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
     SUMS_FIELD_NUMBER: _builtins.int
+    WANTED_FIELD_NUMBER: _builtins.int
     UNBOUND_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
     received_bytes: _builtins.int
@@ -127,6 +128,12 @@ class Ack(_message.Message):
         """
 
     @_builtins.property
+    def wanted(self) -> _containers.RepeatedCompositeFieldContainer[_tables_pb2.WantedRows]:
+        """wanted are rows that the replica knows to hold other bits of, of tables whose sums differ: they are sent again, and
+        not the whole table, unless that did not help. May be empty.
+        """
+
+    @_builtins.property
     def unbound(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """unbound are the slots of the tables that the replica does not hold, and does not follow."""
 
@@ -137,12 +144,13 @@ class Ack(_message.Message):
         applied: _tables_pb2.Position | None = ...,
         checksums: _abc.Iterable[_tables_pb2.Checksum] | None = ...,
         sums: _abc.Iterable[_tables_pb2.Checksum] | None = ...,
+        wanted: _abc.Iterable[_tables_pb2.WantedRows] | None = ...,
         unbound: _abc.Iterable[_builtins.int] | None = ...,
         token: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "checksums", b"checksums", "received_bytes", b"received_bytes", "sums", b"sums", "token", b"token", "unbound", b"unbound"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "checksums", b"checksums", "received_bytes", b"received_bytes", "sums", b"sums", "token", b"token", "unbound", b"unbound", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

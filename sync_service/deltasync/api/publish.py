@@ -12,7 +12,7 @@ from deltasync.core.events import EventKind
 from deltasync.publish.opening import check_open
 from deltasync.publish.session import PublishSession, open_session
 from deltasync.service.service import Service
-from deltasync.v1 import publish_pb2, publish_pb2_grpc
+from deltasync.v1 import publish_pb2, publish_pb2_grpc, tables_pb2
 from deltasync.wire.messages import position_to_message
 from deltasync.wire.protocol import Protocols
 
@@ -105,5 +105,5 @@ def _deletes(session: PublishSession) -> list[publish_pb2.DeleteRequest]:
     ]
 
 
-def _wanted(session: PublishSession) -> list[publish_pb2.WantedRows]:
-    return [publish_pb2.WantedRows(table=slot, ids=ids.tolist()) for slot, ids in session.wanted]
+def _wanted(session: PublishSession) -> list[tables_pb2.WantedRows]:
+    return [tables_pb2.WantedRows(table=slot, ids=ids.tolist()) for slot, ids in session.wanted]

@@ -2,25 +2,28 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import grpc.aio
+import numpy as np
 
 from deltasync.api.call_errors import abort
 from deltasync.api.protocol import check_known, protocols_of
 from deltasync.consumers.consumer import Consumer, Replica
+from deltasync.core.damage import ranges
 from deltasync.core.delivery import Delivery
 from deltasync.core.errors import DeltasyncError, InvalidInput, NotFound, ServiceUnavailable, Superseded
 from deltasync.core.events import EventKind, described
 from deltasync.core.position import Position
+from deltasync.core.rows import Ids
 from deltasync.core.signals import first_of
+from deltasync.core.tables import ID_TYPE
 from deltasync.feeds.feed import Feed
 from deltasync.feeds.frozen_release import FrozenRelease, Head
 from deltasync.feeds.replica_audit import ReplicaAudit
 from deltasync.service.service import Service
-from deltasync.v1 import subscribe_pb2, subscribe_pb2_grpc
+from deltasync.v1 import subscribe_pb2, subscribe_pb2_grpc, tables_pb2
 from deltasync.wire.messages import (
     checksums_to_message,
     delivery_to_message,
@@ -29,12 +32,12 @@ from deltasync.wire.messages import (
     position_to_message,
 )
 from deltasync.wire.protocol import DELETES_PROTOCOL, Protocols
-from deltasync.wire.row_messages import fill_rows
 
 _PROGRESS_SECONDS = 5.0
 _DEFAULT_OUTSTANDING_BYTES = 16 << 20
 
-Responses: TypeAlias = AsyncIterator[subscribe_pb2.SubscribeResponse]
+# Rows come as messages that are written already, which all replicas are sent.
+Responses: TypeAlias = AsyncIterator[subscribe_pb2.SubscribeResponse | bytes]
 
 
 class _ReplicaLeft(Exception):
@@ -51,7 +54,7 @@ class SubscribeServicer(subscribe_pb2_grpc.SubscribeServiceServicer):
         self,
         request_iterator: AsyncIterator[subscribe_pb2.SubscribeRequest],
         context: grpc.aio.ServicerContext[Any, Any],
-    ) -> Responses:
+    ) -> AsyncIterator[Any]:
         """Answer one replica's stream."""
         try:
             protocols = protocols_of(context)
@@ -129,13 +132,13 @@ class ReplicaStream:
             self._check_deliveries()
             self._check_limit()
             self._damaged.clear()
-            repaired = self._audit.begin_repair(time.monotonic())
-            if self._feed.position == self._sent and not repaired and self._asked:
+            repair = self._audit.begin_repair(time.monotonic())
+            if self._feed.position == self._sent and not repair.slots and self._asked:
                 await self._wait(acks, self._feed.changed(), self._damaged.wait())
                 if self._feed.position == self._sent and not self._audit.damaged:
                     yield self._no_news()
                 continue
-            async for response in self._send(self._feed.release(self._sent.number, repaired), acks):
+            async for response in self._send(self._feed.release(self._sent.number, repair), acks):
                 yield response
 
     def _no_news(self) -> subscribe_pb2.SubscribeResponse:
@@ -180,22 +183,19 @@ class ReplicaStream:
         )
         return subscribe_pb2.SubscribeResponse(opened=opened)
 
-    async def _send(self, frozen: asyncio.Task[FrozenRelease], acks: asyncio.Task[None]) -> Responses:
+    async def _send(self, frozen: asyncio.Future[FrozenRelease], acks: asyncio.Task[None]) -> Responses:
         # Awaited only here, so that no release is kept in memory while there is nothing to send.
         release = await asyncio.shield(frozen)
         self._check_deliveries()
         self._asked = True
-        for slot, chunk in release.chunks():
-            rows = chunk if self._protocols.newest >= DELETES_PROTOCOL else replace(chunk, deleted=False)
-            size = rows.nbytes
+        for chunk in release.chunks:
+            message, size = chunk.sent(deletes=self._protocols.newest >= DELETES_PROTOCOL)
             while self._outstanding > 0 and self._outstanding + size > self._budget:
                 self._credited.clear()
                 await self._wait(acks, self._credited.wait())
                 self._check_fed()
             self._sent_bytes += size
-            response = subscribe_pb2.SubscribeResponse()
-            fill_rows(response.chunk.rows, slot, rows)
-            yield response
+            yield message
             self._consumer.released_bytes += size
         self._consumer.released_rows += release.rows
         if release.head:
@@ -210,7 +210,7 @@ class ReplicaStream:
             step_end_unix_ns=head.step_end_unix_ns,
             rows=release.rows,
             version=head.version,
-            whole=sorted(release.whole),
+            whole=sorted(release.repair.whole),
             sums=checksums_to_message(dict(enumerate(release.checksums))),
             event_time_unix_ns=head.event_time_unix_ns or 0,
             token=self._token,
@@ -246,9 +246,10 @@ class ReplicaStream:
         if self._replica.stream is not self._ended or applied.number < self._replica.applied.number:
             return
         checksums = {each.slot: each.sum for each in ack.sums}
-        damaged = self._audit.check(applied.number, checksums, ack.received_bytes)
+        rows = {each.table: self._rows_of(each) for each in ack.wanted}
+        damaged = self._audit.check(applied.number, checksums, ack.received_bytes, rows)
         if damaged:
-            self._report(damaged)
+            self._report(damaged, rows)
             return
         if self._replica.damaged and checksums:
             self._say(EventKind.REPLICA_REPAIRED, f"holds what it was sent in {', '.join(self._replica.damaged)}")
@@ -266,12 +267,17 @@ class ReplicaStream:
         slots = {*ack.unbound, *set(everything).difference(shown)}
         return tuple(self._deliveries[slot].spec.name for slot in sorted(slots))
 
-    def _report(self, damaged: frozenset[int]) -> None:
-        """Report a replica that holds other bits than it was sent, and have the tables sent to it whole."""
-        tables = tuple(self._deliveries[slot].spec.name for slot in sorted(damaged))
-        self._consumer.damages += len(set(tables) - set(self._replica.damaged))
-        self._replica.damaged = tables
-        self._say(EventKind.REPLICA_DAMAGED, f"holds other rows than it was sent in {', '.join(tables)}")
+    def _rows_of(self, wanted: tables_pb2.WantedRows) -> Ids:
+        ids = np.array(wanted.ids, np.uint64)
+        return np.unique(ids[ids < self._deliveries[wanted.table].spec.rows]).astype(ID_TYPE)
+
+    def _report(self, damaged: frozenset[int], rows: Mapping[int, Ids]) -> None:
+        """Report a replica that holds other bits than it was sent, and have these sent again."""
+        names = {slot: self._deliveries[slot].spec.name for slot in sorted(damaged)}
+        self._consumer.damages += len(set(names.values()) - set(self._replica.damaged))
+        self._replica.damaged = tuple(names.values())
+        found = (f"{name} ({ranges(rows[slot])})" if slot in rows else name for slot, name in names.items())
+        self._say(EventKind.REPLICA_DAMAGED, f"holds other rows than it was sent in {', '.join(found)}")
         self._damaged.set()
 
     async def _wait(self, acks: asyncio.Task[None], *events: Awaitable[object]) -> None:
@@ -330,4 +336,4 @@ class ReplicaStream:
 
 def _slots(ack: subscribe_pb2.Ack) -> list[int]:
     """The slots that an ack names."""
-    return [*(each.slot for each in ack.sums), *ack.unbound]
+    return [*(each.slot for each in ack.sums), *(each.table for each in ack.wanted), *ack.unbound]

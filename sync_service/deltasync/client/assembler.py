@@ -9,9 +9,9 @@ from deltasync.client.targets import Release
 from deltasync.core.delivery import Delivery
 from deltasync.core.errors import InvalidInput
 from deltasync.core.mode import Mode
-from deltasync.core.rows import RowBatch
+from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.tables import Shard, TableSpec
-from deltasync.v1 import subscribe_pb2
+from deltasync.v1 import subscribe_pb2, tables_pb2
 from deltasync.wire.messages import (
     delivery_from_message,
     event_time_from_message,
@@ -19,6 +19,9 @@ from deltasync.wire.messages import (
     position_from_message,
 )
 from deltasync.wire.row_messages import CHUNK_BYTES, decode_rows
+
+# Of a table. Where more are damaged, it is sent whole.
+_WANTED_ROWS = 10_000
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +119,12 @@ class ReleaseAssembler:
         """Checksums of tables by slot instead of by name."""
         slots = {delivery.spec.name: slot for slot, delivery in enumerate(self._deliveries)}
         return {slots[name]: checksum for name, checksum in checksums.items()}
+
+    def wanted(self, damaged: Mapping[str, Ids]) -> list[tables_pb2.WantedRows]:
+        """The messages that ask for damaged rows, ids by the table's name; none of those with many."""
+        slots = {delivery.spec.name: slot for slot, delivery in enumerate(self._deliveries)}
+        few = {slots[name]: ids for name, ids in damaged.items() if name in slots and len(ids) <= _WANTED_ROWS}
+        return [tables_pb2.WantedRows(table=slot, ids=ids.tolist()) for slot, ids in few.items()]
 
     def unbound(self, bound: frozenset[str]) -> list[int]:
         """Slots of the tables that are not among the bound ones."""

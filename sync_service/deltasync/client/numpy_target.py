@@ -7,6 +7,7 @@ import numpy as np
 
 from deltasync.client.local_target import LocalTarget
 from deltasync.client.reading import Reading, Reads, number_of_copies
+from deltasync.client.row_memory import rows_at, staged_rows
 from deltasync.client.targets import Release
 from deltasync.core.rows import Ids, Values
 from deltasync.core.tables import TableSpec
@@ -62,21 +63,28 @@ class _Arrays:
         self.tables: dict[str, Values] = {}
 
     def stage(self, release: Release) -> Callable[[], None]:
-        """See `Copy`. New arrays are filled at once, since nobody reads them yet."""
+        """See `Copy`. New arrays are filled at once, since nobody reads them yet.
+
+        Raises:
+            Contradiction: a table has no such rows; nothing was written.
+        """
         before = dict(self.tables)  # Kept until all is written: to free them takes time, too.
         tables = {table.name: self._array(table, reset=release.resets(table)) for table in release.tables}
         fresh = {name for name, array in tables.items() if array is not before.get(name)}
         reset = [table.name for table in release.tables if release.resets(table) and table.name not in fresh]
-        late = [(tables[rows.table.name], rows) for rows in release.rows if rows.table.name not in fresh]
+        late = list[Callable[[], None]]()
         for rows in release.rows:
+            put = staged_rows(tables[rows.table.name], rows.ids, rows.values)
             if rows.table.name in fresh:
-                tables[rows.table.name][rows.ids] = rows.values
+                put()
+            else:
+                late.append(put)
 
         def write() -> None:
             for name in reset:
                 tables[name].fill(0)
-            for array, rows in late:
-                array[rows.ids] = rows.values
+            for put in late:
+                put()
             for name in before.keys() - tables.keys():
                 del self.tables[name]
             self.tables.update(tables)
@@ -86,11 +94,7 @@ class _Arrays:
     def read(self, table: TableSpec, ids: Ids) -> Values | None:
         """See `Copy`."""
         rows = self._rows_of(table)
-        if rows is None:
-            return None
-        found, held = np.zeros((len(ids), table.dim), table.dtype), ids[: np.searchsorted(ids, len(rows))]
-        found[: len(held)] = rows[held]
-        return found
+        return None if rows is None else rows_at(rows, ids)
 
     def _rows_of(self, table: TableSpec) -> Values | None:
         """What is held of a table, if it is held in that form: a policy may have come to send another."""

@@ -20,15 +20,17 @@ from deltasync.core.event_time import check_event_time
 from deltasync.core.position import Position
 from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.tables import ID_TYPE, Shard, TableSpec
-from deltasync.v1 import publish_pb2, publish_pb2_grpc
+from deltasync.v1 import publish_pb2
 from deltasync.wire.error_codes import from_rpc_error, is_final
 from deltasync.wire.messages import position_from_message, position_to_message, shard_to_message, table_to_message
-from deltasync.wire.row_messages import chunked, fill_rows
+from deltasync.wire.row_messages import chunked, part_chunk, serialized
 
 logger = logging.getLogger(__name__)
 
 _Requests: TypeAlias = "queue.SimpleQueue[Part | None]"
 _Call: TypeAlias = "grpc._CallIterator[publish_pb2.PublishResponse]"
+
+_PUBLISH = f"/{publish_pb2.DESCRIPTOR.services_by_name['PublishService'].full_name}/Publish"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,8 +229,8 @@ class _Stream:
         self._tables = {table.name: index for index, table in enumerate(message.tables)}
         self._parts: _Requests = queue.SimpleQueue()
         self._channel = endpoint.channel()
-        stub = publish_pb2_grpc.PublishServiceStub(self._channel)
-        self._call: _Call = stub.Publish(self._requests())
+        publish = self._channel.stream_stream(_PUBLISH, serialized, publish_pb2.PublishResponse.FromString)
+        self._call: _Call = publish(self._requests())
         self._opened: publish_pb2.PublishOpened | None = None
 
     def send(self, part: Part) -> Position:
@@ -261,7 +263,7 @@ class _Stream:
             raise from_rpc_error(error, self._address) from error
         raise ServiceUnavailable(f"{self._address} has ended the stream")
 
-    def _requests(self) -> Iterator[publish_pb2.PublishRequest]:
+    def _requests(self) -> Iterator[publish_pb2.PublishRequest | bytes]:
         yield publish_pb2.PublishRequest(open=self._message)
         while (part := self._parts.get()) is not None:
             yield from _chunks(part, self._slots)
@@ -277,10 +279,7 @@ class _Stream:
             yield publish_pb2.PublishRequest(close=close)
 
 
-def _chunks(part: Part, slots: Mapping[Shard, int]) -> Iterator[publish_pb2.PublishRequest]:
+def _chunks(part: Part, slots: Mapping[Shard, int]) -> Iterator[bytes]:
     for rows in part.rows:
-        for piece in chunked(rows):
-            request = publish_pb2.PublishRequest()
-            request.chunk.step = part.step
-            fill_rows(request.chunk.rows, slots[rows.shard], piece.digested())
-            yield request
+        slot = slots[rows.shard]
+        yield from (part_chunk(part.step, slot, piece.digested()) for piece in chunked(rows))

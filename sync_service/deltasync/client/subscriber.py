@@ -238,8 +238,6 @@ class Subscriber:
     def _apply(self, assembler: ReleaseAssembler, end: subscribe_pb2.ReleaseEnd, requests: _Requests) -> None:
         release = assembler.end(end)
         checksums_of = self._checksums if assembler.has_values else None
-        if checksums_of:
-            checksums_of.before(release)
         if release.changes or release.tables != self._applied or release.position != self.held:
             self._target.apply(release)
             self._applied = release.tables
@@ -257,7 +255,7 @@ class Subscriber:
     def _look_again(self, assembler: ReleaseAssembler, requests: _Requests) -> None:
         """While nothing comes, read some more of what the target holds, and show what was found."""
         if self._checksums and assembler.has_values and self._applied and assembler.tables == self._applied:
-            checksums = self._checksums.look(self._applied)
+            checksums = self._checksums.look()
             requests.put(self._ack(assembler, self.held, checksums))
             self._differs(assembler, checksums)
         else:
@@ -268,7 +266,7 @@ class Subscriber:
         wrong = assembler.wrong(checksums)
         self._readiness.differs(wrong)
         if wrong:
-            text = "replica %s holds other rows than it was sent in %s; it will be sent all of them"
+            text = "replica %s holds other rows than it was sent in %s, and will be sent them again"
             logger.error(text, self._options.replica, ", ".join(wrong))
         return bool(wrong)
 
@@ -305,6 +303,7 @@ class Subscriber:
             sums=checksums_to_message(assembler.by_slot(checksums)),
             token=steady_ns(),
             unbound=assembler.unbound(target.bound()) if isinstance(target, PartialTarget) else [],
+            wanted=assembler.wanted(self._checksums.damaged) if self._checksums and checksums else [],
         )
         return subscribe_pb2.SubscribeRequest(ack=ack)
 

@@ -7,7 +7,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from deltasync.kernels.changes import GROUP_SHIFTS, GROUPS, count_groups
+from deltasync.kernels.stamps import GROUP_SHIFTS, GROUPS, count_groups
 
 Stamps: TypeAlias = NDArray[np.int64]
 Counts: TypeAlias = NDArray[np.int64]

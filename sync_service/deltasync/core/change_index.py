@@ -7,7 +7,7 @@ import numpy as np
 
 from deltasync.core.change_counts import Stamps
 from deltasync.core.rows import Ids
-from deltasync.kernels import changes
+from deltasync.kernels import stamps as kernels
 
 # Ids are kept of one change in so many rows: with more, to read all stamps in their order is as quick as to look
 # up those of single rows.
@@ -29,7 +29,7 @@ class ChangeIndex:
         """`stamps` ([N]) are the table's own, which others change."""
         self._stamps = np.asarray(stamps)
         self._largest = np.zeros(_blocks(len(stamps)), np.int64)
-        changes.largest_of_blocks(self._stamps, self._largest)
+        kernels.largest_of_blocks(self._stamps, self._largest)
         # Each with the largest number so far: these ascend, whatever is noted.
         self._notes: deque[tuple[int, Ids]] = deque()
         self._noted_ids = 0
@@ -44,13 +44,13 @@ class ChangeIndex:
     def note(self, ids: Ids, number: int) -> None:
         """Note that the rows `ids` ([n], strictly ascending) are about to be stamped with `number`."""
         ids = np.require(ids, np.int64, ["C", "A"])
-        changes.raise_blocks(ids, number, self._largest)
+        kernels.raise_blocks(ids, number, self._largest)
         self._add(ids, number)
 
     def note_each(self, ids: Ids, stamps: Stamps) -> None:
         """Note that the rows `ids` ([n], strictly ascending) are about to have these stamps ([n])."""
         ids = np.require(ids, np.int64, ["C", "A"])
-        changes.raise_blocks_to_each(ids, np.require(stamps, np.int64, ["C", "A"]), self._largest)
+        kernels.raise_blocks_to_each(ids, np.require(stamps, np.int64, ["C", "A"]), self._largest)
         self._add(ids, int(np.abs(stamps).max(initial=0)))
 
     def changed_since(self, number: int) -> Ids:
@@ -79,12 +79,12 @@ class ChangeIndex:
         if any(after[0] <= before[-1] for before, after in pairwise(newer)):
             ids.sort()
         found = np.empty_like(ids)
-        return found[: changes.rows_of_after(ids, self._stamps, number, found)]
+        return found[: kernels.rows_of_after(ids, self._stamps, number, found)]
 
     def _of_blocks(self, number: int) -> Ids:
-        found = np.empty(changes.rows_in_newer_blocks(self._largest, number), np.int64)
-        return found[: changes.rows_after(self._stamps, self._largest, number, found)].copy()
+        found = np.empty(kernels.rows_in_newer_blocks(self._largest, number), np.int64)
+        return found[: kernels.rows_after(self._stamps, self._largest, number, found)].copy()
 
 
 def _blocks(rows: int) -> int:
-    return -(-rows // changes.BLOCK_ROWS)
+    return -(-rows // kernels.BLOCK_ROWS)

@@ -4,10 +4,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from deltasync.core.digests import RowDigests, row_digests
+from deltasync.core.distances import Distances, compare_bits, compare_values
 from deltasync.core.mode import Mode
-from deltasync.core.rows import Values
+from deltasync.core.rows import Ids, Mask, Values
 from deltasync.core.tables import EncodedSpec, TableSpec
-from deltasync.core.value_types import Distances, Encoded, ValueType, own_type
+from deltasync.core.value_types import Encoded, ValueType, own_type
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,9 +95,29 @@ class Delivery:
         """The rows ([n, dim of `held_spec`]) that replicas hold which are sent encoded ones ([n, width])."""
         return encoded if self.held_as_sent else self.decode(encoded)
 
-    def largest_distances(self, encoded: Encoded, decoded: Values) -> Distances:
-        """An upper bound of how far (L2) each row lies from what it is encoded as: see `ValueType`."""
-        return self.value_type.largest_distances(encoded, decoded) if self.value_type else np.zeros(len(decoded))
+    def compare(self, rows: Values, held: Encoded, ids: Ids) -> tuple[Distances, Mask]:
+        """How far rows of a table are from what replicas hold of it.
+
+        Args:
+            rows: [N, D] rows of the table.
+            held: [M, width] rows as they are held and sent.
+            ids: [n] which rows of both to compare.
+
+        Returns:
+            The L2 norms ([n] float64, never infinite) of the rows less what those held stand for, 0 where rows are
+            not trained; and which rows ([n] bool) would be encoded as other bits than those held.
+        """
+        if self.value_type:
+            return self.value_type.compare(rows, held, ids)
+        if self.spec.kind.trained:
+            return compare_values(rows, held, ids)
+        return np.zeros(len(ids)), compare_bits(rows, held, ids)
+
+    def held_digests(self, encoded: Encoded) -> RowDigests:
+        """The digests [n] of the rows that replicas hold which are sent encoded ones ([n, width])."""
+        if self.value_type is None or self.held_as_sent:
+            return row_digests(encoded)
+        return self.value_type.decoded_digests(encoded, self.spec.dtype)
 
     @property
     def held_as_sent(self) -> bool:

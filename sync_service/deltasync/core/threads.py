@@ -12,15 +12,19 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 C = TypeVar("C", bound=type[Any])
 
 CHECKED = bool(os.environ.get("DELTASYNC_CHECK_THREADS"))
+_NAME_LENGTH = 15  # That Linux takes.
 # How the threads of models are named.
 MODEL_PREFIX = "model-"
 
 _exempt = threading.local()
+_named: "WeakSet[threading.Thread]" = WeakSet()
 
 
 class WrongThread(RuntimeError):
@@ -99,3 +103,13 @@ def _check(kind: type[Any], name: str, owner: Owner) -> None:
     if not owner.is_here() and not _is_exempt():
         here = threading.current_thread().name
         raise WrongThread(f"{kind.__name__}.{name} belongs to {owner.name}, touched by thread {here}")
+
+
+def name_threads() -> None:
+    """Tell the system what the threads are called, so that `top -H` shows it; but for the main one, whose name is
+    the process's.
+    """
+    for thread in set(threading.enumerate()) - set(_named) - {threading.main_thread()}:
+        with contextlib.suppress(OSError):  # Linux only; or it has ended meanwhile.
+            Path(f"/proc/self/task/{thread.native_id}/comm").write_text(thread.name[:_NAME_LENGTH])
+        _named.add(thread)

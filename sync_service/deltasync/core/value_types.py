@@ -1,38 +1,37 @@
-"""The types in which values travel: rows [n, D] to what is sent of them, and back. NumPy only.
+"""The types in which values travel: rows [n, D] to what is sent of them, and back.
 
     fp32, fp16, bf16    one number per value; what is out of range becomes the largest number there is
-    int8                one byte per value, and a scale and a bias per row, see `int8.py`
+    int8                one byte per value, and a scale and a bias per row, see `kernels/int8.py`
     int8-tbe, int4-tbe  as TorchRec quantises rows for an inference TBE, see `tbe.py`; replicas hold them as sent
 
 One more type is a coding, and a member of `ValueType`, here, and its number in `tables.proto`.
 """
 
-import math
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from deltasync.core.digests import RowDigests, row_digests, weights
+from deltasync.core.distances import Distances, blocks, compare_bits, compare_values, distances
 from deltasync.core.errors import InvalidInput
-from deltasync.core.int8 import SCALE_AND_BIAS_BYTES, decode_int8, encode_int8, scale_and_bias
 from deltasync.core.numbered import Numbered
-from deltasync.core.rows import Values
+from deltasync.core.rows import Ids, Mask, Values
 from deltasync.core.tables import VALUE_TYPES, EncodedSpec, TableSpec
-from deltasync.core.tbe import decode_tbe, encode_tbe, largest_errors, width
+from deltasync.kernels import half, int8, tbe
 
 _FP32, _FP16 = VALUE_TYPES
-# Relative rounding of the types that tables have.
-_EPS = {_FP32: 2.0**-23, _FP16: 2.0**-10}
-_LARGEST_FP16 = np.float32(np.finfo(np.float16).max)
-_LARGEST_BF16_BITS = np.uint32(0x7F7F0000)
+_FLAT: tuple[Literal["C"], Literal["A"]] = ("C", "A")  # Contiguous and aligned.
 
 Encoded = Values
-Distances = NDArray[np.float64]
+Floats = NDArray[np.float32]
 
 
 class Coding(ABC):
-    """How a value type stores rows.
+    """How a value type stores rows of another type.
 
     Attributes:
         dtype: of the numbers that are stored.
@@ -56,119 +55,118 @@ class Coding(ABC):
     def decode(self, encoded: Encoded, dtype: np.dtype[np.generic]) -> Values:
         """See `ValueType.decode`."""
 
-    @abstractmethod
-    def largest_distances(self, encoded: Encoded, decoded: Values) -> Distances:
-        """See `ValueType.largest_distances`."""
+    def decoded_digests(self, encoded: Encoded, dtype: np.dtype[np.generic]) -> RowDigests:
+        """See `ValueType.decoded_digests`."""
+        digests = np.empty(len(encoded), np.uint64)
+        for block in blocks(len(encoded)):
+            digests[block] = row_digests(self.decode(encoded[block], dtype))
+        return digests
+
+    def compare(self, rows: Values, held: Encoded, ids: Ids) -> tuple[Distances, Mask]:
+        """See `ValueType.compare`."""
+        norms, differs = np.empty(len(ids)), np.empty(len(ids), np.bool_)
+        for block in blocks(len(ids)):
+            some, theirs = rows[ids[block]], held[ids[block]]
+            norms[block] = distances(some, self.decode(theirs, rows.dtype))
+            differs[block] = compare_bits(self.encode(some), theirs, np.arange(len(some)))
+        return norms, differs
 
 
 class _Fp32(Coding):
     dtype = _FP32
 
     def encode(self, values: Values) -> Encoded:
-        return values.astype(_FP32, copy=False)
+        return _as_fp32(values)
 
     def decode(self, encoded: Encoded, dtype: np.dtype[np.generic]) -> Values:
-        return encoded.astype(dtype, copy=False)
-
-    def largest_distances(self, encoded: Encoded, decoded: Values) -> Distances:
-        return np.zeros(len(decoded))
-
-
-class _Fp16(Coding):
-    dtype = _FP16
-
-    def encode(self, values: Values) -> Encoded:
-        if values.dtype == _FP16:
-            return values
-        return np.clip(values, -_LARGEST_FP16, _LARGEST_FP16).astype(_FP16)
-
-    def decode(self, encoded: Encoded, dtype: np.dtype[np.generic]) -> Values:
-        if dtype == _FP16:
-            return encoded
-        # Six times as fast as NumPy's conversion, for finite numbers: the bits are moved to where fp32 has
-        # them; the exponents' biases differ by 112.
-        bits = np.ascontiguousarray(encoded).view(np.int16).astype(np.int32)
-        bits <<= np.int32(13)
-        bits &= np.int32(~0x70000000)
-        values = bits.view(np.float32)
-        values *= np.float32(2.0**112)
+        values = np.empty(encoded.shape, dtype)
+        half.encode_fp16(_as_fp32(encoded), values.view(np.uint16))
         return values
 
-    def largest_distances(self, encoded: Encoded, decoded: Values) -> Distances:
-        if decoded.dtype == _FP16:
-            return np.zeros(len(decoded))
-        norms, denormals = _norms(decoded), math.sqrt(decoded.shape[1]) * 2.0**-24
-        # Among numbers below 65504 none was out of range.
-        return np.where(norms < _LARGEST_FP16, norms * (1.01 * 2.0**-11) + denormals, np.inf)
+
+class _Kernels(NamedTuple):
+    encode: Callable[..., None]
+    decode: Callable[..., None]
+    compare: Callable[..., None]
+    digest: Callable[..., None] | None = None
 
 
-class _Bf16(Coding):
-    dtype = np.dtype("<u2")
+class _Compiled(Coding):
+    """One with kernels, which know rows of fp32. Those of fp16 are widened, a block at a time.
 
-    def encode(self, values: Values) -> Encoded:
-        # Rounded to nearest, ties to even.
-        bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-        magnitude, sign = bits & np.uint32(0x7FFFFFFF), bits & np.uint32(0x80000000)
-        magnitude += np.uint32(0x7FFF) + ((magnitude >> np.uint32(16)) & np.uint32(1))
-        np.minimum(magnitude, _LARGEST_BF16_BITS, out=magnitude)
-        return ((sign | magnitude) >> np.uint32(16)).astype(np.uint16)
+    Args:
+        dtype: of the numbers that are stored.
+        bits: of each value.
+        more: bytes of a row besides these.
+        kernels: its kernels.
+    """
 
-    def decode(self, encoded: Encoded, dtype: np.dtype[np.generic]) -> Values:
-        return (encoded.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(dtype, copy=False)
-
-    def largest_distances(self, encoded: Encoded, decoded: Values) -> Distances:
-        return _norms(decoded) * (1.01 * 2.0**-8) + 1e-18
-
-
-class _Int8(Coding):
-    dtype = np.dtype("u1")
+    def __init__(self, dtype: str, bits: int, more: int, kernels: _Kernels) -> None:
+        self.dtype = np.dtype(dtype)
+        self._word = np.dtype(f"u{self.dtype.itemsize}")
+        self._bits, self._more = bits, more
+        self._kernels = kernels
 
     def width(self, dim: int) -> int:
-        return dim + SCALE_AND_BIAS_BYTES
+        return (dim * self._bits // 8 + self._more) // self.dtype.itemsize
 
     def encode(self, values: Values) -> Encoded:
-        return encode_int8(values.astype(np.float32, copy=False))
+        encoded = np.empty((len(values), self.width(values.shape[1])), self.dtype)
+        for block in _at_a_time(len(values), values.dtype):
+            self._kernels.encode(_as_fp32(values[block]), encoded[block].view(self._word))
+        return encoded
 
     def decode(self, encoded: Encoded, dtype: np.dtype[np.generic]) -> Values:
-        return decode_int8(encoded).astype(dtype, copy=False)
+        values = np.empty((len(encoded), self._dim(encoded)), dtype)
+        for block in _at_a_time(len(encoded), dtype):
+            decoded = values[block] if dtype == _FP32 else np.empty_like(values[block], _FP32)
+            self._kernels.decode(self._words(encoded[block]), decoded)
+            if dtype != _FP32:
+                half.encode_fp16(decoded, values[block].view(np.uint16))
+        return values
 
-    def largest_distances(self, encoded: Encoded, decoded: Values) -> Distances:
-        scale, bias = scale_and_bias(encoded)
-        # Half a step, the epsilon added to a row's range, and rounding to the table's type.
-        rounding = 2 * _EPS[decoded.dtype]
-        each: Distances = 0.501 * scale + 1e-7 + rounding * (np.abs(bias) + 255 * scale)
-        return math.sqrt(decoded.shape[1]) * each
+    def decoded_digests(self, encoded: Encoded, dtype: np.dtype[np.generic]) -> RowDigests:
+        if dtype != _FP32 or self._kernels.digest is None:
+            return super().decoded_digests(encoded, dtype)
+        digests = np.empty(len(encoded), np.uint64)
+        self._kernels.digest(self._words(encoded), weights(0, self._dim(encoded)), digests)
+        return digests
+
+    def _dim(self, encoded: Encoded) -> int:
+        row_bytes: int = encoded.shape[1] * self.dtype.itemsize
+        return (row_bytes - self._more) * 8 // self._bits
+
+    def _words(self, encoded: Encoded) -> Encoded:
+        return np.require(encoded, None, _FLAT).view(self._word)
+
+    def compare(self, rows: Values, held: Encoded, ids: Ids) -> tuple[Distances, Mask]:
+        if rows.dtype != _FP32:
+            return super().compare(rows, held, ids)
+        norms, differs = np.empty(len(ids)), np.empty(len(ids), np.bool_)
+        self._kernels.compare(rows, held.view(self._word), ids, norms, differs)
+        return norms, differs
 
 
-class _Tbe(Coding):
-    dtype = np.dtype("u1")
-
+class _Tbe(_Compiled):
     def __init__(self, bits: int) -> None:
+        kernels = (partial(kernel, bits) for kernel in (tbe.encode, tbe.decode, tbe.compare))
+        super().__init__("u1", bits, tbe.SCALE_AND_BIAS_BYTES, _Kernels(*kernels))
         self.tbe_bits: int = bits
         self.dim_multiple = 16 // bits  # fbgemm wants rows of whole fp16 numbers.
 
-    def width(self, dim: int) -> int:
-        return width(dim, self.tbe_bits)
 
-    def encode(self, values: Values) -> Encoded:
-        return encode_tbe(values.astype(np.float32, copy=False), self.tbe_bits)
-
-    def decode(self, encoded: Encoded, dtype: np.dtype[np.generic]) -> Values:
-        values = decode_tbe(encoded, self.tbe_bits)
-        return _Fp16().encode(values) if dtype == _FP16 else values
-
-    def largest_distances(self, encoded: Encoded, decoded: Values) -> Distances:
-        rounding = _EPS[decoded.dtype] * _norms(decoded)
-        return math.sqrt(decoded.shape[1]) * largest_errors(encoded, self.tbe_bits) + rounding
+_FP16_KERNELS = _Kernels(half.encode_fp16, half.decode_fp16, half.compare_fp16, half.digest_fp16)
+_BF16_KERNELS = _Kernels(half.encode_bf16, half.decode_bf16, half.compare_bf16, half.digest_bf16)
+_INT8_KERNELS = _Kernels(int8.encode, int8.decode, int8.compare, int8.digest)
 
 
 class ValueType(Numbered):
     """What one value is sent as."""
 
     FP32 = "fp32", 1, _Fp32()
-    FP16 = "fp16", 2, _Fp16()
-    BF16 = "bf16", 3, _Bf16()
-    INT8 = "int8", 4, _Int8()
+    FP16 = "fp16", 2, _Compiled("<f2", 16, 0, _FP16_KERNELS)
+    BF16 = "bf16", 3, _Compiled("<u2", 16, 0, _BF16_KERNELS)
+    INT8 = "int8", 4, _Compiled("u1", 8, int8.SCALE_AND_BIAS_BYTES, _INT8_KERNELS)
     INT8_TBE = "int8-tbe", 11, _Tbe(8)
     INT4_TBE = "int4-tbe", 12, _Tbe(4)
 
@@ -204,19 +202,23 @@ class ValueType(Numbered):
 
     def encode(self, values: Values) -> Encoded:
         """Rows ([n, D] fp32 or fp16, finite) as they are sent: [n, width], see `encoded_spec`."""
-        return self._coding.encode(values)
+        return values if values.dtype == self.dtype else self._coding.encode(values)
 
     def decode(self, encoded: Encoded, dtype: np.dtype[np.generic]) -> Values:
         """The rows ([n, D] of `dtype`, the table's own) that encoded ones ([n, width]) stand for: the same bits
         wherever it is done.
         """
-        return self._coding.decode(encoded, dtype)
+        return encoded if dtype == self.dtype else self._coding.decode(encoded, dtype)
 
-    def largest_distances(self, encoded: Encoded, decoded: Values) -> Distances:
-        """An upper bound of how far (L2) each row lies from what it is encoded as: [n] float64, from the encoded
-        rows and what they decode to. Infinite where there is no bound.
-        """
-        return self._coding.largest_distances(encoded, decoded)
+    def decoded_digests(self, encoded: Encoded, dtype: np.dtype[np.generic]) -> RowDigests:
+        """The digests [n] of the rows (of `dtype`) that encoded ones ([n, width]) stand for."""
+        return row_digests(encoded) if dtype == self.dtype else self._coding.decoded_digests(encoded, dtype)
+
+    def compare(self, rows: Values, held: Encoded, ids: Ids) -> tuple[Distances, Mask]:
+        """See `Delivery.compare`: of rows [N, D], fp32 or fp16."""
+        if rows.dtype == self.dtype:
+            return compare_values(rows, held, ids)
+        return self._coding.compare(rows, held, ids)
 
     def encoded_spec(self, table: TableSpec) -> EncodedSpec:
         """How a table's rows are stored in this type: [rows, width] numbers."""
@@ -239,9 +241,16 @@ def sent_as(table: TableSpec, wanted: ValueType) -> ValueType:
     return wanted if wanted.tbe_bits or wanted.row_bytes(table) < own.row_bytes(table) else own
 
 
-def _norms(decoded: Values) -> Distances:
-    """The L2 norms [n] of rows [n, D], as fp32 has them."""
-    exact = decoded.astype(np.float32, copy=False)
-    with np.errstate(over="ignore"):
-        norms: Distances = np.sqrt(np.einsum("ij,ij->i", exact, exact)).astype(np.float64)
-    return norms
+def _as_fp32(values: Values) -> Floats:
+    """Rows as kernels take them."""
+    flat = np.require(values, None, _FLAT)
+    if flat.dtype == _FP32:
+        return flat.view(np.float32)
+    wide = np.empty(flat.shape, np.float32)
+    half.decode_fp16(flat.view(np.uint16), wide)
+    return wide
+
+
+def _at_a_time(rows: int, dtype: np.dtype[np.generic]) -> Iterable[slice]:
+    """All of so many rows: at once where no scratch is needed, since a kernel may wait for threads each time."""
+    return (slice(0, rows),) if dtype == _FP32 else blocks(rows)

@@ -1,6 +1,6 @@
 """What every feed has in common."""
 
-from asyncio import Task
+from asyncio import Future
 from collections.abc import Awaitable, Sequence
 from typing import Protocol
 
@@ -8,6 +8,7 @@ from deltasync.core.delivery import Delivery
 from deltasync.core.policy import Policy
 from deltasync.core.position import Decision, Position
 from deltasync.feeds.frozen_release import FrozenRelease
+from deltasync.feeds.repair import Repair
 from deltasync.feeds.standing import Standing
 
 
@@ -50,8 +51,8 @@ class Feed(Protocol):
         None where it is not known.
         """
 
-    def release(self, after: int, whole: frozenset[int]) -> "Task[FrozenRelease]":
-        """What a replica at `after` lacks, and all of the tables in the slots `whole`."""
+    def release(self, after: int, repair: Repair) -> "Future[FrozenRelease]":
+        """What a replica at `after` lacks, and what is to be repaired."""
 
     def standing(self, policy: Policy) -> Standing:
         """Where it stands to a consumer with this policy, for those who ask how far replicas are behind."""

@@ -1,24 +1,27 @@
 """A release: what a replica lacks, frozen at one point of a history."""
 
 import asyncio
+import threading
+import weakref
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from weakref import WeakValueDictionary, ref
 
+import numpy as np
+
 from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.seal import Seal
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import Shard
+from deltasync.feeds.repair import NO_REPAIR, Repair
 from deltasync.feeds.scratch import room_for
-from deltasync.wire.row_messages import chunked
+from deltasync.wire.row_messages import chunk_rows, chunked, release_chunk, rows_in_chunk
 
 # Of all releases together; beyond it they are kept in unlinked files, so that slow replicas cost no memory.
 RELEASES_IN_MEMORY_BYTES = 64 << 20
 
-NO_TABLES: frozenset[int] = frozenset()
-
-_Lack = tuple[int, frozenset[int], int]
+_Lack = tuple[int, Repair, int]
 
 
 @dataclass(frozen=True)
@@ -47,39 +50,64 @@ class Head:
         return cls(number, seal.version, seal.step, seal.step_end_unix_ns, seal.event_time_unix_ns)
 
 
+@dataclass(frozen=True)
+class Chunk:
+    """Some rows of the table in `slot`, which are sent together.
+
+    Attributes:
+        slot: of the table.
+        rows: the rows; views of the message where there is one.
+        message: what is sent to every replica; None where it is written for each, so that it takes no memory.
+    """
+
+    slot: int
+    rows: RowBatch
+    message: bytes | None = None
+
+    @classmethod
+    def written(cls, slot: int, rows: RowBatch) -> "Chunk":
+        """A chunk whose message is kept, instead of the rows."""
+        message = release_chunk(slot, rows)
+        return cls(slot, rows_in_chunk(message, rows), message)
+
+    def sent(self, *, deletes: bool) -> tuple[bytes, int]:
+        """The message, and its bytes of ids and values. Who does not know of `deletes` is sent rows of zeros."""
+        if self.rows.deleted and not deletes:
+            zeros = replace(self.rows, deleted=False)
+            return release_chunk(self.slot, zeros), zeros.nbytes
+        return self.message or release_chunk(self.slot, self.rows), self.rows.nbytes
+
+
 @dataclass
 class FrozenRelease:
     """Sorted ids and current values of every row that some replica lacks.
 
     Attributes:
         head: what a replica holds once it has applied this; None when nothing is published yet.
-        batches: the rows of each table that has such rows, by slot.
-        deletes: of each table that has some, those that are no more.
-        whole: slots of the tables of which this holds every row.
+        chunks: the rows, each once, of tables in any order; those that are no more among them.
+        repair: of which this holds all.
         checksums: of every table, by slot, as a replica at `head` holds it.
         memory_bytes: how much memory these take; 0 when they are in unlinked files.
     """
 
     head: Head | None
-    batches: dict[int, RowBatch] = field(default_factory=dict)
-    deletes: dict[int, RowBatch] = field(default_factory=dict)
-    whole: frozenset[int] = NO_TABLES
+    chunks: list[Chunk] = field(default_factory=list)
+    repair: Repair = NO_REPAIR
     checksums: tuple[int, ...] = ()
     memory_bytes: int = 0
 
     @property
     def rows(self) -> int:
         """Rows of all tables together."""
-        return sum(map(len, (*self.batches.values(), *self.deletes.values())))
-
-    def chunks(self) -> Iterator[tuple[int, RowBatch]]:
-        """The rows in pieces of bounded size, each with its slot."""
-        batches = (*self.batches.items(), *self.deletes.items())
-        return ((slot, piece) for slot, rows in batches for piece in chunked(rows))
+        return sum(len(chunk.rows) for chunk in self.chunks)
 
 
 class Releases:
-    """The releases of one set of tables. Replicas that lack the same rows share one while any of them uses it."""
+    """The releases of one set of tables. Replicas that lack the same rows share one while any of them uses it.
+
+    Attributes:
+        followed: somebody has asked for what the newest cut, or release, has brought.
+    """
 
     def __init__(
         self,
@@ -92,29 +120,57 @@ class Releases:
         self._state = state
         self._scratch = scratch
         self._frozen: list[ref[FrozenRelease]] = []  # Used on that thread.
-        self._tasks: WeakValueDictionary[_Lack, asyncio.Task[FrozenRelease]] = WeakValueDictionary()
+        self._tasks: WeakValueDictionary[_Lack, asyncio.Future[FrozenRelease]] = WeakValueDictionary()
+        self._newest: asyncio.Future[FrozenRelease] | None = None
+        self.followed = False
 
-    def get(self, after: int, whole: frozenset[int], head: int) -> asyncio.Task[FrozenRelease]:
-        """The rows stamped after `after`, and all of the tables in the slots `whole`, while the head is `head`."""
-        lack = (after, whole, head)
+    def get(self, after: int, repair: Repair, head: int) -> asyncio.Future[FrozenRelease]:
+        """The rows stamped after `after`, and those of a repair, while the head is `head`."""
+        lack = (after, repair, head)
+        self.followed |= after == head - 1
         task = self._tasks.get(lack)
         if task is None or _failed(task):
-            task = self._tasks[lack] = asyncio.create_task(self._get(after, whole))
+            task = self._tasks[lack] = asyncio.create_task(self._get(after, repair))
         return task
 
-    async def _get(self, after: int, whole: frozenset[int]) -> FrozenRelease:
-        return await self._run(self._freeze, after, whole)
+    def have(self, release: FrozenRelease | None, head: int) -> None:
+        """Have what the cut before `head` lacks, which was made of a cut itself, until the next one."""
+        self._newest, self.followed = None, False
+        if release:
+            self._newest = self._tasks[head - 1, NO_REPAIR, head] = asyncio.get_running_loop().create_future()
+            self._newest.set_result(release)
 
-    def _freeze(self, after: int, whole: frozenset[int]) -> FrozenRelease:
-        alive = [release for each in self._frozen if (release := each())]
-        room = RELEASES_IN_MEMORY_BYTES - sum(release.memory_bytes for release in alive)
+    async def _get(self, after: int, repair: Repair) -> FrozenRelease:
+        return await self._run(self._freeze, after, repair)
+
+    def _freeze(self, after: int, repair: Repair) -> FrozenRelease:
         tables, head = self._state()
-        release = freeze(tables, after, head, self._scratch, room, whole)
-        self._frozen = [ref(each) for each in (*alive, release)]
+        return self._noted(freeze(tables, after, head, self._scratch, self._room(), repair))
+
+    # On the thread that changes the tables.
+
+    def of_cut(self, rows: Sequence[tuple[int, RowBatch]]) -> FrozenRelease | None:
+        """What a replica lacks that is at the version before the one that the tables are at: the rows that a cut
+        has just brought, by slot. None if there is no memory for it.
+        """
+        size = sum(batch.nbytes for _, batch in rows)
+        if size > self._room():
+            return None
+        tables, head = self._state()
+        chunks = [Chunk.written(slot, piece) for slot, batch in rows for piece in chunked(batch)]
+        return self._noted(FrozenRelease(head, chunks, checksums=_checksums(tables), memory_bytes=size))
+
+    def _room(self) -> int:
+        """How much memory a release may take now, bytes."""
+        self._frozen = [each for each in self._frozen if each()]
+        return RELEASES_IN_MEMORY_BYTES - sum(release.memory_bytes for each in self._frozen if (release := each()))
+
+    def _noted(self, release: FrozenRelease) -> FrozenRelease:
+        self._frozen.append(ref(release))
         return release
 
 
-def _failed(task: asyncio.Task[FrozenRelease]) -> bool:
+def _failed(task: asyncio.Future[FrozenRelease]) -> bool:
     return task.done() and (task.cancelled() or task.exception() is not None)
 
 
@@ -124,53 +180,74 @@ def freeze(
     head: Head | None,
     scratch: Path,
     memory_bytes: int,
-    whole: frozenset[int] = NO_TABLES,
+    repair: Repair = NO_REPAIR,
 ) -> FrozenRelease:
-    """Copy every row stamped after `after`, and all of the tables in the slots `whole`. Not while any row changes.
+    """Copy every row stamped after `after`, and those of a repair. Not while any row changes.
 
     Who holds nothing of a table need not know what is deleted in it.
 
     A release of more than `memory_bytes` is kept in unlinked files in the folder `scratch`.
     """
-    changed = [_split(table, 0 if slot in whole else after) for slot, table in enumerate(tables)]
+    changed = [
+        _split(table, 0 if slot in repair.whole else after, repair.rows.get(slot))
+        for slot, table in enumerate(tables)
+    ]
     pairs = list(zip(tables, changed, strict=True))
     total = sum(len(ids) * table.spec.row_bytes + gone.nbytes for table, (ids, gone) in pairs)
     spill = total > memory_bytes
-    checksums = tuple(table.checksum for table in tables)
-    release = FrozenRelease(head, whole=whole, checksums=checksums, memory_bytes=0 if spill else total)
-    for slot, (table, (ids, gone)) in enumerate(pairs):
-        if len(ids):
-            release.batches[slot] = _copied(table, ids, scratch if spill else None)
-        if len(gone):
-            release.deletes[slot] = _deletes(table, gone, scratch if spill else None)
+    chunks = [
+        chunk
+        for slot, (table, (ids, gone)) in enumerate(pairs)
+        for chunk in (_spilled(slot, table, ids, gone, scratch) if spill else _written(slot, table, ids, gone))
+    ]
+    release = FrozenRelease(head, chunks, repair, _checksums(tables), 0 if spill else total)
+    if spill:
+        weakref.finalize(release, _free_elsewhere, chunks).atexit = False
     return release
 
 
-def _split(table: StampedTable, after: int) -> tuple[Ids, Ids]:
-    """The rows stamped after `after`: those that are there, and those that are no more."""
+def _checksums(tables: Sequence[StampedTable]) -> tuple[int, ...]:
+    return tuple(table.checksum for table in tables)
+
+
+def _split(table: StampedTable, after: int, others: Ids | None) -> tuple[Ids, Ids]:
+    """The rows stamped after `after`, and others: those that are there, and those that are not."""
     ids = table.changed_since(after)
-    deleted = table.deleted(ids)
+    if others is not None:
+        ids = np.union1d(ids, others[: np.searchsorted(others, table.spec.rows)])
+    deleted = table.stamps[ids] <= 0
     if not deleted.any():
         return ids, ids[:0]
     return ids[~deleted], ids[deleted & (after > 0)]
 
 
-def _copied(table: StampedTable, ids: Ids, scratch: Path | None) -> RowBatch:
-    """Some rows as they are now: in memory, or in unlinked files in the folder `scratch`."""
+def _written(slot: int, table: StampedTable, ids: Ids, gone: Ids) -> Iterator[Chunk]:
+    """Some rows as they are now, and others that are no more, in memory."""
+    spec, size = table.spec, chunk_rows(table.spec.row_bytes)
+    for start in range(0, len(ids), size):
+        some = ids[start : start + size]
+        yield Chunk.written(slot, table.read(some, room_for((len(some), spec.dim), spec.dtype, None, spec.name)))
+    yield from (Chunk.written(slot, piece) for piece in chunked(RowBatch.deletes(Shard.whole(spec), gone)))
+
+
+def _spilled(slot: int, table: StampedTable, ids: Ids, gone: Ids, scratch: Path) -> Iterator[Chunk]:
+    """The same, in unlinked files in the folder `scratch`."""
     spec, what = table.spec, f"a release of table {table.spec.name!r}"
-    values = room_for((len(ids), spec.dim), spec.dtype, scratch, what)
-    return replace(table.read(ids, values), ids=_room_of(ids, scratch, what))
+    if len(ids):
+        values = room_for((len(ids), spec.dim), spec.dtype, scratch, what)
+        rows = replace(table.read(ids, values), ids=_spilled_ids(ids, scratch, what))
+        yield from (Chunk(slot, piece) for piece in chunked(rows))
+    if len(gone):
+        deletes = RowBatch.deletes(Shard.whole(spec), _spilled_ids(gone, scratch, what))
+        yield from (Chunk(slot, piece) for piece in chunked(deletes))
 
 
-def _deletes(table: StampedTable, ids: Ids, scratch: Path | None) -> RowBatch:
-    """Rows that are no more: likewise."""
-    ids = _room_of(ids, scratch, f"a release of table {table.spec.name!r}")
-    return RowBatch.deletes(Shard.whole(table.spec), ids)
-
-
-def _room_of(ids: Ids, scratch: Path | None, what: str) -> Ids:
-    if scratch is None:
-        return ids
+def _spilled_ids(ids: Ids, scratch: Path, what: str) -> Ids:
     spilled = room_for(ids.shape, ids.dtype, scratch, what)
     spilled[:] = ids
     return spilled
+
+
+def _free_elsewhere(chunks: list[Chunk]) -> None:
+    """Free what nobody uses any more in a thread: the event loop does not wait while gigabytes are unmapped."""
+    threading.Thread(target=chunks.clear, name="release-freeing", daemon=True).start()

@@ -20,6 +20,7 @@ from deltasync.core.delivery import Delivery
 from deltasync.core.errors import ServiceUnavailable
 from deltasync.core.policy import Policy
 from deltasync.core.position import Decision, Position, resume
+from deltasync.core.progress import Progress
 from deltasync.core.rows import RowBatch
 from deltasync.core.seal import Seal, SealHistory, event_time_of
 from deltasync.core.signals import Signal
@@ -27,8 +28,10 @@ from deltasync.core.stamps import StampedTable
 from deltasync.core.steady_clock import Succession, steady_ns
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.core.threads import EVENT_LOOP, MODEL_PREFIX, MODEL_THREAD, SET_BY_EVENT_LOOP, confined
+from deltasync.feeds.cut_rows import cut_rows
 from deltasync.feeds.damage import Damage, in_words, joined, without
-from deltasync.feeds.frozen_release import NO_TABLES, FrozenRelease, Head, Releases
+from deltasync.feeds.frozen_release import FrozenRelease, Head, Releases
+from deltasync.feeds.repair import NO_REPAIR, Repair
 from deltasync.feeds.standing import Standing, TableStanding
 from deltasync.feeds.sweep import Sweep
 from deltasync.feeds.table_changes import changes
@@ -136,6 +139,7 @@ class Model:
             self._closed = True
             await asyncio.to_thread(self._thread.shutdown)
         await asyncio.to_thread(self.flush)
+        await asyncio.to_thread(self.store.remove_unused)
 
     async def on_thread(self, function: Callable[..., T], *args: object) -> T:
         """Run `function`, which must not wait for anything, on the model's thread, after what was asked of it
@@ -157,20 +161,21 @@ class Model:
             # In a task of its own: a rank that disconnects now must not stop it half way.
             await asyncio.shield(asyncio.create_task(self._add(tables, later_run)))
 
-    async def apply_cut(self, seal: Seal, rows: Iterable[RowBatch] | None) -> None:
+    async def apply_cut(self, seal: Seal, rows: Sequence[RowBatch] | None) -> None:
         """Apply a cut that was just sealed, from `rows` or else from the log, and make it the head."""
         self.succession.add(seal.version, steady_ns())  # Also if it cannot be applied for a while.
-        await self.on_thread(self._apply, seal, rows)
+        release = await self.on_thread(self._apply_and_release, seal, rows, self._releases.followed)
         self.head = _head(seal)
+        self._releases.have(release, seal.version)
         self.signal.wake()
 
     def may_serve(self, _policy: Policy) -> bool:
         """Whether it has tables: replicas read them as they are."""
         return bool(self.tables)
 
-    def release(self, after: int, whole: frozenset[int] = NO_TABLES) -> asyncio.Task[FrozenRelease]:
-        """What a replica at version `after` lacks, and all of the tables in the slots `whole`."""
-        task = self._releases.get(after, whole, self.position.number)
+    def release(self, after: int, repair: Repair = NO_REPAIR) -> asyncio.Future[FrozenRelease]:
+        """What a replica at version `after` lacks, and what is to be repaired."""
+        task = self._releases.get(after, repair, self.position.number)
         task.add_done_callback(self._look_for_damage)
         return task
 
@@ -207,7 +212,7 @@ class Model:
             seals=self.seals.frozen(),
             tables=followed,
             version_of=lambda version: version,
-            failure=self.failure or in_words(self.damage),
+            failure=self.failure or in_words(self.damage, "the trainers are asked for them"),
             unpublished="" if self.head else f"nothing of model {self.name!r} is published",
         )
 
@@ -257,8 +262,11 @@ class Model:
         self.store.recover(record)
         seals = SealHistory(self.store.seals())
         self.store.drop_unsealed(seals.newest_version)
-        for seal in seals.after(self.store.flushed):
+        unflushed = seals.after(self.store.flushed)
+        progress = Progress(f"model {self.name!r}: reading the log", sum(seal.rows for seal in unflushed))
+        for seal in unflushed:
             self._apply(seal, None)
+            progress.add(seal.rows)
         self._applied = seals.newest
         whole = {name for seal in seals for name in seal.whole}
         return list(seals), {table.spec.name: self._published_rows(table, whole) for table in self.tables}
@@ -272,7 +280,7 @@ class Model:
         known = table.stamps[grown_from:].any() or (not grown_from and table.spec.name in whole)
         return table.spec.rows if known else grown_from
 
-    def _look_for_damage(self, frozen: asyncio.Task[FrozenRelease]) -> None:
+    def _look_for_damage(self, frozen: asyncio.Future[FrozenRelease]) -> None:
         if not frozen.cancelled() and isinstance(error := frozen.exception(), DamagedRows):
             self.note_damage(error)
 
@@ -297,6 +305,16 @@ class Model:
     def _changes(self, announced: list[TableSpec], later_run: bool) -> list[TableSpec]:
         known = {table.spec.name: table.spec for table in self.tables}
         return changes(self.name, known, announced, later_run=later_run)
+
+    def _apply_and_release(
+        self, seal: Seal, rows: Sequence[RowBatch] | None, followed: bool
+    ) -> FrozenRelease | None:
+        """Apply a cut; where it can be sent on as it is, and replicas follow, what they are to be sent."""
+        self._apply(seal, rows)
+        if rows is None or seal.whole or not followed:
+            return None
+        changed = cut_rows(rows, {table.spec.name: slot for slot, table in enumerate(self.tables)})
+        return None if changed is None else self._releases.of_cut(changed)
 
     def _apply(self, seal: Seal, rows: Iterable[RowBatch] | None) -> None:
         by_name = {table.spec.name: table for table in self.tables}

@@ -4,8 +4,13 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
-from deltasync.feeds.frozen_release import NO_TABLES, FrozenRelease
+from deltasync.core.rows import Ids
+from deltasync.feeds.frozen_release import FrozenRelease
+from deltasync.feeds.repair import NO_REPAIR, Repair
+
+_NO_SLOTS: frozenset[int] = frozenset()
 
 # Acknowledgements of releases older than these are not compared any more.
 _KEPT_RELEASES = 1024
@@ -19,7 +24,7 @@ class _Sent:
 
     number: int
     checksums: tuple[int, ...]
-    whole: frozenset[int]
+    repaired: frozenset[int]
     end_bytes: int
 
 
@@ -27,14 +32,16 @@ class ReplicaAudit:
     """The releases sent on one stream, and what the replica says that it holds after each.
 
     Attributes:
-        damaged: slots of the tables that are to be sent whole.
+        damaged: slots of the tables that are to be repaired.
         compared: whether the last ack was of a release that it could be compared with.
     """
 
     def __init__(self) -> None:
-        self.damaged = NO_TABLES
+        self.damaged = _NO_SLOTS
         self.compared = False
-        self._repairing = NO_TABLES
+        self._repairing = _NO_SLOTS
+        self._rows: Mapping[int, Ids] = {}  # Of damaged tables, the damaged rows, where these are known.
+        self._by_rows = _NO_SLOTS  # Of which the damaged rows were sent again.
         self._sent: deque[_Sent] = deque(maxlen=_KEPT_RELEASES)
         self._acknowledged: _Sent | None = None  # The last of them.
         self._repairs = 0
@@ -42,40 +49,50 @@ class ReplicaAudit:
 
     def expect(self, release: FrozenRelease, end_bytes: int) -> None:
         """Note that a release was sent; `end_bytes` is what the stream has carried with it, from its beginning."""
-        self._repairing = NO_TABLES
+        self._repairing = _NO_SLOTS
         if release.head:
-            self._sent.append(_Sent(release.head.number, release.checksums, release.whole, end_bytes))
+            slots = release.repair.slots
+            self._sent.append(_Sent(release.head.number, release.checksums, slots, end_bytes))
 
-    def begin_repair(self, now: float) -> frozenset[int]:
-        """Slots of the tables to send whole with the next release; from now on they are being repaired.
+    def begin_repair(self, now: float) -> Repair:
+        """What to send again with the next release; from now on it is being repaired.
 
-        Empty during the pause after a repair that did not help. `now` is in seconds, by any clock.
+        Nothing during the pause after a repair that did not help. `now` is in seconds, by any clock.
         """
         if not self.damaged or now < self._repaired_at + _PAUSE_SECONDS * self._repairs:
-            return NO_TABLES
-        self._repairing, self.damaged = self.damaged, NO_TABLES
+            return NO_REPAIR
+        by_rows = self.damaged & self._rows.keys() - self._by_rows  # If that does not help, the whole table.
+        repair = Repair(self.damaged - by_rows, {slot: self._rows[slot] for slot in by_rows})
+        self._repairing, self.damaged, self._by_rows = self.damaged, _NO_SLOTS, self._by_rows | by_rows
         self._repairs, self._repaired_at = self._repairs + 1, now
-        return self._repairing
+        return repair
 
-    def check(self, applied: int, checksums: Mapping[int, int], received_bytes: int) -> frozenset[int]:
+    def check(
+        self,
+        applied: int,
+        checksums: Mapping[int, int],
+        received_bytes: int,
+        rows: Mapping[int, Ids] = MappingProxyType({}),
+    ) -> frozenset[int]:
         """Slots of the tables that differ in a replica that has applied up to the number `applied`.
 
         A table that is being repaired is not repaired again for releases that were sent before. A repair has the
-        number of the release that it repairs; `received_bytes` tells which of the two an ack is of.
+        number of the release that it repairs; `received_bytes` tells which of the two an ack is of. `rows` are
+        those that the replica knows to be damaged, by slot.
         """
         sent = self._take(applied, received_bytes)
-        repairing = self._repairing.union(*(each.whole for each in self._sent))
+        repairing = self._repairing.union(*(each.repaired for each in self._sent))
         if sent is None:
             if pending := self.damaged | repairing:
                 return pending
             sent = self._again(applied) if checksums and not self._sent else None
         self.compared = sent is not None
         if sent is None:
-            return NO_TABLES
+            return _NO_SLOTS
         wrong = frozenset(slot for slot, checksum in checksums.items() if checksum != _at(sent.checksums, slot))
-        self.damaged |= wrong - repairing
+        self.damaged, self._rows = self.damaged | wrong - repairing, rows
         if not wrong:
-            self._repairs = 0
+            self._repairs, self._by_rows = 0, _NO_SLOTS
         return wrong
 
     def _take(self, applied: int, received_bytes: int) -> _Sent | None:

@@ -4,13 +4,20 @@
 
 What is compiled is kept on disk: beside this source, or where that is read-only in the user's cache folder, or in
 `NUMBA_CACHE_DIR`. A signature that was not asked for is an error, not a compilation in the middle of a cut.
+
+Numba compiles a function anew when its own file has changed, but not when another has of which it holds a part. So
+the names under which functions are kept have a stamp of all files of this room in them.
 """
 
 import importlib
 import logging
+import os
 import pkgutil
+import shutil
 import threading
 from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import numba
@@ -28,6 +35,14 @@ _PACKAGE = __name__.rpartition(".")[0]
 _kernels: list["Kernel[Any, Any]"] = []
 
 
+def _stamp(folder: Path) -> str:
+    sources = b"".join(file.read_bytes() for file in sorted(folder.glob("*.py")))
+    return blake2b(sources, digest_size=4).hexdigest()
+
+
+SOURCES = _stamp(Path(__file__).parent)
+
+
 def readable(dtype: types.Type, dims: int = 2) -> types.Array:
     """The type of a C-contiguous array that is only read, and may be read-only."""
     return types.Array(dtype, dims, "C", readonly=True)
@@ -39,13 +54,18 @@ def writable(dtype: types.Type, dims: int = 2) -> types.Array:
 
 
 class Kernel(Generic[P, R]):
-    """A compiled function. It lets other Python threads run, and compiles with its first call at the latest."""
+    """A compiled function. It compiles with its first call at the latest."""
 
-    def __init__(self, function: Callable[P, R], signatures: Sequence[Any], any_order: bool) -> None:
+    def __init__(self, function: Callable[P, R], signatures: Sequence[Any], any_order: bool, nogil: bool) -> None:
         self.function = function
+        function.__qualname__ = f"{function.__qualname__}_{SOURCES}"
         self.__doc__, self.__name__ = function.__doc__, function.__name__
         self._signatures = signatures
-        self._options = {"nogil": True, "error_model": "numpy", "fastmath": ANY_ORDER if any_order else False}
+        self._options = {
+            "nogil": nogil,
+            "error_model": "numpy",
+            "fastmath": set(ANY_ORDER) if any_order else False,
+        }
         self._compiled: Callable[P, R] | None = None
         self._compiling = threading.Lock()
 
@@ -72,14 +92,17 @@ class Kernel(Generic[P, R]):
             return numba.njit(**self._options)(self.function)
 
 
-def kernel(*signatures: Any, any_order: bool = False) -> Callable[[Callable[P, R]], Kernel[P, R]]:
+def kernel(
+    *signatures: Any, any_order: bool = False, nogil: bool = True
+) -> Callable[[Callable[P, R]], Kernel[P, R]]:
     """Decorator: compile a function for these signatures, such as `types.void(readable(types.int64, 1))`.
 
-    With `any_order` the order in which floats are added is the compiler's.
+    With `any_order` the order in which floats are added is the compiler's. With `nogil` other Python threads run
+    meanwhile, and it may have to wait for one of them afterwards, 5 ms each time: not where others wait for it.
     """
 
     def decorate(function: Callable[P, R]) -> Kernel[P, R]:
-        made = Kernel(function, signatures, any_order)
+        made = Kernel(function, signatures, any_order, nogil)
         _kernels.append(made)
         return made
 
@@ -88,6 +111,12 @@ def kernel(*signatures: Any, any_order: bool = False) -> Callable[[Callable[P, R
 
 # For what kernels call: compiled as a part of them.
 inlined = numba.njit(inline="always", error_model="numpy")
+# The same, but that floats are added in order, or in any, whatever the kernel's own order is. They take arrays and
+# return numbers: the arrays' references, which a kernel holds, are not counted once more for each row.
+in_order = numba.njit(forceinline=True, error_model="numpy", _nrt=False)
+in_any_order = numba.njit(forceinline=True, error_model="numpy", _nrt=False, fastmath=set(ANY_ORDER))
+# For what is rare, and would be in the way of vectorising the rest.
+called = numba.njit(error_model="numpy", _nrt=False)
 
 
 def warm() -> int:
@@ -96,7 +125,23 @@ def warm() -> int:
     """
     package = importlib.import_module(_PACKAGE)
     for module in pkgutil.iter_modules(package.__path__, f"{_PACKAGE}."):
-        importlib.import_module(module.name)
+        if not module.name.endswith("__"):
+            importlib.import_module(module.name)
     for each in _kernels:
         each.compile()
     return len(_kernels)
+
+
+def keep_in(folder: Path) -> None:
+    """Keep what is compiled in a folder of the process's own, if it cannot be kept where it is.
+
+    It begins with what is there already: what was compiled when an image was built need not be compiled again.
+    Before the first call of a kernel.
+    """
+    named = numba.config.CACHE_DIR
+    kept = Path(named) if named else Path(__file__).parent
+    if os.access(kept, os.W_OK) or (named and not kept.exists()):
+        return
+    if named:
+        shutil.copytree(kept, folder, dirs_exist_ok=True)
+    numba.config.CACHE_DIR = str(folder)

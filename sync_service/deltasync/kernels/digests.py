@@ -68,3 +68,16 @@ def checksum_of_all(digests: Digests) -> np.uint64:
             digest += digests[row, segment]
         total += share(row, digest)
     return total
+
+
+@kernel(types.uint64(writable(types.uint64, 1), readable(types.int64, 1), readable(types.uint64, 1)))
+def exchange(held: Digests, ids: NDArray[np.int64], digests: Digests) -> np.uint64:
+    """Set the digests of the rows `ids` [n] of `held` [rows] to others [n]; returns by how much the table's
+    checksum changes.
+    """
+    change = _U64(0)
+    for index in range(ids.shape[0]):
+        row = ids[index]
+        change += share(row, digests[index]) - share(row, held[row])
+        held[row] = digests[index]
+    return change

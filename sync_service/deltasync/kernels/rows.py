@@ -32,9 +32,12 @@ def gather(table: Words, ids: Numbers, rows: Words) -> None:
             rows[index, word] = table[row, word]
 
 
-@kernel(*(types.void(writable(word), types.uint64, _IDS, readable(word)) for word in WORDS))
+@kernel(*(types.void(writable(word), types.uint64, _IDS, readable(word)) for word in WORDS), nogil=False)
 def scatter(table: Words, first: int, ids: Numbers, rows: Words) -> None:
-    """Copy rows [n, w] to the rows `ids` [n] of a table [N, W], from its word `first` on."""
+    """Copy rows [n, w] to the rows `ids` [n] of a table [N, W], from its word `first` on.
+
+    It keeps other Python threads out: readers wait for a release that may be scattered in many calls.
+    """
     for index in range(ids.shape[0]):
         row = _U64(ids[index])
         for word in range(_U64(rows.shape[1])):

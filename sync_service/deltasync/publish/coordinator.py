@@ -163,7 +163,7 @@ class CutCoordinator:
             # The service ends. A flush at the later version would cut the log of rows that are only there.
             raise ServiceUnavailable(f"version {newest} is not applied yet; send step {cut.step} again")
         seal = _seal_of(cut, self.model.seals.newest)
-        await asyncio.wrap_future(self.model.store.seal(seal))
+        await asyncio.wrap_future(self.model.store.seal(seal, cut.unwritten))
         self.model.seals.append(seal)
         # Before anything that could fail: from here on it is part of the history.
         self._applying = self._tasks.create_task(self._apply(seal, cut.rows_in_memory()))

@@ -1,7 +1,8 @@
 """Parts of a cut, until all ranks have closed theirs."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -43,6 +44,7 @@ class RankPart:
     named_rows: Counter[int] = field(default_factory=Counter)
     new_rows: Counter[int] = field(default_factory=Counter)  # Of these, those that were never published.
     kept: list[RowBatch] = field(default_factory=list)
+    unwritten: Sequence[Future[None]] = ()  # By the log, when the part was closed.
 
     def add(self, slot: int, rows: RowBatch) -> None:
         """Count rows that arrived: live ones and deletes, each by ascending ids, so that none comes twice.
@@ -111,8 +113,9 @@ class Cut:
         step_end_unix_ns: int,
         deletes: frozenset[int] = frozenset(),
         event_time_unix_ns: int | None = None,
+        unwritten: Sequence[Future[None]] = (),
     ) -> None:
-        """Close a rank's part.
+        """Close a rank's part, of which the log may still have some writes before it.
 
         Raises:
             InvalidInput: the part's count of rows is not what arrived, or it claims to be full and lacks rows that
@@ -137,7 +140,7 @@ class Cut:
             event_time_unix_ns,
             deletes,
         )
-        part.closed, part.full = True, full
+        part.closed, part.full, part.unwritten = True, full, unwritten
 
     def closed_by(self, rank: int) -> bool:
         """Whether a rank has closed its part."""
@@ -149,18 +152,21 @@ class Cut:
         Raises:
             Contradiction: some values of a table belong to no rank's shard.
         """
-        for name, gap in self._gaps().items():
-            if gap and (self.must_be_full or self.published.get(name, 0) < self.tables[name].rows):
+        everything = self.must_be_full
+        names = [n for n, table in self.tables.items() if everything or self.published.get(n, 0) < table.rows]
+        for name, gap in self._gaps(names).items():
+            if gap:
                 raise Contradiction(
                     f"table {name!r}: {gap} are in no rank's shard: publish all of it, or another model"
                 )
 
-    def _gaps(self) -> dict[str, str | None]:
-        shards: dict[str, list[Shard]] = {name: [] for name in self.tables}
-        for part in self.parts.values():
+    def _gaps(self, names: Iterable[str]) -> dict[str, str | None]:
+        shards: dict[str, list[Shard]] = {name: [] for name in names}
+        for part in self.parts.values() if shards else ():
             for shard in part.shards:
-                shards[shard.table.name].append(shard)
-        return {name: _gap(table, shards[name]) for name, table in self.tables.items()}
+                if shard.table.name in shards:
+                    shards[shard.table.name].append(shard)
+        return {name: _gap(self.tables[name], held) for name, held in shards.items()}
 
     @property
     def must_be_full(self) -> bool:
@@ -177,7 +183,13 @@ class Cut:
         """Names of the tables of which full parts have named all rows that there are."""
         if not all(part.full for part in self.parts.values()):
             return ()
-        return tuple(name for name, gap in self._gaps().items() if not gap)
+        return tuple(name for name, gap in self._gaps(self.tables).items() if not gap)
+
+    @property
+    def unwritten(self) -> list[Future[None]]:
+        """Writes that were under way when the parts were closed, and have not succeeded yet."""
+        writes = (write for part in self.parts.values() for write in part.unwritten)
+        return [write for write in writes if not write.done() or write.exception()]
 
     @property
     def complete(self) -> bool:

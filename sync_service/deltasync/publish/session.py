@@ -116,7 +116,8 @@ class PublishSession:
         open_cut.cut.keep(part, batch)
         self._append(open_cut.cut, part, chunk.rows.slot, batch)
         # Last: while this waits, another stream may begin the part anew.
-        await self._wait_written(_UNWRITTEN_CHUNKS)
+        while len(self._unwritten) > _UNWRITTEN_CHUNKS:
+            await asyncio.wrap_future(self._unwritten.popleft())
 
     async def close(self, close: publish_pb2.PartClose) -> Position:
         """End this rank's part; the position the cut was sealed at, once it is durable.
@@ -136,8 +137,6 @@ class PublishSession:
         if open_cut := self._closed_before(close.step):
             return await asyncio.shield(open_cut.sealed)
         open_cut, part = self._part_of(close.step)
-        await self._wait_written(0)
-        self._check_current()
         event_time, differing = event_time_from_message(close), self._differing(close)
         check_event_time(event_time)
         open_cut.cut.close(
@@ -147,7 +146,9 @@ class PublishSession:
             step_end_unix_ns=close.step_end_unix_ns,
             deletes=frozenset(close.deletes),
             event_time_unix_ns=event_time,
+            unwritten=tuple(self._unwritten),
         )
+        self._unwritten.clear()
         self._coordinator.differing |= differing
         self._part = None
         self._coordinator.seal_when_complete()
@@ -195,10 +196,6 @@ class PublishSession:
         part.log_bytes += packed_bytes(rows)
         appended = self._model.store.append(cut.version, self.rank, index, slot, rows, part.layout)
         self._unwritten.append(appended)
-
-    async def _wait_written(self, but: int) -> None:
-        while len(self._unwritten) > but:
-            await asyncio.wrap_future(self._unwritten.popleft())
 
     def _check_current(self) -> None:
         if self._coordinator.sessions.get(self.rank) is not self:

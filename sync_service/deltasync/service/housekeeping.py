@@ -1,11 +1,12 @@
 """What is done every second: flushing tables before the log grows too large, looking for damaged rows, forgetting
-replicas long gone.
+replicas long gone, and telling the system what new threads are called.
 """
 
 import asyncio
 
 from deltasync.core.damage import ranges
 from deltasync.core.events import EventKind
+from deltasync.core.threads import name_threads
 from deltasync.feeds.damage import without
 from deltasync.feeds.model import Model
 from deltasync.service.service import Service
@@ -24,9 +25,11 @@ async def housekeeping(service: Service) -> None:
 
 
 async def _keep(service: Service) -> None:
+    name_threads()
     service.registry.forget_the_gone()
     for model in list(service.models.values()):
         await _look_after_rows(service, model)
+    await service.views.look_after_rows()
     full = service.log.refusing
     await _flush(service, 0 if full else service.options.flush_bytes)
     if full:

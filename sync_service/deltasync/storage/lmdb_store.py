@@ -9,13 +9,14 @@ A checksum is of key and payload, so that a record under another key is found li
 itself writes around them has none (heads and inner keys of its pages, its list of free pages): damage there is
 found as far as LMDB finds it, as keys out of order, or as records that are missing.
 
-One thread writes; it commits all that has gathered since its last commit together (group commit).
+One thread writes; it commits all that has gathered since its last commit together (group commit). It is not woken
+by what is patient.
 """
 
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -35,7 +36,12 @@ logger = logging.getLogger(__name__)
 _RECORDS, _META = b"records", b"meta"
 _COMMIT_OPERATIONS = 32  # Bounds what one transaction holds in memory: 32 chunks of at most 1 MiB.
 
+_WAITING_OPERATIONS = 8  # So many that may wait for others do not wait any longer.
+
 Write = Callable[[lmdb.Transaction], None]
+
+
+_Submitted = tuple[Write, Future[None]]
 
 
 class LmdbStore:
@@ -54,43 +60,52 @@ class LmdbStore:
         self._full_bytes = options.max_bytes - _reserve(options.max_bytes)
         self.refusing = False
         self._records, self._meta = (self._env.open_db(name) for name in (_RECORDS, _META))
-        self._queue: queue.SimpleQueue[tuple[Write, Future[None]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[list[_Submitted] | None] = queue.SimpleQueue()
+        self._waiting: list[_Submitted] = []  # Patient ones, of which the writer knows nothing yet.
+        self._submitting = threading.Lock()
         self._writer = threading.Thread(target=self._write_loop, name="log-writer", daemon=True)
         self._writer.start()
 
     def close(self) -> None:
         """Commit what was submitted and close the file."""
-        self._queue.put(None)
+        with self._submitting:
+            self._queue.put(self._waiting)
+            self._queue.put(None)
         self._writer.join()
         self._env.close()
 
     # Writing.
 
-    def append(self, stream: str, number: int, part: int, index: int, *payload: Buffer) -> Future[None]:
-        """Write a record, whose payload comes in pieces."""
+    def append(
+        self,
+        stream: str,
+        number: int,
+        part: int,
+        index: int,
+        *payload: Buffer,
+        after: Sequence[Future[None]] = (),
+        patient: bool = False,
+    ) -> Future[None]:
+        """Write a record, whose payload comes in pieces, unless a write `after` which it comes was refused."""
         key = key_of(stream, number, part, index)
-        value = with_checksum(key, *payload)
-        return self._submit(lambda txn: self._append(txn, key, value))
+        return self._submit(lambda txn: self._append(txn, key, payload, after), patient=patient)
 
-    def drop(self, stream: str, number: int, part: int | None = None) -> Future[None]:
+    def drop(self, stream: str, number: int, part: int | None = None, *, patient: bool = False) -> Future[None]:
         """Forget the records from `number` on, or only those of one part of `number`."""
         first, last = key_of(stream, number, part or 0, 0), key_of(stream, number, part or 0, LAST_PART)
         if part is None:
             last = key_of(stream, LAST_NUMBER, LAST_PART, LAST_PART)
-        return self._submit(lambda txn: self._delete_range(txn, first, last))
+        return self._submit(lambda txn: self._delete_range(txn, first, last), patient=patient)
 
     def truncate(self, stream: str, upto: int) -> Future[None]:
         """Forget the records up to number `upto`."""
         first, last = key_of(stream, 0, 0, 0), key_of(stream, upto, LAST_PART, LAST_PART)
         return self._submit(lambda txn: self._delete_range(txn, first, last))
 
-    def put(self, name: str, value: bytes | None) -> Future[None]:
-        """Keep a small record; None forgets it."""
+    def put(self, name: str, value: bytes | None, *, after: Sequence[Future[None]] = ()) -> Future[None]:
+        """Keep a small record, unless a write `after` which it comes was refused; None forgets it."""
         key = name.encode()
-        if value is None:
-            return self._submit(lambda txn: _delete(txn, key, self._meta))
-        checked = with_checksum(key, value)
-        return self._submit(lambda txn: _put(txn, key, checked, self._meta))
+        return self._submit(lambda txn: self._keep(txn, key, value, after))
 
     # Reading.
 
@@ -157,10 +172,21 @@ class LmdbStore:
 
     # The writer's thread.
 
-    def _append(self, txn: lmdb.Transaction, key: bytes, value: bytes) -> None:
+    def _append(
+        self, txn: lmdb.Transaction, key: bytes, payload: Sequence[Buffer], after: Sequence[Future[None]]
+    ) -> None:
+        _check_written(after)
+        value = with_checksum(key, *payload)
         if self._used(txn) + len(value) > self._full_bytes:
             raise lmdb.MapFullError("full, but for what deleting needs")
         _put(txn, key, value, self._records)
+
+    def _keep(self, txn: lmdb.Transaction, key: bytes, value: bytes | None, after: Sequence[Future[None]]) -> None:
+        _check_written(after)
+        if value is None:
+            _delete(txn, key, self._meta)
+        else:
+            _put(txn, key, with_checksum(key, value), self._meta)
 
     def _delete_range(self, txn: lmdb.Transaction, first: bytes, last: bytes) -> None:
         with txn.cursor(self._records) as cursor:
@@ -168,10 +194,14 @@ class LmdbStore:
             while more and bytes(cursor.key()) <= last:
                 more = cursor.delete()
 
-    def _submit(self, write: Write) -> Future[None]:
+    def _submit(self, write: Write, *, patient: bool = False) -> Future[None]:
         done: Future[None] = Future()
         done.set_running_or_notify_cancel()  # A write cannot be taken back, even if its waiter is cancelled.
-        self._queue.put((write, done))
+        with self._submitting:
+            self._waiting.append((write, done))
+            if not patient or len(self._waiting) == _WAITING_OPERATIONS:
+                self._queue.put(self._waiting)
+                self._waiting = []
         return done
 
     def _write_loop(self) -> None:
@@ -182,17 +212,15 @@ class LmdbStore:
             if closing:
                 return
 
-    def _gather(self) -> tuple[list[tuple[Write, Future[None]]], bool]:
-        item = self._queue.get()
-        batch = []
-        while item is not None:
-            batch.append(item)
-            if len(batch) == _COMMIT_OPERATIONS or self._queue.empty():
+    def _gather(self) -> tuple[list[_Submitted], bool]:
+        batch: list[_Submitted] = []
+        while (submitted := self._queue.get()) is not None:
+            batch += submitted
+            if len(batch) >= _COMMIT_OPERATIONS or self._queue.empty():
                 return batch, False
-            item = self._queue.get()
         return batch, True
 
-    def _commit(self, batch: list[tuple[Write, Future[None]]]) -> None:
+    def _commit(self, batch: list[_Submitted]) -> None:
         try:
             with self._env.begin(write=True) as txn:
                 for write, _ in batch:
@@ -208,6 +236,9 @@ class LmdbStore:
             done.set_result(None)
 
     def _fail(self, done: Future[None], error: Exception) -> None:
+        if isinstance(error, StorageFailed):  # Of a write that this one was to come after, told already.
+            done.set_exception(error)
+            return
         logger.error("the log could not be written: %r", error, exc_info=not isinstance(error, lmdb.Error))
         self.refusing |= isinstance(error, lmdb.MapFullError)
         failure = _storage_failed(error)
@@ -250,6 +281,13 @@ def _storage_failed(error: Exception) -> StorageFailed:
 def _reserve(max_bytes: int) -> int:
     """Bytes that rows may not take: deleting needs free pages too, the more the more is deleted."""
     return max(max_bytes // 16, 256 << 10)
+
+
+def _check_written(writes: Sequence[Future[None]]) -> None:
+    for write in writes:
+        # One that is not done was written by this very transaction.
+        if write.done() and (error := write.exception()):
+            raise error
 
 
 def _put(txn: lmdb.Transaction, key: bytes, value: bytes, db: Any) -> None:

@@ -2,10 +2,11 @@
 
 It has streams of records, and small records by name. A stream is called, say, `cuts/clicks`, and its records have
 an address: number, part, index, in this order. A small record is called, say, `consumer/mobile`, and is replaced
-as a whole. Writes reach the disk in the order in which they were submitted, each by itself or several together.
+as a whole. Writes reach the disk in the order in which they were submitted, each by itself or several together:
+one that is on disk shows that those before it are, as far as they were not refused.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +49,8 @@ class LogStore(Protocol):
     """A log. Used from any thread.
 
     Every method that writes returns at once; its future is done when the write is on disk, or fails with
-    `StorageFailed`: then nothing was written. A write that fails takes no other with it.
+    `StorageFailed`: then nothing was written. A write that fails takes no other with it. One that is `patient` may
+    lie in memory until one comes that is not, or there are several: for what matters only with a later one.
 
     Attributes:
         refusing: a write was refused for want of room; whoever has made room sets it to False.
@@ -56,20 +58,33 @@ class LogStore(Protocol):
 
     refusing: bool
 
-    def append(self, stream: str, number: int, part: int, index: int, *payload: Buffer) -> Future[None]:
+    def append(
+        self,
+        stream: str,
+        number: int,
+        part: int,
+        index: int,
+        *payload: Buffer,
+        after: Sequence[Future[None]] = (),
+        patient: bool = False,
+    ) -> Future[None]:
         """Write a record, whose payload comes in pieces; one of the same address is replaced.
 
-        Refused once the log is full, but for what forgetting needs.
+        The pieces must not change before it is done. Refused once the log is full, but for what forgetting needs;
+        and where one of the writes `after` which it comes, all submitted before, was refused: with that one's
+        error.
         """
 
-    def drop(self, stream: str, number: int, part: int | None = None) -> Future[None]:
+    def drop(self, stream: str, number: int, part: int | None = None, *, patient: bool = False) -> Future[None]:
         """Forget what was never finished: the records from `number` on, or only those of one part of `number`."""
 
     def truncate(self, stream: str, upto: int) -> Future[None]:
         """Forget what is no longer needed: the records up to number `upto`."""
 
-    def put(self, name: str, value: bytes | None) -> Future[None]:
-        """Keep a small record, instead of the one of that name; None forgets it. Also in a full log."""
+    def put(self, name: str, value: bytes | None, *, after: Sequence[Future[None]] = ()) -> Future[None]:
+        """Keep a small record, instead of the one of that name; None forgets it. Also in a full log; not where one
+        of the writes `after` which it comes was refused, see `append`.
+        """
 
     def read(self, stream: str, first: int = 0, last: int = LAST_NUMBER) -> Iterator[Record]:
         """The records with numbers from `first` to `last`, in the order of their addresses.

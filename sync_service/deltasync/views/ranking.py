@@ -3,17 +3,20 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deltasync.core.policy import Policy
 from deltasync.core.rows import Ids
-from deltasync.feeds.statistics import Amount
+from deltasync.kernels.ranking import rank_rows, take_largest
 
 Mask = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 Ranks = NDArray[np.uint64]
+Numbers = NDArray[np.int64]
+N = TypeVar("N", bound=np.generic)
 
 
 @dataclass(frozen=True)
@@ -37,25 +40,6 @@ class DirtyRows:
     forced: Mask
     row_bytes: int
 
-    @property
-    def ranked(self) -> "DirtyRows":
-        """Those that are not forced."""
-        free = ~self.forced
-        return DirtyRows(
-            self.ids[free],
-            self.norms[free],
-            self.never_sent[free],
-            self.overdue[free],
-            self.forced[free],
-            self.row_bytes,
-        )
-
-
-def amount_of(rows: DirtyRows, chosen: Mask) -> Amount:
-    """How much the chosen ones of a table's dirty rows are."""
-    count = int(np.count_nonzero(chosen))
-    return Amount(count, count * rows.row_bytes, math.sqrt(float(np.square(rows.norms[chosen]).sum())))
-
 
 @dataclass(frozen=True)
 class Pick:
@@ -66,95 +50,111 @@ class Pick:
 
 
 def pick(tables: Sequence[DirtyRows], policy: Policy) -> Pick:
-    """What the next release takes: all that is forced, and of the others what the policy lets out."""
-    forced = _total([table.forced for table in tables])
-    if not forced:
-        return _pick(tables, policy)
-    ranked = _pick([table.ranked for table in tables], policy)
-    taken = [table.forced.copy() for table in tables]
-    for mask, table, of_ranked in zip(taken, tables, ranked.taken, strict=True):
-        mask[~table.forced] = of_ranked
-    return Pick(taken, f"{ranked.reason}; and {forced} that no policy holds back")
+    """What the next release takes: all that is forced, and of the others what the policy lets out.
 
-
-def _pick(tables: Sequence[DirtyRows], policy: Policy) -> Pick:
-    """What it takes of rows that are ranked.
-
-    Rows are ranked: first those that were never sent, then by the norm of their delta, and equal ones by table and
-    row id. The release takes the first `top_k` rows, and all that are overdue. If these do not fit `max_bytes`, it
-    takes overdue rows first, then the others in the order of the ranking. It takes at least one row.
+    The others are ranked: first those that were never sent, then by the norm of their delta, and equal ones by
+    table and row id. The release takes the first `top_k` rows, and all that are overdue. If these do not fit
+    `max_bytes`, it takes overdue rows first, then the others in the order of the ranking. It takes at least one.
     """
-    ranks = [_ranks(table) for table in tables]
-    wanted = [table.overdue | top for table, top in zip(tables, _top(ranks, policy), strict=True)]
-    taken = wanted if policy.max_bytes is None else _within(tables, ranks, wanted, policy.max_bytes)
-    return Pick(taken, _reason(tables, wanted, taken, policy))
+    if not any(len(table.ids) for table in tables):
+        return Pick([np.zeros(0, np.bool_) for _ in tables], "took all 0 dirty rows")
+    rows = _Candidates.of(tables)
+    wanted = rows.overdue | rows.top(policy)
+    taken = wanted if policy.max_bytes is None else rows.within(wanted, policy.max_bytes)
+    reason, forced = rows.reason(wanted, taken, policy), _count(rows.forced)
+    if forced:
+        taken, reason = taken | rows.forced, f"{reason}; and {forced} that no policy holds back"
+    return Pick(np.split(taken, rows.ends), reason)
 
 
-def _ranks(table: DirtyRows) -> Ranks:
-    """Numbers that order rows: the bits of the norm, which order as norms do; the topmost bit is `never_sent`."""
-    return np.abs(table.norms).view(np.uint64) | table.never_sent.astype(np.uint64) << np.uint64(63)
+@dataclass(frozen=True, eq=False)
+class _Candidates:
+    """The dirty rows of all tables, one table after the other.
+
+    Attributes:
+        ranks: [n] uint64, which order them.
+        never_sent: [n] whether a row was never sent.
+        free: [n] whether the policy has a say in it.
+        overdue: [n] whether it is one of these and overdue.
+        forced: [n] whether the policy has none.
+        ends: where each table but the last one ends.
+        sizes: [n] int64, bytes of each row.
+    """
+
+    ranks: Ranks
+    never_sent: Mask
+    free: Mask
+    overdue: Mask
+    forced: Mask
+    ends: Numbers
+    sizes: Numbers
+
+    @classmethod
+    def of(cls, tables: Sequence[DirtyRows]) -> "_Candidates":
+        norms, never_sent = _joined([each.norms for each in tables]), _joined([each.never_sent for each in tables])
+        overdue, forced = _joined([each.overdue for each in tables]), _joined([each.forced for each in tables])
+        ranks, lengths = np.empty(len(norms), np.uint64), [len(each.ids) for each in tables]
+        rank_rows(norms.view(np.uint64), never_sent, ranks)
+        sizes = np.repeat(np.array([each.row_bytes for each in tables], np.int64), lengths)
+        return cls(ranks, never_sent, ~forced, overdue & ~forced, forced, np.cumsum(lengths)[:-1], sizes)
+
+    def top(self, policy: Policy) -> Mask:
+        """The first rows of the ranking: of all tables together, or of each."""
+        if policy.top_k is None:
+            return self.free
+        groups = np.split(self.ranks, self.ends), np.split(self.free, self.ends)
+        if not policy.top_k_per_table:
+            groups = [self.ranks], [self.free]
+        return _joined([_top(*each, policy.top_k) for each in zip(*groups, strict=True)])
+
+    def within(self, wanted: Mask, max_bytes: int) -> Mask:
+        """The most urgent of the wanted rows that fit."""
+        if self._bytes(wanted) <= max_bytes:
+            return wanted
+        left = max_bytes - self._bytes(self.overdue)
+        if left < 0:
+            return self._fitting(self.overdue, max_bytes)
+        return self.overdue | self._fitting(wanted & ~self.overdue, left, least=not self.overdue.any())
+
+    def _fitting(self, wanted: Mask, max_bytes: int, *, least: bool = True) -> Mask:
+        """The first of the wanted rows that fit; `least`: at least one of them."""
+        taken = take_largest(self.ranks, self.sizes, wanted, max_bytes)
+        return _first(self.ranks, wanted, 1) if least and not taken.any() else taken
+
+    def _bytes(self, rows: Mask) -> int:
+        return int(self.sizes.sum(where=rows))
+
+    def reason(self, wanted: Mask, taken: Mask, policy: Policy) -> str:
+        dirty, took, fit = _count(self.free), _count(taken), _count(wanted)
+        if took == dirty:
+            return f"took all {dirty} dirty rows"
+        new, old = _count(self.never_sent & taken), _count(self.overdue & taken)
+        ranked = policy.top_k and fit < dirty
+        why = [f"top_k {_amount(policy)} takes those that have changed most"] if ranked else []
+        why += [f"no more than {took} of {fit} fit max_bytes {policy.max_bytes}"] if took < fit else []
+        why += [f"{new} were never sent before"] if new else []
+        why += [f"{old} were older than max_age_seconds {policy.max_age_seconds:g}"] if old else []
+        return f"took {took} of {dirty} dirty rows: {'; '.join(why)}"
 
 
-def _top(ranks: Sequence[Ranks], policy: Policy) -> list[Mask]:
-    """The first rows of the ranking: of all tables together, or of each."""
-    if policy.top_k_per_table:
-        return [_first(each, policy.top_k) for each in ranks]
-    return _split(_first(_joined(ranks), policy.top_k), ranks)
+def _top(ranks: Ranks, free: Mask, top_k: float) -> Mask:
+    """What a top-k lets out of these rows."""
+    rows = _count(free)
+    count = max(1, math.ceil(round(top_k * rows, 6))) if top_k < 1 else int(top_k)
+    return free if count >= rows else _first(ranks, free, count)
 
 
-def _first(ranks: Ranks, top_k: float | None) -> Mask:
-    dirty = len(ranks)
-    count = dirty if top_k is None else max(1, math.ceil(round(top_k * dirty, 6))) if top_k < 1 else int(top_k)
-    if count >= dirty:
-        return np.ones(dirty, np.bool_)
-    last = np.partition(ranks, dirty - count)[dirty - count]
-    taken: Mask = ranks > last
-    ties = np.flatnonzero(ranks == last)
-    taken[ties[: count - int(np.count_nonzero(taken))]] = True
-    return taken
+def _first(ranks: Ranks, wanted: Mask, count: int) -> Mask:
+    """The first so many of the wanted rows."""
+    return take_largest(ranks, np.ones(len(ranks), np.int64), wanted, count)
 
 
-def _within(
-    tables: Sequence[DirtyRows], ranks: Sequence[Ranks], wanted: Sequence[Mask], max_bytes: int
-) -> list[Mask]:
-    """The most urgent of the wanted rows that fit."""
-    sizes = np.repeat([table.row_bytes for table in tables], [len(table.ids) for table in tables])
-    chosen = np.flatnonzero(np.concatenate([*wanted, np.zeros(0, np.bool_)]))
-    if int(sizes[chosen].sum()) <= max_bytes:
-        return list(wanted)
-    overdue = np.concatenate([*(table.overdue for table in tables), np.zeros(0, np.bool_)])
-    ordered = chosen[np.lexsort((~_joined(ranks)[chosen], ~overdue[chosen]))]  # Stable: ties stay in order.
-    fit = max(1, int(np.searchsorted(np.cumsum(sizes[ordered]), max_bytes, side="right")))
-    taken = np.zeros(len(sizes), np.bool_)
-    taken[ordered[:fit]] = True
-    return _split(taken, ranks)
+def _joined(parts: Sequence[NDArray[N]]) -> NDArray[N]:
+    return np.concatenate(parts) if len(parts) != 1 else parts[0]
 
 
-def _joined(parts: Sequence[Ranks]) -> Ranks:
-    return np.concatenate([*parts, np.zeros(0, np.uint64)])
-
-
-def _split(mask: Mask, like: Sequence[Ranks]) -> list[Mask]:
-    ends = np.cumsum([len(each) for each in like])
-    return np.split(mask, ends[:-1]) if like else []
-
-
-def _reason(tables: Sequence[DirtyRows], wanted: Sequence[Mask], taken: Sequence[Mask], policy: Policy) -> str:
-    dirty, took, fit = sum(len(table.ids) for table in tables), _total(taken), _total(wanted)
-    if took == dirty:
-        return f"took all {dirty} dirty rows"
-    new = _total([table.never_sent & mask for table, mask in zip(tables, taken, strict=True)])
-    old = _total([table.overdue & mask for table, mask in zip(tables, taken, strict=True)])
-    ranked = policy.top_k and fit < dirty
-    why = [f"top_k {_amount(policy)} takes those that have changed most"] if ranked else []
-    why += [f"no more than {took} of {fit} fit max_bytes {policy.max_bytes}"] if took < fit else []
-    why += [f"{new} were never sent before"] if new else []
-    why += [f"{old} were older than max_age_seconds {policy.max_age_seconds:g}"] if old else []
-    return f"took {took} of {dirty} dirty rows: {'; '.join(why)}"
-
-
-def _total(masks: Sequence[Mask]) -> int:
-    return sum(int(np.count_nonzero(mask)) for mask in masks)
+def _count(mask: Mask) -> int:
+    return int(np.count_nonzero(mask))
 
 
 def _amount(policy: Policy) -> str:

@@ -1,5 +1,6 @@
 """A release before it is made: the rows that it takes, and what is known of those that it leaves."""
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,11 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltasync.core.errors import StorageFailed
-from deltasync.core.rows import RowBatch
+from deltasync.core.rows import Ids, RowBatch
 from deltasync.feeds.frozen_release import Head
 from deltasync.feeds.scratch import room_for
 from deltasync.feeds.statistics import Amount, Backlog, ReleaseStatistics, total
-from deltasync.views.ranking import DirtyRows, Mask, Pick, amount_of
+from deltasync.kernels.ranking import split_amounts
+from deltasync.views.ranking import DirtyRows, Mask, Pick
 from deltasync.views.release_log import Piece, ReleaseLog
 from deltasync.views.store import NewestRelease, ViewState
 from deltasync.views.table import ViewTable
@@ -32,8 +34,6 @@ class TableDraft:
         dirty: its dirty rows.
         since: [dirty rows] int64, the version since which each is dirty.
         taken: which of them the release takes; without those that could not be written.
-        rows: those that were picked, encoded.
-        deletes: of those that were picked, the ones that are no more.
         norm: the L2 norm of all rows of the model's table.
     """
 
@@ -41,14 +41,7 @@ class TableDraft:
     dirty: DirtyRows
     since: NDArray[np.int64]
     taken: Mask
-    rows: RowBatch
-    deletes: RowBatch
     norm: float
-
-    def pieces(self, slot: int) -> Iterator[Piece]:
-        """What it takes, piece by piece, live rows without their values as yet."""
-        batches = (*chunked(self.rows), *chunked(self.deletes))
-        return (Piece(slot, index, rows) for index, rows in enumerate(batches))
 
     def needs(self, piece: RowBatch) -> bool:
         """Whether some of the rows of a piece are forced."""
@@ -59,16 +52,17 @@ class TableDraft:
         self.taken[np.searchsorted(self.dirty.ids, piece.ids)] = False
 
     @property
-    def amount(self) -> Amount:
-        """How much it takes."""
-        return amount_of(self.dirty, self.taken)
+    def taken_ids(self) -> Ids:
+        """The rows that it takes."""
+        return self.dirty.ids[self.taken]
 
-    @property
-    def backlog(self) -> Backlog:
-        """What it leaves."""
-        left = ~self.taken
-        oldest = int(self.since[left].min()) if np.any(left) else 0
-        return Backlog(amount_of(self.dirty, left), self.norm, oldest)
+    def amounts(self) -> tuple[Amount, Backlog]:
+        """How much it takes, and what it leaves."""
+        size, every = self.dirty.row_bytes, len(self.taken)
+        rows, of_taken, of_left, oldest = split_amounts(self.dirty.norms, self.since, self.taken)
+        taken = Amount(int(rows), int(rows) * size, math.sqrt(of_taken))
+        left = Amount(every - taken.rows, every * size - taken.bytes, math.sqrt(of_left))
+        return taken, Backlog(left, self.norm, int(oldest))
 
 
 @dataclass
@@ -89,25 +83,28 @@ class ReleaseDraft:
     log: ReleaseLog
     written: list[Piece] = field(default_factory=list)
 
-    def settle(self) -> StorageFailed | None:
-        """Wait until the log has the rows; those that it has not are left for later. Blocks; returns why.
+    def settle(self, before: ViewState) -> tuple[ViewState, StorageFailed | None]:
+        """Wait until the log has the rows, and that there is a release of them; rows that it has not are left for
+        later. Blocks; returns the state `before`, as it is once the release is made, and why rows are left.
 
         Raises:
             StorageFailed: none of them is to be released. So it is where the log lacks some that are forced: these
                 belong together.
         """
-        self.written, refused, failure = self.log.settle()
+        after = self.state_after(before)
+        self.written, refused, failure = self.log.settle(after.newest if after.head != before.head else None)
         if failure and any(self.tables[piece.slot].needs(piece.rows) for piece in refused):
             raise failure
         for piece in refused:
             self.tables[piece.slot].give_up(piece.rows)
-        return failure
+        return (self.state_after(before) if failure else after), failure
 
     def state_after(self, before: ViewState) -> ViewState:
         """The state once it is made; where it takes no rows, with the release of before and the backlog of now."""
-        backlogs = {draft.table.source.spec.name: draft.backlog for draft in self.tables}
+        amounts = {draft.table.source.spec.name: draft.amounts() for draft in self.tables}
+        backlogs = {name: backlog for name, (_, backlog) in amounts.items()}
         state = replace(before, compared_version=self.head.version, backlog=backlogs, mixed=False)
-        taken = total(draft.amount for draft in self.tables)
+        taken = total(amount for amount, _ in amounts.values())
         left = total(each.amount for each in backlogs.values())
         if taken.rows:
             return replace(state, newest=new_release(self.head, taken, left, self.reason))
@@ -130,27 +127,31 @@ def draw(
 
     Raises:
         StorageFailed: there is no room for them.
+        DamagedRows: some of the model's rows do not fit their digests.
     """
     sizes = [int(np.count_nonzero(mask)) for mask in picked.taken]
     size = sum(rows * table.held.spec.row_bytes for rows, table in zip(sizes, tables, strict=True))
     folder = scratch if size > _MEMORY_BYTES else None
-    drafts = [_draft(*each, folder) for each in zip(tables, dirty, picked.taken, strict=True)]
+    drafts = [
+        TableDraft(table, rows, table.dirty.since, taken, table.source.norm)
+        for table, rows, taken in zip(tables, dirty, picked.taken, strict=True)
+    ]
     for slot, draft in enumerate(drafts):
-        for piece in draft.pieces(slot):
-            if not piece.rows.deleted:
-                piece.rows.values[:] = draft.table.encoded(piece.rows.ids)
-            log.add(piece)
+        for index, rows in enumerate(_rows(draft, folder) if sizes[slot] else ()):
+            log.add(Piece(slot, index, rows))
     return ReleaseDraft(head, drafts, picked.reason, log)
 
 
-def _draft(table: ViewTable, dirty: DirtyRows, taken: Mask, folder: Path | None) -> TableDraft:
-    """What a release takes of a table: as yet with room for the rows only."""
-    deleted, spec = table.source.deleted(dirty.ids), table.held.spec
-    live = taken & ~deleted
-    ids = dirty.ids[live]
+def _rows(draft: TableDraft, folder: Path | None) -> Iterator[RowBatch]:
+    """What a release takes of a table, piece by piece, and at the end what is no more."""
+    table, taken, spec = draft.table, draft.taken, draft.table.held.spec
+    deleted = table.dirty.deleted
+    live = taken & ~deleted if deleted.any() else taken
+    ids, norms = draft.dirty.ids[live], draft.dirty.norms[live]
     room = room_for((len(ids), spec.dim), spec.dtype, folder, f"a release of table {spec.name!r}")
-    rows, deletes = table.batch(ids, room, dirty.norms[live]), table.deletes(dirty.ids[taken & deleted])
-    return TableDraft(table, dirty, table.dirty_since[dirty.ids], taken, rows, deletes, table.source.norm)
+    for piece in chunked(table.batch(ids, room, norms)):
+        yield table.drawn(piece)
+    yield from chunked(table.deletes(draft.dirty.ids[taken & deleted]))
 
 
 def new_release(head: Head, taken: Amount, backlog: Amount, reason: str) -> NewestRelease:

@@ -1,5 +1,6 @@
-"""Making one release, in three steps, so that nothing waits for a disk where cuts are applied:
+"""Making one release, in steps, so that nothing waits for a disk where cuts are applied:
 
+    look     on the model's thread, in blocks, where much has changed: compare it with what replicas hold
     draw     on the model's thread: find the dirty rows, pick some, copy them, encoded, for the log
     settle   elsewhere: wait until the log has them, and write down that there is a release of them
     apply    on the model's thread: write them into the view, which makes the release visible
@@ -14,15 +15,21 @@ from pathlib import Path
 
 import numpy as np
 
+from deltasync.core.damage import DamagedRows
 from deltasync.core.policy import Policy
+from deltasync.core.progress import Progress
 from deltasync.core.tables import TableKind
 from deltasync.feeds.frozen_release import Head
 from deltasync.feeds.model import Model
+from deltasync.views.dirty_set import members
 from deltasync.views.ranking import DirtyRows, pick
 from deltasync.views.release_draft import ReleaseDraft, draw
 from deltasync.views.release_log import ReleaseLog
 from deltasync.views.store import ViewState, ViewStore
-from deltasync.views.table import ViewTable
+from deltasync.views.table import Look, ViewTable
+
+# Rows compared at once on the model's thread; between two such blocks cuts may be applied.
+_LOOKED_ROWS = 1 << 19
 
 
 class ReleaseMaker:
@@ -40,13 +47,19 @@ class ReleaseMaker:
         Raises:
             StorageFailed: not all of it could be written. Rows that were not written are still dirty; if only the
                 release itself could not be written down, `finish` does that before anything else.
+            DamagedRows: some of the model's rows do not fit their digests; nothing was released.
         """
         await self.finish()
-        draft = await self._model.on_thread(self._draw, policy, overdue_version)
+        await self._look_ahead()
+        try:
+            draft = await self._model.on_thread(self._draw, policy, overdue_version)
+        except DamagedRows as error:
+            self._model.note_damage(error)  # So that they are mended.
+            raise
         if draft is None:
             return
-        failure = await asyncio.to_thread(draft.settle)
-        self._logged = draft, draft.state_after(self._store.state)
+        state, failure = await asyncio.to_thread(draft.settle, self._store.state)
+        self._logged = draft, state
         await self.finish()
         if failure:
             raise failure
@@ -60,10 +73,29 @@ class ReleaseMaker:
         if self._logged is None:
             return
         draft, state = self._logged
-        if state.newest and state.head != self._store.state.head:
+        if state.newest and state.head != self._store.state.head and not draft.log.complete:
             await asyncio.to_thread(self._store.write_release, state.newest)
         await self._model.on_thread(self._apply, draft, state)
         self._logged = None
+
+    async def _look_ahead(self) -> None:
+        """Look beforehand where much has changed, in blocks between which cuts may be applied. Drawing then looks
+        at what these have changed, and so finds all that is dirty at one version.
+        """
+        state = self._store.state
+        for table in state.tables if state.head else ():
+            if table.to_compare(state.compared_version) > _LOOKED_ROWS:
+                look = await self._model.on_thread(self._begin, table, state.compared_version)
+                name = table.source.spec.name
+                progress = Progress(f"consumer {self._store.consumer!r}: comparing table {name!r}", look.rows)
+                while look.done < look.rows:
+                    await self._model.on_thread(look.advance, _LOOKED_ROWS)
+                    progress.at(look.done)
+                await self._model.on_thread(table.finish, look)
+
+    def _begin(self, table: ViewTable, compared_version: int) -> Look:
+        _ = self._model.applied  # Raises while a version is there in part: the table is then at none.
+        return table.begin(compared_version)
 
     def _draw(self, policy: Policy, overdue_version: int) -> ReleaseDraft | None:
         seal, state = self._model.applied, self._store.state
@@ -77,6 +109,8 @@ class ReleaseMaker:
     def _apply(self, draft: ReleaseDraft, state: ViewState) -> None:
         for piece in draft.written:
             draft.tables[piece.slot].table.write(piece.rows, draft.head.number)
+        for each in draft.tables:
+            each.table.settle(each.taken_ids)
         self._store.advance(state)
 
 
@@ -93,10 +127,10 @@ def find_dirty(
     """
     found = []
     for table in tables:
-        ids, norms = table.find_dirty(compared_version)
-        never_sent, overdue = table.never_sent(ids), table.dirty_since[ids] <= overdue_version
-        forced = table.source.deleted(ids) if table.source.spec.kind.ranked else np.ones(len(ids), np.bool_)
-        found.append(DirtyRows(ids, norms, never_sent, overdue, forced, policy.row_bytes(table.source.spec)))
+        dirty, ranked = table.find_dirty(compared_version), table.source.spec.kind.ranked
+        forced = dirty.deleted | members(dirty.ids, table.damaged) if ranked else np.ones(len(dirty), np.bool_)
+        overdue, row_bytes = dirty.since <= overdue_version, policy.row_bytes(table.source.spec)
+        found.append(DirtyRows(dirty.ids, dirty.norms, dirty.never_sent, overdue, forced, row_bytes))
     _force_handed_over(tables, found, compared_version)
     return found
 
@@ -110,5 +144,5 @@ def _force_handed_over(tables: Sequence[ViewTable], dirty: Sequence[DirtyRows], 
     for table, handed_over in zip(tables, dirty, strict=True):
         rows = by_name.get(table.source.spec.of)
         if table.source.spec.kind is TableKind.ID_MAP and rows:
-            changed = np.union1d(handed_over.ids, table.changed_since(compared_version))
-            rows.forced[np.isin(rows.ids, changed)] = True
+            for changed in (handed_over.ids, table.changed_since(compared_version)):
+                np.logical_or(rows.forced, members(rows.ids, changed), out=rows.forced)

@@ -6,7 +6,6 @@ replica can be given it: what a replica holds is never lost to the view in a cra
 
 import shutil
 import threading
-import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from deltasync.core.delivery import Delivery
-from deltasync.core.errors import StorageFailed
 from deltasync.core.rows import RowBatch
 from deltasync.core.steady_clock import FOREVER_NS, steady_ns
 from deltasync.core.tables import Shard
@@ -24,11 +22,13 @@ from deltasync.feeds.statistics import Backlog, ReleaseStatistics
 from deltasync.storage.log_store import LAST_NUMBER, LogStore
 from deltasync.storage.mapped_table import MappedTable
 from deltasync.storage.records import name_of, pack_json, pack_rows, packed_bytes, reading, unpack_rows
+from deltasync.storage.table_files import flush, make_tables, open_tables, remove_unused
 from deltasync.views.history import ReleaseHistory
 from deltasync.views.records import (
     delivery_of_record,
     head_of_record,
     head_record,
+    place_of_record,
     recorded_release,
     release_name,
     releases_stream,
@@ -37,7 +37,7 @@ from deltasync.views.records import (
     table_record,
     view_name,
 )
-from deltasync.views.table import ViewTable
+from deltasync.views.table import ViewTable, view_arrays
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,7 @@ class ViewStore:
     is replaced as a whole, so that every thread may read it.
 
     Attributes:
+        consumer: whose view it is.
         history: the releases there were.
         state: where the view is.
     """
@@ -100,7 +101,7 @@ class ViewStore:
         self._model = model
         self._log = log
         self._directory = directory
-        self._consumer = consumer
+        self.consumer = consumer
         self._stream = releases_stream(consumer)
         self._flushed = 0
         self._flushing = threading.Lock()
@@ -138,36 +139,50 @@ class ViewStore:
             self.state = replace(state, newest=release)
             self._cut_log(release.head.number)
 
-    def write_release(self, release: NewestRelease) -> None:
-        """Write down what the newest release is.
+    def write_release(self, release: NewestRelease, after: Sequence[Future[None]] = ()) -> None:
+        """Write down what the newest release is, `after` its rows: unless one of these writes was refused.
 
         Raises:
-            StorageFailed: the log could not be written.
+            StorageFailed: the log could not be written, or has not all of these.
         """
         record = {"head": head_record(release.head), "account": statistics_record(release.statistics)}
-        self._log.put(release_name(self._consumer), pack_json(record)).result()
+        self._log.put(release_name(self.consumer), pack_json(record), after=after).result()
 
     # Tables and their files, on any thread.
 
-    def make_table(self, source: MappedTable, delivery: Delivery) -> ViewTable:
-        """Make a table's files, all zero.
+    def make_tables(self, wanted: Mapping[Delivery, MappedTable]) -> list[ViewTable]:
+        """Make tables, by what replicas are sent of which source.
+
+        One that is there already, with room for fewer rows, begins with what that has; it is to be told to
+        `follow` it before it is used.
 
         Raises:
-            StorageFailed: there is no room.
+            StorageFailed: there is no room; what is there is as it was.
         """
-        folder = self._directory / uuid.uuid4().hex
-        try:
-            folder.mkdir(parents=True)
-            return ViewTable(source, delivery, folder, new=True)
-        except OSError as error:
-            raise StorageFailed(f"{folder} cannot be made: {error.strerror}") from error
+        smaller = {each: self.smaller(each) for each in wanted}
+        growing = {each: table for each, table in smaller.items() if table and table.files.place.offset is None}
+        files = {each: table.files.extended(view_arrays(each)) for each, table in growing.items()}
+        others = [each for each in wanted if each not in growing]
+        made = make_tables(self._directory, [view_arrays(each) for each in others]) if others else []
+        for each, new in zip(others, made, strict=True):
+            if before := smaller[each]:
+                new.copy(before.files, len(new.arrays))
+        files |= dict(zip(others, made, strict=True))
+        return [ViewTable(source, each, files[each]) for each, source in wanted.items()]
+
+    def smaller(self, delivery: Delivery) -> ViewTable | None:
+        """The table that is as a delivery wants it, but has room for fewer rows; None if there is none."""
+        for table in self.state.tables:
+            rows = table.delivery.spec.rows
+            if rows < delivery.spec.rows and table.delivery == replace(
+                delivery, spec=replace(delivery.spec, rows=rows)
+            ):
+                return table
+        return None
 
     def remove_unused(self) -> None:
-        """Remove the files of tables that the view does not have."""
-        used = {table.folder.name for table in self.state.tables}
-        for folder in self._directory.iterdir() if self._directory.exists() else ():
-            if folder.name not in used:
-                shutil.rmtree(folder, ignore_errors=True)  # Or at the next change.
+        """Remove what the files have of tables that the view does not have."""
+        remove_unused(self._directory, [table.files for table in self.state.tables])
 
     def should_flush(self, flush_bytes: int) -> bool:
         """Whether the log holds so many bytes of releases that are not flushed."""
@@ -183,8 +198,7 @@ class ViewStore:
             appended, state = self._appended_bytes, self.state
             if state.head is None or state.head.number == self._flushed:
                 return False
-            for table in state.tables:
-                table.flush()
+            flush(table.files for table in state.tables)
             self._write_view(state, state.head.number)
             self._cut_log(state.head.number)
             self._dropped_bytes = appended
@@ -194,8 +208,8 @@ class ViewStore:
         """Remove everything there is of the view."""
         with self._flushing:
             self.state = replace(self.state, newest=None)
-            self._log.put(view_name(self._consumer), None).result()
-            self._log.put(release_name(self._consumer), None).result()
+            self._log.put(view_name(self.consumer), None).result()
+            self._log.put(release_name(self.consumer), None).result()
             self._log.truncate(self._stream, LAST_NUMBER).result()
             shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -210,7 +224,7 @@ class ViewStore:
             "tables": [table_record(table) for table in state.tables],
         }
         record |= {"mixed": True} if state.mixed else {}
-        self._log.put(view_name(self._consumer), pack_json(record)).result()
+        self._log.put(view_name(self.consumer), pack_json(record)).result()
 
     def _cut_log(self, number: int) -> None:
         self._log.truncate(self._stream, number).result()
@@ -224,7 +238,7 @@ class ViewStore:
         Raises:
             StorageFailed: a file is damaged or missing, or a record of the log is damaged.
         """
-        with reading(f"record {view_name(self._consumer)}"):
+        with reading(f"record {view_name(self.consumer)}"):
             if record["model_history"] != self._model.history:
                 self.discard()  # What replicas hold is of another model: they need everything anyway.
                 return
@@ -241,12 +255,13 @@ class ViewStore:
         self.remove_unused()
 
     def _open_tables(self, records: Sequence[Mapping[str, Any]]) -> tuple[ViewTable, ...]:
-        sources = {table.spec.name: table for table in self._model.tables}
-        return tuple(self._open_table(sources[each["table"]], each) for each in records)
-
-    def _open_table(self, source: MappedTable, record: Mapping[str, Any]) -> ViewTable:
-        delivery = delivery_of_record(record, source.spec)
-        return ViewTable(source, delivery, self._directory / record["folder"], new=False)
+        by_name = {table.spec.name: table for table in self._model.tables}
+        sources = [by_name[each["table"]] for each in records]
+        deliveries = [delivery_of_record(each, source.spec) for each, source in zip(records, sources, strict=True)]
+        places = [place_of_record(each, self._directory) for each in records]
+        arrays = map(view_arrays, deliveries)
+        files = open_tables(list(zip(places, arrays, strict=True)))
+        return tuple(ViewTable(*each) for each in zip(sources, deliveries, files, strict=True))
 
     def _replay(self, tables: Sequence[ViewTable], newest: int) -> None:
         """Write the rows that the log has of releases up to the newest one into the tables.
@@ -263,10 +278,12 @@ class ViewStore:
             last = max(last, record.number)
         if last > newest:
             self.drop(newest + 1).result()
+        for table in tables:
+            table.find_marked()
 
     def _recover_release(self) -> NewestRelease | None:
-        record = recorded_release(self._log, self._consumer)
+        record = recorded_release(self._log, self.consumer)
         if record is None:
             return None
-        with reading(f"record {release_name(self._consumer)}"):
+        with reading(f"record {release_name(self.consumer)}"):
             return NewestRelease(head_of_record(record["head"]), statistics_of_record(record["account"]))

@@ -1,25 +1,25 @@
 """What the replicas of a consumer hold of one table, and which of its rows are dirty."""
 
-from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from deltasync.core.change_counts import ChangeCounts
 from deltasync.core.delivery import Delivery
-from deltasync.core.digests import RowDigests, row_digests
+from deltasync.core.digests import RowDigests
+from deltasync.core.distances import distances
 from deltasync.core.mode import Mode
-from deltasync.core.rows import BLOCK_ROWS, Ids, Norms, RowBatch, Values
+from deltasync.core.rows import Ids, Norms, RowBatch, Values
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import Shard
 from deltasync.core.threads import MODEL_THREAD, confined
-from deltasync.storage.mapped_table import MappedTable, TableLayout, extend_file, extend_files, file_of, map_array
-from deltasync.views.ranking import Floats, Mask
+from deltasync.kernels import dirty_rows
+from deltasync.storage.mapped_table import MappedTable, TableLayout, file_of
+from deltasync.storage.table_files import ArraySpec, TableFiles, flush
+from deltasync.views.dirty_set import DirtySet, Findings, Floats
 
-_SINCE_TYPE = np.dtype(np.int64)
-# Beyond any of fp32 rows; squares of it add up to a finite number.
-_LARGEST_NORM = 1e100
+_MARK_TYPE = np.dtype(np.int64)
+_NO_IDS = np.zeros(0, np.int64)
 
 
 class EncodedTable(MappedTable):
@@ -28,62 +28,78 @@ class EncodedTable(MappedTable):
     Its digests are of the rows as replicas hold them: decoded, or as they are sent.
     """
 
-    def __init__(self, delivery: Delivery, directory: Path, *, new: bool) -> None:
+    def __init__(self, delivery: Delivery, files: TableFiles) -> None:
         self._delivery = delivery
-        super().__init__(delivery.encoded_spec, directory, new=new, normed=False)
+        super().__init__(_held_layout(delivery), files)
 
     def held_digests(self, rows: Values) -> RowDigests:
         """See `StampedTable.held_digests`."""
-        return row_digests(self._delivery.held(rows))
+        return self._delivery.held_digests(rows)
 
 
-@confined(dirty_since=MODEL_THREAD, _norms=MODEL_THREAD)
+class Look:
+    """A comparison of rows of a table with what replicas hold, block by block. On the model's thread.
+
+    Attributes:
+        after: the version after which rows have changed that are looked at.
+        version: the source's newest when it began. What has changed since then is for the next look.
+        findings: what was found of the first `done` rows.
+        done: how many rows were compared.
+    """
+
+    def __init__(self, table: "ViewTable", ids: Ids, after: int) -> None:
+        self._table = table
+        self.after = after
+        self.version = table.source.counts.newest
+        self.findings = Findings.to_come(ids)
+        self.done = 0
+
+    @property
+    def rows(self) -> int:
+        """How many rows it is about."""
+        return len(self.findings.ids)
+
+    def advance(self, rows: int) -> None:
+        """Compare the next so many rows."""
+        block = self.findings[self.done : self.done + rows]
+        self._table.compare(block, self.after + 1)
+        self.done += len(block.ids)
+
+
+@confined(dirty=MODEL_THREAD)
 class ViewTable:
-    """One table of a view. Used on the model's thread only, but for `lacking` and `flush`.
+    """One table of a view. Used on the model's thread only, but for `lacking`, `to_compare` and `flush`.
 
     A row is dirty while replicas at the newest release hold something else than the model's row, as it is sent.
 
     Attributes:
         source: the model's table.
         delivery: what replicas are sent of it.
-        folder: where its files are.
+        files: what it is mapped from, which is `view_arrays` of the delivery.
         held: what replicas at the newest release hold, in the value type.
         sent: what replicas are sent: `held`, or the norms.
-        dirty_since: [N] int64, the version since which a row is dirty, 0 = it is not.
+        dirty: the rows that were dirty at the last look.
+        damaged: those of them that go with the next release, since of what is held of them some bits are lost.
     """
 
-    def __init__(self, source: StampedTable, delivery: Delivery, folder: Path, *, new: bool) -> None:
+    def __init__(self, source: StampedTable, delivery: Delivery, files: TableFiles) -> None:
         self.source = source
         self.delivery = delivery
-        self.folder = folder
-        self.held = EncodedTable(delivery, folder, new=new)
+        self.files = files
+        held, sent = len(_held_layout(delivery).arrays()), len(files.arrays) - 1
+        self.held = EncodedTable(delivery, files.part(0, held))
         self.sent: MappedTable = self.held
         if delivery.mode is Mode.IDS:
-            self.sent = MappedTable(delivery.wire_spec, _norms_folder(folder, new), new=new, normed=False)
-        since = file_of(delivery.spec, folder, "since")
-        self._mapped_since = map_array(since, _SINCE_TYPE, (delivery.spec.rows,), new=new)
-        self.dirty_since: NDArray[np.int64] = self._mapped_since
+            self.sent = MappedTable(_wire_layout(delivery), files.part(held, sent))
+        # [N] int64: the version since which a row is dirty, 0 = it is not. What a restart finds of `dirty`.
+        self._marks = files.arrays[sent]
+        self.dirty = DirtySet.of_marks(self._marks[:0])
         # Of the rows that are not dirty. Both replaced whole, so that `lacking` may read them in any thread.
-        self._clean: ChangeCounts = self.sent.counts.without(self.sent.numbers(np.flatnonzero(self._mapped_since)))
-        self._compared_version = 0  # The source's newest version at the last comparison, as far as it is known.
-        # [N], as of the last comparison, and right for dirty rows only: one that has not changed since then is as
-        # far off as it was. None = not known.
-        self._norms: Floats | None = None
-
-    def extend(self, delivery: Delivery) -> "ViewTable":
-        """Make room for the rows that the source has grown by. Blocks; any thread.
-
-        Returns:
-            The table with that room, of the same files; to be told to `follow` this one before it is used.
-
-        Raises:
-            StorageFailed: there is no room; this table is as it was.
-        """
-        extend_files(TableLayout.of(delivery.encoded_spec, normed=False), self.folder)
-        if delivery.mode is Mode.IDS:
-            extend_files(TableLayout.of(delivery.wire_spec, normed=False), _norms_folder(self.folder, new=False))
-        extend_file(file_of(delivery.spec, self.folder, "since"), delivery.spec.rows * _SINCE_TYPE.itemsize)
-        return ViewTable(self.source, delivery, self.folder, new=False)
+        self._clean: ChangeCounts = self.sent.counts
+        self._compared_version = 0  # The source's newest version at the last look, as far as it is known.
+        self._seen = True  # Whether norms and flags of what is dirty are known.
+        self.damaged = _NO_IDS
+        self.find_marked()
 
     def follow(self, before: "ViewTable") -> int:
         """Take the place of a table that had room for fewer rows.
@@ -91,6 +107,7 @@ class ViewTable:
         Returns:
             The last version before any of the source's rows that it had no room for: these were not compared.
         """
+        self.dirty, self._seen = before.dirty, before._seen
         changed = self.changed_since(0)
         numbers = self.source.numbers(changed[changed >= before.delivery.spec.rows])
         return int(numbers.min()) - 1 if len(numbers) else self.source.counts.newest
@@ -98,70 +115,123 @@ class ViewTable:
     def changed_since(self, version: int) -> Ids:
         """Sorted unique ids ([n]) of the rows of the source stamped after a version, as far as there is room."""
         changed = self.source.changed_since(version)
-        return changed[: np.searchsorted(changed, len(self.dirty_since))]
+        return changed[: np.searchsorted(changed, self.delivery.spec.rows)]
 
     def copy(self, ids: Ids, number: int | None) -> None:
         """Take over rows of the source as they are. Stamp them with `number`; None = as in the source.
 
         Deleted ones too: a replica may hold them of before, in another form.
+
+        Raises:
+            DamagedRows: some of the source do not fit their digests; nothing was taken over.
         """
         gone = self.source.deleted(ids)
         live = ids[~gone]
-        values = self.source.rows_of(live)
-        norms = norms_of(values) if self.source.spec.kind.trained else np.zeros(len(live))
-        self.write(self.batch(live, self.delivery.encode(values), norms), number or 1)
+        room = np.empty((len(live), self.held.spec.dim), self.held.spec.dtype)
+        self.write(self.drawn(self.batch(live, room, self._norms_of(live))), number or 1)
         self.write(self.deletes(ids[gone]), number or 1)
         if number is None:
             self.held.restamp(ids, self.source.stamps[ids])
         self._clean = self.sent.counts  # No row of a table that is being made is dirty.
 
-    def find_dirty(self, compared_version: int) -> tuple[Ids, Floats]:
-        """The dirty rows: sorted ids [n], and the L2 norms [n] of the source's rows less those that replicas hold.
+    # Which rows are dirty.
 
-        Args:
-            compared_version: the version at the last comparison; rows that have not changed after it are as dirty
-                as they were.
-        """
-        changed = self.changed_since(compared_version)
-        self._mark(changed[self.dirty_since[changed] == 0], compared_version + 1)
-        if self._norms is None:
-            self._norms = np.zeros(len(self.dirty_since))
-            changed = np.flatnonzero(self.dirty_since)
-        for block in _blocks(len(changed), BLOCK_ROWS):
-            ids = changed[block]
-            self._norms[ids], differ = self._compare(ids, compared_version)
-            self._unmark(ids[~differ])
-        dirty = np.flatnonzero(self.dirty_since)
-        return dirty, self._norms[dirty]
+    def to_compare(self, compared_version: int) -> int:
+        """How many rows a look would be about, at most. Any thread."""
+        changed = self.source.counts.after(max(self._compared_version, compared_version))
+        return changed if self._seen else changed + self.delivery.spec.rows - self._clean.rows
 
-    def never_sent(self, ids: Ids) -> Mask:
-        """Which of these rows no replica was ever sent."""
-        never: Mask = self.sent.stamps[ids] == 0
-        return never
+    def begin(self, compared_version: int) -> Look:
+        """Begin to look at what has changed since the last look, at `compared_version` or later."""
+        after = max(self._compared_version, compared_version)
+        changed = self.changed_since(after) if self.source.counts.newest > after else _NO_IDS
+        return Look(self, changed if self._seen else np.union1d(changed, self.dirty.ids), after)
+
+    def finish(self, look: Look) -> None:
+        """Note what a look has found, once it is through."""
+        self.dirty = self.dirty.after(look.findings, look.after + 1)
+        self._compared_version, self._seen = look.version, True
+
+    def find_dirty(self, compared_version: int) -> DirtySet:
+        """The dirty rows, after a look at what has changed since the last one, at `compared_version` or later."""
+        look = self.begin(compared_version)
+        if look.rows:
+            look.advance(look.rows)
+            self.finish(look)
+        return self.dirty
+
+    def compare(self, found: Findings, version: int) -> None:
+        """Compare rows with what replicas hold, fill in what is found, and mark those dirty since `version`."""
+        ids, numbers = found.ids, np.empty((2, len(found.ids)), np.int64)
+        found.norms[:], differs = self.delivery.compare(self.source.rows, self.held.rows, ids)
+        stamps = self.source.stamps, self.held.stamps, self.sent.stamps
+        marked, cleaned = dirty_rows.judge(ids, differs, *stamps, self._marks, found.dirty, found.flags, *numbers)
+        # What needs memory comes before: a look that fails is begun again.
+        clean = self._clean.without(numbers[0, :marked]).plus(numbers[1, :cleaned])
+        dirty_rows.mark(self._marks, ids, found.dirty, version)
+        self._clean = clean
+
+    # What a release does.
 
     def deletes(self, ids: Ids) -> RowBatch:
         """Rows that are no more, as `write` takes them."""
         return RowBatch.deletes(Shard.whole(self.held.spec), ids)
 
-    def encoded(self, ids: Ids) -> Values:
-        """Rows of the source ([n, width]) as replicas are to hold them."""
-        return self.delivery.encode(self.source.rows_of(ids))
+    def drawn(self, room: RowBatch) -> RowBatch:
+        """Rows of the source as replicas are to hold them, encoded into the values of `room`, and their digests.
+
+        Raises:
+            DamagedRows: some of the source do not fit their digests.
+        """
+        room.values[:] = self.delivery.encode(self.source.checked_rows(room.ids))
+        return replace(room, digests=self.delivery.held_digests(room.values))
 
     def batch(self, ids: Ids, encoded: Values, norms: Floats) -> RowBatch:
         """Encoded rows as `write` takes them; with the norms ([n]) of what has changed where those are sent."""
         return RowBatch.of_table(self.held.spec, ids, encoded, None if self.sent is self.held else _as_fp32(norms))
 
     def write(self, rows: RowBatch, number: int) -> None:
-        """Note that replicas at release `number` hold these encoded rows: they are not dirty now."""
-        was_clean = rows.ids[self.dirty_since[rows.ids] == 0]
+        """Note that replicas at release `number` hold these encoded rows; `settle` is to be told of them all."""
+        was_clean = rows.ids[self._marks[rows.ids] == 0]
         clean = self._clean.without(self.sent.numbers(was_clean)).plus_rows(len(rows), number)
         self.held.apply(rows, number)
         if rows.deleted and self.sent is not self.held:
             self.sent.apply(RowBatch.deletes(Shard.whole(self.sent.spec), rows.ids), number)
         if rows.norms is not None:
             self.sent.apply(RowBatch.of_table(self.sent.spec, rows.ids, rows.norms[:, None]), number)
-        self.dirty_since[rows.ids] = 0
+        self._marks[rows.ids] = 0
         self._clean = clean
+
+    def settle(self, ids: Ids) -> None:
+        """Note that these rows ([n], strictly ascending) are not dirty now: they were written."""
+        self.dirty = self.dirty.without(ids)
+        self.damaged = np.setdiff1d(self.damaged, ids) if len(self.damaged) else self.damaged
+
+    def mend(self, ids: Ids, version: int) -> Ids:
+        """Make the rows `ids` ([n], strictly ascending), which do not fit their digests, again as they were.
+
+        Returns:
+            Those of which nobody knows what they were, mostly since the source has others by now: they are dirty,
+            since `version`, and go with the next release.
+        """
+        gone = self.held.deleted(ids)
+        self.held.mend(self.deletes(ids[gone]))
+        live = ids[~gone]
+        encoded = self.delivery.encode(self.source.checked_rows(live))
+        same = self.held.fits(live, encoded)
+        self.held.mend(RowBatch.of_table(self.held.spec, live[same], encoded[same]))
+        left = np.union1d(self.held.damaged(ids), self.sent.damaged(ids))
+        self._mark_damaged(left, version)
+        return left
+
+    def _mark_damaged(self, ids: Ids, version: int) -> None:
+        clean = ids[self._marks[ids] == 0]
+        found = Findings(
+            clean, np.zeros(len(clean)), np.zeros(len(clean), np.uint8), np.ones(len(clean), np.bool_)
+        )
+        self._clean = self._clean.without(self.sent.numbers(clean))
+        self._marks[clean] = version
+        self.dirty, self.damaged = self.dirty.after(found, version), np.union1d(self.damaged, ids)
 
     def lacking(self, number: int, compared_version: int) -> int:
         """How many rows a replica at `number` does not hold as the source has them, at most. Any thread.
@@ -175,72 +245,42 @@ class ViewTable:
         rows = self.source.spec.rows
         return min(rows, rows - clean.rows + clean.after(number) + changed)
 
+    @property
+    def mapped(self) -> list[MappedTable]:
+        """What is held, and what is sent where that is something else."""
+        return [self.held] if self.sent is self.held else [self.held, self.sent]
+
     def flush(self) -> None:
         """Wait until everything written before the call is on disk. Blocks; any thread."""
-        for mapped in {self.held, self.sent}:
-            mapped.flush()
-        self._mapped_since.flush()
+        flush([self.files])
 
-    def _mark(self, ids: Ids, since: int) -> None:
-        """Note that these rows, which were not dirty, are so since a version, and that all rows have been seen."""
-        self.dirty_since[ids] = since
-        self._clean = self._clean.without(self.sent.numbers(ids))
-        self._compared_version = self.source.counts.newest
+    def find_marked(self) -> None:
+        """Find the dirty rows anew, those marked on disk: after a restart, and what the log had to be written."""
+        self.dirty = DirtySet.of_marks(self._marks)
+        self._clean = self.sent.counts.without(self.sent.numbers(self.dirty.ids))
+        self._seen = not len(self.dirty)
 
-    def _unmark(self, ids: Ids) -> None:
-        """Note that these rows, which were dirty, are not."""
-        self.dirty_since[ids] = 0
-        self._clean = self._clean.plus(self.sent.numbers(ids))
-
-    def _compare(self, ids: Ids, compared_version: int) -> tuple[Floats, Mask]:
-        """The norms of the deltas of these rows, and which of them are dirty."""
-        rows, held = self.source.rows_of(ids), self.held.rows_of(ids)
-        decoded = self.delivery.decode(held)
-        norms = self._distances(rows, decoded)
-        # Rows further away than encoding can explain need not be encoded to see that they differ.
-        near = ~(norms > self.delivery.largest_distances(held, decoded))
-        unsure = np.flatnonzero(near & (self.source.numbers(ids) > compared_version))
-        differ = np.ones(len(ids), np.bool_)
-        differ[unsure] = _bits_differ(self.delivery.encode(rows[unsure]), held[unsure])
-        # That a row is no more differs from zeros, but not to who never had it.
-        gone, told = self.source.deleted(ids), self.held.deleted(ids)
-        return norms, np.where(gone, ~told & ~self.never_sent(ids), differ | told)
-
-    def _distances(self, rows: Values, others: Values) -> Floats:
-        """The L2 norms [n] of what differs between rows; 0 for what is not trained."""
-        if not self.source.spec.kind.trained:
-            return np.zeros(len(rows))
-        # In fp64, in which no difference of two fp32 numbers overflows, nor its square.
-        with np.errstate(over="ignore"):
-            return norms_of(np.subtract(rows, others, dtype=np.float64))
+    def _norms_of(self, ids: Ids) -> Floats:
+        """How far rows of the source are from nothing, which is what a new replica has; 0 where nobody is told."""
+        if self.sent is self.held or not self.source.spec.kind.trained:
+            return np.zeros(len(ids))
+        return distances(self.source.rows_of(ids), np.zeros(1, self.source.spec.dtype))
 
 
-def norms_of(rows: Values) -> Floats:
-    """The L2 norms [n] of rows [n, D]; never infinite, as that of fp64 rows could be."""
-    exact = rows.astype(np.float64, copy=False)
-    with np.errstate(over="ignore"):
-        norms: Floats = np.sqrt(np.einsum("ij,ij->i", exact, exact))
-    return np.minimum(norms, _LARGEST_NORM)
+def view_arrays(delivery: Delivery) -> list[ArraySpec]:
+    """The arrays of a table of a view."""
+    norms = _wire_layout(delivery).arrays("norms/") if delivery.mode is Mode.IDS else ()
+    marks = ArraySpec(file_of(delivery.spec, "since"), _MARK_TYPE, (delivery.spec.rows,))
+    return [*_held_layout(delivery).arrays(), *norms, marks]
 
 
-def _norms_folder(folder: Path, new: bool) -> Path:
-    folder = folder / "norms"
-    if new:
-        folder.mkdir()
-    return folder
+def _held_layout(delivery: Delivery) -> TableLayout:
+    return TableLayout.of(delivery.encoded_spec, normed=False)
+
+
+def _wire_layout(delivery: Delivery) -> TableLayout:
+    return TableLayout.of(delivery.wire_spec, normed=False)
 
 
 def _as_fp32(norms: Floats) -> Norms:
     return np.minimum(norms, np.finfo(np.float32).max).astype(np.float32)
-
-
-def _bits_differ(some: Values, others: Values) -> Mask:
-    """Which rows ([n, width]) differ in any bit."""
-    bits = f"u{some.itemsize}"
-    differ = np.ascontiguousarray(some).view(bits) != np.ascontiguousarray(others).view(bits)
-    anywhere: Mask = differ @ np.ones(some.shape[1], np.bool_)  # Faster than any() along the second axis.
-    return anywhere
-
-
-def _blocks(rows: int, size: int) -> Iterator[slice]:
-    return (slice(start, start + size) for start in range(0, rows, size))

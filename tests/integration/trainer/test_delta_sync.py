@@ -1,6 +1,8 @@
 """DeltaSync on one rank against a real service that fails in all the ways services do."""
 
+import copy
 import shutil
+import threading
 
 import numpy as np
 import pytest
@@ -12,6 +14,8 @@ from torch import nn
 from deltasync.client import CallbackTarget, NumpyTarget, Release, Subscriber, SubscriberOptions
 from deltasync.core.errors import InvalidInput, ServiceUnavailable
 from deltasync.trainer.sync import DeltaSync, SyncOptions
+from deltasync.trainer.tracking import Tracker
+from deltasync.trainer.tracking.update_gate import UpdateGate
 
 
 def linear() -> nn.Linear:
@@ -51,6 +55,59 @@ def test_every_step_reaches_the_replica(service: ServiceProcess) -> None:
         assert_equal(target, model)
         before = sync.flush()
         assert sync.flush() == before, "nothing changed, nothing is published"
+
+
+class Arrival:
+    """Stands in for a GPU's event: what was launched arrives when the test says so."""
+
+    def __init__(self, over: threading.Event) -> None:
+        self._over = over
+
+    def query(self) -> bool:
+        return self._over.is_set()
+
+    def synchronize(self) -> None:
+        if threading.current_thread() is not threading.main_thread():  # The thread that trains waits for counts.
+            assert self._over.wait(60)
+
+
+def test_rows_on_their_way_from_a_gpu_are_published_once_they_have_arrived(
+    service: ServiceProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, target, over = linear(), NumpyTarget(), threading.Event()
+    monkeypatch.setattr(Tracker, "on_gpu", True)
+    monkeypatch.setattr(UpdateGate, "arrival", lambda _: Arrival(over))
+    with delta_sync(service, model) as sync, subscriber(service, target) as replica:
+        sync.step()
+        sealed, absorbed = sync.flush(), sync.stats.absorbed
+        change(model)
+        launched = copy.deepcopy(model)
+        sync.step()
+        assert sync.stats.absorbed == absorbed
+        change(model)
+        sync.step()
+        assert sync.stats.absorbed == absorbed + 1, "that of the step before is still on its way"
+        over.set()
+        replica.wait_for(sealed.number + 1, 30)  # Without a further step.
+        assert_equal(target, launched)
+        replica.wait_for(sync.flush().number, 30)
+        assert_equal(target, model)
+
+
+def test_what_is_on_its_way_when_publishing_is_given_up_is_dropped(
+    service: ServiceProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, over = linear(), threading.Event()
+    monkeypatch.setattr(Tracker, "on_gpu", True)
+    monkeypatch.setattr(UpdateGate, "arrival", lambda _: Arrival(over))
+    sync = delta_sync(service, model)
+    sync.step()
+    sealed = sync.flush()
+    change(model)
+    sync.step()
+    sync.abort()
+    over.set()
+    assert service.get_json("/consumers/predictors/lag")["head"] == sealed.number
 
 
 def test_statistics_of_batches_reach_the_replica(service: ServiceProcess) -> None:

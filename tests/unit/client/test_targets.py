@@ -170,7 +170,6 @@ def test_checksums_are_of_what_is_held(target: NumpyTarget | TorchTarget) -> Non
     ]
     held = TargetChecksums(target)
     for release in releases:
-        held.before(release)
         target.apply(release)
         assert held.after(release) == checksums_of(target)
 
@@ -185,7 +184,6 @@ def test_of_a_table_that_was_dropped_nothing_is_remembered() -> None:
         dataclasses.replace(release_of(2, (USER, [1], 5.0)), tables=[USER]),
         back,
     ):
-        held.before(release)
         target.apply(release)
         assert held.after(release) == checksums_of(target)
 
@@ -201,7 +199,6 @@ def test_a_row_changed_behind_its_back_shows_in_the_end(data: st.DataObject, blo
         def released(number: int) -> dict[str, int]:
             rows = (USER, data.draw(some), float(number)), (HALF, data.draw(some), float(number))
             release = release_of(number, *(each for each in rows if each[1]), resync=number == 0)
-            held.before(release)
             target.apply(release)
             return held.after(release)
 

@@ -198,7 +198,6 @@ def test_all_of_a_models_state_follows(data: st.DataObject) -> None:
                 expected[table.name][:] = 0
         for each in changed:
             expected[each.table.name][each.ids] = each.values
-        held.before(release)
         target.apply(release)
         assert held.after(release) == {
             name: checksum_of(np.arange(len(rows)), rows) for name, rows in expected.items()
@@ -266,7 +265,6 @@ def test_tables_that_come_later_and_have_no_place_leave_the_rest_going(caplog: p
     held = TargetChecksums(target)
     for number in (2, 3):
         release = release_of(number, rows_of(USER, number), rows_of(grown, number), rows_of(shop, number))
-        held.before(release)
         target.apply(release)
         assert held.after(release).keys() == {USER.name}
     assert target.bound() == {USER.name}

@@ -182,7 +182,6 @@ def test_any_changes_of_a_map_against_a_dictionary(data: st.DataObject) -> None:
                 changed[row] = raw
         release = release_of(number, resync=number == 1, ids=changed)
         release = dataclasses.replace(release, whole=frozenset([MAP.name] if whole else []))
-        held.before(release)
         target.apply(release)
         by_row = {row: raw for row, raw in (by_row | changed).items() if raw != FREE}
         column = np.array([[by_row.get(row, FREE) + 1] for row in range(ROWS)])
@@ -279,13 +278,11 @@ def test_a_map_that_was_damaged_while_nobody_followed_is_repaired() -> None:
     collision_of(model)._mch_sorted_raw_ids[1] = 40  # Two rows have one id now.
     target = TorchTarget(model)
     held, release = TargetChecksums(target), release_of(2, ids={7: 47})
-    held.before(release)
     target.apply(release)
     column = np.array([[{1: 41, 4: 45, 7: 48}.get(row, 0)] for row in range(ROWS)])
     expected = checksum_of(np.arange(ROWS), column)
     assert held.after(release)[MAP.name] != expected
     repair = dataclasses.replace(release_of(2, ids={1: 40, 4: 44, 7: 47}), whole=frozenset({MAP.name}))
-    held.before(repair)
     target.apply(repair)
     assert held.after(repair)[MAP.name] == expected
     assert rows_for(model, 40, 44, 47) == [1, 4, 7]
@@ -296,15 +293,13 @@ def test_a_checkpoint_loaded_into_a_followed_module_is_found_and_repaired() -> N
     old = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     target, ids = TorchTarget(model), {1: 40, 4: 44}
     held, first = TargetChecksums(target), release_of(1, resync=True, ids=ids, rows={1: 1.0, 4: 4.0})
-    held.before(first)
     target.apply(first)
     right = held.after(first)
     model.load_state_dict(old)
     for _ in range(6):
-        found = held.look(TABLES)
+        found = held.look()
     assert {name for name in right if found[name] != right[name]} == {USER.name, MAP.name}
     repair = dataclasses.replace(first, resync=False, whole=frozenset({USER.name, MAP.name}))
-    held.before(repair)
     target.apply(repair)
     assert held.after(repair) == right
     assert embeddings_of(model, 40, 44) == [1, 4]
@@ -328,15 +323,13 @@ def test_a_map_that_something_else_has_changed_shows(damage: Any) -> None:
     target = TorchTarget(model)
     held, ids = TargetChecksums(target), {row: hashed_to(row) for row in (1, 4)}
     release = release_of(1, resync=True, ids=ids, ranges={} if damage is damage_identities else ranges_of(2, 99))
-    held.before(release)
     target.apply(release)
     right = held.after(release)
     damage(collision_of(model))
     for _ in range(6):
-        found = held.look(TABLES)
+        found = held.look()
     assert {name for name in right if found[name] != right[name]} == {MAP.name}
     whole = dataclasses.replace(release_of(2, ids=ids), whole=frozenset({MAP.name}))
-    held.before(whole)
     target.apply(whole)
     assert held.after(whole) == right
 

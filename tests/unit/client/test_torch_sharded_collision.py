@@ -109,7 +109,6 @@ def test_any_releases_give_what_the_model_that_is_not_sharded_gives(
         release = form(release_of(number, resync=number == 1, ids=changed, rows=rows, ranges=ranges))
         plain.apply(release)
         quantised_release = encoded(release, TYPES[bits][0])
-        held.before(quantised_release)
         target.apply(quantised_release)
         by_row = {row: raw for row, raw in (by_row | changed).items() if raw != FREE}
         column = np.array([[by_row.get(row, FREE) + 1] for row in range(ROWS)])

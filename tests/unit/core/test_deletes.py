@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.releases import deleted_rows, live_rows
 from tests.support.stamped import stamped_table
 
 from deltasync.core.digests import checksum_of
@@ -14,9 +15,10 @@ from deltasync.core.rows import RowBatch
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.feeds.frozen_release import freeze
+from deltasync.feeds.repair import NO_REPAIR, Repair
 from deltasync.storage import records
-from deltasync.v1 import tables_pb2
-from deltasync.wire.row_messages import chunked, decode_rows, fill_rows
+from deltasync.v1 import subscribe_pb2, tables_pb2
+from deltasync.wire.row_messages import chunked, decode_rows, release_chunk
 
 TABLE = TableSpec("user", 12, 3)
 WHOLE = Shard.whole(TABLE)
@@ -55,8 +57,7 @@ def test_a_table_knows_what_was_deleted_and_when(changes: list[tuple[np.ndarray,
 def test_deletes_travel_and_are_logged_as_ids_alone(count: int) -> None:
     rows = RowBatch.deletes(WHOLE, np.arange(count))
     assert rows.nbytes == 8 * count
-    message = tables_pb2.Rows()
-    fill_rows(message, 0, rows)
+    message = subscribe_pb2.SubscribeResponse.FromString(release_chunk(0, rows)).chunk.rows
     assert (len(message.ids), message.values) == (8 * count, b"")
     record = b"".join(records.pack_rows(0, rows))
     logged = records.unpack_rows(memoryview(record), lambda _: [WHOLE])
@@ -88,17 +89,18 @@ def test_who_was_away_learns_of_deletes_and_who_is_new_need_not(tmp_path: Path) 
     stamped.apply(RowBatch.deletes(WHOLE, np.array([1, 3])), 2)
     stamped.apply(live(np.array([3]), 7.0), 3)  # A row that comes back is a new row.
 
-    def frozen(after: int, whole: frozenset[int] = frozenset()) -> tuple[list[int], list[int]]:
-        release = freeze([stamped], after, None, tmp_path, 1 << 20, whole)
-        batches = release.batches, release.deletes
+    def frozen(after: int, repair: Repair = NO_REPAIR) -> tuple[list[int], list[int]]:
+        release = freeze([stamped], after, None, tmp_path, 1 << 20, repair)
+        batches = live_rows(release), deleted_rows(release)
         live_ids, deleted = ([row for rows in each.values() for row in rows.ids.tolist()] for each in batches)
         assert release.rows == len(live_ids) + len(deleted)
-        assert sum(len(rows) for _, rows in release.chunks()) == release.rows
         return live_ids, deleted
 
-    assert frozen(0) == frozen(1, frozenset({0})) == ([0, 2, 3, 4], [])
+    assert frozen(0) == frozen(1, Repair(frozenset({0}))) == ([0, 2, 3, 4], [])
     assert frozen(1) == ([3], [1])
     assert frozen(2) == ([3], [])
+    # Rows to be repaired come too; one that never was is no more, to who holds something of it.
+    assert frozen(2, Repair(rows={0: np.array([0, 1, 9, 99])})) == ([0, 3], [1, 9])
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,7 @@ from deltasync.core.threads import (
     SET_BY_EVENT_LOOP,
     WrongThread,
     confined,
+    name_threads,
     not_shared_yet,
 )
 
@@ -94,3 +96,16 @@ assert dict(vars(confined(x=MODEL_THREAD)(Plain))) == before
 """
     environment = {name: value for name, value in os.environ.items() if name != "DELTASYNC_CHECK_THREADS"}
     subprocess.run([sys.executable, "-c", program], env=environment, check=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux is told what threads are called")
+def test_the_system_knows_the_names_of_threads() -> None:
+    def told() -> str:
+        name_threads()
+        return Path(f"/proc/self/task/{threading.get_native_id()}/comm").read_text()
+
+    with ThreadPoolExecutor(1, thread_name_prefix="a-long-name-for-a-thread") as pool:
+        assert pool.submit(told).result() == "a-long-name-for\n"
+    before = Path("/proc/self/comm").read_text()
+    name_threads()
+    assert Path("/proc/self/comm").read_text() == before

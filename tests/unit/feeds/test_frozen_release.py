@@ -1,10 +1,14 @@
 import tempfile
+import threading
+import weakref
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.mapping import in_a_file
+from tests.support.releases import deleted_rows, live_rows
 from tests.support.stamped import stamped_table
 from tests.support.wire import random_rows
 
@@ -27,11 +31,11 @@ def stamped(seed: int, versions: int) -> list[StampedTable]:
 
 
 def content(frozen: FrozenRelease) -> list[tuple[int, list[int], bytes]]:
-    return [(slot, rows.ids.tolist(), rows.values.tobytes()) for slot, rows in frozen.batches.items()]
+    return [(slot, rows.ids.tolist(), rows.values.tobytes()) for slot, rows in live_rows(frozen).items()]
 
 
 def arrays(frozen: FrozenRelease) -> list[Values]:
-    return [array for rows in frozen.batches.values() for array in (rows.ids, rows.values)]
+    return [array for chunk in frozen.chunks for array in (chunk.rows.ids, chunk.rows.values)]
 
 
 @given(st.integers(0, 999), st.integers(0, 4))
@@ -41,12 +45,15 @@ def test_a_spilled_release_is_the_same_as_one_in_memory(seed: int, after: int) -
         in_memory = freeze(tables, after, None, Path(folder), 1 << 20)
         spilled = freeze(tables, after, None, Path(folder), 0)
         assert not list(Path(folder).iterdir())
-    assert all(isinstance(array, np.memmap) for array in arrays(spilled))
-    assert not any(isinstance(array, np.memmap) for array in arrays(in_memory))
+    assert all(in_a_file(array) for array in arrays(spilled))
+    assert not any(in_a_file(array) for array in arrays(in_memory))
     assert spilled.memory_bytes == 0
     assert in_memory.memory_bytes == sum(array.nbytes for array in arrays(in_memory))
     assert content(spilled) == content(in_memory)
-    assert content(FrozenRelease(None, dict(spilled.chunks()))) == content(in_memory)
+    for kept, unkept in zip(in_memory.chunks, spilled.chunks, strict=True):
+        assert kept.message is not None
+        assert unkept.message is None
+        assert kept.sent(deletes=True) == unkept.sent(deletes=True)
     expected = [np.flatnonzero(table.stamps > after) for table in tables]
     assert [ids for _, ids, _ in content(in_memory)] == [ids.tolist() for ids in expected if len(ids)]
     assert in_memory.rows == sum(len(ids) for ids in expected)
@@ -76,5 +83,20 @@ def test_deletes_take_no_more_memory_than_is_allowed(tmp_path: Path) -> None:
     table.apply(RowBatch.deletes(Shard.whole(table.spec), np.arange(2, 8)), 2)
     in_memory, spilled = (freeze([table], 1, None, tmp_path, size) for size in (48, 47))
     assert (in_memory.memory_bytes, spilled.memory_bytes) == (48, 0)
-    assert [isinstance(each.deletes[0].ids, np.memmap) for each in (in_memory, spilled)] == [False, True]
-    assert [each.deletes[0].ids.tolist() for each in (in_memory, spilled)] == [[2, 3, 4, 5, 6, 7]] * 2
+    assert [in_a_file(each.chunks[0].rows.ids) for each in (in_memory, spilled)] == [False, True]
+    assert [deleted_rows(each)[0].ids.tolist() for each in (in_memory, spilled)] == [[2, 3, 4, 5, 6, 7]] * 2
+
+
+def test_what_a_spilled_release_takes_is_freed_in_a_thread_of_its_own(tmp_path: Path) -> None:
+    """To unmap gigabytes takes a while, and the last to use a release is the event loop."""
+    freed, by = threading.Event(), list[str]()
+
+    def note() -> None:
+        by.append(threading.current_thread().name)
+        freed.set()
+
+    release = freeze(stamped(0, 4), 0, None, tmp_path, 0)
+    weakref.finalize(release.chunks[0].rows.values.base, note)
+    del release
+    assert freed.wait(20)
+    assert by == ["release-freeing"]

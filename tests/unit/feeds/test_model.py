@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.local_service import join, run, send
+from tests.support.mapping import in_a_file
+from tests.support.releases import deleted_rows
 from tests.support.wire import WHOLE, full_part, part, publish_open, random_rows
 
 from deltasync.core.errors import ServiceUnavailable, StorageFailed
@@ -203,7 +205,7 @@ def test_tables_are_written_down_even_if_the_rank_has_gone(
 
 def test_releases_share_the_memory_there_is_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def spilled(release: FrozenRelease) -> bool:
-        return any(isinstance(rows.values, np.memmap) for rows in release.batches.values())
+        return any(in_a_file(chunk.rows.values) for chunk in release.chunks)
 
     async def scenario(service: Service) -> None:
         session = await join(service)
@@ -231,7 +233,7 @@ def test_no_table_is_made_once_the_service_ends(tmp_path: Path) -> None:
         with pytest.raises(ServiceUnavailable, match="shutting down"):
             await model.add_tables([WHOLE[0].table])
         await closing
-        assert not list(tmp_path.rglob("*.rows"))
+        assert not list(tmp_path.rglob("tables/*"))
 
     run(tmp_path, scenario)
 
@@ -264,7 +266,7 @@ def test_rows_that_a_full_cut_does_not_name_are_deleted_also_when_it_is_applied_
             assert table.stamps[named].tolist() == [3, 3, 3]
             assert set(table.stamps[table.deleted(ids)].tolist()) == {-3}
         released = await model.release(2)
-        assert {slot: len(each) for slot, each in released.deletes.items()} == {
+        assert {slot: len(each) for slot, each in deleted_rows(released).items()} == {
             slot: len(each) - len(named) for slot, each in enumerate(rows)
         }
 

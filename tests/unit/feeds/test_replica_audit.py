@@ -1,30 +1,33 @@
 """What acks say of what a replica holds."""
 
+import numpy as np
+
 from deltasync.feeds.frozen_release import FrozenRelease, Head
+from deltasync.feeds.repair import Repair
 from deltasync.feeds.replica_audit import ReplicaAudit
 
 RIGHT = {0: 10, 1: 20}
 WRONG = {0: 11, 1: 20}
 
 
-def sent(proof: ReplicaAudit, number: int, whole: frozenset[int] = frozenset()) -> None:
-    proof.expect(FrozenRelease(Head(number, number, 0, 0), whole=whole, checksums=(10, 20)), 0)
+def sent(proof: ReplicaAudit, number: int, repaired: frozenset[int] = frozenset()) -> None:
+    proof.expect(FrozenRelease(Head(number, number, 0, 0), repair=Repair(repaired), checksums=(10, 20)), 0)
 
 
 def test_right_checksums_prove_it() -> None:
     proof = ReplicaAudit()
     sent(proof, 1)
     assert proof.check(1, RIGHT, 0) == frozenset()
-    assert proof.begin_repair(0.0) == frozenset()
+    assert proof.begin_repair(0.0).slots == frozenset()
 
 
 def test_what_is_wrong_is_repaired_once() -> None:
     proof = ReplicaAudit()
     sent(proof, 1)
     assert proof.check(1, WRONG, 0) == {0}
-    assert proof.begin_repair(0.0) == {0}
+    assert proof.begin_repair(0.0).slots == {0}
     sent(proof, 1, frozenset({0}))
-    assert proof.begin_repair(0.0) == frozenset()
+    assert proof.begin_repair(0.0).slots == frozenset()
     assert proof.check(1, RIGHT, 0) == frozenset()
     assert proof.check(1, RIGHT, 0) == frozenset()
 
@@ -34,10 +37,10 @@ def test_what_was_sent_before_the_repair_asks_for_no_other() -> None:
     sent(proof, 1)
     sent(proof, 2)
     assert proof.check(1, WRONG, 0) == {0}
-    assert proof.begin_repair(0.0) == {0}
+    assert proof.begin_repair(0.0).slots == {0}
     sent(proof, 2, frozenset({0}))
     assert proof.check(2, WRONG, 0) == {0}
-    assert proof.begin_repair(0.0) == frozenset()
+    assert proof.begin_repair(0.0).slots == frozenset()
     assert proof.check(2, RIGHT, 0) == frozenset()
 
 
@@ -47,10 +50,10 @@ def test_an_ack_that_comes_while_the_repair_is_sent_asks_for_no_other() -> None:
     sent(proof, 1)
     sent(proof, 2)
     assert proof.check(1, WRONG, 0) == {0}
-    assert proof.begin_repair(0.0) == {0}
+    assert proof.begin_repair(0.0).slots == {0}
     assert proof.check(2, WRONG, 0) == {0}
     sent(proof, 2, frozenset({0}))
-    assert proof.begin_repair(0.0) == frozenset()
+    assert proof.begin_repair(0.0).slots == frozenset()
 
 
 def test_an_ack_that_is_repeated_while_the_repair_is_sent_proves_nothing() -> None:
@@ -58,7 +61,7 @@ def test_an_ack_that_is_repeated_while_the_repair_is_sent_proves_nothing() -> No
     sent(proof, 1)
     assert proof.check(1, WRONG, 0) == {0}
     assert proof.check(1, RIGHT, 0) == {0}
-    assert proof.begin_repair(0.0) == {0}
+    assert proof.begin_repair(0.0).slots == {0}
     assert proof.check(1, RIGHT, 0) == {0}
     sent(proof, 1, frozenset({0}))
     assert proof.check(1, RIGHT, 0) == frozenset()
@@ -68,15 +71,15 @@ def test_a_repair_that_did_not_help_is_made_again_later() -> None:
     proof = ReplicaAudit()
     sent(proof, 1)
     assert proof.check(1, WRONG, 0) == {0}
-    assert proof.begin_repair(0.0) == {0}
+    assert proof.begin_repair(0.0).slots == {0}
     sent(proof, 1, frozenset({0}))
     assert proof.check(1, {0: 10, 1: 5}, 0) == {1}
-    assert proof.begin_repair(4.9) == frozenset()
-    assert proof.begin_repair(5.0) == {1}
+    assert proof.begin_repair(4.9).slots == frozenset()
+    assert proof.begin_repair(5.0).slots == {1}
     sent(proof, 1, frozenset({1}))
     assert proof.check(1, WRONG, 0) == {0}
-    assert proof.begin_repair(14.9) == frozenset()
-    assert proof.begin_repair(15.0) == {0}
+    assert proof.begin_repair(14.9).slots == frozenset()
+    assert proof.begin_repair(15.0).slots == {0}
 
 
 def test_a_repair_that_helped_makes_the_next_one_immediate() -> None:
@@ -84,7 +87,7 @@ def test_a_repair_that_helped_makes_the_next_one_immediate() -> None:
     for number in (1, 2):
         sent(proof, number)
         assert proof.check(number, WRONG, 0) == {0}
-        assert proof.begin_repair(0.0) == {0}
+        assert proof.begin_repair(0.0).slots == {0}
         sent(proof, number, frozenset({0}))
         assert proof.check(number, RIGHT, 0) == frozenset()
 
@@ -103,9 +106,27 @@ def test_an_ack_that_was_repeated_before_the_repair_arrived_is_none_of_the_repai
     release = FrozenRelease(Head(1, 1, 0, 0), checksums=(10, 20))
     proof.expect(release, 100)
     assert proof.check(1, WRONG, 100) == {0}
-    assert proof.begin_repair(0.0) == {0}
+    assert proof.begin_repair(0.0).slots == {0}
     proof.expect(release, 150)
     for _ in range(3):
         proof.check(1, WRONG, 100)
-    assert proof.begin_repair(1e9) == frozenset()
+    assert proof.begin_repair(1e9).slots == frozenset()
     assert proof.check(1, RIGHT, 150) == frozenset()
+
+
+def test_rows_that_the_replica_knows_to_be_damaged_are_sent_alone_and_the_table_if_that_did_not_help() -> None:
+    proof, rows = ReplicaAudit(), {0: np.array([3, 7])}
+    sent(proof, 1)
+    assert proof.check(1, {0: 99, 1: 98}, 0, rows) == {0, 1}
+    repair = proof.begin_repair(0.0)
+    assert repair.whole == {1}
+    assert repair.rows == rows
+    proof.expect(FrozenRelease(Head(1, 1, 0, 0), checksums=(10, 20), repair=repair), 0)
+    assert proof.check(1, WRONG, 0, rows) == {0}
+    again = proof.begin_repair(5.0)
+    assert again.whole == {0}
+    assert not again.rows
+    proof.expect(FrozenRelease(Head(1, 1, 0, 0), checksums=(10, 20), repair=again), 0)
+    assert proof.check(1, RIGHT, 0) == frozenset()
+    assert proof.check(1, WRONG, 0, rows) == {0}
+    assert proof.begin_repair(5.0).rows == rows, "it had helped"

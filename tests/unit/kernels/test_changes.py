@@ -1,85 +1,55 @@
-"""What is asked of stamps, against NumPy."""
+"""Copies that follow what they are of, compared with NumPy."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
+from hypothesis.extra import numpy as arrays
 
 from deltasync.kernels import changes
-from deltasync.kernels.changes import BLOCK_ROWS, GROUP_SHIFTS, GROUPS
 
-Int64s = NDArray[np.int64]
-_LARGE = (1 << 62) + 1
-
-
-@st.composite
-def stamps(draw: st.DrawFn) -> Int64s:
-    """Mostly one number, with others in between; of less than a block of rows, or of some and a part of one."""
-    rows = draw(st.one_of(st.integers(0, 3), st.integers(0, 4 * BLOCK_ROWS)))
-    found = np.full(rows, draw(st.integers(0, 3)), np.int64)
-    number = st.one_of(st.integers(-5, 5), st.sampled_from([_LARGE, -_LARGE]))
-    for row, stamp in draw(st.dictionaries(st.integers(0, max(0, rows - 1)), number, max_size=20)).items():
-        found[row : row + 1] = stamp
-    return found
+# Whole blocks, the end of one, and rows that are wider than a block.
+SHAPES = st.tuples(st.integers(0, 40), st.integers(1, 70)) | st.sampled_from(((3, 1500), (1024, 1), (1025, 2)))
+WORDS = st.sampled_from((np.uint8, np.uint16, np.uint32))
+NUMBERS = arrays.arrays(np.int64, st.integers(0, 3000), elements=st.integers(-3, 3), fill=st.just(0))
 
 
-def largest_of(found: Int64s) -> Int64s:
-    blocks = [np.abs(found[start : start + BLOCK_ROWS]).max() for start in range(0, len(found), BLOCK_ROWS)]
-    return np.array(blocks, np.int64)
+@given(st.data(), SHAPES, WORDS)
+def test_rows_that_differ_are_copied(
+    data: st.DataObject, shape: tuple[int, int], word: type[np.unsignedinteger]
+) -> None:
+    rows = np.arange(np.prod(shape)).astype(word).reshape(shape)
+    copy = rows.copy()
+    for row, column, flip in data.draw(_flips(shape, 8 * rows.itemsize)):
+        copy[row, column] ^= word(1 << flip)
+    expected = np.flatnonzero((rows != copy).any(axis=1)).tolist()
+    ids = np.full(len(rows) + 1, -1)
+    count = changes.follow_rows(rows.reshape(-1), shape[1], copy.reshape(-1), ids)
+    assert ids[:count].tolist() == expected
+    assert (ids[count:] == -1).all()
+    assert np.array_equal(copy, rows)
 
 
-def rows_of(found: Int64s) -> st.SearchStrategy[Int64s]:
-    some = st.sets(st.integers(0, len(found) - 1)) if len(found) else st.just(set[int]())
-    return some.map(lambda rows: np.array(sorted(rows), np.int64))
+def _flips(shape: tuple[int, int], bits: int) -> st.SearchStrategy[list[tuple[int, int, int]]]:
+    rows, columns = shape
+    if not rows:
+        return st.just([])
+    flip = st.tuples(st.integers(0, rows - 1), st.integers(0, columns - 1), st.integers(0, bits - 1))
+    return st.lists(flip, max_size=5)
 
 
-@given(stamps())
-def test_the_largest_number_of_each_block(found: Int64s) -> None:
-    largest = np.full(-(-len(found) // BLOCK_ROWS), 7, np.int64)
-    changes.largest_of_blocks(found, largest)
-    np.testing.assert_array_equal(largest, largest_of(found))
+@given(NUMBERS, st.integers(-2, 2), st.lists(st.integers(0, 2999), max_size=5))
+def test_numbers_that_differ_are_copied(numbers: np.ndarray, plus: int, others: list[int]) -> None:
+    copy = numbers + plus
+    changed = sorted({index for index in others if index < len(numbers)})
+    copy[changed] += 1
+    ids = np.full(len(numbers) + 1, -1)
+    count = changes.follow_numbers(numbers, plus, copy, ids)
+    assert ids[:count].tolist() == changed
+    assert (ids[count:] == -1).all()
+    assert np.array_equal(copy, numbers + plus)
 
 
-@given(stamps(), st.data(), st.integers(0, 9))
-def test_blocks_are_raised_to_the_numbers_of_their_rows(found: Int64s, data: st.DataObject, number: int) -> None:
-    ids = data.draw(rows_of(found))
-    raised, raised_to_each = largest_of(found), largest_of(found)
-    changes.raise_blocks(ids, number, raised)
-    changes.raise_blocks_to_each(ids, np.where(ids % 2, number, -number), raised_to_each)
-    after = found.copy()
-    after[ids] = np.maximum(np.abs(found[ids]), number)
-    np.testing.assert_array_equal(raised, largest_of(after))
-    np.testing.assert_array_equal(raised_to_each, largest_of(after))
-
-
-@given(stamps(), st.integers(0, 6), st.integers(0, 2))
-def test_all_rows_after_a_number(found: Int64s, number: int, more: int) -> None:
-    largest = largest_of(found) + more  # It may be more than that of any row.
-    ids = np.empty(changes.rows_in_newer_blocks(largest, number), np.int64)
-    count = changes.rows_after(found, largest, number, ids)
-    assert ids[:count].tolist() == np.flatnonzero(np.abs(found) > number).tolist()
-
-
-@given(stamps(), st.data(), st.integers(0, 6))
-def test_those_of_some_rows_after_a_number(found: Int64s, data: st.DataObject, number: int) -> None:
-    ids = np.sort(np.concatenate([data.draw(rows_of(found)), data.draw(rows_of(found))]))  # Some of them twice.
-    out = np.empty_like(ids)
-    count = changes.rows_of_after(ids, found, number, out)
-    assert out[:count].tolist() == np.unique(ids[np.abs(found[ids]) > number]).tolist()
-
-
-@given(stamps(), st.integers(0, 1 << 20))
-def test_stamps_by_group(found: Int64s, more: int) -> None:
-    newest = int(np.abs(found).max(initial=0)) + more
-    counts = np.zeros((len(GROUP_SHIFTS), GROUPS + 1), np.int64)
-    changes.count_groups(found, newest, counts)
-    for shift, line in zip(GROUP_SHIFTS, counts, strict=True):
-        ages = np.minimum((newest >> shift) - (np.abs(found) >> shift), GROUPS)
-        assert line.tolist() == np.bincount(ages, minlength=GROUPS + 1).tolist()
-
-
-def test_other_ids_than_64_bit_ones_are_refused() -> None:
-    """They would be compiled for, in the middle of a cut."""
-    with pytest.raises(TypeError):
-        changes.raise_blocks(np.zeros(1, np.int32), 1, np.zeros(1, np.int64))
+def test_numbers_wrap() -> None:
+    numbers, copy, ids = np.array([2**63 - 1]), np.zeros(1, np.int64), np.empty(1, np.int64)
+    assert changes.follow_numbers(numbers, 1, copy, ids) == 1
+    assert copy.tolist() == [-(2**63)]

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.local_service import join, run, send
+from tests.support.releases import live_rows
 from tests.support.stamped import stamped_table
 from tests.support.wire import ITEM, USER, WHOLE, full_part, part, random_rows
 
@@ -66,7 +67,7 @@ def test_a_release_never_has_a_damaged_row_and_the_log_mends_it(tmp_path: Path) 
         assert {name: ids.tolist() for name, ids in mended.items()} == {USER.name: [3, 4, 9]}
         assert (model.damage, model.standing(Policy()).failure) == ({}, "")
         release = await model.release(0)
-        assert release.batches[0].values.tobytes() == ROWS[0].tobytes()
+        assert live_rows(release)[0].values.tobytes() == ROWS[0].tobytes()
         assert release.checksums[0] == checksum == model.tables[0].checksum
 
     run(tmp_path, scenario)
@@ -84,12 +85,12 @@ def test_what_the_log_has_no_more_is_asked_of_the_ranks(tmp_path: Path) -> None:
         # Other rows go on, to replicas that lack only them.
         await send(session, part(2, [(0, [8], np.ones((1, 4), "<f4"))]))
         await service.coordinators["clicks"].drain()
-        assert (await model.release(1)).batches[0].ids.tolist() == [8]
+        assert live_rows(await model.release(1))[0].ids.tolist() == [8]
         await send(session, part(3, [(0, [7], np.full((1, 4), 2, "<f4"))]))
         await service.coordinators["clicks"].drain()
         assert {name: ids.tolist() for name, ids in (await model.mend()).items()} == {USER.name: [7]}
         assert session.wanted == []
-        assert (await model.release(0)).batches[0].values[7].tolist() == [2] * 4
+        assert live_rows(await model.release(0))[0].values[7].tolist() == [2] * 4
 
     run(tmp_path, scenario)
 

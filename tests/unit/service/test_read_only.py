@@ -10,12 +10,13 @@ import pytest
 from tests.support.local_service import join, opened, run, send
 from tests.support.wire import WHOLE, full_part, random_rows
 
-from deltasync.api.subscribe import ReplicaStream
+from deltasync.api.subscribe import ReplicaStream, Responses
 from deltasync.core.policy import Policy
 from deltasync.service.service import Service
 from deltasync.status.answers import Answers
 from deltasync.v1 import subscribe_pb2
 from deltasync.wire.protocol import OURS
+from deltasync.wire.row_messages import serialized
 
 
 async def ask(service: Service, consumer: str) -> str:
@@ -30,11 +31,16 @@ async def silence() -> AsyncIterator[subscribe_pb2.SubscribeRequest]:
     yield subscribe_pb2.SubscribeRequest()
 
 
+async def next_kind(stream: Responses) -> str | None:
+    """What the next message is."""
+    return subscribe_pb2.SubscribeResponse.FromString(serialized(await anext(stream))).WhichOneof("message")
+
+
 async def subscribe(service: Service, consumer: str) -> None:
     """A replica asks for what there is, is told that there is nothing yet, and leaves."""
     opening = subscribe_pb2.SubscribeOpen(consumer=consumer, replica="r")
     stream = ReplicaStream(service, opening, OURS).run(silence())
-    assert (await anext(stream)).WhichOneof("message") == "progress"
+    assert await next_kind(stream) == "progress"
     assert await ask(service, consumer) == "empty"
     await cast("AsyncGenerator[Any, None]", stream).aclose()
 
@@ -80,11 +86,11 @@ def test_what_is_published_while_a_replica_is_told_to_wait_wakes_it(
         await service.create_consumer("plain", "clicks", Policy())
         opening = subscribe_pb2.SubscribeOpen(consumer="plain", replica="r")
         stream = ReplicaStream(service, opening, OURS).run(silence())
-        kinds = [(await anext(stream)).WhichOneof("message")]
+        kinds = [await next_kind(stream)]
         session = await join(service)
         await send(session, full_part(1, random_rows(0), WHOLE))
         while kinds[-1] != "release_end":
-            kinds.append((await anext(stream)).WhichOneof("message"))
+            kinds.append(await next_kind(stream))
         assert kinds == ["progress", "opened", "chunk", "chunk", "release_end"]
         await cast("AsyncGenerator[Any, None]", stream).aclose()
 

@@ -182,6 +182,40 @@ def test_a_write_that_fails_takes_no_other_with_it(log: LogStore) -> None:
     assert content(log, "s") == [(1, 0, 1, b"x")]
 
 
+def test_a_record_is_not_written_where_one_that_it_comes_after_was_refused(log: LogStore) -> None:
+    """Whether that was told already, or both wait for the disk together; no other is in its way."""
+    for number, patient in ((1, False), (2, True)):
+        refused = log.append("s", number, 0, 0, bytes(MAX_BYTES + 1), patient=patient)
+        if not patient:
+            refused.exception(TIMEOUT)
+        written = log.append("s", number, 0, 1, b"x", patient=patient)
+        seals = [
+            log.append("seals", number, 0, index, b"seal", after=after)
+            for index, after in enumerate([(written,), (refused,), (written, refused)])
+        ]
+        small = [log.put(f"{number}{index}", b"", after=(each,)) for index, each in enumerate((written, refused))]
+        assert [isinstance(each.exception(TIMEOUT), StorageFailed) for each in seals] == [False, True, True]
+        assert [isinstance(each.exception(TIMEOUT), StorageFailed) for each in small] == [False, True]
+    assert list(log.items("")) == ["10", "20"]
+    assert [(number, index) for number, _, index, _ in content(log, "seals")] == [(1, 0), (2, 0)]
+    assert [(number, index) for number, _, index, _ in content(log, "s")] == [(1, 1), (2, 1)]
+
+
+def test_patient_writes_are_on_disk_with_the_next_that_is_not_or_at_the_end(opened: Opener) -> None:
+    log = opened()
+    log.append("s", 1, 0, 0, b"a").result(TIMEOUT)
+    patient = [log.drop("s", 1, 0, patient=True), log.append("s", 1, 0, 1, b"b", patient=True)]
+    log.put("n", b"").result(TIMEOUT)
+    assert all(write.done() for write in patient)
+    assert content(log, "s") == [(1, 0, 1, b"b")]
+    many = [log.append("s", 2, 0, index, b"c", patient=True) for index in range(100)]
+    many[50].result(TIMEOUT)  # They do not wait for ever.
+    log.close()
+    log = opened()
+    assert len(content(log, "s")) == 101
+    log.close()
+
+
 def test_writes_are_done_in_the_order_they_were_given(log: LogStore) -> None:
     """A later write that is done means that all earlier ones are."""
     done: list[int] = []

@@ -72,6 +72,35 @@ def test_a_release_that_waits_for_the_disk_keeps_nobody_waiting(
     run(tmp_path, scenario)
 
 
+def test_a_large_look_lets_cuts_be_applied_and_is_of_one_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that change while others are compared are looked at again, before any of them is drawn."""
+    monkeypatch.setattr("deltasync.views.release_maker._LOOKED_ROWS", 2)
+
+    async def scenario(local: LocalModel) -> None:
+        view, on_thread = await local.prepared_view(TOP), local.model.on_thread
+        await local.cut(changed(1, USER, 1, 2, 3, 4, 5, 6, 7))
+        blocks = 0
+
+        async def cut_meanwhile(function: Callable[..., Any], *arguments: Any) -> Any:
+            nonlocal blocks
+            blocks += function.__name__ == "advance"
+            if function.__name__ == "advance" and blocks == 3:
+                # Row 2 was compared, row 6 was not, and row 9 had not changed.
+                await local.cut(changed(2, USER, 2, 6, 9))
+            return await on_thread(function, *arguments)
+
+        monkeypatch.setattr(local.model, "on_thread", cut_meanwhile)
+        await view.make_release(Policy(), 0)
+        assert (blocks, view.state.compared_version) == (4, 3)
+        assert view.state.newest
+        assert view.state.newest.statistics.taken.rows == 8
+        assert same_as_the_model(await held_by_a_replica(view), local)
+
+    run(tmp_path, scenario)
+
+
 def test_tables_that_wait_for_the_disk_keep_nobody_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,12 +194,13 @@ def test_nobody_is_given_a_part_of_a_version(tmp_path: Path) -> None:
             RowBatch(Shard.whole(USER), np.array([each]), np.ones((1, USER.dim), USER.dtype)) for each in (3, 4)
         ]
 
-        def broken_off() -> Iterator[RowBatch]:
-            yield rows[0]
-            raise ZeroDivisionError("a mistake of ours")
+        class BrokenOff(list[RowBatch]):
+            def __iter__(self) -> Iterator[RowBatch]:
+                yield self[0]
+                raise ZeroDivisionError("a mistake of ours")
 
         with pytest.raises(ZeroDivisionError):
-            await model.apply_cut(seal, broken_off())
+            await model.apply_cut(seal, BrokenOff(rows))
         for given in (
             model.release(0),
             view.make_release(TOP, 0),

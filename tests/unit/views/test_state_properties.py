@@ -14,6 +14,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.local_model import LocalModel
+from tests.support.releases import deleted_rows, live_rows
 
 from deltasync.core.digests import checksum_of
 from deltasync.core.policy import Policy
@@ -22,6 +23,7 @@ from deltasync.core.rows import RowBatch, Values
 from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.core.value_types import ValueType
 from deltasync.feeds.feed import Feed
+from deltasync.feeds.repair import NO_REPAIR
 from deltasync.views.view import View
 
 Step = tuple[str, Any]
@@ -177,8 +179,8 @@ class Play:
         if not decision.yes or not replica.tables:
             replica.tables = {name: np.zeros((each.rows, each.dim), each.dtype) for name, each in specs.items()}
             replica.there = set()
-        release = await feed.release(after.number, frozenset())
-        for slot, batch in (*release.batches.items(), *release.deletes.items()):
+        release = await feed.release(after.number, NO_REPAIR)
+        for slot, batch in (*live_rows(release).items(), *deleted_rows(release).items()):
             delivery = feed.deliveries[slot]
             values = batch.values if batch.deleted else delivery.decode(batch.values)
             replica.tables[delivery.spec.name][batch.ids] = 0 if batch.deleted else values

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.support.local_model import LocalModel
+from tests.support.releases import live_rows
 from tests.support.view_scenarios import (
     ITEM,
     TABLES,
@@ -31,7 +32,7 @@ from deltasync.feeds.statistics import Amount
 from deltasync.status.lag import ConsumerLag
 from deltasync.status.report import report
 from deltasync.views.release_draft import ReleaseDraft
-from deltasync.views.store import ViewStore
+from deltasync.views.store import ViewState, ViewStore
 from deltasync.views.view import View
 
 
@@ -78,7 +79,7 @@ def test_a_replica_from_before_the_policy_gets_what_it_lacks(tmp_path: Path, giv
         assert decision.yes
         release = await view.release(position.number)
         lacks = view.position != position  # Else nothing is sent.
-        names = {view.deliveries[slot].spec.name: len(rows) for slot, rows in release.batches.items() if lacks}
+        names = {view.deliveries[slot].spec.name: len(rows) for slot, rows in live_rows(release).items() if lacks}
         assert names == ({} if given is ValueType.FP32 else {"user": 40, "item": 30})
         assert view.resume(Position(held.history, held.number + 1))[0].yes is False
 
@@ -93,7 +94,7 @@ def test_a_replica_from_before_the_policy_that_was_behind_gets_what_changed_sinc
         _, position = view.resume(held)
         assert view.position.number > position.number
         release = await view.release(position.number)
-        assert [(slot, rows.ids.tolist()) for slot, rows in release.batches.items()] == [(0, [3, 4])]
+        assert [(slot, rows.ids.tolist()) for slot, rows in live_rows(release).items()] == [(0, [3, 4])]
 
     run(tmp_path, scenario)
 
@@ -128,7 +129,7 @@ def test_rows_for_which_the_log_had_no_room_are_given_later(
         with pytest.raises(StorageFailed, match="the log is full"):
             await view.make_release(policy, 0)
         (table,) = view.state.tables
-        dirty = await local.model.on_thread(lambda: int(np.count_nonzero(table.dirty_since)))
+        dirty = await local.model.on_thread(lambda: len(table.dirty))
         assert 400 < dirty < 4000
         assert view.state.newest
         assert view.state.newest.statistics.backlog.rows == dirty
@@ -168,7 +169,7 @@ def test_a_release_that_could_not_be_written_down_is_made_again(
         await view.make_release(Policy(), 0)
         assert view.position.number > before
         late = await view.release(before)
-        assert [rows.ids.tolist() for rows in late.batches.values()] == [[3, 4, 9] if again else [3, 4]]
+        assert [rows.ids.tolist() for rows in live_rows(late).values()] == [[3, 4, 9] if again else [3, 4]]
         assert not is_due(view, Policy())
 
     run(tmp_path, scenario)
@@ -254,9 +255,9 @@ def test_a_version_is_not_held_before_its_release_is_made(tmp_path: Path, monkey
         await local.cut(changed(1, USER, 3))
         settle = ReleaseDraft.settle
 
-        def noted(draft: ReleaseDraft) -> StorageFailed | None:
+        def noted(draft: ReleaseDraft, before: ViewState) -> tuple[ViewState, StorageFailed | None]:
             found.append(view.version_of(number))
-            return settle(draft)
+            return settle(draft, before)
 
         monkeypatch.setattr(ReleaseDraft, "settle", noted)
         await view.make_release(TOP, 0)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.local_model import LocalModel
+from tests.support.releases import deleted_rows
 from tests.support.view_scenarios import held_by_a_replica, refuse, run_again
 
 from deltasync.core.errors import StorageFailed
@@ -55,7 +56,7 @@ async def delete(local: LocalModel, *ids: int) -> None:
 
 
 async def deletes_after(view: View, number: int) -> list[int]:
-    return [row for rows in (await view.release(number)).deletes.values() for row in rows.ids.tolist()]
+    return [row for rows in deleted_rows(await view.release(number)).values() for row in rows.ids.tolist()]
 
 
 async def check_owners(view: View) -> None:

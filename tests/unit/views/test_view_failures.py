@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tests.support.fleet import release_at_once
 from tests.support.local_model import LocalModel
+from tests.support.releases import live_rows
 from tests.support.view_scenarios import (
     TOP,
     USER,
@@ -113,7 +114,7 @@ def test_nothing_of_a_release_that_is_not_written_down_is_sent(
             patch.setattr(ViewStore, "write_release", refuse)
             with pytest.raises(StorageFailed):
                 await view.make_release(TOP, 0)
-            assert not (await view.release(before.number)).batches
+            assert not (await view.release(before.number)).chunks
         assert view.position == before
         assert (await held_by_a_replica(view))["user"].tobytes() == first["user"].tobytes()
         await view.make_release(TOP, 0)
@@ -136,13 +137,18 @@ def test_a_release_that_could_not_be_frozen_is_frozen_anew_for_the_next_who_asks
             failed = local.model.release(0)
             with pytest.raises(StorageFailed):
                 await failed
-        assert len((await local.model.release(0)).batches) == 2
+        assert len(live_rows(await local.model.release(0))) == 2
 
     run(tmp_path, scenario)
 
 
-@pytest.mark.parametrize("kind", ["user*.since", "user*.rows", "user*.stamps", "*"])
-def test_of_a_view_whose_files_are_missing_nothing_is_claimed(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["user*.since", "user*.rows", "user*.stamps", "*", "shared"])
+def test_of_a_view_whose_files_are_missing_nothing_is_claimed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    if kind != "shared":
+        monkeypatch.setattr("deltasync.storage.table_files.SMALL_BYTES", 0)
+
     async def scenario(local: LocalModel) -> None:
         await local.prepared_view(TOP)
 

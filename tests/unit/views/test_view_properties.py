@@ -14,7 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.local_model import LocalModel, Rows
+from tests.support.mapping import marks_on_disk
 from tests.support.plain_view import DirtyRow, PlainModel, PlainRelease, PlainTable, norm_of
+from tests.support.releases import live_rows
 
 from deltasync.core.delivery import Delivery
 from deltasync.core.digests import checksum_of
@@ -29,6 +31,7 @@ from deltasync.core.value_types import ValueType
 from deltasync.feeds.frozen_release import FrozenRelease
 from deltasync.feeds.statistics import Amount
 from deltasync.views.release_draft import ReleaseDraft
+from deltasync.views.store import ViewState
 from deltasync.views.table import ViewTable
 
 TABLES = [TableSpec("a", 6, 3), TableSpec("ab", 5, 12, np.dtype("<f2")), TableSpec("c", 4, 1)]
@@ -68,7 +71,7 @@ class PlainReplica:
             rows = self.tables.setdefault(table.name, np.zeros((table.rows, table.dim), table.dtype))
             if (rows.shape, rows.dtype) != ((table.rows, table.dim), table.dtype):
                 self.tables[table.name] = np.zeros((table.rows, table.dim), table.dtype)
-        for slot, batch in release.batches.items():
+        for slot, batch in live_rows(release).items():
             each = given[slot]
             norms = each.mode is Mode.IDS
             held = batch.values if norms else each.held(batch.values)
@@ -150,10 +153,10 @@ class Play:
         changes = {name: rows for name, rows in changes_of(kinds).items() if name in names}
         before = self.view.state.head.number
 
-        def meanwhile(draft: ReleaseDraft) -> StorageFailed | None:
+        def meanwhile(draft: ReleaseDraft, state: ViewState) -> tuple[ViewState, StorageFailed | None]:
             for each in (self.local.cut(changes), self.follow(0)):
                 asyncio.run_coroutine_threadsafe(each, loop).result(20)
-            return settle(draft)
+            return settle(draft, state)
 
         with mock.patch.object(ReleaseDraft, "settle", meanwhile):
             await self.view.make_release(self.policy, 0)
@@ -246,7 +249,8 @@ class Play:
             for table, lacking in zip(state.tables, rows, strict=True):
                 changed = table.source.stamps > state.compared_version
                 with not_shared_yet():
-                    known = (table.sent.stamps > number) | (table.dirty_since > 0)
+                    known = table.sent.stamps > number
+                    known[table.dirty.ids] = True
                 assert np.count_nonzero(known | changed) <= lacking <= table.source.spec.rows
                 assert lacking <= np.count_nonzero(known) + np.count_nonzero(changed)
 
@@ -305,7 +309,10 @@ class Play:
 def marks_of(table: ViewTable) -> dict[int, int]:
     """The dirty rows, and since when they are: nothing else uses the table while a play checks it."""
     with not_shared_yet():
-        return {int(row): int(table.dirty_since[row]) for row in table.dirty_since.nonzero()[0]}
+        on_disk = marks_on_disk(table)
+        assert table.dirty.ids.tolist() == on_disk.nonzero()[0].tolist()
+        assert table.dirty.since.tolist() == on_disk[table.dirty.ids].tolist()
+        return dict(zip(table.dirty.ids.tolist(), table.dirty.since.tolist(), strict=True))
 
 
 def check_amount(amount: Amount, rows: Sequence[DirtyRow]) -> None:

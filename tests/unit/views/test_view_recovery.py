@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from tests.support.damage import change_value
 from tests.support.local_model import LocalModel
+from tests.support.releases import live_rows
 from tests.support.view_scenarios import (
     ITEM,
     TOP,
@@ -55,7 +56,7 @@ def test_files_that_a_crash_left_behind_are_removed(tmp_path: Path) -> None:
 
     async def after(local: LocalModel) -> None:
         view = local.view()
-        assert {table.folder.name for table in view.state.tables} == {
+        assert {table.files.place.folder.name for table in view.state.tables} == {
             each.name for each in local.view_directory.iterdir()
         }
 
@@ -133,7 +134,7 @@ def test_a_release_that_a_crash_cut_short_is_made_anew(tmp_path: Path, monkeypat
         assert decision.yes
         assert view.position.number > position.number
         release = await view.release(position.number)
-        assert [rows.ids.tolist() for rows in release.batches.values()] == [[4, 5]]
+        assert [rows.ids.tolist() for rows in live_rows(release).values()] == [[4, 5]]
 
     run(tmp_path, before)
     run_again(tmp_path, after)
@@ -196,11 +197,11 @@ def test_an_ids_view_comes_back_with_its_norms(tmp_path: Path) -> None:
         view = await local.prepared_view(ids)
         await local.cut(changed(1, USER, 4, 5))
         await view.make_release(ids, 0)
-        norms.append((await view.release(1)).batches[0].values.copy())
+        norms.append(live_rows(await view.release(1))[0].values.copy())
 
     async def after(local: LocalModel) -> None:
         release = await local.view().release(1)
-        assert release.batches[0].values.tobytes() == norms[0].tobytes()
+        assert live_rows(release)[0].values.tobytes() == norms[0].tobytes()
         assert norms[0].min() > 0
 
     run(tmp_path, before)

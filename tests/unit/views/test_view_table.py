@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.support.mapping import new_view_table, reopened
 
 from deltasync.core.delivery import Delivery
 from deltasync.core.mode import Mode
@@ -37,7 +38,7 @@ def source() -> StampedTable:
 
 
 def viewed(source: StampedTable, kind: ValueType, folder: Path) -> ViewTable:
-    table = ViewTable(source, Delivery(TABLE, kind, Mode.EMBEDDINGS), folder, new=True)
+    table = new_view_table(source, Delivery(TABLE, kind, Mode.EMBEDDINGS), folder)
     table.copy(np.arange(40), 1)
     return table
 
@@ -48,14 +49,14 @@ def test_a_row_that_was_left_is_as_far_off_as_before_also_after_a_restart(
 ) -> None:
     table = viewed(source, kind, tmp_path)
     source.apply(RowBatch.of_table(TABLE, np.array([3, 9]), np.full((2, 16), 5, np.float32)), 2)
-    ids, norms = table.find_dirty(1)
+    dirty = table.find_dirty(1)
     source.apply(RowBatch.of_table(TABLE, np.array([20]), np.full((1, 16), 7, np.float32)), 3)
-    again, more = table.find_dirty(2)
-    assert (ids.tolist(), again.tolist()) == ([3, 9], [3, 9, 20])
-    assert more[:2].tolist() == norms.tolist()
+    more = table.find_dirty(2)
+    assert (dirty.ids.tolist(), more.ids.tolist()) == ([3, 9], [3, 9, 20])
+    assert more.norms[:2].tolist() == dirty.norms.tolist()
     table.flush()
-    restarted = ViewTable(source, table.delivery, tmp_path, new=False)
-    assert restarted.find_dirty(3)[1].tolist() == more.tolist()
+    restarted = reopened(table)
+    assert restarted.find_dirty(3).norms.tolist() == more.norms.tolist()
 
 
 @pytest.mark.parametrize("kind", LOSSY)
@@ -68,7 +69,7 @@ def test_a_row_that_is_encoded_as_what_replicas_hold_is_not_dirty(
     order = np.argsort(moved, axis=1)[:, 1:-1]
     np.put_along_axis(moved, order, np.take_along_axis(moved, order, 1) * np.float32(1 + 1e-7), 1)
     source.apply(RowBatch.of_table(TABLE, np.array([5, 6]), moved), 2)
-    assert table.find_dirty(1)[0].tolist() == []
+    assert table.find_dirty(1).ids.tolist() == []
 
 
 @pytest.mark.parametrize("kind", ValueType)
@@ -80,13 +81,14 @@ def test_a_delete_differs_from_zeros_to_who_has_the_row_and_to_nobody_else(
     for name in ("all", "one"):
         (tmp_path / name).mkdir()
     table = viewed(source, kind, tmp_path / "all")
-    one = ViewTable(source, table.delivery, tmp_path / "one", new=True)
+    one = new_view_table(source, table.delivery, tmp_path / "one")
     one.copy(np.array([9]), 1)
     source.apply(RowBatch.deletes(Shard.whole(TABLE), np.array([3, 9])), 2)
-    assert (table.find_dirty(1)[0].tolist(), one.find_dirty(1)[0].tolist()) == ([3, 9], [9])
+    assert (table.find_dirty(1).ids.tolist(), one.find_dirty(1).ids.tolist()) == ([3, 9], [9])
     table.write(table.deletes(np.array([3, 9])), 2)
-    assert table.find_dirty(2)[0].tolist() == []
+    table.settle(np.array([3, 9]))
+    assert table.find_dirty(2).ids.tolist() == []
     source.apply(zeros, 3)
-    assert table.find_dirty(2)[0].tolist() == [3]
-    restarted = ViewTable(source, table.delivery, tmp_path / "all", new=False)
-    assert restarted.find_dirty(2)[0].tolist() == [3]
+    assert table.find_dirty(2).ids.tolist() == [3]
+    restarted = reopened(table)
+    assert restarted.find_dirty(2).ids.tolist() == [3]

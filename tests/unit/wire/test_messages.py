@@ -13,7 +13,7 @@ from deltasync.core.rows import RowBatch
 from deltasync.core.tables import VALUE_TYPES, Shard, TableSpec
 from deltasync.core.value_types import ValueType
 from deltasync.storage import records
-from deltasync.v1 import publish_pb2, tables_pb2
+from deltasync.v1 import publish_pb2, subscribe_pb2, tables_pb2
 from deltasync.wire import messages
 from deltasync.wire import row_messages as rows
 
@@ -41,18 +41,42 @@ def test_rows_come_back_as_they_were(data: st.DataObject, announced: list[Shard]
     shard = announced[slot]
     ids = sorted(data.draw(st.sets(st.integers(shard.row_offset, shard.row_offset + shard.rows - 1), min_size=1)))
     values = data.draw(hnp.arrays(shard.table.dtype, (len(ids), shard.cols)))
-    batch = RowBatch(shard, np.array(ids, np.int64), values)
-    message = tables_pb2.Rows()
-    rows.fill_rows(message, slot, batch)
+    batch, step = RowBatch(shard, np.array(ids, np.int64), values), data.draw(st.integers(0, 2**64 - 1))
+    part = publish_pb2.PublishRequest.FromString(rows.part_chunk(step, slot, batch)).chunk
+    release = rows.release_chunk(slot, batch)
     record = b"".join(records.pack_rows(slot, batch))
+    assert part.step == step
     for found in (
-        rows.decode_rows(tables_pb2.Rows.FromString(message.SerializeToString()), announced),
+        rows.decode_rows(part.rows, announced),
+        rows.decode_rows(subscribe_pb2.SubscribeResponse.FromString(release).chunk.rows, announced),
+        rows.rows_in_chunk(release, batch),
         records.unpack_rows(memoryview(record), lambda _: announced),
     ):
         assert found.shard is shard
         assert found.ids.tolist() == ids
         assert found.values.tobytes() == values.tobytes()
         assert (found.values.shape, found.values.dtype) == (values.shape, values.dtype)
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.integers(1, 300), st.sampled_from([0, 1, 2]))
+def test_messages_with_rows_are_those_that_generated_classes_write(
+    step: int, slot: int, count: int, kind: int
+) -> None:
+    """With digests, without, and of rows that are no more."""
+    ids, values = np.arange(count), np.arange(count * 4, dtype="<f4").reshape(count, 4)
+    batch = RowBatch.of_table(USER, ids, values)
+    batch = [batch, batch.digested(), RowBatch.deletes(batch.shard, ids)][kind]
+    expected = tables_pb2.Rows(slot=slot, ids=ids.tobytes())
+    if batch.deleted:
+        expected.deleted = True
+    else:
+        expected.values = values.tobytes()
+    release = subscribe_pb2.SubscribeResponse(chunk=subscribe_pb2.ReleaseChunk(rows=expected))
+    assert subscribe_pb2.SubscribeResponse.FromString(rows.release_chunk(slot, batch)) == release
+    if batch.digests is not None:
+        expected.digests = batch.digests.tobytes()
+    part = publish_pb2.PublishRequest(chunk=publish_pb2.PartChunk(step=step, rows=expected))
+    assert publish_pb2.PublishRequest.FromString(rows.part_chunk(step, slot, batch)) == part
 
 
 @given(st.integers(0, 40), st.integers(1, 300))

@@ -1,32 +1,33 @@
 """Publishing what training changes in a model.
 
 `DeltaSync` belongs to the thread that trains: it marks, decides with the other ranks whether to cut, and gathers
-the rows of a cut there. The publisher sends them from threads of its own, which the training thread never waits
-for in `step`. When a cut is sealed, the next `step` takes note.
+the rows of a cut there. On a GPU that is launched and not waited for: another thread hands the rows to the
+publisher once they are in host memory. The publisher sends them from threads of its own, which the training thread
+never waits for in `step`. When a cut is sealed, the next `step` takes note.
 """
 
 import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from deltasync.client import Part, Position, Publisher, PublisherOptions
+from deltasync.client import Position, Publisher, PublisherOptions
 from deltasync.core.delete_request import DeleteRequest
 from deltasync.core.errors import DeltasyncError, InvalidInput, NotFound, ResyncRequired, ServiceUnavailable
 from deltasync.core.event_time import check_event_time, newest_event_time
 from deltasync.core.rows import Ids
 from deltasync.trainer.checks import check_format
 from deltasync.trainer.distributed.agreement import Agreement
+from deltasync.trainer.pending_cut import PendingCut, published
 from deltasync.trainer.row_requests import RowRequests
 from deltasync.trainer.sync_options import SyncOptions, SyncStats
-from deltasync.trainer.tracking.delta import Token
 from deltasync.trainer.tracking.mean_pooling import wrongly_divided
 from deltasync.trainer.tracking.modes import TrackingMode
 from deltasync.trainer.tracking.module_tensors import buffer_digests
@@ -43,16 +44,6 @@ _CONSUMER = "publisher"
 _PEER_POLL_SECONDS = 0.05
 # States that name no format are of the first.
 _STATE_FORMAT = 1
-
-
-@dataclass(frozen=True)
-class _PendingCut:
-    """A cut that is published and not known to be sealed; `changes` are the tracker's when it was made."""
-
-    part: Part
-    token: Token
-    changes: int
-    sealed: "Future[Position]"
 
 
 class DeltaSync:
@@ -95,7 +86,9 @@ class DeltaSync:
             logger.warning("%s", sentence)
         self._publisher: Publisher | None = None
         self._announced = 0
-        self._pending: _PendingCut | None = None
+        self._arrivals = ThreadPoolExecutor(1, "deltasync-arrivals")  # On a CPU, no thread is ever started.
+        self._launched: Future[PendingCut] | None = None
+        self._pending: PendingCut | None = None
         self._position = Position()
         self._requests = RowRequests()
         self._marked_wanted: Sequence[tuple[str, Ids]] = ()
@@ -118,10 +111,13 @@ class DeltaSync:
         check_event_time(event_time_unix_ns)
         self._event_time = newest_event_time((self._event_time, event_time_unix_ns))
         self.tracker.step()
+        self._take_launched()
         if self.tracker.steps % self._options.publish_every == 0:
-            before = self._pending
+            before = self._under_way
             self._cut(time.time_ns())
-            self.stats.absorbed += self._pending is before
+            self.stats.absorbed += self._under_way is before
+        if self.tracker.on_gpu and (self.tracker.steps + 1) % self._options.publish_every == 0:
+            self.tracker.count_ahead(_CONSUMER)
         self.stats.step_seconds += time.perf_counter() - started
 
     def flush(self, timeout_seconds: float | None = None) -> Position:
@@ -181,6 +177,7 @@ class DeltaSync:
 
     def abort(self) -> None:
         """Close the connection at once: cuts that are not sealed may be lost."""
+        self._arrivals.shutdown(wait=False, cancel_futures=True)
         if self._publisher:
             self._publisher.close()
 
@@ -233,6 +230,7 @@ class DeltaSync:
 
     def _wait(self, deadline: float) -> DeltasyncError | None:
         """Wait a moment for the pending cut, then let the ranks agree again; the error if it is too late."""
+        self._take_launched(wait=True)
         if self._pending is None:
             return None
         wait_for([self._pending.sealed], max(0.0, min(_PEER_POLL_SECONDS, deadline - time.monotonic())))
@@ -250,7 +248,7 @@ class DeltaSync:
         # A cut that is not full leaves what free rows of a map were.
         resync = self._resync or self.tracker.offers_all(_CONSUMER)
         agreed = self._agreement.reach(
-            ready=self._pending is None,
+            ready=self._under_way is None,
             resync=resync,
             unpublished=resync or self._published_changes != self.tracker.changes,
             failed=failure is not None,
@@ -266,6 +264,11 @@ class DeltaSync:
                 self.tracker.step()
             self._publish(step_end_unix_ns, full=agreed.resync)
         return agreed.ready and not agreed.unpublished and not agreed.deletes
+
+    @property
+    def _under_way(self) -> "Future[PendingCut] | PendingCut | None":
+        """The cut that is not sealed yet."""
+        return self._launched or self._pending
 
     @property
     def _asked(self) -> Sequence[DeleteRequest]:
@@ -305,7 +308,7 @@ class DeltaSync:
         self._note_sealed(ended, ended.sealed.result())
         return None
 
-    def _note_sealed(self, ended: _PendingCut, position: Position) -> None:
+    def _note_sealed(self, ended: PendingCut, position: Position) -> None:
         self.tracker.acknowledge(ended.token)
         self._position = position
         part = ended.part
@@ -324,20 +327,29 @@ class DeltaSync:
             self._compare_buffers()
         publisher = self._connected()  # All ranks do so, before what may fail on one alone.
         try:
-            delta = self.tracker.get_delta(_CONSUMER)
+            read = self.tracker.begin_delta(_CONSUMER)
         except DeltasyncError as error:  # The others learn of it when the ranks agree next.
             self._failure = error
             return
-        part = Part(
-            step=self.tracker.steps,
-            step_end_unix_ns=step_end_unix_ns,
-            rows=delta.batches(),
-            full=full,
-            deletes=sorted(self._requests.met),
-            event_time_unix_ns=self._event_time,
-            differing=sorted(self._differing) if self._agreement.rank == 0 else (),
-        )
-        self._pending = _PendingCut(part, delta.token, self.tracker.changes, publisher.publish(part))
+        what = {
+            "step": self.tracker.steps,
+            "step_end_unix_ns": step_end_unix_ns,
+            "full": full,
+            "deletes": sorted(self._requests.met),
+            "event_time_unix_ns": self._event_time,
+            "differing": sorted(self._differing) if self._agreement.rank == 0 else (),
+        }
+        publish = partial(published, publisher, read, self.tracker.changes, what)
+        if read.arrived:
+            self._pending = publish()
+        else:
+            self._launched = self._arrivals.submit(publish)
+
+    def _take_launched(self, *, wait: bool = False) -> None:
+        """Take note that the cut whose rows were on their way is published, if it is."""
+        if self._launched and (wait or self._launched.done()):
+            launched, self._launched = self._launched, None
+            self._pending = launched.result()
 
     def _compare_buffers(self) -> None:
         """Say once of each buffer that it is not alike on all ranks: nothing but SyncBatchNorm keeps them so."""

@@ -10,6 +10,7 @@ from deltasync.client.keyed.keyed_table import KeyedRows, Places
 from deltasync.client.keyed.raw_ids import Entries, RawIdChange, ids_of, maps_of, raw_ids_of, two_rows
 from deltasync.client.local_target import LocalTarget
 from deltasync.client.reading import Reading, Reads, number_of_copies
+from deltasync.client.row_memory import rows_at, staged_rows
 from deltasync.client.targets import Release
 from deltasync.core.rows import Ids, Mask, RowBatch, Values
 from deltasync.core.tables import TableSpec
@@ -55,8 +56,14 @@ class _Table:
             larger.rows[: len(held.rows)], larger.there[: len(held.there)] = held.rows, held.there
         return larger
 
-    def write(self, rows: RowBatch) -> None:
-        self.rows[rows.ids], self.there[rows.ids] = rows.values, not rows.deleted
+    def stage(self, rows: RowBatch) -> Callable[[], None]:
+        put = staged_rows(self.rows, rows.ids, rows.values)
+
+        def write() -> None:
+            put()
+            self.there[rows.ids] = not rows.deleted
+
+        return write
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,9 +96,10 @@ class _KeyedCopy:
         """Prepare a release while others read, and return what writes it.
 
         Raises:
-            Contradiction: two rows would have one raw id; nothing was written.
+            Contradiction: two rows would have one raw id, or a table has no such rows; nothing was written.
         """
         held = {table.name: _Table.with_room(table, self._kept(table, release)) for table in release.tables}
+        puts = [(rows.table.name, held[rows.table.name].stage(rows)) for rows in release.rows]
         fresh = {name for name, table in held.items() if table is not self._held.get(name)}
         maps = maps_of(release.tables)
         changes = {
@@ -107,9 +115,9 @@ class _KeyedCopy:
         tables = {name: KeyedRows(places[name], table.rows) for name, table in held.items()}
 
         def put(*, unread: bool) -> None:
-            for rows in release.rows:
-                if (rows.table.name in fresh) is unread:
-                    held[rows.table.name].write(rows)
+            for name, put_rows in puts:
+                if (name in fresh) is unread:
+                    put_rows()
             for of, change in changes.items():
                 if (of in made) is unread:
                     change.make()
@@ -127,11 +135,7 @@ class _KeyedCopy:
     def read(self, table: TableSpec, ids: Ids) -> Values | None:
         """Some rows of a table by row number; zeros for those that it has grown by since the last release."""
         held = self._of(table)
-        if held is None:
-            return None
-        found, there = np.zeros((len(ids), table.dim), table.dtype), ids[: np.searchsorted(ids, len(held.rows))]
-        found[: len(there)] = held.rows[there]
-        return found
+        return None if held is None else rows_at(held.rows, ids)
 
     def _kept(self, table: TableSpec, release: Release) -> _Table | None:
         """What stays of a table."""

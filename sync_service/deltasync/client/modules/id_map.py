@@ -56,12 +56,12 @@ class SortedIds:
             ids = np.concatenate([each.ids for each in rows])
             held = held.changed(ids, np.concatenate([*map(_numbers, rows)]))
         held.check(self.table.name)
-        tensors = [(name, _like(self._module, name, array)) for name, array in held.arrays]
+        changes = [(name, *_changed(getattr(self._module, name), array)) for name, array in held.arrays]
 
         def write() -> None:
             self._held = held
-            for name, tensor in tensors:
-                getattr(self._module, name).copy_(tensor)
+            for name, first, tensor in changes:
+                getattr(self._module, name)[first : first + len(tensor)] = tensor
 
         return write
 
@@ -207,8 +207,15 @@ def _array(module: nn.Module, name: str) -> Ints:
     return array
 
 
-def _like(module: nn.Module, name: str, array: Ints) -> torch.Tensor:
-    return torch.from_numpy(array).to(getattr(module, name).device)
+def _changed(held: torch.Tensor, array: Ints) -> tuple[int, torch.Tensor]:
+    """From where on, and to what, a buffer changes that is to hold an array.
+
+    Of raw ids that grow that is the end; others move all that lie between them.
+    """
+    new = torch.from_numpy(array).to(held.device)
+    differs = (held != new).nonzero().flatten().cpu()
+    first, end = (int(differs[0]), int(differs[-1]) + 1) if len(differs) else (0, 0)
+    return first, new[first:end]
 
 
 def _numbers(rows: RowBatch) -> Ints:

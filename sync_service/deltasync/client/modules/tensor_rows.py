@@ -2,14 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.autograd.graph import increment_version
 
-from deltasync.core.errors import Contradiction
+from deltasync.client.row_memory import check_fit, rows_at, staged_rows
 from deltasync.core.rows import Ids, Values
 
 Bytes = NDArray[np.uint8]
@@ -31,9 +30,9 @@ class TensorRows:
         Raises:
             Contradiction: the tensor has no such rows; nothing was written.
         """
-        self._check(ids, values)
         if self._in_host_memory:
-            return self._stage_on_cpu(ids, values)
+            return self._marked(staged_rows(self._bytes, ids, np.ascontiguousarray(values).view(np.uint8)))
+        check_fit(self.held.shape[0], self.held.shape[1] * self.held.itemsize, ids, values)
         held, at, rows = self.held, torch.from_numpy(ids.copy()).to(self.held.device), self._on_device(values)
 
         def write() -> None:
@@ -44,7 +43,12 @@ class TensorRows:
     def stage_fill(self, row: Values) -> Callable[[], None]:
         """The same for one row ([1, width]) that all rows become."""
         if self._in_host_memory:
-            return self._stage_on_cpu(slice(None), row)
+            items, item = _items(self._bytes), _items(np.ascontiguousarray(row).view(np.uint8))
+
+            def fill() -> None:
+                items[:] = item
+
+            return self._marked(fill)
         held, rows = self.held, self._on_device(row)
 
         def write() -> None:
@@ -55,7 +59,7 @@ class TensorRows:
     def read(self, ids: Ids) -> Bytes:
         """The rows `ids` ([n]) as bytes [n, width x bytes of a number], in host memory."""
         if self._in_host_memory:
-            return self._items[ids][:, None].view(np.uint8)
+            return rows_at(self._bytes, ids).view(np.uint8)
         at = torch.from_numpy(ids.copy()).to(self.held.device)
         rows: Bytes = self.held.index_select(0, at).cpu().view(torch.uint8).numpy()
         return rows
@@ -64,19 +68,21 @@ class TensorRows:
     def _in_host_memory(self) -> bool:
         return self.held.device.type == "cpu"
 
-    def _stage_on_cpu(self, at: Any, values: Values) -> Callable[[], None]:
-        held, items, rows = self.held, self._items, _items(np.ascontiguousarray(values))
+    def _marked(self, write: Callable[[], None]) -> Callable[[], None]:
+        """What writes, and has autograd know that the tensor has changed."""
+        held = self.held
 
-        def write() -> None:
-            items[at] = rows
+        def write_and_mark() -> None:
+            write()
             if not held.is_inference():
                 increment_version(held)
 
-        return write
+        return write_and_mark
 
     @property
-    def _items(self) -> NDArray[np.void]:
-        return _items(self.held.view(torch.uint8).numpy())
+    def _bytes(self) -> Bytes:
+        held: Bytes = self.held.view(torch.uint8).numpy()
+        return held
 
     def _on_device(self, values: Values) -> torch.Tensor:
         # A copy, since torch has no read-only tensors.
@@ -84,17 +90,8 @@ class TensorRows:
         rows.view(torch.uint8).numpy()[:] = np.ascontiguousarray(values).view(np.uint8)
         return rows.to(self.held.device)
 
-    def _check(self, ids: Ids, values: Values) -> None:
-        rows, width = self.held.shape[0], self.held.shape[1] * self.held.itemsize
-        given = values.shape[1] * values.itemsize
-        if given != width or (len(ids) and not 0 <= ids.min() <= ids.max() < rows):
-            ids_text = f"ids {ids.min()} to {ids.max()}" if len(ids) else "no ids"
-            raise Contradiction(
-                f"{ids_text} of {given} bytes a row, for memory of {rows} rows of {width} bytes: not written"
-            )
 
-
-def _items(rows: Values) -> NDArray[np.void]:
+def _items(rows: Bytes) -> NDArray[np.void]:
     """Rows [n, width] as [n] items, which NumPy copies several times as fast as it copies rows."""
-    items: NDArray[np.void] = rows.view(np.dtype((np.void, rows.shape[1] * rows.itemsize)))[:, 0]
+    items: NDArray[np.void] = rows.view(np.dtype((np.void, rows.shape[1])))[:, 0]
     return items

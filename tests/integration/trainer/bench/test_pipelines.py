@@ -11,7 +11,7 @@ from tests.support.programs import run_program
 
 from deltasync.trainer.bench.command import bench
 from deltasync.trainer.bench.pipelines.options import NAMES, Sizes
-from deltasync.trainer.bench.pipelines.variants import VARIANTS, with_references
+from deltasync.trainer.bench.pipelines.variants import NOT_COMPARED, VARIANTS, with_references
 
 SMALL = {
     "ranks": 2,
@@ -25,11 +25,22 @@ SMALL = {
     "steps": 4,
     "rounds": 2,
 }
+ON_CPU = [name for name, variant in VARIANTS.items() if not variant.not_on_cpu]
 # Those that differ in how they do it train alike on the same batches.
 ALIKE = {
-    ("base", "sparse_dist", "ours", "tensordict", "tracking", "publishing"),
+    (
+        "base",
+        "base_tensordict",
+        "sparse_dist",
+        "sparse_dist_tensordict",
+        "ours",
+        "tensordict",
+        "tracking",
+        "publishing",
+    ),
     ("sparse_dist_preprocessing", "preprocessing"),
 }
+TENSORDICTS = ("tensordict", "base_tensordict", "sparse_dist_tensordict")
 pytestmark = pytest.mark.slow
 
 
@@ -39,22 +50,33 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     sizes = Sizes(**SMALL).arguments()
     done = run_program(sys.executable, "-m", "deltasync", "bench", "pipelines", *sizes, "--json", str(found))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert all(said in done.stdout for said in NAMES.values())
+    assert all(said in done.stdout for said in [*NAMES.values(), *NOT_COMPARED, "P50", "P90"])
     result: dict[str, Any] = json.loads(found.read_text())
     return result
 
 
 def test_every_variant_has_its_time_and_its_memory(figures: dict[str, Any]) -> None:
     assert figures["sizes"] == SMALL
-    assert list(figures["variants"]) == list(NAMES)
+    assert list(figures["variants"]) == ON_CPU
     for name, line in figures["variants"].items():
         assert 0 < line["step_ms_min"] <= line["step_ms"] <= line["step_ms_max"], name
+        assert 0 < line["p50_ms"] <= line["p90_ms"], name
         assert line["peak_bytes"] >= line["held_bytes"], name
         assert line["against"] is None or line["against"] in NAMES
 
 
+def test_what_is_not_measured_is_said_with_its_reason(figures: dict[str, Any]) -> None:
+    assert figures["device"] == "cpu"
+    assert [*figures["variants"], *figures["not_measured"]] == [
+        *ON_CPU,
+        *(name for name in NAMES if name not in ON_CPU),
+        *NOT_COMPARED,
+    ]
+    assert all(figures["not_measured"].values())
+
+
 def test_ratios_are_medians_with_their_range(figures: dict[str, Any]) -> None:
-    for name in ("pipeline", "tensordict", "preprocessing", "tracking", "publishing"):
+    for name in ("pipeline", *TENSORDICTS, "preprocessing", "tracking", "publishing"):
         low, ratio, high = (figures[f"{name}_step_ratio{end}"] for end in ("_low", "", "_high"))
         assert 0 < low <= ratio <= high, name
 
@@ -87,4 +109,5 @@ def test_a_turn_is_whole_cycles_of_accumulation() -> None:
 
 def test_a_variant_brings_along_what_it_is_compared_with() -> None:
     assert list(with_references(["tensordict"])) == ["sparse_dist", "ours", "tensordict"]
+    assert list(with_references(["base_tensordict"])) == ["base", "base_tensordict", "sparse_dist"]
     assert list(with_references([])) == list(VARIANTS)

@@ -5,14 +5,13 @@ import pytest
 import torch
 
 from deltasync.client import ValueType
-from deltasync.core.tbe import encode_tbe
 from deltasync.trainer.clicks.model import ClickModel, ModelOptions
 from deltasync.trainer.demo.compare import unequal_rows
 from deltasync.trainer.demo.quantised import quantised, served_rows, tbe_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
 
-BITS = {ValueType.INT8_TBE: 8, ValueType.INT4_TBE: 4}
+TYPES = [ValueType.INT8_TBE, ValueType.INT4_TBE]
 
 
 def model(*, managed: bool, dim: int = 8) -> ClickModel:
@@ -22,7 +21,7 @@ def model(*, managed: bool, dim: int = 8) -> ClickModel:
     ).eval()
 
 
-@pytest.mark.parametrize("value_type", BITS)
+@pytest.mark.parametrize("value_type", TYPES)
 @pytest.mark.parametrize("managed", [False, True])
 def test_rows_of_tables_are_scale_and_bias_and_then_the_codes(value_type: ValueType, managed: bool) -> None:
     plain = {
@@ -34,7 +33,7 @@ def test_rows_of_tables_are_scale_and_bias_and_then_the_codes(value_type: ValueT
     assert found.keys() == plain.keys()
     for name, rows in plain.items():
         # Of no table a row is zeros, which would not be encoded as TorchRec does.
-        encoded = encode_tbe(rows, BITS[value_type])
+        encoded = value_type.encode(rows)
         assert np.array_equal(found[name], np.hstack([encoded[:, -4:], encoded[:, :-4]]))
 
 

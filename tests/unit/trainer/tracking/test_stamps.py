@@ -11,7 +11,8 @@ from tests.support.embedding_parameters import embedding_parameters
 from torch import nn
 
 from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode, cursors
-from deltasync.trainer.tracking.stamps import CLOCK_END, differing_rows, forget
+from deltasync.trainer.tracking.followed_rows import differing_rows
+from deltasync.trainer.tracking.stamps import CLOCK_END, forget
 
 # Bits, among them -0.0, two NaNs and the smallest number.
 BITS = {

@@ -61,6 +61,7 @@ SELDOM = [
     operations("resync", NAME),
     operations("clear", st.none() | NAME),
 ]
+COUNTED = [*2 * [operations("count", NAME)], *2 * [operations("read_begun", NAME)]]
 CHECKPOINTS = [*2 * [operations("reload")], operations("save"), operations("restore")]
 
 
@@ -69,10 +70,11 @@ def run(
     mode: TrackingMode = TrackingMode.EMBEDDING,
     *,
     delete_on_read: bool = False,
+    device: torch.device | None = None,
 ) -> None:
     options = TrackerOptions(consumers=["a", "b"], mode=mode, dense=True, delete_on_read=delete_on_read)
     with embedding_parameters():
-        Written(Tables(), options).run(program)
+        Written(Tables().to(device), options).run(program)
 
 
 def programs(*kinds: st.SearchStrategy[Operation]) -> st.SearchStrategy[list[Operation]]:
@@ -111,6 +113,14 @@ def test_checkpoints(program: list[Operation]) -> None:
 @settings(max_examples=100)
 @given(programs(*OFTEN, *SELDOM, *CHECKPOINTS), st.sampled_from(MODES))
 def test_without_first_values(program: list[Operation], mode: TrackingMode) -> None:
+    run(program, mode)
+
+
+@settings(max_examples=300)
+@given(programs(*OFTEN, *SELDOM, *CHECKPOINTS, *COUNTED), st.sampled_from(MODES))
+def test_reads_that_are_launched_are_those_that_are_waited_for(
+    program: list[Operation], mode: TrackingMode
+) -> None:
     run(program, mode)
 
 

@@ -10,8 +10,12 @@ from rich.console import Console
 
 from deltasync.cli.config import CONTEXT
 from deltasync.trainer.bench import (
+    apply,
     consumers,
+    fanout,
+    freshness,
     memory,
+    pause,
     publish,
     quality,
     release,
@@ -21,7 +25,9 @@ from deltasync.trainer.bench import (
     step_time,
     tracker,
 )
+from deltasync.trainer.bench.apply import apply_options
 from deltasync.trainer.bench.consumers import consumers_options
+from deltasync.trainer.bench.pause import pause_options
 from deltasync.trainer.bench.pipelines import run as pipelines
 from deltasync.trainer.bench.pipelines.options import pipelines_options
 from deltasync.trainer.bench.quality import quality_options
@@ -63,11 +69,31 @@ _add(
     _command(publish.run),
     "Throughput from a trainer's publish to a replica's rows, against a bare gRPC stream.",
 )
+_add(
+    "freshness",
+    _command(freshness.run),
+    "Time from a trainer's publish of a small cut to a replica's rows, against two bare gRPC hops and one write.",
+)
+_add(
+    "fanout",
+    _command(fanout.run),
+    "CPU time of the service for forty replicas of one consumer, against one replica.",
+)
 _add("memory", _command(memory.run), "What the service holds beside its tables and stamps.")
 _add(
     "release",
     release_options(_command(release.run)),
     "Time of a release by a consumer's policy, against NumPy's gathers and norms of the same rows.",
+)
+_add(
+    "apply",
+    apply_options(_command(apply.run)),
+    "Time to apply changed rows, in the service and in a replica, against a bare NumPy scatter.",
+)
+_add(
+    "pause",
+    pause_options(_command(pause.run)),
+    "Pause of readers while releases are applied, against a bare NumPy scatter of the same rows.",
 )
 _add(
     "scale",
@@ -107,5 +133,5 @@ _add(
 _add(
     "pipelines",
     pipelines_options(_command(pipelines.run)),
-    "Step time and memory of the training pipelines: TorchRec's, and ours with each of its options.",
+    "Step time (P50, P90) and peak memory of training pipelines: TorchRec's and ours, with KJTs and TensorDicts.",
 )

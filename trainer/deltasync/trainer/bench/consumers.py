@@ -5,6 +5,11 @@ The services take turns. In each turn a few cuts of a twentieth of the rows are 
 have rows of the one before. CPU time is that of the service's process from the beginning of one of its turns to
 the next, and so includes rows that a policy releases later. Memory is what is resident beside the files of tables
 and views.
+
+The bare figure is CPU time of this process for the same rows, in lines of NumPy on arrays of the same sizes: for
+each of the eight, the norms of the changed rows that it follows, and their encoding in its type.
+
+    np.linalg.norm(table[ids] - view[ids], axis=1)
 """
 
 import json
@@ -12,7 +17,7 @@ import os
 import secrets
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -35,8 +40,15 @@ from deltasync.client import (
     ValueType,
 )
 from deltasync.core.rows import Ids
+from deltasync.trainer.bench.bare_codings import encode
 from deltasync.trainer.bench.children import Children, Peer
-from deltasync.trainer.bench.process import TICK_SECONDS, cpu_seconds, resident_bytes
+from deltasync.trainer.bench.process import (
+    TICK_SECONDS,
+    cpu_seconds,
+    cpu_seconds_by_thread,
+    resident_bytes,
+    system_seconds,
+)
 from deltasync.trainer.bench.timing import spread_of
 
 ONE = {"top-share-int8": Policy(top_k=0.1, value_type=ValueType.INT8)}
@@ -56,6 +68,8 @@ _MODEL, _TABLES = "bench", ("users", "items")
 _CUTS_OF_ALL_ROWS, _CUTS_OF_A_TURN, _REPLICAS_OF_A_PROCESS = 20, 4, 4
 # The rows of the first turns are new, and so is the memory they take.
 _WARM_UP = 2
+EIGHT_RATIO = 1  # The aim.
+_SHOWN_SECONDS = 1e-4
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -76,13 +90,16 @@ def run(console: Console, rows: int, dim: int, rounds: int) -> dict[str, Any]:
     tables = [TableSpec(name, rows // len(_TABLES), dim) for name in _TABLES]
     with ExitStack() as stack:
         fleets = {name: stack.enter_context(_running_fleet(FLEETS[name], tables)) for name in FLEETS}
-        for _ in range(_WARM_UP + rounds):
+        for number in range(_WARM_UP + rounds):
             for fleet in fleets.values():
-                fleet.turn()
+                fleet.turn(counted=number >= _WARM_UP)
         seconds = {name: fleet.cpu_per_version()[_WARM_UP:] for name, fleet in fleets.items()}
         others = {name: fleet.figures() for name, fleet in fleets.items()}
     lines = {name: spread_of("cpu_seconds_per_version", seconds[name]) | others[name] for name in fleets}
-    figures = {**_ratios(seconds), "rows": rows, "dim": dim, "rounds": rounds, "fleets": lines}
+    bare = _bare_cpu_per_version(tables)
+    ratios = _ratios(seconds) | spread_of("eight_ratio", [each / bare for each in seconds["eight"]])
+    sizes = {"rows": rows, "dim": dim, "rounds": rounds}
+    figures = {**ratios, "bare_cpu_seconds_per_version": bare, **sizes, "fleets": lines}
     _print(console, figures)
     return figures
 
@@ -100,11 +117,18 @@ class Fleet:
         self._values = np.random.default_rng(0)
         self._step = 0
         self._cpu: list[float] = []
+        self._system: list[float] = []
+        self._threads: dict[str, float] = {}
+        self._counted = 0
         self._first = self._cut()
 
-    def turn(self) -> None:
+    def turn(self, *, counted: bool) -> None:
         """Publish a few cuts, each once the replicas have the one before."""
+        if counted and not self._counted:
+            self._threads = cpu_seconds_by_thread(self._pid)
+        self._counted += _CUTS_OF_A_TURN * counted
         self._cpu.append(cpu_seconds(self._pid))
+        self._system.append(system_seconds(self._pid))
         for _ in range(_CUTS_OF_A_TURN):
             self._deliveries = self._cut()
 
@@ -125,8 +149,23 @@ class Fleet:
             "versions": self._step - 1,
             "file_bytes": files,
             "rest_bytes": sum(resident.values()) - files,
+            "system_cpu_seconds_per_version": self._system_per_version(),
+            "thread_cpu_seconds_per_version": self._cpu_by_thread(),
             "consumers": delivered,
         }
+
+    def _system_per_version(self) -> float:
+        """Of the CPU seconds per version, those in the kernel, in the median turn."""
+        seconds = pairwise([*self._system[_WARM_UP:], system_seconds(self._pid)])
+        return statistics.median(after - before for before, after in seconds) / _CUTS_OF_A_TURN
+
+    def _cpu_by_thread(self) -> dict[str, float]:
+        """CPU seconds per version of each thread, the busiest first."""
+        spent = {
+            name: (seconds - self._threads.get(name, 0.0)) / self._counted
+            for name, seconds in cpu_seconds_by_thread(self._pid).items()
+        }
+        return dict(sorted(spent.items(), key=lambda each: -each[1]))
 
     def _cut(self) -> dict[str, tuple[int, int]]:
         """Publish a cut; the releases and rows that every replica was given once it has rows of it."""
@@ -173,6 +212,23 @@ def _is_of_a_table(path: str) -> bool:
     return f"{os.sep}models{os.sep}" in path and not path.endswith("(deleted)")
 
 
+def _bare_cpu_per_version(tables: Sequence[TableSpec]) -> float:
+    """CPU seconds of the bare lines for one version, all of the eight policies together."""
+    generator = np.random.default_rng(0)
+    arrays = [generator.standard_normal((2, table.rows, table.dim), np.float32) for table in tables]
+    seconds = []
+    for first in range(_CUTS_OF_ALL_ROWS):
+        started = time.process_time()
+        for policy in EIGHT.values():
+            for table, (rows, view) in zip(tables, arrays, strict=True):
+                if policy.follows(table):
+                    ids = np.arange(first, table.rows, _CUTS_OF_ALL_ROWS)
+                    np.linalg.norm(rows[ids] - view[ids], axis=1)
+                    encode(rows[ids], policy)
+        seconds.append(time.process_time() - started)
+    return statistics.median(seconds)
+
+
 def _ratios(seconds: Mapping[str, list[float]]) -> dict[str, float]:
     eight, one, everything = seconds["eight"], seconds["one"], seconds["everything"]
     return {
@@ -187,14 +243,32 @@ def _print(console: Console, figures: dict[str, Any]) -> None:
         f"{figures['dim']} fp32, median of {figures['rounds']} rounds of {_CUTS_OF_A_TURN} cuts"
     )
     console.print(
-        "  consumers               service CPU per version   tables, views   the rest   releases a version"
+        "  consumers               service CPU per version   in the kernel   tables, views   the rest   "
+        "releases a version"
     )
     for name, line in figures["fleets"].items():
         releases = statistics.mean(each["releases"] for each in line["consumers"].values()) / line["versions"]
         console.print(
             f"  {_SAYS[name]:<22}  {1e3 * line['cpu_seconds_per_version']:>20.1f} ms   "
+            f"{1e3 * line['system_cpu_seconds_per_version']:>10.1f} ms   "
             f"{line['file_bytes'] / 1e6:>10.1f} MB  {line['rest_bytes'] / 1e6:>6.1f} MB   {releases:>18.2f}"
         )
     for key, says in (("service", "eight against one"), ("policy", "one against one without a policy")):
         ratio, low, high = (figures[f"{key}_cpu_per_version_ratio{end}"] for end in ("", "_low", "_high"))
         console.print(f"  {says}: ratio {ratio:.2f} ({low:.2f} to {high:.2f})")
+    _print_eight(console, figures)
+
+
+def _print_eight(console: Console, figures: dict[str, Any]) -> None:
+    bare, ratio, low, high = (
+        figures[key]
+        for key in ("bare_cpu_seconds_per_version", "eight_ratio", "eight_ratio_low", "eight_ratio_high")
+    )
+    console.print(
+        f"  eight against the bare gathers, norms and encodings ({1e3 * bare:.1f} ms): ratio {ratio:.2f} "
+        f"({low:.2f} to {high:.2f})   (aim: at most 1)"
+    )
+    for name, line in figures["fleets"].items():
+        spent = line["thread_cpu_seconds_per_version"].items()
+        threads = ", ".join(f"{thread} {1e3 * each:.1f}" for thread, each in spent if each > _SHOWN_SECONDS)
+        console.print(f"  ms of threads, {_SAYS[name]}: {threads}")

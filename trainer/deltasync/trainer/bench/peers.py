@@ -1,7 +1,10 @@
 """The processes at the other end of a benchmark's sockets.
 
     python -m deltasync.trainer.bench.peers replica SERVICE        a replica with NumPy tables
+    python -m deltasync.trainer.bench.peers clock SERVICE          the same, which knows when it has applied what
     python -m deltasync.trainer.bench.peers fleet SERVICE NAME...  a replica of each of these consumers
+    python -m deltasync.trainer.bench.peers twins SERVICE FIRST N  so many replicas of one, numbered from the first
+    python -m deltasync.trainer.bench.peers echo                   a bare gRPC server that sends back what comes
     python -m deltasync.trainer.bench.peers sink                   a bare gRPC server that counts a stream
     python -m deltasync.trainer.bench.peers source SINK ROWS DIM   a bare gRPC client that sends rows to a sink
     python -m deltasync.trainer.bench.peers scraper URL            one who asks for a service's status
@@ -25,6 +28,7 @@ import numpy as np
 from deltasync.client import NumpyTarget, Release, Subscriber, SubscriberOptions, TableSpec
 from deltasync.core.process import keep_freed_memory
 from deltasync.core.rows import Ids, RowBatch, Values
+from deltasync.trainer.bench.echo import serve_echo
 from deltasync.trainer.bench.scraper import scraper
 from deltasync.v1 import publish_pb2, publish_pb2_grpc, tables_pb2
 from deltasync.wire.row_messages import chunked
@@ -88,6 +92,28 @@ def replica(service: str) -> None:
             _answer(str(subscriber.wait_for(int(line), _PATIENCE_SECONDS).number))
 
 
+class _ClockTarget(NumpyTarget):
+    """NumPy tables, and when each version was applied, nanoseconds by the clock that all processes share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.applied_ns: dict[int, int] = {}
+
+    def apply(self, release: Release) -> None:
+        super().apply(release)
+        self.applied_ns[release.version] = time.monotonic_ns()
+
+
+def clock(service: str) -> None:
+    """Follow consumer "bench"; at every line, wait for the version it names, and say when it was applied."""
+    target = _ClockTarget()
+    with Subscriber(SubscriberOptions(service=service, consumer="bench", replica="bench"), target) as subscriber:
+        _answer("ready")
+        for line in sys.stdin:
+            subscriber.wait_for(int(line), 120)
+            _answer(str(target.applied_ns[int(line)]))
+
+
 class FleetReplica:
     """A replica that knows which version its rows were made of, and what it was given.
 
@@ -96,12 +122,12 @@ class FleetReplica:
         rows: of these.
     """
 
-    def __init__(self, service: str, consumer: str) -> None:
+    def __init__(self, service: str, consumer: str, name: str = "bench") -> None:
         self.releases = self.rows = 0
         self._version = 0
         self._tables = NumpyTarget()
         self._moved = threading.Condition()
-        options = SubscriberOptions(service=service, consumer=consumer, replica="bench")
+        options = SubscriberOptions(service=service, consumer=consumer, replica=name)
         self._subscriber = Subscriber(options, self)
 
     def apply(self, release: Release) -> None:
@@ -135,7 +161,15 @@ def fleet(service: str, consumers: Sequence[str]) -> None:
     """Follow consumers; at every line, wait until the replica of each has rows of the version it names, and answer
     with the releases and rows that each was given by then.
     """
-    members = [FleetReplica(service, consumer) for consumer in consumers]
+    _follow([FleetReplica(service, consumer) for consumer in consumers])
+
+
+def twins(service: str, first: int, count: int) -> None:
+    """Follow consumer "bench" with so many replicas, likewise."""
+    _follow([FleetReplica(service, "bench", str(number)) for number in range(first, first + count)])
+
+
+def _follow(members: Sequence[FleetReplica]) -> None:
     _answer("ready")
     for line in sys.stdin:
         for member in members:
@@ -152,10 +186,16 @@ def _answer(text: str) -> None:
 
 def main(role: str, *arguments: str) -> None:
     """Play one of the roles."""
-    if role in ("replica", "fleet") or role.startswith("tuned-"):
+    if role in ("replica", "clock", "fleet", "twins") or role.startswith("tuned-"):
         keep_freed_memory()
     if role == "replica":
         replica(arguments[0])
+    elif role == "clock":
+        clock(arguments[0])
+    elif role == "echo":
+        asyncio.run(serve_echo())
+    elif role == "twins":
+        twins(arguments[0], int(arguments[1]), int(arguments[2]))
     elif role == "fleet":
         fleet(arguments[0], arguments[1:])
     elif role == "scraper":

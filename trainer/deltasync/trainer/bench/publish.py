@@ -3,13 +3,15 @@
 A row crosses two streams on its way, is written to disk, and is scattered and gathered in between. The bare
 stream carries the same messages once from one process to another, which throws them away: as generated code
 and gRPC's defaults do it, and once more with the allocator tuned as our own processes have it.
+
+CPU time is that of the service's process, beside that of both processes of the bare stream.
 """
 
 import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,11 +20,19 @@ from rich.console import Console
 from deltasync.client import Part, Position, Publisher, PublisherOptions, RowBatch, Shard, TableSpec
 from deltasync.core.process import keep_freed_memory
 from deltasync.trainer.bench.children import Children
+from deltasync.trainer.bench.process import cpu_seconds
 
 ROWS, DIM, CUTS = 1_000_000, 64, 20
 # The first rounds touch every page of tables and log for the first time.
 WARM_UP, ROUNDS = 3, 9
 _TABLE = TableSpec("bench", ROWS, DIM)
+
+
+class _Turn(NamedTuple):
+    """What it took to carry all rows once: seconds, and CPU seconds of some processes."""
+
+    seconds: float
+    cpu_seconds: float
 
 
 def run(console: Console) -> dict[str, Any]:
@@ -39,17 +49,29 @@ def run(console: Console) -> dict[str, Any]:
         )
         with Publisher(options, [_TABLE], [Shard.whole(_TABLE)]) as publisher:
             _publish(publisher, values, step=1, cuts=1)
-            rounds = [
-                (_path(publisher, replica.ask, values, number), bare(), tuned())
-                for number in range(WARM_UP + ROUNDS)
-            ]
+            path = _timed(
+                [children.processes.pid(service.NAME)], lambda n: _path(publisher, replica.ask, values, n)
+            )
+            rounds = [(path(number), bare(number), tuned(number)) for number in range(WARM_UP + ROUNDS)]
     return _report(console, rounds[WARM_UP:])
 
 
-def _stream(children: Children, kind: str) -> Callable[[], float]:
-    """A bare stream between two processes: sends all rows when called, and returns the seconds that took."""
-    source = children.peer(f"{kind}source", children.peer(f"{kind}sink").read(), str(ROWS), str(DIM))
-    return lambda: float(source.ask("go"))
+def _stream(children: Children, kind: str) -> Callable[[int], _Turn]:
+    """A bare stream between two processes: sends all rows when called."""
+    sink = children.peer(f"{kind}sink")
+    source = children.peer(f"{kind}source", sink.read(), str(ROWS), str(DIM))
+    return _timed([sink.process.pid, source.process.pid], lambda _: float(source.ask("go")))
+
+
+def _timed(pids: list[int], seconds_of: Callable[[int], float]) -> Callable[[int], _Turn]:
+    """A function that does a turn, and takes the CPU time of some processes with it."""
+
+    def turn(number: int) -> _Turn:
+        before = sum(map(cpu_seconds, pids))
+        seconds = seconds_of(number)
+        return _Turn(seconds, sum(map(cpu_seconds, pids)) - before)
+
+    return turn
 
 
 def _path(publisher: Publisher, ask: Callable[[str], str], values: NDArray[Any], number: int) -> float:
@@ -64,7 +86,7 @@ def _publish(publisher: Publisher, values: NDArray[Any], *, step: int, cuts: int
     sealed: Future[Position] | None = None
     for number in range(cuts):
         ids = np.arange(number, ROWS, cuts)
-        rows = [RowBatch.of_table(_TABLE, ids, values[ids])]
+        rows = [RowBatch.of_table(_TABLE, ids, np.take(values, ids, axis=0, mode="clip"))]
         if sealed:
             sealed.result()
         part = Part(step=step + number, step_end_unix_ns=time.time_ns(), rows=rows, full=cuts == 1)
@@ -74,12 +96,18 @@ def _publish(publisher: Publisher, values: NDArray[Any], *, step: int, cuts: int
     return sealed.result()
 
 
-def _report(console: Console, rounds: list[tuple[float, float, float]]) -> dict[str, Any]:
+def _report(console: Console, rounds: list[tuple[_Turn, _Turn, _Turn]]) -> dict[str, Any]:
     size = ROWS * _TABLE.row_bytes / 1e9
-    path, bare, tuned = (size / statistics.median(column) for column in zip(*rounds, strict=True))
+    path, bare, tuned = (
+        size / statistics.median(turn.seconds for turn in column) for column in zip(*rounds, strict=True)
+    )
+    service_cpu, bare_cpu = (statistics.median(r[kind].cpu_seconds for r in rounds) / size for kind in (0, 1))
     figures = {
-        "throughput_ratio": statistics.median(bare / path for path, bare, _ in rounds),
-        "throughput_ratio_tuned": statistics.median(tuned / path for path, _, tuned in rounds),
+        "throughput_ratio": statistics.median(bare.seconds / path.seconds for path, bare, _ in rounds),
+        "throughput_ratio_tuned": statistics.median(tuned.seconds / path.seconds for path, _, tuned in rounds),
+        "service_cpu_ratio": service_cpu / bare_cpu,
+        "service_cpu_seconds_per_gb": service_cpu,
+        "bare_stream_cpu_seconds_per_gb": bare_cpu,
         "publish_to_applied_gb_per_second": path,
         "bare_stream_gb_per_second": bare,
         "tuned_stream_gb_per_second": tuned,
@@ -91,4 +119,8 @@ def _report(console: Console, rounds: list[tuple[float, float, float]]) -> dict[
         f"  bare gRPC stream           {bare:.2f} GB/s   ratio {figures['throughput_ratio']:.2f}  (aim 0.5)"
     )
     console.print(f"  the same, allocator tuned  {tuned:.2f} GB/s   ratio {figures['throughput_ratio_tuned']:.2f}")
+    console.print(
+        f"  CPU of the service         {service_cpu:.2f} s/GB   of the bare stream's ends {bare_cpu:.2f} s/GB   "
+        f"ratio {figures['service_cpu_ratio']:.2f}  (aim 1.5)"
+    )
     return figures

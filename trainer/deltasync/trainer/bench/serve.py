@@ -4,7 +4,7 @@ One table, quantised by TorchRec to 8 bits, is looked up in bags by one thread, 
 while another thread applies releases of rows that lie encoded in this process's memory: no service, no network.
 The process has one core for both, so that what an update costs is taken from lookups. In each round every way of
 reading has two turns, without and with updates. `checked` is the default way with the checksums that a subscriber
-takes before and after each release.
+takes after each release.
 
     lookup_ratio   lookups per second with updates, over those without
     p99_ratio      99th percentile of the time of a forward, likewise
@@ -116,8 +116,6 @@ class Predictor:
         """Apply a release of these rows."""
         number = next(self._numbers)
         release = Release(Position("bench", number), number, 0, number == 1, [rows.table], [rows], version=number)
-        if self._checksums:
-            self._checksums.before(release)
         self.target.apply(release)
         if self._checksums:
             self._checksums.after(release)

@@ -12,6 +12,8 @@ from torchrec.distributed.model_parallel import ShardedModule
 
 logger = logging.getLogger(__name__)
 
+_WITH_CUDA_KERNELS = ("fbgemm-gpu", "fbgemm-gpu-nightly")
+
 
 def choose_device(gpus: int, local_ranks: int, cuda_kernels: bool) -> tuple[str, str]:
     """Where to train, "cuda" or "cpu", and why.
@@ -33,7 +35,8 @@ def choose_device(gpus: int, local_ranks: int, cuda_kernels: bool) -> tuple[str,
 def join_ranks() -> torch.device:
     """Join the process group torchrun has set up; the device of this rank."""
     local_rank, local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    kind, reason = choose_device(torch.cuda.device_count(), local_ranks, _installed("fbgemm-gpu"))
+    cuda_kernels = any(_installed(package) for package in _WITH_CUDA_KERNELS)
+    kind, reason = choose_device(torch.cuda.device_count(), local_ranks, cuda_kernels)
     logger.info("rank %s trains on %s: %s", os.environ["RANK"], kind, reason)
     if kind == "cpu":
         dist.init_process_group("gloo")

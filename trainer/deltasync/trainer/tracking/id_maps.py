@@ -6,7 +6,9 @@ from torch import nn
 
 from deltasync.core.errors import InvalidInput
 from deltasync.core.tables import TableKind, TableSpec
+from deltasync.kernels.id_maps import read_sorted
 from deltasync.trainer.tracking.collision_modules import CollisionModule, collision_modules
+from deltasync.trainer.tracking.followed_rows import follow_numbers
 from deltasync.trainer.tracking.shards import TrackedShard, TrackedTable
 
 # The raw id of a free slot in an MCH module.
@@ -42,9 +44,8 @@ class IdMap:
         version = self._buffers_version()
         if version and version == self._version:
             return self._column.new_empty(0)
-        column = self._hashed() if self._found.hashes else self._sorted()
-        changed = torch.nonzero(column != self._column).squeeze(1)
-        self._column.index_copy_(0, changed, column.index_select(0, changed))
+        numbers, plus = (self._identities(), 1) if self._found.hashes else (self._sorted(), 0)
+        changed = follow_numbers(numbers, plus, self._column)
         self._version = version
         return changed
 
@@ -67,11 +68,25 @@ class IdMap:
         tensors = (module._mch_sorted_raw_ids, module._mch_remapped_ids_mapping)
         return tuple(number for tensor in tensors for number in (tensor.data_ptr(), tensor._version))
 
-    def _hashed(self) -> torch.Tensor:
+    def _identities(self) -> torch.Tensor:
         identities: torch.Tensor = self._found.module._hash_zch_identities.detach().view(-1)
-        return identities + 1
+        return identities
 
     def _sorted(self) -> torch.Tensor:
+        column = torch.zeros_like(self._column)
+        if column.is_cuda or not self._is_read(column):
+            column = self._looked_through()
+        return column
+
+    def _is_read(self, column: torch.Tensor) -> bool:
+        """Read a map in host memory into `column`, zeros; False where it has to be looked through."""
+        found = self._found
+        raw, rows = found.module._mch_sorted_raw_ids, found.module._mch_remapped_ids_mapping
+        first, end = found.routing.range_of(found.number)
+        return not read_sorted(raw.numpy(), rows.numpy(), found.row_offset, first, end, column.numpy())
+
+    def _looked_through(self) -> torch.Tensor:
+        """The column of a map anywhere, of which some raw ids may not be looked up here, or be wrong."""
         module = self._found.module
         taken = module._mch_sorted_raw_ids != _FREE
         raw = module._mch_sorted_raw_ids[taken]

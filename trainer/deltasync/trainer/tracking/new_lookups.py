@@ -13,14 +13,20 @@ class LookupsHeld:
     """The lookups of a model, as `DistributedModelParallel.reshard` replaces them. In the thread that trains."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._held: dict[str, tuple[ShardedEmbeddingModule, list[Any]]] = {
-            name: (module, list(lookups_of(module))) for name, module in sharded_modules(model)
-        }
+        self._held = [_Held(name, module) for name, module in sharded_modules(model)]
 
     def renewed(self) -> list[str]:
         """FQNs of modules whose lookups are others by now."""
-        return [name for name, (module, held) in self._held.items() if not _same(held, list(lookups_of(module)))]
+        return [held.name for held in self._held if held.is_renewed()]
 
 
-def _same(some: list[Any], others: list[Any]) -> bool:
-    return len(some) == len(others) and all(one is other for one, other in zip(some, others, strict=True))
+class _Held:
+    """The lookups of a module: `wrapped` in what makes them distributed, if anything does, and themselves."""
+
+    def __init__(self, name: str, module: ShardedEmbeddingModule) -> None:
+        self.name, self._module = name, module
+        self._wrapped, self._lookups = list[Any](module._lookups), list(lookups_of(module))
+
+    def is_renewed(self) -> bool:
+        # Modules are equal if they are the same. Most are wrapped as before, which is soon seen, at each step.
+        return list(self._module._lookups) != self._wrapped and list(lookups_of(self._module)) != self._lookups

@@ -74,9 +74,10 @@ class LookupMarks:
             return
         started = time.perf_counter()
         for features, kernel in self._waiting:
-            for number, ids in ids_by_table(self._lookups[kernel], features):
-                self._stamps.stamp(number, ids)
-                self._cost.compaction_bytes += len(ids) * STAMP_BYTES
+            ids = features.values()
+            for number, part in ids_by_table(self._lookups[kernel], features):
+                self._stamps.stamp(number, ids, part)
+                self._cost.compaction_bytes += (part.stop - part.start) * STAMP_BYTES
         self.clear()
         self._cost.compaction_seconds += time.perf_counter() - started
 
@@ -161,14 +162,15 @@ class RowMarking:
         """See to it that the rows of a lookup are marked when they change. In the thread that trains."""
         # They change in backward, which some pipelines run a step later than the lookup: marking now, or in
         # `register_post_odist_tracker_fn`, could offer a row before its update and never again. Evaluation has
-        # no backward, and marks nothing.
-        if not output.requires_grad or not self._marks.knows(kernel):
+        # no backward, and marks nothing. A hook of the node costs a fourth of one of the tensor.
+        backward = output.grad_fn
+        if backward is None or not self._marks.knows(kernel):
             return
         if getattr(self._paused, "depth", 0):  # Not marked, but others must not read rows half changed.
-            output.register_hook(lambda _gradient: self._pass_over(kernel))  # type: ignore[no-untyped-call]
+            backward.register_prehook(lambda _gradients: self._pass_over(kernel))
         else:
             self._gate.training_here()
-            output.register_hook(lambda _gradient: self._mark_lookup(features, kernel))  # type: ignore[no-untyped-call]
+            backward.register_prehook(lambda _gradients: self._mark_lookup(features, kernel))
 
     def end_step(self) -> None:
         """An optimizer step is complete. In the thread that trains.

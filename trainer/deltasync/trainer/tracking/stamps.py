@@ -7,108 +7,119 @@ returned. Stamps have 32 bits, half the memory of 64; when the clock has used th
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
+from deltasync.trainer.tracking.followed_rows import BITS, FollowedRows
 from deltasync.trainer.tracking.shards import TrackedTable
+from deltasync.trainer.tracking.table_stamps import Clock, HostStamps, TableStamps
 
 # The cursor of a consumer that has nothing: every stamp is later, even that of a row that was never marked.
 NOTHING = -1
 STAMP_BYTES = 4
 CLOCK_END = torch.iinfo(torch.int32).max
 
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WHOLE = slice(None)
+_NONE = torch.empty(0, dtype=torch.int64)
 
 
 class RowStamps:
     """The stamps of the tables of a rank.
 
     Attributes:
-        clock: what rows are stamped with now.
-        stamps: by table, int32 [rows]; 0 = never; where the row was deleted then, the opposite.
+        written: by table, how many stamps were written so far: since any moment, no more rows were stamped.
     """
 
     def __init__(self, tables: Sequence[TrackedTable]) -> None:
-        self.clock = 1
-        self.stamps = [torch.zeros(table.rows, dtype=torch.int32, device=table.device) for table in tables]
+        self._clock = Clock()
+        self._stamps = [_stamps_of(table, self._clock) for table in tables]
+        self.written = [0] * len(tables)
         self._last_delete = dict[int, int]()  # By table, when; a scan is left out where none is later.
         self._tables = tables
         # No lookup tells when these change: they are compared with copies.
         self._compared = {
-            number: [tracked.weight.clone() for tracked in table.shards]
+            number: [FollowedRows(tracked.weight) for tracked in table.shards]
             for number, table in enumerate(tables)
             if table.compared
         }
 
     @property
+    def clock(self) -> int:
+        """What rows are stamped with now."""
+        return self._clock.now
+
+    @clock.setter
+    def clock(self, now: int) -> None:
+        self._clock.now = now
+
+    @property
+    def stamps(self) -> list[torch.Tensor]:
+        """By table, as `TableStamps.stamps`."""
+        return [each.stamps for each in self._stamps]
+
+    @property
     def nbytes(self) -> int:
         """Bytes held."""
-        copies = sum(copy.nbytes for copies in self._compared.values() for copy in copies)
-        return sum(stamps.nbytes for stamps in self.stamps) + copies
+        copies = sum(followed.nbytes for by_shard in self._compared.values() for followed in by_shard)
+        return sum(each.nbytes for each in self._stamps) + copies
 
-    def stamp(self, table: int, ids: torch.Tensor) -> None:
-        """Stamp rows (local ids, any integer type, in any order and number).
+    def stamp(self, table: int, ids: torch.Tensor, part: slice = _WHOLE) -> None:
+        """Stamp rows (a part of local ids, of any integer type, in any order and number).
 
         An id outside of the table stamps row 0, which FBGEMM trains in its place.
         """
-        stamps = self.stamps[table]
-        if stamps.is_cuda:
-            # They were allocated on another stream, which must not reuse their memory yet.
-            ids.record_stream(torch.cuda.current_stream(ids.device))
-            stamps.index_fill_(0, _bounded(ids, len(stamps)).long(), self.clock)
-        elif len(ids):
-            # As unsigned numbers, negative ids are large ones.
-            inside = ids.numpy().view(f"u{ids.element_size()}").max() < len(stamps)
-            stamps.numpy()[(ids if inside else _bounded(ids, len(stamps))).numpy()] = self.clock
+        self.written[table] += len(range(len(ids))[part])
+        self._stamps[table].mark(ids, part)
 
     def stamp_deleted(self, table: int, ids: torch.Tensor) -> None:
         """Stamp rows (local ids, int64) as deleted: they are zeros by now."""
         self._last_delete[table] = self.clock
-        self.stamps[table].index_fill_(0, ids, -self.clock)
-        for copy in self._compared.get(table, ()):
-            copy.index_fill_(0, ids, 0)
+        self._stamps[table].delete(ids)
+        for followed in self._compared.get(table, ()):
+            followed.copy.index_fill_(0, ids, 0)
 
     def stamp_all(self, table: int) -> None:
         """Stamp every row of a table."""
-        self.stamps[table].fill_(self.clock)
+        self.written[table] += self._tables[table].rows
+        self._stamps[table].mark_all()
 
     def stamp_held(self, table: int) -> None:
         """Stamp every row of a table that is not deleted."""
-        stamps = self.stamps[table]
-        stamps.copy_(torch.where(stamps < 0, stamps, self.clock))
+        self.written[table] += self._tables[table].rows
+        self._stamps[table].mark_present()
 
     def stamp_refilled(self, table: int) -> None:
         """Stamp the deleted rows of a table that are no longer zeros: they are new rows."""
         if table in self._last_delete:
-            deleted = torch.nonzero(self.stamps[table] < 0).squeeze(1)
+            deleted = self._stamps[table].deleted_later(0)
             for tracked in self._tables[table].shards:
                 self.stamp(table, deleted[tracked.weight[deleted].ne(0).any(dim=1)])
 
     def compare(self) -> None:
         """Stamp the rows that have changed without a lookup."""
-        for number, copies in self._compared.items():
-            for tracked, copy in zip(self._tables[number].shards, copies, strict=True):
-                ids = torch.nonzero(differing_rows(tracked.weight, copy)).squeeze(1)
-                self.stamp(number, ids)
-                copy.index_copy_(0, ids, tracked.weight.index_select(0, ids))
+        for number, by_shard in self._compared.items():
+            for tracked, followed in zip(self._tables[number].shards, by_shard, strict=True):
+                if tracked.weight.is_cuda:
+                    self._stamp_where(number, followed.follow_all(tracked.weight))
+                else:
+                    self.stamp(number, followed.follow(tracked.weight))
+
+    def _stamp_where(self, table: int, changed: torch.Tensor) -> None:
+        self.written[table] += len(changed)
+        self._stamps[table].mark_where(changed)
 
     def restore(self, clock: int, stamps: Sequence[torch.Tensor]) -> None:
         """Go on from other stamps; rows are compared with what they are now from here on."""
         self.clock = clock
-        for ours, theirs in zip(self.stamps, stamps, strict=True):
-            ours.copy_(theirs)
-        least = {number: int(ours.min()) for number, ours in enumerate(self.stamps) if len(ours)}
+        self._replace(stamps)
+        least = {number: int(theirs.min()) for number, theirs in enumerate(stamps) if len(theirs)}
         self._last_delete = {number: -stamp for number, stamp in least.items() if stamp < 0}
-        for number, copies in self._compared.items():
-            for tracked, copy in zip(self._tables[number].shards, copies, strict=True):
-                copy.copy_(tracked.weight)
+        for number, by_shard in self._compared.items():
+            for tracked, followed in zip(self._tables[number].shards, by_shard, strict=True):
+                followed.copy.copy_(tracked.weight)
 
     def later(self, table: int, cursor: int) -> torch.Tensor:
         """Local ids, ascending, of the rows stamped after `cursor` and not deleted: int64 [n]."""
-        stamps = self.stamps[table]
-        if stamps.is_cuda:
-            return torch.nonzero(stamps > cursor).squeeze(1)
-        return torch.from_numpy(np.flatnonzero(stamps.numpy() > cursor))
+        return self._stamps[table].later(cursor)
 
     def deleted_later(self, table: int, cursor: int) -> torch.Tensor:
         """Local ids, ascending, of the rows deleted after `cursor`: int64 [n].
@@ -116,36 +127,37 @@ class RowStamps:
         A consumer that has nothing gets all of them: it may have taken rows that it did not acknowledge.
         """
         if self._last_delete.get(table, 0) <= max(cursor, 0):
-            return torch.empty(0, dtype=torch.int64)
-        return torch.nonzero(self.stamps[table] < -max(cursor, 0)).squeeze(1)
+            return _NONE
+        return self._stamps[table].deleted_later(max(cursor, 0))
 
     def not_deleted(self, table: int, ids: torch.Tensor) -> torch.Tensor:
         """Those of some local ids whose rows are not deleted."""
-        return ids[self.stamps[table][ids] >= 0]
+        return ids[self._stamps[table].stamps[ids] >= 0]
 
     def tick(self) -> int:
         """The cursor after all stamps so far; later ones are greater."""
+        for each in self._stamps:
+            each.settle()
         cursor, self.clock = self.clock, self.clock + 1
         return cursor
 
     def restart_clock(self) -> None:
         """Start over, with every row marked: for a cursor of 0, all of them have changed or were deleted."""
-        self.clock = 1
+        before, self.clock = self.stamps, 1
         self._last_delete = dict.fromkeys(self._last_delete, self.clock)
-        for stamps in self.stamps:
-            stamps.copy_(torch.where(stamps < 0, -self.clock, self.clock))
+        self._replace([torch.where(stamps < 0, -self.clock, self.clock).int() for stamps in before])
+
+    def _replace(self, stamps: Sequence[torch.Tensor]) -> None:
+        for number, (ours, theirs) in enumerate(zip(self._stamps, stamps, strict=True)):
+            self.written[number] += len(theirs)
+            ours.replace(theirs)
 
 
-def _bounded(ids: torch.Tensor, rows: int) -> torch.Tensor:
-    return torch.where((ids >= 0) & (ids < rows), ids, 0)
-
-
-def differing_rows(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """Which rows of two [n, d] tensors of a type differ in a bit: bool [n]. A NaN equals itself, 0.0 not -0.0."""
-    bits = _BITS[rows.element_size()]
-    return (rows.view(bits) != others.view(bits)).any(dim=1)
+def _stamps_of(table: TrackedTable, clock: Clock) -> TableStamps:
+    on_host = table.device.type == "cpu"
+    return HostStamps(table.rows, clock) if on_host else TableStamps(table.rows, clock, table.device)
 
 
 def forget(rows: torch.Tensor, ids: torch.Tensor | slice) -> None:
     """Make rows NaN, of bits that no computation results in: no row of a model equals them."""
-    rows.view(_BITS[rows.element_size()])[ids] = -1
+    rows.view(BITS[rows.element_size()])[ids] = -1

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 from torchrec.modules.embedding_configs import data_type_to_dtype
@@ -136,17 +135,16 @@ def _lookups(tables: list[TrackedTable], numbers: dict[str, int]) -> list[Lookup
     return lookups
 
 
-def ids_by_table(lookups: list[Lookup], features: KeyedJaggedTensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Number of the table and local ids of each feature looked up. Nothing is copied from a GPU for it."""
+def ids_by_table(lookups: list[Lookup], features: KeyedJaggedTensor) -> Iterator[tuple[int, slice]]:
+    """Number of each table looked up, and where its local ids are among those of a lookup."""
     if len(lookups) == 1 and lookups[0][0] is not None:  # All ids are of one table.
-        yield lookups[0][0], features.values()
+        yield lookups[0][0], slice(0, len(features.values()))
         return
-    ids_by_feature = features.values().split(features.length_per_key())
+    ends = features.offset_per_key()
     first = 0
     for number, count in lookups:
-        if number is not None:
-            for ids in ids_by_feature[first : first + count]:
-                yield number, ids
+        if number is not None and count:
+            yield number, slice(ends[first], ends[first + count])
         first += count
 
 

@@ -28,6 +28,7 @@ from deltasync.trainer.tracking.delta_reader import DeltaReader
 from deltasync.trainer.tracking.modes import TrackingMode
 from deltasync.trainer.tracking.new_lookups import LookupsHeld
 from deltasync.trainer.tracking.options import TrackerOptions
+from deltasync.trainer.tracking.pending_delta import PendingDelta
 from deltasync.trainer.tracking.ranking import check_ranked
 from deltasync.trainer.tracking.row_marking import RowMarking
 from deltasync.trainer.tracking.shards import TrackedShard, flush_caches, follow_replaced
@@ -272,6 +273,31 @@ class Tracker:
             DeltasyncError: the step did not end in time.
         """
         return self._handed_out(self._read(consumer, timeout_seconds))
+
+    def count_ahead(self, consumer: str | None = None) -> None:
+        """Note that `begin_delta` follows after the next step. By the thread that trains, between steps.
+
+        Raises:
+            NotFound: there is no such consumer.
+        """
+        self._reader.count_ahead(self._cursors[consumer])
+
+    def begin_delta(self, consumer: str | None = None) -> PendingDelta:
+        """As `get_delta`, by the thread that trains, which need not wait for it: rows are read as they are now.
+
+        Where `count_ahead` was called a step before, the thread waits on a GPU for that step at most, and what it
+        launches from now on changes no row before it is read. Without, or where that does not do (see
+        `DeltaReader.begin`), and on a CPU, the delta has arrived when this returns.
+
+        Raises:
+            NotFound: there is no such consumer.
+        """
+        return self._reader.begin(self._cursors[consumer]).then(self._handed_out)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether reads are launched on a GPU, beside what trains there."""
+        return self._gate.streams
 
     def get_delta_ids(self, consumer: str | None = None, timeout_seconds: float | None = None) -> Delta:
         """As `get_delta`, without values."""

@@ -37,6 +37,11 @@ class UpdateGate:
             self._streams.before_reads()
         self._settled.release()
 
+    @property
+    def streams(self) -> bool:
+        """Whether reads run on a stream of their own."""
+        return self._streams is not None
+
     def training_here(self) -> None:
         """Note that the calling thread trains."""
         self._training_thread = threading.get_ident()
@@ -73,13 +78,21 @@ class UpdateGate:
                 yield
 
     @contextmanager
-    def side_stream(self) -> Iterator[None]:
-        """Copies to the host that are launched within run on the stream of reads, and are complete at the end."""
+    def side_stream(self, *, wait: bool = True) -> Iterator[None]:
+        """Copies to the host that are launched within run on the stream of reads.
+
+        Args:
+            wait: they are complete at the end; else when `arrival` says so.
+        """
         if not self._streams:
             yield
             return
-        with self._streams.copying():
+        with self._streams.copying(wait=wait):
             yield
+
+    def arrival(self) -> torch.cuda.Event | None:
+        """When all that the stream of reads was given so far will be done; None where that is now."""
+        return self._streams.arrival() if self._streams else None
 
 
 class _Streams:
@@ -112,7 +125,12 @@ class _Streams:
                 self._read = self._side.record_event()
 
     @contextmanager
-    def copying(self) -> Iterator[None]:
+    def copying(self, *, wait: bool) -> Iterator[None]:
         with torch.cuda.stream(self._side):
             yield
-        self._side.synchronize()
+        if wait:
+            self._side.synchronize()
+
+    def arrival(self) -> torch.cuda.Event:
+        arrival: torch.cuda.Event = self._side.record_event()
+        return arrival

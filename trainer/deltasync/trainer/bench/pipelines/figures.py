@@ -2,14 +2,29 @@
 
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from deltasync.trainer.bench.pipelines.options import ratio_name
 from deltasync.trainer.bench.pipelines.variants import VARIANTS
 from deltasync.trainer.bench.timing import Duration, spread_of
 
-# What a step took in each turn, by variant.
-Rounds = Sequence[Mapping[str, Duration]]
+
+class Turn(NamedTuple):
+    """Some steps of a variant.
+
+    Attributes:
+        step: what a step took on average, until all ranks had done all of them.
+        laps: seconds that each of them took on this rank.
+    """
+
+    step: Duration
+    laps: list[float]
+
+
+# The turns of each, by variant.
+Rounds = Sequence[Mapping[str, Turn]]
 
 
 def figures(rounds: Rounds, memory: Mapping[str, tuple[int, int]], losses: Mapping[str, float]) -> dict[str, Any]:
@@ -29,12 +44,14 @@ def figures(rounds: Rounds, memory: Mapping[str, tuple[int, int]], losses: Mappi
 
 
 def _step_times(rounds: Rounds, name: str) -> dict[str, float]:
-    times = sorted(1e3 * one[name].seconds for one in rounds)
-    return spread_of("step_ms", times) | {"step_ms_min": times[0], "step_ms_max": times[-1]}
+    times = sorted(1e3 * one[name].step.seconds for one in rounds)
+    p50, p90 = np.percentile([1e3 * lap for one in rounds for lap in one[name].laps], (50, 90)).tolist()
+    ends = {"step_ms_min": times[0], "step_ms_max": times[-1]}
+    return spread_of("step_ms", times) | ends | {"p50_ms": p50, "p90_ms": p90}
 
 
 def _ratios(rounds: Rounds, name: str, other: str) -> dict[str, float]:
-    pairs = [(one[name], one[other]) for one in rounds]
+    pairs = [(one[name].step, one[other].step) for one in rounds]
     steps = sorted(mine.seconds / its.seconds for mine, its in pairs)
     cores = sorted(mine.cpu_seconds / its.cpu_seconds for mine, its in pairs)
     ratio = ratio_name(name)

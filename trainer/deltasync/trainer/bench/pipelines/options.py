@@ -10,7 +10,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 GRAD_ACCUM = 4
 NAMES = {
     "base": "TorchRec's base",
+    "base_tensordict": "TorchRec's base, TensorDicts",
     "sparse_dist": "TorchRec's sparse-dist",
+    "sparse_dist_tensordict": "TorchRec's sparse-dist, TensorDicts",
+    "semi_sync": "TorchRec's semi-sync",
+    "semi_sync_tensordict": "TorchRec's semi-sync, TensorDicts",
     "ours": "ours",
     "tensordict": "ours, TensorDicts",
     "accumulation": f"ours, {GRAD_ACCUM} micro-batches",

@@ -21,11 +21,19 @@ import torch
 import torch.distributed as dist
 
 from deltasync.trainer.bench.pipelines.batches import Examples, draw, without_end
-from deltasync.trainer.bench.pipelines.figures import figures
+from deltasync.trainer.bench.pipelines.figures import Turn, figures
+from deltasync.trainer.bench.pipelines.laps import laps_on
 from deltasync.trainer.bench.pipelines.memory import Memory, memory_of
 from deltasync.trainer.bench.pipelines.model import sharded
 from deltasync.trainer.bench.pipelines.options import Sizes, pipelines_options
-from deltasync.trainer.bench.pipelines.variants import VARIANTS, Variant, VariantContext, with_references
+from deltasync.trainer.bench.pipelines.variants import (
+    NOT_COMPARED,
+    VARIANTS,
+    Variant,
+    VariantContext,
+    trainable,
+    with_references,
+)
 from deltasync.trainer.bench.timing import Duration
 from deltasync.trainer.distributed.ranks import join_ranks
 
@@ -55,20 +63,22 @@ class Training:
         self._device = device
         self._waiting: deque[Any] = deque()
         self._stream = self._loaded()
-        self._batches = without_end(examples, tensordicts=variant.tensordicts)
+        self._batches = without_end(examples, variant.batches)
         self.loss = torch.tensor(0.0)
         self._load(_AHEAD)
 
-    def turn(self, steps: int) -> Duration:
-        """What each of some steps took, until all ranks have done them."""
+    def turn(self, steps: int) -> Turn:
+        """Some steps, until all ranks have done them."""
         self._load(steps)
         self._meet()
-        started = Duration.now()
+        started, laps = Duration.now(), laps_on(self._device)
+        laps.note()
         for _ in range(steps):
             self.loss = self._pipeline.progress(self._stream)
             self._after_step()
+            laps.note()
         self._meet()
-        return Duration(*(value / steps for value in Duration.since(started)))
+        return Turn(Duration(*(value / steps for value in Duration.since(started))), laps.seconds())
 
     def finish(self) -> None:
         """Train on what was loaded ahead: a rank that ends before has not received ids that others sent it."""
@@ -118,7 +128,7 @@ class PipelineBench:
         for name, variant in variants.items():
             self._trainings[name], self.bytes[name] = self._measured(variant, memory)
 
-    def rounds(self) -> list[dict[str, Duration]]:
+    def rounds(self) -> list[dict[str, Turn]]:
         """The turns of all rounds, by variant."""
         rounds = [self._round(number) for number in range(_WARM_UP_ROUNDS + self._sizes.rounds)]
         return rounds[_WARM_UP_ROUNDS:]
@@ -147,7 +157,7 @@ class PipelineBench:
         training.turn(self._sizes.steps + self._sizes.steps // 2)
         return training
 
-    def _round(self, number: int) -> dict[str, Duration]:
+    def _round(self, number: int) -> dict[str, Turn]:
         order = random.Random(number).sample(list(self._trainings), len(self._trainings))  # noqa: S311  # On all ranks.
         gc.collect()
         return {name: self._trainings[name].turn(self._sizes.steps) for name in order}
@@ -161,10 +171,9 @@ def main(service: str, json_file: Path, variants: Sequence[str], **settings: Any
     """Measure on this rank; rank 0 writes the figures."""
     sizes = Sizes(**settings)
     device = join_ranks()
+    wanted, problems = trainable(with_references(variants), device)
     with ExitStack() as stack:
-        bench = PipelineBench(
-            sizes, with_references(variants), VariantContext(service, sizes.steps), device, stack
-        )
+        bench = PipelineBench(sizes, wanted, VariantContext(service, sizes.steps), device, stack)
         rounds = bench.rounds()
         found = figures(rounds, _most(bench.bytes, device), bench.losses)
         bench.finish()
@@ -174,6 +183,7 @@ def main(service: str, json_file: Path, variants: Sequence[str], **settings: Any
         "cores": os.cpu_count(),
         "load_average": os.getloadavg()[0],
         "memory_source": memory_of(device).source,
+        "not_measured": problems if variants else problems | NOT_COMPARED,
     }
     if dist.get_rank() == 0:
         json_file.write_text(json.dumps(found | machine))

@@ -37,14 +37,13 @@ def _print_sizes(console: Console, sizes: Sizes, figures: dict[str, Any]) -> Non
 
 
 def _print_variants(console: Console, figures: dict[str, Any]) -> None:
-    console.print("                               step  (fastest to slowest)   peak memory   step against")
+    console.print(f"{'':<38}   step    P50    P90 ms   peak memory   step against")
     for name, line in figures["variants"].items():
-        span = f"({line['step_ms_min']:.1f} to {line['step_ms_max']:.1f})"
+        times = "".join(f"{line[key]:>7.1f}" for key in ("step_ms", "p50_ms", "p90_ms"))
         against = f"{ratio_of(figures, ratio_name(name))} to {NAMES[line['against']]}" if line["against"] else ""
-        console.print(
-            f"  {NAMES[name]:<25} {line['step_ms']:>6.1f} ms  {span:<20}  {line['peak_bytes'] / 1e6:>8.1f} MB   "
-            f"{against}"
-        )
+        console.print(f"  {NAMES[name]:<36}{times}     {line['peak_bytes'] / 1e6:>8.1f} MB   {against}")
+    for name, why in figures["not_measured"].items():
+        console.print(f"  {NAMES.get(name, name):<36}  not measured: {why}")
 
 
 def _print_aims(console: Console, figures: dict[str, Any]) -> None:

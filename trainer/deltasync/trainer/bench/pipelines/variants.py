@@ -1,6 +1,6 @@
 """The ways to train that the pipeline benchmark compares."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -9,7 +9,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torchrec.distributed import TrainPipelineBase, TrainPipelineSparseDist
+from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSemiSync
 
+from deltasync.trainer.bench.pipelines.batches import BatchKind
 from deltasync.trainer.bench.pipelines.model import BagModel, PreprocessedModel, TensorDictModel
 from deltasync.trainer.bench.pipelines.options import GRAD_ACCUM
 from deltasync.trainer.bench.tracker_reads import tracked
@@ -77,22 +79,32 @@ class Variant:
         pipeline: makes one of a model, an optimizer and a device.
         model: what is trained.
         beside: says, for as long as it is trained, what is done after each step.
-        tensordicts: batches are TensorDicts.
+        batches: what it is given.
         against: the variant whose step time this one's is compared with.
+        not_on_cpu: why it cannot train on a CPU; empty where it can.
     """
 
     pipeline: Callable[..., Pipeline] = _ours
     model: type[BagModel] = BagModel
     beside: Callable[[nn.Module, VariantContext], AbstractContextManager[_Step]] = _alone
-    tensordicts: bool = False
+    batches: BatchKind = BatchKind.KJT
     against: str | None = "ours"
+    not_on_cpu: str = ""
 
+
+_semi_sync = partial(TrainPipelineSemiSync, start_batch=0)
+_INSIDE = BatchKind.TENSORDICT_INSIDE
+_NO_CPU_STREAMS = "TorchRec 1.8 passes a CPU's stream to KeyedJaggedTensor.record_stream, which takes GPUs' alone"
 
 VARIANTS = {
     "base": Variant(TrainPipelineBase, against="sparse_dist"),
+    "base_tensordict": Variant(TrainPipelineBase, batches=_INSIDE, against="base"),
     "sparse_dist": Variant(TrainPipelineSparseDist, against=None),
+    "sparse_dist_tensordict": Variant(TrainPipelineSparseDist, batches=_INSIDE, against="sparse_dist"),
+    "semi_sync": Variant(_semi_sync, against="sparse_dist", not_on_cpu=_NO_CPU_STREAMS),
+    "semi_sync_tensordict": Variant(_semi_sync, batches=_INSIDE, against="semi_sync", not_on_cpu=_NO_CPU_STREAMS),
     "ours": Variant(against="sparse_dist"),
-    "tensordict": Variant(model=TensorDictModel, tensordicts=True),
+    "tensordict": Variant(model=TensorDictModel, batches=BatchKind.TENSORDICT),
     "accumulation": Variant(partial(_ours, grad_accum=GRAD_ACCUM)),
     "accumulation_tables": Variant(partial(_ours, grad_accum=GRAD_ACCUM, accumulate_tables=True)),
     "amp": Variant(partial(_ours, enable_amp=True)),
@@ -103,7 +115,13 @@ VARIANTS = {
     "tracking": Variant(beside=_tracked),
     "publishing": Variant(beside=_published),
 }
-"""By name. Those named `sparse_dist...` are TorchRec's pipelines, as is `base`; all others are ours."""
+"""By name. Those named `base...`, `sparse_dist...` and `semi_sync...` are TorchRec's pipelines, others ours."""
+
+NOT_COMPARED = {
+    "TorchRec's prefetch": "it trains tables behind a cache (fused_uvm_caching), another kernel than all others "
+    "here, which FBGEMM has on GPUs alone"
+}
+"""Why there are pipelines of TorchRec's that are no variant."""
 
 
 def with_references(names: Collection[str]) -> dict[str, Variant]:
@@ -113,3 +131,13 @@ def with_references(names: Collection[str]) -> dict[str, Variant]:
         while against := VARIANTS[name].against:
             wanted.add(name := against)
     return {name: variant for name, variant in VARIANTS.items() if name in wanted}
+
+
+def trainable(variants: Mapping[str, Variant], device: torch.device) -> tuple[dict[str, Variant], dict[str, str]]:
+    """Those that can train on a device, and why the others cannot."""
+    problems = {
+        name: variant.not_on_cpu
+        for name, variant in variants.items()
+        if device.type == "cpu" and variant.not_on_cpu
+    }
+    return {name: variant for name, variant in variants.items() if name not in problems}, problems

@@ -1,0 +1,35 @@
+"""How far something has come that takes long, in the log."""
+
+import logging
+import time
+
+logger = logging.getLogger(__name__)
+
+_EVERY_SECONDS = 5.0
+
+
+class Progress:
+    """Tells every few seconds how far something has come; nothing of what is through before.
+
+    Args:
+        what: what is done to the rows, as in "consumer 'top': comparing table 'user'".
+        total: how many there are.
+    """
+
+    def __init__(self, what: str, total: int) -> None:
+        self._what = what
+        self._total = total
+        self._due = time.monotonic() + _EVERY_SECONDS
+        self._told = False
+        self._rows = 0
+
+    def add(self, rows: int) -> None:
+        """So many more rows are through."""
+        self.at(self._rows + rows)
+
+    def at(self, rows: int) -> None:
+        """So many rows are through."""
+        self._rows, now = rows, time.monotonic()
+        if now >= self._due or (self._told and rows >= self._total):
+            logger.info("%s: %d of %d rows", self._what, rows, self._total)
+            self._due, self._told = now + _EVERY_SECONDS, True

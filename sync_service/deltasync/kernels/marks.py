@@ -1,0 +1,117 @@
+"""Marks of rows that have changed, a bit for each row, and their stamps.
+
+A stamp is the number of what a row has changed with, or its opposite where that has deleted the row; 0 = never.
+Marks come in words of 64 rows. `newest` has the largest stamp of the rows of each word, signs apart: a scan looks
+at no other words than those with a later one.
+"""
+
+import numpy as np
+from numba import types
+from numba.cpython.unsafe.numbers import trailing_zeros
+from numpy.typing import NDArray
+
+from deltasync.kernels.compiled import inlined, kernel, readable, writable
+
+WORD_ROWS = 64
+
+Ids = NDArray[np.int64]
+Marks = NDArray[np.uint64]
+Stamps = NDArray[np.int32]
+
+_U64, _I64 = np.uint64, np.int64
+_STAMPS = readable(types.int32, 1)
+
+
+@kernel(
+    *(types.void(readable(ids, 1), types.int64, writable(types.uint64, 1)) for ids in (types.int32, types.int64))
+)
+def mark(ids: NDArray[np.signedinteger], rows: int, marks: Marks) -> None:
+    """Mark the rows `ids` [n], in any order and number, of a table of `rows`; for an id that is none, row 0."""
+    for index in range(ids.shape[0]):
+        row = _U64(ids[index])  # Negative ids are the largest.
+        row = row if row < _U64(rows) else _U64(0)
+        marks[row >> _U64(6)] |= _U64(1) << (row & _U64(63))
+
+
+@kernel(
+    types.int64(
+        writable(types.uint64, 1),
+        types.int32,
+        writable(types.int32, 1),
+        writable(types.int32, 1),
+        writable(types.int64, 1),
+    )
+)
+def settle(marks: Marks, stamp: int, stamps: Stamps, newest: Stamps, ids: Ids) -> int:
+    """Stamp the rows that are marked, and unmark them.
+
+    Args:
+        marks: [words].
+        stamp: no less than any there is.
+        stamps: [rows].
+        newest: [words].
+        ids: room for those of the rows marked, which are written here in their order.
+
+    Returns:
+        How many there are.
+    """
+    count = 0
+    for word in range(marks.shape[0]):
+        left = marks[word]
+        if left:
+            marks[word] = _U64(0)
+            newest[word] = stamp
+            while left:
+                row = _I64(word) * WORD_ROWS + _I64(trailing_zeros(left))
+                left &= left - _U64(1)
+                stamps[row] = stamp
+                ids[count] = row
+                count += 1
+    return count
+
+
+@kernel(types.void(_STAMPS, writable(types.int32, 1)))
+def find_newest(stamps: Stamps, newest: Stamps) -> None:
+    """Set `newest` [words] to what is true of `stamps` [rows]."""
+    for word in range(newest.shape[0]):
+        largest = np.int32(0)
+        for row in range(word * WORD_ROWS, min((word + 1) * WORD_ROWS, stamps.shape[0])):
+            largest = max(largest, abs(stamps[row]))
+        newest[word] = largest
+
+
+@inlined
+def _later_rows(stamps, first, rows, cursor, sign):  # type: ignore[no-untyped-def]
+    """Which of so many rows are later: bits."""
+    bits = _U64(0)
+    for row in range(rows):
+        bits |= _U64(stamps[first + row] * sign > cursor) << _U64(row)
+    return bits
+
+
+@inlined
+def _later_rows_of_word(stamps, word, cursor, sign):  # type: ignore[no-untyped-def]
+    first = word * WORD_ROWS
+    if first + WORD_ROWS <= stamps.shape[0]:  # A number that the compiler knows makes it many times as fast.
+        return _later_rows(stamps, first, WORD_ROWS, cursor, sign)
+    return _later_rows(stamps, first, stamps.shape[0] - first, cursor, sign)
+
+
+@kernel(types.int64(_STAMPS, _STAMPS, types.int32, types.int32, writable(types.int64, 1)))
+def list_later(stamps: Stamps, newest: Stamps, cursor: int, sign: int, ids: Ids) -> int:
+    """Write the rows of which the stamp times `sign` is above `cursor` into `ids`, in their order.
+
+    `ids` has room for all rows of the words with a later stamp.
+
+    Returns:
+        How many there are.
+    """
+    count = 0
+    for word in range(newest.shape[0]):
+        if newest[word] > cursor:
+            left = _later_rows_of_word(stamps, word, cursor, sign)
+            while left:
+                ids[count] = word * WORD_ROWS + _I64(trailing_zeros(left))
+                left &= left - _U64(1)
+                count += 1
+    return count

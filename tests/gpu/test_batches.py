@@ -1,0 +1,83 @@
+"""Batches on their way to a GPU, random numbers there, and the benchmark's watches."""
+
+import pytest
+import torch
+from tests.support.devices import CPU_AND_GPU, device_of, needs, on_stream, stream_on
+
+needs("deltasync.trainer.pipelines", "deltasync.trainer.bench.pipelines.batches")
+
+from deltasync.trainer.bench.pipelines.batches import BatchKind, draw
+from deltasync.trainer.bench.pipelines.laps import laps_on
+from deltasync.trainer.bench.pipelines.memory import memory_of
+from deltasync.trainer.bench.pipelines.options import Sizes
+from deltasync.trainer.pipelines.batches import hand_over, record_stream, tensors_in, to_device
+from deltasync.trainer.pipelines.lookahead.randomness import random_states, random_states_preserved
+from deltasync.trainer.pipelines.tensordict_to_kjt import to_kjt
+
+SIZES = Sizes(ranks=1, batch_size=4, tables=2, rows=9, dim=4, ids=2, dense=2, over=4)
+
+
+@CPU_AND_GPU
+@pytest.mark.parametrize("batches", BatchKind)
+def test_a_batch_arrives_as_it_was(kind: str, batches: BatchKind) -> None:
+    device = device_of(kind)
+    batch = draw(SIZES, 0, device)[0].of_kind(batches)
+    stream = stream_on(device)
+    with on_stream(stream):
+        arrived = to_device(batch, device)
+    hand_over(arrived, stream)
+    before, after = tensors_in(batch), tensors_in(arrived)
+    assert [path for path, _ in after] == [path for path, _ in before]
+    for (_, ours), (_, theirs) in zip(after, before, strict=True):
+        assert ours.device.type == kind
+        assert torch.equal(ours.cpu(), theirs)
+    if stream:
+        record_stream(arrived, stream)
+
+
+@CPU_AND_GPU
+def test_features_of_a_tensordict_are_those_of_the_keyed_jagged_tensor(kind: str) -> None:
+    device, examples = device_of(kind), draw(SIZES, 0, device_of(kind))[0]
+    expected = examples.batch().sparse
+    found = to_kjt(to_device(examples.tensordict(), device), examples.keys)
+    assert (found.keys(), found.length_per_key()) == (expected.keys(), expected.length_per_key())
+    assert torch.equal(found.values().cpu(), expected.values())
+    assert torch.equal(found.lengths().cpu().long(), expected.lengths().long())
+
+
+@pytest.mark.gpu
+def test_batches_are_copied_from_page_locked_memory() -> None:
+    assert all(tensor.is_pinned() for _, tensor in tensors_in(draw(SIZES, 0, device_of("cuda"))[0].batch()))
+
+
+@CPU_AND_GPU
+def test_what_is_drawn_while_trying_is_drawn_again(kind: str) -> None:
+    device, before = device_of(kind), random_states()
+    with random_states_preserved():
+        first = torch.rand(3, device=device)
+    assert random_states() == before
+    assert torch.equal(torch.rand(3, device=device), first)
+    assert random_states() != before
+
+
+@CPU_AND_GPU
+def test_laps_are_what_each_step_took_on_the_device(kind: str) -> None:
+    laps, values = laps_on(device_of(kind)), torch.rand(400, 400, device=device_of(kind))
+    laps.note()
+    for _ in range(3):
+        values = values @ values
+        laps.note()
+    if kind == "cuda":
+        torch.cuda.synchronize()
+    assert len(laps.seconds()) == 3
+    assert min(laps.seconds()) > 0
+
+
+@CPU_AND_GPU
+def test_memory_is_what_the_device_has_given(kind: str) -> None:
+    memory, held, nbytes = memory_of(device_of(kind)), [], 64 << 20
+    before = memory.held()
+    peak = memory.rise(lambda: torch.ones(nbytes, dtype=torch.uint8, device=device_of(kind)))
+    held.append(torch.ones(nbytes, dtype=torch.uint8, device=device_of(kind)))
+    assert peak > 0.9 * nbytes
+    assert memory.held() - before > 0.9 * nbytes

@@ -1,0 +1,251 @@
+"""Checksums of a target, and the rows of which it is told that they are damaged, against what it really holds."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deltasync.client import NumpyTarget, Position, Release, RowBatch, Shard, TableSpec
+from deltasync.client.checksums import TargetChecksums
+from deltasync.core.digests import checksum_of
+from deltasync.core.errors import Contradiction
+from deltasync.core.rows import Ids, Values
+
+TABLES = [TableSpec("user", 5, 3), TableSpec("item", 3, 2, np.dtype("<f2"))]
+NAMES = [table.name for table in TABLES]
+# Whole numbers, and a zero that is none to a checksum.
+NUMBERS = st.sampled_from([0.0, -0.0, 1.0, 2.0, 3.0])
+
+
+class Careless(NumpyTarget):
+    """Writes something else into some of the rows that it was told to write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spoils: list[tuple[str, int]] = []
+
+    def apply(self, release: Release) -> None:
+        super().apply(release)
+        for name, row in self.spoils:
+            self.tables[name][row] += 1
+        self.spoils = []
+
+
+class Followed:
+    """A target, its checksums, and beside them what a dictionary knows.
+
+    Attributes:
+        tables: as of the last release.
+        target: the target.
+        checksums: of it.
+        sent: what it should hold: what was sent, or what was there before the first release.
+        touched: rows that something else has written since they were sent.
+    """
+
+    def __init__(self) -> None:
+        self.tables = list(TABLES)
+        self.target = Careless()
+        self.checksums = TargetChecksums(self.target)
+        self.sent = {table.name: np.zeros((table.rows, table.dim), table.dtype) for table in TABLES}
+        self.touched = set[tuple[str, int]]()
+        self._version = 0
+        self.apply([], resync=True)
+
+    def apply(self, rows: list[RowBatch], *, resync: bool = False, whole: frozenset[str] = frozenset()) -> None:
+        """Apply a release, look at what is told of its rows."""
+        self._version += 1
+        release = Release(Position("h", self._version), 0, 0, resync, list(self.tables), rows, whole)
+        for table in self.tables:
+            if release.resets(table):
+                self.sent[table.name] = np.zeros((table.rows, table.dim), table.dtype)
+                self.touched -= {(table.name, row) for row in range(table.rows)}
+        self.touched -= {(each.table.name, row) for each in rows for row in each.ids.tolist()}
+        for each in rows:
+            self.sent[each.table.name][each.ids] = each.values
+        self.touched |= set(self.target.spoils)
+        self.target.apply(release)
+        told = self.checksums.after(release)
+        for each in rows:
+            wrong = each.ids[self.wrong(each.table.name)[each.ids]].tolist()
+            found = self.checksums.damaged.get(each.table.name, np.empty(0, np.int64))
+            assert np.intersect1d(found, each.ids).tolist() == wrong
+        if not self.touched:
+            assert told == self.held()
+            assert not self.checksums.damaged
+
+    def wrong(self, name: str) -> Any:
+        """Which rows are others than had been sent."""
+        held = self.target.tables[name]
+        bits = f"u{held.itemsize}"
+        return (held.view(bits) != self.sent[name].view(bits)).any(axis=1)
+
+    def held(self) -> dict[str, int]:
+        """The checksum of each table as it is."""
+        return {table.name: checksum_of(np.arange(table.rows), self._rows_of(table)) for table in self.tables}
+
+    def look_at_all(self) -> dict[str, int]:
+        """Until every block of every table was read again."""
+        return [self.checksums.look() for _ in range(2 * sum(table.rows for table in self.tables))][-1]
+
+    def start_again(self) -> None:
+        """As a new process does over the same target: what it holds is taken as it is."""
+        self.checksums = TargetChecksums(self.target)
+        self.sent = {name: rows.copy() for name, rows in self.target.tables.items()}
+        self.touched = set()
+        self.apply([])
+
+    def _rows_of(self, table: TableSpec) -> Values:
+        rows = self.target.read(table, np.arange(table.rows))
+        assert rows is not None
+        return rows
+
+
+def batch(data: st.DataObject, table: TableSpec) -> RowBatch:
+    ids = np.array(data.draw(st.lists(st.integers(0, table.rows - 1), min_size=1, unique=True).map(sorted)))
+    if data.draw(st.booleans()):
+        return RowBatch.deletes(Shard.whole(table), ids)
+    numbers = data.draw(st.lists(NUMBERS, min_size=len(ids), max_size=len(ids)))
+    return RowBatch.of_table(table, ids, np.repeat(np.array(numbers, table.dtype)[:, None], table.dim, axis=1))
+
+
+def step(data: st.DataObject, followed: Followed) -> None:
+    name = data.draw(st.sampled_from(NAMES))
+    row = data.draw(st.integers(0, len(followed.target.tables[name]) - 1))
+    match data.draw(st.sampled_from(["release", "whole", "resync", "grow", "damage", "spoil", "mend", "again"])):
+        case "release":
+            followed.apply([batch(data, table) for table in followed.tables])
+        case "whole":
+            followed.apply([batch(data, followed.tables[0])], whole=frozenset({name}))
+        case "resync":
+            followed.apply([batch(data, table) for table in followed.tables], resync=True)
+        case "grow":
+            grow(followed, name)
+        case "damage":
+            followed.target.tables[name][row] += 1
+            followed.touched.add((name, row))
+        case "spoil":
+            followed.target.spoils.append((name, row))
+            followed.apply([batch(data, table) for table in followed.tables])
+        case "mend":
+            followed.target.tables[name][row] = followed.sent[name][row]
+        case "again":
+            followed.start_again()
+
+
+def grow(followed: Followed, name: str) -> None:
+    followed.tables = [replace(each, rows=each.rows + 2 * (each.name == name)) for each in followed.tables]
+    followed.sent[name] = np.pad(followed.sent[name], ((0, 2), (0, 0)))
+    followed.apply([])
+
+
+@contextmanager
+def blocks_of(rows: int) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("deltasync.client.checksums.BLOCK_ROWS", rows)
+        yield
+
+
+@given(st.data(), st.integers(1, 3))
+def test_what_is_told_is_what_is_held_in_the_end(data: st.DataObject, rows: int) -> None:
+    with blocks_of(rows):
+        followed = Followed()
+        for _ in range(data.draw(st.integers(1, 8))):
+            step(data, followed)
+        assert followed.look_at_all() == followed.held()
+        named = {(name, row) for name, ids in followed.checksums.damaged.items() for row in ids.tolist()}
+        wrong = {(name, row) for name in NAMES for row in np.flatnonzero(followed.wrong(name)).tolist()}
+        assert wrong <= named <= followed.touched
+
+
+def release_of(values: Values, ids: list[int]) -> Release:
+    table = TableSpec("user", 9, values.shape[1], values.dtype)
+    return Release(Position("h", 1), 0, 0, True, [table], [RowBatch.of_table(table, np.array(ids), values)])
+
+
+class Wrong(NumpyTarget):
+    """Puts rows of its first release where they do not belong."""
+
+    def __init__(self, *spoilt: int, by: int) -> None:
+        super().__init__()
+        self._spoilt, self._by = list(spoilt), by
+
+    def apply(self, release: Release) -> None:
+        super().apply(release)
+        rows, spoilt, self._spoilt = self.tables["user"], self._spoilt, []
+        rows[spoilt] = np.roll(rows[spoilt], self._by, axis=0) if self._by else 0
+
+
+@pytest.mark.parametrize(("by", "said"), [(1, [3, 8]), (0, [3, 8])], ids=["in one another's place", "not at all"])
+def test_rows_that_a_target_does_not_write_as_they_came_are_named(by: int, said: list[int]) -> None:
+    """Also where they have the sum of what was sent."""
+    target = Wrong(3, 8, by=by)
+    checksums, release = TargetChecksums(target), release_of(np.arange(1, 7, dtype="<f4").reshape(3, 2), [3, 5, 8])
+    target.apply(release)
+    told = checksums.after(release)
+    assert told["user"] == checksum_of(np.arange(9), target.tables["user"])
+    assert told["user"] != checksum_of(release.rows[0].ids, release.rows[0].values)
+    assert {name: ids.tolist() for name, ids in checksums.damaged.items()} == {"user": said}
+    # Until they come again.
+    again = replace(release, resync=False, rows=[release.rows[0][1:]])
+    target.apply(again)
+    checksums.after(again)
+    assert checksums.damaged["user"].tolist() == [3]
+
+
+def test_of_a_target_that_rounds_every_row_that_loses_something_is_named() -> None:
+    class Rounding(NumpyTarget):
+        def apply(self, release: Release) -> None:
+            super().apply(release)
+            rows = self.tables["user"]
+            rows[:] = rows.astype(np.float16)
+
+    target, release = Rounding(), release_of(np.array([[0.5], [1 / 3], [2.0], [1 / 7]], "<f4"), [0, 2, 4, 6])
+    target.apply(release)
+    checksums = TargetChecksums(target)
+    checksums.after(release)
+    assert checksums.damaged["user"].tolist() == [2, 6]
+
+
+def test_a_table_that_a_target_ceases_to_hold_is_not_taken_for_whole() -> None:
+    target, release = NumpyTarget(), release_of(np.ones((2, 2), "<f4"), [1, 2])
+    target.apply(release)
+    checksums = TargetChecksums(target)
+    right = checksums.after(release)
+    del target.tables["user"]
+    assert checksums.look() == {"user": 0} != right
+    assert checksums.damaged["user"].tolist() == [1, 2]
+    target.apply(release)
+    assert checksums.after(release) == right
+    assert not checksums.damaged
+
+
+def test_a_table_that_comes_again_after_it_was_gone_is_read_as_it_is() -> None:
+    target, release = NumpyTarget(), release_of(np.ones((2, 2), "<f4"), [1, 2])
+    target.apply(release)
+    checksums = TargetChecksums(target)
+    right = checksums.after(release)
+    rows = target.tables["user"]
+    nothing = replace(release, resync=False, tables=[], rows=[])
+    target.apply(nothing)
+    assert checksums.after(nothing) == {}
+    target.tables = {"user": rows}
+    assert checksums.after(replace(release, resync=False, rows=[])) == right
+
+
+@pytest.mark.parametrize("ids", [[-1], [9], [0, 2**40]])
+def test_rows_that_a_table_does_not_have_are_refused(ids: list[int]) -> None:
+    class Anything(NumpyTarget):
+        def apply(self, release: Release) -> None:
+            """As a target of a user's may."""
+
+        def read(self, table: TableSpec, ids: Ids) -> Values | None:
+            return np.ones((len(ids), table.dim), table.dtype)
+
+    checksums = TargetChecksums(Anything())
+    with pytest.raises(Contradiction, match=f"table 'user' has 9 rows, and was sent rows {ids[0]} to {ids[-1]}"):
+        checksums.after(release_of(np.ones((len(ids), 2), "<f4"), ids))

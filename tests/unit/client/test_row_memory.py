@@ -1,0 +1,119 @@
+"""Rows of arrays of any layout, read and written, against NumPy's own indexing."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deltasync.client.row_memory import rows_at, staged_rows
+from deltasync.core.errors import Contradiction
+from deltasync.core.rows import Ids, Values
+
+ROWS, DIM = 7, 5
+DTYPES = ["<f4", "<f2", "<f8", "<i8", "u1", "?"]
+LAYOUTS: dict[str, Callable[[Values], Values]] = {
+    "row by row": np.ascontiguousarray,
+    "padded": lambda rows: np.pad(rows, ((0, 0), (0, 3)))[:, : rows.shape[1]],
+    "column by column": np.asfortranarray,
+    "every other row": lambda rows: np.repeat(rows, 2, axis=0)[::2],
+    "every other column": lambda rows: np.repeat(rows, 2, axis=1)[:, ::2],
+    "backwards": lambda rows: np.ascontiguousarray(rows[::-1])[::-1],
+}
+
+
+def random_rows(rows: int, dtype: str, seed: int = 0) -> Values:
+    bits = np.random.default_rng(seed).integers(
+        0, 2 if dtype == "?" else 256, (rows, DIM * np.dtype(dtype).itemsize)
+    )
+    found: Values = bits.astype(np.uint8).view(dtype)
+    return found
+
+
+def unaligned(values: Values) -> Values:
+    """As in the middle of a message: read-only, and from an odd address on."""
+    raw = b"x" + values.tobytes()
+    return np.frombuffer(raw, values.dtype, offset=1).reshape(values.shape)
+
+
+GIVEN: dict[str, Callable[[Values], Values]] = {
+    "row by row": np.ascontiguousarray,
+    "of a message": unaligned,
+    "backwards": lambda values: np.ascontiguousarray(values[::-1])[::-1],
+}
+
+
+def memory(rows: Values) -> bytes:
+    """All that the memory holds of which these rows are a part."""
+    base: Any = rows
+    while base.base is not None:
+        base = base.base
+    return bytes(base.tobytes())
+
+
+def some_ids(data: st.DataObject) -> Ids:
+    return np.array(data.draw(st.lists(st.integers(0, ROWS - 1), unique=True).map(sorted)), np.int64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@given(st.data(), st.sampled_from(sorted(GIVEN)), st.integers(0, 9))
+def test_rows_are_written_and_read_bit_by_bit(
+    layout: str, dtype: str, data: st.DataObject, given_as: str, seed: int
+) -> None:
+    held, expected = (LAYOUTS[layout](random_rows(ROWS, dtype, seed)) for _ in range(2))
+    ids = some_ids(data)
+    values = GIVEN[given_as](random_rows(len(ids), dtype, seed + 1))
+    write = staged_rows(held, ids, values)
+    assert memory(held) == memory(expected), "nothing is written before"
+    write()
+    expected[ids] = values
+    assert memory(held) == memory(expected)
+    assert rows_at(held, ids).tobytes() == expected[ids].tobytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_deleted_rows_become_zeros(layout: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltasync.client.row_memory.BLOCK_ROWS", 2)
+    held, expected = (LAYOUTS[layout](random_rows(ROWS, dtype)) for _ in range(2))
+    ids = np.array([0, 1, 3, 5, 6])
+    staged_rows(held, ids, np.broadcast_to(np.zeros((), dtype), (len(ids), DIM)))()
+    expected[ids] = 0
+    assert memory(held) == memory(expected)
+
+
+def test_rows_past_the_end_are_zeros() -> None:
+    """Of a table that has grown."""
+    held = random_rows(ROWS, "<f4")
+    found = rows_at(held, np.array([0, ROWS - 1, ROWS, 2**40]))
+    assert found[:2].tobytes() == held[[0, -1]].tobytes()
+    assert not found[2:].any()
+
+
+@pytest.mark.parametrize("ids", [[-1], [ROWS], [0, 2**40], [-(2**40), 0]])
+def test_rows_that_are_not_there_are_refused(ids: list[int]) -> None:
+    held = random_rows(ROWS, "<f4")
+    before = held.tobytes()
+    with pytest.raises(
+        Contradiction, match=f"ids {ids[0]} to {ids[-1]} of 20 bytes a row, for memory of 7 rows of 20"
+    ):
+        staged_rows(held, np.array(ids), random_rows(len(ids), "<f4"))
+    assert held.tobytes() == before
+
+
+@pytest.mark.parametrize(
+    "values", [np.zeros((1, DIM + 1), "<f4"), np.zeros((1, DIM), "<f8"), np.zeros((1, 1), "<f4")]
+)
+def test_rows_of_another_width_are_refused(values: Values) -> None:
+    with pytest.raises(Contradiction, match="for memory of 7 rows of 20 bytes: not written"):
+        staged_rows(random_rows(ROWS, "<f4"), np.array([1]), values)
+
+
+def test_what_may_not_be_written_is_not() -> None:
+    held = random_rows(ROWS, "<f4")
+    held.flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        staged_rows(held, np.array([1]), random_rows(1, "<f4"))()

@@ -1,0 +1,26 @@
+"""How far something has come, in the log."""
+
+import logging
+
+import pytest
+
+from deltasync.core.progress import Progress
+
+
+def test_what_takes_long_is_told_now_and_then_and_at_its_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    now = [0.0]
+    monkeypatch.setattr("deltasync.core.progress.time.monotonic", lambda: now[0])
+    progress = Progress("comparing table 'user'", 9)
+    for rows, seconds in ((1, 4.9), (2, 5.0), (3, 9.9), (4, 10.0), (9, 10.1)):
+        now[0] = seconds
+        progress.at(rows)
+    assert caplog.messages == [f"comparing table 'user': {rows} of 9 rows" for rows in (2, 4, 9)]
+
+
+def test_what_is_quick_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    Progress("comparing table 'user'", 9).at(9)
+    assert not caplog.messages

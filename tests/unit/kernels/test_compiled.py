@@ -1,0 +1,62 @@
+"""When kernels are compiled, and when what was compiled before is used."""
+
+from collections import Counter
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deltasync.kernels import compiled
+
+SOURCE = """
+from numba import types
+
+from deltasync.kernels.compiled import kernel
+
+@kernel(types.int64(types.int64))
+def double(number):
+    return number * 2
+"""
+
+
+def compile_anew(file: Path) -> Any:
+    """The compiled function of the file, as another process would find it."""
+    spec = spec_from_file_location("doubling", file)
+    assert spec
+    assert spec.loader
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.double.compile()
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(compiled, "_kernels", [])
+    file = tmp_path / "doubling.py"
+    file.write_text(SOURCE)
+    return file
+
+
+def hits(function: Any) -> int:
+    found: Counter[Any] = function.stats.cache_hits
+    return found.total()
+
+
+def test_what_was_compiled_is_kept(file: Path) -> None:
+    assert hits(compile_anew(file)) == 0
+    again = compile_anew(file)
+    assert (hits(again), again(21)) == (1, 42)
+
+
+def test_a_change_of_any_file_of_the_room_compiles_all_of_it_anew(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_anew(file)
+    monkeypatch.setattr(compiled, "SOURCES", "changed")
+    assert hits(compile_anew(file)) == 0
+
+
+def test_a_type_that_was_not_asked_for_is_an_error(file: Path) -> None:
+    with pytest.raises(TypeError):
+        compile_anew(file)("21")

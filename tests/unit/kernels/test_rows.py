@@ -1,0 +1,63 @@
+"""Kernels that move rows and keep their digests, against NumPy."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from tests.unit.kernels import reference
+
+from deltasync.kernels.digests import exchange
+from deltasync.kernels.rows import gather, scatter
+
+Array = NDArray[Any]
+DTYPES = ["u1", "<u2", "<u4"]
+DIGESTS = st.sampled_from([0, 1, 2**63, 2**64 - 1])
+
+
+def words(rows: int, width: int, dtype: str, seed: int) -> Array:
+    numbers: Array = np.random.default_rng(seed).integers(
+        0, 256, (rows, width * np.dtype(dtype).itemsize), np.uint8
+    )
+    return numbers.view(dtype)
+
+
+@st.composite
+def numbers(draw: st.DrawFn, rows: int) -> Array:
+    """None, one, some or all of so many row numbers."""
+    some = st.sets(st.integers(0, rows - 1)).map(sorted)
+    return np.array(draw(some | st.just([*range(rows)])), np.int64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(st.data(), st.integers(1, 9), st.integers(1, 40), st.integers(0, 9))
+def test_rows_are_scattered_and_gathered_bit_by_bit(
+    dtype: str, data: st.DataObject, rows: int, width: int, seed: int
+) -> None:
+    table, ids = words(rows, width, dtype, seed), data.draw(numbers(rows))
+    first = data.draw(st.integers(0, width - 1))
+    columns = slice(first, data.draw(st.integers(first + 1, width)))
+    some = words(len(ids), columns.stop - first, dtype, seed + 1)
+    some.flags.writeable = False
+    expected = table.copy()
+    expected[ids, columns] = some
+    scatter(table, first, ids, some)
+    assert np.array_equal(table, expected)
+    narrow = data.draw(st.integers(1, width))
+    found = np.zeros((len(ids), narrow), dtype)
+    gather(table, ids, found)
+    assert np.array_equal(found, expected[ids, :narrow])
+
+
+@given(st.data(), st.integers(1, 9))
+def test_digests_are_exchanged_and_the_checksum_moves_by_what_that_changes(data: st.DataObject, rows: int) -> None:
+    held = np.array(data.draw(st.lists(DIGESTS, min_size=rows, max_size=rows)), np.uint64)
+    ids = data.draw(numbers(rows))
+    digests = np.array(data.draw(st.lists(DIGESTS, min_size=len(ids), max_size=len(ids))), np.uint64)
+    before, expected = reference.checksum(np.arange(rows), held), held.copy()
+    expected[ids] = digests
+    change = int(exchange(held, ids, digests))
+    assert np.array_equal(held, expected)
+    assert (before + change) % 2**64 == reference.checksum(np.arange(rows), expected)

@@ -1,0 +1,158 @@
+"""How many rows are due, known before they are read, and reads that are launched."""
+
+from dataclasses import dataclass, field
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support.embedding_parameters import embedding_parameters
+from torch import nn
+
+from deltasync.core.digests import row_digests
+from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode, delta_reader
+from deltasync.trainer.tracking.delta_reader import DeltaReader
+from deltasync.trainer.tracking.due_count import due_ids
+from deltasync.trainer.tracking.gathered_rows import GatheredRows
+from deltasync.trainer.tracking.shards import TrackedTable
+
+ROWS = 6
+
+
+class Rows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.t = nn.Parameter(torch.arange(ROWS * 2.0).view(ROWS, 2))
+
+
+@pytest.fixture
+def model() -> Rows:
+    return Rows()
+
+
+def tracker(model: Rows, mode: TrackingMode = TrackingMode.EMBEDDING_LAST) -> Tracker:
+    with embedding_parameters():
+        return Tracker(model, TrackerOptions(dense=True, mode=mode))
+
+
+def read_at_once() -> mock.MagicMock:
+    """Stands in for a read that is waited for, and lets it through."""
+    read = DeltaReader.read
+    return mock.patch.object(DeltaReader, "read", autospec=True, side_effect=read)  # type: ignore[return-value]
+
+
+@given(st.lists(st.integers(-3, 3), min_size=1, max_size=9), st.integers(0, 3), st.integers(0, 3))
+def test_more_rows_than_are_due_are_gathered_and_left_again(stamps: list[int], cursor: int, more: int) -> None:
+    live = torch.rand(len(stamps), 3)
+    due = [row for row, stamp in enumerate(stamps) if stamp > cursor]
+    bound = len(due) + more
+    held = torch.tensor(stamps, dtype=torch.int32)
+    ids, count = due_ids(held, cursor, bound)
+    rows = GatheredRows(ids, [live[ids]], [ids + 1], count).in_host_memory().trimmed()
+    assert rows.ids.tolist() == due
+    assert torch.equal(rows.values[0], live[due])
+    assert rows.values[0].is_contiguous()
+    assert rows.digests[0].tolist() == [row + 1 for row in due]
+
+
+def test_rows_that_were_not_expected_are_not_lost_in_silence() -> None:
+    ids, count = due_ids(torch.tensor([1, 1, 1], dtype=torch.int32), 0, 2)
+    rows = GatheredRows(ids, [], [], count)
+    with pytest.raises(RuntimeError, match="3 rows are due, at most 2 were expected"):
+        rows.trimmed()
+
+
+def test_what_was_counted_ahead_is_not_waited_for(model: Rows) -> None:
+    tracking = tracker(model)
+    model.t.data[1] = 9
+    tracking.step()
+    tracking.count_ahead()
+    model.t.data[4] = 8
+    tracking.step()
+    with read_at_once() as read:
+        delta = tracking.begin_delta().result
+    assert not read.called
+    rows = delta.rows["t"]
+    assert rows.values is not None
+    assert rows.ids.tolist() == [1, 4]
+    assert torch.equal(rows.values, model.t.data[[1, 4]])
+    assert tracking.acknowledge(delta.token)
+    assert not tracking.get_delta().rows
+
+
+def test_a_launched_read_has_the_digests_that_are_made_on_a_device(model: Rows) -> None:
+    tracking = tracker(model)
+    tracking.count_ahead()
+    model.t.data[[2, 3]] = 5
+    with mock.patch.object(TrackedTable, "device", torch.device("cuda")):
+        (batch,) = tracking.begin_delta().result.batches()
+    assert batch.digests is not None
+    assert batch.digests.tolist() == row_digests(batch.values).tolist()
+
+
+def test_a_launched_read_has_the_rows_as_they_were_then(model: Rows) -> None:
+    tracking = tracker(model)
+    tracking.count_ahead()
+    model.t.data[2] = 5
+    pending = tracking.begin_delta()
+    model.t.data[2] = 6
+    model.t.data[3] = 7
+    delta = pending.result
+    assert delta.rows["t"].values is not None
+    assert (delta.rows["t"].ids.tolist(), delta.rows["t"].values.tolist()) == ([2], [[5, 5]])
+    tracking.acknowledge(delta.token)
+    assert tracking.get_delta().ids["t"].tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("why", ["not counted", "has nothing", "first values", "carried over", "large"])
+def test_all_else_is_read_at_once(model: Rows, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if why == "large":
+        monkeypatch.setattr(delta_reader, "_MOST_COMPARED_BYTES", 8)
+    ranked = why in ("first values", "carried over")
+    tracking = tracker(model, TrackingMode.EMBEDDING if ranked else TrackingMode.EMBEDDING_LAST)
+    if why == "has nothing":
+        tracking.resync()
+    if why != "not counted":
+        tracking.count_ahead()
+    model.t.data[[1, 2]] = 9
+    if why == "carried over":
+        tracking.acknowledge(tracking.top_k(k=1).token)
+    with read_at_once() as read:
+        pending = tracking.begin_delta()
+    assert read.called
+    assert pending.arrived
+    assert set(pending.result.rows["t"].ids.tolist()) <= set(range(ROWS) if why == "has nothing" else (1, 2))
+    assert pending.result.rows["t"].ids.tolist()
+
+
+@dataclass
+class Arrival:
+    """Stands in for an event of a GPU."""
+
+    over: bool = False
+    waited: list[str] = field(default_factory=list)
+
+    def query(self) -> bool:
+        return self.over
+
+    def synchronize(self) -> None:
+        self.waited.append("host waits")
+
+
+def test_only_the_result_waits_for_the_gpu(model: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracking, counted, read = tracker(model), Arrival(), Arrival()
+    arrivals = iter([counted, read])
+    monkeypatch.setattr(tracking._gate, "arrival", lambda: next(arrivals))
+    tracking.count_ahead()
+    assert not counted.waited
+    model.t.data[2] = 5
+    pending = tracking.begin_delta()
+    assert counted.waited == ["host waits"], "for the step before"
+    assert not pending.arrived
+    assert not read.waited
+    read.over = True
+    assert pending.arrived
+    assert pending.result.ids["t"].tolist() == [2]
+    assert pending.result is pending.result
+    assert read.waited == ["host waits"]

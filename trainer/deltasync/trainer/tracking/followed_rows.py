@@ -1,0 +1,63 @@
+"""Rows of which nothing tells when they change: they are compared with a copy."""
+
+import numpy as np
+import torch
+
+from deltasync.core.digests import words_of
+from deltasync.kernels import changes
+
+# Integers as wide as other numbers.
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def differing_rows(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """Which rows of two [n, d] tensors of a type differ in a bit: bool [n]. A NaN equals itself, 0.0 not -0.0."""
+    bits = BITS[rows.element_size()]
+    return (rows.view(bits) != others.view(bits)).any(dim=1)
+
+
+class FollowedRows:
+    """A copy of rows [n, d], made as they are whenever they are compared.
+
+    Attributes:
+        copy: the rows as they were.
+    """
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.copy = rows.clone(memory_format=torch.contiguous_format)
+        self._words = None if rows.is_cuda else words_of(self.copy.numpy()).reshape(-1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.copy.nbytes
+
+    def follow(self, rows: torch.Tensor) -> torch.Tensor:
+        """Make the copy as the rows [n, d] are now; which of them differed: int64 ids, ascending."""
+        if self._words is None:
+            return _follow(rows, self.copy)
+        if not len(self._words):
+            return torch.empty(0, dtype=torch.int64)
+        ids = np.empty(len(self.copy), np.int64)
+        words = rows.numpy().reshape(-1).view(self._words.dtype)
+        return torch.from_numpy(ids[: changes.follow_rows(words, len(words) // len(ids), self._words, ids)])
+
+    def follow_all(self, rows: torch.Tensor) -> torch.Tensor:
+        """As `follow`, but which of them differed is bool [n]: to list them, the host would wait for a GPU."""
+        changed = differing_rows(rows, self.copy)
+        self.copy.copy_(rows)
+        return changed
+
+
+def _follow(rows: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+    changed = torch.nonzero(differing_rows(rows, copy)).squeeze(1)
+    copy.index_copy_(0, changed, rows.index_select(0, changed))
+    return changed
+
+
+def follow_numbers(numbers: torch.Tensor, plus: int, copy: torch.Tensor) -> torch.Tensor:
+    """Make `copy` [n] as `numbers` [n] with `plus` added, all int64; which of them differed: int64, ascending."""
+    if numbers.is_cuda:
+        return _follow((numbers + plus).view(-1, 1), copy.view(-1, 1))
+    ids = np.empty(len(numbers), np.int64)
+    return torch.from_numpy(ids[: changes.follow_numbers(numbers.numpy(), plus, copy.numpy(), ids)])
