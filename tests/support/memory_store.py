@@ -36,9 +36,8 @@ class MemoryStore:
         after: Sequence[Future[None]] = (),
         patient: bool = False,
     ) -> Future[None]:
-        for write in after:
-            if error := write.exception():
-                return _done(error)
+        if error := _first_error(after):
+            return _done(error)
         record = b"".join(payload)
         if self.used_bytes() + len(record) > self._max_bytes:
             self.refusing = True
@@ -61,7 +60,9 @@ class MemoryStore:
     def truncate(self, stream: str, upto: int) -> Future[None]:
         return self._keep(stream, lambda address: address[0] > upto)
 
-    def put(self, name: str, value: bytes | None) -> Future[None]:
+    def put(self, name: str, value: bytes | None, *, after: Sequence[Future[None]] = ()) -> Future[None]:
+        if error := _first_error(after):
+            return _done(error)
         self._disk.small.pop(name, None)
         if value is not None:
             self._disk.small[name] = value
@@ -90,6 +91,10 @@ class MemoryStore:
         records = self._disk.streams.get(stream, {})
         self._disk.streams[stream] = {address: record for address, record in records.items() if wanted(address)}
         return _done()
+
+
+def _first_error(writes: Sequence[Future[None]]) -> BaseException | None:
+    return next((error for write in writes if (error := write.exception())), None)
 
 
 def _done(failure: BaseException | None = None) -> Future[None]:

@@ -212,7 +212,7 @@ class Model:
             seals=self.seals.frozen(),
             tables=followed,
             version_of=lambda version: version,
-            failure=self.failure or in_words(self.damage),
+            failure=self.failure or in_words(self.damage, "the trainers are asked for them"),
             unpublished="" if self.head else f"nothing of model {self.name!r} is published",
         )
 

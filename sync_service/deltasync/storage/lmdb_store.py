@@ -102,13 +102,10 @@ class LmdbStore:
         first, last = key_of(stream, 0, 0, 0), key_of(stream, upto, LAST_PART, LAST_PART)
         return self._submit(lambda txn: self._delete_range(txn, first, last))
 
-    def put(self, name: str, value: bytes | None) -> Future[None]:
-        """Keep a small record; None forgets it."""
+    def put(self, name: str, value: bytes | None, *, after: Sequence[Future[None]] = ()) -> Future[None]:
+        """Keep a small record, unless a write `after` which it comes was refused; None forgets it."""
         key = name.encode()
-        if value is None:
-            return self._submit(lambda txn: _delete(txn, key, self._meta))
-        checked = with_checksum(key, value)
-        return self._submit(lambda txn: _put(txn, key, checked, self._meta))
+        return self._submit(lambda txn: self._keep(txn, key, value, after))
 
     # Reading.
 
@@ -178,14 +175,18 @@ class LmdbStore:
     def _append(
         self, txn: lmdb.Transaction, key: bytes, payload: Sequence[Buffer], after: Sequence[Future[None]]
     ) -> None:
-        for write in after:
-            # One that is not done was written by this very transaction.
-            if write.done() and (error := write.exception()):
-                raise error
+        _check_written(after)
         value = with_checksum(key, *payload)
         if self._used(txn) + len(value) > self._full_bytes:
             raise lmdb.MapFullError("full, but for what deleting needs")
         _put(txn, key, value, self._records)
+
+    def _keep(self, txn: lmdb.Transaction, key: bytes, value: bytes | None, after: Sequence[Future[None]]) -> None:
+        _check_written(after)
+        if value is None:
+            _delete(txn, key, self._meta)
+        else:
+            _put(txn, key, with_checksum(key, value), self._meta)
 
     def _delete_range(self, txn: lmdb.Transaction, first: bytes, last: bytes) -> None:
         with txn.cursor(self._records) as cursor:
@@ -280,6 +281,13 @@ def _storage_failed(error: Exception) -> StorageFailed:
 def _reserve(max_bytes: int) -> int:
     """Bytes that rows may not take: deleting needs free pages too, the more the more is deleted."""
     return max(max_bytes // 16, 256 << 10)
+
+
+def _check_written(writes: Sequence[Future[None]]) -> None:
+    for write in writes:
+        # One that is not done was written by this very transaction.
+        if write.done() and (error := write.exception()):
+            raise error
 
 
 def _put(txn: lmdb.Transaction, key: bytes, value: bytes, db: Any) -> None:

@@ -81,8 +81,10 @@ class LogStore(Protocol):
     def truncate(self, stream: str, upto: int) -> Future[None]:
         """Forget what is no longer needed: the records up to number `upto`."""
 
-    def put(self, name: str, value: bytes | None) -> Future[None]:
-        """Keep a small record, instead of the one of that name; None forgets it. Also in a full log."""
+    def put(self, name: str, value: bytes | None, *, after: Sequence[Future[None]] = ()) -> Future[None]:
+        """Keep a small record, instead of the one of that name; None forgets it. Also in a full log; not where one
+        of the writes `after` which it comes was refused, see `append`.
+        """
 
     def read(self, stream: str, first: int = 0, last: int = LAST_NUMBER) -> Iterator[Record]:
         """The records with numbers from `first` to `last`, in the order of their addresses.

@@ -116,6 +116,7 @@ class MappedTable(StampedTable):
         self.counts = self.counts.plus_unchanged(mapped.layout.spec.rows - self.spec.rows)
         self.spec, self.columns = mapped.layout.spec, mapped.layout.columns
         self.rows, self.stamps, self.digests, self.squares = mapped.plain()
+        self.index.extend(self.stamps)
         if was_split:
             self.make_digests()
         self.mapped = mapped

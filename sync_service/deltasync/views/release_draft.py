@@ -83,19 +83,21 @@ class ReleaseDraft:
     log: ReleaseLog
     written: list[Piece] = field(default_factory=list)
 
-    def settle(self) -> StorageFailed | None:
-        """Wait until the log has the rows; those that it has not are left for later. Blocks; returns why.
+    def settle(self, before: ViewState) -> tuple[ViewState, StorageFailed | None]:
+        """Wait until the log has the rows, and that there is a release of them; rows that it has not are left for
+        later. Blocks; returns the state `before`, as it is once the release is made, and why rows are left.
 
         Raises:
             StorageFailed: none of them is to be released. So it is where the log lacks some that are forced: these
                 belong together.
         """
-        self.written, refused, failure = self.log.settle()
+        after = self.state_after(before)
+        self.written, refused, failure = self.log.settle(after.newest if after.head != before.head else None)
         if failure and any(self.tables[piece.slot].needs(piece.rows) for piece in refused):
             raise failure
         for piece in refused:
             self.tables[piece.slot].give_up(piece.rows)
-        return failure
+        return (self.state_after(before) if failure else after), failure
 
     def state_after(self, before: ViewState) -> ViewState:
         """The state once it is made; where it takes no rows, with the release of before and the backlog of now."""

@@ -1,11 +1,12 @@
 """The rows of one release on their way to the log."""
 
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 
 from deltasync.core.errors import StorageFailed
 from deltasync.core.rows import RowBatch
-from deltasync.views.store import ViewStore
+from deltasync.views.store import NewestRelease, ViewStore
 
 # Pieces handed to the log and not yet on disk: what bounds the memory of a large release.
 _UNWRITTEN_PIECES = 16
@@ -21,11 +22,16 @@ class Piece:
 
 
 class ReleaseLog:
-    """Hands pieces to the log while others are still being drawn, as long as it keeps up; the rest at the end."""
+    """Hands pieces to the log while others are still being drawn, as long as it keeps up; the rest at the end.
+
+    Attributes:
+        complete: the log has all pieces, and that there is a release of them.
+    """
 
     def __init__(self, store: ViewStore, number: int) -> None:
         self._store = store
         self._number = number
+        self.complete = False
         self._dropped: Future[None] | None = None
         self._pieces: list[Piece] = []
         self._logged: list[Future[None]] = []  # Of the first pieces, in their order.
@@ -38,8 +44,9 @@ class ReleaseLog:
             self._ended += 1
         self._hand_over(self._ended + _UNWRITTEN_PIECES)
 
-    def settle(self) -> tuple[list[Piece], list[Piece], StorageFailed | None]:
-        """Wait until the log has all pieces: those that it has, those that it refused, and why. Blocks.
+    def settle(self, release: NewestRelease | None) -> tuple[list[Piece], list[Piece], StorageFailed | None]:
+        """Wait until the log has all pieces, and that there is a release of them: those that it has, those that it
+        refused, and why. Where there is any of the latter, the release is not written down. Blocks.
 
         Raises:
             StorageFailed: none of them is to be released.
@@ -47,6 +54,10 @@ class ReleaseLog:
         written, refused, failure = list[Piece](), list[Piece](), None
         for number, piece in enumerate(self._pieces):
             self._hand_over(number + _UNWRITTEN_PIECES)
+            if release and not failure and len(self._logged) == len(self._pieces):
+                # At once, so that the disk is waited for once.
+                self._write_release(release)
+                release = None
             if error := _failure_of(self._logged[number]):
                 refused.append(piece)
                 failure = error
@@ -55,6 +66,12 @@ class ReleaseLog:
         if self._dropped:
             self._dropped.result()
         return written, refused, failure
+
+    def _write_release(self, release: NewestRelease) -> None:
+        """Try to write down that there is a release of all pieces."""
+        with suppress(StorageFailed):  # Told by a piece, or when it is tried again.
+            self._store.write_release(release, [*self._logged, *([self._dropped] if self._dropped else [])])
+            self.complete = True
 
     def _hand_over(self, upto: int) -> None:
         """Hand the first `upto` pieces to the log, as far as they were not before."""

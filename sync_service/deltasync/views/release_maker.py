@@ -58,8 +58,8 @@ class ReleaseMaker:
             raise
         if draft is None:
             return
-        failure = await asyncio.to_thread(draft.settle)
-        self._logged = draft, draft.state_after(self._store.state)
+        state, failure = await asyncio.to_thread(draft.settle, self._store.state)
+        self._logged = draft, state
         await self.finish()
         if failure:
             raise failure
@@ -73,7 +73,7 @@ class ReleaseMaker:
         if self._logged is None:
             return
         draft, state = self._logged
-        if state.newest and state.head != self._store.state.head:
+        if state.newest and state.head != self._store.state.head and not draft.log.complete:
             await asyncio.to_thread(self._store.write_release, state.newest)
         await self._model.on_thread(self._apply, draft, state)
         self._logged = None
@@ -128,7 +128,7 @@ def find_dirty(
     found = []
     for table in tables:
         dirty, ranked = table.find_dirty(compared_version), table.source.spec.kind.ranked
-        forced = dirty.deleted if ranked else np.ones(len(dirty), np.bool_)
+        forced = dirty.deleted | members(dirty.ids, table.damaged) if ranked else np.ones(len(dirty), np.bool_)
         overdue, row_bytes = dirty.since <= overdue_version, policy.row_bytes(table.source.spec)
         found.append(DirtyRows(dirty.ids, dirty.norms, dirty.never_sent, overdue, forced, row_bytes))
     _force_handed_over(tables, found, compared_version)

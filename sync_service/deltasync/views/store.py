@@ -139,14 +139,14 @@ class ViewStore:
             self.state = replace(state, newest=release)
             self._cut_log(release.head.number)
 
-    def write_release(self, release: NewestRelease) -> None:
-        """Write down what the newest release is.
+    def write_release(self, release: NewestRelease, after: Sequence[Future[None]] = ()) -> None:
+        """Write down what the newest release is, `after` its rows: unless one of these writes was refused.
 
         Raises:
-            StorageFailed: the log could not be written.
+            StorageFailed: the log could not be written, or has not all of these.
         """
         record = {"head": head_record(release.head), "account": statistics_record(release.statistics)}
-        self._log.put(release_name(self.consumer), pack_json(record)).result()
+        self._log.put(release_name(self.consumer), pack_json(record), after=after).result()
 
     # Tables and their files, on any thread.
 

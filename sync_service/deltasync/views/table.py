@@ -79,6 +79,7 @@ class ViewTable:
         held: what replicas at the newest release hold, in the value type.
         sent: what replicas are sent: `held`, or the norms.
         dirty: the rows that were dirty at the last look.
+        damaged: those of them that go with the next release, since of what is held of them some bits are lost.
     """
 
     def __init__(self, source: StampedTable, delivery: Delivery, files: TableFiles) -> None:
@@ -97,6 +98,7 @@ class ViewTable:
         self._clean: ChangeCounts = self.sent.counts
         self._compared_version = 0  # The source's newest version at the last look, as far as it is known.
         self._seen = True  # Whether norms and flags of what is dirty are known.
+        self.damaged = _NO_IDS
         self.find_marked()
 
     def follow(self, before: "ViewTable") -> int:
@@ -203,6 +205,33 @@ class ViewTable:
     def settle(self, ids: Ids) -> None:
         """Note that these rows ([n], strictly ascending) are not dirty now: they were written."""
         self.dirty = self.dirty.without(ids)
+        self.damaged = np.setdiff1d(self.damaged, ids) if len(self.damaged) else self.damaged
+
+    def mend(self, ids: Ids, version: int) -> Ids:
+        """Make the rows `ids` ([n], strictly ascending), which do not fit their digests, again as they were.
+
+        Returns:
+            Those of which nobody knows what they were, mostly since the source has others by now: they are dirty,
+            since `version`, and go with the next release.
+        """
+        gone = self.held.deleted(ids)
+        self.held.mend(self.deletes(ids[gone]))
+        live = ids[~gone]
+        encoded = self.delivery.encode(self.source.checked_rows(live))
+        same = self.held.fits(live, encoded)
+        self.held.mend(RowBatch.of_table(self.held.spec, live[same], encoded[same]))
+        left = np.union1d(self.held.damaged(ids), self.sent.damaged(ids))
+        self._mark_damaged(left, version)
+        return left
+
+    def _mark_damaged(self, ids: Ids, version: int) -> None:
+        clean = ids[self._marks[ids] == 0]
+        found = Findings(
+            clean, np.zeros(len(clean)), np.zeros(len(clean), np.uint8), np.ones(len(clean), np.bool_)
+        )
+        self._clean = self._clean.without(self.sent.numbers(clean))
+        self._marks[clean] = version
+        self.dirty, self.damaged = self.dirty.after(found, version), np.union1d(self.damaged, ids)
 
     def lacking(self, number: int, compared_version: int) -> int:
         """How many rows a replica at `number` does not hold as the source has them, at most. Any thread.
@@ -215,6 +244,11 @@ class ViewTable:
         clean, changed = self._clean, self.source.counts.after(compared_version)
         rows = self.source.spec.rows
         return min(rows, rows - clean.rows + clean.after(number) + changed)
+
+    @property
+    def mapped(self) -> list[MappedTable]:
+        """What is held, and what is sent where that is something else."""
+        return [self.held] if self.sent is self.held else [self.held, self.sent]
 
     def flush(self) -> None:
         """Wait until everything written before the call is on disk. Blocks; any thread."""

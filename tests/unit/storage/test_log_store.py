@@ -193,7 +193,10 @@ def test_a_record_is_not_written_where_one_that_it_comes_after_was_refused(log: 
             log.append("seals", number, 0, index, b"seal", after=after)
             for index, after in enumerate([(written,), (refused,), (written, refused)])
         ]
+        small = [log.put(f"{number}{index}", b"", after=(each,)) for index, each in enumerate((written, refused))]
         assert [isinstance(each.exception(TIMEOUT), StorageFailed) for each in seals] == [False, True, True]
+        assert [isinstance(each.exception(TIMEOUT), StorageFailed) for each in small] == [False, True]
+    assert list(log.items("")) == ["10", "20"]
     assert [(number, index) for number, _, index, _ in content(log, "seals")] == [(1, 0), (2, 0)]
     assert [(number, index) for number, _, index, _ in content(log, "s")] == [(1, 1), (2, 1)]
 

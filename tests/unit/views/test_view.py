@@ -32,7 +32,7 @@ from deltasync.feeds.statistics import Amount
 from deltasync.status.lag import ConsumerLag
 from deltasync.status.report import report
 from deltasync.views.release_draft import ReleaseDraft
-from deltasync.views.store import ViewStore
+from deltasync.views.store import ViewState, ViewStore
 from deltasync.views.view import View
 
 
@@ -255,9 +255,9 @@ def test_a_version_is_not_held_before_its_release_is_made(tmp_path: Path, monkey
         await local.cut(changed(1, USER, 3))
         settle = ReleaseDraft.settle
 
-        def noted(draft: ReleaseDraft) -> StorageFailed | None:
+        def noted(draft: ReleaseDraft, before: ViewState) -> tuple[ViewState, StorageFailed | None]:
             found.append(view.version_of(number))
-            return settle(draft)
+            return settle(draft, before)
 
         monkeypatch.setattr(ReleaseDraft, "settle", noted)
         await view.make_release(TOP, 0)

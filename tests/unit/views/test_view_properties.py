@@ -31,6 +31,7 @@ from deltasync.core.value_types import ValueType
 from deltasync.feeds.frozen_release import FrozenRelease
 from deltasync.feeds.statistics import Amount
 from deltasync.views.release_draft import ReleaseDraft
+from deltasync.views.store import ViewState
 from deltasync.views.table import ViewTable
 
 TABLES = [TableSpec("a", 6, 3), TableSpec("ab", 5, 12, np.dtype("<f2")), TableSpec("c", 4, 1)]
@@ -152,10 +153,10 @@ class Play:
         changes = {name: rows for name, rows in changes_of(kinds).items() if name in names}
         before = self.view.state.head.number
 
-        def meanwhile(draft: ReleaseDraft) -> StorageFailed | None:
+        def meanwhile(draft: ReleaseDraft, state: ViewState) -> tuple[ViewState, StorageFailed | None]:
             for each in (self.local.cut(changes), self.follow(0)):
                 asyncio.run_coroutine_threadsafe(each, loop).result(20)
-            return settle(draft)
+            return settle(draft, state)
 
         with mock.patch.object(ReleaseDraft, "settle", meanwhile):
             await self.view.make_release(self.policy, 0)

@@ -47,6 +47,7 @@ from deltasync.trainer.bench.process import (
     cpu_seconds,
     cpu_seconds_by_thread,
     resident_bytes,
+    system_seconds,
 )
 from deltasync.trainer.bench.timing import spread_of
 
@@ -116,6 +117,7 @@ class Fleet:
         self._values = np.random.default_rng(0)
         self._step = 0
         self._cpu: list[float] = []
+        self._system: list[float] = []
         self._threads: dict[str, float] = {}
         self._counted = 0
         self._first = self._cut()
@@ -126,6 +128,7 @@ class Fleet:
             self._threads = cpu_seconds_by_thread(self._pid)
         self._counted += _CUTS_OF_A_TURN * counted
         self._cpu.append(cpu_seconds(self._pid))
+        self._system.append(system_seconds(self._pid))
         for _ in range(_CUTS_OF_A_TURN):
             self._deliveries = self._cut()
 
@@ -146,9 +149,15 @@ class Fleet:
             "versions": self._step - 1,
             "file_bytes": files,
             "rest_bytes": sum(resident.values()) - files,
+            "system_cpu_seconds_per_version": self._system_per_version(),
             "thread_cpu_seconds_per_version": self._cpu_by_thread(),
             "consumers": delivered,
         }
+
+    def _system_per_version(self) -> float:
+        """Of the CPU seconds per version, those in the kernel, in the median turn."""
+        seconds = pairwise([*self._system[_WARM_UP:], system_seconds(self._pid)])
+        return statistics.median(after - before for before, after in seconds) / _CUTS_OF_A_TURN
 
     def _cpu_by_thread(self) -> dict[str, float]:
         """CPU seconds per version of each thread, the busiest first."""
@@ -234,12 +243,14 @@ def _print(console: Console, figures: dict[str, Any]) -> None:
         f"{figures['dim']} fp32, median of {figures['rounds']} rounds of {_CUTS_OF_A_TURN} cuts"
     )
     console.print(
-        "  consumers               service CPU per version   tables, views   the rest   releases a version"
+        "  consumers               service CPU per version   in the kernel   tables, views   the rest   "
+        "releases a version"
     )
     for name, line in figures["fleets"].items():
         releases = statistics.mean(each["releases"] for each in line["consumers"].values()) / line["versions"]
         console.print(
             f"  {_SAYS[name]:<22}  {1e3 * line['cpu_seconds_per_version']:>20.1f} ms   "
+            f"{1e3 * line['system_cpu_seconds_per_version']:>10.1f} ms   "
             f"{line['file_bytes'] / 1e6:>10.1f} MB  {line['rest_bytes'] / 1e6:>6.1f} MB   {releases:>18.2f}"
         )
     for key, says in (("service", "eight against one"), ("policy", "one against one without a policy")):

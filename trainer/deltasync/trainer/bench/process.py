@@ -11,9 +11,18 @@ TICK_SECONDS = 1 / os.sysconf("SC_CLK_TCK")
 
 def cpu_seconds(pid: int) -> float:
     """Seconds in which a core was at work for a process, in steps of `TICK_SECONDS`."""
+    return sum(_user_and_system(pid))
+
+
+def system_seconds(pid: int) -> float:
+    """Of these, those in the kernel: for page faults, files, sockets and waking threads."""
+    return _user_and_system(pid)[1]
+
+
+def _user_and_system(pid: int) -> tuple[float, float]:
     after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     user, system = after_name[11:13]
-    return (int(user) + int(system)) * TICK_SECONDS
+    return int(user) * TICK_SECONDS, int(system) * TICK_SECONDS
 
 
 def cpu_seconds_by_thread(pid: int) -> dict[str, float]:
