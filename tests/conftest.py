@@ -14,9 +14,17 @@ from hypothesis import settings
 from tests.support.process import ServiceProcess
 from tests.support.programs import LONGEST_SECONDS
 
+from deltasync.kernels.compiled import warm
+
 # How long an example takes says nothing on a busy machine.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compile the kernels before workers, and the processes that tests start, would all do so at once."""
+    if not hasattr(config, "workerinput"):
+        warm()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -37,6 +45,15 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ours = name.startswith("DELTASYNC_") and name != "DELTASYNC_CHECK_THREADS"
         if ours or name.lower().endswith("_proxy"):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(params=["files of their own", "a shared file"])
+def shared_file(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether tables that are made share a file, as small ones do, or have files of their own."""
+    shared: bool = request.param == "a shared file"
+    if not shared:
+        monkeypatch.setattr("deltasync.storage.table_files.SMALL_BYTES", 0)
+    return shared
 
 
 @pytest.fixture

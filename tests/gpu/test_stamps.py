@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -24,9 +25,12 @@ from tests.unit.trainer.tracking.test_tracker_properties import (
 )
 from torch import nn
 
-from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode
-from deltasync.trainer.tracking.due_count import BoundedRows
+from deltasync.core.digests import row_digests
+from deltasync.core.tables import Shard, TableKind, TableSpec
+from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode, device_digests
+from deltasync.trainer.tracking.due_count import due_ids
 from deltasync.trainer.tracking.followed_rows import FollowedRows
+from deltasync.trainer.tracking.gathered_rows import GatheredRows
 from deltasync.trainer.tracking.module_tensors import module_tensors
 from deltasync.trainer.tracking.shards import dense_table
 from deltasync.trainer.tracking.stamps import RowStamps
@@ -112,7 +116,8 @@ def test_marking_and_comparing_wait_for_nothing(kind: str) -> None:
 @CPU_AND_GPU
 def test_a_counted_read_waits_for_nothing_until_its_result(kind: str) -> None:
     weight, tracking = tracker_on(kind)
-    tracking.acknowledge(tracking.get_delta().token)
+    weight.data[0] += 1
+    tracking.acknowledge(tracking.get_delta().token)  # The first read copies factors of digests to the GPU.
     with no_waiting(kind):
         weight.data[3:5] += 1
         tracking.step()
@@ -138,13 +143,39 @@ def test_bounded_rows_are_those_that_are_due(kind: str, stamps: list[int], curso
     device, due = device_of(kind), [row for row, stamp in enumerate(stamps) if stamp > cursor]
     live = torch.arange(len(stamps) * 3.0).view(-1, 3)
     held = torch.tensor(stamps, dtype=torch.int32, device=device)
-    rows = BoundedRows.gathered(held, cursor, min(len(stamps), len(due) + more), [live.to(device)])
-    arriving = rows.in_host_memory()
+    there = live.to(device)
+    with no_waiting(kind):
+        ids, count = due_ids(held, cursor, min(len(stamps), len(due) + more))
+        arriving = GatheredRows(ids, [there.index_select(0, ids)], [], count).in_host_memory()
     if kind == "cuda":
         torch.cuda.synchronize()
-    ids, (values,) = arriving.trimmed()
-    assert ids.tolist() == due
-    assert torch.equal(values, live[due])
+    rows = arriving.trimmed()
+    assert rows.ids.tolist() == due
+    assert torch.equal(rows.values[0], live[due])
+
+
+@CPU_AND_GPU
+@pytest.mark.parametrize(
+    "dtype", [np.float32, np.float16, np.float64, np.int64, np.int32, np.int16, np.uint8, np.bool_]
+)
+@pytest.mark.parametrize("columns", [1, 5])
+def test_digests_made_on_the_device_are_the_kernels(kind: str, dtype: str, columns: int) -> None:
+    values = np.random.default_rng(0).integers(0, 2 if dtype == "?" else 100, (ROWS, columns)).astype(dtype)
+    shard = Shard(TableSpec("t", ROWS, 8, np.dtype(dtype), TableKind.BUFFER), 0, ROWS, 3, columns)
+    made = device_digests.row_digests(torch.from_numpy(values).to(device_of(kind)), shard)
+    assert made.cpu().numpy().view(np.uint64).tolist() == row_digests(values, 3).tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("launched", [False, True])
+def test_rows_are_published_with_the_digests_of_the_device(launched: bool) -> None:
+    weight, tracking = tracker_on("cuda")
+    tracking.count_ahead()
+    weight.data[5:20] += 1
+    delta = tracking.begin_delta().result if launched else tracking.get_delta()
+    (batch,) = delta.batches()
+    assert batch.digests is not None
+    assert batch.digests.tolist() == row_digests(batch.values).tolist()
 
 
 @CPU_AND_GPU

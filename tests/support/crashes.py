@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from deltasync.storage import mapped_table
+from deltasync.storage import table_files
 from deltasync.storage.lmdb_store import LmdbStore
 from deltasync.storage.mapped_table import MappedTable
 
@@ -24,7 +24,7 @@ class Crashes:
         self.copies: list[Path] = []
         self._data_dir = data_dir
         self._into = into
-        reserve, put, become = mapped_table.reserve, LmdbStore.put, MappedTable._become
+        reserve, put, become = table_files.reserve, LmdbStore.put, MappedTable._become
 
         def reserving(file: Any, size: int, what: str) -> None:
             self._copy("before a file grows")
@@ -46,7 +46,7 @@ class Crashes:
             become(table, *arguments)
             self._copy("after a table has more rows")
 
-        patch.setattr(mapped_table, "reserve", reserving)
+        patch.setattr(table_files, "reserve", reserving)
         patch.setattr(LmdbStore, "put", putting)
         patch.setattr(MappedTable, "_become", becoming)
 

@@ -27,6 +27,7 @@ from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.core.errors import ServiceUnavailable
 from deltasync.core.listener import listening_socket
 from deltasync.core.process import keep_freed_memory, spare_imports
+from deltasync.kernels.compiled import keep_in, warm
 from deltasync.service.housekeeping import housekeeping
 from deltasync.service.service import Service, ServiceOptions
 from deltasync.v1 import (
@@ -51,6 +52,9 @@ _SERVICES = tuple(
 
 # Chunks are at most 1 MiB; an open with thousands of tables is larger.
 _MAX_MESSAGE_BYTES = 16 << 20
+
+# For so long nobody is told that a model is recovering: most have by then.
+_SOON_SECONDS = 1.0
 
 # Of endpoints.json. Another one means that `grpc` or `http` is written in another way.
 _ENDPOINTS_FORMAT = 1
@@ -77,6 +81,14 @@ class ServerOptions:
     consumers: tuple[ConsumerOptions, ...] = ()
     admin_token: str | None = None
     drain_seconds: float = 5.0
+
+
+@dataclass(frozen=True)
+class _Addresses:
+    """Where the service listens."""
+
+    grpc: str
+    http: str
 
 
 class _Http(uvicorn.Server):
@@ -112,18 +124,27 @@ async def run(options: ServerOptions, stopping: asyncio.Event) -> None:
     """
     async with asyncio.TaskGroup() as tasks:
         service = Service(options.service, tasks)
-        await service.recover()
+        keep_in(options.service.data_dir / "kernels")
+        recovery = asyncio.create_task(service.recover())
         for consumer in options.consumers:
             await service.ensure_consumer(consumer)
+        await asyncio.to_thread(warm)  # No cut waits for a compiler.
+        await asyncio.wait({recovery}, timeout=_SOON_SECONDS)
+        if recovery.done():  # Who has failed need not listen.
+            await recovery
         keeper = tasks.create_task(housekeeping(service))
-        await _listen(service, options, tasks, stopping)
+        await _listen(service, options, tasks, stopping, recovery)
         keeper.cancel()
         await service.drain()
     logger.info("stopped")
 
 
 async def _listen(
-    service: Service, options: ServerOptions, tasks: asyncio.TaskGroup, stopping: asyncio.Event
+    service: Service,
+    options: ServerOptions,
+    tasks: asyncio.TaskGroup,
+    stopping: asyncio.Event,
+    recovery: asyncio.Task[None],
 ) -> None:
     # Before gRPC, whose server would have to be stopped again if this failed.
     listener = _bind(options.host, options.http_port)
@@ -131,8 +152,13 @@ async def _listen(
     app = create_app(service, options.admin_token)
     http = _Http(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))
     http_task = tasks.create_task(http.serve(sockets=[listener]))
-    _announce(options, grpc_port, listener.getsockname()[1])
-    await stopping.wait()
+    where = _Addresses(f"{options.host}:{grpc_port}", f"http://{options.host}:{listener.getsockname()[1]}")
+    logger.info("listening: grpc=%s http=%s data=%s", where.grpc, where.http, options.service.data_dir)
+    stopped = asyncio.create_task(stopping.wait())
+    await asyncio.wait({stopped, recovery}, return_when=asyncio.FIRST_COMPLETED)
+    if recovery.done() and not recovery.exception():
+        await _announce(options, where, healthy)
+        await stopped
     logger.info("shutting down")
     await healthy.enter_graceful_shutdown()
     service.draining.set()
@@ -141,6 +167,7 @@ async def _listen(
     http.should_exit = True
     await http_task
     _endpoints(options).unlink(missing_ok=True)
+    await recovery
 
 
 async def _start_grpc(
@@ -171,8 +198,7 @@ async def _start_grpc(
     except RuntimeError as error:
         raise ServiceUnavailable(_taken("--grpc-port", options.host, options.grpc_port)) from error
     await server.start()
-    for name in ("", *_SERVICES):
-        await healthy.set(name, health_pb2.HealthCheckResponse.SERVING)
+    await _set_health(healthy, health_pb2.HealthCheckResponse.NOT_SERVING)
     return server, healthy, port
 
 
@@ -191,17 +217,17 @@ def _endpoints(options: ServerOptions) -> Path:
     return options.service.data_dir / "endpoints.json"
 
 
-def _announce(options: ServerOptions, grpc_port: int, http_port: int) -> None:
-    """Write where the service listens into its data directory, atomically."""
-    endpoints = {
-        "format": _ENDPOINTS_FORMAT,
-        "pid": os.getpid(),
-        "grpc": f"{options.host}:{grpc_port}",
-        "http": f"http://{options.host}:{http_port}",
-    }
+async def _set_health(
+    healthy: health.aio.HealthServicer, status: health_pb2.HealthCheckResponse.ServingStatus.ValueType
+) -> None:
+    for name in ("", *_SERVICES):
+        await healthy.set(name, status)
+
+
+async def _announce(options: ServerOptions, where: _Addresses, healthy: health.aio.HealthServicer) -> None:
+    """Say that all models are there; write where the service listens into its data directory, atomically."""
+    await _set_health(healthy, health_pb2.HealthCheckResponse.SERVING)
+    endpoints = {"format": _ENDPOINTS_FORMAT, "pid": os.getpid(), "grpc": where.grpc, "http": where.http}
     path = _endpoints(options)
     path.with_suffix(".new").write_text(json.dumps(endpoints))
     path.with_suffix(".new").replace(path)
-    logger.info(
-        "listening: grpc=%s http=%s data=%s", endpoints["grpc"], endpoints["http"], options.service.data_dir
-    )

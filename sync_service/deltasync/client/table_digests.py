@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from deltasync.core.digests import RowDigests
+from deltasync.core.errors import Contradiction
 from deltasync.core.rows import Ids, Mask
 from deltasync.core.tables import TableSpec
 from deltasync.kernels.digests import exchange
@@ -38,7 +39,14 @@ class TableDigests:
         return self
 
     def read(self, ids: Ids, digests: RowDigests) -> None:
-        """Rows `ids` [n] were read, and had these digests [n]: as damage they are not known."""
+        """Rows `ids` [n] were read, and had these digests [n]: as damage they are not known.
+
+        Raises:
+            Contradiction: the table has no such rows.
+        """
+        if len(ids) and not 0 <= ids.min() <= ids.max() < self.table.rows:
+            sent = f"rows {ids.min()} to {ids.max()}"
+            raise Contradiction(f"table {self.table.name!r} has {self.table.rows} rows, and was sent {sent}")
         change = exchange(self._digests, ids, digests)
         self.checksum = (self.checksum + int(change)) % 2**64
 
@@ -48,6 +56,7 @@ class TableDigests:
         damaged: Mask = digests != received
         if self._damaged is not None or damaged.any():
             self._marks()[ids] = damaged
+            self._forget_marks()
 
     def read_again(self, ids: Ids, digests: RowDigests) -> None:
         """The same of rows that nothing should have changed since they were read."""
@@ -60,6 +69,10 @@ class TableDigests:
     def damaged(self) -> Ids:
         """Numbers of the rows that were found to be others than had been sent, int64 [n], ascending."""
         return np.empty(0, np.int64) if self._damaged is None else np.flatnonzero(self._damaged)
+
+    def _forget_marks(self) -> None:
+        if self._damaged is not None and not self._damaged.any():
+            self._damaged = None
 
     def _marks(self) -> Mask:
         if self._damaged is None:

@@ -7,20 +7,19 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from deltasync.kernels.stamps import GROUP_SHIFTS, GROUPS, count_groups
+
 Stamps: TypeAlias = NDArray[np.int64]
 Counts: TypeAlias = NDArray[np.int64]
 
-# Groups of 1, of 64 and of 4,096 numbers, as powers of two; of each size the newest 64 are counted.
-_SHIFTS = (0, 6, 12)
-_GROUPS = 64
-_COLUMN, _AGES = np.array(_SHIFTS)[:, None], np.arange(_GROUPS)
-_BLOCK_ROWS = 1 << 20  # Bounds the copy that is sorted.
+_COLUMN, _AGES = np.array(GROUP_SHIFTS)[:, None], np.arange(GROUPS)
 
 
 @dataclass(frozen=True, eq=False)
 class ChangeCounts:
     """How many of some rows have which stamp: by number for the newest 64 numbers, by ever larger groups before.
 
+    Deleted rows, of which stamps are negative, count like others.
     Takes 1.5 kB, whatever it counts. It never changes, each change makes another: any thread may read one.
 
     Attributes:
@@ -38,21 +37,18 @@ class ChangeCounts:
     @classmethod
     def unchanged(cls, rows: int) -> "ChangeCounts":
         """Of rows that never changed."""
-        return cls(rows, 0, 0, np.full((len(_SHIFTS), _GROUPS), rows))
+        return cls(rows, 0, 0, np.full((len(GROUP_SHIFTS), GROUPS), rows))
 
     @classmethod
     def of(cls, stamps: Stamps) -> "ChangeCounts":
         """Of rows with these stamps ([n])."""
-        counts = cls.unchanged(0)
-        for start in range(0, len(stamps), _BLOCK_ROWS):
-            counts = counts.plus(stamps[start : start + _BLOCK_ROWS])
-        return counts
+        return cls.unchanged(0).plus(stamps)
 
     def moved(self, before: Stamps, number: int) -> "ChangeCounts":
         """With some rows stamped with `number`, 1 or more, instead of what they were before ([n])."""
         seen, rows = self._from(number), len(before)
         oldest = _oldest(seen.newest)
-        within = np.searchsorted(np.sort(before), oldest)
+        within = rows - _within(before, seen.newest)
         if number < seen.newest:
             within = within - rows * (oldest > number)
         return seen._with(0, rows - int(np.count_nonzero(before)), within)
@@ -61,7 +57,7 @@ class ChangeCounts:
         """With more rows, which have these stamps ([n])."""
         if not len(stamps):
             return self
-        seen = self._from(int(stamps.max()))
+        seen = self._from(max(int(stamps.max()), -int(stamps.min())))
         return seen._with(len(stamps), int(np.count_nonzero(stamps)), _within(stamps, seen.newest))
 
     def plus_rows(self, rows: int, number: int) -> "ChangeCounts":
@@ -85,9 +81,9 @@ class ChangeCounts:
         """
         if number >= self.newest:
             return 0
-        for within, shift in zip(self._within, _SHIFTS, strict=True):
+        for within, shift in zip(self._within, GROUP_SHIFTS, strict=True):
             age = (self.newest >> shift) - ((number + 1) >> shift)
-            if age < _GROUPS:
+            if age < GROUPS:
                 # The oldest group of all has the rows that never changed, too.
                 return min(int(within[age]), self.changed)
         return self.changed
@@ -97,9 +93,9 @@ class ChangeCounts:
         if newest <= self.newest:
             return self
         within = np.zeros_like(self._within)
-        for after, before, shift in zip(within, self._within, _SHIFTS, strict=True):
-            new = min(_GROUPS, (newest >> shift) - (self.newest >> shift))
-            after[new:] = before[: _GROUPS - new]
+        for after, before, shift in zip(within, self._within, GROUP_SHIFTS, strict=True):
+            new = min(GROUPS, (newest >> shift) - (self.newest >> shift))
+            after[new:] = before[: GROUPS - new]
         return ChangeCounts(self.rows, self.changed, newest, within)
 
     def _with(self, rows: int, changed: int, within: Counts) -> "ChangeCounts":
@@ -115,5 +111,6 @@ def _oldest(newest: int) -> Stamps:
 
 def _within(stamps: Stamps, newest: int) -> Counts:
     """[3, 64]: how many of `stamps` ([n]) are in the newest 1, 2 ... 64 groups."""
-    within: Counts = len(stamps) - np.searchsorted(np.sort(stamps), _oldest(newest))
-    return within
+    counts = np.zeros((len(GROUP_SHIFTS), GROUPS + 1), np.int64)
+    count_groups(np.require(stamps, np.int64, ["C", "A"]), newest, counts)
+    return counts[:, :GROUPS].cumsum(axis=1)

@@ -21,10 +21,15 @@ class Progress:
         self._total = total
         self._due = time.monotonic() + _EVERY_SECONDS
         self._told = False
+        self._rows = 0
+
+    def add(self, rows: int) -> None:
+        """So many more rows are through."""
+        self.at(self._rows + rows)
 
     def at(self, rows: int) -> None:
         """So many rows are through."""
-        now = time.monotonic()
+        self._rows, now = rows, time.monotonic()
         if now >= self._due or (self._told and rows >= self._total):
             logger.info("%s: %d of %d rows", self._what, rows, self._total)
             self._due, self._told = now + _EVERY_SECONDS, True

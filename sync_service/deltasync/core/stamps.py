@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltasync.core.change_counts import ChangeCounts, Stamps
+from deltasync.core.change_index import ChangeIndex
 from deltasync.core.damage import DamagedRows
 from deltasync.core.digests import RowDigests, Squares, first_word, row_digests, squared_norms, words_of
 from deltasync.core.rows import BLOCK_ROWS, Ids, Mask, RowBatch, Values
@@ -53,6 +54,7 @@ class StampedTable:
         squares: [N, segments] fp32: squared norms; [0, segments] where the table has no norm.
         columns: where segments begin, and the last one ends.
         counts: of the stamps; any thread may read them.
+        index: finds the rows that are stamped after a number.
         checksum: of all rows; see `core.digests`.
     """
 
@@ -72,7 +74,7 @@ class StampedTable:
         self.squares = squares
         self.columns = tuple(columns) or (0, spec.dim)
         self.counts = ChangeCounts.of(stamps)
-        self._has_deletes = bool((stamps < 0).any())
+        self.index = ChangeIndex(stamps)
         self.count()
 
     @classmethod
@@ -90,6 +92,7 @@ class StampedTable:
     def apply(self, rows: RowBatch, number: int) -> None:
         """Overwrite some rows, in the columns of their shard, and stamp them with `number`; or delete them."""
         self.split(rows.shard.col_offset, rows.shard.col_offset + rows.shard.cols)
+        self.index.note(rows.ids, number)
         for block in rows.blocks(BLOCK_ROWS):
             self._apply_block(block, number)
         if self._square_sum < self._largest_sum * _EXACT_SHARE:
@@ -97,9 +100,8 @@ class StampedTable:
 
     def _apply_block(self, block: RowBatch, number: int) -> None:
         # What needs memory comes before: a block that fails is tried again, and must not be half done.
-        counts = self.counts.moved(self.numbers(block.ids), number)
+        counts = self.counts.moved(self.stamps[block.ids], number)
         change, square_change = self._clear(block, number) if block.deleted else self._write(block, number)
-        self._has_deletes |= block.deleted
         self.counts = counts
         self.checksum = (self.checksum + int(change)) % 2**64
         self._square_sum += square_change
@@ -190,9 +192,9 @@ class StampedTable:
 
     def restamp(self, ids: Ids, stamps: Stamps) -> None:
         """Give the rows `ids` ([n], strictly ascending) these stamps ([n]) instead of their own."""
-        self.counts = self.counts.without(self.numbers(ids)).plus(np.abs(stamps))
+        self.index.note_each(ids, stamps)
+        self.counts = self.counts.without(self.stamps[ids]).plus(stamps)
         self.stamps[ids] = stamps
-        self._has_deletes |= bool((stamps < 0).any())
 
     def numbers(self, ids: Ids) -> Stamps:
         """When the rows `ids` ([n]) last changed, or were deleted: [n], 0 = never."""
@@ -221,15 +223,7 @@ class StampedTable:
 
     def changed_since(self, number: int) -> Ids:
         """Sorted unique ids ([n] int64) of the rows stamped after `number`, deleted ones among them."""
-        starts = range(0, len(self.stamps), _SCAN_ROWS)
-        return np.concatenate([self._block_changed_since(start, number) + start for start in starts])
-
-    def _block_changed_since(self, start: int, number: int) -> Ids:
-        stamps = self.stamps[start : start + _SCAN_ROWS]
-        changed = stamps > number
-        if self._has_deletes:
-            changed |= stamps < -number
-        return np.flatnonzero(changed)
+        return self.index.changed_since(number)
 
     def not_stamped(self, number: int) -> Ids:
         """Sorted unique ids ([n] int64) of the rows that are there, and have another stamp than `number`."""

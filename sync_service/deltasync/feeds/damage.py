@@ -24,9 +24,9 @@ def without(damage: Damage, others: Damage) -> Damage:
     return {name: ids for name, ids in left.items() if len(ids)}
 
 
-def in_words(damage: Damage) -> str:
+def in_words(damage: Damage, remedy: str) -> str:
     """What is wrong, and what becomes of it; empty if nothing is."""
     if not damage:
         return ""
     found = "; ".join(f"{ranges(ids)} of table {name!r}" for name, ids in damage.items())
-    return f"other bits than were stored in {found}: they are not sent, and the trainers are asked for them"
+    return f"other bits than were stored in {found}: they are not sent, and {remedy}"

@@ -20,6 +20,7 @@ from deltasync.core.delivery import Delivery
 from deltasync.core.errors import ServiceUnavailable
 from deltasync.core.policy import Policy
 from deltasync.core.position import Decision, Position, resume
+from deltasync.core.progress import Progress
 from deltasync.core.rows import RowBatch
 from deltasync.core.seal import Seal, SealHistory, event_time_of
 from deltasync.core.signals import Signal
@@ -138,6 +139,7 @@ class Model:
             self._closed = True
             await asyncio.to_thread(self._thread.shutdown)
         await asyncio.to_thread(self.flush)
+        await asyncio.to_thread(self.store.remove_unused)
 
     async def on_thread(self, function: Callable[..., T], *args: object) -> T:
         """Run `function`, which must not wait for anything, on the model's thread, after what was asked of it
@@ -210,7 +212,7 @@ class Model:
             seals=self.seals.frozen(),
             tables=followed,
             version_of=lambda version: version,
-            failure=self.failure or in_words(self.damage),
+            failure=self.failure or in_words(self.damage, "the trainers are asked for them"),
             unpublished="" if self.head else f"nothing of model {self.name!r} is published",
         )
 
@@ -260,8 +262,11 @@ class Model:
         self.store.recover(record)
         seals = SealHistory(self.store.seals())
         self.store.drop_unsealed(seals.newest_version)
-        for seal in seals.after(self.store.flushed):
+        unflushed = seals.after(self.store.flushed)
+        progress = Progress(f"model {self.name!r}: reading the log", sum(seal.rows for seal in unflushed))
+        for seal in unflushed:
             self._apply(seal, None)
+            progress.add(seal.rows)
         self._applied = seals.newest
         whole = {name for seal in seals for name in seal.whole}
         return list(seals), {table.spec.name: self._published_rows(table, whole) for table in self.tables}

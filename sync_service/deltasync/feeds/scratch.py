@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deltasync.storage.mapped_table import reserve
+from deltasync.storage.mapping import Mapping
+from deltasync.storage.table_files import reserve
 
 
 def room_for(shape: tuple[int, ...], dtype: np.dtype[Any], folder: Path | None, what: str) -> NDArray[Any]:
@@ -17,8 +18,9 @@ def room_for(shape: tuple[int, ...], dtype: np.dtype[Any], folder: Path | None, 
     Raises:
         StorageFailed: there is no room.
     """
-    if folder is None:
+    size = math.prod(shape) * dtype.itemsize
+    if folder is None or not size:  # No file can be mapped that is empty.
         return np.empty(shape, dtype)
     with tempfile.TemporaryFile(dir=folder) as file:
-        reserve(file, math.prod(shape) * dtype.itemsize, what)
-        return np.memmap(file, dtype, mode="r+", shape=shape)
+        reserve(file, size, what)
+        return Mapping(file.fileno(), size, what).array(dtype, shape)

@@ -11,7 +11,9 @@ the names under which functions are kept have a stamp of all files of this room 
 
 import importlib
 import logging
+import os
 import pkgutil
+import shutil
 import threading
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
@@ -123,7 +125,23 @@ def warm() -> int:
     """
     package = importlib.import_module(_PACKAGE)
     for module in pkgutil.iter_modules(package.__path__, f"{_PACKAGE}."):
-        importlib.import_module(module.name)
+        if not module.name.endswith("__"):
+            importlib.import_module(module.name)
     for each in _kernels:
         each.compile()
     return len(_kernels)
+
+
+def keep_in(folder: Path) -> None:
+    """Keep what is compiled in a folder of the process's own, if it cannot be kept where it is.
+
+    It begins with what is there already: what was compiled when an image was built need not be compiled again.
+    Before the first call of a kernel.
+    """
+    named = numba.config.CACHE_DIR
+    kept = Path(named) if named else Path(__file__).parent
+    if os.access(kept, os.W_OK) or (named and not kept.exists()):
+        return
+    if named:
+        shutil.copytree(kept, folder, dirs_exist_ok=True)
+    numba.config.CACHE_DIR = str(folder)

@@ -29,6 +29,7 @@ async def _keep(service: Service) -> None:
     service.registry.forget_the_gone()
     for model in list(service.models.values()):
         await _look_after_rows(service, model)
+    await service.views.look_after_rows()
     full = service.log.refusing
     await _flush(service, 0 if full else service.options.flush_bytes)
     if full:

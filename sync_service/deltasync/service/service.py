@@ -3,17 +3,19 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from deltasync.consumers.consumer import Consumer, ConsumerOptions
 from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.core.delete_request import DeleteRequest
-from deltasync.core.errors import NotFound
+from deltasync.core.errors import NotFound, ServiceUnavailable
 from deltasync.core.events import EventCounts, EventKind, Events, log_event
 from deltasync.core.policy import Policy
 from deltasync.core.signals import Signal
+from deltasync.core.tables import TableSpec
 from deltasync.feeds.feed import Feed
 from deltasync.feeds.model import Model
 from deltasync.publish.coordinator import CutCoordinator
@@ -23,6 +25,7 @@ from deltasync.storage.lmdb_store import LmdbStore
 from deltasync.storage.log_format import check_log
 from deltasync.storage.log_store import LogOptions, LogStore
 from deltasync.storage.model_store import recorded_models
+from deltasync.storage.records import reading, spec_of_record
 from deltasync.views.registry import ViewRegistry
 
 
@@ -68,7 +71,8 @@ class Service:
         log: what outlives the process.
         events: what happens, told to all who listen.
         event_counts: how often what has happened since the service started.
-        models: those that were ever published, by name.
+        models: those that were ever published, by name; but for those that are still recovering.
+        recovering: what is written down of these, by name.
         model_added: wakes who waits for a model to be there.
         coordinators: of the ranks that publish them, by the model's name.
         registry: the consumers.
@@ -85,6 +89,7 @@ class Service:
             self._lock = undo.enter_context(lock_data_directory(options.data_dir))
             self.log = undo.enter_context(contextlib.closing(_open_log(options)))
             self.registry = ConsumerRegistry(self.log, options.replica_retention_seconds, self.events)
+            self.recovering: dict[str, Mapping[str, Any]] = recorded_models(self.log)
             undo.pop_all()
         self.views = ViewRegistry(self.log, tasks, self.events)
         self.models: dict[str, Model] = {}
@@ -94,24 +99,50 @@ class Service:
         self._changing = asyncio.Lock()  # A consumer and its view are made and removed together.
 
     async def recover(self) -> None:
-        """Come back as of the last sealed cut of every model.
+        """Come back as of the last sealed cut of every model: all at once, and each is there once it has.
 
         Raises:
             StorageFailed: a file is damaged or missing.
         """
-        for name, record in recorded_models(self.log).items():
-            started = time.monotonic()
-            model = Model(name, self.log, self._directory(name))
-            await model.recover(record)
+        records = dict(self.recovering)
+        ended = await asyncio.gather(*(self._recover(*each) for each in records.items()), return_exceptions=True)
+        for error in ended:  # Now: none of them reads the log any more.
+            if error:
+                raise error
+
+    async def _recover(self, name: str, record: Mapping[str, Any]) -> None:
+        """Have a model, with the views of its consumers."""
+        started = time.monotonic()
+        model = Model(name, self.log, self._directory(name))
+        await model.recover(record)
+        for consumer in self.registry.of_model(name):
+            await self._have_view(consumer, model)
+        async with self._changing:
+            for consumer in self.registry.of_model(name):  # Of these, some may have come or changed meanwhile.
+                await self._have_view(consumer, model)
             self._add(model)
             self.coordinators[name].deletes.recover()
-            took = f"in {time.monotonic() - started:.2f} s"
-            self.events.emit(EventKind.MODEL_RECOVERED, took, model=name, version=model.seals.newest_version)
-        for consumer in self.registry.consumers.values():
-            await self._follow(consumer)
+            del self.recovering[name]
+        took = f"in {time.monotonic() - started:.2f} s"
+        self.events.emit(EventKind.MODEL_RECOVERED, took, model=name, version=model.seals.newest_version)
+        self.model_added.wake()
+
+    def check_recovered(self, model: str) -> None:
+        """Check that a model, if there is one, can be used.
+
+        Raises:
+            ServiceUnavailable: it is still recovering.
+        """
+        if model in self.recovering:
+            raise ServiceUnavailable(f"model {model!r} is still recovering; try again")
 
     async def open_model(self, name: str) -> CutCoordinator:
-        """Where the ranks of a model publish. The model is made if there is none of that (checked) name."""
+        """Where the ranks of a model publish. The model is made if there is none of that (checked) name.
+
+        Raises:
+            ServiceUnavailable: it is still recovering.
+        """
+        self.check_recovered(name)
         async with self._changing:
             if name not in self.models:
                 self._add(Model(name, self.log, self._directory(name)))
@@ -164,8 +195,10 @@ class Service:
 
         Raises:
             NotFound: there is none of that name.
+            ServiceUnavailable: its model is still recovering.
         """
         async with self._changing:
+            self.check_recovered(self.registry.get(name).model)
             try:
                 await self.registry.delete(name)
             finally:  # Else a new consumer of that name would have a view that serves the old one.
@@ -179,7 +212,9 @@ class Service:
             NotFound: no such model, or no such table in it.
             InvalidInput: no ids or too many, an id outside of the table, or a table that is none of embeddings.
             Contradiction: too many deletes of the model are pending.
+            ServiceUnavailable: the model is still recovering.
         """
+        self.check_recovered(model)
         if model not in self.models:
             raise NotFound(f"no model {model!r}; models: {', '.join(sorted(self.models)) or 'none yet'}")
         tables = [each.spec for each in self.models[model].tables]
@@ -229,13 +264,22 @@ class Service:
         return consumer
 
     def _check(self, policy: Policy, model: str) -> None:
+        if model in self.models or model in self.recovering:
+            policy.check(self._specs(model))
+
+    def _specs(self, model: str) -> list[TableSpec]:
         if model in self.models:
-            policy.check([table.spec for table in self.models[model].tables])
+            return [table.spec for table in self.models[model].tables]
+        with reading(f"record model/{model}"):
+            return [spec_of_record(each) for each in self.recovering[model]["tables"]]
 
     async def _follow(self, consumer: Consumer) -> None:
         """Have the view that a consumer needs, if there is a model to have a view of."""
         if model := self.models.get(consumer.model):
-            await self.views.follow(consumer, model, self._directory(model.name) / "views" / consumer.name)
+            await self._have_view(consumer, model)
+
+    async def _have_view(self, consumer: Consumer, model: Model) -> None:
+        await self.views.follow(consumer, model, self._directory(model.name) / "views" / consumer.name)
 
     def _directory(self, model: str) -> Path:
         return self.options.data_dir / "models" / model

@@ -33,8 +33,10 @@ class Answers:
 
         Raises:
             NotFound: there is none of that name.
+            ServiceUnavailable: its model is still recovering.
         """
         consumer = self._service.registry.get(name)
+        self._service.check_recovered(consumer.model)
         async with self._lags:
             standing = self._standing(consumer)
             return await asyncio.to_thread(report, consumer.copy(), standing, time.time_ns())
@@ -50,7 +52,11 @@ class Answers:
     def _figures(self) -> Figures:
         service = self._service
         return Figures(
-            consumers=[(each.copy(), self._standing(each)) for each in service.registry.consumers.values()],
+            consumers=[
+                (each.copy(), self._standing(each))
+                for each in service.registry.consumers.values()
+                if each.model not in service.recovering
+            ],
             models=[
                 ModelFigures(
                     name=model.name,

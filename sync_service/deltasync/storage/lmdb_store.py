@@ -181,9 +181,7 @@ class LmdbStore:
             raise lmdb.MapFullError("full, but for what deleting needs")
         _put(txn, key, value, self._records)
 
-    def _keep(
-        self, txn: lmdb.Transaction, key: bytes, value: bytes | None, after: Sequence[Future[None]]
-    ) -> None:
+    def _keep(self, txn: lmdb.Transaction, key: bytes, value: bytes | None, after: Sequence[Future[None]]) -> None:
         _check_written(after)
         if value is None:
             _delete(txn, key, self._meta)

@@ -6,11 +6,12 @@ says how many ranks its run had: what an abandoned cut of a larger run has left 
 """
 
 import contextlib
+import shutil
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,13 +19,14 @@ from typing import Any
 import numpy as np
 
 from deltasync.core.errors import StorageFailed
+from deltasync.core.progress import Progress
 from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.seal import Seal
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.storage.data_directory import RESTORE
 from deltasync.storage.layouts import Layouts, LayoutUse
 from deltasync.storage.log_store import LogStore
-from deltasync.storage.mapped_table import MappedTable, remove_files
+from deltasync.storage.mapped_table import MappedArrays, MappedTable, TableLayout
 from deltasync.storage.records import (
     name_of,
     pack_json,
@@ -37,12 +39,15 @@ from deltasync.storage.records import (
     unpack_json,
     unpack_rows,
 )
+from deltasync.storage.table_files import Place, TableFiles, flush, make_tables, open_tables, remove_unused
 
 # Seals are kept this long after their rows, so that lag in seconds is known for old offsets too; fewer of them in
 # a log that is full although it has no rows that could be dropped.
 KEPT_SEALS = 100_000
 
 _GROWN, _COLUMNS = "grown_from", "columns"
+# Where a table's arrays are, and how many of its rows, where it has moved to a larger place since the last flush.
+_FOLDER, _OFFSET, _ROWS = "folder", "offset", "flushed_rows"
 
 
 def recorded_models(log: LogStore) -> dict[str, Mapping[str, Any]]:
@@ -79,8 +84,9 @@ class ModelStore:
         self.history = uuid.uuid4().hex
         self.tables: list[MappedTable] = []
         self.grown_from: dict[str, int] = {}
-        self._specs: dict[str, TableSpec] = {}  # As they are written down.
-        self._columns: dict[str, Sequence[int]] = {}  # Likewise: where segments of a table's columns end.
+        # As they are written down: the arrays are those of the last flush, which may have fewer rows.
+        self._specs: dict[str, TableSpec] = {}
+        self._flushed: dict[str, MappedArrays] = {}
         self.flushed = 0
         self._kept_seals = KEPT_SEALS
         self._described_flushed = 0  # The one that is written down, which is ahead until the log is cut.
@@ -89,21 +95,41 @@ class ModelStore:
         """Come back as of the last flush.
 
         Raises:
-            StorageFailed: a file is missing, or of another size, or a record is damaged.
+            StorageFailed: a file is missing, or of another size, a record is damaged, or there is no room.
         """
         with reading(f"record model/{self._model}"):
             self.history, self.flushed = record["history"], record["flushed"]
-            specs = [spec_of_record(each) for each in record["tables"]]
-            self.grown_from = {each["name"]: each[_GROWN] for each in record["tables"] if _GROWN in each}
-            self._columns = {each["name"]: each[_COLUMNS] for each in record["tables"] if _COLUMNS in each}
-        self._specs = {spec.name: spec for spec in specs}
+            tables = record["tables"]
+            self._specs = {each["name"]: spec_of_record(each) for each in tables}
+            layouts = [_flushed_layout(each) for each in tables]
+            places = [self._place(each) for each in tables]
+            self.grown_from = {each["name"]: each[_GROWN] for each in tables if _GROWN in each}
         self._described_flushed = self.flushed
-        columns = [each.get(_COLUMNS, ()) for each in record["tables"]]
-        self.tables = [
-            MappedTable(spec, self._folder, new=False, columns=edges)
-            for spec, edges in zip(specs, columns, strict=True)
-        ]
+        files = open_tables([(place, layout.arrays()) for place, layout in zip(places, layouts, strict=True)])
+        progress = Progress(f"model {self._model!r}: opening tables", sum(each.spec.rows for each in layouts))
+        for layout, each in zip(layouts, files, strict=True):
+            self.tables.append(MappedTable(layout, each))
+            progress.add(layout.spec.rows)
+        self._flushed = {table.spec.name: table.mapped for table in self.tables}
+        self.remove_unused()
+        self._move_again()
         self._layouts.recover()
+
+    def remove_unused(self) -> None:
+        """Remove what the files have of tables that have moved. While nothing is changed."""
+        mapped = [*self._flushed.values(), *(table.mapped for table in self.tables)]
+        remove_unused(self._folder, [each.files for each in mapped])
+
+    def _move_again(self) -> None:
+        """Give the tables that had moved, and were not flushed since, their room again."""
+        moved = [table for table in self.tables if table.moves(self._specs[table.spec.name])]
+        layouts = [table.layout_as(self._specs[table.spec.name]) for table in moved]
+        made = self._made(layouts)
+        for table, layout in zip(moved, layouts, strict=True):
+            table.extend(layout, made[layout.spec.name])()
+
+    def _place(self, record: Mapping[str, Any]) -> Place:
+        return Place(self._folder / record.get(_FOLDER, ""), record.get(_OFFSET))
 
     def change(self, specs: Sequence[TableSpec], published: Mapping[str, int]) -> list[Callable[[], None]]:
         """Make tables, all zero, and make room in those that are there already for what they are to be.
@@ -120,22 +146,27 @@ class ModelStore:
         Raises:
             StorageFailed: there is no room; nothing was changed.
         """
-        self._folder.mkdir(parents=True, exist_ok=True)
-        tables = {table.spec.name: table for table in self.tables}
+        known = {table.spec.name: table for table in self.tables}
         grown = {each.name: published.get(each.name, 0) for each in specs if self._grows(each)}
-        with ExitStack() as undo:
-            steps = [tables[each.name].extend(each) for each in specs if each.name in tables]
-            new = [self._made(each, undo) for each in specs if each.name not in tables]
-            self._describe(specs, new, grown)
-            undo.pop_all()
+        new = [TableLayout.of(each) for each in specs if each.name not in known]
+        changed = [(known[each.name], known[each.name].layout_as(each)) for each in specs if each.name in known]
+        made = self._made([*new, *(layout for table, layout in changed if table.moves(layout.spec))])
+        try:
+            steps = [table.extend(layout, made.get(layout.spec.name)) for table, layout in changed]
+            self._describe(specs, [MappedTable(each, made[each.spec.name]) for each in new], grown)
+        except BaseException:
+            for folder in {files.place.folder for files in made.values()}:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
         return steps
 
     def _grows(self, spec: TableSpec) -> bool:
         return spec.name in self._specs and spec.rows > self._specs[spec.name].rows
 
-    def _made(self, spec: TableSpec, undo: ExitStack) -> MappedTable:
-        undo.callback(remove_files, spec, self._folder)
-        return MappedTable(spec, self._folder, new=True)
+    def _made(self, layouts: Sequence[TableLayout]) -> dict[str, TableFiles]:
+        """Files for tables, all zero, by the table's name."""
+        files = make_tables(self._folder, [layout.arrays() for layout in layouts]) if layouts else []
+        return {layout.spec.name: each for layout, each in zip(layouts, files, strict=True)}
 
     def flush(self, version: int) -> bool:
         """Put the tables, which are at `version` or later, on disk, and drop the log up to there.
@@ -152,12 +183,11 @@ class ModelStore:
                     self._kept_seals = max(1, self._kept_seals // 2)
                     self._drop_old_seals(self.flushed)
                 return False
-            tables, columns = list(self.tables), {table.spec.name: table.columns for table in self.tables}
-            for table in tables:
-                table.flush()
-            self._describe(flushed=version, columns=columns)
-            for table in tables:
-                if table.columns == columns[table.spec.name]:
+            mapped = {table: table.mapped for table in list(self.tables)}
+            flush(each.files for each in mapped.values())
+            self._describe(flushed=version, mapped={table.spec.name: each for table, each in mapped.items()})
+            for table, each in mapped.items():
+                if table.mapped is each:
                     table.remove_stale()
             self._log.truncate(self._cuts, version).result()
             self._drop_old_seals(version)
@@ -242,28 +272,45 @@ class ModelStore:
         specs: Sequence[TableSpec] = (),
         new: Sequence[MappedTable] = (),
         grown_from: Mapping[str, int] = MappingProxyType({}),
+        mapped: Mapping[str, MappedArrays] = MappingProxyType({}),
         flushed: int = 0,
-        columns: Mapping[str, Sequence[int]] = MappingProxyType({}),
     ) -> None:
         """Write down which tables there are, and only then have them."""
         with self._describing:
             every = self._specs | {spec.name: spec for spec in specs}
-            grown, edges = {**self.grown_from, **grown_from}, {**self._columns, **columns}
+            grown = {**self.grown_from, **grown_from}
+            places = self._flushed | {table.spec.name: table.mapped for table in new} | dict(mapped)
             flushed = max(flushed, self._described_flushed)
             record = {
                 "history": self.history,
                 "flushed": flushed,
-                "tables": [_table_record(spec, grown, edges.get(spec.name, ())) for spec in every.values()],
+                "tables": [
+                    spec_record(spec) | self._place_record(spec, places[name]) | _grown_record(name, grown)
+                    for name, spec in every.items()
+                ],
             }
             self._log.put(f"model/{self._model}", pack_json(record)).result()
             self.tables, self._specs, self.grown_from = [*self.tables, *new], every, grown
-            self._columns = edges
-            self._described_flushed = flushed
+            self._flushed, self._described_flushed = places, flushed
+
+    def _place_record(self, spec: TableSpec, mapped: MappedArrays) -> dict[str, Any]:
+        """Where a table is. What earlier versions have made, in files of its own beside all others, has none."""
+        place, layout = mapped.files.place, mapped.layout
+        record: dict[str, Any] = {} if place.folder == self._folder else {_FOLDER: place.folder.name}
+        record |= {_COLUMNS: list(layout.columns)} if len(layout.columns) > 2 else {}
+        if place.offset is not None:
+            record |= {_OFFSET: place.offset} | ({_ROWS: layout.spec.rows} if layout.spec.rows < spec.rows else {})
+        return record
 
 
-def _table_record(spec: TableSpec, grown_from: Mapping[str, int], columns: Sequence[int]) -> dict[str, Any]:
-    record = spec_record(spec) | ({_GROWN: grown_from[spec.name]} if spec.name in grown_from else {})
-    return record | ({_COLUMNS: list(columns)} if len(columns) > 2 else {})
+def _flushed_layout(record: Mapping[str, Any]) -> TableLayout:
+    """What arrays a table had when they were last flushed."""
+    spec = spec_of_record(record)
+    return TableLayout.of(replace(spec, rows=record.get(_ROWS, spec.rows)), record.get(_COLUMNS, ()))
+
+
+def _grown_record(name: str, grown_from: Mapping[str, int]) -> dict[str, Any]:
+    return {_GROWN: grown_from[name]} if name in grown_from else {}
 
 
 def _among(rows: RowBatch, wanted: Mapping[str, Ids]) -> RowBatch:

@@ -34,6 +34,7 @@ class Situation:
         released_unix_ns: when the last release was made; 0 = never.
         sealed_unix_ns: when the last few versions were sealed, oldest first.
         ready: whether a connected replica holds the last release.
+        damaged: whether rows of it cannot be sent: the next one has them.
     """
 
     newest_version: int
@@ -43,6 +44,7 @@ class Situation:
     released_unix_ns: int
     sealed_unix_ns: Sequence[int]
     ready: bool
+    damaged: bool = False
 
 
 def due(policy: Policy, now: Situation, now_unix_ns: int) -> Due:
@@ -51,8 +53,11 @@ def due(policy: Policy, now: Situation, now_unix_ns: int) -> Due:
     One release is made for each new version, no sooner than the policy's minimum interval after the last one.
     While there is no new version, rows that were left go out at the pace at which versions came, or once the
     oldest reaches the policy's maximum age. No release is made before a connected replica holds the last one: it
-    would get both at once anyway.
+    would get both at once anyway. Where rows of that are damaged, the next one is due soon.
     """
+    if now.damaged:
+        seconds = _wait(_SHORTEST_SECONDS, now.released_unix_ns, now_unix_ns)
+        return Due(seconds, "rows of the last release are damaged, and replaced")
     if not now.ready:
         return Due(None, "no connected replica holds the last release yet")
     if now.newest_version == now.compared_version and not now.backlog_rows:

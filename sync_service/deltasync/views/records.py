@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from deltasync.core.delivery import Delivery
@@ -12,6 +13,7 @@ from deltasync.feeds.frozen_release import Head
 from deltasync.feeds.statistics import Amount, ReleaseStatistics
 from deltasync.storage.log_store import LogStore
 from deltasync.storage.records import event_time_record, reading, unpack_json
+from deltasync.storage.table_files import Place
 from deltasync.views.table import ViewTable
 
 
@@ -107,13 +109,20 @@ def statistics_of_record(record: Mapping[str, Any]) -> ReleaseStatistics:
 
 def table_record(table: ViewTable) -> dict[str, Any]:
     """What a table of a view is, as it is written down."""
-    return {
+    place = table.files.place
+    record = {
         "table": table.delivery.spec.name,
         "value_type": table.delivery.value_type and table.delivery.value_type.value,
         "mode": table.delivery.mode.value,
-        "folder": table.folder.name,
+        "folder": place.folder.name,
         "rows": table.delivery.spec.rows,
     }
+    return record | ({} if place.offset is None else {"offset": place.offset})
+
+
+def place_of_record(record: Mapping[str, Any], directory: Path) -> Place:
+    """Where the files of a table are that was written down, below the view's folder."""
+    return Place(directory / record["folder"], record.get("offset"))
 
 
 def delivery_of_record(record: Mapping[str, Any], spec: TableSpec) -> Delivery:

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from deltasync.consumers.consumer import Consumer
+from deltasync.core.damage import ranges
 from deltasync.core.errors import StorageFailed
 from deltasync.core.events import EventKind, Events
+from deltasync.feeds.damage import Damage, without
 from deltasync.feeds.model import Model
 from deltasync.storage.log_store import LogStore
 from deltasync.views.records import recorded_view
@@ -33,6 +35,7 @@ class ViewRegistry:
         self._tasks = tasks
         self._events = events
         self._entries: dict[str, _Entry] = {}
+        self._swept = 0
 
     def get(self, consumer: Consumer) -> View | None:
         """The view of a consumer; None if it never had a policy, so that its replicas read the model's tables."""
@@ -76,6 +79,35 @@ class ViewRegistry:
         if entry := self._entries.pop(name, None):
             await _stop(entry)
             await asyncio.to_thread(entry.view.discard)
+
+    async def look_after_rows(self) -> None:
+        """Look for damaged rows of one view after another, and mend what there is of all."""
+        entries = list(self._entries.items())
+        if entries:
+            self._swept += 1
+            await self._look(*entries[self._swept % len(entries)])
+        for name, entry in entries:
+            await self._mend(name, entry.view)
+
+    async def _look(self, name: str, entry: _Entry) -> None:
+        known = entry.view.damage
+        try:
+            await entry.view.sweep()
+        except Exception as error:  # noqa: BLE001  # one consumer's trouble is its own
+            self._events.emit(EventKind.FAILED, "its rows are looked at again later", error, consumer=name)
+        self._tell(
+            EventKind.ROWS_DAMAGED, "other bits than were stored in ", name, without(entry.view.damage, known)
+        )
+
+    async def _mend(self, name: str, view: View) -> None:
+        try:
+            self._tell(EventKind.ROWS_MENDED, "", name, await view.mend() if view.damage else {})
+        except Exception as error:  # noqa: BLE001  # one consumer's trouble is its own
+            self._events.emit(EventKind.FAILED, "its rows are mended again later", error, consumer=name)
+
+    def _tell(self, kind: EventKind, text: str, name: str, damage: Damage) -> None:
+        for table, ids in damage.items():
+            self._events.emit(kind, f"{text}{ranges(ids)}", consumer=name, table=table)
 
     async def flush(self, flush_bytes: int) -> None:
         """Flush the views of which the log holds so many bytes."""

@@ -6,7 +6,6 @@ replica can be given it: what a replica holds is never lost to the view in a cra
 
 import shutil
 import threading
-import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from deltasync.core.delivery import Delivery
-from deltasync.core.errors import StorageFailed
 from deltasync.core.rows import RowBatch
 from deltasync.core.steady_clock import FOREVER_NS, steady_ns
 from deltasync.core.tables import Shard
@@ -24,11 +22,13 @@ from deltasync.feeds.statistics import Backlog, ReleaseStatistics
 from deltasync.storage.log_store import LAST_NUMBER, LogStore
 from deltasync.storage.mapped_table import MappedTable
 from deltasync.storage.records import name_of, pack_json, pack_rows, packed_bytes, reading, unpack_rows
+from deltasync.storage.table_files import flush, make_tables, open_tables, remove_unused
 from deltasync.views.history import ReleaseHistory
 from deltasync.views.records import (
     delivery_of_record,
     head_of_record,
     head_record,
+    place_of_record,
     recorded_release,
     release_name,
     releases_stream,
@@ -37,7 +37,7 @@ from deltasync.views.records import (
     table_record,
     view_name,
 )
-from deltasync.views.table import ViewTable
+from deltasync.views.table import ViewTable, view_arrays
 
 
 @dataclass(frozen=True)
@@ -150,25 +150,39 @@ class ViewStore:
 
     # Tables and their files, on any thread.
 
-    def make_table(self, source: MappedTable, delivery: Delivery) -> ViewTable:
-        """Make a table's files, all zero.
+    def make_tables(self, wanted: Mapping[Delivery, MappedTable]) -> list[ViewTable]:
+        """Make tables, by what replicas are sent of which source.
+
+        One that is there already, with room for fewer rows, begins with what that has; it is to be told to
+        `follow` it before it is used.
 
         Raises:
-            StorageFailed: there is no room.
+            StorageFailed: there is no room; what is there is as it was.
         """
-        folder = self._directory / uuid.uuid4().hex
-        try:
-            folder.mkdir(parents=True)
-            return ViewTable(source, delivery, folder, new=True)
-        except OSError as error:
-            raise StorageFailed(f"{folder} cannot be made: {error.strerror}") from error
+        smaller = {each: self.smaller(each) for each in wanted}
+        growing = {each: table for each, table in smaller.items() if table and table.files.place.offset is None}
+        files = {each: table.files.extended(view_arrays(each)) for each, table in growing.items()}
+        others = [each for each in wanted if each not in growing]
+        made = make_tables(self._directory, [view_arrays(each) for each in others]) if others else []
+        for each, new in zip(others, made, strict=True):
+            if before := smaller[each]:
+                new.copy(before.files, len(new.arrays))
+        files |= dict(zip(others, made, strict=True))
+        return [ViewTable(source, each, files[each]) for each, source in wanted.items()]
+
+    def smaller(self, delivery: Delivery) -> ViewTable | None:
+        """The table that is as a delivery wants it, but has room for fewer rows; None if there is none."""
+        for table in self.state.tables:
+            rows = table.delivery.spec.rows
+            if rows < delivery.spec.rows and table.delivery == replace(
+                delivery, spec=replace(delivery.spec, rows=rows)
+            ):
+                return table
+        return None
 
     def remove_unused(self) -> None:
-        """Remove the files of tables that the view does not have."""
-        used = {table.folder.name for table in self.state.tables}
-        for folder in self._directory.iterdir() if self._directory.exists() else ():
-            if folder.name not in used:
-                shutil.rmtree(folder, ignore_errors=True)  # Or at the next change.
+        """Remove what the files have of tables that the view does not have."""
+        remove_unused(self._directory, [table.files for table in self.state.tables])
 
     def should_flush(self, flush_bytes: int) -> bool:
         """Whether the log holds so many bytes of releases that are not flushed."""
@@ -184,8 +198,7 @@ class ViewStore:
             appended, state = self._appended_bytes, self.state
             if state.head is None or state.head.number == self._flushed:
                 return False
-            for table in state.tables:
-                table.flush()
+            flush(table.files for table in state.tables)
             self._write_view(state, state.head.number)
             self._cut_log(state.head.number)
             self._dropped_bytes = appended
@@ -242,12 +255,13 @@ class ViewStore:
         self.remove_unused()
 
     def _open_tables(self, records: Sequence[Mapping[str, Any]]) -> tuple[ViewTable, ...]:
-        sources = {table.spec.name: table for table in self._model.tables}
-        return tuple(self._open_table(sources[each["table"]], each) for each in records)
-
-    def _open_table(self, source: MappedTable, record: Mapping[str, Any]) -> ViewTable:
-        delivery = delivery_of_record(record, source.spec)
-        return ViewTable(source, delivery, self._directory / record["folder"], new=False)
+        by_name = {table.spec.name: table for table in self._model.tables}
+        sources = [by_name[each["table"]] for each in records]
+        deliveries = [delivery_of_record(each, source.spec) for each, source in zip(records, sources, strict=True)]
+        places = [place_of_record(each, self._directory) for each in records]
+        arrays = map(view_arrays, deliveries)
+        files = open_tables(list(zip(places, arrays, strict=True)))
+        return tuple(ViewTable(*each) for each in zip(sources, deliveries, files, strict=True))
 
     def _replay(self, tables: Sequence[ViewTable], newest: int) -> None:
         """Write the rows that the log has of releases up to the newest one into the tables.

@@ -1,7 +1,6 @@
 """What the replicas of a consumer hold of one table, and which of its rows are dirty."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
@@ -15,11 +14,12 @@ from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import Shard
 from deltasync.core.threads import MODEL_THREAD, confined
 from deltasync.kernels import dirty_rows
-from deltasync.storage.mapped_table import MappedTable, TableLayout, extend_file, extend_files, file_of, map_array
+from deltasync.storage.mapped_table import MappedTable, TableLayout, file_of
+from deltasync.storage.table_files import ArraySpec, TableFiles, flush
 from deltasync.views.dirty_set import DirtySet, Findings, Floats
 
 _MARK_TYPE = np.dtype(np.int64)
-_NO_IDS, _NO_MARKS = np.zeros(0, np.int64), np.zeros(0, _MARK_TYPE)
+_NO_IDS = np.zeros(0, np.int64)
 
 
 class EncodedTable(MappedTable):
@@ -28,9 +28,9 @@ class EncodedTable(MappedTable):
     Its digests are of the rows as replicas hold them: decoded, or as they are sent.
     """
 
-    def __init__(self, delivery: Delivery, directory: Path, *, new: bool) -> None:
+    def __init__(self, delivery: Delivery, files: TableFiles) -> None:
         self._delivery = delivery
-        super().__init__(delivery.encoded_spec, directory, new=new, normed=False)
+        super().__init__(_held_layout(delivery), files)
 
     def held_digests(self, rows: Values) -> RowDigests:
         """See `StampedTable.held_digests`."""
@@ -75,45 +75,31 @@ class ViewTable:
     Attributes:
         source: the model's table.
         delivery: what replicas are sent of it.
-        folder: where its files are.
+        files: what it is mapped from, which is `view_arrays` of the delivery.
         held: what replicas at the newest release hold, in the value type.
         sent: what replicas are sent: `held`, or the norms.
         dirty: the rows that were dirty at the last look.
+        damaged: those of them that go with the next release, since of what is held of them some bits are lost.
     """
 
-    def __init__(self, source: StampedTable, delivery: Delivery, folder: Path, *, new: bool) -> None:
+    def __init__(self, source: StampedTable, delivery: Delivery, files: TableFiles) -> None:
         self.source = source
         self.delivery = delivery
-        self.folder = folder
-        self.held = EncodedTable(delivery, folder, new=new)
+        self.files = files
+        held, sent = len(_held_layout(delivery).arrays()), len(files.arrays) - 1
+        self.held = EncodedTable(delivery, files.part(0, held))
         self.sent: MappedTable = self.held
         if delivery.mode is Mode.IDS:
-            self.sent = MappedTable(delivery.wire_spec, _norms_folder(folder, new), new=new, normed=False)
-        since = file_of(delivery.spec, folder, "since")
+            self.sent = MappedTable(_wire_layout(delivery), files.part(held, sent))
         # [N] int64: the version since which a row is dirty, 0 = it is not. What a restart finds of `dirty`.
-        self._marks = map_array(since, _MARK_TYPE, (delivery.spec.rows,), new=new)
-        self.dirty = DirtySet.of_marks(_NO_MARKS)
+        self._marks = files.arrays[sent]
+        self.dirty = DirtySet.of_marks(self._marks[:0])
         # Of the rows that are not dirty. Both replaced whole, so that `lacking` may read them in any thread.
         self._clean: ChangeCounts = self.sent.counts
         self._compared_version = 0  # The source's newest version at the last look, as far as it is known.
         self._seen = True  # Whether norms and flags of what is dirty are known.
-        if not new:
-            self.find_marked()
-
-    def extend(self, delivery: Delivery) -> "ViewTable":
-        """Make room for the rows that the source has grown by. Blocks; any thread.
-
-        Returns:
-            The table with that room, of the same files; to be told to `follow` this one before it is used.
-
-        Raises:
-            StorageFailed: there is no room; this table is as it was.
-        """
-        extend_files(TableLayout.of(delivery.encoded_spec, normed=False), self.folder)
-        if delivery.mode is Mode.IDS:
-            extend_files(TableLayout.of(delivery.wire_spec, normed=False), _norms_folder(self.folder, new=False))
-        extend_file(file_of(delivery.spec, self.folder, "since"), delivery.spec.rows * _MARK_TYPE.itemsize)
-        return ViewTable(self.source, delivery, self.folder, new=False)
+        self.damaged = _NO_IDS
+        self.find_marked()
 
     def follow(self, before: "ViewTable") -> int:
         """Take the place of a table that had room for fewer rows.
@@ -219,6 +205,33 @@ class ViewTable:
     def settle(self, ids: Ids) -> None:
         """Note that these rows ([n], strictly ascending) are not dirty now: they were written."""
         self.dirty = self.dirty.without(ids)
+        self.damaged = np.setdiff1d(self.damaged, ids) if len(self.damaged) else self.damaged
+
+    def mend(self, ids: Ids, version: int) -> Ids:
+        """Make the rows `ids` ([n], strictly ascending), which do not fit their digests, again as they were.
+
+        Returns:
+            Those of which nobody knows what they were, mostly since the source has others by now: they are dirty,
+            since `version`, and go with the next release.
+        """
+        gone = self.held.deleted(ids)
+        self.held.mend(self.deletes(ids[gone]))
+        live = ids[~gone]
+        encoded = self.delivery.encode(self.source.checked_rows(live))
+        same = self.held.fits(live, encoded)
+        self.held.mend(RowBatch.of_table(self.held.spec, live[same], encoded[same]))
+        left = np.union1d(self.held.damaged(ids), self.sent.damaged(ids))
+        self._mark_damaged(left, version)
+        return left
+
+    def _mark_damaged(self, ids: Ids, version: int) -> None:
+        clean = ids[self._marks[ids] == 0]
+        found = Findings(
+            clean, np.zeros(len(clean)), np.zeros(len(clean), np.uint8), np.ones(len(clean), np.bool_)
+        )
+        self._clean = self._clean.without(self.sent.numbers(clean))
+        self._marks[clean] = version
+        self.dirty, self.damaged = self.dirty.after(found, version), np.union1d(self.damaged, ids)
 
     def lacking(self, number: int, compared_version: int) -> int:
         """How many rows a replica at `number` does not hold as the source has them, at most. Any thread.
@@ -232,11 +245,14 @@ class ViewTable:
         rows = self.source.spec.rows
         return min(rows, rows - clean.rows + clean.after(number) + changed)
 
+    @property
+    def mapped(self) -> list[MappedTable]:
+        """What is held, and what is sent where that is something else."""
+        return [self.held] if self.sent is self.held else [self.held, self.sent]
+
     def flush(self) -> None:
         """Wait until everything written before the call is on disk. Blocks; any thread."""
-        for mapped in {self.held, self.sent}:
-            mapped.flush()
-        self._marks.flush()
+        flush([self.files])
 
     def find_marked(self) -> None:
         """Find the dirty rows anew, those marked on disk: after a restart, and what the log had to be written."""
@@ -251,11 +267,19 @@ class ViewTable:
         return distances(self.source.rows_of(ids), np.zeros(1, self.source.spec.dtype))
 
 
-def _norms_folder(folder: Path, new: bool) -> Path:
-    folder = folder / "norms"
-    if new:
-        folder.mkdir()
-    return folder
+def view_arrays(delivery: Delivery) -> list[ArraySpec]:
+    """The arrays of a table of a view."""
+    norms = _wire_layout(delivery).arrays("norms/") if delivery.mode is Mode.IDS else ()
+    marks = ArraySpec(file_of(delivery.spec, "since"), _MARK_TYPE, (delivery.spec.rows,))
+    return [*_held_layout(delivery).arrays(), *norms, marks]
+
+
+def _held_layout(delivery: Delivery) -> TableLayout:
+    return TableLayout.of(delivery.encoded_spec, normed=False)
+
+
+def _wire_layout(delivery: Delivery) -> TableLayout:
+    return TableLayout.of(delivery.wire_spec, normed=False)
 
 
 def _as_fp32(norms: Floats) -> Norms:

@@ -57,7 +57,7 @@ class TableMaker:
         number = version if as_it_was else state.head.number + 1 if state.head else version + 1
         # All of them are made first: where there is no room for one, nothing need be copied.
         tables = await asyncio.to_thread(self._found_or_made, sources, deliveries)
-        grown = _grown(tables, state)
+        grown = self._grown(tables)
         for table in tables:
             if table not in state.tables and table not in grown:
                 await self._copy(table, None if as_it_was else number)
@@ -73,16 +73,16 @@ class TableMaker:
     def _found_or_made(
         self, sources: Sequence[MappedTable], deliveries: Sequence[Delivery]
     ) -> tuple[ViewTable, ...]:
-        existing = {table.delivery: table for table in self._store.state.tables}
-        pairs = zip(sources, deliveries, strict=True)
-        return tuple(existing.get(each) or self._extended_or_made(source, each) for source, each in pairs)
+        tables = {table.delivery: table for table in self._store.state.tables}
+        pairs = zip(deliveries, sources, strict=True)
+        lacking = {delivery: source for delivery, source in pairs if delivery not in tables}
+        tables |= {table.delivery: table for table in self._store.make_tables(lacking)}
+        return tuple(tables[each] for each in deliveries)
 
-    def _extended_or_made(self, source: MappedTable, delivery: Delivery) -> ViewTable:
-        for table in self._store.state.tables:
-            rows = table.delivery.spec.rows
-            if rows < delivery.spec.rows and table.delivery == _with_rows(delivery, rows):
-                return table.extend(delivery)
-        return self._store.make_table(source, delivery)
+    def _grown(self, tables: Iterable[ViewTable]) -> dict[ViewTable, ViewTable]:
+        """Which of the tables take the place of which, that have room for fewer rows."""
+        pairs = ((each, self._store.smaller(each.delivery)) for each in tables)
+        return {each: smaller for each, smaller in pairs if smaller}
 
     async def _copy(self, table: ViewTable, number: int | None) -> None:
         ids = await self._model.on_thread(table.changed_since, 0)
@@ -129,16 +129,6 @@ def _taken(tables: Sequence[ViewTable]) -> tuple[Amount, str]:
 def _whole(table: ViewTable) -> Amount:
     rows = table.sent.counts.changed
     return Amount(rows, rows * table.sent.spec.row_bytes, table.source.norm)
-
-
-def _grown(tables: Iterable[ViewTable], before: ViewState) -> dict[ViewTable, ViewTable]:
-    """Which of the tables have taken the place of which, having more rows of the same files."""
-    places = {table.folder: table for table in before.tables}
-    return {each: places[each.folder] for each in tables if places.get(each.folder, each) is not each}
-
-
-def _with_rows(delivery: Delivery, rows: int) -> Delivery:
-    return replace(delivery, spec=replace(delivery.spec, rows=rows))
 
 
 def _backlog(table: ViewTable, before: ViewState, grown: Mapping[ViewTable, ViewTable]) -> Backlog:

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from deltasync.core.damage import DamagedRows
 from deltasync.core.delivery import Delivery
 from deltasync.core.errors import InvalidInput, StorageFailed
 from deltasync.core.policy import Policy
@@ -14,11 +15,13 @@ from deltasync.core.position import Decision, Position
 from deltasync.core.signals import Signal
 from deltasync.core.stamps import StampedTable
 from deltasync.core.steady_clock import steady_ns
-from deltasync.core.threads import EVENT_LOOP, confined, not_shared_yet
+from deltasync.core.threads import EVENT_LOOP, MODEL_THREAD, confined, not_shared_yet
+from deltasync.feeds.damage import Damage, in_words, joined, without
 from deltasync.feeds.frozen_release import FrozenRelease, Head, Releases
 from deltasync.feeds.model import Model
 from deltasync.feeds.repair import NO_REPAIR, Repair
 from deltasync.feeds.standing import Standing, TableStanding
+from deltasync.feeds.sweep import Sweep
 from deltasync.storage.log_store import LogStore
 from deltasync.views.pacing import LONGEST_SECONDS
 from deltasync.views.release_maker import ReleaseMaker
@@ -27,7 +30,7 @@ from deltasync.views.table import ViewTable
 from deltasync.views.table_maker import TableMaker, followed
 
 
-@confined(trouble=EVENT_LOOP, failure=EVENT_LOOP)
+@confined(trouble=EVENT_LOOP, failure=EVENT_LOOP, damage=EVENT_LOOP, _sweep=MODEL_THREAD)
 class View:
     """What the replicas of one consumer are fed from. The text of the package says which thread may touch what.
 
@@ -35,12 +38,15 @@ class View:
         model: the model it is a view of.
         trouble: why it does not have the tables that the policy wants; empty if it does.
         failure: what keeps releases from being made, which is tried again; empty if nothing does.
+        damage: rows of which what is held was found not to fit the digests, and is not mended or replaced yet.
     """
 
     def __init__(self, consumer: str, model: Model, log: LogStore, directory: Path) -> None:
         self.model = model
         self.trouble = ""
         self.failure = ""
+        self.damage: Damage = {}
+        self._sweep = Sweep()
         self._store = ViewStore(consumer, model, log, directory)
         self._tables = TableMaker(model, self._store)
         self._maker = ReleaseMaker(model, self._store, directory)
@@ -82,7 +88,9 @@ class View:
 
     def release(self, after: int, repair: Repair = NO_REPAIR) -> "asyncio.Future[FrozenRelease]":
         """What a replica at number `after` lacks, and what is to be repaired."""
-        return self._releases.get(after, repair, self.position.number)
+        task = self._releases.get(after, repair, self.position.number)
+        task.add_done_callback(self._look_for_damage)
+        return task
 
     def changed(self) -> Coroutine[None, None, Literal[True]]:
         """To be awaited: a new head, other tables or trouble, from this call on."""
@@ -141,7 +149,7 @@ class View:
             history=self.history,
             newest_release=state.head.number if state.head else 0,
             trouble=self.trouble,
-            failure=self.failure or of_model.failure,
+            failure=self.failure or of_model.failure or in_words(self.damage, "the next release replaces them"),
         )
         if state.newest is None:
             return standing
@@ -184,8 +192,37 @@ class View:
         """
         try:
             await self._maker.make(policy, overdue_version)
+            if self.damage:
+                await self.mend()
         finally:
             self._signal.wake()
+
+    # Damage.
+
+    def note_damage(self, error: DamagedRows) -> None:
+        """Note rows that do not fit their digests: of what is held, or else of the model."""
+        if any(error.owner in (table.held, table.sent) for table in self.state.tables):
+            self.damage = joined(self.damage, {error.table: error.ids})
+        else:
+            self.model.note_damage(error)
+
+    async def sweep(self) -> None:
+        """Look at some more rows of what is held: what does not fit its digest is noted."""
+        try:
+            await self.model.on_thread(self._go_on_sweeping)
+        except DamagedRows as error:
+            self.note_damage(error)
+
+    async def mend(self) -> Damage:
+        """Mend what is damaged, as far as it is known what that was; returns what is whole again. The rest goes
+        with the next release, which is due at once.
+        """
+        before = self.damage
+        left = await self.model.on_thread(self._mend, before)
+        mended = without(before, left)
+        self.damage = without(self.damage, mended)
+        self.model.signal.wake()
+        return mended
 
     # On disk; these block, on any thread.
 
@@ -215,6 +252,19 @@ class View:
         self._store.discard()
 
     # On the model's thread.
+
+    def _look_for_damage(self, frozen: "asyncio.Future[FrozenRelease]") -> None:
+        if not frozen.cancelled() and isinstance(error := frozen.exception(), DamagedRows):
+            self.note_damage(error)
+
+    def _go_on_sweeping(self) -> None:
+        self._sweep.go_on([mapped for table in self.state.tables for mapped in table.mapped])
+
+    def _mend(self, damage: Damage) -> Damage:
+        version = self.state.compared_version
+        by_name = {table.held.spec.name: table for table in self.state.tables if table.held.spec.name in damage}
+        left = {name: table.mend(damage[name], version) for name, table in by_name.items()}
+        return {name: ids for name, ids in left.items() if len(ids)}
 
     def _freezable(self) -> tuple[list[StampedTable], Head | None]:
         """What replicas can be given, as it is at one moment."""

@@ -231,7 +231,7 @@ def test_a_replica_that_comes_back_is_asked_what_it_holds_and_not_bothered_other
 
 
 def right(end: Any) -> dict[int, int]:
-    return {each.slot: each.sum for each in end.checksums}
+    return {each.slot: each.sum for each in end.sums}
 
 
 @pytest.mark.parametrize("consumer", CONSUMERS)

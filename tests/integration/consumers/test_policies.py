@@ -279,10 +279,10 @@ class Follower:
 
     def acknowledge(self, end: subscribe_pb2.ReleaseEnd, checksums: Mapping[int, int] | None = None) -> None:
         """Acknowledge a release, with the right checksums unless others are said."""
-        right = {each.slot: each.sum for each in end.checksums}
+        right = {each.slot: each.sum for each in end.sums}
         position = Position(end.position.history, end.position.version)
         message = ack(self._taken, position)
-        message.ack.checksums.extend(checksums_to_message(right if checksums is None else checksums))
+        message.ack.sums.extend(checksums_to_message(right if checksums is None else checksums))
         self._stream.send(message)
 
 
@@ -404,7 +404,7 @@ def test_a_damaged_replica_is_seen_until_it_is_repaired(topped: RunningService) 
         shown = deltasync("lag", "top", "--http", topped.http)[1]
         names = ", ".join(table.name for table in TABLES)
         assert re.search(rf"(?m)^damaged +p0 \({re.escape(names)}\)$", shown)
-        follower.acknowledge(whole, {each.slot: each.sum for each in whole.checksums})
+        follower.acknowledge(whole, {each.slot: each.sum for each in whole.sums})
         lag_when(topped, lambda lag: lag["state"] == "in sync")
         samples = samples_of(topped)
         assert samples["deltasync_consumer_damaged_tables", CONSUMER] == 0

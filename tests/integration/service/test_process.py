@@ -68,13 +68,13 @@ def test_a_consumer_of_a_wrong_name_is_an_error(tmp_path: Path) -> None:
     assert refusal(tmp_path / "data", "--consumer", "a/b=m").startswith("Error: consumer name 'a/b'")
 
 
-def test_a_table_that_is_missing_is_an_error(tmp_path: Path) -> None:
+def test_a_table_that_is_missing_is_an_error(tmp_path: Path, shared_file: bool) -> None:
     """Made anew in silence, it would be a table of zeros."""
     with RunningService(tmp_path / "data") as service, RankStream(service.grpc) as rank:
         rank.opened()
         rank.send(*full_part(1, random_rows(0), WHOLE))
         rank.sealed()
-    (rows,) = (tmp_path / "data").rglob("*user*.rows")
+    (rows,) = (tmp_path / "data").rglob("shared" if shared_file else "*user*.rows")
     rows.unlink()
     said = refusal(tmp_path / "data")
     assert said.startswith(f"Error: {rows} is missing")

@@ -20,7 +20,10 @@ from deltasync.publish.session import PublishSession, open_session
 from deltasync.service.service import Service, ServiceOptions
 from deltasync.storage.lmdb_store import LmdbStore
 from deltasync.storage.mapped_table import MappedTable
+from deltasync.storage.mapping import Mapping
 from deltasync.v1 import publish_pb2
+
+pytestmark = pytest.mark.usefixtures("shared_file")
 
 SHARDS = [
     [Shard(USER, 0, 25, 0, 4), Shard(ITEM, 0, 30, 0, 2)],
@@ -71,12 +74,11 @@ class Camera:
     def flushed(self) -> Path:
         return self.data_dir.with_name("flushed")
 
-    def keep(self, table: MappedTable) -> None:
-        """Note that the files of one table are on disk as they are now."""
-        for array in table._mapped.values():
-            file = Path(str(array.filename))
-            shutil.copyfile(file, self.flushed / file.relative_to(self.data_dir / "models"))
-        self.take("flush of one table", power_loss=True)
+    def keep(self, mapping: Mapping) -> None:
+        """Note that a file is on disk as it is now."""
+        file = Path(mapping.name)
+        shutil.copyfile(file, self.flushed / file.relative_to(self.data_dir / "models"))
+        self.take("flush of one file", power_loss=True)
 
     def after(self, patch: pytest.MonkeyPatch, owner: type, name: str, then: Callable[[Any], None]) -> None:
         original = getattr(owner, name)
@@ -170,11 +172,11 @@ def test_whenever_it_dies_every_acknowledged_version_comes_back(
     with monkeypatch.context() as patch:
         camera.after(patch, LmdbStore, "_commit", lambda _: camera.both("commit"))
         camera.after(patch, MappedTable, "apply", lambda _: camera.both("apply"))
-        camera.after(patch, MappedTable, "flush", camera.keep)
+        camera.after(patch, Mapping, "flush", camera.keep)
         asyncio.run(train(tmp_path / "data", versions, camera))
     assert {image.moment for image in camera.images} == {
         f"{death} after {moment}" for death in ("kill", "power loss") for moment in ("commit", "apply", "flush")
-    } | {"power loss after flush of one table"}
+    } | {"power loss after flush of one file"}
     assert len(camera.images) > 50
     heads = set()
     for image in camera.images:

@@ -16,7 +16,7 @@ from deltasync.storage.lmdb_store import LmdbStore
 from deltasync.storage.log_store import LogOptions
 
 # Oldest first: folders are named after commits, whose names have no order.
-VERSIONS = ["5ad1623", "301de71", "7304674"]
+VERSIONS = ["5ad1623", "301de71", "7304674", "b856f98"]
 REPLICAS = [f"{consumer}/{replica}" for consumer in ("plain", "ranked") for replica in ("early", "late")]
 
 

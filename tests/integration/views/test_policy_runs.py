@@ -80,8 +80,12 @@ def test_without_room_for_another_form_the_old_one_goes_on_until_there_is(
         replica.check()
 
 
-@pytest.mark.parametrize("kind", ["*.since", "*"])
-def test_a_view_that_has_lost_files_begins_anew_and_others_go_on(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["*.since", "*", "shared"])
+def test_a_view_that_has_lost_files_begins_anew_and_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    if kind != "shared":
+        monkeypatch.setattr("deltasync.storage.table_files.SMALL_BYTES", 0)
     lost, other = Recorder(), Recorder()
     with (
         RunningService(tmp_path / "data", policies=POLICIES) as service,

@@ -334,5 +334,5 @@ def test_consumers_without_a_policy_are_checked_too(
         assert target.bytes() == trainer.expected()
         with ReplicaStream(service.grpc, replica="raw") as raw:
             _, end = raw.release()
-            assert {each.slot for each in end.checksums} == {0, 1}
+            assert {each.slot for each in end.sums} == {0, 1}
     assert undamaged(caplog)

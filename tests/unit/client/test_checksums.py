@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from deltasync.client import NumpyTarget, Position, Release, RowBatch, Shard, TableSpec
 from deltasync.client.checksums import TargetChecksums
 from deltasync.core.digests import checksum_of
-from deltasync.core.rows import Values
+from deltasync.core.errors import Contradiction
+from deltasync.core.rows import Ids, Values
 
 TABLES = [TableSpec("user", 5, 3), TableSpec("item", 3, 2, np.dtype("<f2"))]
 NAMES = [table.name for table in TABLES]
@@ -234,3 +235,17 @@ def test_a_table_that_comes_again_after_it_was_gone_is_read_as_it_is() -> None:
     assert checksums.after(nothing) == {}
     target.tables = {"user": rows}
     assert checksums.after(replace(release, resync=False, rows=[])) == right
+
+
+@pytest.mark.parametrize("ids", [[-1], [9], [0, 2**40]])
+def test_rows_that_a_table_does_not_have_are_refused(ids: list[int]) -> None:
+    class Anything(NumpyTarget):
+        def apply(self, release: Release) -> None:
+            """As a target of a user's may."""
+
+        def read(self, table: TableSpec, ids: Ids) -> Values | None:
+            return np.ones((len(ids), table.dim), table.dtype)
+
+    checksums = TargetChecksums(Anything())
+    with pytest.raises(Contradiction, match=f"table 'user' has 9 rows, and was sent rows {ids[0]} to {ids[-1]}"):
+        checksums.after(release_of(np.ones((len(ids), 2), "<f4"), ids))

@@ -23,36 +23,59 @@ def some_ids(table: TableSpec) -> st.SearchStrategy[list[int]]:
     return st.sets(st.integers(0, table.rows - 1)).map(sorted)
 
 
-# The scan goes block by block: a block smaller than the table shows what happens at its edges.
-@given(st.data(), tables(), st.integers(1, 8))
-def test_a_table_is_what_was_written_last(data: st.DataObject, table: TableSpec, scan_rows: int) -> None:
+@given(st.data(), tables())
+def test_a_table_is_what_was_written_last(data: st.DataObject, table: TableSpec) -> None:
     stamped = StampedTable.zeros(table)
     values = {(row, col): 0.0 for row in range(table.rows) for col in range(table.dim)}
     last = dict.fromkeys(range(table.rows), 0)
     version = 0
-    with mock.patch.object(stamps, "_SCAN_ROWS", scan_rows):
-        for _ in range(data.draw(st.integers(0, 6))):
-            version += data.draw(st.integers(1, 3))
-            ids = data.draw(some_ids(table))
-            first = data.draw(st.integers(0, table.dim - 1))
-            cols = range(first, data.draw(st.integers(first + 1, table.dim)))
-            new = np.array([[data.draw(st.integers(-99, 99)) for _ in cols] for _ in ids], table.dtype)
-            shard = Shard(table, 0, table.rows, first, len(cols))
-            stamped.apply(RowBatch(shard, np.array(ids, np.int64), new.reshape(len(ids), len(cols))), version)
-            for number, row in enumerate(ids):
-                last[row] = version
-                values.update({(row, col): new[number][col - first] for col in cols})
+    for _ in range(data.draw(st.integers(0, 6))):
+        version += data.draw(st.integers(1, 3))
+        ids = data.draw(some_ids(table))
+        first = data.draw(st.integers(0, table.dim - 1))
+        cols = range(first, data.draw(st.integers(first + 1, table.dim)))
+        new = np.array([[data.draw(st.integers(-99, 99)) for _ in cols] for _ in ids], table.dtype)
+        shard = Shard(table, 0, table.rows, first, len(cols))
+        stamped.apply(RowBatch(shard, np.array(ids, np.int64), new.reshape(len(ids), len(cols))), version)
+        for number, row in enumerate(ids):
+            last[row] = version
+            values.update({(row, col): new[number][col - first] for col in cols})
 
-        for since in range(version + 1):
-            changed = [row for row in range(table.rows) if last[row] > since]
-            found = stamped.changed_since(since)
-            assert found.dtype == np.int64
-            assert found.tolist() == changed
-            assert stamped.counts.after(since) == len(changed)
-            out = np.full((len(found), table.dim), 7, table.dtype)
-            read = stamped.read(found, out)
-            assert (read.ids.tolist(), read.values is out) == (changed, True)
-            assert out.tolist() == [[values[row, col] for col in range(table.dim)] for row in changed]
+    for since in range(version + 1):
+        changed = [row for row in range(table.rows) if last[row] > since]
+        found = stamped.changed_since(since)
+        assert found.dtype == np.int64
+        assert found.tolist() == changed
+        assert stamped.counts.after(since) == len(changed)
+        out = np.full((len(found), table.dim), 7, table.dtype)
+        read = stamped.read(found, out)
+        assert (read.ids.tolist(), read.values is out) == (changed, True)
+        assert out.tolist() == [[values[row, col] for col in range(table.dim)] for row in changed]
+
+
+def with_stamps(numbers: list[int]) -> StampedTable:
+    """A table after a restart."""
+    empty = StampedTable.zeros(TableSpec("t", len(numbers), 1))
+    return StampedTable(empty.spec, empty.rows, np.array(numbers), empty.digests, empty.squares)
+
+
+# The scan goes block by block: a block smaller than the table shows what happens at its edges.
+@given(st.lists(st.integers(-3, 3), min_size=1, max_size=20), st.integers(1, 8))
+def test_rows_that_have_another_stamp(numbers: list[int], scan_rows: int) -> None:
+    stamped = with_stamps(numbers)
+    with mock.patch.object(stamps, "_SCAN_ROWS", scan_rows):
+        found = stamped.not_stamped(2)
+    assert found.tolist() == [row for row, number in enumerate(numbers) if number in (1, 3)]
+
+
+@given(st.lists(st.integers(-99, 99), min_size=1, max_size=20))
+def test_deleted_rows_have_changed_also_to_who_counts_them_after_a_restart(numbers: list[int]) -> None:
+    stamped = with_stamps(numbers)
+    newest = max(map(abs, numbers))
+    for since in {0, *range(max(0, newest - 64), newest + 1)}:
+        changed = [row for row, number in enumerate(numbers) if abs(number) > since]
+        assert stamped.counts.after(since) == len(changed)
+        assert stamped.changed_since(since).tolist() == changed
 
 
 @given(tables(), st.data())

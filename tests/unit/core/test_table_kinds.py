@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.mapping import new_view_table
 
 from deltasync.core.delivery import Delivery
 from deltasync.core.digests import checksum_of, squared_norms
@@ -19,7 +20,6 @@ from deltasync.core.threads import not_shared_yet
 from deltasync.core.value_types import ValueType
 from deltasync.storage.records import spec_of_record, spec_record
 from deltasync.views.records import delivery_of_record, table_record
-from deltasync.views.table import ViewTable
 from deltasync.wire.messages import (
     delivery_from_message,
     delivery_to_message,
@@ -124,7 +124,7 @@ def test_a_view_sees_every_bit_that_changes(spec: TableSpec, tmp_path: Path) -> 
     source, ids = StampedTable.zeros(spec), np.arange(spec.rows)
     source.apply(RowBatch.of_table(spec, ids, bits_of(spec, 1)), 1)
     delivery = Policy(value_type=ValueType.INT8, top_k=1).delivery_of(spec)
-    view = ViewTable(source, delivery, tmp_path, new=True)
+    view = new_view_table(source, delivery, tmp_path)
     assert delivery_of_record(table_record(view), spec) == delivery == Delivery(spec, None, Mode.EMBEDDINGS)
     with not_shared_yet():
         view.copy(ids, 1)
@@ -142,7 +142,7 @@ def test_no_norm_of_what_changes_is_infinite(tmp_path: Path) -> None:
     spec = TableSpec("top.weight", 2, 2, np.dtype("<f8"), TableKind.PARAMETER)
     source, ids = StampedTable.zeros(spec), np.arange(2)
     source.apply(RowBatch.of_table(spec, ids, np.full((2, 2), 1e308)), 1)
-    view = ViewTable(source, Policy(top_k=1).delivery_of(spec), tmp_path, new=True)
+    view = new_view_table(source, Policy(top_k=1).delivery_of(spec), tmp_path)
     with not_shared_yet():
         view.copy(ids, 1)
         source.apply(RowBatch.of_table(spec, ids, np.full((2, 2), -1e308)), 2)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.local_service import join, run, send
+from tests.support.mapping import in_a_file
 from tests.support.releases import deleted_rows
 from tests.support.wire import WHOLE, full_part, part, publish_open, random_rows
 
@@ -204,7 +205,7 @@ def test_tables_are_written_down_even_if_the_rank_has_gone(
 
 def test_releases_share_the_memory_there_is_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def spilled(release: FrozenRelease) -> bool:
-        return any(isinstance(chunk.rows.values, np.memmap) for chunk in release.chunks)
+        return any(in_a_file(chunk.rows.values) for chunk in release.chunks)
 
     async def scenario(service: Service) -> None:
         session = await join(service)
@@ -232,7 +233,7 @@ def test_no_table_is_made_once_the_service_ends(tmp_path: Path) -> None:
         with pytest.raises(ServiceUnavailable, match="shutting down"):
             await model.add_tables([WHOLE[0].table])
         await closing
-        assert not list(tmp_path.rglob("*.rows"))
+        assert not list(tmp_path.rglob("tables/*"))
 
     run(tmp_path, scenario)
 

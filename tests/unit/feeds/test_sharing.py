@@ -121,6 +121,22 @@ def test_a_cut_is_kept_for_replicas_only_while_some_follow(tmp_path: Path) -> No
     run(tmp_path, scenario)
 
 
+def test_a_cut_that_there_is_no_memory_for_is_read_from_the_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(service: Service) -> None:
+        session = await join(service)
+        model = await published(session, service, full_part(1, random_rows(0), WHOLE))
+        await model.release(0)
+        monkeypatch.setattr(frozen_release, "RELEASES_IN_MEMORY_BYTES", USER.row_bytes - 1)
+        await published(session, service, changed(2, 7))
+        release = await model.release(1)
+        assert release.memory_bytes == 0
+        assert [rows.ids.tolist() for rows in live_rows(release).values()] == [[7]]
+
+    run(tmp_path, scenario)
+
+
 def test_cuts_of_two_models_are_applied_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     both, apply = threading.Barrier(2), Model._apply
 

@@ -1,4 +1,8 @@
+"""A table in its files, whether these are its own or one that it shares with others."""
+
 import os
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,21 +12,48 @@ from deltasync.core.errors import StorageFailed
 from deltasync.core.rows import RowBatch
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import TableSpec
-from deltasync.storage.mapped_table import MappedTable
+from deltasync.storage.mapped_table import MappedTable, TableLayout
+from deltasync.storage.table_files import make_tables, open_tables, remove_unused
 
 TABLE = TableSpec("sparse/user", 10, 4)
-FILES = ["rows", "stamps", "digests", "squares"]
+OTHERS = [TableSpec("before", 3, 3, np.dtype("<f2")), TableSpec("after", 7, 1)]
+LARGER = TableSpec(TABLE.name, 3000, 4)
+
+pytestmark = pytest.mark.usefixtures("shared_file")
+
+
+def made(folder: Path, *tables: TableSpec) -> list[MappedTable]:
+    files = make_tables(folder, [TableLayout.of(table).arrays() for table in tables])
+    return [MappedTable(TableLayout.of(table), each) for table, each in zip(tables, files, strict=True)]
 
 
 def written(folder: Path, table: TableSpec = TABLE) -> MappedTable:
-    mapped = MappedTable(table, folder, new=True)
+    """One of three tables."""
+    _, mapped, _ = made(folder, OTHERS[0], table, OTHERS[1])
     mapped.apply(RowBatch.of_table(table, np.array([3, 7]), np.full((2, 4), 5, table.dtype)), 2)
     return mapped
 
 
+def reopened(table: MappedTable, spec: TableSpec | None = None) -> MappedTable:
+    """The table after a restart, as the log says that it is."""
+    layout = replace(table.mapped.layout, spec=spec or table.spec)
+    return MappedTable(layout, open_tables([(table.mapped.files.place, layout.arrays())])[0])
+
+
+def room(table: MappedTable, folder: Path, spec: TableSpec = LARGER) -> Callable[[], None]:
+    layout = table.layout_as(spec)
+    return table.extend(layout, make_tables(folder, [layout.arrays()])[0] if table.moves(spec) else None)
+
+
+def extended(table: MappedTable, folder: Path, spec: TableSpec = LARGER) -> MappedTable:
+    room(table, folder, spec)()
+    return table
+
+
 def test_a_table_comes_back(tmp_path: Path) -> None:
-    written(tmp_path).flush()
-    back = MappedTable(TABLE, tmp_path, new=False)
+    table = written(tmp_path)
+    table.flush()
+    back = reopened(table)
     assert back.changed_since(0).tolist() == [3, 7]
     assert back.rows.sum() == 2 * 4 * 5
     assert (back.rows.dtype, back.rows.shape) == (TABLE.dtype, (10, 4))
@@ -30,67 +61,88 @@ def test_a_table_comes_back(tmp_path: Path) -> None:
 
 def test_rows_are_on_their_way_to_the_file_before_a_flush(tmp_path: Path) -> None:
     """So that kill -9 loses nothing."""
-    written(tmp_path)
-    assert MappedTable(TABLE, tmp_path, new=False).changed_since(0).tolist() == [3, 7]
+    assert reopened(written(tmp_path)).changed_since(0).tolist() == [3, 7]
 
 
 def test_a_new_table_is_zero_whatever_lay_there(tmp_path: Path) -> None:
     """A crash before the log named the table leaves its files."""
     written(tmp_path)
-    larger = MappedTable(TableSpec(TABLE.name, 20, 4), tmp_path, new=True)
+    (larger,) = made(tmp_path, TableSpec(TABLE.name, 20, 4))
     assert not larger.rows.any()
     assert not larger.stamps.any()
 
 
 @pytest.mark.parametrize("kind", ["rows", "stamps"])
 @pytest.mark.parametrize("change", ["longer", "shorter", "missing"])
-def test_a_damaged_file_is_an_error_that_says_which(tmp_path: Path, kind: str, change: str) -> None:
-    written(tmp_path)
-    (path,) = tmp_path.glob(f"*.{kind}")
+def test_a_damaged_file_is_an_error_that_says_which(
+    tmp_path: Path, kind: str, change: str, shared_file: bool
+) -> None:
+    table = written(tmp_path)
+    ((path,),) = (table.mapped.files.place.folder.glob("shared" if shared_file else f"*user*.{kind}"),)
     content = path.read_bytes()
+    end = len(content) - 4 * 64 if shared_file else len(content)  # What comes after is another table's.
     if change == "missing":
         path.unlink()
     else:
-        path.write_bytes(content + b"x" if change == "longer" else content[:-1])
+        path.write_bytes(content + b"x" if change == "longer" else content[: end - 1])
+    if change == "longer" and shared_file:
+        reopened(table)  # It may be another table's.
+        return
     said = "is missing" if change == "missing" else f"has {path.stat().st_size} bytes"
     with pytest.raises(StorageFailed) as failed:
-        MappedTable(TABLE, tmp_path, new=False)
-    assert f"{path} {said}, expected {len(content)} bytes" in str(failed.value)
+        reopened(table)
+    assert f"{path} {said}, expected {end}" in str(failed.value)
     assert path.exists() is (change != "missing")
 
 
-def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("refused", [1, 2, 3, 4])
+def test_a_full_disk_is_an_error_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: int, shared_file: bool
+) -> None:
+    sizes: list[int] = []
+
     def full(_descriptor: int, _offset: int, size: int) -> None:
-        raise OSError(28, "No space left on device")
+        sizes.append(size)
+        if len(sizes) == refused or shared_file:
+            raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.posix_fallocate", full)
-    with pytest.raises(StorageFailed, match="cannot reserve 160 bytes: No space left on device"):
-        MappedTable(TABLE, tmp_path, new=True)
+    with pytest.raises(StorageFailed, match=r"cannot reserve [0-9]+ bytes: No space left on device"):
+        made(tmp_path, TABLE)
+    assert sizes == ([64 * 8] if shared_file else [160, 80, 80, 40][:refused])
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", ["x" * 512, "ä" * 512, "\0" * 512, "../../etc/passwd", "a/b", "."])
-def test_any_table_name_makes_a_file_in_the_folder(tmp_path: Path, name: str) -> None:
+def test_any_table_name_makes_a_file_in_the_folder(tmp_path: Path, name: str, shared_file: bool) -> None:
     folder = tmp_path / "tables"
-    folder.mkdir()
-    written(folder, TableSpec(name, 10, 4))
-    assert len(list(folder.iterdir())) == len(FILES)
+    (table,) = made(folder, TableSpec(name, 10, 4))
+    assert len(list(table.mapped.files.place.folder.iterdir())) == (1 if shared_file else 4)
     assert list(tmp_path.iterdir()) == [folder]
+    assert list(folder.iterdir()) == [table.mapped.files.place.folder]
 
 
 def test_alike_names_are_tables_of_their_own(tmp_path: Path) -> None:
     names = ["x" * 200 + "1", "x" * 200 + "2", "a/b", "a%2Fb", "User", "user"]
-    for name in names:
-        written(tmp_path, TableSpec(name, 10, 4))
-    assert len({path.name.lower() for path in tmp_path.iterdir()}) == len(FILES) * len(names)
+    tables = made(tmp_path, *(TableSpec(name, 10, 4) for name in names))
+    for number, table in enumerate(tables, start=1):
+        table.apply(RowBatch.of_table(table.spec, np.arange(10), np.full((10, 4), number, np.float32)), number)
+    backs = open_tables([(table.mapped.files.place, TableLayout.of(table.spec).arrays()) for table in tables])
+    for number, (files, table) in enumerate(zip(backs, tables, strict=True), start=1):
+        assert [np.unique(array).tolist() for array in files.arrays[:2]] == [[number], [number]]
+        np.testing.assert_array_equal(files.arrays[2], table.digests)
 
 
-LARGER = TableSpec(TABLE.name, 3000, 4)
-
-
-def extended(table: MappedTable, folder: Path, spec: TableSpec = LARGER) -> MappedTable:
-    table.extend(spec)()
-    return table
+def test_many_small_tables_take_one_file_and_one_mapping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltasync.storage.table_files.SMALL_BYTES", 1000)
+    before = len(os.listdir("/proc/self/fd"))
+    tables = made(tmp_path, *(TableSpec(str(number), 10 + 990 * (number == 7), 4) for number in range(50)))
+    assert len({mapping for table in tables for mapping in table.mapped.files.mappings}) == 1 + 4, (
+        "one table is large"
+    )
+    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 1 + 4
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert [table.mapped.files.place.offset is None for table in tables] == [number == 7 for number in range(50)]
 
 
 def test_a_table_that_has_grown_keeps_its_rows_and_stamps(tmp_path: Path) -> None:
@@ -101,7 +153,7 @@ def test_a_table_that_has_grown_keeps_its_rows_and_stamps(tmp_path: Path) -> Non
         rows = RowBatch.of_table(LARGER, np.array(ids), np.full((len(ids), 4), number, np.float32))
         table.apply(rows, number)
         plain.apply(rows, number)
-    back = MappedTable(LARGER, tmp_path, new=False)
+    back = reopened(table)
     for each in (table, back):
         assert each.spec == LARGER
         np.testing.assert_array_equal(each.rows, plain.rows)
@@ -115,46 +167,130 @@ def test_a_table_is_flushed_whole_once_it_has_grown(tmp_path: Path) -> None:
     table = extended(written(tmp_path), tmp_path)
     table.apply(RowBatch.of_table(LARGER, np.array([2999]), np.ones((1, 4), np.float32)), 3)
     table.flush()
-    assert {name: len(array) for name, array in table._mapped.items()} == dict.fromkeys(FILES, 3000)
+    assert [len(array) for array in table.mapped.files.arrays] == [3000] * 4
+    arrays = table.rows, table.stamps, table.digests, table.squares
+    assert all(a is b for a, b in zip(table.mapped.files.arrays, arrays, strict=True))
 
 
-def test_room_that_nobody_has_written_down_is_given_back(tmp_path: Path) -> None:
+def test_room_that_nobody_has_written_down_is_given_back(tmp_path: Path, shared_file: bool) -> None:
     """The process ended after it had made room, and before the log said so."""
-    written(tmp_path).extend(LARGER)
-    assert MappedTable(TABLE, tmp_path, new=False).changed_since(0).tolist() == [3, 7]
-    assert sorted(path.stat().st_size for path in tmp_path.iterdir()) == [10 * 4, 10 * 8, 10 * 8, 10 * 4 * 4]
+    table = written(tmp_path)
+    room(table, tmp_path)
+    back = reopened(table, TABLE)
+    assert back.changed_since(0).tolist() == [3, 7]
+    remove_unused(tmp_path, [back.mapped.files])
+    assert list(tmp_path.iterdir()) == [table.mapped.files.place.folder]
+    if not shared_file:
+        sizes = [path.stat().st_size for path in table.mapped.files.place.folder.glob("*user*")]
+        assert sorted(sizes) == [10 * 4, 10 * 8, 10 * 8, 10 * 4 * 4]
+
+
+def test_what_a_table_has_left_in_a_shared_file_is_cleared(tmp_path: Path, shared_file: bool) -> None:
+    """A row that is deleted later must be nowhere."""
+    first, table, last = made(tmp_path, OTHERS[0], TABLE, OTHERS[1])
+    for each in (first, table, last):
+        each.apply(RowBatch.of_table(each.spec, np.arange(3), np.full((3, each.spec.dim), 5, each.spec.dtype)), 2)
+    before = table.mapped.files
+    extended(table, tmp_path)
+    if not shared_file:
+        assert table.mapped.files.place == before.place
+        return
+    for kept in ([first, last], [last]):
+        remove_unused(tmp_path, [each.mapped.files for each in (*kept, table, *kept)])
+        assert not any(array.any() for array in before.arrays)
+        assert table.changed_since(0).tolist() == [0, 1, 2]
+        for each in (first, last):
+            assert [array.any() for array in each.mapped.files.arrays] == [each in kept] * 4
+    remove_unused(tmp_path, [table.mapped.files])
+    assert list(tmp_path.iterdir()) == [table.mapped.files.place.folder]
 
 
 @pytest.mark.parametrize("kind", ["rows", "stamps"])
-def test_more_than_room_is_damage(tmp_path: Path, kind: str) -> None:
+def test_more_than_room_is_damage(tmp_path: Path, kind: str, shared_file: bool) -> None:
+    if shared_file:
+        pytest.skip("of a shared file, what comes after is another table's")
     table = extended(written(tmp_path), tmp_path)
     table.apply(RowBatch.of_table(LARGER, np.array([2999]), np.ones((1, 4), np.float32)), 3)
     other = {"rows": "stamps", "stamps": "rows"}[kind]
-    (path,) = tmp_path.glob(f"*.{other}")
+    (path,) = table.mapped.files.place.folder.glob(f"*user*.{other}")
     with path.open("r+b") as file:
         file.truncate({"rows": 160, "stamps": 80}[other])
     with pytest.raises(StorageFailed, match=rf"\.{kind} has [0-9]+ bytes, expected"):
-        MappedTable(TABLE, tmp_path, new=False)
+        reopened(table, TABLE)
 
 
 @pytest.mark.parametrize("refused", [1, 2, 3, 4])
 def test_no_room_to_grow_is_an_error_and_the_table_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: int, shared_file: bool
 ) -> None:
     table, reserved, calls = written(tmp_path), os.posix_fallocate, []
 
     def full(descriptor: int, offset: int, size: int) -> None:
         calls.append(size)
         reserved(descriptor, offset, size)  # A part of it may be there.
-        if len(calls) == refused:
+        if len(calls) == refused or shared_file:
             raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr("os.posix_fallocate", full)
         with pytest.raises(StorageFailed, match="No space left on device"):
-            table.extend(LARGER)
-    assert len(calls) == refused
+            extended(table, tmp_path)
+    assert len(calls) == (1 if shared_file else refused)
     table.apply(RowBatch.of_table(TABLE, np.array([9]), np.ones((1, 4), np.float32)), 3)
     table.flush()
     assert extended(table, tmp_path).changed_since(0).tolist() == [3, 7, 9]
-    assert MappedTable(LARGER, tmp_path, new=False).changed_since(2).tolist() == [9]
+    assert reopened(table).changed_since(2).tolist() == [9]
+
+
+def test_a_split_table_comes_back_split_also_once_it_has_grown(tmp_path: Path) -> None:
+    table, plain = written(tmp_path), StampedTable.zeros(LARGER)
+    plain.apply(RowBatch.of_table(LARGER, np.array([3, 7]), np.full((2, 4), 5, np.float32)), 2)
+    before = table.mapped
+    for each in (table, plain):
+        each.split(1, 3)
+    assert reopened(table).digests.tolist() == table.digests.tolist() == plain.digests[:10].tolist()
+    assert [array is other for array, other in zip(before.plain(), table.mapped.plain(), strict=True)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert MappedTable(before.layout, before.files).checksum == table.checksum, "until the log names the others"
+    table.remove_stale()
+    extended(table, tmp_path)
+    table.apply(RowBatch.of_table(LARGER, np.array([2999]), np.ones((1, 4), np.float32)), 3)
+    plain.apply(RowBatch.of_table(LARGER, np.array([2999]), np.ones((1, 4), np.float32)), 3)
+    back = reopened(table)
+    assert back.columns == (0, 1, 3, 4)
+    for array, other in zip(
+        back.mapped.plain(), (plain.rows, plain.stamps, plain.digests, plain.squares), strict=True
+    ):
+        np.testing.assert_array_equal(array, other)
+    assert back.checksum == plain.checksum
+
+
+def test_a_table_that_is_split_while_room_is_made_has_digests_that_fit(tmp_path: Path) -> None:
+    table = written(tmp_path)
+    become = room(table, tmp_path)
+    table.split(2)
+    table.apply(RowBatch.of_table(TABLE, np.array([9]), np.ones((1, 4), np.float32)), 3)
+    become()
+    assert table.fits(np.arange(3000), table.rows).all()
+    assert table.changed_since(0).tolist() == [3, 7, 9]
+
+
+def test_digests_that_an_older_version_did_not_keep_are_made_of_the_rows(
+    tmp_path: Path, shared_file: bool
+) -> None:
+    if shared_file:
+        return  # Older versions had none.
+    table = written(tmp_path)
+    digests, squares = (next(tmp_path.rglob(f"*user*.{kind}")) for kind in ("digests", "squares"))
+    squares.unlink()
+    digests.rename(digests.with_suffix(".digests.new"))  # A process ended while they were made.
+    for _ in range(2):
+        back = reopened(table)
+        assert back.digests.tolist() == table.digests.tolist()
+        assert back.squares.tolist() == table.squares.tolist()
+        assert back.checksum == table.checksum
+        assert not list(tmp_path.rglob("*.new"))

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.documents import ROOT
+from tests.support.mapping import new_view_table
 
 from deltasync.core.delivery import Delivery
 from deltasync.core.mode import Mode
@@ -22,7 +23,6 @@ from deltasync.core.threads import not_shared_yet
 from deltasync.core.value_types import Coding, Encoded, ValueType
 from deltasync.v1 import tables_pb2
 from deltasync.views.records import delivery_of_record, table_record
-from deltasync.views.table import ViewTable
 from deltasync.wire.messages import (
     delivery_from_message,
     delivery_to_message,
@@ -77,7 +77,7 @@ def test_a_new_value_type_goes_from_the_policy_over_wire_and_disk_to_the_replica
     source = StampedTable.zeros(TABLE)
     rows = np.random.default_rng(0).normal(size=(40, 16)).astype(np.float32)
     source.apply(RowBatch.of_table(TABLE, np.arange(40), rows), 1)
-    view = ViewTable(source, delivery, tmp_path, new=True)
+    view = new_view_table(source, delivery, tmp_path)
     assert delivery_of_record(table_record(view), TABLE) == delivery
     with not_shared_yet():
         view.copy(np.arange(40), 1)

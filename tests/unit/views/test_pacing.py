@@ -1,6 +1,7 @@
 """When a consumer's next release is due."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import pytest
@@ -34,6 +35,13 @@ def situation(
         sealed_unix_ns=[NOW - round(ago * SECOND) for ago in sealed],
         ready=ready,
     )
+
+
+def test_damaged_rows_of_the_last_release_wait_for_nobody() -> None:
+    """Nobody can be given that release."""
+    damaged = replace(situation(released=60, ready=False), damaged=True)
+    assert seconds(damaged, interval=3600) == 0
+    assert 0 < (seconds(replace(damaged, released_unix_ns=NOW)) or 0) < 1, "but not one after the other"
 
 
 def seconds(now: Situation, interval: float = 0.0, age: float | None = None) -> float | None:

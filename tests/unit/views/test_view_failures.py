@@ -142,8 +142,13 @@ def test_a_release_that_could_not_be_frozen_is_frozen_anew_for_the_next_who_asks
     run(tmp_path, scenario)
 
 
-@pytest.mark.parametrize("kind", ["user*.since", "user*.rows", "user*.stamps", "*"])
-def test_of_a_view_whose_files_are_missing_nothing_is_claimed(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["user*.since", "user*.rows", "user*.stamps", "*", "shared"])
+def test_of_a_view_whose_files_are_missing_nothing_is_claimed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    if kind != "shared":
+        monkeypatch.setattr("deltasync.storage.table_files.SMALL_BYTES", 0)
+
     async def scenario(local: LocalModel) -> None:
         await local.prepared_view(TOP)
 

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.local_model import LocalModel, Rows
+from tests.support.mapping import marks_on_disk
 from tests.support.plain_view import DirtyRow, PlainModel, PlainRelease, PlainTable, norm_of
 from tests.support.releases import live_rows
 
@@ -29,7 +30,6 @@ from deltasync.core.threads import not_shared_yet
 from deltasync.core.value_types import ValueType
 from deltasync.feeds.frozen_release import FrozenRelease
 from deltasync.feeds.statistics import Amount
-from deltasync.storage.mapped_table import file_of
 from deltasync.views.release_draft import ReleaseDraft
 from deltasync.views.store import ViewState
 from deltasync.views.table import ViewTable
@@ -309,7 +309,7 @@ class Play:
 def marks_of(table: ViewTable) -> dict[int, int]:
     """The dirty rows, and since when they are: nothing else uses the table while a play checks it."""
     with not_shared_yet():
-        on_disk = np.fromfile(file_of(table.delivery.spec, table.folder, "since"), np.int64)
+        on_disk = marks_on_disk(table)
         assert table.dirty.ids.tolist() == on_disk.nonzero()[0].tolist()
         assert table.dirty.since.tolist() == on_disk[table.dirty.ids].tolist()
         return dict(zip(table.dirty.ids.tolist(), table.dirty.since.tolist(), strict=True))

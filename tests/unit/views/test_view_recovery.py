@@ -58,7 +58,7 @@ def test_files_that_a_crash_left_behind_are_removed(tmp_path: Path) -> None:
 
     async def after(local: LocalModel) -> None:
         view = local.view()
-        assert {table.folder.name for table in view.state.tables} == {
+        assert {table.files.place.folder.name for table in view.state.tables} == {
             each.name for each in local.view_directory.iterdir()
         }
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.support.mapping import new_view_table, reopened
 
 from deltasync.core.delivery import Delivery
 from deltasync.core.mode import Mode
@@ -37,7 +38,7 @@ def source() -> StampedTable:
 
 
 def viewed(source: StampedTable, kind: ValueType, folder: Path) -> ViewTable:
-    table = ViewTable(source, Delivery(TABLE, kind, Mode.EMBEDDINGS), folder, new=True)
+    table = new_view_table(source, Delivery(TABLE, kind, Mode.EMBEDDINGS), folder)
     table.copy(np.arange(40), 1)
     return table
 
@@ -54,7 +55,7 @@ def test_a_row_that_was_left_is_as_far_off_as_before_also_after_a_restart(
     assert (dirty.ids.tolist(), more.ids.tolist()) == ([3, 9], [3, 9, 20])
     assert more.norms[:2].tolist() == dirty.norms.tolist()
     table.flush()
-    restarted = ViewTable(source, table.delivery, tmp_path, new=False)
+    restarted = reopened(table)
     assert restarted.find_dirty(3).norms.tolist() == more.norms.tolist()
 
 
@@ -80,7 +81,7 @@ def test_a_delete_differs_from_zeros_to_who_has_the_row_and_to_nobody_else(
     for name in ("all", "one"):
         (tmp_path / name).mkdir()
     table = viewed(source, kind, tmp_path / "all")
-    one = ViewTable(source, table.delivery, tmp_path / "one", new=True)
+    one = new_view_table(source, table.delivery, tmp_path / "one")
     one.copy(np.array([9]), 1)
     source.apply(RowBatch.deletes(Shard.whole(TABLE), np.array([3, 9])), 2)
     assert (table.find_dirty(1).ids.tolist(), one.find_dirty(1).ids.tolist()) == ([3, 9], [9])
@@ -89,5 +90,5 @@ def test_a_delete_differs_from_zeros_to_who_has_the_row_and_to_nobody_else(
     assert table.find_dirty(2).ids.tolist() == []
     source.apply(zeros, 3)
     assert table.find_dirty(2).ids.tolist() == [3]
-    restarted = ViewTable(source, table.delivery, tmp_path / "all", new=False)
+    restarted = reopened(table)
     assert restarted.find_dirty(2).ids.tolist() == [3]

@@ -10,9 +10,12 @@ from hypothesis import strategies as st
 from tests.support.embedding_parameters import embedding_parameters
 from torch import nn
 
+from deltasync.core.digests import row_digests
 from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode, delta_reader
 from deltasync.trainer.tracking.delta_reader import DeltaReader
-from deltasync.trainer.tracking.due_count import BoundedRows
+from deltasync.trainer.tracking.due_count import due_ids
+from deltasync.trainer.tracking.gathered_rows import GatheredRows
+from deltasync.trainer.tracking.shards import TrackedTable
 
 ROWS = 6
 
@@ -45,14 +48,17 @@ def test_more_rows_than_are_due_are_gathered_and_left_again(stamps: list[int], c
     due = [row for row, stamp in enumerate(stamps) if stamp > cursor]
     bound = len(due) + more
     held = torch.tensor(stamps, dtype=torch.int32)
-    ids, (values,) = BoundedRows.gathered(held, cursor, bound, [live]).in_host_memory().trimmed()
-    assert ids.tolist() == due
-    assert torch.equal(values, live[due])
-    assert values.is_contiguous()
+    ids, count = due_ids(held, cursor, bound)
+    rows = GatheredRows(ids, [live[ids]], [ids + 1], count).in_host_memory().trimmed()
+    assert rows.ids.tolist() == due
+    assert torch.equal(rows.values[0], live[due])
+    assert rows.values[0].is_contiguous()
+    assert rows.digests[0].tolist() == [row + 1 for row in due]
 
 
 def test_rows_that_were_not_expected_are_not_lost_in_silence() -> None:
-    rows = BoundedRows.gathered(torch.tensor([1, 1, 1], dtype=torch.int32), 0, 2, [])
+    ids, count = due_ids(torch.tensor([1, 1, 1], dtype=torch.int32), 0, 2)
+    rows = GatheredRows(ids, [], [], count)
     with pytest.raises(RuntimeError, match="3 rows are due, at most 2 were expected"):
         rows.trimmed()
 
@@ -73,6 +79,16 @@ def test_what_was_counted_ahead_is_not_waited_for(model: Rows) -> None:
     assert torch.equal(rows.values, model.t.data[[1, 4]])
     assert tracking.acknowledge(delta.token)
     assert not tracking.get_delta().rows
+
+
+def test_a_launched_read_has_the_digests_that_are_made_on_a_device(model: Rows) -> None:
+    tracking = tracker(model)
+    tracking.count_ahead()
+    model.t.data[[2, 3]] = 5
+    with mock.patch.object(TrackedTable, "device", torch.device("cuda")):
+        (batch,) = tracking.begin_delta().result.batches()
+    assert batch.digests is not None
+    assert batch.digests.tolist() == row_digests(batch.values).tolist()
 
 
 def test_a_launched_read_has_the_rows_as_they_were_then(model: Rows) -> None:

@@ -19,6 +19,7 @@ from deltasync.trainer.bench import (
     publish,
     quality,
     release,
+    scale,
     serve,
     status,
     step_time,
@@ -31,6 +32,7 @@ from deltasync.trainer.bench.pipelines import run as pipelines
 from deltasync.trainer.bench.pipelines.options import pipelines_options
 from deltasync.trainer.bench.quality import quality_options
 from deltasync.trainer.bench.release import release_options
+from deltasync.trainer.bench.scale import scale_options
 from deltasync.trainer.bench.serve import serve_options
 
 
@@ -92,6 +94,11 @@ _add(
     "pause",
     pause_options(_command(pause.run)),
     "Pause of readers while releases are applied, against a bare NumPy scatter of the same rows.",
+)
+_add(
+    "scale",
+    scale_options(_command(scale.run)),
+    "Time of a cut into a large table, and of /lag, against the same with a small table.",
 )
 _add(
     "serve",

@@ -33,6 +33,9 @@ from deltasync.trainer.bench.scraper import scraper
 from deltasync.v1 import publish_pb2, publish_pb2_grpc, tables_pb2
 from deltasync.wire.row_messages import chunked
 
+# For a release; the first of a large table takes minutes.
+_PATIENCE_SECONDS = 600.0
+
 
 class Sink(publish_pb2_grpc.PublishServiceServicer):
     """Receives a stream as the service does, and throws it away."""
@@ -86,7 +89,7 @@ def replica(service: str) -> None:
     with Subscriber(options, NumpyTarget()) as subscriber:
         _answer("ready")
         for line in sys.stdin:
-            _answer(str(subscriber.wait_for(int(line), 120).number))
+            _answer(str(subscriber.wait_for(int(line), _PATIENCE_SECONDS).number))
 
 
 class _ClockTarget(NumpyTarget):
@@ -144,7 +147,7 @@ class FleetReplica:
     def wait_for(self, version: int) -> None:
         """Wait until it was given a release that was made of a version."""
         with self._moved:
-            reached = self._moved.wait_for(lambda: self._version >= version, 120)
+            reached = self._moved.wait_for(lambda: self._version >= version, _PATIENCE_SECONDS)
         self._subscriber.check()
         if not reached:
             raise TimeoutError(f"the last release was made of version {self._version}, not {version}")

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.distributed import TrainPipelineSparseDist
 
-from deltasync.trainer.bench.timing import Duration, interval
+from deltasync.trainer.bench.timing import Duration, spread_of
 from deltasync.trainer.bench.tracker_reads import tracked
 from deltasync.trainer.clicks.batch import ClickBatch, click_batch
 from deltasync.trainer.clicks.features import FeatureOptions, Featurizer
@@ -32,6 +32,8 @@ from deltasync.trainer.distributed.sharding import OptimizerOptions, click_table
 from deltasync.trainer.sync import DeltaSync, SyncOptions
 
 BATCH, PUBLISH_EVERY = 128, 10
+# What ratios of a `Duration` are called.
+_CLOCKS = ("step", "cpu", "thread")
 # A turn has one read in it. What a pipeline loads ahead is there before its turn.
 TURN, AHEAD, WARM_UP = PUBLISH_EVERY, 4, 4
 
@@ -142,17 +144,13 @@ def _figures(rounds: list[list[list[Duration]]], tracking: _Tracking) -> dict[st
     ways = [way for both in rounds for way in both]
     step = statistics.median(way[0].seconds for way in ways) / TURN
     share = tracking.seconds / tracking.steps / step
-    found = {"off_ms": 1e3 * step, "rounds": len(rounds), "tracker_share": share}
+    cpu = statistics.median(way[0].cpu_seconds for way in ways) / TURN
+    found = {"off_ms": 1e3 * step, "off_cpu_ms": 1e3 * cpu, "rounds": len(rounds), "tracker_share": share}
     for place, name in enumerate(("tracking", "publishing")[: len(ways[0]) - 1], 1):
-        ratios = sorted(way[place].seconds / way[0].seconds for way in ways)
-        low, high = interval(ratios)
-        found |= {
-            f"{name}_step_ratio": statistics.median(ratios),
-            f"{name}_step_ratio_low": low,
-            f"{name}_step_ratio_high": high,
-            f"{name}_cpu_ratio": statistics.median(way[place].cpu_seconds / way[0].cpu_seconds for way in ways),
-            f"{name}_ms": 1e3 * statistics.median(way[place].seconds for way in ways) / TURN,
-        }
+        for clock, kind in enumerate(_CLOCKS):
+            ratios = (way[place][clock] / way[0][clock] for way in ways)
+            found |= spread_of(f"{name}_{kind}_ratio", ratios)
+        found[f"{name}_ms"] = 1e3 * statistics.median(way[place].seconds for way in ways) / TURN
     return found
 
 

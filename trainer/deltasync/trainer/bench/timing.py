@@ -8,15 +8,16 @@ from typing import NamedTuple, Self
 
 
 class Duration(NamedTuple):
-    """Seconds by the clock, and seconds in which a core worked for this process."""
+    """Seconds by the clock, and seconds in which a core worked for this process, and for this thread of it."""
 
     seconds: float
     cpu_seconds: float
+    thread_seconds: float
 
     @classmethod
     def now(cls) -> Self:
-        """By both clocks, to be given to `since`."""
-        return cls(time.perf_counter(), time.process_time())
+        """By all clocks, to be given to `since`."""
+        return cls(time.perf_counter(), time.process_time(), time.thread_time())
 
     @classmethod
     def since(cls, started: "Duration") -> Self:

@@ -1,9 +1,11 @@
 """What a read of the tracker returns."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import repeat
 
+import numpy as np
 import torch
 
 from deltasync.core.errors import InvalidInput
@@ -25,6 +27,8 @@ class DeltaRows:
         first: `values` as they were at the consumer's cursor; NaN where it has none, as after a `resync`. None
             where the mode does not keep them.
         mode: how they were read.
+        shard_digests: the digests of each shard's current rows, int64 [n]; none for rows that were gathered from
+            host memory, of which the publisher makes them in its own thread.
     """
 
     ids: torch.Tensor
@@ -32,6 +36,7 @@ class DeltaRows:
     shard_values: list[torch.Tensor]
     first: torch.Tensor | None
     mode: TrackingMode
+    shard_digests: list[torch.Tensor] = field(default_factory=list)
 
     @property
     def columns(self) -> list[tuple[int, int]]:
@@ -57,9 +62,10 @@ class DeltaRows:
                 f"use {TrackingMode.EMBEDDING_LAST.value!r} and read it with get_delta"
             )
         ids = self.ids.numpy()
+        digests = [each.numpy().view(np.uint64) for each in self.shard_digests]
         return [
-            RowBatch(shard, ids, values.numpy())
-            for shard, values in zip(self.shards, self.shard_values, strict=True)
+            RowBatch(shard, ids, values.numpy(), digests=made)
+            for shard, values, made in zip(self.shards, self.shard_values, digests or repeat(None), strict=False)
         ]
 
     @property
@@ -86,7 +92,8 @@ class DeltaRows:
         """Some of the rows, by a bool mask [n]."""
         by_shard = [values[rows] for values in self.shard_values]
         first = None if self.first is None else self.first[rows]
-        return DeltaRows(self.ids[rows], self.shards, by_shard, first, self.mode)
+        digests = [each[rows] for each in self.shard_digests]
+        return DeltaRows(self.ids[rows], self.shards, by_shard, first, self.mode, digests)
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,16 +11,17 @@ import torch
 from deltasync.trainer.tracking.cost import TrackerCost
 from deltasync.trainer.tracking.cursors import ConsumerCursor, Cursors
 from deltasync.trainer.tracking.delta import DeletedRows, Delta, DeltaRows, Token
-from deltasync.trainer.tracking.due_count import BoundedRows, DueCount, to_host
-from deltasync.trainer.tracking.modes import TrackingMode, sources
+from deltasync.trainer.tracking.device_digests import row_digests
+from deltasync.trainer.tracking.due_count import DueCount, due_ids
+from deltasync.trainer.tracking.gathered_rows import GatheredRows, to_host
+from deltasync.trainer.tracking.modes import TrackingMode, has_rows, sources
 from deltasync.trainer.tracking.pending_delta import PendingDelta
 from deltasync.trainer.tracking.row_marking import RowMarking
 from deltasync.trainer.tracking.shards import TrackedTable
 from deltasync.trainer.tracking.stamps import NOTHING, RowStamps
 from deltasync.trainer.tracking.update_gate import UpdateGate
 
-# Local ids of rows by table, and their values by shard if those are read.
-Gathered = dict[TrackedTable, tuple[torch.Tensor, list[torch.Tensor]]]
+Gathered = dict[TrackedTable, GatheredRows]
 # Larger tables that are compared are gathered once it is known how many of their rows have changed.
 _MOST_COMPARED_BYTES = 64 << 20
 
@@ -73,7 +74,7 @@ class DeltaReader:
                 gathered, deleted = self._gather_due(cursor, mode), self._deletes(cursor)
                 position = self._cursors.tick()
             with self._gate.side_stream():
-                gathered = _in_host_memory(gathered)
+                gathered = {table: rows.in_host_memory() for table, rows in gathered.items()}
             rows = _delta_rows(cursor, gathered)
             kept = (rows, deleted) if cursor.first_values else ({}, {})
             delta = Delta(rows, Token(cursor.name, position, *kept, {}, cursor), deleted)
@@ -116,14 +117,15 @@ class DeltaReader:
             arrival = self._gate.arrival()
         return PendingDelta(arrival, lambda: Delta(_delta_rows(cursor, _trimmed(arriving)), token, deleted))
 
-    def _gather_bounded(self, cursor: ConsumerCursor, count: DueCount) -> dict[TrackedTable, BoundedRows]:
+    def _gather_bounded(self, cursor: ConsumerCursor, count: DueCount) -> Gathered:
         """The rows that are due, as they are now, in copies where the tables are, and more than those."""
-        stamps, bounds = self._stamps.stamps, count.bounds(self._stamps)
-        return {
-            table: BoundedRows.gathered(of_table, cursor.cursor, bound, sources(table, cursor.mode))
-            for table, of_table, bound in zip(self._tables, stamps, bounds, strict=True)
-            if bound
-        }
+        gathered, bounds = {}, count.bounds(self._stamps)
+        for table, stamps, bound in zip(self._tables, self._stamps.stamps, bounds, strict=True):
+            if bound:
+                ids, due = due_ids(stamps, cursor.cursor, bound)
+                values = [live.index_select(0, ids) for live in sources(table, cursor.mode)]
+                gathered[table] = GatheredRows(ids, values, _digests(table, cursor.mode, values), due)
+        return gathered
 
     def _gather_due(self, cursor: ConsumerCursor, mode: TrackingMode) -> Gathered:
         """The rows that are due, as they are now, in copies where the tables are."""
@@ -131,7 +133,8 @@ class DeltaReader:
         for number, table in enumerate(self._tables):
             ids = _named(table, cursor, cursor.due(table, self._stamps, number))
             if len(ids):
-                gathered[table] = ids, [cursor.memory.select(live, ids) for live in sources(table, mode)]
+                values = [cursor.memory.select(live, ids) for live in sources(table, mode)]
+                gathered[table] = GatheredRows(ids, values, _digests(table, mode, values))
         return gathered
 
     def _deletes(self, cursor: ConsumerCursor) -> dict[str, DeletedRows]:
@@ -154,28 +157,29 @@ def _named(table: TrackedTable, cursor: ConsumerCursor, due: torch.Tensor) -> to
     return due[named[due]]
 
 
-def _in_host_memory(gathered: Gathered) -> Gathered:
-    """The same in host memory: on a GPU, once its stream is done."""
-    return {
-        table: (to_host(ids), [to_host(values) for values in by_shard])
-        for table, (ids, by_shard) in gathered.items()
-    }
+def _digests(table: TrackedTable, mode: TrackingMode, values: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Of current rows on a device, by shard: made before the copy to the host, which they cover."""
+    if table.device.type == "cpu" or not has_rows(mode):
+        return []
+    return [row_digests(each, tracked.shard) for tracked, each in zip(table.shards, values, strict=True)]
 
 
 def _delta_rows(cursor: ConsumerCursor, gathered: Gathered) -> dict[str, DeltaRows]:
     """Rows in host memory as the consumer is given them, by FQN."""
     return {
         table.name: DeltaRows(
-            ids + table.row_offset if table.row_offset else ids,
+            rows.ids + table.row_offset if table.row_offset else rows.ids,
             [tracked.shard for tracked in table.shards],
-            by_shard,
-            cursor.first_rows(table, ids),
+            rows.values,
+            cursor.first_rows(table, rows.ids),
             cursor.mode,
+            rows.digests,
         )
-        for table, (ids, by_shard) in gathered.items()
+        for table, rows in gathered.items()
     }
 
 
-def _trimmed(arrived: dict[TrackedTable, BoundedRows]) -> Gathered:
+def _trimmed(arrived: Gathered) -> Gathered:
     """The rows that are due; tables without any are left out."""
-    return {table: trimmed for table, rows in arrived.items() if len((trimmed := rows.trimmed())[0])}
+    trimmed = {table: rows.trimmed() for table, rows in arrived.items()}
+    return {table: rows for table, rows in trimmed.items() if len(rows.ids)}

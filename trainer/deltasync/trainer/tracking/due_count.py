@@ -6,7 +6,6 @@ host launches the next; what is stamped meanwhile is counted by the host, at mos
 """
 
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 
@@ -41,53 +40,16 @@ class DueCount:
         return [min(most, int(count) + more) for most, count, more in zip(rows, self.counts, since, strict=True)]
 
 
-@dataclass(frozen=True, eq=False)
-class BoundedRows:
-    """Rows that were gathered before it was known how many they are, and copied to host memory.
+def due_ids(stamps: torch.Tensor, cursor: int, bound: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows stamped after a cursor, where the stamps are.
 
-    Attributes:
-        ids: int64 [bound], local row ids, ascending, then zeros.
-        values: of these rows, [bound, d], by shard.
-        count: how many of them are meant, int64 [1].
+    Args:
+        stamps: int32 [rows].
+        cursor: see there.
+        bound: no more than so many rows are.
+
+    Returns:
+        Local row ids, int64 [bound], ascending, then zeros; and how many of them are meant, int64 [1].
     """
-
-    ids: torch.Tensor
-    values: list[torch.Tensor]
-    count: torch.Tensor
-
-    @classmethod
-    def gathered(cls, stamps: torch.Tensor, cursor: int, bound: int, live: list[torch.Tensor]) -> Self:
-        """The rows stamped after a cursor, where they are.
-
-        Args:
-            stamps: int32 [rows].
-            cursor: see there.
-            bound: no more than so many rows are.
-            live: [rows, d], what is read of them, by shard.
-        """
-        due = stamps > cursor
-        ids = torch.nonzero_static(due, size=bound, fill_value=0).squeeze(1)
-        return cls(ids, [tensor.index_select(0, ids) for tensor in live], due.sum().view(1))
-
-    def in_host_memory(self) -> Self:
-        """The same in host memory, once the current stream is done."""
-        return type(self)(to_host(self.ids), [to_host(values) for values in self.values], to_host(self.count))
-
-    def trimmed(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Ids and values of the rows that are meant.
-
-        Raises:
-            RuntimeError: they are more than were thought possible.
-        """
-        count = int(self.count)
-        if count > len(self.ids):
-            raise RuntimeError(f"{count} rows are due, at most {len(self.ids)} were expected: this is a defect")
-        return self.ids[:count], [values[:count] for values in self.values]
-
-
-def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """The same in host memory, once the current stream is done; itself where it is there already."""
-    if not tensor.is_cuda:
-        return tensor
-    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return pinned.copy_(tensor, non_blocking=True)
+    due = stamps > cursor
+    return torch.nonzero_static(due, size=bound, fill_value=0).squeeze(1), due.sum().view(1)

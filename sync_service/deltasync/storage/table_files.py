@@ -1,0 +1,340 @@
+"""The files of tables: large ones have a file for each array, the small ones that are made together share one.
+
+By default Linux lets a process have 65,530 mappings, and a few for every table of every consumer are too many. A
+file of a table's own can grow with it; out of a shared one it moves.
+"""
+
+import math
+import os
+import shutil
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, BinaryIO, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltasync.core.errors import StorageFailed
+from deltasync.storage.data_directory import RESTORE
+from deltasync.storage.mapping import Mapping, map_file
+
+# A table of fewer bytes is small.
+SMALL_BYTES = 16 << 20
+_SHARED = "shared"
+_ALIGNED_BYTES = 64  # A line of the processor's cache.
+_BLOCK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """An array of a table.
+
+    Attributes:
+        file: the name of its file, if it has one of its own.
+        dtype: of its values.
+        shape: the first number is that of the table's rows.
+        alone: whether it has a file of its own, also in a small table.
+        derived: whether it can be made of the others. Older versions did not keep it.
+    """
+
+    file: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    alone: bool = False
+    derived: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+ArraySpecs: TypeAlias = Sequence[ArraySpec]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a table's arrays are: in files of their own in a folder, or in the one that its small tables share,
+    from byte `offset` on.
+    """
+
+    folder: Path
+    offset: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class TableFiles:
+    """The arrays of a table, and what they are mapped from.
+
+    Attributes:
+        place: where they are.
+        arrays: the arrays.
+        mappings: of each.
+        unnamed: files of derived arrays that were made now, and are to be filled.
+    """
+
+    place: Place
+    arrays: tuple[NDArray[Any], ...]
+    mappings: tuple[Mapping, ...]
+    unnamed: tuple[Path, ...] = ()
+
+    def part(self, start: int, end: int) -> "TableFiles":
+        """Some of the arrays."""
+        mappings = self.mappings[start:end]
+        unnamed = tuple(path for path in self.unnamed if any(path == Path(each.name) for each in mappings))
+        return TableFiles(self.place, self.arrays[start:end], mappings, unnamed)
+
+    def name(self) -> None:
+        """Have the files that were made now, and are filled, from here on.
+
+        Raises:
+            StorageFailed: the disk refused them.
+        """
+        flush([self])
+        for path in self.unnamed:
+            path.rename(path.with_suffix(""))
+        for folder in {path.parent for path in self.unnamed}:
+            _sync(folder)
+
+    def with_others(self, arrays: ArraySpecs, start: int) -> "TableFiles":
+        """With other arrays from array `start` on: in new files of their own, all zero.
+
+        Raises:
+            StorageFailed: there is no room.
+        """
+        for each in arrays[start:]:
+            (self.place.folder / each.file).unlink(missing_ok=True)  # Of a process that ended before it was named.
+            _allocate(self.place.folder / each.file, each.nbytes)
+        mappings = [_map(self.place.folder / each.file, each.nbytes) for each in arrays[start:]]
+        others = [m.array(each.dtype, each.shape) for m, each in zip(mappings, arrays[start:], strict=True)]
+        return TableFiles(self.place, (*self.arrays[:start], *others), (*self.mappings[:start], *mappings))
+
+    def remove(self, array: ArraySpec) -> None:
+        """Remove an array's own file, if it had one."""
+        (self.place.folder / array.file).unlink(missing_ok=True)
+
+    def extended(self, arrays: ArraySpecs) -> "TableFiles":
+        """Make room, in its own files, for longer arrays, with zeros; what is there stays.
+
+        Raises:
+            StorageFailed: there is no room; the files are as they were, or longer.
+        """
+        for each in arrays:
+            _extend(self.place.folder / each.file, each.nbytes)
+        return open_tables([(self.place, arrays)])[0]
+
+    def copy(self, shorter: "TableFiles", count: int) -> None:
+        """Let the first arrays begin with what is in others, which are shorter."""
+        for array, source in zip(self.arrays[:count], shorter.arrays, strict=False):
+            array[: len(source)] = source
+
+
+def flush(tables: Iterable[TableFiles]) -> None:
+    """Wait until everything written to tables before the call is on disk.
+
+    Raises:
+        StorageFailed: the disk refused it.
+    """
+    for mapping in {mapping for table in tables for mapping in table.mappings}:
+        mapping.flush()
+
+
+def make_tables(parent: Path, tables: Sequence[ArraySpecs]) -> list[TableFiles]:
+    """Make tables' files, all zero, in a new folder.
+
+    Raises:
+        StorageFailed: there is no room; nothing is left of them.
+    """
+    folder = parent / uuid.uuid4().hex
+    try:
+        folder.mkdir(parents=True)
+        sizes = [_room(each) if _is_small(each) else 0 for each in tables]
+        if any(sizes):
+            _allocate(folder / _SHARED, sum(sizes))
+        for arrays in tables:
+            for each in arrays:
+                if each.alone or not _is_small(arrays):
+                    _allocate(folder / each.file, each.nbytes)
+        _sync(folder)
+        _sync(parent)
+        starts = accumulate(sizes, initial=0)
+        places = [Place(folder, start if size else None) for start, size in zip(starts, sizes, strict=False)]
+        return open_tables(list(zip(places, tables, strict=True)))
+    except BaseException as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise StorageFailed(f"{folder} cannot be made: {error.strerror}") from error
+        raise
+
+
+def open_tables(tables: Sequence[tuple[Place, ArraySpecs]]) -> list[TableFiles]:
+    """Open tables' files; each is mapped once.
+
+    A file of one array that has more, but zeros only, was being extended when its process ended: it is made as
+    short as before.
+
+    Raises:
+        StorageFailed: a file is missing or of another size, or there is no room in the process's memory.
+    """
+    ends = {place.folder: 0 for place, _ in tables if place.offset is not None}
+    for place, arrays in tables:
+        if place.offset is not None:
+            ends[place.folder] = max(ends[place.folder], place.offset + _room(arrays))
+    shared = {folder: _map_shared(folder / _SHARED, end) for folder, end in ends.items()}
+    return [_opened(place, arrays, shared.get(place.folder)) for place, arrays in tables]
+
+
+def remove_unused(parent: Path, used: Iterable[TableFiles]) -> None:
+    """Remove the folders in which no table is used, and what a shared file still has of others."""
+    folders: dict[Path, list[TableFiles]] = {}
+    for table in used:
+        folders.setdefault(table.place.folder, []).append(table)
+    for folder in parent.iterdir() if parent.exists() else ():
+        if folder.is_dir() and folder not in folders:
+            shutil.rmtree(folder, ignore_errors=True)  # Or at the next change.
+    for tables in folders.values():
+        _clear_between([table for table in tables if table.place.offset is not None])
+
+
+def reserve(file: BinaryIO, size: int, what: str) -> None:
+    """Reserve a file's blocks at once: a full disk is then an error here, not a crash at a later write.
+
+    Raises:
+        StorageFailed: there is no room.
+    """
+    try:
+        os.posix_fallocate(file.fileno(), 0, size)
+    except OSError as error:
+        raise StorageFailed(f"{what}: cannot reserve {size} bytes: {error.strerror}") from error
+
+
+def _is_small(arrays: ArraySpecs) -> bool:
+    return sum(each.nbytes for each in arrays) < SMALL_BYTES
+
+
+def _offsets(sizes: Iterable[int], start: int = 0) -> list[int]:
+    """Where arrays of so many bytes begin, from `start` on, and where the last of them ends."""
+    return list(accumulate((-(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES for size in sizes), initial=start))
+
+
+def _room(arrays: ArraySpecs) -> int:
+    """Bytes of a small table in a shared file."""
+    return _offsets(0 if each.alone else each.nbytes for each in arrays)[-1]
+
+
+def _allocate(path: Path, size: int) -> None:
+    path.parent.mkdir(exist_ok=True)
+    with path.open("xb") as file:
+        reserve(file, size, str(path))
+        os.fsync(file.fileno())
+    _sync(path.parent)
+
+
+def _extend(path: Path, size: int) -> None:
+    """Make room in a file for so many bytes, the new ones zero; one that is as long stays so."""
+    before = path.stat().st_size
+    if before >= size:
+        return
+    with path.open("r+b") as file:
+        try:
+            reserve(file, size, str(path))
+            os.fsync(file.fileno())
+        except BaseException:
+            file.truncate(before)
+            raise
+
+
+def _opened(place: Place, arrays: ArraySpecs, shared: Mapping | None) -> TableFiles:
+    if place.offset is None or shared is None:
+        return _opened_alone(place, arrays)
+    offsets = _offsets((0 if each.alone else each.nbytes for each in arrays), place.offset)
+    found, mappings = list[NDArray[Any]](), list[Mapping]()
+    for each, offset in zip(arrays, offsets, strict=False):
+        mappings.append(_map(place.folder / each.file, each.nbytes) if each.alone else shared)
+        found.append(mappings[-1].array(each.dtype, each.shape, 0 if each.alone else offset))
+    return TableFiles(place, tuple(found), tuple(mappings))
+
+
+def _opened_alone(place: Place, arrays: ArraySpecs) -> TableFiles:
+    """Arrays in files of their own."""
+    paths, unnamed = [place.folder / each.file for each in arrays], list[Path]()
+    # All or none: a process may have ended while they were made.
+    if any(each.derived and not path.exists() for each, path in zip(arrays, paths, strict=True)):
+        paths = [_unnamed(path) if each.derived else path for each, path in zip(arrays, paths, strict=True)]
+        unnamed = [path for each, path in zip(arrays, paths, strict=True) if each.derived]
+    for each, path in zip(arrays, paths, strict=True):
+        if path in unnamed:
+            path.unlink(missing_ok=True)
+            _allocate(path, each.nbytes)
+    mappings = [_map(path, each.nbytes) for path, each in zip(paths, arrays, strict=True)]
+    found = tuple(m.array(each.dtype, each.shape) for m, each in zip(mappings, arrays, strict=True))
+    return TableFiles(place, found, tuple(mappings), tuple(unnamed))
+
+
+def _unnamed(path: Path) -> Path:
+    return path.with_name(path.name + ".new")
+
+
+def _map(path: Path, size: int) -> Mapping:
+    """A file of one array, which has so many bytes."""
+    if path.exists() and path.stat().st_size > size and not _anything_after(path, size):
+        os.truncate(path, size)
+    found = path.stat().st_size if path.exists() else None
+    if found != size:
+        raise _damaged(path, found, f"{size}")
+    return map_file(path)
+
+
+def _map_shared(path: Path, end: int) -> Mapping:
+    """A file of several tables, which has so many bytes or more."""
+    found = path.stat().st_size if path.exists() else None
+    if found is None or found < end:
+        raise _damaged(path, found, f"{end} or more")
+    return map_file(path)
+
+
+def _damaged(path: Path, found: int | None, expected: str) -> StorageFailed:
+    has = "is missing" if found is None else f"has {found} bytes"
+    return StorageFailed(f"{path} {has}, expected {expected} bytes: {RESTORE}")
+
+
+def _anything_after(path: Path, size: int) -> bool:
+    """Whether a file has anything but zeros after so many bytes."""
+    with path.open("rb") as file:
+        file.seek(size)
+        return any(block.count(0) < len(block) for block in iter(partial(file.read, _BLOCK_BYTES), b""))
+
+
+def _clear_between(tables: Sequence[TableFiles]) -> None:
+    """Leave nothing but these tables in a shared file: no deleted row may be left where another table was."""
+    after = 0
+    for table in sorted(tables, key=_start):
+        _clear(table.mappings[0], after, _start(table))
+        pairs = zip(table.arrays, table.mappings, strict=True)
+        sizes = (array.nbytes for array, mapping in pairs if mapping is table.mappings[0])
+        after = _offsets(sizes, _start(table))[-1]
+    for table in tables[:1]:
+        _clear(table.mappings[0], after, table.mappings[0].size)
+
+
+def _start(table: TableFiles) -> int:
+    return table.place.offset or 0
+
+
+def _clear(mapping: Mapping, start: int, end: int) -> None:
+    found = mapping.array(np.dtype(np.uint8), (max(0, end - start),), start)
+    if found.any():
+        found[:] = 0
+
+
+def _sync(folder: Path) -> None:
+    """Flush a folder's entries: a table's files must not be lost once the log names the table."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,43 @@
+"""Whether arrays are in memory or in files, and in which."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltasync.core.delivery import Delivery
+from deltasync.core.stamps import StampedTable
+from deltasync.storage.mapping import Mapping
+from deltasync.storage.table_files import ArraySpec, TableFiles, make_tables, open_tables
+from deltasync.views.table import ViewTable, view_arrays
+
+
+def in_a_file(array: Any) -> bool:
+    """Whether an array is in a mapping, or cut out of one that is."""
+    while array is not None and not isinstance(array, Mapping):
+        array = getattr(array, "base", None)
+    return array is not None
+
+
+def new_files(folder: Path, arrays: Sequence[ArraySpec]) -> TableFiles:
+    """Files of one table, all zero, in a new folder below this one."""
+    return make_tables(folder, [arrays])[0]
+
+
+def new_view_table(source: StampedTable, delivery: Delivery, folder: Path) -> ViewTable:
+    """A table of a view, in files of its own."""
+    return ViewTable(source, delivery, new_files(folder, view_arrays(delivery)))
+
+
+def reopened(table: ViewTable) -> ViewTable:
+    """The table after a restart."""
+    (files,) = open_tables([(table.files.place, view_arrays(table.delivery))])
+    return ViewTable(table.source, table.delivery, files)
+
+
+def marks_on_disk(table: ViewTable) -> NDArray[np.int64]:
+    """What the files have of which rows of a view's table are dirty."""
+    (files,) = open_tables([(table.files.place, view_arrays(table.delivery))])
+    return np.array(files.arrays[-1])

@@ -1,0 +1,135 @@
+"""The index of changes against plain stamps."""
+
+from unittest import mock
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from deltasync.core import change_index
+from deltasync.core.change_index import ChangeIndex
+from deltasync.core.rows import Ids, RowBatch
+from deltasync.core.stamps import StampedTable
+from deltasync.core.tables import Shard, TableSpec
+from deltasync.kernels import stamps as kernels
+
+_LARGE = 1_000_000
+
+
+class Changes(RuleBasedStateMachine):
+    """Rows are stamped, deleted, restamped; tables grow, and are there again after a restart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._note_ids = mock.patch.object(change_index, "_NOTE_IDS", 1)  # Else small tables keep no ids.
+        self._note_ids.start()
+
+    def teardown(self) -> None:
+        self._note_ids.stop()
+
+    @initialize(rows=st.sampled_from([1, 50, 256, 257, 1000]))
+    def begin(self, rows: int) -> None:
+        self.stamps = np.zeros(rows, np.int64)
+        self.index = ChangeIndex(self.stamps)
+        self.number = 1
+
+    def _ids(self, data: st.DataObject) -> Ids:
+        rows = len(self.stamps)
+        ids = data.draw(st.sets(st.integers(0, rows - 1), max_size=30))
+        first = data.draw(st.integers(0, rows - 1))
+        run = range(first, min(rows, first + data.draw(st.sampled_from([0, 5, 60, 400]))))
+        return np.array(sorted(ids.union(run)), np.int64)
+
+    @rule(data=st.data(), step=st.sampled_from([0, 0, 1, 1, 1, 7, -2, -30]), deleted=st.booleans())
+    def stamp(self, data: st.DataObject, step: int, deleted: bool) -> None:
+        """With a later number, the same, as chunks of a cut come, or an earlier one."""
+        self.number = max(1, self.number + step)
+        ids = self._ids(data)
+        self.index.note(ids, self.number)
+        self.stamps[ids] = -self.number if deleted else self.number
+
+    @rule(data=st.data(), numbers=st.lists(st.integers(-40, 40), min_size=1, max_size=5))
+    def restamp(self, data: st.DataObject, numbers: list[int]) -> None:
+        ids = self._ids(data)
+        stamps = np.resize(np.array(numbers), len(ids))
+        self.index.note_each(ids, stamps)
+        self.stamps[ids] = stamps
+
+    @rule(data=st.data())
+    def reuse_the_ids(self, data: st.DataObject) -> None:
+        """They may lie in a message that is gone, or is used again."""
+        ids = self._ids(data)
+        self.index.note(ids, self.number)
+        self.stamps[ids] = self.number
+        ids[:] = 0
+
+    @rule(rows=st.sampled_from([0, 1, 5, 300]))
+    def grow(self, rows: int) -> None:
+        self.stamps = np.concatenate([self.stamps, np.zeros(rows, np.int64)])
+        self.index.extend(self.stamps)
+
+    @rule()
+    def restart(self) -> None:
+        self.index = ChangeIndex(self.stamps)
+
+    @invariant()
+    def finds_what_the_stamps_say(self) -> None:
+        if not hasattr(self, "stamps"):
+            return
+        newest = int(np.abs(self.stamps).max())
+        for number in {0, *range(max(0, newest - 5), newest + 2), newest // 2}:
+            found = self.index.changed_since(number)
+            assert found.dtype == np.int64
+            assert found.tolist() == np.flatnonzero(np.abs(self.stamps) > number).tolist()
+
+    @invariant()
+    def keeps_few_ids(self) -> None:
+        if hasattr(self, "stamps"):
+            assert sum(len(ids) + 1 for _, ids in self.index._notes) == self.index._noted_ids
+            assert self.index._noted_ids <= len(self.stamps) // 8
+
+
+TestChanges = Changes.TestCase
+TestChanges.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def cut(table: StampedTable, ids: Ids, number: int) -> None:
+    values = np.full((len(ids), table.spec.dim), number, np.float32)
+    table.apply(RowBatch.of_table(table.spec, ids, values), number)
+
+
+def test_the_stamps_are_not_read_for_who_is_nearly_up_to_date() -> None:
+    table = StampedTable.zeros(TableSpec("t", _LARGE, 1))
+    cut(table, np.arange(_LARGE), 1)
+    rows = np.random.default_rng(0)
+    cuts = {number: np.sort(rows.choice(_LARGE, 1000, replace=False)) for number in range(2, 50)}
+    for number, ids in cuts.items():
+        cut(table, ids, number)
+    with mock.patch.object(kernels, "rows_after", side_effect=AssertionError("all stamps were read")):
+        for behind in range(4):
+            newer = [ids for number, ids in cuts.items() if number > 49 - behind]
+            expected = np.unique(np.concatenate([np.zeros(0, np.int64), *newer]))
+            np.testing.assert_array_equal(table.changed_since(49 - behind), expected)
+
+
+def test_one_far_behind_reads_the_stamps_of_blocks_that_are_newer() -> None:
+    table = StampedTable.zeros(TableSpec("t", _LARGE, 1))
+    cut(table, np.arange(_LARGE), 1)
+    for number in range(2, 500):
+        cut(table, np.arange(5_000, 6_000), number)
+    rows_after = kernels.rows_after
+    with mock.patch.object(kernels, "rows_after", side_effect=rows_after) as asked:
+        assert table.changed_since(1).tolist() == list(range(5_000, 6_000))
+    _, largest, number, found = asked.call_args.args
+    assert len(found) == 256 * np.count_nonzero(largest > number) <= 2_000
+
+
+def test_rows_of_a_full_cut_are_not_kept() -> None:
+    table = StampedTable.zeros(TableSpec("t", _LARGE, 1))
+    for start in range(0, _LARGE, 50_000):
+        cut(table, np.arange(start, start + 50_000), 1)
+    assert len(table.changed_since(0)) == _LARGE
+    assert not table.index._notes
+    table.apply(RowBatch.deletes(Shard.whole(table.spec), np.array([3, 999])), 2)
+    assert table.changed_since(1).tolist() == [3, 999]

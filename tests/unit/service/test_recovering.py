@@ -1,0 +1,219 @@
+"""While one model recovers, others are served, and who asks for that one is told so."""
+
+import asyncio
+import json
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.local_service import join, run, send
+from tests.support.wire import WHOLE, full_part, part, random_rows
+
+from deltasync.api import server
+from deltasync.api.server import ServerOptions
+from deltasync.api.subscribe import ReplicaStream
+from deltasync.core import progress
+from deltasync.core.errors import InvalidInput, ServiceUnavailable, StorageFailed
+from deltasync.core.listener import listening_socket
+from deltasync.core.policy import Policy
+from deltasync.core.progress import Progress
+from deltasync.service.service import Service, ServiceOptions
+from deltasync.status.answers import Answers
+from deltasync.storage.model_store import ModelStore
+from deltasync.v1 import subscribe_pb2
+from deltasync.views.view import View
+from deltasync.wire.protocol import OURS
+
+TOP = Policy(top_k=1)
+WAIT = 20
+
+
+class HeldRecovery:
+    """Holds back the recovery of model "slow" until it is let go."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._let_go = threading.Event()
+        recover = ModelStore.recover
+
+        def held(store: ModelStore, record: Mapping[str, Any]) -> None:
+            if store._model == "slow":
+                assert self._let_go.wait(WAIT)
+            recover(store, record)
+
+        patch.setattr(ModelStore, "recover", held)
+
+    def let_go(self) -> None:
+        self._let_go.set()
+
+
+@pytest.fixture
+def data_dir(tmp_path: Path) -> Path:
+    """Two models with a cut each, and a consumer with a view of one of them."""
+
+    async def scenario(service: Service) -> None:
+        for model in ("slow", "fast"):
+            await send(await join(service, model=model), full_part(1, random_rows(0), WHOLE))
+            await service.coordinators[model].drain()
+        await service.create_consumer("top", "slow", TOP)
+
+    run(tmp_path, scenario)
+    return tmp_path
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldRecovery]:
+    held = HeldRecovery(monkeypatch)
+    yield held
+    held.let_go()
+
+
+async def silence() -> AsyncIterator[subscribe_pb2.SubscribeRequest]:
+    await asyncio.Event().wait()
+    yield subscribe_pb2.SubscribeRequest()
+
+
+def test_models_that_are_there_do_not_wait_for_another(data_dir: Path, held: HeldRecovery) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(WAIT), asyncio.TaskGroup() as tasks:
+            service = Service(ServiceOptions(data_dir=data_dir), tasks)
+            recovery = tasks.create_task(service.recover())
+            while "fast" not in service.models:
+                await service.model_added.changed()
+            session = await join(service, model="fast", continues=service.models["fast"].position)
+            assert await send(session, part(2, [(0, [3], np.ones((1, 4), "<f4"))]))
+            replica = await replica_of(service, "top")
+            await refused(service)
+            await service.create_consumer("new", "slow", TOP)
+            held.let_go()
+            await recovery
+            assert not service.recovering
+            assert await anext(replica)
+            await replica.aclose()
+            for name in ("top", "new"):
+                assert isinstance(service.feed(service.registry.get(name)), View)
+                assert await Answers(service).lag(name)
+            await service.delete_consumer("new")
+            assert await join(service, model="slow", continues=service.models["slow"].position)
+            await service.drain()
+
+    asyncio.run(main())
+
+
+async def replica_of(service: Service, consumer: str) -> Any:
+    """A replica of a model that is recovering: it waits."""
+    opening = subscribe_pb2.SubscribeOpen(consumer=consumer, replica="r")
+    stream = ReplicaStream(service, opening, OURS).run(silence())
+    first = await anext(stream)
+    assert isinstance(first, subscribe_pb2.SubscribeResponse)
+    assert first.WhichOneof("message") == "progress"
+    return stream
+
+
+async def refused(service: Service) -> None:
+    calls = [
+        join(service, model="slow"),
+        service.delete_rows("slow", "user", [1]),
+        service.delete_consumer("top"),
+        Answers(service).lag("top"),
+    ]
+    for call in calls:
+        with pytest.raises(ServiceUnavailable, match="model 'slow' is still recovering; try again"):
+            await call
+    with pytest.raises(InvalidInput, match="nothing"):
+        await service.create_consumer("wrong", "slow", Policy(tables=("nothing",)))
+    assert b'consumer="top"' not in await Answers(service).metrics()
+
+
+def test_one_that_cannot_be_read_ends_the_start_once_nobody_reads_the_log(
+    data_dir: Path, held: HeldRecovery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = list[str]()
+    monkeypatch.setattr("deltasync.storage.table_files._damaged", lambda path, *_: _noted(opened, path))
+
+    async def main() -> None:
+        async with asyncio.timeout(WAIT), asyncio.TaskGroup() as tasks:
+            service = Service(ServiceOptions(data_dir=data_dir), tasks)
+            (folder,) = (data_dir / "models" / "fast" / "tables").iterdir()
+            (folder / "shared").unlink()
+            recovery = asyncio.create_task(service.recover())
+            while not opened:
+                await asyncio.sleep(0)
+            assert not recovery.done()
+            held.let_go()
+            with pytest.raises(StorageFailed, match="shared is missing"):
+                await recovery
+            assert list(service.models) == ["slow"]
+            await service.drain()
+
+    asyncio.run(main())
+
+
+def _noted(found: list[str], path: Path) -> StorageFailed:
+    found.append(path.name)
+    return StorageFailed(f"{path.name} is missing")
+
+
+def free_port() -> int:
+    with listening_socket("127.0.0.1", 0) as found:
+        port: int = found.getsockname()[1]
+    return port
+
+
+def get(url: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(url, timeout=WAIT) as answer:  # noqa: S310
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_the_service_listens_and_is_ready_once_all_are_there(
+    data_dir: Path, held: HeldRecovery, monkeypatch: pytest.MonkeyPatch, stopped: bool
+) -> None:
+    monkeypatch.setattr(server, "_SOON_SECONDS", 0)
+    listening = asyncio.Event()
+    monkeypatch.setattr(server.logger, "info", lambda said, *_: listening.set() if "listening" in said else None)
+    http = free_port()
+    options = ServerOptions(
+        service=ServiceOptions(data_dir=data_dir), grpc_port=0, http_port=http, drain_seconds=0.1
+    )
+
+    async def main() -> None:
+        stopping = asyncio.Event()
+        serving = asyncio.create_task(server.run(options, stopping))
+        await listening.wait()
+        url = f"http://127.0.0.1:{http}"
+        status, said = await asyncio.to_thread(get, f"{url}/readyz")
+        assert (status, json.loads(said)["message"]) == (503, "still recovering: slow")
+        assert (await asyncio.to_thread(get, f"{url}/livez"))[0] == 200
+        assert not (data_dir / "endpoints.json").exists()
+        if stopped:
+            stopping.set()
+        held.let_go()
+        while not stopped and (await asyncio.to_thread(get, f"{url}/readyz"))[0] != 200:
+            await asyncio.sleep(0)
+        stopping.set()
+        await serving
+
+    asyncio.run(asyncio.wait_for(main(), WAIT))
+
+
+def test_progress_is_said_now_and_then(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    caplog.set_level("INFO")
+    quick = Progress("model 'm': opening tables", 10)
+    quick.add(10)
+    assert not caplog.text
+    monkeypatch.setattr(progress, "_EVERY_SECONDS", 0)
+    slow = Progress("model 'm': reading the log", 4000)
+    slow.add(1000)
+    slow.add(2000)
+    assert [each.message for each in caplog.records] == [
+        "model 'm': reading the log: 1000 of 4000 rows",
+        "model 'm': reading the log: 3000 of 4000 rows",
+    ]

@@ -1,0 +1,107 @@
+"""Damaged rows of a view: of what replicas hold, and of what that is made of."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.support.local_model import LocalModel
+from tests.support.releases import live_rows
+from tests.support.wire import USER
+
+from deltasync.core.damage import DamagedRows
+from deltasync.core.mode import Mode
+from deltasync.core.policy import Policy
+from deltasync.core.stamps import StampedTable
+from deltasync.core.value_types import ValueType
+from deltasync.views.view import View
+
+ROWS = {row: np.arange(4, dtype=np.float32) + row for row in range(USER.rows)}
+INT8 = Policy(value_type=ValueType.INT8)
+
+
+async def made(folder: Path, policy: Policy) -> tuple[LocalModel, View]:
+    """A model of one table, and a view of it with its first release."""
+    local = LocalModel(folder)
+    await local.model.add_tables([USER])
+    await local.cut({USER.name: ROWS})
+    return local, await local.prepared_view(policy)
+
+
+async def ended(local: LocalModel, view: View) -> None:
+    view.flush()
+    await local.model.close()
+    local.log.close()
+
+
+def flip(table: StampedTable, row: int) -> None:
+    table.rows.view(np.uint8)[row, 0] ^= 8
+
+
+@pytest.mark.parametrize("policy", [INT8, Policy(top_k=0.5), Policy(value_type=ValueType.INT8_TBE)], ids=str)
+def test_a_held_row_that_the_source_still_has_is_encoded_again(tmp_path: Path, policy: Policy) -> None:
+    async def scenario() -> None:
+        local, view = await made(tmp_path, policy)
+        (table,) = view.state.tables
+        right = (await view.release(0)).checksums
+        before = table.held.rows.copy()
+        flip(table.held, 7)
+        view._releases._tasks.clear()
+        with pytest.raises(DamagedRows, match="rows 7"):
+            await view.release(0)
+        await asyncio.sleep(0)
+        assert view.standing(policy).failure.startswith("other bits than were stored in rows 7 of table")
+        assert not local.model.damage, "the model's row is whole"
+        assert [ids.tolist() for ids in (await view.mend()).values()] == [[7]]
+        assert table.held.rows.tobytes() == before.tobytes()
+        assert (view.damage, view.standing(policy).failure) == ({}, "")
+        assert (await view.release(0)).checksums == right
+        await ended(local, view)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_a_held_row_that_nobody_knows_is_replaced_by_the_next_release(tmp_path: Path, mode: Mode) -> None:
+    """Although others have changed more, and are all that the policy takes."""
+    policy = Policy(top_k=1, mode=mode)
+
+    async def scenario() -> None:
+        local, view = await made(tmp_path, policy)
+        (table,) = view.state.tables
+        await local.cut({USER.name: {7: ROWS[7] + 1e-3, 9: ROWS[9] + 5}})
+        await view.make_release(policy, 0)
+        newest = view.position.number
+        assert live_rows(await view.release(newest - 1))[0].ids.tolist() == [9]
+        for mapped in table.mapped:
+            flip(mapped, 7)
+        await view.sweep()
+        assert await view.mend() == {}
+        assert table.damaged.tolist() == [7]
+        await local.cut({USER.name: {9: ROWS[9] + 9}})
+        await view.make_release(policy, 0)
+        assert live_rows(await view.release(newest))[0].ids.tolist() == [7, 9]
+        assert (view.damage, table.damaged.tolist()) == ({}, [])
+        assert (await view.release(0)).rows == USER.rows
+        await ended(local, view)
+
+    asyncio.run(scenario())
+
+
+def test_a_damaged_row_of_the_model_is_in_no_release_and_told_to_the_model(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        local, view = await made(tmp_path, INT8)
+        await local.cut({USER.name: {7: ROWS[7] + 1}})
+        flip(local.model.tables[0], 7)
+        with pytest.raises(DamagedRows) as found:
+            await view.make_release(INT8, 0)
+        view.note_damage(found.value)
+        assert not view.damage
+        assert {name: ids.tolist() for name, ids in local.model.damage.items()} == {USER.name: [7]}
+        assert view.standing(INT8).failure
+        await local.cut({USER.name: {7: ROWS[7] + 2}})
+        await view.make_release(INT8, 0)
+        assert live_rows(await view.release(view.position.number - 1))[0].ids.tolist() == [7]
+        await ended(local, view)
+
+    asyncio.run(scenario())
