@@ -119,17 +119,19 @@ in_any_order = numba.njit(forceinline=True, error_model="numpy", _nrt=False, fas
 called = numba.njit(error_model="numpy", _nrt=False)
 
 
-def warm() -> int:
-    """Compile every kernel there is, or read it from the disk; returns how many there are. The first time it takes
-    seconds.
-    """
+def every_kernel() -> list[Kernel[Any, Any]]:
+    """All kernels there are, compiled or not."""
     package = importlib.import_module(_PACKAGE)
     for module in pkgutil.iter_modules(package.__path__, f"{_PACKAGE}."):
         if not module.name.endswith("__"):
             importlib.import_module(module.name)
-    for each in _kernels:
+    return list(_kernels)
+
+
+def warm() -> None:
+    """Compile every kernel there is, or read it from the disk. The first time it takes half a minute of a core."""
+    for each in every_kernel():
         each.compile()
-    return len(_kernels)
 
 
 def keep_in(folder: Path) -> None:
