@@ -285,7 +285,9 @@ def test_a_replica_has_the_name_of_its_pod(manifests: list[Doc]) -> None:
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     variable = re.fullmatch(r"\$\((\w+)\)", _argument(container, "replica"))
     assert variable
-    fields = {e["name"]: e["valueFrom"]["fieldRef"] for e in container["env"] if "fieldRef" in e.get("valueFrom", {})}
+    fields = {
+        e["name"]: e["valueFrom"]["fieldRef"] for e in container["env"] if "fieldRef" in e.get("valueFrom", {})
+    }
     assert fields[variable[1]] == {"fieldPath": "metadata.name"}
 
 
