@@ -16,6 +16,7 @@ import pkgutil
 import shutil
 import threading
 from collections.abc import Callable, Sequence
+from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -87,9 +88,16 @@ class Kernel(Generic[P, R]):
     def _dispatcher(self) -> Any:
         try:
             return numba.njit(cache=True, **self._options)(self.function)
-        except RuntimeError as error:  # There is no folder that it could write to.
-            logger.warning("%s is compiled in each process anew: %s; set NUMBA_CACHE_DIR", self.__name__, error)
+        except RuntimeError:  # There is no folder that it could write to.
+            _warn()
             return numba.njit(**self._options)(self.function)
+
+
+@cache
+def _warn() -> None:
+    text = "%s, and the user's cache folder, cannot be written to: kernels are compiled in each process anew, which "
+    text += "takes seconds; set NUMBA_CACHE_DIR to a folder that can"
+    logger.warning(text, Path(__file__).parent)
 
 
 def kernel(
