@@ -95,7 +95,9 @@ class Kernel(Generic[P, R]):
 
 @cache
 def _warn() -> None:
-    text = "%s, and the user's cache folder, cannot be written to: kernels are compiled in each process anew, which "
+    text = (
+        "%s, and the user's cache folder, cannot be written to: kernels are compiled in each process anew, which "
+    )
     text += "takes seconds; set NUMBA_CACHE_DIR to a folder that can"
     logger.warning(text, Path(__file__).parent)
 
@@ -153,5 +155,11 @@ def keep_in(folder: Path) -> None:
     if os.access(kept, os.W_OK) or (named and not kept.exists()):
         return
     if named:
-        shutil.copytree(kept, folder, dirs_exist_ok=True)
+        shutil.copytree(kept, folder, copy_function=_copy_if_new, dirs_exist_ok=True)
     numba.config.CACHE_DIR = str(folder)
+
+
+def _copy_if_new(source: str, target: str) -> None:
+    """What was compiled here since, for another processor than the image's, is in files of the same names."""
+    if not os.path.exists(target):
+        shutil.copy2(source, target)

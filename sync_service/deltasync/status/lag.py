@@ -64,7 +64,7 @@ class ReplicaLag:
         lag: how far that is behind.
         seconds_since_ack: when it last said so.
         checked: whether it then showed by checksums that it holds the right rows.
-        damaged: tables of which it holds other rows than it was sent; it is being sent the rows, or all of them, again.
+        damaged: tables of which it holds other rows than it was sent; sent again, the rows or all.
         unbound: tables that the consumer follows and that it does not hold.
     """
 
