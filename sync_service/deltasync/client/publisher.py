@@ -119,6 +119,8 @@ class Publisher:
             self._check(rows)
         done: Future[Position] = Future()
         self._busy = True
+        if stream := self._stream:
+            stream.begin(part)  # Not once the publisher's thread is awake: training keeps the interpreter busy.
         self._parts.put((part, done))
         return done
 
@@ -232,6 +234,13 @@ class _Stream:
         publish = self._channel.stream_stream(_PUBLISH, serialized, publish_pb2.PublishResponse.FromString)
         self._call: _Call = publish(self._requests())
         self._opened: publish_pb2.PublishOpened | None = None
+        self._begun: Part | None = None
+
+    def begin(self, part: Part) -> None:
+        """Begin to send a part that `send` is called with next, if the service has let this rank in."""
+        if self._opened:
+            self._begun = part
+            self._parts.put(part)
 
     def send(self, part: Part) -> Position:
         """Send a part and wait until its cut is sealed.
@@ -244,7 +253,8 @@ class _Stream:
             self._note_requests(self._opened)
             if not self._opened.continues and not part.full:
                 raise ResyncRequired(f"publish every row: {self._opened.reason}")
-        self._parts.put(part)
+        if self._begun is not part:
+            self._parts.put(part)
         sealed = self._receive().sealed
         self._note_requests(sealed)
         return position_from_message(sealed.position)
