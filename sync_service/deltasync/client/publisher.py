@@ -15,7 +15,7 @@ from deltasync.client.endpoint import Endpoint
 from deltasync.client.options import PublisherOptions
 from deltasync.core.backoff import backoff
 from deltasync.core.delete_request import DeleteRequest
-from deltasync.core.errors import DeltasyncError, InvalidInput, ResyncRequired, ServiceUnavailable
+from deltasync.core.errors import Damaged, DeltasyncError, InvalidInput, ResyncRequired, ServiceUnavailable
 from deltasync.core.event_time import check_event_time
 from deltasync.core.position import Position
 from deltasync.core.rows import Ids, RowBatch
@@ -102,7 +102,8 @@ class Publisher:
         Returns:
             A future of the position at which the whole cut was sealed. Its exceptions: `ResyncRequired` when
             the service does not hold what this run builds on, so that the next part must be full;
-            `InvalidInput` or `Contradiction` when the service refuses the part for good.
+            `InvalidInput` or `Contradiction` when the service refuses the part for good; `Damaged` when rows do
+            not fit their digests here already.
 
         Raises:
             InvalidInput: rows that do not fit their shard, a step that is sealed already, or a part is still
@@ -177,6 +178,8 @@ class Publisher:
                 self._drop_stream()
                 if is_final(error):
                     raise
+                if isinstance(error, Damaged):
+                    _check_digests(part)
                 logger.warning("part of step %d is sent again in %.2f s: %s", part.step, pause, error)
             if self._closing.wait(pause):
                 break
@@ -287,6 +290,22 @@ class _Stream:
                 differing=[self._tables[name] for name in part.differing if name in self._tables],
             )
             yield publish_pb2.PublishRequest(close=close)
+
+
+def _check_digests(part: Part) -> None:
+    """Check that a part is not damaged here already: then it stays so, however often it is sent.
+
+    Raises:
+        Damaged: it is.
+    """
+    try:
+        for rows in part.rows:
+            rows.check_digests()
+    except Damaged as error:
+        raise Damaged(
+            f"part of step {part.step}: {error}; they have changed in this process already: rows must not change "
+            "until their part is sealed, and if nothing here has changed them, this machine's memory has"
+        ) from error
 
 
 def _chunks(part: Part, slots: Mapping[Shard, int]) -> Iterator[bytes]:
