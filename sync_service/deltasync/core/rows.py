@@ -169,7 +169,7 @@ class RowBatch:
         if len(wrong):
             raise Damaged(
                 f"table {self.shard.table.name!r}: {len(wrong)} of {len(self)} rows do not fit their digests, the "
-                f"first of them row id {int(self.ids[wrong[0]])}: bits have changed on their way"
+                f"first of them row id {int(self.ids[wrong[0]])}: bits have changed since these were made"
             )
 
     def _check_finite(self) -> None:

@@ -49,6 +49,7 @@ T = TypeVar("T")
     succession=EVENT_LOOP,
     head=SET_BY_EVENT_LOOP,
     damage=SET_BY_EVENT_LOOP,
+    _deliveries=EVENT_LOOP,
     _sweep=MODEL_THREAD,
     _applied=MODEL_THREAD,
     _partly_applied=MODEL_THREAD,
@@ -78,6 +79,7 @@ class Model:
         self.signal = Signal()
         self.failure = ""
         self.damage: Damage = {}
+        self._deliveries: list[Delivery] = []
         self._sweep = Sweep()
         self._adding = asyncio.Lock()
         self._closed = False
@@ -104,7 +106,11 @@ class Model:
     @property
     def deliveries(self) -> list[Delivery]:
         """What the tables are to replicas of a consumer without a policy."""
-        return [Delivery.unchanged(table.spec) for table in self.tables]
+        specs = [table.spec for table in self.tables]
+        # Every replica looks at them with every release: of those that are there, two lists are soon compared.
+        if specs != [each.spec for each in self._deliveries]:
+            self._deliveries = [Delivery.unchanged(spec) for spec in specs]
+        return self._deliveries
 
     @property
     def applied(self) -> Seal | None:
