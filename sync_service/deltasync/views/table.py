@@ -16,7 +16,7 @@ from deltasync.core.threads import MODEL_THREAD, confined
 from deltasync.kernels import dirty_rows
 from deltasync.storage.mapped_table import MappedTable, TableLayout, file_of
 from deltasync.storage.table_files import ArraySpec, TableFiles, flush
-from deltasync.views.dirty_set import DirtySet, Findings, Floats
+from deltasync.views.dirty_set import DirtySet, Findings, Floats, members
 
 _MARK_TYPE = np.dtype(np.int64)
 _NO_IDS = np.zeros(0, np.int64)
@@ -214,9 +214,9 @@ class ViewTable:
             Those of which nobody knows what they were, mostly since the source has others by now: they are dirty,
             since `version`, and go with the next release.
         """
-        gone = self.held.deleted(ids)
-        self.held.mend(self.deletes(ids[gone]))
-        live = ids[~gone]
+        for mapped in self.mapped:
+            mapped.mend(RowBatch.deletes(Shard.whole(mapped.spec), ids[mapped.deleted(ids)]))
+        live = ids[~self.held.deleted(ids)]
         encoded = self.delivery.encode(self.source.checked_rows(live))
         same = self.held.fits(live, encoded)
         self.held.mend(RowBatch.of_table(self.held.spec, live[same], encoded[same]))
@@ -226,11 +226,11 @@ class ViewTable:
 
     def _mark_damaged(self, ids: Ids, version: int) -> None:
         clean = ids[self._marks[ids] == 0]
-        found = Findings(
-            clean, np.zeros(len(clean)), np.zeros(len(clean), np.uint8), np.ones(len(clean), np.bool_)
-        )
         self._clean = self._clean.without(self.sent.numbers(clean))
         self._marks[clean] = version
+        # Not only those: a look that was under way has found some of the others clean before they were marked.
+        new = ids[~members(ids, self.dirty.ids)]
+        found = Findings(new, np.zeros(len(new)), np.zeros(len(new), np.uint8), np.ones(len(new), np.bool_))
         self.dirty, self.damaged = self.dirty.after(found, version), np.union1d(self.damaged, ids)
 
     def lacking(self, number: int, compared_version: int) -> int:
