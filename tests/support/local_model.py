@@ -72,8 +72,10 @@ class LocalModel:
     async def cut_batches(
         self, rows: Sequence[RowBatch], whole: Sequence[str] = (), *, resync: bool = False
     ) -> None:
-        """Publish some rows as the next version; of the tables `whole`, all that there are; `resync`: of a run that
-        does not go on from the one before."""
+        """Publish some rows as the next version; of the tables `whole`, all that there are.
+
+        `resync`: they are of a run that does not go on from the one before.
+        """
         version = self.model.seals.newest_version + 1
         seal = replace(sealed(version), sealed_unix_ns=version, whole=tuple(whole), resync=resync)
         self.model.store.seal(seal).result()
