@@ -107,7 +107,10 @@ class ViewTable:
         Returns:
             The last version before any of the source's rows that it had no room for: these were not compared.
         """
-        self.dirty, self._seen = before.dirty, before._seen
+        self.dirty, self.damaged, self._seen = before.dirty, before.damaged, before._seen
+        # Damage that was found since the files were made is marked in those of before at most.
+        self._marks[self.dirty.ids] = self.dirty.since
+        self._clean = self.sent.counts.without(self.sent.numbers(self.dirty.ids))
         changed = self.changed_since(0)
         numbers = self.source.numbers(changed[changed >= before.delivery.spec.rows])
         return int(numbers.min()) - 1 if len(numbers) else self.source.counts.newest
