@@ -42,6 +42,12 @@ class Findings:
         rows = len(ids)
         return cls(ids, np.empty(rows), np.empty(rows, np.uint8), np.empty(rows, np.bool_))
 
+    @classmethod
+    def unseen(cls, ids: Ids) -> "Findings":
+        """Rows that are dirty, of which nothing else is known before a look at them."""
+        rows = len(ids)
+        return cls(ids, np.zeros(rows), np.zeros(rows, np.uint8), np.ones(rows, np.bool_))
+
     def __getitem__(self, rows: slice) -> "Findings":
         """Some of the rows, as views."""
         return Findings(self.ids[rows], self.norms[rows], self.flags[rows], self.dirty[rows])
@@ -96,6 +102,8 @@ class DirtySet:
 
     def without(self, ids: Ids) -> "DirtySet":
         """The set without these rows ([m], strictly ascending), as far as they are in it."""
+        if not len(ids):
+            return self
         after = DirtySet(*_room(len(self)))
         return after._first(dirty_rows.remove(*self._columns, ids, *after._columns))
 

@@ -148,7 +148,9 @@ class ViewTable:
         """Begin to look at what has changed since the last look, at `compared_version` or later."""
         after = max(self._compared_version, compared_version)
         changed = self.changed_since(after) if self.source.counts.newest > after else _NO_IDS
-        return Look(self, changed if self._seen else np.union1d(changed, self.dirty.ids), after)
+        return Look(
+            self, changed if self._seen else self.dirty.after(Findings.unseen(changed), after + 1).ids, after
+        )
 
     def finish(self, look: Look) -> None:
         """Note what a look has found, once it is through."""
@@ -233,8 +235,8 @@ class ViewTable:
         self._marks[clean] = version
         # Not only those: a look that was under way has found some of the others clean before they were marked.
         new = ids[~members(ids, self.dirty.ids)]
-        found = Findings(new, np.zeros(len(new)), np.zeros(len(new), np.uint8), np.ones(len(new), np.bool_))
-        self.dirty, self.damaged = self.dirty.after(found, version), np.union1d(self.damaged, ids)
+        self.dirty = self.dirty.after(Findings.unseen(new), version)
+        self.damaged = np.union1d(self.damaged, ids)
 
     def lacking(self, number: int, compared_version: int) -> int:
         """How many rows a replica at `number` does not hold as the source has them, at most. Any thread.
