@@ -13,13 +13,6 @@ Versions = NDArray[np.int64]
 Flags = NDArray[np.uint8]
 
 
-def members(ids: Ids, others: Ids) -> Mask:
-    """Which of the `ids` [n] are among the others [m]; both strictly ascending."""
-    found = np.empty(len(ids), np.bool_)
-    dirty_rows.members(ids, others, found)
-    return found
-
-
 @dataclass(frozen=True, eq=False)
 class Findings:
     """What a look at some rows has found: columns [n], sorted by id.

@@ -17,12 +17,12 @@ from pathlib import Path
 import numpy as np
 
 from deltasync.core.damage import DamagedRows
+from deltasync.core.id_sets import members
 from deltasync.core.policy import Policy
 from deltasync.core.progress import Progress
 from deltasync.core.tables import TableKind
 from deltasync.feeds.frozen_release import Head
 from deltasync.feeds.model import Model
-from deltasync.views.dirty_set import members
 from deltasync.views.ranking import DirtyRows, pick
 from deltasync.views.release_draft import ReleaseDraft, draw
 from deltasync.views.release_log import ReleaseLog

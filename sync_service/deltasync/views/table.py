@@ -8,6 +8,7 @@ from deltasync.core.change_counts import ChangeCounts
 from deltasync.core.delivery import Delivery
 from deltasync.core.digests import RowDigests
 from deltasync.core.distances import distances
+from deltasync.core.id_sets import difference, union
 from deltasync.core.mode import Mode
 from deltasync.core.rows import Ids, Norms, RowBatch, Values
 from deltasync.core.stamps import StampedTable
@@ -16,7 +17,7 @@ from deltasync.core.threads import MODEL_THREAD, confined
 from deltasync.kernels import dirty_rows
 from deltasync.storage.mapped_table import MappedTable, TableLayout, file_of
 from deltasync.storage.table_files import ArraySpec, TableFiles, flush
-from deltasync.views.dirty_set import DirtySet, Findings, Floats, members
+from deltasync.views.dirty_set import DirtySet, Findings, Floats
 
 _MARK_TYPE = np.dtype(np.int64)
 _NO_IDS = np.zeros(0, np.int64)
@@ -210,7 +211,7 @@ class ViewTable:
     def settle(self, ids: Ids) -> None:
         """Note that these rows ([n], strictly ascending) are not dirty now: they were written."""
         self.dirty = self.dirty.without(ids)
-        self.damaged = np.setdiff1d(self.damaged, ids) if len(self.damaged) else self.damaged
+        self.damaged = difference(self.damaged, ids)
 
     def mend(self, ids: Ids, version: int) -> Ids:
         """Make the rows `ids` ([n], strictly ascending), which do not fit their digests, again as they were.
@@ -225,7 +226,7 @@ class ViewTable:
         encoded = self.delivery.encode(self.source.checked_rows(live))
         same = self.held.fits(live, encoded)
         self.held.mend(RowBatch.of_table(self.held.spec, live[same], encoded[same]))
-        left = np.union1d(self.held.damaged(ids), self.sent.damaged(ids))
+        left = union(self.held.damaged(ids), self.sent.damaged(ids))
         self._mark_damaged(left, version)
         return left
 
@@ -234,9 +235,9 @@ class ViewTable:
         self._clean = self._clean.without(self.sent.numbers(clean))
         self._marks[clean] = version
         # Not only those: a look that was under way has found some of the others clean before they were marked.
-        new = ids[~members(ids, self.dirty.ids)]
+        new = difference(ids, self.dirty.ids)
         self.dirty = self.dirty.after(Findings.unseen(new), version)
-        self.damaged = np.union1d(self.damaged, ids)
+        self.damaged = union(self.damaged, ids)
 
     def lacking(self, number: int, compared_version: int) -> int:
         """How many rows a replica at `number` does not hold as the source has them, at most. Any thread.
