@@ -6,6 +6,7 @@ from typing import TypeAlias
 import numpy as np
 
 from deltasync.core.damage import ranges
+from deltasync.core.id_sets import difference, union
 from deltasync.core.rows import Ids
 
 Damage: TypeAlias = Mapping[str, Ids]
@@ -15,12 +16,12 @@ def joined(some: Damage, others: Damage) -> Damage:
     """The rows of both."""
     names = sorted({*some, *others})
     none = np.empty(0, np.int64)
-    return {name: np.union1d(some.get(name, none), others.get(name, none)) for name in names}
+    return {name: union(some.get(name, none), others.get(name, none)) for name in names}
 
 
 def without(damage: Damage, others: Damage) -> Damage:
     """The rows that are not among the others."""
-    left = {name: np.setdiff1d(ids, others[name]) if name in others else ids for name, ids in damage.items()}
+    left = {name: difference(ids, others[name]) if name in others else ids for name, ids in damage.items()}
     return {name: ids for name, ids in left.items() if len(ids)}
 
 

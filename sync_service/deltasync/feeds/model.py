@@ -49,6 +49,7 @@ T = TypeVar("T")
     succession=EVENT_LOOP,
     head=SET_BY_EVENT_LOOP,
     damage=SET_BY_EVENT_LOOP,
+    _deliveries=EVENT_LOOP,
     _sweep=MODEL_THREAD,
     _applied=MODEL_THREAD,
     _partly_applied=MODEL_THREAD,
@@ -78,6 +79,7 @@ class Model:
         self.signal = Signal()
         self.failure = ""
         self.damage: Damage = {}
+        self._deliveries: list[Delivery] = []
         self._sweep = Sweep()
         self._adding = asyncio.Lock()
         self._closed = False
@@ -104,7 +106,11 @@ class Model:
     @property
     def deliveries(self) -> list[Delivery]:
         """What the tables are to replicas of a consumer without a policy."""
-        return [Delivery.unchanged(table.spec) for table in self.tables]
+        specs = [table.spec for table in self.tables]
+        # Every replica looks at them with every release: of those that are there, two lists are soon compared.
+        if specs != [each.spec for each in self._deliveries]:
+            self._deliveries = [Delivery.unchanged(spec) for spec in specs]
+        return self._deliveries
 
     @property
     def applied(self) -> Seal | None:
@@ -264,9 +270,15 @@ class Model:
         self.store.drop_unsealed(seals.newest_version)
         unflushed = seals.after(self.store.flushed)
         progress = Progress(f"model {self.name!r}: reading the log", sum(seal.rows for seal in unflushed))
+        columns = [table.columns for table in self.tables]
         for seal in unflushed:
             self._apply(seal, None)
             progress.add(seal.rows)
+        for table, before in zip(self.tables, columns, strict=True):
+            if table.columns != before:
+                # Rows in the files may be newer than the digests that were split, in columns that no cut has
+                # brought again: what is missing to the digest of a row was not damage.
+                table.trust(table.changed_since(self.store.flushed))
         self._applied = seals.newest
         whole = {name for seal in seals for name in seal.whole}
         return list(seals), {table.spec.name: self._published_rows(table, whole) for table in self.tables}
@@ -292,11 +304,13 @@ class Model:
         return {name: ids for name, ids in found.items() if len(ids)}
 
     def _mend(self, logged: Sequence[RowBatch], damage: Damage) -> Damage:
+        damage = self._still_damaged(damage)  # A cut may have brought others since the log was read.
         by_name = {table.spec.name: table for table in self._named(damage)}
         for name, table in by_name.items():
             table.mend(RowBatch.deletes(Shard.whole(table.spec), damage[name][table.deleted(damage[name])]))
         for rows in logged:
-            by_name[rows.table.name].mend(rows)
+            if rows.table.name in damage:
+                by_name[rows.table.name].mend(rows.among(damage[rows.table.name]))
         return self._still_damaged(damage)
 
     def _named(self, damage: Damage) -> list[MappedTable]:

@@ -16,7 +16,6 @@ import pkgutil
 import shutil
 import threading
 from collections.abc import Callable, Sequence
-from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -34,6 +33,7 @@ ANY_ORDER = {"reassoc", "contract"}
 
 _PACKAGE = __name__.rpartition(".")[0]
 _kernels: list["Kernel[Any, Any]"] = []
+_told = set[type[Exception]]()
 
 
 def _stamp(folder: Path) -> str:
@@ -78,28 +78,31 @@ class Kernel(Generic[P, R]):
         """Compile all signatures, or read them from the disk."""
         with self._compiling:
             if self._compiled is None:
-                dispatcher = self._dispatcher()
-                for signature in self._signatures:
-                    dispatcher.compile(signature)
-                dispatcher.disable_compile()
-                self._compiled = dispatcher
+                self._compiled = self._kept()
         return self._compiled
 
-    def _dispatcher(self) -> Any:
+    def _kept(self) -> Callable[P, R]:
         try:
-            return numba.njit(cache=True, **self._options)(self.function)
-        except RuntimeError:  # There is no folder that it could write to.
-            _warn()
-            return numba.njit(**self._options)(self.function)
+            return self._made(cache=True)
+        except Exception as error:  # noqa: BLE001  # no folder to write to, no room in it, or files that are damaged
+            _warn(self.__name__, error)
+            return self._made(cache=False)
+
+    def _made(self, *, cache: bool) -> Callable[P, R]:
+        dispatcher: Any = numba.njit(cache=cache, **self._options)(self.function)
+        for signature in self._signatures:
+            dispatcher.compile(signature)
+        dispatcher.disable_compile()
+        made: Callable[P, R] = dispatcher
+        return made
 
 
-@cache
-def _warn() -> None:
-    text = (
-        "%s, and the user's cache folder, cannot be written to: kernels are compiled in each process anew, which "
-    )
-    text += "takes seconds; set NUMBA_CACHE_DIR to a folder that can"
-    logger.warning(text, Path(__file__).parent)
+def _warn(name: str, error: Exception) -> None:
+    """Once for each kind of error: it will be the same for all kernels."""
+    if type(error) not in _told:
+        _told.add(type(error))
+        text = "kernels, %s first, are compiled in each process anew, which takes seconds: %r; set NUMBA_CACHE_DIR to "
+        logger.warning(text + "an empty folder that can be written to", name, error)
 
 
 def kernel(
@@ -155,7 +158,10 @@ def keep_in(folder: Path) -> None:
     if os.access(kept, os.W_OK) or (named and not kept.exists()):
         return
     if named:
-        shutil.copytree(kept, folder, copy_function=_copy_if_new, dirs_exist_ok=True)
+        try:
+            shutil.copytree(kept, folder, copy_function=_copy_if_new, dirs_exist_ok=True)
+        except OSError as error:
+            logger.warning("what is compiled in %s is compiled again: %s", kept, error)
     numba.config.CACHE_DIR = str(folder)
 
 

@@ -3,6 +3,7 @@ replicas long gone, and telling the system what new threads are called.
 """
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 from deltasync.core.damage import ranges
 from deltasync.core.events import EventKind
@@ -16,10 +17,15 @@ _SECONDS = 1.0
 
 async def housekeeping(service: Service) -> None:
     """Keep the service in order, until cancelled."""
+    # Side by side: a model's thread, on which its rows are looked at, may be busy until the log is full.
+    await asyncio.gather(_repeat(_keep, service), _repeat(_look_after_all_rows, service))
+
+
+async def _repeat(what: Callable[[Service], Awaitable[None]], service: Service) -> None:
     while True:
         await asyncio.sleep(_SECONDS)
         try:
-            await _keep(service)
+            await what(service)
         except Exception as error:  # noqa: BLE001  # it must not end the service
             service.events.emit(EventKind.FAILED, "housekeeping, which comes again", error)
 
@@ -27,13 +33,15 @@ async def housekeeping(service: Service) -> None:
 async def _keep(service: Service) -> None:
     name_threads()
     service.registry.forget_the_gone()
-    for model in list(service.models.values()):
-        await _look_after_rows(service, model)
-    await service.views.look_after_rows()
     full = service.log.refusing
     await _flush(service, 0 if full else service.options.flush_bytes)
     if full:
         service.log.refusing = False  # If there is still no room, the next write is refused again.
+
+
+async def _look_after_all_rows(service: Service) -> None:
+    await asyncio.gather(*(_look_after_rows(service, model) for model in list(service.models.values())))
+    await service.views.look_after_rows()
 
 
 async def _look_after_rows(service: Service, model: Model) -> None:

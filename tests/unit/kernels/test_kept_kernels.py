@@ -56,6 +56,15 @@ def test_what_was_compiled_since_is_not_lost(image: Path, tmp_path: Path, monkey
     assert kept == {"index": "of here", "other": "of a later image"}
 
 
+def test_what_cannot_be_taken_along_is_compiled_again(
+    image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    (tmp_path / "own" / "kernel").mkdir(parents=True)
+    keep_in(tmp_path / "own")
+    assert Path(numba.config.CACHE_DIR) == tmp_path / "own"
+
+
 def test_without_a_folder_of_an_image_it_is_the_process_s_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,7 @@
 """Damaged rows: found by row, told, handed to nobody, and mended from the log or from the ranks."""
 
 import asyncio
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,10 +16,11 @@ from tests.support.stamped import stamped_table
 from tests.support.wire import ITEM, USER, WHOLE, full_part, part, random_rows
 
 from deltasync.core.damage import DamagedRows, ranges
+from deltasync.core.digests import row_digests
 from deltasync.core.events import Event, EventKind
 from deltasync.core.policy import Policy
 from deltasync.core.stamps import StampedTable
-from deltasync.core.tables import TableSpec
+from deltasync.core.tables import Shard, TableSpec
 from deltasync.feeds import sweep
 from deltasync.feeds.model import Model
 from deltasync.service.housekeeping import _look_after_rows as look_after_rows
@@ -159,6 +161,53 @@ def test_damage_of_before_a_restart_is_found_after_it(tmp_path: Path) -> None:
 
     run(tmp_path, before)
     run(tmp_path, after)
+
+
+def test_columns_that_a_crash_has_left_newer_than_their_digests_are_no_damage(tmp_path: Path) -> None:
+    """Files are ahead of the last flush; which columns rows come in was not known at that."""
+    halves = [Shard(USER, 0, USER.rows, 0, 2), Shard(USER, 0, USER.rows, 2, 2), WHOLE[1]]
+
+    async def before(service: Service) -> None:
+        _, model = await published(service)
+        model.flush()
+        session = await join(service, shards=halves, continues=model.position)
+        await send(session, part(2, [(1, [3, 5], np.ones((2, 2), "<f4"))]))
+        await service.coordinators["clicks"].drain()
+        shutil.copytree(tmp_path / "data", tmp_path / "copy")
+
+    async def after(service: Service) -> None:
+        model = service.models["clicks"]
+        assert model.position.number == 2
+        await model.sweep()
+        assert not model.damage
+        assert model.tables[0].digests.sum(axis=1).tolist() == row_digests(model.tables[0].rows).tolist()
+        flip(model.tables[0], 7)
+        assert model.tables[0].damaged(np.arange(USER.rows)).tolist() == [7]
+
+    run(tmp_path / "data", before)
+    run(tmp_path / "copy", after)
+
+
+def test_rows_that_a_cut_has_brought_since_the_log_was_read_are_not_mended_with_older_ones(tmp_path: Path) -> None:
+    async def scenario(service: Service) -> None:
+        session, model = await published(service)
+        flip(model.tables[0], 3, 4)
+        await model.sweep()
+        read = model.store.logged
+
+        def reading(*arguments: Any) -> Any:
+            found = read(*arguments)
+            asyncio.run_coroutine_threadsafe(send(session, newer), loop).result()
+            asyncio.run_coroutine_threadsafe(service.coordinators["clicks"].drain(), loop).result()
+            return found
+
+        loop, newer = asyncio.get_running_loop(), part(2, [(0, [4], np.ones((1, USER.dim), "<f4"))])
+        with mock.patch.object(model.store, "logged", reading):
+            await model.mend()
+        assert not model.damage
+        assert model.tables[0].rows[[3, 4]].tolist() == [ROWS[0][3].tolist(), [1] * USER.dim]
+
+    run(tmp_path, scenario)
 
 
 @pytest.mark.parametrize(
