@@ -6,6 +6,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
+import numba
 import pytest
 from numba.core import caching
 
@@ -84,14 +85,14 @@ def test_a_type_that_was_not_asked_for_is_an_error(file: Path) -> None:
 def test_that_nothing_can_be_kept_is_said_once(
     file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    njit = compiled.numba.njit
+    njit = numba.njit
 
     def without_a_folder(**options: Any) -> Any:
         if options.get("cache"):
             raise RuntimeError("no locator available")
         return njit(**options)
 
-    monkeypatch.setattr(compiled.numba, "njit", without_a_folder)
+    monkeypatch.setattr(numba, "njit", without_a_folder)
     monkeypatch.setattr(compiled, "_told", set())
     for _ in range(2):
         assert compile_anew(file)(21) == 42
