@@ -158,6 +158,8 @@ class ViewTable:
         if look.rows:
             look.advance(look.rows)
             self.finish(look)
+        if len(self.damaged):  # A look knows nothing of digests.
+            self._mark_damaged(self.damaged, look.after + 1)
         return self.dirty
 
     def compare(self, found: Findings, version: int) -> None:
@@ -214,21 +216,26 @@ class ViewTable:
             Those of which nobody knows what they were, mostly since the source has others by now: they are dirty,
             since `version`, and go with the next release.
         """
-        gone = self.held.deleted(ids)
-        self.held.mend(self.deletes(ids[gone]))
-        live = ids[~gone]
-        encoded = self.delivery.encode(self.source.checked_rows(live))
-        same = self.held.fits(live, encoded)
-        self.held.mend(RowBatch.of_table(self.held.spec, live[same], encoded[same]))
+        for table in self.mapped:
+            table.mend(RowBatch.deletes(Shard.whole(table.spec), ids[table.deleted(ids)]))
+        known = np.setdiff1d(ids[~self.held.deleted(ids)], self.source.damaged(ids))
+        encoded = self.delivery.encode(self.source.rows_of(known))
+        same = self.held.fits(known, encoded)
+        self.held.mend(RowBatch.of_table(self.held.spec, known[same], encoded[same]))
         left = np.union1d(self.held.damaged(ids), self.sent.damaged(ids))
+        if len(left) < len(ids):
+            self._count()
         self._mark_damaged(left, version)
         return left
 
+    def _count(self) -> None:
+        """Of rows that were written anew, digests may have been damaged."""
+        for table in self.mapped:
+            table.count()
+
     def _mark_damaged(self, ids: Ids, version: int) -> None:
-        clean = ids[self._marks[ids] == 0]
-        found = Findings(
-            clean, np.zeros(len(clean)), np.zeros(len(clean), np.uint8), np.ones(len(clean), np.bool_)
-        )
+        clean, new = ids[self._marks[ids] == 0], np.setdiff1d(ids, self.dirty.ids)
+        found = Findings(new, np.zeros(len(new)), np.zeros(len(new), np.uint8), np.ones(len(new), np.bool_))
         self._clean = self._clean.without(self.sent.numbers(clean))
         self._marks[clean] = version
         self.dirty, self.damaged = self.dirty.after(found, version), np.union1d(self.damaged, ids)
