@@ -35,11 +35,17 @@ from deltasync.feeds.repair import NO_REPAIR, Repair
 from deltasync.feeds.standing import Standing, TableStanding
 from deltasync.feeds.sweep import Sweep
 from deltasync.feeds.table_changes import changes
+from deltasync.storage.data_directory import RESTORE
 from deltasync.storage.log_store import LogStore
 from deltasync.storage.mapped_table import MappedTable
 from deltasync.storage.model_store import KEPT_SEALS, ModelStore
 
 T = TypeVar("T")
+
+_REMEDY = (
+    "the trainer publishes them again with its next cut; where none runs any more, start one that publishes the "
+    f"model, or {RESTORE}"
+)
 
 
 @confined(
@@ -49,6 +55,8 @@ T = TypeVar("T")
     succession=EVENT_LOOP,
     head=SET_BY_EVENT_LOOP,
     damage=SET_BY_EVENT_LOOP,
+    _untold=EVENT_LOOP,
+    _searching=EVENT_LOOP,
     _not_logged=EVENT_LOOP,
     _sweep=MODEL_THREAD,
     _applied=MODEL_THREAD,
@@ -80,6 +88,8 @@ class Model:
         self.failure = ""
         self.damage: Damage = {}
         self._sweep = Sweep()
+        self._untold: Damage = {}
+        self._searching: asyncio.Task[list[RowBatch]] | None = None
         self._not_logged: Damage = {}  # What the log was searched for before, and does not mend.
         self._adding = asyncio.Lock()
         self._closed = False
@@ -139,6 +149,8 @@ class Model:
         """Flush the tables and stop the thread."""
         async with self._adding:
             self._closed = True
+            if self._searching:
+                await asyncio.wait({self._searching})
             await asyncio.to_thread(self._thread.shutdown)
         await asyncio.to_thread(self.flush)
         await asyncio.to_thread(self.store.remove_unused)
@@ -205,6 +217,11 @@ class Model:
     def standing(self, policy: Policy) -> Standing:
         """Where the model stands, to a consumer with this policy that reads its tables as they are."""
         tables, newest = tuple(self.tables), self.seals.newest_version
+        damage = {
+            each.spec.name: self.damage[each.spec.name]
+            for each in self._named(self.damage)
+            if policy.follows(each.spec)
+        }
 
         def followed() -> list[TableStanding]:
             return [_standing(each, newest, policy) for each in tables if policy.follows(each.spec)]
@@ -214,7 +231,7 @@ class Model:
             seals=self.seals.frozen(),
             tables=followed,
             version_of=lambda version: version,
-            failure=self.failure or in_words(self.damage, "the trainers are asked for them"),
+            failure=self.failure or in_words(damage, _REMEDY),
             unpublished="" if self.head else f"nothing of model {self.name!r} is published",
         )
 
@@ -222,7 +239,14 @@ class Model:
 
     def note_damage(self, error: DamagedRows) -> None:
         """Note rows that do not fit their digests."""
-        self.damage = joined(self.damage, {error.table: error.ids})
+        found = {error.table: error.ids}
+        self._untold = joined(self._untold, without(found, self.damage))
+        self.damage = joined(self.damage, found)
+
+    def untold_damage(self) -> Damage:
+        """Rows that were noted since this was asked last."""
+        untold, self._untold = self._untold, {}
+        return untold
 
     async def sweep(self) -> None:
         """Look at some more rows of the tables: what does not fit its digest is noted."""
@@ -240,12 +264,19 @@ class Model:
         left = await self.on_thread(self._still_damaged, before)
         if left:
             new, seals = without(left, self._not_logged), self.seals.after(self.store.flushed)
-            logged = await asyncio.to_thread(self.store.logged, new, seals) if new else []
+            logged = await self._search(new, seals) if new else []
             left = await self.on_thread(self._mend, logged, left)
         self._not_logged = left
         mended = without(before, left)
         self.damage = without(self.damage, mended)
         return mended
+
+    async def _search(self, damage: Damage, seals: Sequence[Seal]) -> list[RowBatch]:
+        # Its thread goes on when this is cancelled; the log must not be closed before.
+        self._searching = asyncio.create_task(asyncio.to_thread(self.store.logged, damage, seals))
+        found = await asyncio.shield(self._searching)
+        self._searching = None
+        return found
 
     def flush(self) -> bool:
         """Put the tables as of the head on disk and drop the log up to there; whether there was anything to flush.

@@ -23,7 +23,7 @@ from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import TableSpec
 from deltasync.feeds import sweep
 from deltasync.feeds.model import Model
-from deltasync.service.housekeeping import _look_after_rows as look_after_rows
+from deltasync.service.housekeeping import _look_after_rows as look_after_rows, housekeeping
 from deltasync.service.service import Service
 
 ROWS = random_rows(0)
@@ -214,7 +214,7 @@ def test_housekeeping_finds_damage_that_nobody_asks_for_says_so_and_mends_it(tmp
         _, model = await published(service)
         flip(model.tables[1], 2)
         events = said_of_rows(service)
-        await look_after_rows(service, model)
+        await look_after_rows(service)
         said = [(each.kind, dict(each.subject), each.text) for each in events]
         subject = {"model": "clicks", "table": ITEM.name}
         assert said == [
@@ -224,6 +224,52 @@ def test_housekeeping_finds_damage_that_nobody_asks_for_says_so_and_mends_it(tmp
         assert model.tables[1].rows.tobytes() == ROWS[1].tobytes()
 
     run(tmp_path, scenario)
+
+
+def test_damage_that_a_replica_meets_is_told_as_well(tmp_path: Path) -> None:
+    async def scenario(service: Service) -> None:
+        _, model = await published(service)
+        flip(model.tables[0], 2)
+        with pytest.raises(DamagedRows):
+            await model.release(0)
+        await asyncio.sleep(0)  # What is done once the release has failed.
+        events = said_of_rows(service)
+        await look_after_rows(service)
+        await look_after_rows(service)
+        assert [each.kind for each in events] == [EventKind.ROWS_DAMAGED, EventKind.ROWS_MENDED]
+
+    run(tmp_path, scenario)
+
+
+def test_damage_is_told_to_consumers_that_follow_the_table_and_what_to_do(tmp_path: Path) -> None:
+    async def scenario(service: Service) -> None:
+        _, model = await published(service)
+        flip(model.tables[1], 2)
+        await model.sweep()
+        assert "start one that publishes the model" in model.standing(Policy()).failure
+        assert "start one that publishes the model" in model.standing(Policy(tables=(ITEM.name,))).failure
+        assert not model.standing(Policy(tables=(USER.name,))).failure
+
+    run(tmp_path, scenario)
+
+
+def test_a_model_whose_thread_is_busy_keeps_no_other_from_being_flushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltasync.service.housekeeping._SECONDS", 0.001)
+    busy = threading.Event()
+
+    async def scenario(service: Service) -> None:
+        _, model = await published(service)
+        working = asyncio.create_task(model.on_thread(busy.wait))
+        keeper = asyncio.create_task(housekeeping(service))
+        while not model.store.flushed:
+            await asyncio.sleep(0)
+        busy.set()
+        await working
+        keeper.cancel()
+
+    run(tmp_path, scenario, flush_bytes=1)
 
 
 def test_damage_of_before_a_restart_is_found_after_it(tmp_path: Path) -> None:
