@@ -64,7 +64,7 @@ class ReplicaLag:
         lag: how far that is behind.
         seconds_since_ack: when it last said so.
         checked: whether it then showed by checksums that it holds the right rows.
-        damaged: tables of which it holds other rows than it was sent; these, or the tables, are being sent to it again.
+        damaged: tables of which it holds other rows than it was sent; these are being sent to it again.
         unbound: tables that the consumer follows and that it does not hold.
     """
 
