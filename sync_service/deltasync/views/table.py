@@ -162,6 +162,10 @@ class ViewTable:
             self._mark_damaged(self.damaged, look.after + 1)
         return self.dirty
 
+    def look_again(self) -> None:
+        """Have the next look compare all dirty rows: some of the source were not as they are."""
+        self._seen = False
+
     def compare(self, found: Findings, version: int) -> None:
         """Compare rows with what replicas hold, fill in what is found, and mark those dirty since `version`."""
         ids, numbers = found.ids, np.empty((2, len(found.ids)), np.int64)

@@ -191,3 +191,23 @@ def test_a_digest_that_was_damaged_leaves_nothing_in_the_checksum(tmp_path: Path
         await ended(local, view)
 
     asyncio.run(scenario())
+
+
+def test_a_damaged_row_of_the_model_is_compared_again_once_it_is_mended(tmp_path: Path) -> None:
+    """How far it is from what replicas hold was found of the wrong bits."""
+    policy = Policy(top_k=1)
+
+    async def scenario() -> None:
+        local, view = await made(tmp_path, policy)
+        await local.cut({USER.name: {7: ROWS[7] + 1, 9: ROWS[9] + 5}})
+        source = local.model.tables[0]
+        source.rows[7, 0] = np.nan
+        with pytest.raises(DamagedRows):
+            await view.make_release(policy, 0)
+        source.rows[7, 0] = ROWS[7][0] + 1
+        await view.make_release(policy, 0)
+        assert live_rows(await view.release(view.position.number - 1))[0].ids.tolist() == [9]
+        assert view.state.backlog[USER.name].amount.norm == pytest.approx(2)
+        await ended(local, view)
+
+    asyncio.run(scenario())
