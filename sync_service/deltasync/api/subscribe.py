@@ -246,7 +246,7 @@ class ReplicaStream:
         if self._replica.stream is not self._ended or applied.number < self._replica.applied.number:
             return
         checksums = {each.slot: each.sum for each in ack.sums}
-        rows = {each.table: self._rows_of(each) for each in ack.wanted}
+        rows = {each.table: ids for each in ack.wanted if len(ids := self._rows_of(each))}
         damaged = self._audit.check(applied.number, checksums, ack.received_bytes, rows)
         if damaged:
             self._report(damaged, rows)
