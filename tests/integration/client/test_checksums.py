@@ -351,6 +351,21 @@ def test_an_ack_without_checksums_moves_the_offset_unchecked(service: RunningSer
         assert lag["replicas"][0]["checked"]
 
 
+def test_what_is_acked_before_it_came_is_not_checked(service: RunningService, raw: Raw) -> None:
+    with Trainer(service.grpc) as trainer:
+        trainer.publish_all()
+        first, right, _ = raw.take()
+        raw.say(first, right)
+        wait_for_lag(service, "top", lambda lag: lag["state"] == "in sync")
+        trainer.change(5)
+        received_bytes = raw.received_bytes
+        second, right, _ = raw.take()
+        raw.received_bytes = received_bytes
+        raw.say(second, {**right, 0: right[0] ^ 1})
+        lag = wait_for_lag(service, "top", lambda lag: lag["offset"] == second.number)
+        assert (lag["state"], lag["replicas"][0]["checked"]) == ("delivered", False)
+
+
 def test_acks_of_older_releases_change_nothing(service: RunningService, raw: Raw) -> None:
     with Trainer(service.grpc) as trainer:
         trainer.publish_all()
