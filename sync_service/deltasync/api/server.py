@@ -128,7 +128,7 @@ async def run(options: ServerOptions, stopping: asyncio.Event) -> None:
         recovery = asyncio.create_task(service.recover())
         for consumer in options.consumers:
             await service.ensure_consumer(consumer)
-        await asyncio.to_thread(warm)  # No cut waits for a compiler.
+        await _warm()
         await asyncio.wait({recovery}, timeout=_SOON_SECONDS)
         if recovery.done():  # Who has failed need not listen.
             await recovery
@@ -137,6 +137,15 @@ async def run(options: ServerOptions, stopping: asyncio.Event) -> None:
         keeper.cancel()
         await service.drain()
     logger.info("stopped")
+
+
+async def _warm() -> None:
+    """Have all kernels, so that no cut waits for a compiler."""
+    warming = asyncio.create_task(asyncio.to_thread(warm))
+    await asyncio.wait({warming}, timeout=_SOON_SECONDS)
+    if not warming.done():
+        logger.info("getting the kernels ready: the first time they are compiled, which takes a minute or less")
+    await warming
 
 
 async def _listen(

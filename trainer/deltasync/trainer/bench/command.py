@@ -14,6 +14,7 @@ from deltasync.trainer.bench import (
     consumers,
     fanout,
     freshness,
+    many,
     memory,
     pause,
     publish,
@@ -114,6 +115,11 @@ _add(
     "consumers",
     consumers_options(_command(consumers.run)),
     "CPU time and memory of the service for eight consumers with different policies, against one.",
+)
+_add(
+    "many",
+    _command(many.run),
+    "CPU time of the service for 200 consumers with policies, and for 2,000 tables, against one and 20.",
 )
 _add(
     "status",

@@ -89,7 +89,7 @@ def run(console: Console, rows: int, dim: int, rounds: int) -> dict[str, Any]:
     """Measure, print and return the figures."""
     tables = [TableSpec(name, rows // len(_TABLES), dim) for name in _TABLES]
     with ExitStack() as stack:
-        fleets = {name: stack.enter_context(_running_fleet(FLEETS[name], tables)) for name in FLEETS}
+        fleets = {name: stack.enter_context(running_fleet(FLEETS[name], tables)) for name in FLEETS}
         for number in range(_WARM_UP + rounds):
             for fleet in fleets.values():
                 fleet.turn(counted=number >= _WARM_UP)
@@ -189,13 +189,16 @@ class Fleet:
 
 
 @contextmanager
-def _running_fleet(policies: Mapping[str, Policy], tables: list[TableSpec]) -> Iterator[Fleet]:
+def running_fleet(
+    policies: Mapping[str, Policy], tables: list[TableSpec], replicas_of_a_process: int = _REPLICAS_OF_A_PROCESS
+) -> Iterator[Fleet]:
+    """A service with a consumer of each policy, and a replica of each, so many in a process."""
     token = secrets.token_hex()
     with Children() as children:
         service = children.service("--admin-token", token)
         for name, policy in policies.items():
             Admin(Endpoint(service.grpc, token)).create_consumer(name, _MODEL, policy)
-        names, size = tuple(policies), _REPLICAS_OF_A_PROCESS
+        names, size = tuple(policies), replicas_of_a_process
         groups = [names[start : start + size] for start in range(0, len(names), size)]
         replicas = {group: children.peer("fleet", service.grpc, *group) for group in groups}
         for peer in replicas.values():

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from deltasync.core.errors import DeltasyncError
+from deltasync.kernels.compiled import warm
 
 _START_SECONDS = 60.0
 _STOP_SECONDS = 60.0
@@ -134,6 +135,7 @@ class Service:
         self._arguments = arguments
         self._data = processes.folder / "data"
         self.restarts = 0
+        warm()  # Here, where nobody waits for it to listen, and once for all that are started later.
         self._start("0", "0")
         endpoints = json.loads(self._await_endpoints().read_text())
         self.grpc, self.http = endpoints["grpc"], endpoints["http"]
