@@ -217,11 +217,7 @@ class Model:
     def standing(self, policy: Policy) -> Standing:
         """Where the model stands, to a consumer with this policy that reads its tables as they are."""
         tables, newest = tuple(self.tables), self.seals.newest_version
-        damage = {
-            each.spec.name: self.damage[each.spec.name]
-            for each in self._named(self.damage)
-            if policy.follows(each.spec)
-        }
+        damage = _followed(self.damage, tables, policy)
 
         def followed() -> list[TableStanding]:
             return [_standing(each, newest, policy) for each in tables if policy.follows(each.spec)]
@@ -386,6 +382,12 @@ def _standing(table: StampedTable, newest: int, policy: Policy) -> TableStanding
         # Whoever has the newest version lacks nothing of it, though a later one may be there by now.
         lacking=lambda version: counts.after(version) if version < newest else 0,
     )
+
+
+def _followed(damage: Damage, tables: Sequence[StampedTable], policy: Policy) -> Damage:
+    """What is damaged of the tables that a policy follows."""
+    names = {table.spec.name for table in tables if policy.follows(table.spec)} if damage else ()
+    return {name: ids for name, ids in damage.items() if name in names}
 
 
 def _call(steps: Iterable[Callable[[], None]]) -> None:

@@ -23,7 +23,8 @@ from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import TableSpec
 from deltasync.feeds import sweep
 from deltasync.feeds.model import Model
-from deltasync.service.housekeeping import _look_after_rows as look_after_rows, housekeeping
+from deltasync.service.housekeeping import _look_after_rows as look_after_rows
+from deltasync.service.housekeeping import housekeeping
 from deltasync.service.service import Service
 
 ROWS = random_rows(0)

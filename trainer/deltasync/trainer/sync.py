@@ -285,7 +285,7 @@ class DeltaSync:
         It may ask `again` with the answer to the cut that has brought them, before that is applied.
         """
         wanted, before = self._publisher.wanted if self._publisher else (), self._marked_wanted
-        if wanted is before or not again and _same(wanted, before):
+        if wanted is before or (not again and _same(wanted, before)):
             return
         self._marked_wanted = wanted
         tracked = {each.shard.table.name for each in self.tracker.shards}
