@@ -15,6 +15,7 @@ from deltasync.core.damage import ranges
 from deltasync.core.delivery import Delivery
 from deltasync.core.errors import DeltasyncError, InvalidInput, NotFound, ServiceUnavailable, Superseded
 from deltasync.core.events import EventKind, described
+from deltasync.core.id_sets import distinct
 from deltasync.core.position import Position
 from deltasync.core.rows import Ids
 from deltasync.core.signals import first_of
@@ -275,7 +276,7 @@ class ReplicaStream:
 
     def _rows_of(self, wanted: tables_pb2.WantedRows) -> Ids:
         ids = np.array(wanted.ids, np.uint64)
-        return np.unique(ids[ids < self._deliveries[wanted.table].spec.rows]).astype(ID_TYPE)
+        return distinct(ids[ids < self._deliveries[wanted.table].spec.rows]).astype(ID_TYPE)
 
     def _report(self, damaged: frozenset[int], rows: Mapping[int, Ids]) -> None:
         """Report a replica that holds other bits than it was sent, and have these sent again."""

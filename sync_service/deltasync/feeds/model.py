@@ -29,23 +29,17 @@ from deltasync.core.steady_clock import Succession, steady_ns
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.core.threads import EVENT_LOOP, MODEL_PREFIX, MODEL_THREAD, SET_BY_EVENT_LOOP, confined
 from deltasync.feeds.cut_rows import cut_rows
-from deltasync.feeds.damage import Damage, in_words, joined, without
+from deltasync.feeds.damage import FROM_TRAINERS, Damage, in_words, joined, of_tables, without
 from deltasync.feeds.frozen_release import FrozenRelease, Head, Releases
 from deltasync.feeds.repair import NO_REPAIR, Repair
 from deltasync.feeds.standing import Standing, TableStanding
 from deltasync.feeds.sweep import Sweep
 from deltasync.feeds.table_changes import changes
-from deltasync.storage.data_directory import RESTORE
 from deltasync.storage.log_store import LogStore
 from deltasync.storage.mapped_table import MappedTable
 from deltasync.storage.model_store import KEPT_SEALS, ModelStore
 
 T = TypeVar("T")
-
-_REMEDY = (
-    "the trainer publishes them again with its next cut; where none runs any more, start one that publishes the "
-    f"model, or {RESTORE}"
-)
 
 
 @confined(
@@ -58,6 +52,7 @@ _REMEDY = (
     _untold=EVENT_LOOP,
     _searching=EVENT_LOOP,
     _not_logged=EVENT_LOOP,
+    _deliveries=EVENT_LOOP,
     _sweep=MODEL_THREAD,
     _applied=MODEL_THREAD,
     _partly_applied=MODEL_THREAD,
@@ -87,6 +82,7 @@ class Model:
         self.signal = Signal()
         self.failure = ""
         self.damage: Damage = {}
+        self._deliveries: list[Delivery] = []
         self._sweep = Sweep()
         self._untold: Damage = {}
         self._searching: asyncio.Task[list[RowBatch]] | None = None
@@ -116,7 +112,11 @@ class Model:
     @property
     def deliveries(self) -> list[Delivery]:
         """What the tables are to replicas of a consumer without a policy."""
-        return [Delivery.unchanged(table.spec) for table in self.tables]
+        specs = [table.spec for table in self.tables]
+        # Every replica looks at them with every release: of those that are there, two lists are soon compared.
+        if specs != [each.spec for each in self._deliveries]:
+            self._deliveries = [Delivery.unchanged(spec) for spec in specs]
+        return self._deliveries
 
     @property
     def applied(self) -> Seal | None:
@@ -217,7 +217,7 @@ class Model:
     def standing(self, policy: Policy) -> Standing:
         """Where the model stands, to a consumer with this policy that reads its tables as they are."""
         tables, newest = tuple(self.tables), self.seals.newest_version
-        damage = _followed(self.damage, tables, policy)
+        damage = of_tables(self.damage, {each.spec.name for each in tables if policy.follows(each.spec)})
 
         def followed() -> list[TableStanding]:
             return [_standing(each, newest, policy) for each in tables if policy.follows(each.spec)]
@@ -227,7 +227,7 @@ class Model:
             seals=self.seals.frozen(),
             tables=followed,
             version_of=lambda version: version,
-            failure=self.failure or in_words(damage, _REMEDY),
+            failure=self.failure or in_words(damage, FROM_TRAINERS),
             unpublished="" if self.head else f"nothing of model {self.name!r} is published",
         )
 
@@ -295,9 +295,15 @@ class Model:
         self.store.drop_unsealed(seals.newest_version)
         unflushed = seals.after(self.store.flushed)
         progress = Progress(f"model {self.name!r}: reading the log", sum(seal.rows for seal in unflushed))
+        columns = [table.columns for table in self.tables]
         for seal in unflushed:
             self._apply(seal, None)
             progress.add(seal.rows)
+        for table, before in zip(self.tables, columns, strict=True):
+            if table.columns != before:
+                # Rows in the files may be newer than the digests that were split, in columns that no cut has
+                # brought again: what is missing to the digest of a row was not damage.
+                table.trust(table.changed_since(self.store.flushed))
         self._applied = seals.newest
         whole = {name for seal in seals for name in seal.whole}
         return list(seals), {table.spec.name: self._published_rows(table, whole) for table in self.tables}
@@ -327,7 +333,7 @@ class Model:
         return {name: ids for name, ids in found.items() if len(ids)}
 
     def _mend(self, logged: Sequence[RowBatch], damage: Damage) -> Damage:
-        damage = self._still_damaged(damage)  # Others have changed since the log was read.
+        damage = self._still_damaged(damage)  # A cut may have brought others since the log was read.
         by_name = {table.spec.name: table for table in self._named(damage)}
         for rows in logged:
             if rows.table.name in by_name:
@@ -382,12 +388,6 @@ def _standing(table: StampedTable, newest: int, policy: Policy) -> TableStanding
         # Whoever has the newest version lacks nothing of it, though a later one may be there by now.
         lacking=lambda version: counts.after(version) if version < newest else 0,
     )
-
-
-def _followed(damage: Damage, tables: Sequence[StampedTable], policy: Policy) -> Damage:
-    """What is damaged of the tables that a policy follows."""
-    names = {table.spec.name for table in tables if policy.follows(table.spec)} if damage else ()
-    return {name: ids for name, ids in damage.items() if name in names}
 
 
 def _call(steps: Iterable[Callable[[], None]]) -> None:

@@ -17,15 +17,15 @@ _SECONDS = 1.0
 
 async def housekeeping(service: Service) -> None:
     """Keep the service in order, until cancelled."""
-    # Rows are looked at on the threads of models, which may be busy for long: no flush waits for that.
-    await asyncio.gather(_again_and_again(service, _keep), _again_and_again(service, _look_after_rows))
+    # Side by side: a model's thread, on which its rows are looked at, may be busy until the log is full.
+    await asyncio.gather(_repeat(_keep, service), _repeat(_look_after_all_rows, service))
 
 
-async def _again_and_again(service: Service, keep: Callable[[Service], Awaitable[None]]) -> None:
+async def _repeat(what: Callable[[Service], Awaitable[None]], service: Service) -> None:
     while True:
         await asyncio.sleep(_SECONDS)
         try:
-            await keep(service)
+            await what(service)
         except Exception as error:  # noqa: BLE001  # it must not end the service
             service.events.emit(EventKind.FAILED, "housekeeping, which comes again", error)
 
@@ -39,12 +39,12 @@ async def _keep(service: Service) -> None:
         service.log.refusing = False  # If there is still no room, the next write is refused again.
 
 
-async def _look_after_rows(service: Service) -> None:
-    """Look for damaged rows, and mend what there is."""
-    await asyncio.gather(*(_look_after_rows_of(service, model) for model in service.models.values()))
+async def _look_after_all_rows(service: Service) -> None:
+    await asyncio.gather(*(_look_after_rows(service, model) for model in list(service.models.values())))
 
 
-async def _look_after_rows_of(service: Service, model: Model) -> None:
+async def _look_after_rows(service: Service, model: Model) -> None:
+    """Look for damaged rows of a model and of its views, and mend what there is."""
     try:
         await model.sweep()
         _tell(service, EventKind.ROWS_DAMAGED, "other bits than were stored in ", model, model.untold_damage())

@@ -127,16 +127,20 @@ class MappedTable(StampedTable):
 
     def split(self, *edges: int) -> None:
         """See `StampedTable.split`."""
-        super().split(*edges)
-        if self._split:  # Now: what is flushed before is what there was.
-            self.mapped, self._split = self._split, None
+        before = self.mapped
+        try:
+            super().split(*edges)
+            if self._split:  # Now: what is flushed before is what there was.
+                self.mapped = self._split
+                self._stale += [each for each in before.layout.arrays() if each.derived]
+        finally:
+            self._split = None
 
     def _room_of(self, columns: tuple[int, ...]) -> tuple[RowDigests, Squares]:
         """Files of other segments. Those of before stay as long as the log may name them."""
         before = self.mapped
         layout = replace(before.layout, columns=columns)
         self._split = MappedArrays(layout, before.files.with_others(layout.arrays(), start=2))
-        self._stale += [each for each in before.layout.arrays() if each.derived]
         _, _, digests, squares = self._split.plain()
         return digests, squares
 
@@ -144,10 +148,18 @@ class MappedTable(StampedTable):
         """Wait until everything written before the call is on disk."""
         flush([self.mapped.files])
 
-    def remove_stale(self) -> None:
-        """Remove the files of segments that there were: the log names those that there are."""
-        while self._stale:
-            self.mapped.files.remove(self._stale.pop())
+    def remove_stale(self, named: MappedArrays) -> None:
+        """Remove the files of segments that there were before those of `named`, which the log names, unless there
+        are others by now. Any thread.
+        """
+        stale = list(self._stale)  # First: what is replaced later is not among them.
+        if self.mapped is not named:
+            return
+        files = {each.file for each in named.layout.arrays()}
+        for each in stale:
+            if each.file not in files:  # Room may have been made before a split, and be used after it.
+                named.files.remove(each)
+            self._stale.remove(each)
 
 
 def file_of(table: TableSpec, kind: str) -> str:

@@ -109,6 +109,51 @@ def test_a_damaged_row_of_the_model_is_in_no_release_and_told_to_the_model(tmp_p
     asyncio.run(scenario())
 
 
+def test_a_damaged_row_that_is_no_more_stays_deleted(tmp_path: Path) -> None:
+    """Also where what replicas are sent of it is something else than what they hold."""
+    policy = Policy(mode=Mode.IDS)
+
+    async def scenario() -> None:
+        local, view = await made(tmp_path, policy)
+        (table,) = view.state.tables
+        await local.cut_batches([RowBatch.deletes(Shard.whole(USER), np.array([7]))])
+        await view.make_release(policy, 0)
+        for mapped in table.mapped:
+            flip(mapped, 7)
+        await view.sweep()
+        assert [ids.tolist() for ids in (await view.mend()).values()] == [[7]]
+        await view.make_release(policy, 0)
+        release = await view.release(0)
+        assert release.rows == USER.rows - 1
+        await ended(local, view)
+
+    asyncio.run(scenario())
+
+
+def test_a_row_that_is_found_damaged_during_a_look_goes_with_a_later_release(tmp_path: Path) -> None:
+    """Although the look has found before that it is as replicas hold it."""
+    policy = Policy(top_k=1, mode=Mode.IDS)
+
+    async def scenario() -> None:
+        local, view = await made(tmp_path, policy)
+        (table,) = view.state.tables
+        newest = view.position.number
+        await local.cut({USER.name: {7: ROWS[7], 9: ROWS[9] + 5}})
+        look = await local.model.on_thread(table.begin, view.state.compared_version)
+        await local.model.on_thread(look.advance, look.rows)
+        flip(table.sent, 7)
+        await view.sweep()
+        assert await view.mend() == {}
+        await local.model.on_thread(table.finish, look)
+        await view.make_release(policy, 0)
+        await view.make_release(policy, 0)
+        assert live_rows(await view.release(newest))[0].ids.tolist() == [7, 9]
+        assert (view.damage, table.damaged.tolist()) == ({}, [])
+        await ended(local, view)
+
+    asyncio.run(scenario())
+
+
 def test_a_row_that_is_damaged_in_the_model_too_keeps_no_other_from_being_mended(tmp_path: Path) -> None:
     async def scenario() -> None:
         local, view = await made(tmp_path, INT8)
@@ -128,51 +173,6 @@ def test_a_row_that_is_damaged_in_the_model_too_keeps_no_other_from_being_mended
         await local.cut({USER.name: {7: ROWS[7] + 2}})
         await view.make_release(INT8, 0)
         assert (view.damage, (await view.release(0)).rows) == ({}, USER.rows)
-        await ended(local, view)
-
-    asyncio.run(scenario())
-
-
-def test_what_was_sent_of_a_deleted_row_is_zeros_again(tmp_path: Path) -> None:
-    """Not a row that has come back."""
-    policy = Policy(mode=Mode.IDS)
-
-    async def scenario() -> None:
-        local, view = await made(tmp_path, policy)
-        (table,) = view.state.tables
-        gone = RowBatch.deletes(Shard.whole(USER), np.array([7]))
-        await local.cut_batches([gone])
-        await view.make_release(policy, 0)
-        newest = view.position.number
-        for mapped in table.mapped:
-            flip(mapped, 7)
-        await view.sweep()
-        assert [ids.tolist() for ids in (await view.mend()).values()] == [[7]]
-        await view.make_release(policy, 0)
-        assert view.position.number == newest
-        assert table.sent.deleted(np.array([7])).all()
-        await ended(local, view)
-
-    asyncio.run(scenario())
-
-
-def test_a_row_that_is_found_damaged_during_a_look_goes_with_the_next_release(tmp_path: Path) -> None:
-    """The look has compared it before, and does not know."""
-    policy = Policy(top_k=1)
-
-    async def scenario() -> None:
-        local, view = await made(tmp_path, policy)
-        (table,) = view.state.tables
-        await local.cut({USER.name: {7: ROWS[7] + 1, 9: ROWS[9] + 5}})
-        look = await local.model.on_thread(table.begin, view.state.compared_version)
-        await local.cut({USER.name: {7: ROWS[7]}})  # As replicas hold it.
-        await local.model.on_thread(look.advance, look.rows)
-        table.held.digests[7] ^= 1
-        await view.sweep()
-        assert await view.mend() == {}
-        await local.model.on_thread(table.finish, look)
-        await view.make_release(policy, 0)
-        assert (view.damage, table.damaged.tolist()) == ({}, [])
         await ended(local, view)
 
     asyncio.run(scenario())
