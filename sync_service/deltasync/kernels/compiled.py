@@ -33,6 +33,7 @@ ANY_ORDER = {"reassoc", "contract"}
 
 _PACKAGE = __name__.rpartition(".")[0]
 _kernels: list["Kernel[Any, Any]"] = []
+_told = set[type[Exception]]()
 
 
 def _stamp(folder: Path) -> str:
@@ -84,8 +85,7 @@ class Kernel(Generic[P, R]):
         try:
             return self._made(cache=True)
         except Exception as error:  # noqa: BLE001  # no folder to write to, no room in it, or files that are damaged
-            text = "%s is compiled in each process anew: %r; set NUMBA_CACHE_DIR to an empty folder to be written"
-            logger.warning(text, self.__name__, error)
+            _warn(self.__name__, error)
             return self._made(cache=False)
 
     def _made(self, *, cache: bool) -> Callable[P, R]:
@@ -95,6 +95,14 @@ class Kernel(Generic[P, R]):
         dispatcher.disable_compile()
         made: Callable[P, R] = dispatcher
         return made
+
+
+def _warn(name: str, error: Exception) -> None:
+    """Once for each kind of error: it will be the same for all kernels."""
+    if type(error) not in _told:
+        _told.add(type(error))
+        text = "kernels, %s first, are compiled in each process anew, which takes seconds: %r; set NUMBA_CACHE_DIR to "
+        logger.warning(text + "an empty folder that can be written to", name, error)
 
 
 def kernel(
@@ -124,17 +132,19 @@ in_any_order = numba.njit(forceinline=True, error_model="numpy", _nrt=False, fas
 called = numba.njit(error_model="numpy", _nrt=False)
 
 
-def warm() -> int:
-    """Compile every kernel there is, or read it from the disk; returns how many there are. The first time it takes
-    seconds.
-    """
+def every_kernel() -> list[Kernel[Any, Any]]:
+    """All kernels there are, compiled or not."""
     package = importlib.import_module(_PACKAGE)
     for module in pkgutil.iter_modules(package.__path__, f"{_PACKAGE}."):
         if not module.name.endswith("__"):
             importlib.import_module(module.name)
-    for each in _kernels:
+    return list(_kernels)
+
+
+def warm() -> None:
+    """Compile every kernel there is, or read it from the disk. The first time it takes half a minute of a core."""
+    for each in every_kernel():
         each.compile()
-    return len(_kernels)
 
 
 def keep_in(folder: Path) -> None:
@@ -149,7 +159,13 @@ def keep_in(folder: Path) -> None:
         return
     if named:
         try:
-            shutil.copytree(kept, folder, dirs_exist_ok=True)
+            shutil.copytree(kept, folder, copy_function=_copy_if_new, dirs_exist_ok=True)
         except OSError as error:
             logger.warning("what is compiled in %s is compiled again: %s", kept, error)
     numba.config.CACHE_DIR = str(folder)
+
+
+def _copy_if_new(source: str, target: str) -> None:
+    """What was compiled here since, for another processor than the image's, is in files of the same names."""
+    if not os.path.exists(target):
+        shutil.copy2(source, target)

@@ -79,3 +79,21 @@ def test_a_change_of_any_file_of_the_room_compiles_all_of_it_anew(
 def test_a_type_that_was_not_asked_for_is_an_error(file: Path) -> None:
     with pytest.raises(TypeError):
         compile_anew(file)("21")
+
+
+def test_that_nothing_can_be_kept_is_said_once(
+    file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    njit = compiled.numba.njit
+
+    def without_a_folder(**options: Any) -> Any:
+        if options.get("cache"):
+            raise RuntimeError("no locator available")
+        return njit(**options)
+
+    monkeypatch.setattr(compiled.numba, "njit", without_a_folder)
+    monkeypatch.setattr(compiled, "_told", set())
+    for _ in range(2):
+        assert compile_anew(file)(21) == 42
+    (said,) = caplog.messages
+    assert said.endswith("set NUMBA_CACHE_DIR to an empty folder that can be written to")
