@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from deltasync.core.damage import ranges
 from deltasync.core.events import EventKind
 from deltasync.core.threads import name_threads
-from deltasync.feeds.damage import without
+from deltasync.feeds.damage import Damage
 from deltasync.feeds.model import Model
 from deltasync.service.service import Service
 
@@ -41,25 +41,22 @@ async def _keep(service: Service) -> None:
 
 async def _look_after_all_rows(service: Service) -> None:
     await asyncio.gather(*(_look_after_rows(service, model) for model in list(service.models.values())))
-    await service.views.look_after_rows()
 
 
 async def _look_after_rows(service: Service, model: Model) -> None:
-    """Look for damaged rows of a model, and mend what there is."""
+    """Look for damaged rows of a model and of its views, and mend what there is."""
     try:
-        known = model.damage
         await model.sweep()
-        for table, ids in without(model.damage, known).items():
-            service.events.emit(
-                EventKind.ROWS_DAMAGED,
-                f"other bits than were stored in {ranges(ids)}",
-                model=model.name,
-                table=table,
-            )
-        for table, ids in (await model.mend() if model.damage else {}).items():
-            service.events.emit(EventKind.ROWS_MENDED, ranges(ids), model=model.name, table=table)
+        _tell(service, EventKind.ROWS_DAMAGED, "other bits than were stored in ", model, model.untold_damage())
+        _tell(service, EventKind.ROWS_MENDED, "", model, await model.mend() if model.damage else {})
     except Exception as error:  # noqa: BLE001  # one model's trouble is its own
         service.events.emit(EventKind.FAILED, "its rows are looked at again later", error, model=model.name)
+    await service.views.look_after_rows(model)
+
+
+def _tell(service: Service, kind: EventKind, text: str, model: Model, damage: Damage) -> None:
+    for table, ids in damage.items():
+        service.events.emit(kind, f"{text}{ranges(ids)}", model=model.name, table=table)
 
 
 async def _flush(service: Service, flush_bytes: int) -> None:

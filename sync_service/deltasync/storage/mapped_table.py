@@ -114,11 +114,15 @@ class MappedTable(StampedTable):
         if mapped.files.place != self.mapped.files.place:
             mapped.files.copy(self.mapped.files, 2 if was_split else len(mapped.files.arrays))
         self.counts = self.counts.plus_unchanged(mapped.layout.spec.rows - self.spec.rows)
+        columns, digests, squares = self.columns, self.digests, self.squares
         self.spec, self.columns = mapped.layout.spec, mapped.layout.columns
         self.rows, self.stamps, self.digests, self.squares = mapped.plain()
         self.index.extend(self.stamps)
-        if was_split:
-            self.make_digests()
+        if was_split:  # Rows may be damaged: nothing is made of them.
+            starts = [columns.index(each) for each in self.columns[:-1]]
+            np.add.reduceat(digests, starts, axis=1, out=self.digests[: len(digests)])
+            np.add.reduceat(squares, starts, axis=1, out=self.squares[: len(squares)])
+            self.count()
         self.mapped = mapped
 
     def split(self, *edges: int) -> None:

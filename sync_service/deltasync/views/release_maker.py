@@ -112,7 +112,12 @@ class ReleaseMaker:
         dirty = find_dirty(state.tables, state.compared_version, policy, overdue_version)
         head = Head.of(seal, state.head.number + 1)
         log = ReleaseLog(self._store, head.number)
-        return draw(state.tables, dirty, pick(dirty, policy), head, log, self._scratch)
+        try:
+            return draw(state.tables, dirty, pick(dirty, policy), head, log, self._scratch)
+        except DamagedRows:
+            for table in state.tables:
+                table.look_again()
+            raise
 
     def _apply(self, draft: ReleaseDraft, state: ViewState) -> None:
         for piece in draft.written:

@@ -164,7 +164,13 @@ class ViewTable:
         if look.rows:
             look.advance(look.rows)
             self.finish(look)
+        if len(self.damaged):  # A look knows nothing of digests.
+            self._mark_damaged(self.damaged, look.after + 1)
         return self.dirty
+
+    def look_again(self) -> None:
+        """Have the next look compare all dirty rows: some of the source were not as they are."""
+        self._seen = False
 
     def compare(self, found: Findings, version: int) -> None:
         """Compare rows with what replicas hold, fill in what is found, and mark those dirty since `version`."""
@@ -222,13 +228,20 @@ class ViewTable:
         """
         for mapped in self.mapped:
             mapped.mend(RowBatch.deletes(Shard.whole(mapped.spec), ids[mapped.deleted(ids)]))
-        live = ids[~self.held.deleted(ids)]
-        encoded = self.delivery.encode(self.source.checked_rows(live))
-        same = self.held.fits(live, encoded)
-        self.held.mend(RowBatch.of_table(self.held.spec, live[same], encoded[same]))
+        known = difference(ids[~self.held.deleted(ids)], self.source.damaged(ids))
+        encoded = self.delivery.encode(self.source.rows_of(known))
+        same = self.held.fits(known, encoded)
+        self.held.mend(RowBatch.of_table(self.held.spec, known[same], encoded[same]))
         left = union(self.held.damaged(ids), self.sent.damaged(ids))
+        if len(left) < len(ids):
+            self._count()
         self._mark_damaged(left, version)
         return left
+
+    def _count(self) -> None:
+        """Of rows that were written anew, digests may have been damaged."""
+        for table in self.mapped:
+            table.count()
 
     def _mark_damaged(self, ids: Ids, version: int) -> None:
         clean = ids[self._marks[ids] == 0]

@@ -114,6 +114,7 @@ class DeltaSync:
         self._take_launched()
         if self.tracker.steps % self._options.publish_every == 0:
             before = self._under_way
+            self._mark_wanted()
             self._cut(time.time_ns())
             self.stats.absorbed += self._under_way is before
         if self.tracker.on_gpu and (self.tracker.steps + 1) % self._options.publish_every == 0:
@@ -135,7 +136,7 @@ class DeltaSync:
         """
         deadline = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
         while not self._cut(time.time_ns(), self._wait(deadline)):
-            pass
+            self._mark_wanted(again=False)
         return self._position
 
     def mark_all(self) -> None:
@@ -244,7 +245,6 @@ class DeltaSync:
     def _cut(self, step_end_unix_ns: int, late: DeltasyncError | None = None) -> bool:
         """Publish a cut if all ranks are ready for one; whether all of them had nothing to publish."""
         failure = late or self._failure or self._settle()
-        self._mark_wanted()
         # A cut that is not full leaves what free rows of a map were.
         resync = self._resync or self.tracker.offers_all(_CONSUMER)
         agreed = self._agreement.reach(
@@ -279,16 +279,19 @@ class DeltaSync:
             self.delete(request.table, torch.from_numpy(request.ids))
             logger.info("%d rows of table %r are deleted on request", len(request.ids), request.table)
 
-    def _mark_wanted(self) -> None:
-        """Have rows published again of which the service holds other bits than it was sent."""
-        wanted = self._publisher.wanted if self._publisher else ()
-        if wanted is self._marked_wanted:
+    def _mark_wanted(self, *, again: bool = True) -> None:
+        """Have rows published again of which the service holds other bits than it was sent.
+
+        It may ask `again` with the answer to the cut that has brought them, before that is applied.
+        """
+        wanted, before = self._publisher.wanted if self._publisher else (), self._marked_wanted
+        if wanted is before or (not again and _same(wanted, before)):
             return
         self._marked_wanted = wanted
         tracked = {each.shard.table.name for each in self.tracker.shards}
         for table, ids in wanted:
             if table in tracked:
-                self.tracker.mark(table, torch.from_numpy(ids))
+                self.tracker.mark_held(table, torch.from_numpy(ids))
                 logger.warning(
                     "%d rows of table %r are published again: the service lost some bits", len(ids), table
                 )
@@ -382,3 +385,8 @@ class DeltaSync:
             )
             self._publisher = Publisher(options, self._tables, shards)
         return self._publisher
+
+
+def _same(some: Sequence[tuple[str, Ids]], others: Sequence[tuple[str, Ids]]) -> bool:
+    """Whether they are the same rows."""
+    return [(table, ids.tolist()) for table, ids in some] == [(table, ids.tolist()) for table, ids in others]

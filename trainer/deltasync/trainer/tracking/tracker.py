@@ -151,6 +151,10 @@ class Tracker:
         """
         self._marking.mark(table, ids)
 
+    def mark_held(self, table: str, ids: torch.Tensor) -> None:
+        """Have rows offered again that have not changed; those that are deleted stay so. Otherwise as `mark`."""
+        self._marking.mark_held(table, ids)
+
     def delete(self, table: str, ids: torch.Tensor) -> None:
         """Delete rows: they and what the optimizer keeps of them become zeros, and consumers are told.
 
