@@ -1,12 +1,18 @@
-"""Requests of operators to delete rows, as far as this rank has met them. In the thread that trains.
+"""What the service asks of this rank with its answers, as far as that is met. In the thread that trains.
 
-All ranks meet the same requests after the same step: a column or a copy of a row that one rank resets a step later
-than another would be that of another row.
+Operators want rows deleted. All ranks meet the same requests after the same step: a column or a copy of a row that one rank resets a step later
+than another would be that of another row. The service itself wants rows again that it has lost; each rank gives
+those that it holds.
 """
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from deltasync.core.delete_request import DeleteRequest
+from deltasync.core.rows import Ids
+
+_NONE = np.empty(0, np.int64)
 
 
 class RowRequests:
@@ -29,3 +35,24 @@ class RowRequests:
         due = [request for request in handed if request.number <= upto and request.number not in self.met]
         self.met |= {request.number for request in due}
         return due
+
+
+class WantedRows:
+    """Which of the rows that the service wants again are to be published again."""
+
+    def __init__(self) -> None:
+        self._answer: Sequence[tuple[str, Ids]] = ()
+        self._taken = dict[str, Ids]()
+
+    def take(self, answer: Sequence[tuple[str, Ids]]) -> dict[str, Ids]:
+        """Those of the newest answer, by table; none of one that was taken before.
+
+        A cut is answered before its rows are applied. So what it was to mend is wanted still, and is taken only when
+        the answer after that wants it, too: else each cut would be followed by another.
+        """
+        if answer is self._answer:
+            return {}
+        self._answer = answer
+        left = {table: np.setdiff1d(ids, self._taken.get(table, _NONE)) for table, ids in answer}
+        self._taken = {table: ids for table, ids in left.items() if len(ids)}
+        return self._taken

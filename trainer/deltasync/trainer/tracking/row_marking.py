@@ -226,6 +226,19 @@ class RowMarking:
             self._stamps.stamp(number, local)
             self.changes += 1
 
+    def offer_again(self, table: str, ids: torch.Tensor) -> None:
+        """Stamp rows of a table, by global ids, that have not changed; deleted ones stay deleted.
+
+        Raises:
+            NotFound: there is no such table.
+            InvalidInput: an id is none of the table's.
+        """
+        number = self._number(table)
+        local = self._tables[number].local_ids(ids)
+        with self._gate:
+            self._stamps.stamp(number, self._stamps.not_deleted(number, local))
+            self.changes += 1
+
     def holds(self, table: str) -> bool:
         """Whether this rank has rows of a table, tracked or a copy."""
         return table in self._numbers or table in self._replicas

@@ -151,6 +151,19 @@ class Tracker:
         """
         self._marking.mark(table, ids)
 
+    def offer_again(self, table: str, ids: torch.Tensor) -> None:
+        """Offer rows to all consumers as they are, say because one has lost them; deleted rows stay deleted.
+
+        Args:
+            table: its FQN.
+            ids: as for `mark`.
+
+        Raises:
+            NotFound: there is no such table.
+            InvalidInput: an id is none of the table's.
+        """
+        self._marking.offer_again(table, ids)
+
     def delete(self, table: str, ids: torch.Tensor) -> None:
         """Delete rows: they and what the optimizer keeps of them become zeros, and consumers are told.
 
