@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import numba
@@ -119,17 +120,24 @@ in_any_order = numba.njit(forceinline=True, error_model="numpy", _nrt=False, fas
 called = numba.njit(error_model="numpy", _nrt=False)
 
 
-def warm() -> int:
-    """Compile every kernel there is, or read it from the disk; returns how many there are. The first time it takes
-    seconds.
+def warm(*modules: ModuleType) -> int:
+    """Compile every kernel of some modules, of all if none is named, or read it from the disk; returns how many
+    there are. The first time it takes seconds.
     """
+    if not modules:
+        _import_all()
+    named = {module.__name__ for module in modules}
+    found = [each for each in _kernels if not named or each.function.__module__ in named]
+    for each in found:
+        each.compile()
+    return len(found)
+
+
+def _import_all() -> None:
     package = importlib.import_module(_PACKAGE)
     for module in pkgutil.iter_modules(package.__path__, f"{_PACKAGE}."):
         if not module.name.endswith("__"):
             importlib.import_module(module.name)
-    for each in _kernels:
-        each.compile()
-    return len(_kernels)
 
 
 def keep_in(folder: Path) -> None:

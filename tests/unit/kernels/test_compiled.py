@@ -60,3 +60,11 @@ def test_a_change_of_any_file_of_the_room_compiles_all_of_it_anew(
 def test_a_type_that_was_not_asked_for_is_an_error(file: Path) -> None:
     with pytest.raises(TypeError):
         compile_anew(file)("21")
+
+
+def test_only_what_is_named_is_compiled(file: Path) -> None:
+    compile_anew(file)
+    (kernel,) = compiled._kernels
+    kernel._compiled = None
+    assert compiled.warm(compiled) == 0
+    assert kernel._compiled is None

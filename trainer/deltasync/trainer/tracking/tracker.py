@@ -20,6 +20,8 @@ from torch import nn
 from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from deltasync.kernels import changes, digests, id_maps, marks
+from deltasync.kernels.compiled import warm
 from deltasync.trainer.tracking import tracker_state
 from deltasync.trainer.tracking.cost import TrackerCost
 from deltasync.trainer.tracking.cursors import Cursors
@@ -61,6 +63,7 @@ class Tracker:
         self._model, self._options = model, options or TrackerOptions()
         self.cost = TrackerCost()
         self.attachments = 0
+        warm(changes, digests, id_maps, marks)  # Here: no step, and no cut, may wait for a compiler.
         tracked = tracked_model(model, self._options)
         self._gate = UpdateGate(tracked.tables[0].device if tracked.tables else torch.device("cpu"))
         self._attach(tracked)
@@ -152,16 +155,7 @@ class Tracker:
         self._marking.mark(table, ids)
 
     def offer_again(self, table: str, ids: torch.Tensor) -> None:
-        """Offer rows to all consumers as they are, say because one has lost them; deleted rows stay deleted.
-
-        Args:
-            table: its FQN.
-            ids: as for `mark`.
-
-        Raises:
-            NotFound: there is no such table.
-            InvalidInput: an id is none of the table's.
-        """
+        """As `mark`, of rows that have not changed, say because a consumer has lost them: deleted ones stay so."""
         self._marking.offer_again(table, ids)
 
     def delete(self, table: str, ids: torch.Tensor) -> None:
