@@ -1,8 +1,8 @@
 """What the service asks of this rank with its answers, as far as that is met. In the thread that trains.
 
-Operators want rows deleted. All ranks meet the same requests after the same step: a column or a copy of a row that one rank resets a step later
-than another would be that of another row. The service itself wants rows again that it has lost; each rank gives
-those that it holds.
+Operators want rows deleted. All ranks meet the same requests after the same step: a column or a copy of a row that
+one rank resets a step later than another would be that of another row. The service itself wants rows again that it
+has lost; each rank gives those that it holds.
 """
 
 from collections.abc import Sequence
@@ -47,8 +47,8 @@ class WantedRows:
     def take(self, answer: Sequence[tuple[str, Ids]]) -> dict[str, Ids]:
         """Those of the newest answer, by table; none of one that was taken before.
 
-        A cut is answered before its rows are applied. So what it was to mend is wanted still, and is taken only when
-        the answer after that wants it, too: else each cut would be followed by another.
+        A cut is answered before its rows are applied. So what it was to mend is wanted still, and is taken only
+        when the answer after that wants it, too: else each cut would be followed by another.
         """
         if answer is self._answer:
             return {}
