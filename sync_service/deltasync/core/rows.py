@@ -74,6 +74,11 @@ class RowBatch:
         digests = None if self.digests is None else self.digests[rows]
         return RowBatch(self.shard, self.ids[rows], self.values[rows], norms, self.deleted, digests)
 
+    def among(self, ids: Ids) -> "RowBatch":
+        """A copy of those of the rows that are among `ids` ([m]), without norms and digests."""
+        where = np.flatnonzero(np.isin(self.ids, ids))
+        return RowBatch(self.shard, self.ids[where], self.values[where], deleted=self.deleted)
+
     def with_values(self, table: TableSpec, values: Values, norms: Norms | None = None) -> "RowBatch":
         """The same rows of a whole table in another form: encoded, or decoded."""
         return replace(self, shard=Shard.whole(table), values=values, norms=norms, digests=None)

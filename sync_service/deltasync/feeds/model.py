@@ -49,6 +49,7 @@ T = TypeVar("T")
     succession=EVENT_LOOP,
     head=SET_BY_EVENT_LOOP,
     damage=SET_BY_EVENT_LOOP,
+    _not_logged=EVENT_LOOP,
     _sweep=MODEL_THREAD,
     _applied=MODEL_THREAD,
     _partly_applied=MODEL_THREAD,
@@ -79,6 +80,7 @@ class Model:
         self.failure = ""
         self.damage: Damage = {}
         self._sweep = Sweep()
+        self._not_logged: Damage = {}  # What the log was searched for before, and does not mend.
         self._adding = asyncio.Lock()
         self._closed = False
         self._applied: Seal | None = None
@@ -237,8 +239,10 @@ class Model:
         before = self.damage
         left = await self.on_thread(self._still_damaged, before)
         if left:
-            logged = await asyncio.to_thread(self.store.logged, left, self.seals.after(self.store.flushed))
+            new, seals = without(left, self._not_logged), self.seals.after(self.store.flushed)
+            logged = await asyncio.to_thread(self.store.logged, new, seals) if new else []
             left = await self.on_thread(self._mend, logged, left)
+        self._not_logged = left
         mended = without(before, left)
         self.damage = without(self.damage, mended)
         return mended
@@ -288,15 +292,21 @@ class Model:
         self._sweep.go_on(self.tables)
 
     def _still_damaged(self, damage: Damage) -> Damage:
-        found = {table.spec.name: table.damaged(damage[table.spec.name]) for table in self._named(damage)}
+        found = {}
+        for table in self._named(damage):
+            found[table.spec.name] = table.damaged(damage[table.spec.name])
+            if len(found[table.spec.name]) < len(damage[table.spec.name]):
+                table.count()  # Of rows that were written anew, digests may have been damaged.
         return {name: ids for name, ids in found.items() if len(ids)}
 
     def _mend(self, logged: Sequence[RowBatch], damage: Damage) -> Damage:
+        damage = self._still_damaged(damage)  # Others have changed since the log was read.
         by_name = {table.spec.name: table for table in self._named(damage)}
-        for name, table in by_name.items():
-            table.mend(RowBatch.deletes(Shard.whole(table.spec), damage[name][table.deleted(damage[name])]))
         for rows in logged:
-            by_name[rows.table.name].mend(rows)
+            if rows.table.name in by_name:
+                by_name[rows.table.name].mend(rows.among(damage[rows.table.name]))
+        for name, table in by_name.items():  # Last: where a full part does not name a row, no record deletes it.
+            table.mend(RowBatch.deletes(Shard.whole(table.spec), damage[name][table.deleted(damage[name])]))
         return self._still_damaged(damage)
 
     def _named(self, damage: Damage) -> list[MappedTable]:

@@ -1,6 +1,7 @@
 """Damaged rows: found by row, told, handed to nobody, and mended from the log or from the ranks."""
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,6 +16,7 @@ from tests.support.stamped import stamped_table
 from tests.support.wire import ITEM, USER, WHOLE, full_part, part, random_rows
 
 from deltasync.core.damage import DamagedRows, ranges
+from deltasync.core.digests import checksum_of
 from deltasync.core.events import Event, EventKind
 from deltasync.core.policy import Policy
 from deltasync.core.stamps import StampedTable
@@ -108,6 +110,83 @@ def test_a_deleted_row_is_zeros_again(tmp_path: Path) -> None:
         assert {name: ids.tolist() for name, ids in model.damage.items()} == {USER.name: [5]}
         assert list(await model.mend()) == [USER.name]
         assert not model.tables[0].rows[5].any()
+
+    run(tmp_path, scenario)
+
+
+def test_a_row_that_changes_while_it_is_mended_is_not_written_over(tmp_path: Path) -> None:
+    async def scenario(service: Service) -> None:
+        session, model = await published(service)
+        flip(model.tables[0], 7, 8)
+        await model.sweep()
+        read, applied, logged = asyncio.Event(), threading.Event(), model.store.logged
+        loop = asyncio.get_running_loop()
+
+        def logged_and_then(*what: Any) -> Any:
+            found = logged(*what)
+            loop.call_soon_threadsafe(read.set)
+            assert applied.wait(20)
+            return found
+
+        with mock.patch.object(model.store, "logged", logged_and_then):
+            mending = asyncio.create_task(model.mend())
+            await read.wait()
+            await send(session, part(2, [(0, [7], np.full((1, 4), 2, "<f4"))]))
+            await service.coordinators["clicks"].drain()
+            applied.set()
+            assert {name: ids.tolist() for name, ids in (await mending).items()} == {USER.name: [7, 8]}
+        assert live_rows(await model.release(0))[0].values[7].tolist() == [2] * 4
+
+    run(tmp_path, scenario)
+
+
+def test_a_row_that_a_full_part_does_not_name_is_zeros_again(tmp_path: Path) -> None:
+    """The log has what it was before, and no delete."""
+
+    async def scenario(service: Service) -> None:
+        session, model = await published(service)
+        ids = np.setdiff1d(np.arange(USER.rows), [5])
+        everything = [(0, ids, ROWS[0][ids]), (1, np.arange(ITEM.rows), ROWS[1])]
+        await send(session, part(2, everything, full=True))
+        await service.coordinators["clicks"].drain()
+        assert model.tables[0].deleted(np.array([5])).all()
+        flip(model.tables[0], 5)
+        await model.sweep()
+        assert list(await model.mend()) == [USER.name]
+        assert not model.tables[0].rows[5].any()
+
+    run(tmp_path, scenario)
+
+
+def test_a_digest_that_was_damaged_leaves_nothing_in_the_checksum(tmp_path: Path) -> None:
+    async def scenario(service: Service) -> None:
+        session, model = await published(service)
+        model.tables[0].digests[7] ^= 1
+        await model.sweep()
+        assert await model.mend() == {}, "the log has the row, which fits no better"
+        await send(session, part(2, [(0, [7], np.full((1, 4), 2, "<f4"))]))
+        await service.coordinators["clicks"].drain()
+        assert list(await model.mend()) == [USER.name]
+        rows = live_rows(await model.release(0))[0]
+        assert model.tables[0].checksum == checksum_of(rows.ids, rows.values)
+
+    run(tmp_path, scenario)
+
+
+def test_the_log_is_read_once_for_a_row_that_it_does_not_have(tmp_path: Path) -> None:
+    async def scenario(service: Service) -> None:
+        session, model = await published(service)
+        model.flush()
+        await send(session, part(2, [(0, [8], np.ones((1, 4), "<f4"))]))
+        await service.coordinators["clicks"].drain()
+        flip(model.tables[0], 7)
+        await model.sweep()
+        assert await model.mend() == {}
+        with mock.patch.object(model.store, "logged", side_effect=AssertionError):
+            assert await model.mend() == {}
+        flip(model.tables[0], 8)
+        await model.sweep()
+        assert {name: ids.tolist() for name, ids in (await model.mend()).items()} == {USER.name: [8]}
 
     run(tmp_path, scenario)
 

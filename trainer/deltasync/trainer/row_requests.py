@@ -44,15 +44,17 @@ class WantedRows:
         self._answer: Sequence[tuple[str, Ids]] = ()
         self._taken = dict[str, Ids]()
 
-    def take(self, answer: Sequence[tuple[str, Ids]]) -> dict[str, Ids]:
-        """Those of the newest answer, by table; none of one that was taken before.
+    def take(self, answer: Sequence[tuple[str, Ids]], *, again: bool) -> dict[str, Ids]:
+        """Those of the service's newest answer that are due, by table.
 
-        A cut is answered before its rows are applied. So what it was to mend is wanted still, and is taken only
-        when the answer after that wants it, too: else each cut would be followed by another.
+        It wants rows with the answer to the very cut that has brought them, too, before that is applied. Whoever
+        waits until nothing is due takes none `again`, since each cut would be followed by another.
         """
-        if answer is self._answer:
+        if again and answer is self._answer:
             return {}
-        self._answer = answer
-        left = {table: np.setdiff1d(ids, self._taken.get(table, _NONE)) for table, ids in answer}
-        self._taken = {table: ids for table, ids in left.items() if len(ids)}
-        return self._taken
+        if again:
+            self._answer, self._taken = answer, {}
+        due = {table: np.setdiff1d(ids, self._taken.get(table, _NONE)) for table, ids in answer}
+        due = {table: ids for table, ids in due.items() if len(ids)}
+        self._taken |= {table: np.union1d(ids, self._taken.get(table, _NONE)) for table, ids in due.items()}
+        return due

@@ -113,6 +113,7 @@ class DeltaSync:
         self._take_launched()
         if self.tracker.steps % self._options.publish_every == 0:
             before = self._under_way
+            self._mark_wanted(again=True)
             self._cut(time.time_ns())
             self.stats.absorbed += self._under_way is before
         if self.tracker.on_gpu and (self.tracker.steps + 1) % self._options.publish_every == 0:
@@ -243,7 +244,7 @@ class DeltaSync:
     def _cut(self, step_end_unix_ns: int, late: DeltasyncError | None = None) -> bool:
         """Publish a cut if all ranks are ready for one; whether all of them had nothing to publish."""
         failure = late or self._failure or self._settle()
-        self._mark_wanted()
+        self._mark_wanted(again=False)
         # A cut that is not full leaves what free rows of a map were.
         resync = self._resync or self.tracker.offers_all(_CONSUMER)
         agreed = self._agreement.reach(
@@ -278,15 +279,15 @@ class DeltaSync:
             self.delete(request.table, torch.from_numpy(request.ids))
             logger.info("%d rows of table %r are deleted on request", len(request.ids), request.table)
 
-    def _mark_wanted(self) -> None:
-        """Have rows published again of which the service holds other bits than it was sent."""
-        wanted = self._wanted.take(self._publisher.wanted) if self._publisher else {}
+    def _mark_wanted(self, *, again: bool) -> None:
+        """Have rows published again of which the service holds other bits than it was sent (`WantedRows.take`)."""
+        wanted = self._wanted.take(self._publisher.wanted, again=again) if self._publisher else {}
         if not wanted:
             return
         tracked = {table.name for table in self.tracker.tables}
         for table, ids in wanted.items():
             if table in tracked:
-                self.tracker.offer_again(table, torch.from_numpy(ids))
+                self.tracker.mark_held(table, torch.from_numpy(ids))
                 logger.warning(
                     "%d rows of table %r are published again: the service lost some bits", len(ids), table
                 )

@@ -226,8 +226,8 @@ class RowMarking:
             self._stamps.stamp(number, local)
             self.changes += 1
 
-    def offer_again(self, table: str, ids: torch.Tensor) -> None:
-        """Stamp rows of a table, by global ids, that have not changed; deleted ones stay deleted.
+    def mark_held(self, table: str, ids: torch.Tensor) -> None:
+        """Stamp rows of a table, by global ids, but for deleted ones.
 
         Raises:
             NotFound: there is no such table.
@@ -236,8 +236,9 @@ class RowMarking:
         number = self._number(table)
         local = self._tables[number].local_ids(ids)
         with self._gate:
-            self._stamps.stamp(number, self._stamps.not_deleted(number, local))
-            self.changes += 1
+            held = self._stamps.not_deleted(number, local)
+            self._stamps.stamp(number, held)
+            self.changes += len(held) > 0
 
     def holds(self, table: str) -> bool:
         """Whether this rank has rows of a table, tracked or a copy."""

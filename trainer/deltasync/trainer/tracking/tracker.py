@@ -154,9 +154,9 @@ class Tracker:
         """
         self._marking.mark(table, ids)
 
-    def offer_again(self, table: str, ids: torch.Tensor) -> None:
-        """As `mark`, of rows that have not changed, say because a consumer has lost them: deleted ones stay so."""
-        self._marking.offer_again(table, ids)
+    def mark_held(self, table: str, ids: torch.Tensor) -> None:
+        """Have rows offered again that have not changed; those that are deleted stay so. Otherwise as `mark`."""
+        self._marking.mark_held(table, ids)
 
     def delete(self, table: str, ids: torch.Tensor) -> None:
         """Delete rows: they and what the optimizer keeps of them become zeros, and consumers are told.
