@@ -78,19 +78,24 @@ class Kernel(Generic[P, R]):
         """Compile all signatures, or read them from the disk."""
         with self._compiling:
             if self._compiled is None:
-                dispatcher = self._dispatcher()
-                for signature in self._signatures:
-                    dispatcher.compile(signature)
-                dispatcher.disable_compile()
-                self._compiled = dispatcher
+                self._compiled = self._kept()
         return self._compiled
 
-    def _dispatcher(self) -> Any:
+    def _kept(self) -> Callable[P, R]:
         try:
-            return numba.njit(cache=True, **self._options)(self.function)
-        except RuntimeError as error:  # There is no folder that it could write to.
-            logger.warning("%s is compiled in each process anew: %s; set NUMBA_CACHE_DIR", self.__name__, error)
-            return numba.njit(**self._options)(self.function)
+            return self._made(cache=True)
+        except Exception as error:  # noqa: BLE001  # no folder to write to, no room in it, or files that are damaged
+            text = "%s is compiled in each process anew: %r; set NUMBA_CACHE_DIR to an empty folder to be written"
+            logger.warning(text, self.__name__, error)
+            return self._made(cache=False)
+
+    def _made(self, *, cache: bool) -> Callable[P, R]:
+        dispatcher: Any = numba.njit(cache=cache, **self._options)(self.function)
+        for signature in self._signatures:
+            dispatcher.compile(signature)
+        dispatcher.disable_compile()
+        made: Callable[P, R] = dispatcher
+        return made
 
 
 def kernel(
@@ -151,5 +156,8 @@ def keep_in(folder: Path) -> None:
     if os.access(kept, os.W_OK) or (named and not kept.exists()):
         return
     if named:
-        shutil.copytree(kept, folder, dirs_exist_ok=True)
+        try:
+            shutil.copytree(kept, folder, dirs_exist_ok=True)
+        except OSError as error:
+            logger.warning("what is compiled in %s is compiled again: %s", kept, error)
     numba.config.CACHE_DIR = str(folder)

@@ -185,8 +185,7 @@ class ModelStore:
             flush(each.files for each in mapped.values())
             self._describe(flushed=version, mapped={table.spec.name: each for table, each in mapped.items()})
             for table, each in mapped.items():
-                if table.mapped is each:
-                    table.remove_stale()
+                table.remove_stale(each)
             self._log.truncate(self._cuts, version).result()
             self._drop_old_seals(version)
             for forgotten in self._layouts.forget(version):
@@ -262,8 +261,8 @@ class ModelStore:
         found = []
         for seal in seals:
             with contextlib.suppress(StorageFailed):
-                named = (rows for rows in self.rows(seal) if rows.table.name in wanted)
-                found += [some for rows in named if len(some := rows.among(wanted[rows.table.name]))]
+                among = (rows.among(wanted.get(rows.table.name, ())) for rows in self.rows(seal))
+                found += [some for some in among if len(some)]
         return found
 
     def _describe(

@@ -1,11 +1,13 @@
 """When kernels are compiled, and when what was compiled before is used."""
 
+import errno
 from collections import Counter
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 import pytest
+from numba.core import caching
 
 from deltasync.kernels import compiled
 
@@ -47,6 +49,23 @@ def test_what_was_compiled_is_kept(file: Path) -> None:
     assert hits(compile_anew(file)) == 0
     again = compile_anew(file)
     assert (hits(again), again(21)) == (1, 42)
+
+
+@pytest.mark.parametrize("kind", ["nbi", "nbc"])
+def test_what_cannot_be_read_is_compiled_anew(file: Path, kind: str) -> None:
+    """After a power loss files may be empty."""
+    compile_anew(file)
+    for kept in file.parent.rglob(f"*.{kind}"):
+        kept.write_bytes(b"")
+    assert compile_anew(file)(21) == 42
+
+
+def test_a_full_disk_is_no_error(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(caching.IndexDataCacheFile, "_save_data", full)
+    assert compile_anew(file)(21) == 42
 
 
 def test_a_change_of_any_file_of_the_room_compiles_all_of_it_anew(
