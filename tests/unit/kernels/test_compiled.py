@@ -6,6 +6,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
+import numba
 import pytest
 from numba.core import caching
 
@@ -84,16 +85,24 @@ def test_a_type_that_was_not_asked_for_is_an_error(file: Path) -> None:
 def test_that_nothing_can_be_kept_is_said_once(
     file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    njit = compiled.numba.njit
+    njit = numba.njit
 
     def without_a_folder(**options: Any) -> Any:
         if options.get("cache"):
             raise RuntimeError("no locator available")
         return njit(**options)
 
-    monkeypatch.setattr(compiled.numba, "njit", without_a_folder)
+    monkeypatch.setattr(numba, "njit", without_a_folder)
     monkeypatch.setattr(compiled, "_told", set())
     for _ in range(2):
         assert compile_anew(file)(21) == 42
     (said,) = caplog.messages
     assert said.endswith("set NUMBA_CACHE_DIR to an empty folder that can be written to")
+
+
+def test_only_what_is_named_is_compiled(file: Path) -> None:
+    compile_anew(file)
+    (kernel,) = compiled._kernels
+    kernel._compiled = None
+    compiled.warm(compiled)
+    assert kernel._compiled is None
