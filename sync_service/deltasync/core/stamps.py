@@ -205,6 +205,12 @@ class StampedTable:
         self.counts = self.counts.without(self.stamps[ids]).plus(stamps)
         self.stamps[ids] = stamps
 
+    def forget_after(self, number: int) -> None:
+        """Take stamps above `number`, which is the newest there was, for damaged: these rows are sent again."""
+        if self.counts.newest > number:
+            np.clip(self.stamps, -number, number, out=self.stamps)
+            self.counts, self.index = ChangeCounts.of(self.stamps), ChangeIndex(self.stamps)
+
     def numbers(self, ids: Ids) -> Stamps:
         """When the rows `ids` ([n]) last changed, or were deleted: [n], 0 = never."""
         numbers: Stamps = np.abs(self.stamps[ids])

@@ -304,6 +304,8 @@ class Model:
                 # Rows in the files may be newer than the digests that were split, in columns that no cut has
                 # brought again: what is missing to the digest of a row was not damage.
                 table.trust(table.changed_since(self.store.flushed))
+        for table in self.tables:
+            table.forget_after(seals.newest_version)
         self._applied = seals.newest
         whole = {name for seal in seals for name in seal.whole}
         return list(seals), {table.spec.name: self._published_rows(table, whole) for table in self.tables}

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import numba
@@ -101,8 +102,13 @@ def _warn(name: str, error: Exception) -> None:
     """Once for each kind of error: it will be the same for all kernels."""
     if type(error) not in _told:
         _told.add(type(error))
+<<<<<<< HEAD
         text = "kernels, %s first, are compiled in each process anew, which takes seconds: %r; "
         logger.warning(text + "set NUMBA_CACHE_DIR to an empty folder that can be written to", name, error)
+=======
+        text = "kernels, %s first, are compiled in each process anew, which takes seconds: %r; set NUMBA_CACHE_DIR"
+        logger.warning(f"{text} to an empty folder that can be written to", name, error)
+>>>>>>> main
 
 
 def kernel(
@@ -141,10 +147,14 @@ def every_kernel() -> list[Kernel[Any, Any]]:
     return list(_kernels)
 
 
-def warm() -> None:
-    """Compile every kernel there is, or read it from the disk. The first time it takes half a minute of a core."""
-    for each in every_kernel():
-        each.compile()
+def warm(*modules: ModuleType) -> None:
+    """Compile every kernel of some modules, of all if none is named, or read it from the disk. The first time all
+    of them take half a minute of a core.
+    """
+    named = {module.__name__ for module in modules}
+    for each in _kernels if named else every_kernel():
+        if not named or each.function.__module__ in named:
+            each.compile()
 
 
 def keep_in(folder: Path) -> None:

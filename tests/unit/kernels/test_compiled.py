@@ -98,3 +98,11 @@ def test_that_nothing_can_be_kept_is_said_once(
         assert compile_anew(file)(21) == 42
     (said,) = caplog.messages
     assert said.endswith("set NUMBA_CACHE_DIR to an empty folder that can be written to")
+
+
+def test_only_what_is_named_is_compiled(file: Path) -> None:
+    compile_anew(file)
+    (kernel,) = compiled._kernels
+    kernel._compiled = None
+    compiled.warm(compiled)
+    assert kernel._compiled is None

@@ -262,6 +262,27 @@ def test_damage_of_before_a_restart_is_found_after_it(tmp_path: Path) -> None:
     run(tmp_path, after)
 
 
+def test_a_stamp_from_the_future_is_none(tmp_path: Path) -> None:
+    """Else whoever was told of that version would never be told of later ones."""
+
+    async def before(service: Service) -> None:
+        _, model = await published(service)
+        model.flush()
+        model.tables[0].stamps[11] ^= 1 << 40
+
+    async def after(service: Service) -> None:
+        model = service.models["clicks"]
+        assert model.tables[0].counts.newest == 1
+        assert live_rows(await model.release(0))[0].ids.tolist() == list(range(USER.rows))
+        session = await join(service)
+        await send(session, full_part(2, random_rows(1), WHOLE))
+        await service.coordinators["clicks"].drain()
+        assert len(live_rows(await model.release(1))[0]) == USER.rows
+
+    run(tmp_path, before)
+    run(tmp_path, after)
+
+
 def test_columns_that_a_crash_has_left_newer_than_their_digests_are_no_damage(tmp_path: Path) -> None:
     """Files are ahead of the last flush; which columns rows come in was not known at that."""
     halves = [Shard(USER, 0, USER.rows, 0, 2), Shard(USER, 0, USER.rows, 2, 2), WHOLE[1]]
