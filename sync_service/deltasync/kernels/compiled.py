@@ -102,8 +102,8 @@ def _warn(name: str, error: Exception) -> None:
     """Once for each kind of error: it will be the same for all kernels."""
     if type(error) not in _told:
         _told.add(type(error))
-        text = "kernels, %s first, are compiled in each process anew, which takes seconds: %r; set NUMBA_CACHE_DIR"
-        logger.warning(f"{text} to an empty folder that can be written to", name, error)
+        text = "kernels, %s first, are compiled in each process anew, which takes seconds: %r; "
+        logger.warning(text + "set NUMBA_CACHE_DIR to an empty folder that can be written to", name, error)
 
 
 def kernel(
