@@ -100,8 +100,15 @@ class ReplicaStream(Stream):
             return subscribe_pb2_grpc.SubscribeServiceStub(channel).Subscribe
 
         super().__init__(address, subscribe, protocols)
+        self._pieces: list[Any] = []
         if not bare:
             self.send(subscribe_open(**fields))
+
+    def receive(self) -> Any:
+        """The next message; a whole release comes as its chunks and its end."""
+        if not self._pieces:
+            self._pieces = pieces(super().receive())
+        return self._pieces.pop(0)
 
     def until(self, *kinds: str) -> Any:
         """The next message of one of these kinds."""
@@ -121,6 +128,15 @@ class ReplicaStream(Stream):
                 return rows, message.release_end
             if kind == "chunk":
                 rows.append(message.chunk.rows)
+
+
+def pieces(response: subscribe_pb2.SubscribeResponse) -> list[subscribe_pb2.SubscribeResponse]:
+    """The messages that say the same, without whole releases."""
+    if not response.HasField("release"):
+        return [response]
+    chunks = [subscribe_pb2.ReleaseChunk(rows=rows) for rows in response.release.rows]
+    end = subscribe_pb2.SubscribeResponse(release_end=response.release.end)
+    return [*(subscribe_pb2.SubscribeResponse(chunk=each) for each in chunks), end]
 
 
 def publish_open(

@@ -102,6 +102,11 @@ class FrozenRelease:
         """Rows of all tables together."""
         return sum(len(chunk.rows) for chunk in self.chunks)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of ids and values, as they are sent to who knows of deletes."""
+        return sum(chunk.rows.nbytes for chunk in self.chunks)
+
 
 class Releases:
     """The releases of one set of tables. Replicas that lack the same rows share one while any of them uses it.
