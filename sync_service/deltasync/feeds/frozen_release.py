@@ -156,15 +156,20 @@ class Releases:
     # On the thread that changes the tables.
 
     def of_cut(self, rows: Sequence[tuple[int, RowBatch]]) -> FrozenRelease | None:
-        """What a replica lacks that is at the version before the one that the tables are at: the rows that a cut
-        has just brought, by slot. None if there is no memory for it.
+        """The rows that a cut brings, by slot, for a replica that is at the version before: to be `completed` once
+        it is applied. None if there is no memory for it.
         """
         size = sum(batch.nbytes for _, batch in rows)
         if size > self._room():
             return None
-        tables, head = self._state()
         chunks = [Chunk.written(slot, piece) for slot, batch in rows for piece in chunked(batch)]
-        return self._noted(FrozenRelease(head, chunks, checksums=_checksums(tables), memory_bytes=size))
+        return self._noted(FrozenRelease(None, chunks, memory_bytes=size))
+
+    def completed(self, release: FrozenRelease) -> FrozenRelease:
+        """What `of_cut` has written, now that the tables have these rows."""
+        tables, release.head = self._state()
+        release.checksums = _checksums(tables)
+        return release
 
     def _room(self) -> int:
         """How much memory a release may take now, bytes."""

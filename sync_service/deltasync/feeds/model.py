@@ -11,7 +11,7 @@ neither sees the other half done; nothing there waits for a disk. All else happe
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -175,10 +175,36 @@ class Model:
             # In a task of its own: a rank that disconnects now must not stop it half way.
             await asyncio.shield(asyncio.create_task(self._add(tables, later_run)))
 
-    async def apply_cut(self, seal: Seal, rows: Sequence[RowBatch] | None) -> None:
-        """Apply a cut that was just sealed, from `rows` or else from the log, and make it the head."""
+    def apply_after(
+        self, sealed: "Future[None]", seal: Seal, rows: Sequence[RowBatch] | None
+    ) -> "Future[FrozenRelease | None]":
+        """Begin to apply a cut as soon as `sealed` is done, on whatever thread, unless it has failed.
+
+        Returns:
+            What `apply_cut` is to wait for. Whoever waited for `sealed` before hears of that before anything of this.
+        """
+        prepared = self._thread.submit(self._prepared, seal, rows)  # While the log waits for its disk.
+        applied: Future[FrozenRelease | None] = Future()
+
+        def begin(done: "Future[None]") -> None:
+            if not done.exception():
+                self._thread.submit(_fulfil, applied, lambda: self._apply_and_release(seal, rows, prepared.result()))
+
+        sealed.add_done_callback(begin)
+        return applied
+
+    async def apply_cut(
+        self, seal: Seal, rows: Sequence[RowBatch] | None, begun: "Future[FrozenRelease | None] | None" = None
+    ) -> None:
+        """Apply a cut that was just sealed, from `rows` or else from the log, and make it the head.
+
+        `begun` is what `apply_after` has returned.
+        """
         self.succession.add(seal.version, steady_ns())  # Also if it cannot be applied for a while.
-        release = await self.on_thread(self._apply_and_release, seal, rows, self._releases.followed)
+        if begun:
+            release = begun.result() if begun.done() else await asyncio.wrap_future(begun)
+        else:
+            release = await self.on_thread(self._apply_and_release, seal, rows)
         self.head = _head(seal)
         self._releases.have(release, seal.version)
         self.signal.wake()
@@ -351,15 +377,20 @@ class Model:
         known = {table.spec.name: table.spec for table in self.tables}
         return changes(self.name, known, announced, later_run=later_run)
 
-    def _apply_and_release(
-        self, seal: Seal, rows: Sequence[RowBatch] | None, followed: bool
-    ) -> FrozenRelease | None:
-        """Apply a cut; where it can be sent on as it is, and replicas follow, what they are to be sent."""
-        self._apply(seal, rows)
-        if rows is None or seal.whole or not followed:
+    def _prepared(self, seal: Seal, rows: Sequence[RowBatch] | None) -> FrozenRelease | None:
+        """What replicas are to be sent of a cut, where they follow, and it can be sent on as it is."""
+        if rows is None or seal.whole or not self._releases.followed:
             return None
         changed = cut_rows(rows, {table.spec.name: slot for slot, table in enumerate(self.tables)})
         return None if changed is None else self._releases.of_cut(changed)
+
+    def _apply_and_release(
+        self, seal: Seal, rows: Sequence[RowBatch] | None, prepared: FrozenRelease | None = None
+    ) -> FrozenRelease | None:
+        """Apply a cut, and complete what replicas are to be sent of it."""
+        release = prepared or self._prepared(seal, rows)
+        self._apply(seal, rows)
+        return release and self._releases.completed(release)
 
     def _apply(self, seal: Seal, rows: Iterable[RowBatch] | None) -> None:
         by_name = {table.spec.name: table for table in self.tables}
@@ -390,6 +421,13 @@ def _standing(table: StampedTable, newest: int, policy: Policy) -> TableStanding
         # Whoever has the newest version lacks nothing of it, though a later one may be there by now.
         lacking=lambda version: counts.after(version) if version < newest else 0,
     )
+
+
+def _fulfil(future: "Future[T]", function: Callable[[], T]) -> None:
+    try:
+        future.set_result(function())
+    except BaseException as error:  # noqa: BLE001  # handed over to whoever waits
+        future.set_exception(error)
 
 
 def _call(steps: Iterable[Callable[[], None]]) -> None:
