@@ -34,9 +34,9 @@ class Crashes:
             reserve(file, size, what)
             self._copy("after it has grown")
 
-        def putting(log: LmdbStore, name: str, value: bytes | None) -> Future[None]:
+        def putting(log: LmdbStore, name: str, value: bytes | None, **named: Any) -> Future[None]:
             self._copy(f"before {name.replace('/', ' ')} is written")
-            written = put(log, name, value)
+            written = put(log, name, value, **named)
             written.result(20)
             self._copy(f"after {name.replace('/', ' ')} is written")
             return written

@@ -54,7 +54,7 @@ class TableDraft:
     @property
     def taken_ids(self) -> Ids:
         """The rows that it takes."""
-        return self.dirty.ids[self.taken]
+        return self.dirty.ids[np.flatnonzero(self.taken)]  # A few times as fast as by a mask.
 
     def amounts(self) -> tuple[Amount, Backlog]:
         """How much it takes, and what it leaves."""
@@ -144,14 +144,14 @@ def draw(
 
 def _rows(draft: TableDraft, folder: Path | None) -> Iterator[RowBatch]:
     """What a release takes of a table, piece by piece, and at the end what is no more."""
-    table, taken, spec = draft.table, draft.taken, draft.table.held.spec
-    deleted = table.dirty.deleted
-    live = taken & ~deleted if deleted.any() else taken
-    ids, norms = draft.dirty.ids[live], draft.dirty.norms[live]
-    room = room_for((len(ids), spec.dim), spec.dtype, folder, f"a release of table {spec.name!r}")
-    for piece in chunked(table.batch(ids, room, norms)):
+    table, spec = draft.table, draft.table.held.spec
+    taken = np.flatnonzero(draft.taken)
+    deleted = table.dirty.deleted[taken]
+    live = taken[~deleted] if deleted.any() else taken
+    room = room_for((len(live), spec.dim), spec.dtype, folder, f"a release of table {spec.name!r}")
+    for piece in chunked(table.batch(draft.dirty.ids[live], room, draft.dirty.norms[live])):
         yield table.drawn(piece)
-    yield from chunked(table.deletes(draft.dirty.ids[taken & deleted]))
+    yield from chunked(table.deletes(draft.dirty.ids[taken[deleted]]))
 
 
 def new_release(head: Head, taken: Amount, backlog: Amount, reason: str) -> NewestRelease:

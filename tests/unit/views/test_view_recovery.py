@@ -1,5 +1,7 @@
 """Views that come back after a crash: as of the last flush, and the log after it."""
 
+from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -97,8 +99,8 @@ def test_a_flush_in_the_middle_of_a_release_loses_nothing(tmp_path: Path, monkey
         await local.cut(changed(1, USER, 4, 5))
         write_release = ViewStore.write_release
 
-        def write_and_flush(store: ViewStore, release: NewestRelease) -> None:
-            write_release(store, release)
+        def write_and_flush(store: ViewStore, release: NewestRelease, after: Sequence[Future[None]]) -> None:
+            write_release(store, release, after)
             store.flush()
 
         monkeypatch.setattr(ViewStore, "write_release", write_and_flush)
