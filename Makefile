@@ -44,7 +44,8 @@ bench: install  ## print the benchmarks
 GPU_PYTHON = $(if $(filter file,$(origin PYTHON)),$(BIN)/python,$(PYTHON))
 GPU_PATH := $(CURDIR)/build/gpu:$(CURDIR):$(CURDIR)/sync_service:$(CURDIR)/trainer:$(CURDIR)/protos
 GPU_RUN = PYTHONPATH=$(GPU_PATH):$$PYTHONPATH $(GPU_PYTHON)
-GPU_BENCHES := tracker pipelines
+# Ranks train on a CPU where there are fewer GPUs.
+GPU_RANKS ?= 1
 
 build/gpu: FORCE
 	@$(GPU_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(GPU_PYTHON): name a Python from 3.11 on with PYTHON=..., or 'make install CUDA=1'"; exit 1; }
@@ -55,7 +56,9 @@ test-gpu: build/gpu  ## run the tests that need a GPU, with your torch (PYTHON=.
 	$(GPU_RUN) -m pytest -c tests/gpu/gpu.ini --rootdir=$(CURDIR) --confcutdir=$(CURDIR) -m gpu tests/gpu $(ARGS)
 
 bench-gpu: build/gpu  ## print the benchmarks of the tracker, the pipelines and the demo there
-	@set -e; for name in $(GPU_BENCHES); do $(GPU_RUN) -m deltasync bench $$name; done; $(GPU_RUN) -m deltasync demo $(ARGS)
+	$(GPU_RUN) -m deltasync bench tracker
+	$(GPU_RUN) -m deltasync bench pipelines --ranks $(GPU_RANKS)
+	$(GPU_RUN) -m deltasync demo --ranks $(GPU_RANKS) $(ARGS)
 
 protos: install  ## generate the stubs anew from the .proto files
 	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=protos --grpc_python_out=protos \

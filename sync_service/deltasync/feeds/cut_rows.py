@@ -22,7 +22,7 @@ def cut_rows(batches: Iterable[RowBatch], slots: Mapping[str, int]) -> list[tupl
     """
     live: dict[str, list[RowBatch]] = {}
     deleted: dict[str, list[RowBatch]] = {}
-    for batch in batches:
+    for batch in filter(len, batches):
         if batch.shard.cols < batch.table.dim:
             return None
         if not len(batch):

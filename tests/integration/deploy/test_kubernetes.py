@@ -285,7 +285,8 @@ def test_a_replica_has_the_name_of_its_pod(manifests: list[Doc]) -> None:
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     variable = re.fullmatch(r"\$\((\w+)\)", _argument(container, "replica"))
     assert variable
-    fields = {e["name"]: e["valueFrom"]["fieldRef"] for e in container["env"] if "fieldRef" in e["valueFrom"]}
+    sources = {each["name"]: each.get("valueFrom", {}) for each in container["env"]}
+    fields = {name: source["fieldRef"] for name, source in sources.items() if "fieldRef" in source}
     assert fields[variable[1]] == {"fieldPath": "metadata.name"}
 
 

@@ -154,7 +154,7 @@ def test_a_full_log_refuses_parts_and_everything_else_goes_on(
             values = random_rows(1, [wide])[0][: 1 << 16]
             for first in range(0, 1 << 20, 1 << 16):
                 rank.send(chunk(2, 0, range(first, first + (1 << 16)), values))
-            rank.send(close(2, 1 << 20))
+            rank.send(close(2, 1 << 20, full=True))
             code, details = rank.refusal()
             assert code.name == "RESOURCE_EXHAUSTED"
             assert "raise --log-max-bytes" in details
@@ -202,7 +202,7 @@ def test_a_service_whose_log_is_full_is_not_ready(tmp_path: Path, monkeypatch: p
             rank.opened()
             for first in range(0, 1 << 18, 1 << 16):
                 rank.send(chunk(1, 0, range(first, first + (1 << 16)), np.ones((1 << 16, 1), "<f4")))
-            rank.send(close(1, 1 << 18))
+            rank.send(close(1, 1 << 18, full=True))
             assert rank.refusal()[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
         status, body = service.get("/readyz")
         assert status == 503

@@ -119,7 +119,8 @@ def test_a_cut_that_lacks_rows_is_an_error(opened: Callable[[], LogStore], tmp_p
     store = ModelStore(log, "m", tmp_path)
     publish(store, 1, rows_of(SHARDS[0], 1), rows_of(SHARDS[1], 1, 2))
     (seal,) = store.seals()
-    store.append(1, 0, 1, 1, rows_of(SHARDS[1], 1), store.use_layout(LAYOUT, SHARDS, 1).number).result(TIMEOUT)
+    store.append(1, 0, 1, 1, rows_of(SHARDS[1], 1), store.use_layout(LAYOUT, SHARDS, 1).number)
+    log.put("later", b"").result(TIMEOUT)
     with pytest.raises(StorageFailed, match="the log has 2 rows of version 1 of model 'm', expected 3: restore"):
         list(store.rows(seal))
 
@@ -128,7 +129,7 @@ def test_what_was_not_sealed_is_dropped(opened: Callable[[], LogStore], tmp_path
     log = opened()
     store = ModelStore(log, "m", tmp_path)
     publish(store, 1, rows_of(SHARDS[0], 1))
-    store.append(2, 0, 0, 0, rows_of(SHARDS[0], 1), store.use_layout(LAYOUT, SHARDS, 2).number).result(TIMEOUT)
+    store.append(2, 0, 0, 0, rows_of(SHARDS[0], 1), store.use_layout(LAYOUT, SHARDS, 2).number)
     store.drop_unsealed(1)
     assert [record.number for record in log.read("cuts/m")] == [1]
 

@@ -22,6 +22,7 @@ from rich.console import Console
 from deltasync.client import NumpyTarget, Position, Release, RowBatch, TableSpec
 from deltasync.client.checksums import TargetChecksums
 from deltasync.core.process import keep_freed_memory
+from deltasync.core.rows import BLOCK_ROWS
 from deltasync.core.stamps import StampedTable
 from deltasync.kernels.compiled import warm
 from deltasync.trainer.bench.timing import spread_of
@@ -104,7 +105,7 @@ def _replica(table: TableSpec) -> Apply:
 
     def apply(batch: RowBatch) -> None:
         release = next(releases)
-        release.rows.append(batch)
+        release.rows.extend(batch.blocks(BLOCK_ROWS))  # About as large as the chunks in which they come.
         target.apply(release)
         checksums.after(release)
 

@@ -23,6 +23,7 @@ from deltasync.client import NumpyTarget, Position, Release, RowBatch, TableSpec
 from deltasync.client.checksums import TargetChecksums
 from deltasync.client.reading import Reads
 from deltasync.core.process import keep_freed_memory
+from deltasync.core.rows import BLOCK_ROWS
 from deltasync.kernels.compiled import warm
 from deltasync.trainer.bench.timing import spread_of
 
@@ -83,7 +84,8 @@ class Replica:
 
     def _apply(self, batch: RowBatch) -> Span:
         number = next(self._numbers)
-        release = Release(Position("bench", number), number, 0, number == 1, [self._table], [batch])
+        rows = [*batch.blocks(BLOCK_ROWS)]  # About as large as the chunks in which they come.
+        release = Release(Position("bench", number), number, 0, number == 1, [self._table], rows)
         started = time.perf_counter()
         self._target.apply(release)
         self._checksums.after(release)

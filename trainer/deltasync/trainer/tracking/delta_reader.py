@@ -139,7 +139,9 @@ class DeltaReader:
 
     def _deletes(self, cursor: ConsumerCursor) -> dict[str, DeletedRows]:
         """The deleted rows that are due, by FQN."""
-        deletes = {}
+        deletes = dict[str, DeletedRows]()
+        if not self._stamps.any_deleted_later(cursor.cursor):
+            return deletes
         for number, table in enumerate(self._tables):
             ids = self._stamps.deleted_later(number, cursor.cursor)
             if len(ids):

@@ -130,6 +130,10 @@ class RowStamps:
             return _NONE
         return self._stamps[table].deleted_later(max(cursor, 0))
 
+    def any_deleted_later(self, cursor: int) -> bool:
+        """Whether rows of any table may have been deleted after `cursor`."""
+        return max(self._last_delete.values(), default=0) > max(cursor, 0)
+
     def not_deleted(self, table: int, ids: torch.Tensor) -> torch.Tensor:
         """Those of some local ids whose rows are not deleted."""
         return ids[self._stamps[table].stamps[ids] >= 0]

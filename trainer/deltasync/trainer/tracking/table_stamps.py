@@ -8,6 +8,7 @@ import torch
 from deltasync.kernels import marks
 
 _ALL = slice(None)
+_NONE = np.empty(0, np.int64)
 _ID_TYPES = (torch.int32, torch.int64)
 
 
@@ -107,7 +108,7 @@ class HostStamps(TableStamps):
         """As for any table."""
         known = ids if ids.dtype in _ID_TYPES and ids.is_contiguous() else ids.long().contiguous()
         rows = known.numpy()[part]
-        if len(self._rows):
+        if len(self._rows):  # Else there is no row 0 either.
             marks.mark(rows, len(self._rows), self._marks)
             self._marked += len(rows)
 
@@ -152,9 +153,9 @@ class HostStamps(TableStamps):
 
     def _take_marked(self) -> marks.Ids:
         """Stamp the rows that are marked; their ids."""
+        if not self._marked:
+            return _NONE
         ids = np.empty(min(self._marked, len(self._rows)), np.int64)
-        if not len(ids):
-            return ids
         self._marked, self._largest = 0, self._clock.now
         return ids[: marks.settle(self._marks, self._largest, self._rows, self._newest, ids)]
 
