@@ -139,7 +139,7 @@ def test_a_damaged_row_is_not_released_but_told_and_goes_out_once_it_is_mended(
         number, bits = view.position.number, local.model.tables[0].rows.view(np.uint8)
         await local.cut(changed(1, USER, 3, 4))
         bits[3, 5] ^= 1
-        with pytest.raises(DamagedRows, match="table 'user': other bits than were stored in rows 3$"):
+        with pytest.raises(DamagedRows, match=r"table 'user': other bits than were stored in rows 3$"):
             await view.make_release(replace(policy, top_k=None), 0)
         assert {name: ids.tolist() for name, ids in local.model.damage.items()} == {"user": [3]}
         assert view.position.number == number
