@@ -11,7 +11,7 @@ In the order in which a release goes through them:
     release_draft  what it takes and leaves, until it is made
     release_log    its rows on their way to the log
     table          one table of a view: what replicas hold of it, and which rows are dirty
-    dirty_set      the dirty rows of a table, sorted by id: what a release costs, however large the table
+    dirty_set      the dirty rows of a table, sorted by id: what a release costs, however large the table is
     ranking        which dirty rows a release takes
     statistics     what a release took, and what it left
     store          the view's state, in memory and on disk: a release is written down before replicas get it
@@ -20,7 +20,7 @@ In the order in which a release goes through them:
 
 Threads. What waits for a disk waits in a thread that does nothing else, so that cuts are applied meanwhile.
 
-    the model's thread    rows, stamps and dirty sets of `ViewTable`s: looking, copying, writing, freezing
+    the model's thread    rows, stamps and dirty sets of `ViewTable`s: looking for what is dirty, writing, freezing
     the event loop        `View`, `ReleaseLoop`, `ReleaseMaker`, `TableMaker`: one call at a time
     any thread            `ViewState`, which is replaced whole; `ViewStore.flush`, `ViewTable.flush`
 

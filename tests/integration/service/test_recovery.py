@@ -139,6 +139,8 @@ async def train(data_dir: Path, versions: Versions, camera: Camera) -> None:
         flushing = asyncio.create_task(asyncio.sleep(0))
         for step in range(1, STEPS + 1):
             camera.on = step > 1  # The first cut is as large as all others together.
+            with camera.still:
+                camera.both("commit")  # The last one: a cut's rows and its seal may be in one.
             sealed = await asyncio.gather(
                 *(publish(*each, versions, step) for each in zip(sessions, SHARDS, strict=True))
             )
