@@ -25,6 +25,10 @@ _SCAN_ROWS = 1 << 20
 # Once a sum has shrunk to this share of what it was, rounding has eaten the rest of it.
 _EXACT_SHARE = 2.0**-30
 
+# The arrays of a table, as bits.
+ROWS, STAMPS, DIGESTS, SQUARES = 1, 2, 4, 8
+_ALL_ARRAYS = ROWS | STAMPS | DIGESTS | SQUARES
+
 T = TypeVar("T", bound=np.generic)
 
 
@@ -102,6 +106,7 @@ class StampedTable:
         # What needs memory comes before: a block that fails is tried again, and must not be half done.
         counts = self.counts.moved(self.stamps[block.ids], number)
         change, square_change = self._clear(block, number) if block.deleted else self._write(block, number)
+        self.wrote(block.ids, _ALL_ARRAYS)
         self.counts = counts
         self.checksum = (self.checksum + int(change)) % 2**64
         self._square_sum += square_change
@@ -161,12 +166,14 @@ class StampedTable:
         for block in self._blocks():
             self._digest(block)
             self.digests[block, 0] += before[block].sum(axis=1) - self.digests[block].sum(axis=1)
+        self.wrote(None, DIGESTS | SQUARES)
         self.count()
 
     def make_digests(self) -> None:
         """Make the digests of all rows anew, of what is there."""
         for block in self._blocks():
             self._digest(block)
+        self.wrote(None, DIGESTS | SQUARES)
         self.count()
 
     def _digest(self, block: slice) -> None:
@@ -195,6 +202,7 @@ class StampedTable:
         self.index.note_each(ids, stamps)
         self.counts = self.counts.without(self.stamps[ids]).plus(stamps)
         self.stamps[ids] = stamps
+        self.wrote(ids, STAMPS)
 
     def numbers(self, ids: Ids) -> Stamps:
         """When the rows `ids` ([n]) last changed, or were deleted: [n], 0 = never."""
@@ -276,3 +284,7 @@ class StampedTable:
         """Write rows again as they were stored: neither stamps nor digests change."""
         first = first_word(rows.shard.col_offset, self.spec.dtype)
         kernels.scatter(words_of(self.rows), first, rows.ids, words_of(rows.values))
+        self.wrote(rows.ids, ROWS)
+
+    def wrote(self, ids: Ids | None, arrays: int) -> None:
+        """Called after rows of some arrays were written, `ids` ([n]) or else all: for tables that are in files."""

@@ -93,6 +93,7 @@ class ViewTable:
             self.sent = MappedTable(_wire_layout(delivery), files.part(held, sent))
         # [N] int64: the version since which a row is dirty, 0 = it is not. What a restart finds of `dirty`.
         self._marks = files.arrays[sent]
+        self._marks_files = files.part(sent, sent + 1)
         self.dirty = DirtySet.of_marks(self._marks[:0])
         # Of the rows that are not dirty. Both replaced whole, so that `lacking` may read them in any thread.
         self._clean: ChangeCounts = self.sent.counts
@@ -169,6 +170,7 @@ class ViewTable:
         # What needs memory comes before: a look that fails is begun again.
         clean = self._clean.without(numbers[0, :marked]).plus(numbers[1, :cleaned])
         dirty_rows.mark(self._marks, ids, found.dirty, version)
+        self._marks_files.touch(ids, 1)
         self._clean = clean
 
     # What a release does.
@@ -199,7 +201,7 @@ class ViewTable:
             self.sent.apply(RowBatch.deletes(Shard.whole(self.sent.spec), rows.ids), number)
         if rows.norms is not None:
             self.sent.apply(RowBatch.of_table(self.sent.spec, rows.ids, rows.norms[:, None]), number)
-        self._marks[rows.ids] = 0
+        self._mark(rows.ids, 0)
         self._clean = clean
 
     def settle(self, ids: Ids) -> None:
@@ -230,8 +232,12 @@ class ViewTable:
             clean, np.zeros(len(clean)), np.zeros(len(clean), np.uint8), np.ones(len(clean), np.bool_)
         )
         self._clean = self._clean.without(self.sent.numbers(clean))
-        self._marks[clean] = version
+        self._mark(clean, version)
         self.dirty, self.damaged = self.dirty.after(found, version), np.union1d(self.damaged, ids)
+
+    def _mark(self, ids: Ids, version: int) -> None:
+        self._marks[ids] = version
+        self._marks_files.touch(ids, 1)
 
     def lacking(self, number: int, compared_version: int) -> int:
         """How many rows a replica at `number` does not hold as the source has them, at most. Any thread.
