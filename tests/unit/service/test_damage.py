@@ -150,8 +150,8 @@ def test_housekeeping_finds_damage_that_nobody_asks_for_says_so_and_mends_it(tmp
 def test_damage_of_before_a_restart_is_found_after_it(tmp_path: Path) -> None:
     async def before(service: Service) -> None:
         _, model = await published(service)
-        model.flush()
         flip(model.tables[0], 11)
+        model.flush()
 
     async def after(service: Service) -> None:
         with pytest.raises(DamagedRows, match="rows 11"):
