@@ -1,9 +1,10 @@
 """What trainers, replicas and operators have to say to a service, with the public names of any client's version.
 
-    python conversation.py GRPC HTTP TOKEN FOLDER
+    python conversation.py GRPC HTTP TOKEN FOLDER STATE
 
-Writes what the replicas hold, what the trainer has, and which files the client is made of, into FOLDER. It imports
-nothing of the tests, so that an earlier client can be put under it.
+Writes what the replicas hold, what the trainer has, and which files the client is made of, into FOLDER. STATE is
+what the service calls consumers whose replicas have everything. It imports nothing of the tests, so that an
+earlier client can be put under it.
 """
 
 import json
@@ -97,8 +98,8 @@ class Replica(NumpyTarget):
 class Conversation:
     """One after the other: consumers, cuts, replicas, a replica that was away, a second run."""
 
-    def __init__(self, grpc: str, http: str, token: str) -> None:
-        self._grpc, self._http, self._token = grpc, http, token
+    def __init__(self, grpc: str, http: str, token: str, state: str) -> None:
+        self._grpc, self._http, self._token, self._state = grpc, http, token, state
         self._admin = self._admin_of(token)
         self.rows = {table.name: np.zeros((table.rows, table.dim), table.dtype) for table in TABLES}
         self.targets = {"plain": Replica(), "late": Replica(), "ranked-0": Replica(), "ranked-1": Replica()}
@@ -122,7 +123,7 @@ class Conversation:
         for follower in (*followers, late, counter):
             follower.wait_for(head, WAIT)
         for consumer in ("plain", "ranked"):
-            self._wait_until_in_sync(consumer, head)
+            self._wait_until_served(consumer, head)
         assert self._changed == set(range(TABLES[0].rows))
         for follower in (*followers, late, counter):
             follower.close()
@@ -152,15 +153,16 @@ class Conversation:
             refused(NotFound, self._admin.delete_consumer, name)
             refused(NotFound, fetch_lag, self._http, name)
 
-    def _wait_until_in_sync(self, consumer: str, head: Position) -> None:
+    def _wait_until_served(self, consumer: str, head: Position) -> None:
         deadline = time.monotonic() + WAIT
         while True:
             lag = fetch_lag(self._http, consumer)
-            if (lag["head"], lag["state"]) == (head.number, "in sync"):
+            if (lag["head"], lag["state"], lag["lag"]["rows"]) == (head.number, self._state, 0):
                 break
             assert time.monotonic() < deadline, lag
             time.sleep(0.01)
-        assert all(each["checked"] for each in lag["replicas"]), lag
+        # Checksums are others now: neither side takes those of the other for its own.
+        assert not any(each["checked"] for each in lag["replicas"]), lag
 
     def _admin_of(self, token: str) -> Admin:
         if not hasattr(client, "Endpoint"):
@@ -188,8 +190,8 @@ def refused(kind: type[Exception], call: Any, *arguments: Any) -> None:
     raise AssertionError(f"{call.__name__}{arguments}: expected {kind.__name__}")
 
 
-def main(grpc: str, http: str, token: str, folder: str) -> None:
-    conversation = Conversation(grpc, http, token)
+def main(grpc: str, http: str, token: str, folder: str, state: str) -> None:
+    conversation = Conversation(grpc, http, token, state)
     conversation.hold()
     np.savez(Path(folder) / "model.npz", allow_pickle=False, **conversation.rows)
     for name, target in conversation.targets.items():

@@ -69,10 +69,15 @@ class LocalModel:
             if some
         ]
 
-    async def cut_batches(self, rows: Sequence[RowBatch], whole: Sequence[str] = ()) -> None:
-        """Publish some rows as the next version; of the tables `whole`, all that there are."""
+    async def cut_batches(
+        self, rows: Sequence[RowBatch], whole: Sequence[str] = (), *, resync: bool = False
+    ) -> None:
+        """Publish some rows as the next version; of the tables `whole`, all that there are.
+
+        `resync`: they are of a run that does not go on from the one before.
+        """
         version = self.model.seals.newest_version + 1
-        seal = replace(sealed(version), sealed_unix_ns=version, whole=tuple(whole))
+        seal = replace(sealed(version), sealed_unix_ns=version, whole=tuple(whole), resync=resync)
         self.model.store.seal(seal).result()
         self.model.seals.append(seal)
         await self.model.apply_cut(seal, rows)

@@ -60,6 +60,8 @@ def create_app(service: Service, token: str | None) -> FastAPI:
         """The service takes streams: it has recovered, its log has room, and it is not shutting down."""
         if service.draining.is_set():
             raise ServiceUnavailable("the service is shutting down")
+        if service.compiling:
+            raise ServiceUnavailable("still compiling for this machine; the log says how far it is")
         if service.recovering:
             raise ServiceUnavailable(f"still recovering: {', '.join(sorted(service.recovering))}")
         if service.log.refusing:

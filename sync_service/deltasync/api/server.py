@@ -27,7 +27,8 @@ from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.core.errors import ServiceUnavailable
 from deltasync.core.listener import listening_socket
 from deltasync.core.process import keep_freed_memory, spare_imports
-from deltasync.kernels.compiled import keep_in, warm
+from deltasync.core.progress import Progress
+from deltasync.kernels.compiled import every_kernel, keep_in
 from deltasync.service.housekeeping import housekeeping
 from deltasync.service.service import Service, ServiceOptions
 from deltasync.v1 import (
@@ -128,7 +129,6 @@ async def run(options: ServerOptions, stopping: asyncio.Event) -> None:
         recovery = asyncio.create_task(service.recover())
         for consumer in options.consumers:
             await service.ensure_consumer(consumer)
-        await _warm()
         await asyncio.wait({recovery}, timeout=_SOON_SECONDS)
         if recovery.done():  # Who has failed need not listen.
             await recovery
@@ -139,15 +139,6 @@ async def run(options: ServerOptions, stopping: asyncio.Event) -> None:
     logger.info("stopped")
 
 
-async def _warm() -> None:
-    """Have all kernels, so that no cut waits for a compiler."""
-    warming = asyncio.create_task(asyncio.to_thread(warm))
-    await asyncio.wait({warming}, timeout=_SOON_SECONDS)
-    if not warming.done():
-        logger.info("getting the kernels ready: the first time they are compiled, which takes a minute or less")
-    await warming
-
-
 async def _listen(
     service: Service,
     options: ServerOptions,
@@ -155,12 +146,14 @@ async def _listen(
     stopping: asyncio.Event,
     recovery: asyncio.Task[None],
 ) -> None:
-    # Before gRPC, whose server would have to be stopped again if this failed.
     listener = _bind(options.host, options.http_port)
-    server, healthy, grpc_port = await _start_grpc(service, options)
+    server, healthy, grpc_port = _bind_grpc(service, options)
     app = create_app(service, options.admin_token)
     http = _Http(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))
     http_task = tasks.create_task(http.serve(sockets=[listener]))
+    await _compile(service, stopping)
+    await server.start()
+    await _set_health(healthy, health_pb2.HealthCheckResponse.NOT_SERVING)
     where = _Addresses(f"{options.host}:{grpc_port}", f"http://{options.host}:{listener.getsockname()[1]}")
     logger.info("listening: grpc=%s http=%s data=%s", where.grpc, where.http, options.service.data_dir)
     stopped = asyncio.create_task(stopping.wait())
@@ -179,9 +172,19 @@ async def _listen(
     await recovery
 
 
-async def _start_grpc(
-    service: Service, options: ServerOptions
-) -> tuple[grpc.aio.Server, health.aio.HealthServicer, int]:
+async def _compile(service: Service, stopping: asyncio.Event) -> None:
+    """Compile all kernels, so that no cut waits for a compiler; or fewer, where the service is to end."""
+    kernels = every_kernel()
+    progress = Progress("compiling for this machine, once", len(kernels), "kernels")
+    service.compiling = True
+    for each in kernels:
+        if not stopping.is_set():
+            await asyncio.to_thread(each.compile)
+            progress.add(1)
+    service.compiling = False
+
+
+def _bind_grpc(service: Service, options: ServerOptions) -> tuple[grpc.aio.Server, health.aio.HealthServicer, int]:
     server = grpc.aio.server(
         interceptors=[ProtocolInterceptor(), DecodeInterceptor(), WrittenMessages()],
         options=[
@@ -206,8 +209,6 @@ async def _start_grpc(
         port = server.add_insecure_port(f"{options.host}:{options.grpc_port}")
     except RuntimeError as error:
         raise ServiceUnavailable(_taken("--grpc-port", options.host, options.grpc_port)) from error
-    await server.start()
-    await _set_health(healthy, health_pb2.HealthCheckResponse.NOT_SERVING)
     return server, healthy, port
 
 

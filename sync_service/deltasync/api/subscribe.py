@@ -15,6 +15,7 @@ from deltasync.core.damage import ranges
 from deltasync.core.delivery import Delivery
 from deltasync.core.errors import DeltasyncError, InvalidInput, NotFound, ServiceUnavailable, Superseded
 from deltasync.core.events import EventKind, described
+from deltasync.core.id_sets import distinct
 from deltasync.core.position import Position
 from deltasync.core.rows import Ids
 from deltasync.core.signals import first_of
@@ -246,17 +247,23 @@ class ReplicaStream:
         if self._replica.stream is not self._ended or applied.number < self._replica.applied.number:
             return
         checksums = {each.slot: each.sum for each in ack.sums}
-        rows = {each.table: self._rows_of(each) for each in ack.wanted}
+        rows = {each.table: ids for each in ack.wanted if len(ids := self._rows_of(each))}
         damaged = self._audit.check(applied.number, checksums, ack.received_bytes, rows)
         if damaged:
             self._report(damaged, rows)
             return
-        if self._replica.damaged and checksums:
+        if self._audit.compared:
+            self._note_shown(ack)
+        elif applied.number > self._replica.applied.number:
+            self._replica.checked = False
+        self._registry.acknowledge(self._consumer, self._replica, applied)
+
+    def _note_shown(self, ack: subscribe_pb2.Ack) -> None:
+        """Note what a replica has shown that it holds: nothing else than it was sent."""
+        if self._replica.damaged and ack.sums:
             self._say(EventKind.REPLICA_REPAIRED, f"holds what it was sent in {', '.join(self._replica.damaged)}")
             self._replica.damaged = ()
-        if self._audit.compared:
-            self._replica.checked, self._replica.unbound = bool(checksums), self._unbound(ack)
-        self._registry.acknowledge(self._consumer, self._replica, applied)
+        self._replica.checked, self._replica.unbound = bool(ack.sums), self._unbound(ack)
 
     def _unbound(self, ack: subscribe_pb2.Ack) -> tuple[str, ...]:
         """Names of the tables that a replica does not hold: those it names, and those of which alone it shows
@@ -269,7 +276,7 @@ class ReplicaStream:
 
     def _rows_of(self, wanted: tables_pb2.WantedRows) -> Ids:
         ids = np.array(wanted.ids, np.uint64)
-        return np.unique(ids[ids < self._deliveries[wanted.table].spec.rows]).astype(ID_TYPE)
+        return distinct(ids[ids < self._deliveries[wanted.table].spec.rows]).astype(ID_TYPE)
 
     def _report(self, damaged: frozenset[int], rows: Mapping[int, Ids]) -> None:
         """Report a replica that holds other bits than it was sent, and have these sent again."""

@@ -26,6 +26,7 @@ from deltasync.client.targets import (
 )
 from deltasync.core.errors import (
     Contradiction,
+    Damaged,
     DeltasyncError,
     InvalidInput,
     NotFound,
@@ -47,6 +48,7 @@ __all__ = [
     "Admin",
     "CallbackTarget",
     "Contradiction",
+    "Damaged",
     "Decision",
     "DeltasyncError",
     "Endpoint",

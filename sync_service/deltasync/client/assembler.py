@@ -20,8 +20,8 @@ from deltasync.wire.messages import (
 )
 from deltasync.wire.row_messages import CHUNK_BYTES, decode_rows
 
-# Of a table. Where more are damaged, it is sent whole.
-_WANTED_ROWS = 10_000
+# Of a table, and of all of them, which one message has to hold. Where more are damaged, a table is sent whole.
+_WANTED_ROWS, _WANTED_IN_ALL = 10_000, 131_072
 
 logger = logging.getLogger(__name__)
 
@@ -123,8 +123,12 @@ class ReleaseAssembler:
     def wanted(self, damaged: Mapping[str, Ids]) -> list[tables_pb2.WantedRows]:
         """The messages that ask for damaged rows, ids by the table's name; none of those with many."""
         slots = {delivery.spec.name: slot for slot, delivery in enumerate(self._deliveries)}
-        few = {slots[name]: ids for name, ids in damaged.items() if name in slots and len(ids) <= _WANTED_ROWS}
-        return [tables_pb2.WantedRows(table=slot, ids=ids.tolist()) for slot, ids in few.items()]
+        room, wanted = _WANTED_IN_ALL, list[tables_pb2.WantedRows]()
+        for name, ids in damaged.items():
+            if name in slots and len(ids) <= min(_WANTED_ROWS, room):
+                wanted.append(tables_pb2.WantedRows(table=slots[name], ids=ids.tolist()))
+                room -= len(ids)
+        return wanted
 
     def unbound(self, bound: frozenset[str]) -> list[int]:
         """Slots of the tables that are not among the bound ones."""

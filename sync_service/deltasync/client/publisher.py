@@ -15,7 +15,7 @@ from deltasync.client.endpoint import Endpoint
 from deltasync.client.options import PublisherOptions
 from deltasync.core.backoff import backoff
 from deltasync.core.delete_request import DeleteRequest
-from deltasync.core.errors import DeltasyncError, InvalidInput, ResyncRequired, ServiceUnavailable
+from deltasync.core.errors import Damaged, DeltasyncError, InvalidInput, ResyncRequired, ServiceUnavailable
 from deltasync.core.event_time import check_event_time
 from deltasync.core.position import Position
 from deltasync.core.rows import Ids, RowBatch
@@ -102,7 +102,8 @@ class Publisher:
         Returns:
             A future of the position at which the whole cut was sealed. Its exceptions: `ResyncRequired` when
             the service does not hold what this run builds on, so that the next part must be full;
-            `InvalidInput` or `Contradiction` when the service refuses the part for good.
+            `InvalidInput` or `Contradiction` when the service refuses the part for good; `Damaged` when rows do
+            not fit their digests here already.
 
         Raises:
             InvalidInput: rows that do not fit their shard, a step that is sealed already, or a part is still
@@ -119,6 +120,8 @@ class Publisher:
             self._check(rows)
         done: Future[Position] = Future()
         self._busy = True
+        if stream := self._stream:
+            stream.begin(part)  # Not once the publisher's thread is awake: training keeps the interpreter busy.
         self._parts.put((part, done))
         return done
 
@@ -175,6 +178,8 @@ class Publisher:
                 self._drop_stream()
                 if is_final(error):
                     raise
+                if isinstance(error, Damaged):
+                    _check_digests(part)
                 logger.warning("part of step %d is sent again in %.2f s: %s", part.step, pause, error)
             if self._closing.wait(pause):
                 break
@@ -232,6 +237,13 @@ class _Stream:
         publish = self._channel.stream_stream(_PUBLISH, serialized, publish_pb2.PublishResponse.FromString)
         self._call: _Call = publish(self._requests())
         self._opened: publish_pb2.PublishOpened | None = None
+        self._begun: Part | None = None
+
+    def begin(self, part: Part) -> None:
+        """Begin to send a part that `send` is called with next, if the service has let this rank in."""
+        if self._opened:
+            self._begun = part
+            self._parts.put(part)
 
     def send(self, part: Part) -> Position:
         """Send a part and wait until its cut is sealed.
@@ -244,7 +256,8 @@ class _Stream:
             self._note_requests(self._opened)
             if not self._opened.continues and not part.full:
                 raise ResyncRequired(f"publish every row: {self._opened.reason}")
-        self._parts.put(part)
+        if self._begun is not part:
+            self._parts.put(part)
         sealed = self._receive().sealed
         self._note_requests(sealed)
         return position_from_message(sealed.position)
@@ -277,6 +290,22 @@ class _Stream:
                 differing=[self._tables[name] for name in part.differing if name in self._tables],
             )
             yield publish_pb2.PublishRequest(close=close)
+
+
+def _check_digests(part: Part) -> None:
+    """Check that a part is not damaged here already: then it stays so, however often it is sent.
+
+    Raises:
+        Damaged: it is.
+    """
+    try:
+        for rows in part.rows:
+            rows.check_digests()
+    except Damaged as error:
+        raise Damaged(
+            f"part of step {part.step}: {error}; they have changed in this process already: rows must not change "
+            "until their part is sealed, and if nothing here has changed them, this machine's memory has"
+        ) from error
 
 
 def _chunks(part: Part, slots: Mapping[Shard, int]) -> Iterator[bytes]:

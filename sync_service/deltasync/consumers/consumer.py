@@ -23,7 +23,7 @@ class Replica:
         away_since_unix_ns: when its last stream ended, or the service started without it.
         checked: whether its last ack had checksums of what it holds, and they were right.
         unbound: tables that the consumer follows and that it does not hold.
-        damaged: tables of which it holds other bits than it was sent; they are being sent to it whole.
+        damaged: tables of which it holds other bits than it was sent; sent again, the rows or all.
     """
 
     name: str

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from deltasync.core.digests import RowDigests, row_digests
 from deltasync.core.errors import Damaged, InvalidInput
@@ -73,6 +73,11 @@ class RowBatch:
         norms = None if self.norms is None else self.norms[rows]
         digests = None if self.digests is None else self.digests[rows]
         return RowBatch(self.shard, self.ids[rows], self.values[rows], norms, self.deleted, digests)
+
+    def among(self, ids: ArrayLike) -> "RowBatch":
+        """Those of the rows that are among these [n], without norms and digests."""
+        where = np.flatnonzero(np.isin(self.ids, ids))
+        return RowBatch(self.shard, self.ids[where], self.values[where], deleted=self.deleted)
 
     def with_values(self, table: TableSpec, values: Values, norms: Norms | None = None) -> "RowBatch":
         """The same rows of a whole table in another form: encoded, or decoded."""
@@ -164,7 +169,7 @@ class RowBatch:
         if len(wrong):
             raise Damaged(
                 f"table {self.shard.table.name!r}: {len(wrong)} of {len(self)} rows do not fit their digests, the "
-                f"first of them row id {int(self.ids[wrong[0]])}: bits have changed on their way"
+                f"first of them row id {int(self.ids[wrong[0]])}: bits have changed since these were made"
             )
 
     def _check_finite(self) -> None:

@@ -161,11 +161,15 @@ class StampedTable:
         columns = tuple(sorted({*self.columns, *edges}))
         if columns == self.columns:
             return
-        before = self.digests
+        before = self.digests, self.squares, self.columns
         self.digests, self.squares, self.columns = *self._room_of(columns), columns
-        for block in self._blocks():
-            self._digest(block)
-            self.digests[block, 0] += before[block].sum(axis=1) - self.digests[block].sum(axis=1)
+        try:
+            for block in self._blocks():
+                self._digest(block)
+                self.digests[block, 0] += before[0][block].sum(axis=1) - self.digests[block].sum(axis=1)
+        except BaseException:  # It is tried again, and must not look done.
+            self.digests, self.squares, self.columns = before
+            raise
         self.wrote(None, DIGESTS | SQUARES)
         self.count()
 
@@ -176,14 +180,21 @@ class StampedTable:
         self.wrote(None, DIGESTS | SQUARES)
         self.count()
 
-    def _digest(self, block: slice) -> None:
-        rows = RowBatch.of_table(
-            self.spec, np.arange(block.start, min(block.stop, self.spec.rows)), self.rows[block]
-        )
+    def trust(self, ids: Ids) -> None:
+        """Make the digests of some rows ([n], strictly ascending) anew where they do not fit, of what is there."""
+        for start in range(0, len(ids), BLOCK_ROWS):
+            damaged = self.damaged(ids[start : start + BLOCK_ROWS])
+            self._digest(damaged)
+            self.wrote(damaged, DIGESTS | SQUARES)
+        self.count()
+
+    def _digest(self, where: slice | Ids) -> None:
+        values = self.rows[where]
+        rows = RowBatch.of_table(self.spec, np.arange(len(values)), values)  # Of which the ids do not matter.
         segments = self._segments(rows.shard)
-        self.digests[block] = self._digests_of(rows, segments)
+        self.digests[where] = self._digests_of(rows, segments)
         if len(self.squares):
-            self.squares[block] = self._squares_of(rows, segments)
+            self.squares[where] = self._squares_of(rows, segments)
 
     def _blocks(self) -> Iterator[slice]:
         return (slice(start, start + BLOCK_ROWS) for start in range(0, self.spec.rows, BLOCK_ROWS))
@@ -203,6 +214,13 @@ class StampedTable:
         self.counts = self.counts.without(self.stamps[ids]).plus(stamps)
         self.stamps[ids] = stamps
         self.wrote(ids, STAMPS)
+
+    def forget_after(self, number: int) -> None:
+        """Take stamps above `number`, which is the newest there was, for damaged: these rows are sent again."""
+        if self.counts.newest > number:
+            np.clip(self.stamps, -number, number, out=self.stamps)
+            self.wrote(None, STAMPS)
+            self.counts, self.index = ChangeCounts.of(self.stamps), ChangeIndex(self.stamps)
 
     def numbers(self, ids: Ids) -> Stamps:
         """When the rows `ids` ([n]) last changed, or were deleted: [n], 0 = never."""

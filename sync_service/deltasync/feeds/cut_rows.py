@@ -25,8 +25,6 @@ def cut_rows(batches: Iterable[RowBatch], slots: Mapping[str, int]) -> list[tupl
     for batch in filter(len, batches):
         if batch.shard.cols < batch.table.dim:
             return None
-        if not len(batch):
-            continue
         (deleted if batch.deleted else live).setdefault(batch.table.name, []).append(batch)
     for some in (live, deleted):
         for of_table in some.values():

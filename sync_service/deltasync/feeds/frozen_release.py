@@ -10,6 +10,7 @@ from weakref import WeakValueDictionary, ref
 
 import numpy as np
 
+from deltasync.core.id_sets import union
 from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.seal import Seal
 from deltasync.core.stamps import StampedTable
@@ -214,7 +215,7 @@ def _split(table: StampedTable, after: int, others: Ids | None) -> tuple[Ids, Id
     """The rows stamped after `after`, and others: those that are there, and those that are not."""
     ids = table.changed_since(after)
     if others is not None:
-        ids = np.union1d(ids, others[: np.searchsorted(others, table.spec.rows)])
+        ids = union(ids, others[: np.searchsorted(others, table.spec.rows)])
     deleted = table.stamps[ids] <= 0
     if not deleted.any():
         return ids, ids[:0]

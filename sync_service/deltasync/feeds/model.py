@@ -29,7 +29,7 @@ from deltasync.core.steady_clock import Succession, steady_ns
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.core.threads import EVENT_LOOP, MODEL_PREFIX, MODEL_THREAD, SET_BY_EVENT_LOOP, confined
 from deltasync.feeds.cut_rows import cut_rows
-from deltasync.feeds.damage import Damage, in_words, joined, without
+from deltasync.feeds.damage import FROM_TRAINERS, Damage, in_words, joined, of_tables, without
 from deltasync.feeds.frozen_release import FrozenRelease, Head, Releases
 from deltasync.feeds.repair import NO_REPAIR, Repair
 from deltasync.feeds.standing import Standing, TableStanding
@@ -49,6 +49,10 @@ T = TypeVar("T")
     succession=EVENT_LOOP,
     head=SET_BY_EVENT_LOOP,
     damage=SET_BY_EVENT_LOOP,
+    _untold=EVENT_LOOP,
+    _searching=EVENT_LOOP,
+    _not_logged=EVENT_LOOP,
+    _deliveries=EVENT_LOOP,
     _sweep=MODEL_THREAD,
     _applied=MODEL_THREAD,
     _partly_applied=MODEL_THREAD,
@@ -78,7 +82,11 @@ class Model:
         self.signal = Signal()
         self.failure = ""
         self.damage: Damage = {}
+        self._deliveries: list[Delivery] = []
         self._sweep = Sweep()
+        self._untold: Damage = {}
+        self._searching: asyncio.Task[list[RowBatch]] | None = None
+        self._not_logged: Damage = {}  # What the log was searched for before, and does not mend.
         self._adding = asyncio.Lock()
         self._closed = False
         self._applied: Seal | None = None
@@ -104,7 +112,11 @@ class Model:
     @property
     def deliveries(self) -> list[Delivery]:
         """What the tables are to replicas of a consumer without a policy."""
-        return [Delivery.unchanged(table.spec) for table in self.tables]
+        specs = [table.spec for table in self.tables]
+        # Every replica looks at them with every release: of those that are there, two lists are soon compared.
+        if specs != [each.spec for each in self._deliveries]:
+            self._deliveries = [Delivery.unchanged(spec) for spec in specs]
+        return self._deliveries
 
     @property
     def applied(self) -> Seal | None:
@@ -137,6 +149,8 @@ class Model:
         """Flush the tables and stop the thread."""
         async with self._adding:
             self._closed = True
+            if self._searching:
+                await asyncio.wait({self._searching})
             await asyncio.to_thread(self._thread.shutdown)
         await asyncio.to_thread(self.flush)
         await asyncio.to_thread(self.store.remove_unused)
@@ -203,6 +217,7 @@ class Model:
     def standing(self, policy: Policy) -> Standing:
         """Where the model stands, to a consumer with this policy that reads its tables as they are."""
         tables, newest = tuple(self.tables), self.seals.newest_version
+        damage = of_tables(self.damage, {each.spec.name for each in tables if policy.follows(each.spec)})
 
         def followed() -> list[TableStanding]:
             return [_standing(each, newest, policy) for each in tables if policy.follows(each.spec)]
@@ -212,7 +227,7 @@ class Model:
             seals=self.seals.frozen(),
             tables=followed,
             version_of=lambda version: version,
-            failure=self.failure or in_words(self.damage, "the trainers are asked for them"),
+            failure=self.failure or in_words(damage, FROM_TRAINERS),
             unpublished="" if self.head else f"nothing of model {self.name!r} is published",
         )
 
@@ -220,7 +235,14 @@ class Model:
 
     def note_damage(self, error: DamagedRows) -> None:
         """Note rows that do not fit their digests."""
-        self.damage = joined(self.damage, {error.table: error.ids})
+        found = {error.table: error.ids}
+        self._untold = joined(self._untold, without(found, self.damage))
+        self.damage = joined(self.damage, found)
+
+    def untold_damage(self) -> Damage:
+        """Rows that were noted since this was asked last."""
+        untold, self._untold = self._untold, {}
+        return untold
 
     async def sweep(self) -> None:
         """Look at some more rows of the tables: what does not fit its digest is noted."""
@@ -237,11 +259,20 @@ class Model:
         before = self.damage
         left = await self.on_thread(self._still_damaged, before)
         if left:
-            logged = await asyncio.to_thread(self.store.logged, left, self.seals.after(self.store.flushed))
+            new, seals = without(left, self._not_logged), self.seals.after(self.store.flushed)
+            logged = await self._search(new, seals) if new else []
             left = await self.on_thread(self._mend, logged, left)
+        self._not_logged = left
         mended = without(before, left)
         self.damage = without(self.damage, mended)
         return mended
+
+    async def _search(self, damage: Damage, seals: Sequence[Seal]) -> list[RowBatch]:
+        # Its thread goes on when this is cancelled; the log must not be closed before.
+        self._searching = asyncio.create_task(asyncio.to_thread(self.store.logged, damage, seals))
+        found = await asyncio.shield(self._searching)
+        self._searching = None
+        return found
 
     def flush(self) -> bool:
         """Put the tables as of the head on disk and drop the log up to there; whether there was anything to flush.
@@ -264,9 +295,17 @@ class Model:
         self.store.drop_unsealed(seals.newest_version)
         unflushed = seals.after(self.store.flushed)
         progress = Progress(f"model {self.name!r}: reading the log", sum(seal.rows for seal in unflushed))
+        columns = [table.columns for table in self.tables]
         for seal in unflushed:
             self._apply(seal, None)
             progress.add(seal.rows)
+        for table, before in zip(self.tables, columns, strict=True):
+            if table.columns != before:
+                # Rows in the files may be newer than the digests that were split, in columns that no cut has
+                # brought again: what is missing to the digest of a row was not damage.
+                table.trust(table.changed_since(self.store.flushed))
+        for table in self.tables:
+            table.forget_after(seals.newest_version)
         self._applied = seals.newest
         whole = {name for seal in seals for name in seal.whole}
         return list(seals), {table.spec.name: self._published_rows(table, whole) for table in self.tables}
@@ -288,15 +327,21 @@ class Model:
         self._sweep.go_on(self.tables)
 
     def _still_damaged(self, damage: Damage) -> Damage:
-        found = {table.spec.name: table.damaged(damage[table.spec.name]) for table in self._named(damage)}
+        found = {}
+        for table in self._named(damage):
+            found[table.spec.name] = table.damaged(damage[table.spec.name])
+            if len(found[table.spec.name]) < len(damage[table.spec.name]):
+                table.count()  # Of rows that were written anew, digests may have been damaged.
         return {name: ids for name, ids in found.items() if len(ids)}
 
     def _mend(self, logged: Sequence[RowBatch], damage: Damage) -> Damage:
+        damage = self._still_damaged(damage)  # A cut may have brought others since the log was read.
         by_name = {table.spec.name: table for table in self._named(damage)}
-        for name, table in by_name.items():
-            table.mend(RowBatch.deletes(Shard.whole(table.spec), damage[name][table.deleted(damage[name])]))
         for rows in logged:
-            by_name[rows.table.name].mend(rows)
+            if rows.table.name in by_name:
+                by_name[rows.table.name].mend(rows.among(damage[rows.table.name]))
+        for name, table in by_name.items():  # Last: where a full part does not name a row, no record deletes it.
+            table.mend(RowBatch.deletes(Shard.whole(table.spec), damage[name][table.deleted(damage[name])]))
         return self._still_damaged(damage)
 
     def _named(self, damage: Damage) -> list[MappedTable]:

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import numba
@@ -33,6 +34,7 @@ ANY_ORDER = {"reassoc", "contract"}
 
 _PACKAGE = __name__.rpartition(".")[0]
 _kernels: list["Kernel[Any, Any]"] = []
+_told = set[type[Exception]]()
 
 
 def _stamp(folder: Path) -> str:
@@ -77,19 +79,31 @@ class Kernel(Generic[P, R]):
         """Compile all signatures, or read them from the disk."""
         with self._compiling:
             if self._compiled is None:
-                dispatcher = self._dispatcher()
-                for signature in self._signatures:
-                    dispatcher.compile(signature)
-                dispatcher.disable_compile()
-                self._compiled = dispatcher
+                self._compiled = self._kept()
         return self._compiled
 
-    def _dispatcher(self) -> Any:
+    def _kept(self) -> Callable[P, R]:
         try:
-            return numba.njit(cache=True, **self._options)(self.function)
-        except RuntimeError as error:  # There is no folder that it could write to.
-            logger.warning("%s is compiled in each process anew: %s; set NUMBA_CACHE_DIR", self.__name__, error)
-            return numba.njit(**self._options)(self.function)
+            return self._made(cache=True)
+        except Exception as error:  # noqa: BLE001  # no folder to write to, no room in it, or files that are damaged
+            _warn(self.__name__, error)
+            return self._made(cache=False)
+
+    def _made(self, *, cache: bool) -> Callable[P, R]:
+        dispatcher: Any = numba.njit(cache=cache, **self._options)(self.function)
+        for signature in self._signatures:
+            dispatcher.compile(signature)
+        dispatcher.disable_compile()
+        made: Callable[P, R] = dispatcher
+        return made
+
+
+def _warn(name: str, error: Exception) -> None:
+    """Once for each kind of error: it will be the same for all kernels."""
+    if type(error) not in _told:
+        _told.add(type(error))
+        text = "kernels, %s first, are compiled in each process anew, which takes seconds: %r; "
+        logger.warning(text + "set NUMBA_CACHE_DIR to an empty folder that can be written to", name, error)
 
 
 def kernel(
@@ -119,17 +133,23 @@ in_any_order = numba.njit(forceinline=True, error_model="numpy", _nrt=False, fas
 called = numba.njit(error_model="numpy", _nrt=False)
 
 
-def warm() -> int:
-    """Compile every kernel there is, or read it from the disk; returns how many there are. The first time it takes
-    seconds.
-    """
+def every_kernel() -> list[Kernel[Any, Any]]:
+    """All kernels there are, compiled or not."""
     package = importlib.import_module(_PACKAGE)
     for module in pkgutil.iter_modules(package.__path__, f"{_PACKAGE}."):
         if not module.name.endswith("__"):
             importlib.import_module(module.name)
-    for each in _kernels:
-        each.compile()
-    return len(_kernels)
+    return list(_kernels)
+
+
+def warm(*modules: ModuleType) -> None:
+    """Compile every kernel of some modules, of all if none is named, or read it from the disk. The first time all
+    of them take half a minute of a core.
+    """
+    named = {module.__name__ for module in modules}
+    for each in _kernels if named else every_kernel():
+        if not named or each.function.__module__ in named:
+            each.compile()
 
 
 def keep_in(folder: Path) -> None:
@@ -143,5 +163,14 @@ def keep_in(folder: Path) -> None:
     if os.access(kept, os.W_OK) or (named and not kept.exists()):
         return
     if named:
-        shutil.copytree(kept, folder, dirs_exist_ok=True)
+        try:
+            shutil.copytree(kept, folder, copy_function=_copy_if_new, dirs_exist_ok=True)
+        except OSError as error:
+            logger.warning("what is compiled in %s is compiled again: %s", kept, error)
     numba.config.CACHE_DIR = str(folder)
+
+
+def _copy_if_new(source: str, target: str) -> None:
+    """What was compiled here since, for another processor than the image's, is in files of the same names."""
+    if not os.path.exists(target):
+        shutil.copy2(source, target)

@@ -92,8 +92,12 @@ class Cut:
                 each.kept.clear()
 
     def rows_in_memory(self) -> list[RowBatch] | None:
-        """All rows of the cut; None if there are so many that they are only in the log."""
-        return None if self._only_in_log else [rows for part in self.parts.values() for rows in part.kept]
+        """All rows of the cut, in the order in which the log has them: where shards of two ranks meet, the same
+        one of the two stays. None if there are so many that they are only in the log.
+        """
+        if self._only_in_log:
+            return None
+        return [rows for _, part in sorted(self.parts.items()) for rows in part.kept]
 
     def announce(self, tables: list[TableSpec]) -> None:
         """Note that a rank's run has these tables."""

@@ -15,6 +15,7 @@ import numpy as np
 from deltasync.core.delete_request import DeleteRequest
 from deltasync.core.errors import Contradiction, InvalidInput, NotFound
 from deltasync.core.events import EventKind, Events
+from deltasync.core.id_sets import distinct
 from deltasync.core.tables import ID_TYPE, TableSpec
 from deltasync.storage.log_store import LogStore
 from deltasync.storage.records import pack_json, reading, unpack_json
@@ -150,4 +151,4 @@ def _checked(model: str, table: TableSpec, ids: Sequence[int]) -> np.ndarray[tup
                 f"row {wrong} is outside of table {table.name!r} of model {model!r}, which has rows 0 to "
                 f"{table.rows - 1}"
             )
-    return np.unique(np.array(ids, ID_TYPE))
+    return distinct(np.array(ids, ID_TYPE))

@@ -3,11 +3,12 @@ replicas long gone, and telling the system what new threads are called.
 """
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 from deltasync.core.damage import ranges
 from deltasync.core.events import EventKind
 from deltasync.core.threads import name_threads
-from deltasync.feeds.damage import without
+from deltasync.feeds.damage import Damage
 from deltasync.feeds.model import Model
 from deltasync.service.service import Service
 
@@ -16,10 +17,15 @@ _SECONDS = 1.0
 
 async def housekeeping(service: Service) -> None:
     """Keep the service in order, until cancelled."""
+    # Side by side: a model's thread, on which its rows are looked at, may be busy until the log is full.
+    await asyncio.gather(_repeat(_keep, service), _repeat(_look_after_all_rows, service))
+
+
+async def _repeat(what: Callable[[Service], Awaitable[None]], service: Service) -> None:
     while True:
         await asyncio.sleep(_SECONDS)
         try:
-            await _keep(service)
+            await what(service)
         except Exception as error:  # noqa: BLE001  # it must not end the service
             service.events.emit(EventKind.FAILED, "housekeeping, which comes again", error)
 
@@ -27,31 +33,30 @@ async def housekeeping(service: Service) -> None:
 async def _keep(service: Service) -> None:
     name_threads()
     service.registry.forget_the_gone()
-    for model in list(service.models.values()):
-        await _look_after_rows(service, model)
-    await service.views.look_after_rows()
     full = service.log.refusing
     await _flush(service, 0 if full else service.options.flush_bytes)
     if full:
         service.log.refusing = False  # If there is still no room, the next write is refused again.
 
 
+async def _look_after_all_rows(service: Service) -> None:
+    await asyncio.gather(*(_look_after_rows(service, model) for model in list(service.models.values())))
+
+
 async def _look_after_rows(service: Service, model: Model) -> None:
-    """Look for damaged rows of a model, and mend what there is."""
+    """Look for damaged rows of a model and of its views, and mend what there is."""
     try:
-        known = model.damage
         await model.sweep()
-        for table, ids in without(model.damage, known).items():
-            service.events.emit(
-                EventKind.ROWS_DAMAGED,
-                f"other bits than were stored in {ranges(ids)}",
-                model=model.name,
-                table=table,
-            )
-        for table, ids in (await model.mend() if model.damage else {}).items():
-            service.events.emit(EventKind.ROWS_MENDED, ranges(ids), model=model.name, table=table)
+        _tell(service, EventKind.ROWS_DAMAGED, "other bits than were stored in ", model, model.untold_damage())
+        _tell(service, EventKind.ROWS_MENDED, "", model, await model.mend() if model.damage else {})
     except Exception as error:  # noqa: BLE001  # one model's trouble is its own
         service.events.emit(EventKind.FAILED, "its rows are looked at again later", error, model=model.name)
+    await service.views.look_after_rows(model)
+
+
+def _tell(service: Service, kind: EventKind, text: str, model: Model, damage: Damage) -> None:
+    for table, ids in damage.items():
+        service.events.emit(kind, f"{text}{ranges(ids)}", model=model.name, table=table)
 
 
 async def _flush(service: Service, flush_bytes: int) -> None:

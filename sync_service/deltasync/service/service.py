@@ -77,6 +77,7 @@ class Service:
         coordinators: of the ranks that publish them, by the model's name.
         registry: the consumers.
         views: of the consumers that ever had a policy.
+        compiling: whether kernels are still compiled, and no streams taken.
         draining: set once the service is to end.
     """
 
@@ -95,6 +96,7 @@ class Service:
         self.models: dict[str, Model] = {}
         self.coordinators: dict[str, CutCoordinator] = {}
         self.model_added = Signal()
+        self.compiling = False
         self.draining = asyncio.Event()
         self._changing = asyncio.Lock()  # A consumer and its view are made and removed together.
 

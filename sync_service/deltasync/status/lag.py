@@ -64,7 +64,7 @@ class ReplicaLag:
         lag: how far that is behind.
         seconds_since_ack: when it last said so.
         checked: whether it then showed by checksums that it holds the right rows.
-        damaged: tables of which it holds other rows than it was sent; they are being sent to it whole.
+        damaged: tables of which it holds other rows than it was sent; these are being sent to it again.
         unbound: tables that the consumer follows and that it does not hold.
     """
 
@@ -178,7 +178,7 @@ def state(replicas: Sequence[Replica], lag: Lag, standing: Standing, offset: int
         return "away", f"none of {len(replicas)} replicas is connected"
     if damaged := [replica for replica in replicas if replica.damaged]:
         names = ", ".join(f"{replica.name} ({', '.join(replica.damaged)})" for replica in damaged)
-        return "damaged", f"other rows than were sent, in tables that are being sent again whole: {names}"
+        return "damaged", f"other rows than were sent, which are being sent again, in {names}"
     if standing.unfit:
         return "waiting", standing.unfit
     found, reason = _held(replicas, lag, standing, offset)

@@ -63,12 +63,14 @@ class LmdbStore:
         self._queue: queue.SimpleQueue[list[_Submitted] | None] = queue.SimpleQueue()
         self._waiting: list[_Submitted] = []  # Patient ones, of which the writer knows nothing yet.
         self._submitting = threading.Lock()
+        self._closed = False
         self._writer = threading.Thread(target=self._write_loop, name="log-writer", daemon=True)
         self._writer.start()
 
     def close(self) -> None:
         """Commit what was submitted and close the file."""
         with self._submitting:
+            self._closed = True
             self._queue.put(self._waiting)
             self._queue.put(None)
         self._writer.join()
@@ -198,6 +200,9 @@ class LmdbStore:
         done: Future[None] = Future()
         done.set_running_or_notify_cancel()  # A write cannot be taken back, even if its waiter is cancelled.
         with self._submitting:
+            if self._closed:  # Nobody writes any more: who waits for it would wait for ever.
+                done.set_exception(StorageFailed("the log is closed: the service is shutting down"))
+                return done
             self._waiting.append((write, done))
             if not patient or len(self._waiting) == _WAITING_OPERATIONS:
                 self._queue.put(self._waiting)

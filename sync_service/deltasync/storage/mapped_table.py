@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from deltasync.core.digests import RowDigests, Squares
 from deltasync.core.rows import Ids
-from deltasync.core.stamps import StampedTable, has_norm
+from deltasync.core.stamps import DIGESTS, SQUARES, StampedTable, has_norm
 from deltasync.core.tables import TableSpec
 from deltasync.storage.table_files import ArraySpec, TableFiles, flush
 
@@ -115,20 +115,30 @@ class MappedTable(StampedTable):
         was_split = self.columns != mapped.layout.columns  # Meanwhile.
         mapped.files.begin_with(self.mapped.files, 2 if was_split else len(mapped.files.arrays))
         self.counts = self.counts.plus_unchanged(mapped.layout.spec.rows - self.spec.rows)
+        columns, digests, squares = self.columns, self.digests, self.squares
         self.spec, self.columns = mapped.layout.spec, mapped.layout.columns
         self.rows, self.stamps, self.digests, self.squares = mapped.plain()
         self.index.extend(self.stamps)
         self._written = mapped.files
-        if was_split:
-            self.make_digests()
+        if was_split:  # Rows may be damaged: nothing is made of them.
+            starts = [columns.index(each) for each in self.columns[:-1]]
+            np.add.reduceat(digests, starts, axis=1, out=self.digests[: len(digests)])
+            np.add.reduceat(squares, starts, axis=1, out=self.squares[: len(squares)])
+            self.wrote(None, DIGESTS | SQUARES)
+            self.count()
         self.mapped = mapped
 
     def split(self, *edges: int) -> None:
         """See `StampedTable.split`."""
-        super().split(*edges)
-        if self._split:  # Now: what is flushed before is what there was.
-            self._split.files.begin_with(self.mapped.files, 2)
-            self.mapped, self._split = self._split, None
+        before = self.mapped
+        try:
+            super().split(*edges)
+            if self._split:  # Now: what is flushed before is what there was.
+                self._split.files.begin_with(before.files, 2)
+                self.mapped = self._split
+                self._stale += [each for each in before.layout.arrays() if each.derived]
+        finally:
+            self._split, self._written = None, self.mapped.files
 
     def _room_of(self, columns: tuple[int, ...]) -> tuple[RowDigests, Squares]:
         """Files of other segments. Those of before stay as long as the log may name them."""
@@ -136,7 +146,6 @@ class MappedTable(StampedTable):
         layout = replace(before.layout, columns=columns)
         self._split = MappedArrays(layout, before.files.with_others(layout.arrays(), start=2))
         self._written = self._split.files
-        self._stale += [each for each in before.layout.arrays() if each.derived]
         _, _, digests, squares = self._split.plain()
         return digests, squares
 
@@ -148,10 +157,18 @@ class MappedTable(StampedTable):
         """Wait until everything written before the call is on disk."""
         flush([self.mapped.files])
 
-    def remove_stale(self) -> None:
-        """Remove the files of segments that there were: the log names those that there are."""
-        while self._stale:
-            self.mapped.files.remove(self._stale.pop())
+    def remove_stale(self, named: MappedArrays) -> None:
+        """Remove the files of segments that there were before those of `named`, which the log names, unless there
+        are others by now. Any thread.
+        """
+        stale = list(self._stale)  # First: what is replaced later is not among them.
+        if self.mapped is not named:
+            return
+        files = {each.file for each in named.layout.arrays()}
+        for each in stale:
+            if each.file not in files:  # Room may have been made before a split, and be used after it.
+                named.files.remove(each)
+            self._stale.remove(each)
 
 
 def file_of(table: TableSpec, kind: str) -> str:

@@ -16,8 +16,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-
 from deltasync.core.errors import StorageFailed
 from deltasync.core.progress import Progress
 from deltasync.core.rows import Ids, RowBatch
@@ -188,8 +186,7 @@ class ModelStore:
             flush(each.files for each in mapped.values())
             self._describe(flushed=version, mapped={table.spec.name: each for table, each in mapped.items()})
             for table, each in mapped.items():
-                if table.mapped is each:
-                    table.remove_stale()
+                table.remove_stale(each)
             self._log.truncate(self._cuts, version).result()
             self._drop_old_seals(version)
             for forgotten in self._layouts.forget(version):
@@ -265,7 +262,8 @@ class ModelStore:
         found = []
         for seal in seals:
             with contextlib.suppress(StorageFailed):
-                found += [some for rows in self.rows(seal) if len(some := _among(rows, wanted))]
+                among = (rows.among(wanted.get(rows.table.name, ())) for rows in self.rows(seal))
+                found += [some for some in among if len(some)]
         return found
 
     def _describe(
@@ -312,9 +310,3 @@ def _flushed_layout(record: Mapping[str, Any]) -> TableLayout:
 
 def _grown_record(name: str, grown_from: Mapping[str, int]) -> dict[str, Any]:
     return {_GROWN: grown_from[name]} if name in grown_from else {}
-
-
-def _among(rows: RowBatch, wanted: Mapping[str, Ids]) -> RowBatch:
-    """Those of some rows that are wanted."""
-    where = np.flatnonzero(np.isin(rows.ids, wanted.get(rows.table.name, rows.ids[:0])))
-    return RowBatch(rows.shard, rows.ids[where], rows.values[where], deleted=rows.deleted)

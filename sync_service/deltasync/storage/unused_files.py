@@ -29,7 +29,7 @@ def _clear_between(tables: Sequence[TableFiles]) -> None:
         _clear(table.place.folder / SHARED, after, _start(table))
         pairs = zip(table.arrays, table.mappings, strict=True)
         sizes = (array.nbytes for array, mapping in pairs if mapping is table.mappings[0])
-        after = offsets(sizes, _start(table))[-1]
+        after = max(after, offsets(sizes, _start(table))[-1])  # Of one table, there may be two that differ.
     for table in tables[:1]:
         _clear(table.place.folder / SHARED, after, table.mappings[0].size)
 

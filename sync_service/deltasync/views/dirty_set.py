@@ -13,13 +13,6 @@ Versions = NDArray[np.int64]
 Flags = NDArray[np.uint8]
 
 
-def members(ids: Ids, others: Ids) -> Mask:
-    """Which of the `ids` [n] are among the others [m]; both strictly ascending."""
-    found = np.empty(len(ids), np.bool_)
-    dirty_rows.members(ids, others, found)
-    return found
-
-
 @dataclass(frozen=True, eq=False)
 class Findings:
     """What a look at some rows has found: columns [n], sorted by id.
@@ -41,6 +34,12 @@ class Findings:
         """Room for what will be found."""
         rows = len(ids)
         return cls(ids, np.empty(rows), np.empty(rows, np.uint8), np.empty(rows, np.bool_))
+
+    @classmethod
+    def unseen(cls, ids: Ids) -> "Findings":
+        """Rows that are dirty, of which nothing else is known before a look at them."""
+        rows = len(ids)
+        return cls(ids, np.zeros(rows), np.zeros(rows, np.uint8), np.ones(rows, np.bool_))
 
     def __getitem__(self, rows: slice) -> "Findings":
         """Some of the rows, as views."""
@@ -96,6 +95,8 @@ class DirtySet:
 
     def without(self, ids: Ids) -> "DirtySet":
         """The set without these rows ([m], strictly ascending), as far as they are in it."""
+        if not len(ids):
+            return self
         after = DirtySet(*_room(len(self)))
         return after._first(dirty_rows.remove(*self._columns, ids, *after._columns))
 

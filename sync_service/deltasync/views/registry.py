@@ -10,7 +10,7 @@ from deltasync.consumers.consumer import Consumer
 from deltasync.core.damage import ranges
 from deltasync.core.errors import StorageFailed
 from deltasync.core.events import EventKind, Events
-from deltasync.feeds.damage import Damage, without
+from deltasync.feeds.damage import Damage
 from deltasync.feeds.model import Model
 from deltasync.storage.log_store import LogStore
 from deltasync.views.records import recorded_view
@@ -35,7 +35,7 @@ class ViewRegistry:
         self._tasks = tasks
         self._events = events
         self._entries: dict[str, _Entry] = {}
-        self._swept = 0
+        self._swept = dict[str, int]()  # By model, how many of its views.
 
     def get(self, consumer: Consumer) -> View | None:
         """The view of a consumer; None if it never had a policy, so that its replicas read the model's tables."""
@@ -80,30 +80,18 @@ class ViewRegistry:
             await _stop(entry)
             await asyncio.to_thread(entry.view.discard)
 
-    async def look_after_rows(self) -> None:
-        """Look for damaged rows of one view after another, and mend what there is of all."""
-        entries = list(self._entries.items())
-        if entries:
-            self._swept += 1
-            await self._look(*entries[self._swept % len(entries)])
-        for name, entry in entries:
-            await self._mend(name, entry.view)
-
-    async def _look(self, name: str, entry: _Entry) -> None:
-        known = entry.view.damage
-        try:
-            await entry.view.sweep()
-        except Exception as error:  # noqa: BLE001  # one consumer's trouble is its own
-            self._events.emit(EventKind.FAILED, "its rows are looked at again later", error, consumer=name)
-        self._tell(
-            EventKind.ROWS_DAMAGED, "other bits than were stored in ", name, without(entry.view.damage, known)
-        )
-
-    async def _mend(self, name: str, view: View) -> None:
-        try:
-            self._tell(EventKind.ROWS_MENDED, "", name, await view.mend() if view.damage else {})
-        except Exception as error:  # noqa: BLE001  # one consumer's trouble is its own
-            self._events.emit(EventKind.FAILED, "its rows are mended again later", error, consumer=name)
+    async def look_after_rows(self, model: Model) -> None:
+        """Look for damaged rows of one view of a model after another, and mend what there is of all."""
+        entries = [(name, each.view) for name, each in self._entries.items() if each.view.model is model]
+        for number, (name, view) in enumerate(entries):
+            try:
+                if number == self._swept.setdefault(model.name, 0) % len(entries):
+                    await view.sweep()
+                self._tell(EventKind.ROWS_DAMAGED, "other bits than were stored in ", name, view.untold_damage())
+                self._tell(EventKind.ROWS_MENDED, "", name, await view.mend() if view.damage else {})
+            except Exception as error:  # noqa: BLE001  # one consumer's trouble is its own
+                self._events.emit(EventKind.FAILED, "its rows are looked at again later", error, consumer=name)
+        self._swept[model.name] = self._swept.get(model.name, 0) + 1
 
     def _tell(self, kind: EventKind, text: str, name: str, damage: Damage) -> None:
         for table, ids in damage.items():

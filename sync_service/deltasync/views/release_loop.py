@@ -4,7 +4,6 @@ import asyncio
 import logging
 import time
 from bisect import bisect_right
-from dataclasses import replace
 from itertools import islice
 
 from deltasync.consumers.consumer import Consumer
@@ -68,7 +67,7 @@ class ReleaseLoop:
         if decision.seconds == 0:
             logger.debug("consumer %s: a release is due: %s", self._consumer.name, decision.reason)
             before = self._view.position
-            await self._view.make_release(self._unless_resync(self._consumer.policy), self._overdue_version())
+            await self._view.make_release(self._consumer.policy, self._overdue_version())
             if self._view.position != before:
                 self._emit(EventKind.RELEASE_MADE, number=self._view.position.number)
         if self._view.trouble:
@@ -105,13 +104,6 @@ class ReleaseLoop:
             ready=state.newest is not None and any(r.stream and r.applied == position for r in replicas),
             damaged=bool(self._view.damage),
         )
-
-    def _unless_resync(self, policy: Policy) -> Policy:
-        """The policy; without bounds once another run has begun: its rows do not fit those of the run before."""
-        compared_version = self._view.state.compared_version
-        if any(seal.resync for seal in self._view.model.seals.after(compared_version)):
-            return replace(policy, top_k=None, top_k_per_table=False, max_bytes=None)
-        return policy
 
     def _overdue_version(self) -> int:
         """The newest version that is older than the policy's maximum age."""

@@ -11,17 +11,18 @@ version than the one at which the rows were drawn.
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from deltasync.core.damage import DamagedRows
+from deltasync.core.id_sets import members
 from deltasync.core.policy import Policy
 from deltasync.core.progress import Progress
 from deltasync.core.tables import TableKind
 from deltasync.feeds.frozen_release import Head
 from deltasync.feeds.model import Model
-from deltasync.views.dirty_set import members
 from deltasync.views.ranking import DirtyRows, pick
 from deltasync.views.release_draft import ReleaseDraft, draw
 from deltasync.views.release_log import ReleaseLog
@@ -52,7 +53,8 @@ class ReleaseMaker:
         await self.finish()
         await self._look_ahead()
         try:
-            draft = await self._model.on_thread(self._draw, policy, overdue_version)
+            # No cut is applied in between that this does not know of: seals come before.
+            draft = await self._model.on_thread(self._draw, self._unless_resync(policy), overdue_version)
         except DamagedRows as error:
             self._model.note_damage(error)  # So that they are mended.
             raise
@@ -93,6 +95,12 @@ class ReleaseMaker:
                     progress.at(look.done)
                 await self._model.on_thread(table.finish, look)
 
+    def _unless_resync(self, policy: Policy) -> Policy:
+        """The policy; without bounds once another run has begun: its rows do not fit those of the run before."""
+        if any(seal.resync for seal in self._model.seals.after(self._store.state.compared_version)):
+            return replace(policy, top_k=None, top_k_per_table=False, max_bytes=None)
+        return policy
+
     def _begin(self, table: ViewTable, compared_version: int) -> Look:
         _ = self._model.applied  # Raises while a version is there in part: the table is then at none.
         return table.begin(compared_version)
@@ -104,7 +112,12 @@ class ReleaseMaker:
         dirty = find_dirty(state.tables, state.compared_version, policy, overdue_version)
         head = Head.of(seal, state.head.number + 1)
         log = ReleaseLog(self._store, head.number)
-        return draw(state.tables, dirty, pick(dirty, policy), head, log, self._scratch)
+        try:
+            return draw(state.tables, dirty, pick(dirty, policy), head, log, self._scratch)
+        except DamagedRows:
+            for table in state.tables:
+                table.look_again()
+            raise
 
     def _apply(self, draft: ReleaseDraft, state: ViewState) -> None:
         for piece in draft.written:

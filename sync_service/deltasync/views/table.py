@@ -8,6 +8,7 @@ from deltasync.core.change_counts import ChangeCounts
 from deltasync.core.delivery import Delivery
 from deltasync.core.digests import RowDigests
 from deltasync.core.distances import distances
+from deltasync.core.id_sets import difference, union
 from deltasync.core.mode import Mode
 from deltasync.core.rows import Ids, Norms, RowBatch, Values
 from deltasync.core.stamps import StampedTable
@@ -108,7 +109,10 @@ class ViewTable:
         Returns:
             The last version before any of the source's rows that it had no room for: these were not compared.
         """
-        self.dirty, self._seen = before.dirty, before._seen
+        self.dirty, self.damaged, self._seen = before.dirty, before.damaged, before._seen
+        # Damage that was found since the files were made is marked in those of before at most.
+        self._mark(self.dirty.ids, self.dirty.since)
+        self._clean = self.sent.counts.without(self.sent.numbers(self.dirty.ids))
         changed = self.changed_since(0)
         numbers = self.source.numbers(changed[changed >= before.delivery.spec.rows])
         return int(numbers.min()) - 1 if len(numbers) else self.source.counts.newest
@@ -146,7 +150,9 @@ class ViewTable:
         """Begin to look at what has changed since the last look, at `compared_version` or later."""
         after = max(self._compared_version, compared_version)
         changed = self.changed_since(after) if self.source.counts.newest > after else _NO_IDS
-        return Look(self, changed if self._seen else np.union1d(changed, self.dirty.ids), after)
+        return Look(
+            self, changed if self._seen else self.dirty.after(Findings.unseen(changed), after + 1).ids, after
+        )
 
     def finish(self, look: Look) -> None:
         """Note what a look has found, once it is through."""
@@ -159,7 +165,13 @@ class ViewTable:
         if look.rows:
             look.advance(look.rows)
             self.finish(look)
+        if len(self.damaged):  # A look knows nothing of digests.
+            self._mark_damaged(self.damaged, look.after + 1)
         return self.dirty
+
+    def look_again(self) -> None:
+        """Have the next look compare all dirty rows: some of the source were not as they are."""
+        self._seen = False
 
     def compare(self, found: Findings, version: int) -> None:
         """Compare rows with what replicas hold, fill in what is found, and mark those dirty since `version`."""
@@ -207,7 +219,7 @@ class ViewTable:
     def settle(self, ids: Ids) -> None:
         """Note that these rows ([n], strictly ascending) are not dirty now: they were written."""
         self.dirty = self.dirty.without(ids)
-        self.damaged = np.setdiff1d(self.damaged, ids) if len(self.damaged) else self.damaged
+        self.damaged = difference(self.damaged, ids)
 
     def mend(self, ids: Ids, version: int) -> Ids:
         """Make the rows `ids` ([n], strictly ascending), which do not fit their digests, again as they were.
@@ -216,26 +228,33 @@ class ViewTable:
             Those of which nobody knows what they were, mostly since the source has others by now: they are dirty,
             since `version`, and go with the next release.
         """
-        gone = self.held.deleted(ids)
-        self.held.mend(self.deletes(ids[gone]))
-        live = ids[~gone]
-        encoded = self.delivery.encode(self.source.checked_rows(live))
-        same = self.held.fits(live, encoded)
-        self.held.mend(RowBatch.of_table(self.held.spec, live[same], encoded[same]))
-        left = np.union1d(self.held.damaged(ids), self.sent.damaged(ids))
+        for mapped in self.mapped:
+            mapped.mend(RowBatch.deletes(Shard.whole(mapped.spec), ids[mapped.deleted(ids)]))
+        known = difference(ids[~self.held.deleted(ids)], self.source.damaged(ids))
+        encoded = self.delivery.encode(self.source.rows_of(known))
+        same = self.held.fits(known, encoded)
+        self.held.mend(RowBatch.of_table(self.held.spec, known[same], encoded[same]))
+        left = union(self.held.damaged(ids), self.sent.damaged(ids))
+        if len(left) < len(ids):
+            self._count()
         self._mark_damaged(left, version)
         return left
 
+    def _count(self) -> None:
+        """Of rows that were written anew, digests may have been damaged."""
+        for table in self.mapped:
+            table.count()
+
     def _mark_damaged(self, ids: Ids, version: int) -> None:
         clean = ids[self._marks[ids] == 0]
-        found = Findings(
-            clean, np.zeros(len(clean)), np.zeros(len(clean), np.uint8), np.ones(len(clean), np.bool_)
-        )
         self._clean = self._clean.without(self.sent.numbers(clean))
         self._mark(clean, version)
-        self.dirty, self.damaged = self.dirty.after(found, version), np.union1d(self.damaged, ids)
+        # Not only those: a look that was under way has found some of the others clean before they were marked.
+        new = difference(ids, self.dirty.ids)
+        self.dirty = self.dirty.after(Findings.unseen(new), version)
+        self.damaged = union(self.damaged, ids)
 
-    def _mark(self, ids: Ids, version: int) -> None:
+    def _mark(self, ids: Ids, version: int | Ids) -> None:
         self._marks[ids] = version
         self._marks_files.touch(ids, 1)
 

@@ -30,7 +30,7 @@ from deltasync.views.table import ViewTable
 from deltasync.views.table_maker import TableMaker, followed
 
 
-@confined(trouble=EVENT_LOOP, failure=EVENT_LOOP, damage=EVENT_LOOP, _sweep=MODEL_THREAD)
+@confined(trouble=EVENT_LOOP, failure=EVENT_LOOP, damage=EVENT_LOOP, _untold=EVENT_LOOP, _sweep=MODEL_THREAD)
 class View:
     """What the replicas of one consumer are fed from. The text of the package says which thread may touch what.
 
@@ -46,6 +46,7 @@ class View:
         self.trouble = ""
         self.failure = ""
         self.damage: Damage = {}
+        self._untold: Damage = {}
         self._sweep = Sweep()
         self._store = ViewStore(consumer, model, log, directory)
         self._tables = TableMaker(model, self._store)
@@ -202,9 +203,16 @@ class View:
     def note_damage(self, error: DamagedRows) -> None:
         """Note rows that do not fit their digests: of what is held, or else of the model."""
         if any(error.owner in (table.held, table.sent) for table in self.state.tables):
-            self.damage = joined(self.damage, {error.table: error.ids})
+            found = {error.table: error.ids}
+            self._untold = joined(self._untold, without(found, self.damage))
+            self.damage = joined(self.damage, found)
         else:
             self.model.note_damage(error)
+
+    def untold_damage(self) -> Damage:
+        """Rows of what is held that were noted since this was asked last."""
+        untold, self._untold = self._untold, {}
+        return untold
 
     async def sweep(self) -> None:
         """Look at some more rows of what is held: what does not fit its digest is noted."""

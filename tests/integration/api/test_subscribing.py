@@ -66,6 +66,8 @@ def offset_reached(service: RunningService, replica: str, offset: int) -> None:
 
 
 def test_a_new_replica_is_given_everything(running: RunningService, rank: RankStream) -> None:
+    with ReplicaStream(running.grpc, replica="p1") as before:
+        before.release()  # Sealed is not applied yet.
     with ReplicaStream(running.grpc) as replica:
         opened = replica.until("opened")
         assert opened.model == "clicks"

@@ -6,7 +6,7 @@ target, or once the blocks have come round to it, and is right again as soon as 
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -244,8 +244,11 @@ class Raw:
         position = Position(end.position.history, end.position.version)
         return position, {each.slot: each.sum for each in end.sums}, list(end.whole)
 
-    def say(self, position: Position, checksums: dict[int, int]) -> None:
-        self._stream.send(checked_ack(self.received_bytes, position, checksums))
+    def say(self, position: Position, checksums: dict[int, int], wanted: Sequence[int] = ()) -> None:
+        request = checked_ack(self.received_bytes, position, checksums)
+        for each in wanted:
+            request.ack.wanted.add(table=0, ids=[each])
+        self._stream.send(request)
 
     def says_nothing_of_rows(self, position: Position) -> None:
         self._stream.send(ack(self.received_bytes, position))
@@ -271,7 +274,7 @@ def test_a_damaged_replica_is_shown_and_does_not_advance(service: RunningService
         lag = wait_for_lag(service, "top", lambda lag: lag["state"] == "damaged")
         assert lag["replicas"][0]["damaged"] == ["user"]
         assert lag["replicas"][0]["offset"] == lag["offset"] == first.number
-        assert lag["reason"] == "other rows than were sent, in tables that are being sent again whole: raw (user)"
+        assert lag["reason"] == "other rows than were sent, which are being sent again, in raw (user)"
         repair, right, whole = raw.take()
         assert (repair, whole) == (second, [0])
         # It is damaged until it has said that it is not.
@@ -282,6 +285,19 @@ def test_a_damaged_replica_is_shown_and_does_not_advance(service: RunningService
         assert lag["state"] != "damaged"
         assert lag["replicas"][0]["damaged"] == []
         assert lag["replicas"][0]["checked"]
+
+
+@pytest.mark.parametrize(("wanted", "whole"), [([5], []), ([USER.rows], [0]), ([1 << 63], [0])])
+def test_rows_that_a_table_does_not_have_are_no_rows_to_repair(
+    service: RunningService, raw: Raw, wanted: list[int], whole: list[int]
+) -> None:
+    with Trainer(service.grpc) as trainer:
+        trainer.publish_all()
+        position, right, _ = raw.take()
+        raw.say(position, {**right, 0: right[0] ^ 1}, wanted)
+        assert raw.take() == (position, right, whole)
+        raw.say(position, right)
+        wait_for_lag(service, "top", lambda lag: lag["offset"] == position.number)
 
 
 def test_one_that_stays_damaged_is_repaired_again_and_again(
@@ -333,6 +349,21 @@ def test_an_ack_without_checksums_moves_the_offset_unchecked(service: RunningSer
         raw.say(position, {1: right[1]})
         lag = wait_for_lag(service, "top", lambda lag: lag["offset"] == position.number)
         assert lag["replicas"][0]["checked"]
+
+
+def test_what_is_acked_before_it_came_is_not_checked(service: RunningService, raw: Raw) -> None:
+    with Trainer(service.grpc) as trainer:
+        trainer.publish_all()
+        first, right, _ = raw.take()
+        raw.say(first, right)
+        wait_for_lag(service, "top", lambda lag: lag["state"] == "in sync")
+        trainer.change(5)
+        received_bytes = raw.received_bytes
+        second, right, _ = raw.take()
+        raw.received_bytes = received_bytes
+        raw.say(second, {**right, 0: right[0] ^ 1})
+        lag = wait_for_lag(service, "top", lambda lag: lag["offset"] == second.number)
+        assert (lag["state"], lag["replicas"][0]["checked"]) == ("delivered", False)
 
 
 def test_acks_of_older_releases_change_nothing(service: RunningService, raw: Raw) -> None:

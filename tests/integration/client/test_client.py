@@ -30,7 +30,8 @@ from deltasync.client import (
     SubscriberOptions,
 )
 from deltasync.client.assembler import ReleaseAssembler
-from deltasync.core.errors import InvalidInput, NotFound, ResyncRequired, ServiceUnavailable
+from deltasync.client.publisher import _Stream
+from deltasync.core.errors import Damaged, InvalidInput, NotFound, ResyncRequired, ServiceUnavailable
 from deltasync.v1 import publish_pb2, publish_pb2_grpc
 
 WAIT = 20
@@ -193,6 +194,44 @@ def test_one_part_is_under_way_at_a_time(running: RunningService) -> None:
         waiting.result(WAIT)
     with pytest.raises(ServiceUnavailable, match="part of step 2: the publisher is closed"):
         lone.publish(full(2, rows))
+
+
+def test_a_part_is_on_its_way_before_the_publishers_thread_is_awake(
+    running: RunningService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, target, awake = random_rows(0), NumpyTarget(), threading.Event()
+    send = _Stream.send
+
+    def later(stream: _Stream, each: Part) -> Position:
+        assert awake.wait(WAIT)
+        return send(stream, each)
+
+    with publisher(running.grpc) as trainer, subscriber(running.grpc, target) as replica:
+        head = trainer.publish(full(1, rows)).result(WAIT)
+        monkeypatch.setattr(_Stream, "send", later)
+        rows[0][3] = 1
+        done = trainer.publish(part(2, rows, [3]))
+        replica.wait_for(2, WAIT)
+        assert same(target, rows)
+        assert not done.done()
+        awake.set()
+        assert done.result(WAIT) == Position(head.history, 2)
+        assert trainer.publish(part(3, rows, [3])).result(WAIT) == Position(head.history, 3)
+
+
+def test_a_part_that_is_damaged_where_it_comes_from_fails_for_good(running: RunningService) -> None:
+    rows = random_rows(0)
+    with publisher(running.grpc) as trainer:
+        trainer.publish(full(1, rows)).result(WAIT)
+        digested = RowBatch(WHOLE[0], np.array([3, 5]), rows[0][[3, 5]]).digested()
+        digested.values.view(np.uint8)[1, 0] ^= 1
+        changed = Part(step=2, step_end_unix_ns=2, rows=[digested])
+        wanted = (
+            "part of step 2: .*user.*: 1 of 2 rows do not fit their digests, the first of them row id 5: .* here"
+        )
+        with pytest.raises(Damaged, match=wanted):
+            trainer.publish(changed).result(WAIT)
+        assert trainer.publish(part(3, rows, [3])).result(WAIT).number == 2
 
 
 def test_closing_at_once_never_hangs(running: RunningService) -> None:

@@ -11,7 +11,7 @@ from tests.support.process import ServiceProcess
 from tests.unit.trainer.tracking.test_id_maps import RAW_IDS, fill, model_of, sorted_ids
 from torch import nn
 
-from deltasync.client import CallbackTarget, NumpyTarget, Release, Subscriber, SubscriberOptions
+from deltasync.client import CallbackTarget, NumpyTarget, Publisher, Release, Subscriber, SubscriberOptions
 from deltasync.core.errors import InvalidInput, ServiceUnavailable
 from deltasync.trainer.sync import DeltaSync, SyncOptions
 from deltasync.trainer.tracking import Tracker
@@ -315,9 +315,9 @@ def test_rows_of_which_the_service_lost_a_bit_are_published_again(service: Servi
     with delta_sync(service, model) as sync:
         sync.flush()
         service.terminate()  # The log has nothing of it any more.
-        (file,) = service.data_dir.glob("models/clicks/tables/weight-*.rows")
+        (file,) = service.data_dir.glob("models/clicks/tables/**/shared")
         damaged = bytearray(file.read_bytes())
-        damaged[7 * 4] ^= 1  # Of row 1.
+        damaged[damaged.index(model.weight[1].detach().numpy().tobytes())] ^= 1
         file.write_bytes(damaged)
         service.start()
         with subscriber(service, target) as replica:
@@ -330,3 +330,20 @@ def test_rows_of_which_the_service_lost_a_bit_are_published_again(service: Servi
                 sync.step()
             replica.wait_for(sync.flush().number, 30)
         assert_equal(target, model)
+
+
+def test_a_service_that_goes_on_asking_for_rows_is_sent_them_once_by_a_flush(
+    service: ServiceProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asks with the answer to the very cut that brings them, which it has yet to apply."""
+
+    def ask(publisher: Publisher, _: object) -> None:
+        publisher.wanted = (("weight", np.array([1])),)
+
+    monkeypatch.setattr(Publisher, "_note_requests", ask)
+    with delta_sync(service, linear()) as sync:
+        sync.flush()
+        assert [number for number, *_ in sync.stats.cuts] == [1, 2]
+        sync.step()
+        sync.flush()
+        assert len(sync.stats.cuts) == 3, "a step that publishes sends them again"

@@ -29,11 +29,14 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def hold_conversation(service: ServiceProcess, folder: Path, code: Path | None) -> dict[str, str]:
-    """Let a client talk to a service; the files that it was made of, by module."""
+def hold_conversation(service: ServiceProcess, folder: Path, code: Path | None, state: str) -> dict[str, str]:
+    """Let a client talk to a service, until that says that its consumers are in a state; the files that the client
+    was made of, by module.
+    """
     folder.mkdir()
     # Not with the script's folder on the path, whose modules hide others.
-    command = [sys.executable, "-P", conversation.__file__, service.grpc, service.http, TOKEN, str(folder)]
+    arguments = [service.grpc, service.http, TOKEN, str(folder), state]
+    command = [sys.executable, "-P", conversation.__file__, *arguments]
     done = subprocess.run(command, env=environment(code), capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 0, done.stderr
     files: dict[str, str] = json.loads((folder / "files.json").read_text())
@@ -55,7 +58,7 @@ def check_replicas(folder: Path) -> None:
 
 def test_clients_of_before_work_with_the_service_of_today(before: Path, tmp_path: Path) -> None:
     with ServiceProcess(tmp_path / "data", "--admin-token", TOKEN) as service:
-        files = hold_conversation(service, tmp_path / "out", before)
+        files = hold_conversation(service, tmp_path / "out", before, "delivered")
     assert all(file is None or Path(file).is_relative_to(before) for file in files.values()), files
     assert "deltasync.client.connection" in files
     check_replicas(tmp_path / "out")
@@ -64,7 +67,7 @@ def test_clients_of_before_work_with_the_service_of_today(before: Path, tmp_path
 def test_clients_of_today_work_with_the_service_of_before(before: Path, tmp_path: Path) -> None:
     with ServiceProcess(tmp_path / "data", "--admin-token", TOKEN, code=before) as service:
         assert "format" not in json.loads((service.data_dir / "endpoints.json").read_text())
-        files = hold_conversation(service, tmp_path / "out", None)
+        files = hold_conversation(service, tmp_path / "out", None, "in sync")
     assert not any(file and Path(file).is_relative_to(before) for file in files.values()), files
     assert "deltasync.client.endpoint" in files
     check_replicas(tmp_path / "out")

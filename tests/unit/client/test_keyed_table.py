@@ -11,6 +11,8 @@ from deltasync.client.keyed.key_index import KeyIndex
 from deltasync.client.keyed.keyed_table import KeyedTable
 from deltasync.core.errors import InvalidInput
 from deltasync.core.rows import Ids, Values
+from deltasync.kernels import keys as kernels
+from deltasync.kernels.compiled import Kernel
 from deltasync.kernels.keys import first_slot
 
 SMALLEST, LARGEST = np.iinfo(np.int64).min, np.iinfo(np.int64).max
@@ -143,3 +145,13 @@ def test_keys_that_are_no_array_are_an_error(keys: Any) -> None:
     for use in (table.lookup, table.erase):
         with pytest.raises(InvalidInput, match=f"keys: a {type(keys).__name__}, expected a NumPy array"):
             use(keys)
+
+
+def test_nothing_is_compiled_by_who_looks_up_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    for each in (kernels.find, kernels.put, kernels.remove):
+        monkeypatch.setattr(each, "_compiled", None)
+    index = KeyIndex()
+    monkeypatch.setattr(Kernel, "compile", lambda kernel: pytest.fail(f"compiles {kernel.__name__}"))
+    index.put(ids([7]), ids([0]))
+    assert index.find(ids([7, 8])).tolist() == [0, -1]
+    index.remove(ids([7]))

@@ -24,3 +24,10 @@ def test_what_is_quick_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     Progress("comparing table 'user'", 9).at(9)
     assert not caplog.messages
+
+
+def test_it_need_not_be_rows(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr("deltasync.core.progress._EVERY_SECONDS", 0.0)
+    Progress("compiling", 9, "kernels").add(4)
+    assert caplog.messages == ["compiling: 4 of 9 kernels"]

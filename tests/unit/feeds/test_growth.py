@@ -51,6 +51,21 @@ def tables_of(model: Model) -> dict[str, tuple[int, list[int], bytes]]:
     }
 
 
+def test_what_tables_are_to_replicas_is_found_anew_only_for_those_that_have_grown(tmp_path: Path) -> None:
+    """Every replica looks at it with every release, of thousands of tables."""
+
+    async def scenario(service: Service) -> None:
+        await join(service)
+        model = service.models["clicks"]
+        before = list(model.deliveries)
+        assert all(each is again for each, again in zip(before, model.deliveries, strict=True))
+        await join_later(service, GROWN)
+        assert [each.spec for each in before] == TABLES
+        assert [each.spec for each in model.deliveries] == GROWN
+
+    run(tmp_path, scenario)
+
+
 def test_old_rows_keep_their_values_and_stamps(tmp_path: Path) -> None:
     async def scenario(service: Service) -> None:
         session = await join(service)

@@ -1,11 +1,14 @@
 """When kernels are compiled, and when what was compiled before is used."""
 
+import errno
 from collections import Counter
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
+import numba
 import pytest
+from numba.core import caching
 
 from deltasync.kernels import compiled
 
@@ -49,6 +52,23 @@ def test_what_was_compiled_is_kept(file: Path) -> None:
     assert (hits(again), again(21)) == (1, 42)
 
 
+@pytest.mark.parametrize("kind", ["nbi", "nbc"])
+def test_what_cannot_be_read_is_compiled_anew(file: Path, kind: str) -> None:
+    """After a power loss files may be empty."""
+    compile_anew(file)
+    for kept in file.parent.rglob(f"*.{kind}"):
+        kept.write_bytes(b"")
+    assert compile_anew(file)(21) == 42
+
+
+def test_a_full_disk_is_no_error(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(caching.IndexDataCacheFile, "_save_data", full)
+    assert compile_anew(file)(21) == 42
+
+
 def test_a_change_of_any_file_of_the_room_compiles_all_of_it_anew(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -60,3 +80,29 @@ def test_a_change_of_any_file_of_the_room_compiles_all_of_it_anew(
 def test_a_type_that_was_not_asked_for_is_an_error(file: Path) -> None:
     with pytest.raises(TypeError):
         compile_anew(file)("21")
+
+
+def test_that_nothing_can_be_kept_is_said_once(
+    file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    njit = numba.njit
+
+    def without_a_folder(**options: Any) -> Any:
+        if options.get("cache"):
+            raise RuntimeError("no locator available")
+        return njit(**options)
+
+    monkeypatch.setattr(numba, "njit", without_a_folder)
+    monkeypatch.setattr(compiled, "_told", set())
+    for _ in range(2):
+        assert compile_anew(file)(21) == 42
+    (said,) = caplog.messages
+    assert said.endswith("set NUMBA_CACHE_DIR to an empty folder that can be written to")
+
+
+def test_only_what_is_named_is_compiled(file: Path) -> None:
+    compile_anew(file)
+    (kernel,) = compiled._kernels
+    kernel._compiled = None
+    compiled.warm(compiled)
+    assert kernel._compiled is None

@@ -42,6 +42,29 @@ def test_where_it_cannot_what_an_image_has_compiled_is_taken_along(
         assert (tmp_path / "own" / "kernel").read_text() == "compiled"
 
 
+def test_what_was_compiled_since_is_not_lost(image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For another processor than the image's, say: it would be compiled at every start."""
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    (image / "room").mkdir()
+    (image / "room" / "index").write_text("of the image")
+    keep_in(tmp_path / "own")
+    (tmp_path / "own" / "room" / "index").write_text("of here")
+    (image / "room" / "other").write_text("of a later image")
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(image))
+    keep_in(tmp_path / "own")
+    kept = {file.name: file.read_text() for file in (tmp_path / "own" / "room").iterdir()}
+    assert kept == {"index": "of here", "other": "of a later image"}
+
+
+def test_what_cannot_be_taken_along_is_compiled_again(
+    image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    (tmp_path / "own" / "kernel").mkdir(parents=True)
+    keep_in(tmp_path / "own")
+    assert Path(numba.config.CACHE_DIR) == tmp_path / "own"
+
+
 def test_without_a_folder_of_an_image_it_is_the_process_s_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,6 +72,15 @@ def test_a_part_lacks_nothing_that_was_never_published(ids: list[int], sent: int
     assert cut.complete
 
 
+def test_rows_are_applied_in_the_order_of_the_log_whichever_rank_came_first() -> None:
+    """A row may be in the shards of two ranks: after a restart, the same one of the two stays."""
+    cut = cut_of(3)
+    for rank in (2, 0, 1):
+        part = cut.begin(rank, [TOP], must_be_full=False)
+        cut.keep(part, RowBatch(TOP, np.array([3]), np.full((1, 4), rank, np.float32)))
+    assert [int(rows.values[0, 0]) for rows in cut.rows_in_memory() or ()] == [0, 1, 2]
+
+
 def test_a_part_begun_anew_forgets_what_came_before() -> None:
     cut = cut_of(1)
     fill(cut.begin(0, [TOP], must_be_full=False))

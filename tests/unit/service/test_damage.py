@@ -1,6 +1,8 @@
 """Damaged rows: found by row, told, handed to nobody, and mended from the log or from the ranks."""
 
 import asyncio
+import shutil
+import threading
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,13 +17,15 @@ from tests.support.stamped import stamped_table
 from tests.support.wire import ITEM, USER, WHOLE, full_part, part, random_rows
 
 from deltasync.core.damage import DamagedRows, ranges
+from deltasync.core.digests import checksum_of, row_digests
 from deltasync.core.events import Event, EventKind
 from deltasync.core.policy import Policy
 from deltasync.core.stamps import StampedTable
-from deltasync.core.tables import TableSpec
+from deltasync.core.tables import Shard, TableSpec
 from deltasync.feeds import sweep
 from deltasync.feeds.model import Model
 from deltasync.service.housekeeping import _look_after_rows as look_after_rows
+from deltasync.service.housekeeping import housekeeping
 from deltasync.service.service import Service
 
 ROWS = random_rows(0)
@@ -112,6 +116,57 @@ def test_a_deleted_row_is_zeros_again(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
+def test_a_row_that_a_full_part_does_not_name_is_zeros_again(tmp_path: Path) -> None:
+    """The log has what it was before, and no delete."""
+
+    async def scenario(service: Service) -> None:
+        session, model = await published(service)
+        ids = np.setdiff1d(np.arange(USER.rows), [5])
+        everything = [(0, ids, ROWS[0][ids]), (1, np.arange(ITEM.rows), ROWS[1])]
+        await send(session, part(2, everything, full=True))
+        await service.coordinators["clicks"].drain()
+        assert model.tables[0].deleted(np.array([5])).all()
+        flip(model.tables[0], 5)
+        await model.sweep()
+        assert list(await model.mend()) == [USER.name]
+        assert not model.tables[0].rows[5].any()
+
+    run(tmp_path, scenario)
+
+
+def test_a_digest_that_was_damaged_leaves_nothing_in_the_checksum(tmp_path: Path) -> None:
+    async def scenario(service: Service) -> None:
+        session, model = await published(service)
+        model.tables[0].digests[7] ^= 1
+        await model.sweep()
+        assert await model.mend() == {}, "the log has the row, which fits no better"
+        await send(session, part(2, [(0, [7], np.full((1, 4), 2, "<f4"))]))
+        await service.coordinators["clicks"].drain()
+        assert list(await model.mend()) == [USER.name]
+        rows = live_rows(await model.release(0))[0]
+        assert model.tables[0].checksum == checksum_of(rows.ids, rows.values)
+
+    run(tmp_path, scenario)
+
+
+def test_the_log_is_read_once_for_a_row_that_it_does_not_have(tmp_path: Path) -> None:
+    async def scenario(service: Service) -> None:
+        session, model = await published(service)
+        model.flush()
+        await send(session, part(2, [(0, [8], np.ones((1, 4), "<f4"))]))
+        await service.coordinators["clicks"].drain()
+        flip(model.tables[0], 7)
+        await model.sweep()
+        assert await model.mend() == {}
+        with mock.patch.object(model.store, "logged", side_effect=AssertionError):
+            assert await model.mend() == {}
+        flip(model.tables[0], 8)
+        await model.sweep()
+        assert {name: ids.tolist() for name, ids in (await model.mend()).items()} == {USER.name: [8]}
+
+    run(tmp_path, scenario)
+
+
 @given(st.data(), st.integers(1, 400))
 def test_the_sweep_comes_to_every_row_that_ever_changed(data: st.DataObject, bytes_at_once: int) -> None:
     ones = [np.ones((spec.rows, spec.dim), "<f4") for spec in SPECS]
@@ -147,6 +202,52 @@ def test_housekeeping_finds_damage_that_nobody_asks_for_says_so_and_mends_it(tmp
     run(tmp_path, scenario)
 
 
+def test_damage_that_a_replica_meets_is_told_as_well(tmp_path: Path) -> None:
+    async def scenario(service: Service) -> None:
+        _, model = await published(service)
+        flip(model.tables[0], 2)
+        with pytest.raises(DamagedRows):
+            await model.release(0)
+        await asyncio.sleep(0)  # What is done once the release has failed.
+        events = said_of_rows(service)
+        await look_after_rows(service, model)
+        await look_after_rows(service, model)
+        assert [each.kind for each in events] == [EventKind.ROWS_DAMAGED, EventKind.ROWS_MENDED]
+
+    run(tmp_path, scenario)
+
+
+def test_damage_is_told_to_consumers_that_follow_the_table_and_what_to_do(tmp_path: Path) -> None:
+    async def scenario(service: Service) -> None:
+        _, model = await published(service)
+        flip(model.tables[1], 2)
+        await model.sweep()
+        assert "start one that publishes the model" in model.standing(Policy()).failure
+        assert "start one that publishes the model" in model.standing(Policy(tables=(ITEM.name,))).failure
+        assert not model.standing(Policy(tables=(USER.name,))).failure
+
+    run(tmp_path, scenario)
+
+
+def test_a_model_whose_thread_is_busy_keeps_no_other_from_being_flushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltasync.service.housekeeping._SECONDS", 0.001)
+    busy = threading.Event()
+
+    async def scenario(service: Service) -> None:
+        _, model = await published(service)
+        working = asyncio.create_task(model.on_thread(busy.wait))
+        keeper = asyncio.create_task(housekeeping(service))
+        while not model.store.flushed:
+            await asyncio.sleep(0)
+        busy.set()
+        await working
+        keeper.cancel()
+
+    run(tmp_path, scenario, flush_bytes=1)
+
+
 def test_damage_of_before_a_restart_is_found_after_it(tmp_path: Path) -> None:
     async def before(service: Service) -> None:
         _, model = await published(service)
@@ -159,6 +260,74 @@ def test_damage_of_before_a_restart_is_found_after_it(tmp_path: Path) -> None:
 
     run(tmp_path, before)
     run(tmp_path, after)
+
+
+def test_a_stamp_from_the_future_is_none(tmp_path: Path) -> None:
+    """Else whoever was told of that version would never be told of later ones."""
+
+    async def before(service: Service) -> None:
+        _, model = await published(service)
+        model.flush()
+        model.tables[0].stamps[11] ^= 1 << 40
+
+    async def after(service: Service) -> None:
+        model = service.models["clicks"]
+        assert model.tables[0].counts.newest == 1
+        assert live_rows(await model.release(0))[0].ids.tolist() == list(range(USER.rows))
+        session = await join(service)
+        await send(session, full_part(2, random_rows(1), WHOLE))
+        await service.coordinators["clicks"].drain()
+        assert len(live_rows(await model.release(1))[0]) == USER.rows
+
+    run(tmp_path, before)
+    run(tmp_path, after)
+
+
+def test_columns_that_a_crash_has_left_newer_than_their_digests_are_no_damage(tmp_path: Path) -> None:
+    """Files are ahead of the last flush; which columns rows come in was not known at that."""
+    halves = [Shard(USER, 0, USER.rows, 0, 2), Shard(USER, 0, USER.rows, 2, 2), WHOLE[1]]
+
+    async def before(service: Service) -> None:
+        _, model = await published(service)
+        model.flush()
+        session = await join(service, shards=halves, continues=model.position)
+        await send(session, part(2, [(1, [3, 5], np.ones((2, 2), "<f4"))]))
+        await service.coordinators["clicks"].drain()
+        shutil.copytree(tmp_path / "data", tmp_path / "copy")
+
+    async def after(service: Service) -> None:
+        model = service.models["clicks"]
+        assert model.position.number == 2
+        await model.sweep()
+        assert not model.damage
+        assert model.tables[0].digests.sum(axis=1).tolist() == row_digests(model.tables[0].rows).tolist()
+        flip(model.tables[0], 7)
+        assert model.tables[0].damaged(np.arange(USER.rows)).tolist() == [7]
+
+    run(tmp_path / "data", before)
+    run(tmp_path / "copy", after)
+
+
+def test_rows_that_a_cut_has_brought_since_the_log_was_read_are_not_mended_with_older_ones(tmp_path: Path) -> None:
+    async def scenario(service: Service) -> None:
+        session, model = await published(service)
+        flip(model.tables[0], 3, 4)
+        await model.sweep()
+        read = model.store.logged
+
+        def reading(*arguments: Any) -> Any:
+            found = read(*arguments)
+            asyncio.run_coroutine_threadsafe(send(session, newer), loop).result()
+            asyncio.run_coroutine_threadsafe(service.coordinators["clicks"].drain(), loop).result()
+            return found
+
+        loop, newer = asyncio.get_running_loop(), part(2, [(0, [4], np.ones((1, USER.dim), "<f4"))])
+        with mock.patch.object(model.store, "logged", reading):
+            await model.mend()
+        assert not model.damage
+        assert model.tables[0].rows[[3, 4]].tolist() == [ROWS[0][3].tolist(), [1] * USER.dim]
+
+    run(tmp_path, scenario)
 
 
 @pytest.mark.parametrize(

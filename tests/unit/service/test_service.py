@@ -1,6 +1,7 @@
 """Races and failures inside the service, without sockets: what must hold whichever comes first."""
 
 import asyncio
+import threading
 import time
 from concurrent.futures import Future
 from pathlib import Path
@@ -171,6 +172,43 @@ def test_a_flush_that_fails_is_tried_again_and_nothing_else_stops(
         await flushed.wait()
         keeper.cancel()
         assert (await send(session, part(2, []))) == Position(session.sealed.history, 2)
+
+    run(tmp_path, scenario, flush_bytes=1)
+
+
+def test_a_model_s_busy_thread_keeps_no_model_from_being_flushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltasync.service.housekeeping._SECONDS", 0.001)
+    flushed, looking, idle = asyncio.Event(), asyncio.Event(), threading.Event()
+    sweep = models.Model.sweep
+
+    async def scenario(service: Service) -> None:
+        loop, flush = asyncio.get_running_loop(), models.Model.flush
+
+        def flushing(model: models.Model) -> bool:
+            if model.name == "clicks" and (had := flush(model)):
+                loop.call_soon_threadsafe(flushed.set)
+                return had
+            return False
+
+        async def sweeping(model: models.Model) -> None:
+            looking.set()
+            await sweep(model)
+
+        monkeypatch.setattr(models.Model, "sweep", sweeping)
+        await join(service, model="busy")
+        busy = asyncio.create_task(service.models["busy"].on_thread(idle.wait))
+        keeper = asyncio.create_task(housekeeping(service))
+        try:
+            await looking.wait()
+            monkeypatch.setattr(models.Model, "flush", flushing)
+            await send(await join(service), full_part(1, random_rows(0), WHOLE))
+            await flushed.wait()
+        finally:
+            idle.set()
+        await busy
+        keeper.cancel()
 
     run(tmp_path, scenario, flush_bytes=1)
 

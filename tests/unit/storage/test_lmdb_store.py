@@ -168,6 +168,13 @@ def test_what_gathers_during_a_commit_is_committed_at_once(
     assert batches == [1, 32, 8]
 
 
+def test_a_write_to_a_log_that_is_closed_is_refused(options: LogOptions) -> None:
+    log = LmdbStore(options)
+    log.close()
+    for write in (log.put("n", b""), log.append("s", 1, 0, 0, b"x", patient=True)):
+        assert isinstance(write.exception(0), StorageFailed)
+
+
 def test_a_write_survives_that_who_waits_for_it_is_cancelled(log: LmdbStore) -> None:
     """A client that disconnects must not take the log's thread with it."""
 

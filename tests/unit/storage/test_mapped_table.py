@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -282,7 +283,7 @@ def test_a_split_table_comes_back_split_also_once_it_has_grown(tmp_path: Path) -
         False,
     ]
     assert MappedTable(before.layout, before.files).checksum == table.checksum, "until the log names the others"
-    table.remove_stale()
+    table.remove_stale(table.mapped)
     extended(table, tmp_path)
     table.apply(RowBatch.of_table(LARGER, np.array([2999]), np.ones((1, 4), np.float32)), 3)
     plain.apply(RowBatch.of_table(LARGER, np.array([2999]), np.ones((1, 4), np.float32)), 3)
@@ -301,9 +302,65 @@ def test_a_table_that_is_split_while_room_is_made_has_digests_that_fit(tmp_path:
     become = room(table, tmp_path)
     table.split(2)
     table.apply(RowBatch.of_table(TABLE, np.array([9]), np.ones((1, 4), np.float32)), 3)
+    table.rows.view(np.uint8)[7, 0] ^= 1  # Damage, which it must not be taken for.
+    checksum, norm = table.checksum, table.norm
     become()
-    assert table.fits(np.arange(3000), table.rows).all()
+    assert np.flatnonzero(~table.fits(np.arange(3000), table.rows)).tolist() == [7]
+    assert table.checksum == checksum
+    assert table.norm == pytest.approx(norm)
     assert table.changed_since(0).tolist() == [3, 7, 9]
+
+
+def test_files_that_the_log_names_stay_while_a_table_is_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flush may end in the middle of it, or of room being made."""
+    table = written(tmp_path)
+    table.split(2)
+    digest, named, become = MappedTable._digest, table.mapped, room(table, tmp_path)
+
+    def digesting(*arguments: Any) -> None:
+        table.remove_stale(named)
+        digest(*arguments)
+
+    monkeypatch.setattr(MappedTable, "_digest", digesting)
+    table.split(1)
+    monkeypatch.undo()
+    table.remove_stale(named)
+    assert all(Path(mapping.name).exists() for mapping in named.files.mappings)
+    become()
+    table.remove_stale(table.mapped)
+    assert not reopened(table).mapped.files.unnamed
+    assert reopened(table).digests.tolist() == table.digests.tolist()
+
+
+def test_a_split_that_fails_is_made_when_it_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = written(tmp_path)
+    before = table.mapped
+
+    def full(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MappedTable, "_digest", full)
+        with pytest.raises(MemoryError):
+            table.split(2)
+    table.split(4)
+    assert (table.columns, table.mapped) == ((0, 4), before)
+    table.split(2)
+    assert table.columns == table.mapped.layout.columns == (0, 2, 4)
+    assert table.fits(np.arange(10), table.rows).all()
+
+
+def test_what_a_split_table_had_in_a_shared_file_stays_while_the_log_names_it(tmp_path: Path) -> None:
+    tables = made(tmp_path, TABLE, OTHERS[1])
+    tables[0].apply(RowBatch.of_table(TABLE, np.array([3]), np.ones((1, 4), np.float32)), 1)
+    before, kept = tables[0].mapped, tables[0].digests.tolist()
+    tables[0].split(2)
+    remove_unused(tmp_path, [before.files, *(table.mapped.files for table in tables)])
+    assert before.plain()[2].tolist() == kept
 
 
 def test_digests_that_an_older_version_did_not_keep_are_made_of_the_rows(

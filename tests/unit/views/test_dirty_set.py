@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from deltasync.core.rows import Ids, Mask
 from deltasync.kernels.dirty_rows import DELETED, NEVER_SENT
-from deltasync.views.dirty_set import DirtySet, Findings, Flags, members
+from deltasync.views.dirty_set import DirtySet, Findings, Flags
 
 IDS = st.sets(st.integers(0, 30), max_size=12)
 
@@ -75,11 +75,6 @@ def test_a_dirty_set_is_what_a_dictionary_is(marked: set[int], steps: list[Findi
             expected = {row: values for row, values in expected.items() if row not in step}
         assert plain(dirty) == expected
         assert len(dirty) == len(expected)
-
-
-@given(IDS, IDS)
-def test_members_are_those_that_are_in_both(ids: set[int], others: set[int]) -> None:
-    assert sorted_ids(ids)[members(sorted_ids(ids), sorted_ids(others))].tolist() == sorted(ids & others)
 
 
 @pytest.mark.parametrize("never_sent", [False, True])

@@ -101,6 +101,32 @@ def test_a_large_look_lets_cuts_be_applied_and_is_of_one_version(
     run(tmp_path, scenario)
 
 
+def test_another_run_that_begins_during_a_look_goes_out_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows do not fit those of the run before."""
+    monkeypatch.setattr("deltasync.views.release_maker._LOOKED_ROWS", 2)
+
+    async def scenario(local: LocalModel) -> None:
+        view, on_thread = await local.prepared_view(TOP), local.model.on_thread
+        await local.cut(changed(1, USER, 1, 2, 3))
+        other_run = local.batches(changed(2, USER, *range(USER.rows)))
+
+        async def cut_meanwhile(function: Callable[..., Any], *arguments: Any) -> Any:
+            if function.__name__ == "advance" and other_run:
+                rows = other_run.copy()
+                other_run.clear()
+                await local.cut_batches(rows, resync=True)
+            return await on_thread(function, *arguments)
+
+        monkeypatch.setattr(local.model, "on_thread", cut_meanwhile)
+        await view.make_release(TOP, 0)
+        assert view.state.compared_version == 3
+        assert same_as_the_model(await held_by_a_replica(view), local)
+
+    run(tmp_path, scenario)
+
+
 def test_tables_that_wait_for_the_disk_keep_nobody_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,6 @@ written. So whoever looks an id up in what a replica holds sees whether the row 
 """
 
 import asyncio
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.folders import fast_folder
 from tests.support.local_model import LocalModel
 from tests.support.releases import deleted_rows, live_rows
 
@@ -221,5 +221,5 @@ def test_what_every_replica_holds_is_the_trainers_state_at_its_version(policy: P
         finally:
             await play.local.close()
 
-    with tempfile.TemporaryDirectory() as folder:
+    with fast_folder() as folder:
         asyncio.run(main(Path(folder)))

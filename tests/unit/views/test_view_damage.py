@@ -12,7 +12,9 @@ from tests.support.wire import USER
 from deltasync.core.damage import DamagedRows
 from deltasync.core.mode import Mode
 from deltasync.core.policy import Policy
+from deltasync.core.rows import RowBatch
 from deltasync.core.stamps import StampedTable
+from deltasync.core.tables import Shard
 from deltasync.core.value_types import ValueType
 from deltasync.views.view import View
 
@@ -102,6 +104,110 @@ def test_a_damaged_row_of_the_model_is_in_no_release_and_told_to_the_model(tmp_p
         await local.cut({USER.name: {7: ROWS[7] + 2}})
         await view.make_release(INT8, 0)
         assert live_rows(await view.release(view.position.number - 1))[0].ids.tolist() == [7]
+        await ended(local, view)
+
+    asyncio.run(scenario())
+
+
+def test_a_damaged_row_that_is_no_more_stays_deleted(tmp_path: Path) -> None:
+    """Also where what replicas are sent of it is something else than what they hold."""
+    policy = Policy(mode=Mode.IDS)
+
+    async def scenario() -> None:
+        local, view = await made(tmp_path, policy)
+        (table,) = view.state.tables
+        await local.cut_batches([RowBatch.deletes(Shard.whole(USER), np.array([7]))])
+        await view.make_release(policy, 0)
+        for mapped in table.mapped:
+            flip(mapped, 7)
+        await view.sweep()
+        assert [ids.tolist() for ids in (await view.mend()).values()] == [[7]]
+        await view.make_release(policy, 0)
+        release = await view.release(0)
+        assert release.rows == USER.rows - 1
+        await ended(local, view)
+
+    asyncio.run(scenario())
+
+
+def test_a_row_that_is_found_damaged_during_a_look_goes_with_a_later_release(tmp_path: Path) -> None:
+    """Although the look has found before that it is as replicas hold it."""
+    policy = Policy(top_k=1, mode=Mode.IDS)
+
+    async def scenario() -> None:
+        local, view = await made(tmp_path, policy)
+        (table,) = view.state.tables
+        newest = view.position.number
+        await local.cut({USER.name: {7: ROWS[7], 9: ROWS[9] + 5}})
+        look = await local.model.on_thread(table.begin, view.state.compared_version)
+        await local.model.on_thread(look.advance, look.rows)
+        flip(table.sent, 7)
+        await view.sweep()
+        assert await view.mend() == {}
+        await local.model.on_thread(table.finish, look)
+        await view.make_release(policy, 0)
+        await view.make_release(policy, 0)
+        assert live_rows(await view.release(newest))[0].ids.tolist() == [7, 9]
+        assert (view.damage, table.damaged.tolist()) == ({}, [])
+        await ended(local, view)
+
+    asyncio.run(scenario())
+
+
+def test_a_row_that_is_damaged_in_the_model_too_keeps_no_other_from_being_mended(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        local, view = await made(tmp_path, INT8)
+        (table,) = view.state.tables
+        right = table.held.rows.copy()
+        flip(table.held, 7)
+        flip(table.held, 9)
+        flip(local.model.tables[0], 7)
+        await view.sweep()
+        assert [ids.tolist() for ids in (await view.mend()).values()] == [[9]]
+        assert [ids.tolist() for ids in view.damage.values()] == [[7]]
+        assert table.held.rows[9].tobytes() == right[9].tobytes()
+        with pytest.raises(DamagedRows) as found:
+            await view.make_release(INT8, 0)
+        assert found.value.owner is local.model.tables[0]
+        assert {name: ids.tolist() for name, ids in local.model.damage.items()} == {USER.name: [7]}
+        await local.cut({USER.name: {7: ROWS[7] + 2}})
+        await view.make_release(INT8, 0)
+        assert (view.damage, (await view.release(0)).rows) == ({}, USER.rows)
+        await ended(local, view)
+
+    asyncio.run(scenario())
+
+
+def test_a_digest_that_was_damaged_leaves_nothing_in_the_checksum(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        local, view = await made(tmp_path, INT8)
+        (table,) = view.state.tables
+        right = table.held.checksum
+        table.held.digests[7] ^= 1
+        await view.sweep()
+        assert await view.mend() == {}
+        await view.make_release(INT8, 0)
+        assert (view.damage, table.held.checksum) == ({}, right)
+        await ended(local, view)
+
+    asyncio.run(scenario())
+
+
+def test_a_damaged_row_of_the_model_is_compared_again_once_it_is_mended(tmp_path: Path) -> None:
+    """How far it is from what replicas hold was found of the wrong bits."""
+    policy = Policy(top_k=1)
+
+    async def scenario() -> None:
+        local, view = await made(tmp_path, policy)
+        await local.cut({USER.name: {7: ROWS[7] + 1, 9: ROWS[9] + 5}})
+        source = local.model.tables[0]
+        source.rows[7, 0] = np.nan
+        with pytest.raises(DamagedRows):
+            await view.make_release(policy, 0)
+        source.rows[7, 0] = ROWS[7][0] + 1
+        await view.make_release(policy, 0)
+        assert live_rows(await view.release(view.position.number - 1))[0].ids.tolist() == [9]
+        assert view.state.backlog[USER.name].amount.norm == pytest.approx(2)
         await ended(local, view)
 
     asyncio.run(scenario())

@@ -22,6 +22,8 @@ from deltasync.core.rows import Values
 from deltasync.core.tables import TableKind, TableSpec
 from deltasync.core.value_types import ValueType
 from deltasync.feeds.frozen_release import FrozenRelease
+from deltasync.views.store import ViewStore
+from deltasync.views.table import ViewTable
 from deltasync.views.view import View
 
 pytestmark = pytest.mark.usefixtures("shared_file")
@@ -145,6 +147,38 @@ def test_what_turns_out_to_be_no_embedding_table_is_sent_in_its_own_type(tmp_pat
 
     run(tmp_path, scenario)
     run_again(tmp_path, again)
+
+
+def test_what_is_found_damaged_while_there_is_made_room_goes_with_the_next_release(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, make_tables = Policy(mode=Mode.IDS, top_k=1), ViewStore.make_tables
+
+    async def scenario(local: LocalModel) -> None:
+        view, loop = await local.prepared_view(policy), asyncio.get_running_loop()
+        newest, before = view.position.number, view.state.tables[0]
+
+        async def damage() -> None:
+            before.sent.rows[7] += 1
+            while not view.damage:
+                await view.sweep()
+            await view.mend()
+
+        def meanwhile(*arguments: Any) -> list[ViewTable]:
+            made = make_tables(*arguments)
+            asyncio.run_coroutine_threadsafe(damage(), loop).result(20)
+            return made
+
+        monkeypatch.setattr(ViewStore, "make_tables", meanwhile)
+        await grow(local, LARGER)
+        await local.cut(changed(2, LARGER, 5))
+        await view.prepare(policy)
+        await view.make_release(policy, 0)
+        assert ids_of(await view.release(newest)) == {0: [5, 7]}
+        assert [table.lacking(view.position.number) for table in view.standing(policy).tables()] == [0, 0]
+        assert not view.damage
+
+    run(tmp_path, scenario)
 
 
 @pytest.mark.parametrize("policy", [INT8, POLICIES[2]])

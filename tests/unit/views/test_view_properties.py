@@ -1,8 +1,6 @@
 """Views against a model of plain dictionaries: cuts, policies, releases, replicas, restarts, lost power."""
 
 import asyncio
-import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.support.folders import fast_folder
 from tests.support.local_model import LocalModel, Rows
 from tests.support.mapping import files_on_disk
 from tests.support.plain_view import DirtyRow, PlainModel, PlainRelease, PlainTable, norm_of
@@ -377,19 +376,15 @@ def programs(draw: st.DrawFn) -> list[tuple[str, Any]]:
 
 
 def play(policy: Policy, operations: list[tuple[str, Any]]) -> None:
-    folder = Path(tempfile.mkdtemp())
-
-    async def main() -> None:
+    async def main(folder: Path) -> None:
         one = Play(folder, policy)
         try:
             await one.run(operations)
         finally:
             await one.local.close()
 
-    try:
-        asyncio.run(main())
-    finally:
-        shutil.rmtree(folder)
+    with fast_folder() as folder:
+        asyncio.run(main(Path(folder)))
 
 
 @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

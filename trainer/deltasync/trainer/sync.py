@@ -22,11 +22,10 @@ from deltasync.client import Position, Publisher, PublisherOptions
 from deltasync.core.delete_request import DeleteRequest
 from deltasync.core.errors import DeltasyncError, InvalidInput, NotFound, ResyncRequired, ServiceUnavailable
 from deltasync.core.event_time import check_event_time, newest_event_time
-from deltasync.core.rows import Ids
 from deltasync.trainer.checks import check_format
 from deltasync.trainer.distributed.agreement import Agreement
 from deltasync.trainer.pending_cut import PendingCut, published
-from deltasync.trainer.row_requests import RowRequests
+from deltasync.trainer.row_requests import RowRequests, WantedRows
 from deltasync.trainer.sync_options import SyncOptions, SyncStats
 from deltasync.trainer.tracking.mean_pooling import wrongly_divided
 from deltasync.trainer.tracking.modes import TrackingMode
@@ -91,7 +90,7 @@ class DeltaSync:
         self._pending: PendingCut | None = None
         self._position = Position()
         self._requests = RowRequests()
-        self._marked_wanted: Sequence[tuple[str, Ids]] = ()
+        self._wanted = WantedRows()
         self._resync = True
         self._published_step = self._published_changes = -1
         self._event_time: int | None = None
@@ -114,6 +113,7 @@ class DeltaSync:
         self._take_launched()
         if self.tracker.steps % self._options.publish_every == 0:
             before = self._under_way
+            self._mark_wanted(again=True)
             self._cut(time.time_ns())
             self.stats.absorbed += self._under_way is before
         if self.tracker.on_gpu and (self.tracker.steps + 1) % self._options.publish_every == 0:
@@ -244,7 +244,7 @@ class DeltaSync:
     def _cut(self, step_end_unix_ns: int, late: DeltasyncError | None = None) -> bool:
         """Publish a cut if all ranks are ready for one; whether all of them had nothing to publish."""
         failure = late or self._failure or self._settle()
-        self._mark_wanted()
+        self._mark_wanted(again=False)
         # A cut that is not full leaves what free rows of a map were.
         resync = self._resync or self.tracker.offers_all(_CONSUMER)
         agreed = self._agreement.reach(
@@ -279,16 +279,15 @@ class DeltaSync:
             self.delete(request.table, torch.from_numpy(request.ids))
             logger.info("%d rows of table %r are deleted on request", len(request.ids), request.table)
 
-    def _mark_wanted(self) -> None:
-        """Have rows published again of which the service holds other bits than it was sent."""
-        wanted = self._publisher.wanted if self._publisher else ()
-        if wanted is self._marked_wanted:
+    def _mark_wanted(self, *, again: bool) -> None:
+        """Have rows published again of which the service holds other bits than it was sent (`WantedRows.take`)."""
+        wanted = self._wanted.take(self._publisher.wanted, again=again) if self._publisher else {}
+        if not wanted:
             return
-        self._marked_wanted = wanted
-        tracked = {each.shard.table.name for each in self.tracker.shards}
-        for table, ids in wanted:
+        tracked = {table.name for table in self.tracker.tables}
+        for table, ids in wanted.items():
             if table in tracked:
-                self.tracker.mark(table, torch.from_numpy(ids))
+                self.tracker.mark_held(table, torch.from_numpy(ids))
                 logger.warning(
                     "%d rows of table %r are published again: the service lost some bits", len(ids), table
                 )

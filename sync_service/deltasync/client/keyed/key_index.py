@@ -17,8 +17,8 @@ class KeyIndex:
     def __init__(self) -> None:
         self._keys = self._used = 0
         self._clear(_SMALLEST)
-        for each in (kernels.put, kernels.remove):
-            each.compile()  # Not in front of readers that wait.
+        for each in (kernels.find, kernels.put, kernels.remove):
+            each.compile()  # Not inside of readers, nor in front of those that wait.
 
     def __len__(self) -> int:
         """The number of keys."""

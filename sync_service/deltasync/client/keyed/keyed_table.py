@@ -6,6 +6,7 @@ import numpy as np
 
 from deltasync.client.keyed.key_index import KeyIndex
 from deltasync.core.errors import InvalidInput
+from deltasync.core.id_sets import distinct
 from deltasync.core.rows import Ids, Mask, Values
 
 _FIRST_ROWS = 16
@@ -102,7 +103,7 @@ class KeyedTable(KeyedRows):
     def insert(self, keys: Ids, values: Values) -> None:
         """Overwrite the rows of some keys, and add the keys that are not there; otherwise as `update`."""
         values = self._checked(keys, values)
-        new = np.unique(keys[self._index.find(keys) < 0])
+        new = distinct(keys[self._index.find(keys) < 0])
         self._index.put(new, self._take(len(new)))
         self._rows[self._index.find(keys)] = values
 
@@ -114,8 +115,8 @@ class KeyedTable(KeyedRows):
         """
         places = self._index.find(checked_keys(keys))
         found = places >= 0
-        self._unused = np.concatenate([self._unused, np.unique(places[found])])
-        self._index.remove(np.unique(keys[found]))
+        self._unused = np.concatenate([self._unused, distinct(places[found])])
+        self._index.remove(distinct(keys[found]))
         return found
 
     def _take(self, count: int) -> Ids:

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltasync.core.errors import Contradiction
+from deltasync.core.id_sets import distinct
 from deltasync.core.rows import Ids, Mask, RowBatch
 from deltasync.core.tables import TableKind, TableSpec
 
@@ -40,7 +41,7 @@ class RawIdChange:
         Raises:
             Contradiction: two rows would have one raw id.
         """
-        rows = np.unique(np.concatenate([touched, *(each.ids for each in entries)]))
+        rows = distinct(np.concatenate([touched, *(each.ids for each in entries)]))
         before = held(rows)
         after = before.copy()
         for each in entries:

@@ -54,6 +54,17 @@ def test_a_delete_is_offered_until_it_is_acknowledged(model: Rows, tracker: Trac
     assert ids(tracker.get_delta()) == ([], [])
 
 
+def test_a_row_that_is_to_be_sent_again_stays_deleted(tracker: Tracker) -> None:
+    tracker.acknowledge(tracker.get_delta().token)
+    tracker.delete("t", torch.tensor([1]))
+    changes = tracker.changes
+    tracker.mark_held("t", torch.tensor([1]))
+    assert tracker.changes == changes
+    tracker.mark_held("t", torch.tensor([0, 1]))
+    assert tracker.changes > changes
+    assert ids(tracker.get_delta()) == ([0], [1])
+
+
 def test_a_row_that_comes_back_is_a_new_row(model: Rows, tracker: Tracker) -> None:
     tracker.delete("t", torch.tensor([1]))
     model.t.data[1] = 7.0

@@ -147,7 +147,9 @@ def test_only_the_result_waits_for_the_gpu(model: Rows, monkeypatch: pytest.Monk
     tracking.count_ahead()
     assert not counted.waited
     model.t.data[2] = 5
-    pending = tracking.begin_delta()
+    with mock.patch.object(tracking._gate, "hold_changes", wraps=tracking._gate.hold_changes) as hold:
+        pending = tracking.begin_delta()
+    assert hold.called, "what is launched next comes after it on the GPU"
     assert counted.waited == ["host waits"], "for the step before"
     assert not pending.arrived
     assert not read.waited

@@ -138,6 +138,14 @@ class TestStreams:
         assert cuda.current.waits_for("gather", cuda.side)
         assert "host waits" not in cuda.current.given + cuda.side.given
 
+    def test_changes_that_pass_no_gate_come_after_a_read_that_is_only_launched(self, cuda: Cuda) -> None:
+        gate = UpdateGate(torch.device("cuda"))
+        with gate.reading(None):
+            cuda.current.given.append("gather")
+        gate.hold_changes()
+        assert cuda.current.waits_for("gather", cuda.side)
+        assert "host waits" not in cuda.current.given + cuda.side.given
+
     def test_a_read_by_the_training_thread_comes_after_what_it_has_just_launched(self, cuda: Cuda) -> None:
         gate = begun(UpdateGate(torch.device("cuda")))
         cuda.current.given.append("backward")

@@ -109,10 +109,10 @@ class ConsumerCursor:
             return False
         self.cursor, self.carried = token.cursor, dict(token.carried)
         for fqn, rows in token.rows.items() if self.first_values else ():
-            ids, widths = rows.ids - self.row_offsets[fqn], [values.shape[1] for values in rows.shard_values]
-            by_shard = torch.split(self.first_values[fqn], widths, dim=1)
-            for first_values, values in zip(by_shard, rows.shard_values, strict=True):
-                replace_rows(first_values, ids, values)
+            ids, column = rows.ids - self.row_offsets[fqn], 0
+            for values in rows.shard_values:
+                replace_rows(self.first_values[fqn], ids, column, values)
+                column += values.shape[1]
         for fqn, deleted in token.deletes.items() if self.first_values else ():
             self.first_values[fqn].index_fill_(0, deleted.ids - self.row_offsets[fqn], 0)
         return True

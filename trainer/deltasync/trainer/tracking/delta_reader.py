@@ -112,6 +112,7 @@ class DeltaReader:
                 self._marking.settle()
                 launched, deleted = self._gather_bounded(cursor, count), self._deletes(cursor)
                 token = Token(cursor.name, self._cursors.tick(), {}, {}, {}, cursor)
+            self._gate.hold_changes()  # Who writes to rows and marks them then does not pass the gate before.
             with self._gate.side_stream(wait=False):
                 arriving = {table: rows.in_host_memory() for table, rows in launched.items()}
             arrival = self._gate.arrival()

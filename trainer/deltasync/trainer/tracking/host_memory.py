@@ -6,6 +6,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from deltasync.core.digests import words_of
+from deltasync.kernels.rows import scatter
+
 # malloc gives larger blocks back to the system as soon as they are freed.
 _LARGE_BYTES = 32 << 20
 
@@ -47,13 +50,7 @@ class ReadMemory:
         return used
 
 
-def replace_rows(rows: torch.Tensor, ids: torch.Tensor, values: torch.Tensor) -> None:
-    """Set the rows [n, d] with these ids, in host memory."""
-    _items(rows)[ids.numpy()] = _items(values.contiguous())
-
-
-def _items(rows: torch.Tensor) -> NDArray[np.void]:
-    """Each row as one item, which NumPy copies at once."""
-    values = rows.numpy()
-    items: NDArray[np.void] = values.view(np.dtype((np.void, values.shape[1] * values.itemsize)))[:, 0]
-    return items
+def replace_rows(rows: torch.Tensor, ids: torch.Tensor, column: int, values: torch.Tensor) -> None:
+    """Set the rows [n, d] with these ids, in host memory, from a column on."""
+    words = words_of(rows.numpy())
+    scatter(words, column * words.shape[1] // rows.shape[1], ids.numpy(), words_of(values.numpy()))

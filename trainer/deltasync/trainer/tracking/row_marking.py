@@ -226,6 +226,20 @@ class RowMarking:
             self._stamps.stamp(number, local)
             self.changes += 1
 
+    def mark_held(self, table: str, ids: torch.Tensor) -> None:
+        """Stamp rows of a table, by global ids, but for deleted ones.
+
+        Raises:
+            NotFound: there is no such table.
+            InvalidInput: an id is none of the table's.
+        """
+        number = self._number(table)
+        local = self._tables[number].local_ids(ids)
+        with self._gate:
+            held = self._stamps.not_deleted(number, local)
+            self._stamps.stamp(number, held)
+            self.changes += len(held) > 0
+
     def holds(self, table: str) -> bool:
         """Whether this rank has rows of a table, tracked or a copy."""
         return table in self._numbers or table in self._replicas

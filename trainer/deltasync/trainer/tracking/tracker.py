@@ -20,6 +20,8 @@ from torch import nn
 from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from deltasync.kernels import changes, digests, id_maps, marks
+from deltasync.kernels.compiled import warm
 from deltasync.trainer.tracking import tracker_state
 from deltasync.trainer.tracking.cost import TrackerCost
 from deltasync.trainer.tracking.cursors import Cursors
@@ -61,6 +63,7 @@ class Tracker:
         self._model, self._options = model, options or TrackerOptions()
         self.cost = TrackerCost()
         self.attachments = 0
+        warm(changes, digests, id_maps, marks)  # Here: no step, and no cut, may wait for a compiler.
         tracked = tracked_model(model, self._options)
         self._gate = UpdateGate(tracked.tables[0].device if tracked.tables else torch.device("cpu"))
         self._attach(tracked)
@@ -150,6 +153,10 @@ class Tracker:
             InvalidInput: an id is none of the table's.
         """
         self._marking.mark(table, ids)
+
+    def mark_held(self, table: str, ids: torch.Tensor) -> None:
+        """Have rows offered again that have not changed; those that are deleted stay so. Otherwise as `mark`."""
+        self._marking.mark_held(table, ids)
 
     def delete(self, table: str, ids: torch.Tensor) -> None:
         """Delete rows: they and what the optimizer keeps of them become zeros, and consumers are told.

@@ -29,8 +29,7 @@ class UpdateGate:
     def __enter__(self) -> None:
         """Keep other threads out; on a GPU, what is launched from now on runs after the last read."""
         self._settled.acquire()
-        if self._streams:
-            self._streams.after_reads()
+        self.hold_changes()
 
     def __exit__(self, *_: object) -> None:
         if self._streams:
@@ -76,6 +75,11 @@ class UpdateGate:
                 self._streams.before_reads()
             with self._streams.reading():
                 yield
+
+    def hold_changes(self) -> None:
+        """On a GPU, have what this thread launches from now on run after the last read, whatever it is."""
+        if self._streams:
+            self._streams.after_reads()
 
     @contextmanager
     def side_stream(self, *, wait: bool = True) -> Iterator[None]:

@@ -40,7 +40,8 @@ def _print_variants(console: Console, figures: dict[str, Any]) -> None:
     console.print(f"{'':<38}   step    P50    P90 ms   peak memory   step against")
     for name, line in figures["variants"].items():
         times = "".join(f"{line[key]:>7.1f}" for key in ("step_ms", "p50_ms", "p90_ms"))
-        against = f"{ratio_of(figures, ratio_name(name))} to {NAMES[line['against']]}" if line["against"] else ""
+        ratio = f"{ratio_name(name)}_step_ratio"
+        against = f"{ratio_of(figures, ratio)} to {NAMES[line['against']]}" if line["against"] else ""
         console.print(f"  {NAMES[name]:<36}{times}     {line['peak_bytes'] / 1e6:>8.1f} MB   {against}")
     for name, why in figures["not_measured"].items():
         console.print(f"  {NAMES.get(name, name):<36}  not measured: {why}")
@@ -48,8 +49,8 @@ def _print_variants(console: Console, figures: dict[str, Any]) -> None:
 
 def _print_aims(console: Console, figures: dict[str, Any]) -> None:
     for name, aim in (("pipeline", "1.0"), ("tensordict", "1.02")):
-        if f"{name}_step_ratio" in figures:
-            console.print(f"  {name:<10}  {ratio_of(figures, name)}   (aim: at most {aim})")
+        if (ratio := f"{name}_step_ratio") in figures:
+            console.print(f"  {name:<10}  {ratio_of(figures, ratio)}   (aim: at most {aim})")
     console.print(
         f"  memory: {figures['memory_source']}, of one rank; load of the machine: {figures['load_average']:.1f} "
         f"on {figures['cores']} cores"

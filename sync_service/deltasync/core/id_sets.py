@@ -1,0 +1,38 @@
+"""Sets of row ids: [n], strictly ascending. NumPy's own functions take a microsecond for each id: these, some
+nanoseconds.
+"""
+
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltasync.core.rows import Ids, Mask
+from deltasync.kernels import dirty_rows
+
+T = TypeVar("T", bound=np.generic)
+
+
+def distinct(numbers: NDArray[T]) -> NDArray[T]:
+    """The set of some whole numbers ([n], in any order)."""
+    ordered = np.sort(numbers, kind="stable")  # Which merges what is sorted in parts.
+    first = np.ones(len(ordered), np.bool_)
+    np.not_equal(ordered[1:], ordered[:-1], out=first[1:])
+    return ordered[first]
+
+
+def union(ids: Ids, others: Ids) -> Ids:
+    """The ids of both."""
+    return distinct(np.concatenate([ids, others]))
+
+
+def members(ids: Ids, others: Ids) -> Mask:
+    """Which of the `ids` [n] are among the others [m]."""
+    found = np.empty(len(ids), np.bool_)
+    dirty_rows.members(ids, others, found)
+    return found
+
+
+def difference(ids: Ids, others: Ids) -> Ids:
+    """The ids that are not among the others."""
+    return ids[~members(ids, others)]
