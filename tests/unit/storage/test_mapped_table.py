@@ -330,6 +330,7 @@ def test_files_that_the_log_names_stay_while_a_table_is_split(
     assert all(Path(mapping.name).exists() for mapping in named.files.mappings)
     become()
     table.remove_stale(table.mapped)
+    table.flush()
     assert not reopened(table).mapped.files.unnamed
     assert reopened(table).digests.tolist() == table.digests.tolist()
 

@@ -31,7 +31,8 @@ OTHERS = [TableSpec("before", 3, 3, np.dtype("<f2")), TableSpec("after", 7, 1)]
 # Of 64 rows in a block, and of one; with columns for several shards.
 SPECS = [TableSpec("t", 300, 4), TableSpec("t", 20, 3000)]
 
-CALLS = ["apply", "delete", "restamp", "mend", "make_digests", "split", "grow", "flush", "fail", "overtake"]
+CALLS = ["apply", "delete", "restamp", "forget_after", "mend", "make_digests", "trust", "split"]
+CALLS += ["grow", "flush", "fail", "overtake"]
 
 
 def contents(arrays: Sequence[NDArray[Any]]) -> list[bytes]:
@@ -78,6 +79,17 @@ class Play:
         self.flush()
         for table in (self.table, self.plain):
             table.make_digests()
+
+    def trust(self, ids: Ids, kind: int) -> None:
+        self.mend(ids, kind)
+        self.flush()
+        for table in (self.table, self.plain):
+            table.trust(ids)
+
+    def forget_after(self, _: Ids, kind: int) -> None:
+        self.flush()
+        for table in (self.table, self.plain):
+            table.forget_after(max(1, self.number - kind))
 
     def split(self, _: Ids, kind: int) -> None:
         for table in (self.table, self.plain):
