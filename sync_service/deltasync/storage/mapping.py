@@ -43,19 +43,23 @@ class Mapping:
         private: whether what is written goes to the file only with `flush`.
     """
 
-    def __init__(self, descriptor: int, size: int, name: str, *, private: bool = False) -> None:
+    def __init__(
+        self, descriptor: int, size: int, name: str, *, private: bool = False, empty: bool = False
+    ) -> None:
         """Map `size` bytes, 1 or more, of a file that has as many. The descriptor may be closed afterwards.
 
         If they are to be `private`, and the system does not promise as much memory, they are shared all the same.
+        Private ones of a file that is `empty`, all zero, are not read from it.
 
         Raises:
             StorageFailed: there is no room in the process's memory.
         """
         self.name, self.size, self.private = name, size, private
         access = mmap.PROT_READ | mmap.PROT_WRITE
-        for flags in ([mmap.MAP_PRIVATE] if private else []) + [mmap.MAP_SHARED]:
+        alone = mmap.MAP_PRIVATE | (mmap.MAP_ANONYMOUS if empty else 0)
+        for flags in ([alone] if private else []) + [mmap.MAP_SHARED]:
             self._address = _c.mmap(None, size, access, flags, descriptor, 0)
-            self.private = flags == mmap.MAP_PRIVATE
+            self.private = flags == alone
             if self._address != _FAILED:
                 break
         else:
@@ -127,8 +131,8 @@ class TouchedArray:
             done += os.pwrite(descriptor, content[done : done + _PAGE].data, offset + done)
 
 
-def map_file(path: Path) -> Mapping:
-    """A whole file, which is not empty: private as long as there is memory.
+def map_file(path: Path, *, empty: bool = False) -> Mapping:
+    """A whole file, of 1 byte or more: private as long as there is memory. An `empty` one is all zero.
 
     Raises:
         StorageFailed: there is no room in the process's memory.
@@ -136,7 +140,7 @@ def map_file(path: Path) -> Mapping:
     size = path.stat().st_size
     with path.open("r+b") as file:
         private = PRIVATE.take(size)
-        mapping = Mapping(file.fileno(), size, str(path), private=private)
+        mapping = Mapping(file.fileno(), size, str(path), private=private, empty=empty)
     if mapping.private:
         weakref.finalize(mapping, PRIVATE.give_back, size).atexit = False
     elif private:

@@ -9,7 +9,7 @@ import os
 import shutil
 import uuid
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -61,6 +61,7 @@ class ArraySpec:
 
 
 ArraySpecs: TypeAlias = Sequence[ArraySpec]
+Map: TypeAlias = Callable[[Path], Mapping]
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ class TableFiles:
         for each in arrays[start:]:
             (self.place.folder / each.file).unlink(missing_ok=True)  # Of a process that ended before it was named.
             _allocate(self.place.folder / each.file, each.nbytes)
-        mappings = [_map(self.place.folder / each.file, each.nbytes) for each in arrays[start:]]
+        mappings = [map_file(self.place.folder / each.file, empty=True) for each in arrays[start:]]
         others = [m.array(each.dtype, each.shape) for m, each in zip(mappings, arrays[start:], strict=True)]
         return TableFiles.of(self.place, (*self.arrays[:start], *others), (*self.mappings[:start], *mappings))
 
@@ -234,7 +235,7 @@ def make_tables(parent: Path, tables: Sequence[ArraySpecs]) -> list[TableFiles]:
         _sync(parent)
         starts = accumulate(sizes, initial=0)
         places = [Place(folder, start if size else None) for start, size in zip(starts, sizes, strict=False)]
-        return open_tables(list(zip(places, tables, strict=True)))
+        return _opened(list(zip(places, tables, strict=True)), partial(map_file, empty=True))
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, OSError):
@@ -251,12 +252,7 @@ def open_tables(tables: Sequence[tuple[Place, ArraySpecs]]) -> list[TableFiles]:
     Raises:
         StorageFailed: a file is missing or of another size, or there is no room in the process's memory.
     """
-    ends = {place.folder: 0 for place, _ in tables if place.offset is not None}
-    for place, arrays in tables:
-        if place.offset is not None:
-            ends[place.folder] = max(ends[place.folder], place.offset + _room(arrays))
-    shared = {folder: _map_shared(folder / SHARED, end) for folder, end in ends.items()}
-    return [_opened(place, arrays, shared.get(place.folder)) for place, arrays in tables]
+    return _opened(tables, map_file)
 
 
 def reserve(file: BinaryIO, size: int, what: str) -> None:
@@ -315,18 +311,27 @@ def _extend(path: Path, size: int) -> None:
             raise
 
 
-def _opened(place: Place, arrays: ArraySpecs, shared: Mapping | None) -> TableFiles:
+def _opened(tables: Sequence[tuple[Place, ArraySpecs]], map_path: Map) -> list[TableFiles]:
+    ends = {place.folder: 0 for place, _ in tables if place.offset is not None}
+    for place, arrays in tables:
+        if place.offset is not None:
+            ends[place.folder] = max(ends[place.folder], place.offset + _room(arrays))
+    shared = {folder: _map_shared(folder / SHARED, end, map_path) for folder, end in ends.items()}
+    return [_opened_one(place, arrays, shared.get(place.folder), map_path) for place, arrays in tables]
+
+
+def _opened_one(place: Place, arrays: ArraySpecs, shared: Mapping | None, map_path: Map) -> TableFiles:
     if place.offset is None or shared is None:
-        return _opened_alone(place, arrays)
+        return _opened_alone(place, arrays, map_path)
     starts = offsets((0 if each.alone else each.nbytes for each in arrays), place.offset)
     found, mappings = list[NDArray[Any]](), list[Mapping]()
     for each, offset in zip(arrays, starts, strict=False):
-        mappings.append(_map(place.folder / each.file, each.nbytes) if each.alone else shared)
+        mappings.append(_map(place.folder / each.file, each.nbytes, map_path) if each.alone else shared)
         found.append(mappings[-1].array(each.dtype, each.shape, 0 if each.alone else offset))
     return TableFiles.of(place, found, mappings)
 
 
-def _opened_alone(place: Place, arrays: ArraySpecs) -> TableFiles:
+def _opened_alone(place: Place, arrays: ArraySpecs, map_path: Map) -> TableFiles:
     """Arrays in files of their own."""
     paths, unnamed = [place.folder / each.file for each in arrays], list[Path]()
     # All or none: a process may have ended while they were made.
@@ -337,7 +342,7 @@ def _opened_alone(place: Place, arrays: ArraySpecs) -> TableFiles:
         if path in unnamed:
             path.unlink(missing_ok=True)
             _allocate(path, each.nbytes)
-    mappings = [_map(path, each.nbytes) for path, each in zip(paths, arrays, strict=True)]
+    mappings = [_map(path, each.nbytes, map_path) for path, each in zip(paths, arrays, strict=True)]
     found = [m.array(each.dtype, each.shape) for m, each in zip(mappings, arrays, strict=True)]
     return TableFiles.of(place, found, mappings, unnamed)
 
@@ -346,22 +351,22 @@ def _unnamed(path: Path) -> Path:
     return path.with_name(path.name + ".new")
 
 
-def _map(path: Path, size: int) -> Mapping:
+def _map(path: Path, size: int, map_path: Map) -> Mapping:
     """A file of one array, which has so many bytes."""
     if path.exists() and path.stat().st_size > size and not _anything_after(path, size):
         os.truncate(path, size)
     found = path.stat().st_size if path.exists() else None
     if found != size:
         raise _damaged(path, found, f"{size}")
-    return map_file(path)
+    return map_path(path)
 
 
-def _map_shared(path: Path, end: int) -> Mapping:
+def _map_shared(path: Path, end: int, map_path: Map) -> Mapping:
     """A file of several tables, which has so many bytes or more."""
     found = path.stat().st_size if path.exists() else None
     if found is None or found < end:
         raise _damaged(path, found, f"{end} or more")
-    return map_file(path)
+    return map_path(path)
 
 
 def _damaged(path: Path, found: int | None, expected: str) -> StorageFailed:
