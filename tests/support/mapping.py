@@ -4,9 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from deltasync.core.delivery import Delivery
 from deltasync.core.stamps import StampedTable
 from deltasync.storage.mapping import Mapping
@@ -33,11 +30,9 @@ def new_view_table(source: StampedTable, delivery: Delivery, folder: Path) -> Vi
 
 def reopened(table: ViewTable) -> ViewTable:
     """The table after a restart."""
-    (files,) = open_tables([(table.files.place, view_arrays(table.delivery))])
-    return ViewTable(table.source, table.delivery, files)
+    return ViewTable(table.source, table.delivery, files_on_disk(table))
 
 
-def marks_on_disk(table: ViewTable) -> NDArray[np.int64]:
-    """What the files have of which rows of a view's table are dirty."""
-    (files,) = open_tables([(table.files.place, view_arrays(table.delivery))])
-    return np.array(files.arrays[-1])
+def files_on_disk(table: ViewTable) -> TableFiles:
+    """What the files have of a view's table, mapped once more."""
+    return open_tables([(table.files.place, view_arrays(table.delivery))])[0]

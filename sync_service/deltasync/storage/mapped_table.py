@@ -11,7 +11,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from deltasync.core.digests import RowDigests, Squares
-from deltasync.core.stamps import StampedTable, has_norm
+from deltasync.core.rows import Ids
+from deltasync.core.stamps import DIGESTS, SQUARES, StampedTable, has_norm
 from deltasync.core.tables import TableSpec
 from deltasync.storage.table_files import ArraySpec, TableFiles, flush
 
@@ -56,7 +57,7 @@ class TableLayout:
 
 @dataclass(frozen=True, eq=False)
 class MappedArrays:
-    """The arrays of a table, and where they are."""
+    """The arrays of a table, in the order of the bits of `StampedTable.wrote`, and where they are."""
 
     layout: TableLayout
     files: TableFiles
@@ -79,6 +80,7 @@ class MappedTable(StampedTable):
     def __init__(self, layout: TableLayout, files: TableFiles) -> None:
         self.mapped = MappedArrays(layout, files)
         self._split: MappedArrays | None = None  # To be filled.
+        self._written = files  # What the table's arrays are in; they are not flushed before they are `mapped`.
         self._stale = list[ArraySpec]()
         rows, stamps, digests, squares = self.mapped.plain()
         super().__init__(layout.spec, rows, stamps, digests, squares, layout.columns)
@@ -111,17 +113,18 @@ class MappedTable(StampedTable):
 
     def _become(self, mapped: MappedArrays) -> None:
         was_split = self.columns != mapped.layout.columns  # Meanwhile.
-        if mapped.files.place != self.mapped.files.place:
-            mapped.files.copy(self.mapped.files, 2 if was_split else len(mapped.files.arrays))
+        mapped.files.begin_with(self.mapped.files, 2 if was_split else len(mapped.files.arrays))
         self.counts = self.counts.plus_unchanged(mapped.layout.spec.rows - self.spec.rows)
         columns, digests, squares = self.columns, self.digests, self.squares
         self.spec, self.columns = mapped.layout.spec, mapped.layout.columns
         self.rows, self.stamps, self.digests, self.squares = mapped.plain()
         self.index.extend(self.stamps)
+        self._written = mapped.files
         if was_split:  # Rows may be damaged: nothing is made of them.
             starts = [columns.index(each) for each in self.columns[:-1]]
             np.add.reduceat(digests, starts, axis=1, out=self.digests[: len(digests)])
             np.add.reduceat(squares, starts, axis=1, out=self.squares[: len(squares)])
+            self.wrote(None, DIGESTS | SQUARES)
             self.count()
         self.mapped = mapped
 
@@ -131,18 +134,24 @@ class MappedTable(StampedTable):
         try:
             super().split(*edges)
             if self._split:  # Now: what is flushed before is what there was.
+                self._split.files.begin_with(before.files, 2)
                 self.mapped = self._split
                 self._stale += [each for each in before.layout.arrays() if each.derived]
         finally:
-            self._split = None
+            self._split, self._written = None, self.mapped.files
 
     def _room_of(self, columns: tuple[int, ...]) -> tuple[RowDigests, Squares]:
         """Files of other segments. Those of before stay as long as the log may name them."""
         before = self.mapped
         layout = replace(before.layout, columns=columns)
         self._split = MappedArrays(layout, before.files.with_others(layout.arrays(), start=2))
+        self._written = self._split.files
         _, _, digests, squares = self._split.plain()
         return digests, squares
+
+    def wrote(self, ids: Ids | None, arrays: int) -> None:
+        """See `StampedTable.wrote`."""
+        self._written.touch(ids, arrays)
 
     def flush(self) -> None:
         """Wait until everything written before the call is on disk."""

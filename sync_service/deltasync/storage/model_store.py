@@ -37,7 +37,8 @@ from deltasync.storage.records import (
     unpack_json,
     unpack_rows,
 )
-from deltasync.storage.table_files import Place, TableFiles, flush, make_tables, open_tables, remove_unused
+from deltasync.storage.table_files import Place, TableFiles, flush, make_tables, open_tables
+from deltasync.storage.unused_files import remove_unused
 
 # Seals are kept this long after their rows, so that lag in seconds is known for old offsets too; fewer of them in
 # a log that is full although it has no rows that could be dropped.

@@ -251,8 +251,8 @@ def test_a_model_whose_thread_is_busy_keeps_no_other_from_being_flushed(
 def test_damage_of_before_a_restart_is_found_after_it(tmp_path: Path) -> None:
     async def before(service: Service) -> None:
         _, model = await published(service)
-        model.flush()
         flip(model.tables[0], 11)
+        model.flush()
 
     async def after(service: Service) -> None:
         with pytest.raises(DamagedRows, match="rows 11"):

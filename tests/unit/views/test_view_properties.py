@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.folders import fast_folder
 from tests.support.local_model import LocalModel, Rows
-from tests.support.mapping import marks_on_disk
+from tests.support.mapping import files_on_disk
 from tests.support.plain_view import DirtyRow, PlainModel, PlainRelease, PlainTable, norm_of
 from tests.support.releases import live_rows
 
@@ -203,7 +203,10 @@ class Play:
         assert self.at.setdefault(replica.position, held) == held
 
     async def flush(self, _: Any) -> None:
-        self.view.flush()
+        if self.view.flush():
+            for table in self.view.state.tables:
+                found = files_on_disk(table).arrays
+                assert [each.tobytes() for each in found] == [each.tobytes() for each in table.files.arrays]
         self.files = []
 
     async def restart(self, choices: list[int] | None) -> None:
@@ -299,18 +302,21 @@ class Play:
             await self.follow(number)
 
     def _read_files(self) -> dict[str, bytes]:
+        """The files as they were if a flush that is under way had come so far, or the system had written them."""
         root = self.local.view_directory
+        mappings = {mapping for table in self.view.state.tables for mapping in table.files.mappings}
         return {
-            str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()
+            str(Path(each.name).relative_to(root)): np.asarray(each).tobytes()
+            for each in sorted(mappings, key=lambda mapping: mapping.name)
         }
 
 
 def marks_of(table: ViewTable) -> dict[int, int]:
     """The dirty rows, and since when they are: nothing else uses the table while a play checks it."""
     with not_shared_yet():
-        on_disk = marks_on_disk(table)
-        assert table.dirty.ids.tolist() == on_disk.nonzero()[0].tolist()
-        assert table.dirty.since.tolist() == on_disk[table.dirty.ids].tolist()
+        marks = table.files.arrays[-1]
+        assert table.dirty.ids.tolist() == marks.nonzero()[0].tolist()
+        assert table.dirty.since.tolist() == marks[table.dirty.ids].tolist()
         return dict(zip(table.dirty.ids.tolist(), table.dirty.since.tolist(), strict=True))
 
 
