@@ -105,7 +105,7 @@ class ReplicaStream(Stream):
             self.send(subscribe_open(**fields))
 
     def receive(self) -> Any:
-        """The next message; a whole release comes as its chunks and its end."""
+        """The next message; of a whole release its chunks and its end."""
         if not self._pieces:
             self._pieces = pieces(super().receive())
         return self._pieces.pop(0)
@@ -187,6 +187,15 @@ def part(
     """Chunks of (slot, ids, values) and their close."""
     chunks = [chunk(step, slot, ids, values) for slot, ids, values in changes]
     return [*chunks, close(step, sum(len(each.chunk.rows.ids) // 8 for each in chunks), full=full)]
+
+
+def whole_part(
+    step: int, changes: Iterable[tuple[int, Any, Any]], *, full: bool = False
+) -> publish_pb2.PublishRequest:
+    """The same in one message."""
+    *chunks, end = part(step, changes, full=full)
+    rows = [each.chunk.rows for each in chunks]
+    return publish_pb2.PublishRequest(part=publish_pb2.WholePart(rows=rows, close=end.close))
 
 
 def block(rows: np.ndarray, shard: Shard) -> np.ndarray:

@@ -33,7 +33,7 @@ from deltasync.wire.messages import (
     position_to_message,
 )
 from deltasync.wire.protocol import DELETES_PROTOCOL, WHOLE_PROTOCOL, Protocols
-from deltasync.wire.row_messages import CHUNK_BYTES, whole_release
+from deltasync.wire.row_messages import fits_message, whole_release
 
 _PROGRESS_SECONDS = 5.0
 _DEFAULT_OUTSTANDING_BYTES = 16 << 20
@@ -204,8 +204,9 @@ class ReplicaStream:
 
     def _fits_message(self, release: FrozenRelease) -> bool:
         """Whether a release has rows, and so few that they go with its end."""
-        knows = self._protocols.newest >= WHOLE_PROTOCOL
-        return bool(release.chunks) and knows and release.nbytes <= min(CHUNK_BYTES, self._budget)
+        if self._protocols.newest < WHOLE_PROTOCOL or release.nbytes > self._budget:
+            return False
+        return bool(release.chunks) and fits_message(release.nbytes)
 
     async def _take_credit(self, size: int, acks: asyncio.Task[None]) -> None:
         """Wait until so many bytes of rows may be sent, and count them as sent."""

@@ -24,7 +24,7 @@ from deltasync.v1 import publish_pb2
 from deltasync.wire.error_codes import from_rpc_error, is_final
 from deltasync.wire.messages import position_from_message, position_to_message, shard_to_message, table_to_message
 from deltasync.wire.protocol import WHOLE_PROTOCOL
-from deltasync.wire.row_messages import CHUNK_BYTES, chunked, part_chunk, serialized, whole_part
+from deltasync.wire.row_messages import chunked, fits_message, part_chunk, serialized, whole_part
 
 logger = logging.getLogger(__name__)
 
@@ -285,7 +285,7 @@ class _Stream:
     def _requests(self) -> Iterator[publish_pb2.PublishRequest | bytes]:
         yield publish_pb2.PublishRequest(open=self._message)
         while (part := self._parts.get()) is not None:
-            if self._opened and self._opened.protocol >= WHOLE_PROTOCOL and part.nbytes <= CHUNK_BYTES:
+            if self._opened and self._opened.protocol >= WHOLE_PROTOCOL and fits_message(part.nbytes):
                 yield whole_part(_pieces(part, self._slots), self._close(part))
             else:
                 yield from (part_chunk(part.step, *piece) for piece in _pieces(part, self._slots))

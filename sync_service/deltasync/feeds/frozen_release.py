@@ -155,9 +155,9 @@ class Releases:
 
     # On the thread that changes the tables.
 
-    def of_cut(self, rows: Sequence[tuple[int, RowBatch]]) -> FrozenRelease | None:
-        """The rows that a cut brings, by slot, for a replica that is at the version before: to be `completed` once
-        it is applied. None if there is no memory for it.
+    def prepared(self, rows: Sequence[tuple[int, RowBatch]]) -> FrozenRelease | None:
+        """What a replica will lack that is at the version that the tables are at, before a cut brings them these
+        rows, by slot: to be `completed` then. None if there is no memory for it.
         """
         size = sum(batch.nbytes for _, batch in rows)
         if size > self._room():
@@ -166,7 +166,7 @@ class Releases:
         return self._noted(FrozenRelease(None, chunks, memory_bytes=size))
 
     def completed(self, release: FrozenRelease) -> FrozenRelease:
-        """What `of_cut` has written, now that the tables have these rows."""
+        """What was `prepared`, now that the tables have these rows."""
         tables, release.head = self._state()
         release.checksums = _checksums(tables)
         return release

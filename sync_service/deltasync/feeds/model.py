@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar
 from deltasync.core.damage import DamagedRows
 from deltasync.core.delivery import Delivery
 from deltasync.core.errors import ServiceUnavailable
+from deltasync.core.futures import after
 from deltasync.core.policy import Policy
 from deltasync.core.position import Decision, Position, resume
 from deltasync.core.progress import Progress
@@ -178,20 +179,13 @@ class Model:
     def apply_after(
         self, sealed: "Future[None]", seal: Seal, rows: Sequence[RowBatch] | None
     ) -> "Future[FrozenRelease | None]":
-        """Begin to apply a cut as soon as `sealed` is done, on whatever thread, unless it has failed.
+        """Begin to apply a cut as soon as `sealed` is done, unless it has failed, without a way round by the event
+        loop; returns what `apply_cut` then waits for.
 
-        Returns:
-            What `apply_cut` is to wait for. Whoever waited for `sealed` before hears of that before anything of this.
+        The loop has to wait for `sealed` before: it knows of the seal before anything shows that it is applied.
         """
         prepared = self._thread.submit(self._prepared, seal, rows)  # While the log waits for its disk.
-        applied: Future[FrozenRelease | None] = Future()
-
-        def begin(done: "Future[None]") -> None:
-            if not done.exception():
-                self._thread.submit(_fulfil, applied, lambda: self._apply_and_release(seal, rows, prepared.result()))
-
-        sealed.add_done_callback(begin)
-        return applied
+        return after(sealed, self._thread, lambda: self._apply_and_release(seal, rows, prepared.result()))
 
     async def apply_cut(
         self, seal: Seal, rows: Sequence[RowBatch] | None, begun: "Future[FrozenRelease | None] | None" = None
@@ -378,19 +372,19 @@ class Model:
         return changes(self.name, known, announced, later_run=later_run)
 
     def _prepared(self, seal: Seal, rows: Sequence[RowBatch] | None) -> FrozenRelease | None:
-        """What replicas are to be sent of a cut, where they follow, and it can be sent on as it is."""
+        """What replicas that follow are to be sent of a cut, where it can be sent on as it is; to be completed."""
         if rows is None or seal.whole or not self._releases.followed:
             return None
         changed = cut_rows(rows, {table.spec.name: slot for slot, table in enumerate(self.tables)})
-        return None if changed is None else self._releases.of_cut(changed)
+        return None if changed is None else self._releases.prepared(changed)
 
     def _apply_and_release(
         self, seal: Seal, rows: Sequence[RowBatch] | None, prepared: FrozenRelease | None = None
     ) -> FrozenRelease | None:
         """Apply a cut, and complete what replicas are to be sent of it."""
-        release = prepared or self._prepared(seal, rows)
+        prepared = prepared or self._prepared(seal, rows)
         self._apply(seal, rows)
-        return release and self._releases.completed(release)
+        return prepared and self._releases.completed(prepared)
 
     def _apply(self, seal: Seal, rows: Iterable[RowBatch] | None) -> None:
         by_name = {table.spec.name: table for table in self.tables}
@@ -421,13 +415,6 @@ def _standing(table: StampedTable, newest: int, policy: Policy) -> TableStanding
         # Whoever has the newest version lacks nothing of it, though a later one may be there by now.
         lacking=lambda version: counts.after(version) if version < newest else 0,
     )
-
-
-def _fulfil(future: "Future[T]", function: Callable[[], T]) -> None:
-    try:
-        future.set_result(function())
-    except BaseException as error:  # noqa: BLE001  # handed over to whoever waits
-        future.set_exception(error)
 
 
 def _call(steps: Iterable[Callable[[], None]]) -> None:

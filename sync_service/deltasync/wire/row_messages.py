@@ -34,6 +34,11 @@ def chunked(rows: RowBatch) -> Iterator[RowBatch]:
     return rows.blocks(chunk_rows(rows.shard.row_bytes))
 
 
+def fits_message(size: int) -> bool:
+    """Whether so many bytes of ids and values, of whatever tables, are sent in one message."""
+    return size <= CHUNK_BYTES
+
+
 def part_chunk(step: int, slot: int, rows: RowBatch) -> bytes:
     """The `PublishRequest` that carries some rows of the shard that has the number `slot`."""
     pieces = [_STEP, _varint(step), *_field(_PART_ROWS, _rows(slot, rows))]
@@ -61,7 +66,7 @@ def whole_release(chunks: Iterable[bytes], end: subscribe_pb2.ReleaseEnd) -> byt
 
 
 def _head_bytes(chunk: bytes) -> int:
-    """How long what comes before the rows is: a tag, and a length, of which all bytes but the last have a high bit."""
+    """How long a tag and a length are, which come before the rows: all bytes of a length but the last are high."""
     last = len(_RELEASE_CHUNK)
     while chunk[last] & 0x80:
         last += 1
