@@ -280,6 +280,8 @@ class ModelStore:
             grown = {**self.grown_from, **grown_from}
             places = self._flushed | {table.spec.name: table.mapped for table in new} | dict(mapped)
             flushed = max(flushed, self._described_flushed)
+            for name, spec in every.items():  # Room may have been made for other segments than are written down.
+                places[name].lengthen(spec.rows)
             record = {
                 "history": self.history,
                 "flushed": flushed,

@@ -186,7 +186,7 @@ class Play:
         await self.view.prepare(self.policy)
         self.plain.prepare(self.policy)
         self.check_held()
-        self.files = []
+        self.files = [self._read_files()]
 
     async def follow(self, number: int) -> None:
         replica = self.replicas[number % REPLICAS]
@@ -207,16 +207,21 @@ class Play:
             for table in self.view.state.tables:
                 found = files_on_disk(table).arrays
                 assert [each.tobytes() for each in found] == [each.tobytes() for each in table.files.arrays]
-        self.files = []
+            self.files = [self._read_files()]
 
     async def restart(self, choices: list[int] | None) -> None:
-        """After a kill, or if there are `choices` after lost power: each file is as it was some time after the
-        last flush.
+        """After a kill, or if there are `choices` after lost power, or in the middle of a flush: each word of each
+        file is as it was at the last flush, or some time after it.
         """
         await self.local.close()
         for name, choice in zip(self._read_files(), choices or (), strict=False):
             if self.files:
-                (self.local.view_directory / name).write_bytes(self.files[choice % len(self.files)][name])
+                states = [
+                    np.frombuffer(each[name].ljust(-(-len(each[name]) // 8) * 8), "<i8") for each in self.files
+                ]
+                words = np.random.default_rng(choice).integers(0, len(states), len(states[0]))
+                torn = np.stack(states)[words, np.arange(len(words))].tobytes()
+                (self.local.view_directory / name).write_bytes(torn[: len(self.files[0][name])])
         self.local = await LocalModel.opened(self.directory)
         self.view = self.local.view()
         for name in {replica.position.history for replica in self.replicas} - {"", self.local.model.history}:
