@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tests.support.folders import fast_folder
+from tests.support.mapping import check_noted
 from tests.support.memory_store import MemoryDisk, MemoryStore
 from tests.support.seals import sealed
 
@@ -150,6 +151,8 @@ class Play:
         for table in self.model.tables:
             plain = self.plain[table.spec.name]
             assert table.spec == plain.spec
+            if table.mapped.files.mappings[0].private:
+                check_noted(table.mapped.files, table.mapped.layout.arrays())
             np.testing.assert_array_equal(table.rows, plain.rows)
             np.testing.assert_array_equal(table.stamps, plain.stamps)
             np.testing.assert_array_equal(table.digests.sum(axis=1), plain.digests.sum(axis=1))

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.folders import fast_folder
 from tests.support.local_model import LocalModel, Rows
-from tests.support.mapping import files_on_disk
+from tests.support.mapping import check_noted, files_on_disk
 from tests.support.plain_view import DirtyRow, PlainModel, PlainRelease, PlainTable, norm_of
 from tests.support.releases import live_rows
 
@@ -29,9 +29,10 @@ from deltasync.core.threads import not_shared_yet
 from deltasync.core.value_types import ValueType
 from deltasync.feeds.frozen_release import FrozenRelease
 from deltasync.feeds.statistics import Amount
+from deltasync.storage import touched
 from deltasync.views.release_draft import ReleaseDraft
 from deltasync.views.store import ViewState
-from deltasync.views.table import ViewTable
+from deltasync.views.table import ViewTable, view_arrays
 
 TABLES = [TableSpec("a", 6, 3), TableSpec("ab", 5, 12, np.dtype("<f2")), TableSpec("c", 4, 1)]
 VALUES = np.array([0.0, 1.0, -1.0, 0.5, -0.0, 3e38, -3e38, 1e-40, 6.5e4, 7.25, 1e20])
@@ -101,6 +102,7 @@ class Play:
         for name, argument in [("cut", {(0, 0): 1, (1, 1): 2}), *operations]:
             await getattr(self, name)(argument)
             self.check_lacking()
+            self.check_noted()
             if name != "restart":
                 self.files.append(self._read_files())
         await self.everything_is_reached()
@@ -261,6 +263,10 @@ class Play:
                 assert np.count_nonzero(known | changed) <= lacking <= table.source.spec.rows
                 assert lacking <= np.count_nonzero(known) + np.count_nonzero(changed)
 
+    def check_noted(self) -> None:
+        for table in self.view.state.tables:
+            check_noted(table.files, view_arrays(table.delivery))
+
     def check_statistics(self, expected: PlainRelease) -> None:
         state = self.view.state
         assert state.newest
@@ -388,7 +394,8 @@ def play(policy: Policy, operations: list[tuple[str, Any]]) -> None:
         finally:
             await one.local.close()
 
-    with fast_folder() as folder:
+    # Of a row that is written none other is noted.
+    with fast_folder() as folder, mock.patch.object(touched, "_LARGEST_SHIFT", 0):
         asyncio.run(main(Path(folder)))
 
 
