@@ -1,6 +1,8 @@
 """Views against a model of plain dictionaries: cuts, policies, releases, replicas, restarts, lost power."""
 
 import asyncio
+import contextlib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -211,6 +213,17 @@ class Play:
                 assert [each.tobytes() for each in found] == [each.tobytes() for each in table.files.arrays]
             self.files = [self._read_files()]
 
+    async def break_off(self, seed: int) -> None:
+        """A flush that the disk refuses, once it has written some files."""
+        synced = iter([None] * (seed % 3))
+
+        def sync(_: int) -> None:
+            if next(synced, seed) is not None:
+                raise OSError(5, "Input/output error")
+
+        with mock.patch.object(os, "fdatasync", sync), contextlib.suppress(StorageFailed):
+            await self.flush(None)
+
     async def restart(self, choices: list[int] | None) -> None:
         """After a kill, or if there are `choices` after lost power, or in the middle of a flush: each word of each
         file is as it was at the last flush, or some time after it.
@@ -369,6 +382,7 @@ OPERATIONS = st.one_of(
     st.tuples(st.just("change"), policies()),
     st.tuples(st.just("go_back"), st.none()),
     st.tuples(st.just("flush"), st.none()),
+    st.tuples(st.just("break_off"), st.integers(0, 2)),
     st.tuples(st.just("more"), st.none()),
     st.tuples(st.just("restart"), st.none() | st.lists(st.integers(0, 20), min_size=12, max_size=12)),
 )
