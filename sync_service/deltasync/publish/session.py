@@ -83,7 +83,7 @@ class PublishSession:
     @property
     def wanted(self) -> list[tuple[int, Ids]]:
         """What this rank is asked to publish again: rows of which the service holds other bits, by slot."""
-        damage, room, wanted = self._model.damage, _WANTED_IDS, []
+        damage, room, wanted = self._model.damage.rows, _WANTED_IDS, []
         for name in damage.keys() & self.slots.keys():
             wanted.append((self.slots[name], damage[name][:room]))
             room -= len(wanted[-1][1])

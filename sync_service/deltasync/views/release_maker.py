@@ -56,7 +56,7 @@ class ReleaseMaker:
             # No cut is applied in between that this does not know of: seals come before.
             draft = await self._model.on_thread(self._draw, self._unless_resync(policy), overdue_version)
         except DamagedRows as error:
-            self._model.note_damage(error)  # So that they are mended.
+            self._model.damage.note(error)  # So that they are mended.
             raise
         if draft is None:
             return

@@ -53,10 +53,10 @@ def test_a_held_row_that_the_source_still_has_is_encoded_again(tmp_path: Path, p
             await view.release(0)
         await asyncio.sleep(0)
         assert view.standing(policy).failure.startswith("other bits than were stored in rows 7 of table")
-        assert not local.model.damage, "the model's row is whole"
-        assert [ids.tolist() for ids in (await view.mend()).values()] == [[7]]
+        assert not local.model.damage.rows, "the model's row is whole"
+        assert [ids.tolist() for ids in (await view.damage.mend()).values()] == [[7]]
         assert table.held.rows.tobytes() == before.tobytes()
-        assert (view.damage, view.standing(policy).failure) == ({}, "")
+        assert (view.damage.rows, view.standing(policy).failure) == ({}, "")
         assert (await view.release(0)).checksums == right
         await ended(local, view)
 
@@ -77,13 +77,13 @@ def test_a_held_row_that_nobody_knows_is_replaced_by_the_next_release(tmp_path: 
         assert live_rows(await view.release(newest - 1))[0].ids.tolist() == [9]
         for mapped in table.mapped:
             flip(mapped, 7)
-        await view.sweep()
-        assert await view.mend() == {}
+        await view.damage.sweep()
+        assert await view.damage.mend() == {}
         assert table.damaged.tolist() == [7]
         await local.cut({USER.name: {9: ROWS[9] + 9}})
         await view.make_release(policy, 0)
         assert live_rows(await view.release(newest))[0].ids.tolist() == [7, 9]
-        assert (view.damage, table.damaged.tolist()) == ({}, [])
+        assert (view.damage.rows, table.damaged.tolist()) == ({}, [])
         assert (await view.release(0)).rows == USER.rows
         await ended(local, view)
 
@@ -95,11 +95,10 @@ def test_a_damaged_row_of_the_model_is_in_no_release_and_told_to_the_model(tmp_p
         local, view = await made(tmp_path, INT8)
         await local.cut({USER.name: {7: ROWS[7] + 1}})
         flip(local.model.tables[0], 7)
-        with pytest.raises(DamagedRows) as found:
+        with pytest.raises(DamagedRows):
             await view.make_release(INT8, 0)
-        view.note_damage(found.value)
-        assert not view.damage
-        assert {name: ids.tolist() for name, ids in local.model.damage.items()} == {USER.name: [7]}
+        assert not view.damage.rows
+        assert {name: ids.tolist() for name, ids in local.model.damage.rows.items()} == {USER.name: [7]}
         assert view.standing(INT8).failure
         await local.cut({USER.name: {7: ROWS[7] + 2}})
         await view.make_release(INT8, 0)
@@ -120,8 +119,8 @@ def test_a_damaged_row_that_is_no_more_stays_deleted(tmp_path: Path) -> None:
         await view.make_release(policy, 0)
         for mapped in table.mapped:
             flip(mapped, 7)
-        await view.sweep()
-        assert [ids.tolist() for ids in (await view.mend()).values()] == [[7]]
+        await view.damage.sweep()
+        assert [ids.tolist() for ids in (await view.damage.mend()).values()] == [[7]]
         await view.make_release(policy, 0)
         release = await view.release(0)
         assert release.rows == USER.rows - 1
@@ -142,13 +141,13 @@ def test_a_row_that_is_found_damaged_during_a_look_goes_with_a_later_release(tmp
         look = await local.model.on_thread(table.begin, view.state.compared_version)
         await local.model.on_thread(look.advance, look.rows)
         flip(table.sent, 7)
-        await view.sweep()
-        assert await view.mend() == {}
+        await view.damage.sweep()
+        assert await view.damage.mend() == {}
         await local.model.on_thread(table.finish, look)
         await view.make_release(policy, 0)
         await view.make_release(policy, 0)
         assert live_rows(await view.release(newest))[0].ids.tolist() == [7, 9]
-        assert (view.damage, table.damaged.tolist()) == ({}, [])
+        assert (view.damage.rows, table.damaged.tolist()) == ({}, [])
         await ended(local, view)
 
     asyncio.run(scenario())
@@ -162,17 +161,17 @@ def test_a_row_that_is_damaged_in_the_model_too_keeps_no_other_from_being_mended
         flip(table.held, 7)
         flip(table.held, 9)
         flip(local.model.tables[0], 7)
-        await view.sweep()
-        assert [ids.tolist() for ids in (await view.mend()).values()] == [[9]]
-        assert [ids.tolist() for ids in view.damage.values()] == [[7]]
+        await view.damage.sweep()
+        assert [ids.tolist() for ids in (await view.damage.mend()).values()] == [[9]]
+        assert [ids.tolist() for ids in view.damage.rows.values()] == [[7]]
         assert table.held.rows[9].tobytes() == right[9].tobytes()
         with pytest.raises(DamagedRows) as found:
             await view.make_release(INT8, 0)
         assert found.value.owner is local.model.tables[0]
-        assert {name: ids.tolist() for name, ids in local.model.damage.items()} == {USER.name: [7]}
+        assert {name: ids.tolist() for name, ids in local.model.damage.rows.items()} == {USER.name: [7]}
         await local.cut({USER.name: {7: ROWS[7] + 2}})
         await view.make_release(INT8, 0)
-        assert (view.damage, (await view.release(0)).rows) == ({}, USER.rows)
+        assert (view.damage.rows, (await view.release(0)).rows) == ({}, USER.rows)
         await ended(local, view)
 
     asyncio.run(scenario())
@@ -184,10 +183,10 @@ def test_a_digest_that_was_damaged_leaves_nothing_in_the_checksum(tmp_path: Path
         (table,) = view.state.tables
         right = table.held.checksum
         table.held.digests[7] ^= 1
-        await view.sweep()
-        assert await view.mend() == {}
+        await view.damage.sweep()
+        assert await view.damage.mend() == {}
         await view.make_release(INT8, 0)
-        assert (view.damage, table.held.checksum) == ({}, right)
+        assert (view.damage.rows, table.held.checksum) == ({}, right)
         await ended(local, view)
 
     asyncio.run(scenario())

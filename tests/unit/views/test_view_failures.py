@@ -141,7 +141,7 @@ def test_a_damaged_row_is_not_released_but_told_and_goes_out_once_it_is_mended(
         bits[3, 5] ^= 1
         with pytest.raises(DamagedRows, match=r"table 'user': other bits than were stored in rows 3$"):
             await view.make_release(replace(policy, top_k=None), 0)
-        assert {name: ids.tolist() for name, ids in local.model.damage.items()} == {"user": [3]}
+        assert {name: ids.tolist() for name, ids in local.model.damage.rows.items()} == {"user": [3]}
         assert view.position.number == number
         bits[3, 5] ^= 1
         await view.make_release(replace(policy, top_k=None), 0)
@@ -157,7 +157,7 @@ def test_a_new_view_takes_no_damaged_rows_over(tmp_path: Path) -> None:
         bits[3, 5] ^= 1
         with pytest.raises(DamagedRows):
             await local.prepared_view(INT8)
-        assert {name: ids.tolist() for name, ids in local.model.damage.items()} == {"user": [3]}
+        assert {name: ids.tolist() for name, ids in local.model.damage.rows.items()} == {"user": [3]}
         bits[3, 5] ^= 1
         view = await local.prepared_view(INT8)
         assert view.position.number
