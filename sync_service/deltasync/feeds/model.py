@@ -168,8 +168,9 @@ class Model:
     async def apply_cut(self, seal: Seal, rows: Sequence[RowBatch] | None) -> None:
         """Apply a cut that was just sealed, from `rows` or else from the log, and make it the head."""
         self.succession.add(seal.version, steady_ns())  # Also if it cannot be applied for a while.
-        release, mended = await self.on_thread(self._apply_and_release, seal, rows, self._releases.followed)
-        self.damage.note_mended(mended)
+        release = await self.on_thread(self._apply_and_release, seal, rows, self._releases.followed)
+        if damaged := self.damage.rows:
+            self.damage.note_mended(await self.on_thread(self._mender.mended_by, seal.version, damaged))
         self.head = _head(seal)
         self._releases.have(release, seal.version)
         self.signal.wake()
@@ -277,16 +278,10 @@ class Model:
 
     def _apply_and_release(
         self, seal: Seal, rows: Sequence[RowBatch] | None, followed: bool
-    ) -> tuple[FrozenRelease | None, IdsByTable]:
-        """Apply a cut: what replicas are to be sent, where some follow and it can be sent on as it is; and the
-        damaged rows that it has mended.
-        """
+    ) -> FrozenRelease | None:
+        """Apply a cut; where it can be sent on as it is, and replicas follow, what they are to be sent."""
         self._apply(seal, rows)
-        mended = self._mender.mended_by(seal.version, self.damage.rows)  # Before checksums are sent.
-        return self._cut_release(rows) if followed and not seal.whole else None, mended
-
-    def _cut_release(self, rows: Sequence[RowBatch] | None) -> FrozenRelease | None:
-        if rows is None:
+        if rows is None or seal.whole or not followed:
             return None
         changed = cut_rows(rows, {table.spec.name: slot for slot, table in enumerate(self.tables)})
         return None if changed is None else self._releases.of_cut(changed)
@@ -300,6 +295,7 @@ class Model:
             self._partly_applied, table = True, by_name[name]
             unnamed = table.not_stamped(seal.version)
             table.apply(RowBatch.deletes(Shard.whole(table.spec), unnamed), seal.version)
+        self._mender.mended_by(seal.version, self.damage.rows)  # So that checksums are right before any is sent.
         self._applied, self._partly_applied = seal, False
 
     async def _add(self, tables: list[TableSpec], later_run: bool) -> None:

@@ -105,6 +105,37 @@ def test_what_the_log_has_no_more_is_asked_of_the_ranks(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
+def test_a_row_is_asked_for_again_only_where_the_part_that_followed_did_not_bring_it(tmp_path: Path) -> None:
+    async def scenario(service: Service) -> None:
+        session, model = await published(service)
+        model.flush()
+        flip(model.tables[0], 7)
+        await model.damage.sweep()
+
+        apply, answered = model.apply_cut, asyncio.Event()
+
+        async def apply_later(*cut: Any) -> None:
+            await answered.wait()
+            await apply(*cut)
+
+        async def asked_after(version: int, row: int) -> list[tuple[int, list[int]]]:
+            answered.clear()
+            with mock.patch.object(model, "apply_cut", apply_later):
+                await send(session, part(version, [(0, [row], ROWS[0][row : row + 1])]))
+                asked = [(slot, ids.tolist()) for slot, ids in session.ask()]
+                answered.set()
+                await service.coordinators["clicks"].drain()
+            return asked
+
+        assert await asked_after(2, 8) == [(0, [7])]
+        assert await asked_after(3, 8) == []
+        assert await asked_after(4, 8) == [(0, [7])]
+        assert await asked_after(5, 7) == []
+        assert (await asked_after(6, 8), model.damage.rows) == ([], {})
+
+    run(tmp_path, scenario)
+
+
 def test_a_deleted_row_is_zeros_again(tmp_path: Path) -> None:
     async def scenario(service: Service) -> None:
         session, model = await published(service)
