@@ -13,11 +13,16 @@ from deltasync.storage.table_files import ArraySpec, TableFiles, make_tables, op
 from deltasync.views.table import ViewTable, view_arrays
 
 
-def in_a_file(array: Any) -> bool:
-    """Whether an array is in a mapping, or cut out of one that is."""
+def mapping_of(array: Any) -> Mapping | None:
+    """The mapping that an array is in, or cut out of; None if it is in memory."""
     while array is not None and not isinstance(array, Mapping):
         array = getattr(array, "base", None)
-    return array is not None
+    return array
+
+
+def in_a_file(array: Any) -> bool:
+    """Whether an array is in a mapping, or cut out of one that is."""
+    return mapping_of(array) is not None
 
 
 def new_files(folder: Path, arrays: Sequence[ArraySpec]) -> TableFiles:

@@ -181,12 +181,14 @@ class StampedTable:
         self.count()
 
     def trust(self, ids: Ids) -> None:
-        """Make the digests of some rows ([n], strictly ascending) anew where they do not fit, of what is there."""
+        """Make the digests of some rows ([n], strictly ascending) anew where they do not fit, of what is there.
+
+        `count` is to be called once all digests are right.
+        """
         for start in range(0, len(ids), BLOCK_ROWS):
             damaged = self.damaged(ids[start : start + BLOCK_ROWS])
             self._digest(damaged)
             self.wrote(damaged, DIGESTS | SQUARES)
-        self.count()
 
     def _digest(self, where: slice | Ids) -> None:
         values = self.rows[where]

@@ -255,15 +255,15 @@ class ModelStore:
                 f"{seal.rows}: {RESTORE}"
             )
 
-    def logged(self, wanted: Mapping[str, Ids], seals: Iterable[Seal]) -> list[RowBatch]:
+    def logged(self, wanted: Mapping[str, Ids], seals: Iterable[Seal]) -> list[tuple[int, RowBatch]]:
         """What the log has of some rows, ids by the table's name, in the order of these cuts; as far as it can be
-        read.
+        read. Each with the version that it is of.
         """
         found = []
         for seal in seals:
             with contextlib.suppress(StorageFailed):
                 among = (rows.among(wanted.get(rows.table.name, ())) for rows in self.rows(seal))
-                found += [some for some in among if len(some)]
+                found += [(seal.version, some) for some in among if len(some)]
         return found
 
     def _describe(
