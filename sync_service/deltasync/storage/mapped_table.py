@@ -110,7 +110,8 @@ class MappedTable(StampedTable):
         which are all zero. Blocks; any thread.
 
         Returns:
-            What makes the table that, with zeros in new rows: for the thread that changes it.
+            What makes the table that, with zeros in new rows: for the thread that changes it. If it was split
+            meanwhile, that may raise StorageFailed, too.
 
         Raises:
             StorageFailed: there is no room; the table is as it was.
@@ -133,6 +134,8 @@ class MappedTable(StampedTable):
     def _split_room(self, mapped: MappedArrays) -> MappedArrays:
         """Room for the segments that there are now, in the place of room that was made for others."""
         layout, files = replace(mapped.layout, columns=self.columns), mapped.files
+        if layout.spec.rows == self.spec.rows:
+            return MappedArrays(layout, self.mapped.files)
         if files.place == self.mapped.files.place:
             return MappedArrays(layout, files.extended(layout.arrays()))
         return MappedArrays(layout, files.with_others(layout.arrays(), start=2))
