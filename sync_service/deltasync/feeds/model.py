@@ -359,7 +359,7 @@ class Model:
         if rows is None or seal.whole or not followed:
             return None
         changed = cut_rows(rows, {table.spec.name: slot for slot, table in enumerate(self.tables)})
-        return None if changed is None else self._releases.of_cut(changed)
+        return None if changed is None else self._releases.of_rows(changed)
 
     def _apply(self, seal: Seal, rows: Iterable[RowBatch] | None) -> None:
         by_name = {table.spec.name: table for table in self.tables}

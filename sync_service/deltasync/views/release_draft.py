@@ -113,6 +113,10 @@ class ReleaseDraft:
             return replace(state, newest=replace(state.newest, statistics=statistics))
         return state
 
+    def sent_rows(self) -> list[tuple[int, RowBatch]]:
+        """The rows that the log has, by slot, as replicas are sent them."""
+        return [(piece.slot, self.tables[piece.slot].table.sent_rows(piece.rows)) for piece in self.written]
+
 
 def draw(
     tables: Sequence[ViewTable],

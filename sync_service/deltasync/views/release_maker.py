@@ -21,7 +21,7 @@ from deltasync.core.id_sets import members
 from deltasync.core.policy import Policy
 from deltasync.core.progress import Progress
 from deltasync.core.tables import TableKind
-from deltasync.feeds.frozen_release import Head
+from deltasync.feeds.frozen_release import FrozenRelease, Head, Releases
 from deltasync.feeds.model import Model
 from deltasync.views.ranking import DirtyRows, pick
 from deltasync.views.release_draft import ReleaseDraft, draw
@@ -36,9 +36,10 @@ _LOOKED_ROWS = 1 << 19
 class ReleaseMaker:
     """Makes the releases of one view. Used in the event loop, by one call at a time."""
 
-    def __init__(self, model: Model, store: ViewStore, scratch: Path) -> None:
+    def __init__(self, model: Model, store: ViewStore, releases: Releases, scratch: Path) -> None:
         self._model = model
         self._store = store
+        self._releases = releases
         self._scratch = scratch
         self._logged: tuple[ReleaseDraft, ViewState] | None = None  # Its rows are in the log.
 
@@ -75,9 +76,12 @@ class ReleaseMaker:
         if self._logged is None:
             return
         draft, state = self._logged
-        if state.newest and state.head != self._store.state.head and not draft.log.complete:
+        new = state.head != self._store.state.head
+        if state.newest and new and not draft.log.complete:
             await asyncio.to_thread(self._store.write_release, state.newest)
-        await self._model.on_thread(self._apply, draft, state)
+        release = await self._model.on_thread(self._apply, draft, state, self._releases.followed)
+        if new:
+            self._releases.have(release, draft.head.number, once=True)
         self._logged = None
 
     async def _look_ahead(self) -> None:
@@ -119,12 +123,14 @@ class ReleaseMaker:
                 table.look_again()
             raise
 
-    def _apply(self, draft: ReleaseDraft, state: ViewState) -> None:
+    def _apply(self, draft: ReleaseDraft, state: ViewState, followed: bool) -> FrozenRelease | None:
+        """Write a release into the tables; where replicas follow, what they are to be sent of it."""
         for piece in draft.written:
             draft.tables[piece.slot].table.write(piece.rows, draft.head.number)
         for each in draft.tables:
             each.table.settle(each.taken_ids)
         self._store.advance(state)
+        return self._releases.of_rows(draft.sent_rows()) if followed and draft.written else None
 
 
 def find_dirty(

@@ -209,12 +209,20 @@ class ViewTable:
         was_clean = rows.ids[self._marks[rows.ids] == 0]
         clean = self._clean.without(self.sent.numbers(was_clean)).plus_rows(len(rows), number)
         self.held.apply(rows, number)
-        if rows.deleted and self.sent is not self.held:
-            self.sent.apply(RowBatch.deletes(Shard.whole(self.sent.spec), rows.ids), number)
-        if rows.norms is not None:
-            self.sent.apply(RowBatch.of_table(self.sent.spec, rows.ids, rows.norms[:, None]), number)
+        if self.sent is not self.held:
+            self.sent.apply(self.sent_rows(rows), number)
         self._mark(rows.ids, 0)
         self._clean = clean
+
+    def sent_rows(self, rows: RowBatch) -> RowBatch:
+        """What replicas are sent of these encoded rows: these, or the norms of what has changed."""
+        if self.sent is self.held:
+            return rows
+        if rows.deleted:
+            return RowBatch.deletes(Shard.whole(self.sent.spec), rows.ids)
+        if rows.norms is None:
+            raise ValueError(f"rows of table {self.held.spec.name!r} without the norms that replicas are sent")
+        return RowBatch.of_table(self.sent.spec, rows.ids, rows.norms[:, None])
 
     def settle(self, ids: Ids) -> None:
         """Note that these rows ([n], strictly ascending) are not dirty now: they were written."""
