@@ -37,6 +37,14 @@ class EncodedTable(MappedTable):
         """See `StampedTable.held_digests`."""
         return self._delivery.held_digests(rows)
 
+    def read(self, ids: Ids, out: Values) -> RowBatch:
+        """See `StampedTable.read`."""
+        if self._delivery.held_as_encoded:
+            return super().read(ids, out)
+        np.take(self.rows, ids, axis=0, out=out, mode="clip")
+        self.check(ids, out)
+        return RowBatch.of_table(self.spec, ids, out)
+
 
 class Look:
     """A comparison of rows of a table with what replicas hold, block by block. On the model's thread.
@@ -197,7 +205,10 @@ class ViewTable:
         Raises:
             DamagedRows: some of the source do not fit their digests.
         """
-        room.values[:] = self.delivery.encode(self.source.checked_rows(room.ids))
+        if self.delivery.bitwise:
+            return replace(room, digests=self.source.read(room.ids, room.values).digests)
+        values = np.empty((len(room), self.source.spec.dim), self.source.spec.dtype)
+        room.values[:] = self.delivery.encode(self.source.read(room.ids, values).values)
         return replace(room, digests=self.delivery.held_digests(room.values))
 
     def batch(self, ids: Ids, encoded: Values, norms: Floats) -> RowBatch:
