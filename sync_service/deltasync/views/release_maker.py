@@ -148,7 +148,7 @@ def find_dirty(
     for table in tables:
         dirty, ranked = table.find_dirty(compared_version), table.source.spec.kind.ranked
         forced = dirty.deleted | members(dirty.ids, table.damaged) if ranked else np.ones(len(dirty), np.bool_)
-        overdue, row_bytes = dirty.since <= overdue_version, policy.row_bytes(table.source.spec)
+        overdue, row_bytes = dirty.since <= overdue_version, table.sent.spec.row_bytes
         found.append(DirtyRows(dirty.ids, dirty.norms, dirty.never_sent, overdue, forced, row_bytes))
     _force_handed_over(tables, found, compared_version)
     return found
