@@ -6,7 +6,6 @@ and their current values. Of a row that was deleted, the stamp is the negative o
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -279,7 +278,7 @@ class StampedTable:
         factors = weights(0, rows.shape[1])
         if kernels.gather_checked(rows, self.digests, ids, factors, copies, digests):
             self.check(ids, out)
-        return replace(RowBatch.of_table(self.spec, ids, out), digests=digests)
+        return RowBatch(Shard.whole(self.spec), ids, out, digests=digests)
 
     def checked_rows(self, ids: Ids) -> Values:
         """As `rows_of`.

@@ -155,7 +155,8 @@ def _rows(draft: TableDraft, folder: Path | None) -> Iterator[RowBatch]:
     room = room_for((len(live), spec.dim), spec.dtype, folder, f"a release of table {spec.name!r}")
     for piece in chunked(table.batch(draft.dirty.ids[live], room, draft.dirty.norms[live])):
         yield table.drawn(piece)
-    yield from chunked(table.deletes(draft.dirty.ids[taken[deleted]]))
+    if len(live) < len(taken):
+        yield from chunked(table.deletes(draft.dirty.ids[taken[deleted]]))
 
 
 def new_release(head: Head, taken: Amount, backlog: Amount, reason: str) -> NewestRelease:

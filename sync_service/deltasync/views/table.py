@@ -10,6 +10,7 @@ from deltasync.core.digests import RowDigests
 from deltasync.core.distances import distances
 from deltasync.core.id_sets import difference, union
 from deltasync.core.mode import Mode
+from deltasync.core.parts import in_parts
 from deltasync.core.rows import Ids, Norms, RowBatch, Values
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import Shard
@@ -183,8 +184,13 @@ class ViewTable:
 
     def compare(self, found: Findings, version: int) -> None:
         """Compare rows with what replicas hold, fill in what is found, and mark those dirty since `version`."""
-        ids, numbers = found.ids, np.empty((2, len(found.ids)), np.int64)
-        found.norms[:], differs = self.delivery.compare(self.source.rows, self.held.rows, ids)
+        ids, numbers, differs = found.ids, np.empty((2, len(found.ids)), np.int64), np.empty_like(found.dirty)
+        rows, held = self.source.rows, self.held.rows
+
+        def look(some: slice) -> None:
+            found.norms[some], differs[some] = self.delivery.compare(rows, held, ids[some])
+
+        in_parts(look, len(ids))
         stamps = self.source.stamps, self.held.stamps, self.sent.stamps
         marked, cleaned = dirty_rows.judge(ids, differs, *stamps, self._marks, found.dirty, found.flags, *numbers)
         # What needs memory comes before: a look that fails is begun again.
