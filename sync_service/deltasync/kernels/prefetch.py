@@ -1,7 +1,7 @@
 """Rows asked of memory some rows before they are needed.
 
-The processor does so by itself only within a page, where rows follow each other without gaps. A million pairs of rows,
-one in five left out, are compared in 25 ms instead of 43.
+The processor does so by itself only within a page, and where rows follow each other without gaps. Of two tables a
+million rows of 256 bytes, with gaps between them, are compared in 25 ms instead of 43.
 """
 
 from typing import Any
@@ -22,9 +22,9 @@ _LINE_BYTES = np.uint64(64)
 
 
 def _asking(*, written: bool) -> Any:
-    """What asks for the line of an array's memory that has a byte. It is of no meaning otherwise, wherever it is."""
+    """What asks for the line of memory that has a byte of an array. Nothing else comes of it, wherever that is."""
 
-    def ask(_context: Any, array: Any, byte: Any) -> Any:
+    def ask(_context: Any, array: Any, byte: Any) -> Any:  # noqa: ARG001  # It is told what types these are.
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             data = context.make_array(signature.args[0])(context, builder, args[0]).data
             pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)

@@ -57,7 +57,7 @@ def take_largest(ranks: Ranks, sizes: Numbers, wanted: Mask, budget: int) -> Mas
     )
 )
 def _choose(ranks: Ranks, sizes: Numbers, wanted: Mask, some: Ranks, some_sizes: Numbers) -> tuple[int, np.uint64]:
-    """Copy ranks and sizes [n] of the wanted rows; returns how many they are, and the bits that differ among them."""
+    """Copy ranks and sizes [n] of the wanted rows; returns how many, and in which bits ranks differ."""
     count, differing, alike = 0, _U64(0), len(sizes) == 1
     if alike:
         some_sizes[0] = sizes[0]

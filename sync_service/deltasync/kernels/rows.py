@@ -16,7 +16,7 @@ Numbers = NDArray[np.int64]
 Squares = NDArray[np.float32]
 
 _U64 = np.uint64
-_IDS = readable(types.int64, 1)
+_IDS, _WEIGHTS = readable(types.int64, 1), readable(types.uint64, 1)
 # What is written down of each row beside its words: stamps, digests, squares.
 _COLUMNS = (writable(types.int64, 1), writable(types.uint64), writable(types.float32))
 _CHANGE = types.Tuple((types.uint64, types.float64))
@@ -39,14 +39,14 @@ def gather(table: Words, ids: Numbers, rows: Words) -> None:
 @kernel(
     *(
         types.int64(
-            readable(word), readable(types.uint64), _IDS, readable(types.uint64, 1), writable(word), writable(types.uint64, 1)
+            readable(word), readable(types.uint64), _IDS, _WEIGHTS, writable(word), writable(types.uint64, 1)
         )
         for word in WORDS
     )
 )  # fmt: skip
 def gather_checked(
     table: Words, digests: Digests, ids: Numbers, weights: Digests, rows: Words, row_digests: Digests
-) -> int:
+) -> int | np.int64:
     """Copy rows of a table, and check them.
 
     Args:

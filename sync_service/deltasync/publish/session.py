@@ -11,6 +11,7 @@ from deltasync.core.events import EventKind
 from deltasync.core.position import Decision, Position
 from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.seal import Seal
+from deltasync.feeds.damage import IdsByTable, without
 from deltasync.publish.coordinator import CutCoordinator, OpenCut
 from deltasync.publish.cut import Cut, RankPart
 from deltasync.publish.opening import Opening
@@ -58,6 +59,7 @@ class PublishSession:
         self._shards = opening.shards
         self._knows_deletes = opening.knows_deletes
         self._part: tuple[OpenCut, RankPart] | None = None
+        self._asked: IdsByTable = {}
         self._unwritten: deque[Future[None]] = deque()
 
     def say(self, kind: EventKind, text: str) -> None:
@@ -83,11 +85,24 @@ class PublishSession:
     @property
     def wanted(self) -> list[tuple[int, Ids]]:
         """What this rank is asked to publish again: rows of which the service holds other bits, by slot."""
-        damage, room, wanted = self._model.damage, _WANTED_IDS, []
+        return self._slotted(self._first(self._model.damage.rows))
+
+    def ask(self) -> list[tuple[int, Ids]]:
+        """The same with the answer to a part, but for what the answer before has asked for: this part has brought
+        it, and it may not be applied yet.
+        """
+        self._asked = self._first(without(self._model.damage.rows, self._asked))
+        return self._slotted(self._asked)
+
+    def _first(self, damage: IdsByTable) -> IdsByTable:
+        room, first = _WANTED_IDS, dict[str, Ids]()
         for name in damage.keys() & self.slots.keys():
-            wanted.append((self.slots[name], damage[name][:room]))
-            room -= len(wanted[-1][1])
-        return [(slot, ids) for slot, ids in wanted if len(ids)]
+            first[name] = damage[name][:room]
+            room -= len(first[name])
+        return first
+
+    def _slotted(self, rows: IdsByTable) -> list[tuple[int, Ids]]:
+        return [(self.slots[name], ids) for name, ids in rows.items() if len(ids)]
 
     @property
     def sealed(self) -> Position:

@@ -42,7 +42,9 @@ def test_the_largest_rows_are_those_that_sorting_gives(data: st.DataObject) -> N
     norms = np.array(data.draw(st.lists(NORMS, min_size=rows, max_size=rows)), np.float64)
     never_sent, wanted = (np.array(data.draw(masks), np.bool_) for _ in range(2))
     alike = data.draw(st.booleans())
-    drawn = data.draw(st.lists(st.sampled_from([1, 12, 300]), min_size=1 if alike else rows, max_size=1 if alike else rows))
+    drawn = data.draw(
+        st.lists(st.sampled_from([1, 12, 300]), min_size=1 if alike else rows, max_size=1 if alike else rows)
+    )
     sizes = np.array(drawn, np.int64)
     budget = data.draw(st.integers(0, 40) | st.integers(0, 2000))
     taken = take_largest(ranks_of(norms, never_sent), sizes, wanted, budget)
