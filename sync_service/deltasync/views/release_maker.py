@@ -137,12 +137,13 @@ class ReleaseMaker:
 
     def _apply(self, draft: ReleaseDraft, state: ViewState, followed: bool) -> FrozenRelease | None:
         """Write a release into the tables; where replicas follow, what they are to be sent of it."""
+        prepared = self._releases.prepared(draft.sent_rows()) if followed and draft.written else None
         for piece in draft.written:
             draft.tables[piece.slot].table.write(piece.rows, draft.head.number)
         for each in draft.tables:
             each.table.settle(each.taken_ids)
         self._store.advance(state)
-        return self._releases.of_rows(draft.sent_rows()) if followed and draft.written else None
+        return prepared and self._releases.completed(prepared)
 
 
 def find_dirty(tables: Sequence[ViewTable], compared_version: int, overdue_version: int) -> list[DirtyRows]:
