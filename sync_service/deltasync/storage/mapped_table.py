@@ -67,6 +67,15 @@ class MappedArrays:
         none = np.empty((0, len(self.layout.columns) - 1), np.float32)
         return [*self.files.arrays, *([] if self.layout.normed else [none])]
 
+    def lengthen(self, rows: int) -> None:
+        """Have so many rows in the files, if they are the table's own: who opens them must find as many.
+
+        Raises:
+            StorageFailed: there is no room.
+        """
+        if self.files.place.offset is None and rows > self.layout.spec.rows:
+            self.files.lengthen(replace(self.layout, spec=replace(self.layout.spec, rows=rows)).arrays())
+
 
 class MappedTable(StampedTable):
     """A stamped table whose arrays are mapped from files.
@@ -106,13 +115,27 @@ class MappedTable(StampedTable):
         Raises:
             StorageFailed: there is no room; the table is as it was.
         """
-        before = self.mapped.files
-        if layout.spec.rows > self.spec.rows:
-            return partial(self._become, MappedArrays(layout, files or before.extended(layout.arrays())))
-        return partial(self._become, MappedArrays(layout, before))
+        return partial(self._become, MappedArrays(layout, files) if files else self._extended(layout.spec))
+
+    def _extended(self, spec: TableSpec) -> MappedArrays:
+        """Its own files, with room for what it is to be."""
+        while True:
+            before = self.mapped
+            layout = replace(before.layout, spec=spec)
+            if spec.rows == self.spec.rows:
+                return MappedArrays(layout, before.files)
+            try:
+                return MappedArrays(layout, before.files.extended(layout.arrays()))
+            except FileNotFoundError:
+                if self.mapped is before:  # Otherwise they are of before a split, and a flush has removed them.
+                    raise
 
     def _become(self, mapped: MappedArrays) -> None:
         was_split = self.columns != mapped.layout.columns  # Meanwhile.
+        if was_split and mapped.files.place == self.mapped.files.place:
+            # By now the log may name the files of the split, and those of before be removed.
+            mapped = self._extended(mapped.layout.spec)
+            was_split = False
         mapped.files.begin_with(self.mapped.files, 2 if was_split else len(mapped.files.arrays))
         self.counts = self.counts.plus_unchanged(mapped.layout.spec.rows - self.spec.rows)
         columns, digests, squares = self.columns, self.digests, self.squares

@@ -288,6 +288,8 @@ class ModelStore:
                     for name, spec in every.items()
                 ],
             }
+            for name, spec in every.items():  # Those of a split, and what is still to become of a table.
+                places[name].lengthen(spec.rows)
             self._log.put(f"model/{self._model}", pack_json(record)).result()
             self.tables, self._specs, self.grown_from = [*self.tables, *new], every, grown
             self._flushed, self._described_flushed = places, flushed

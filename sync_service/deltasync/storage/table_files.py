@@ -158,9 +158,17 @@ class TableFiles:
         Raises:
             StorageFailed: there is no room; the files are as they were, or longer.
         """
+        self.lengthen(arrays)
+        return open_tables([(self.place, arrays)])[0]
+
+    def lengthen(self, arrays: ArraySpecs) -> None:
+        """Make its own files as long as these arrays, with zeros; one that is as long stays so.
+
+        Raises:
+            StorageFailed: there is no room; the files are as they were, or longer.
+        """
         for each in arrays:
             _extend(self.place.folder / each.file, each.nbytes)
-        return open_tables([(self.place, arrays)])[0]
 
     def begin_with(self, others: "TableFiles", count: int) -> None:
         """Let the first arrays begin with what is in others, which are as long, or shorter. On the thread that
