@@ -254,11 +254,16 @@ class StampedTable:
         return self.index.changed_since(number)
 
     def not_stamped(self, number: int) -> Ids:
-        """Sorted unique ids ([n] int64) of the rows that are there, and have another stamp than `number`."""
+        """Sorted unique ids ([n] int64) of the rows that are there, and have another stamp than `number`; and of
+        those deleted then: after a crash, of a delete no more than the stamp may be there.
+        """
         starts = range(0, len(self.stamps), _SCAN_ROWS)
         blocks = ((start, self.stamps[start : start + _SCAN_ROWS]) for start in starts)
         return np.concatenate(
-            [np.flatnonzero((stamps > 0) & (stamps != number)) + start for start, stamps in blocks]
+            [
+                np.flatnonzero((stamps > 0) & (stamps != number) | (stamps == -number)) + start
+                for start, stamps in blocks
+            ]
         )
 
     def read(self, ids: Ids, out: Values) -> RowBatch:

@@ -103,7 +103,8 @@ class TableFiles:
         unnamed: Sequence[Path] = (),
     ) -> "TableFiles":
         """All of a table's arrays, of which nothing was written."""
-        touched = Touched(len(arrays[0]), max(map(_row_bytes, arrays)))
+        # By the first: blocks are the same, whatever segments the others have.
+        touched = Touched(len(arrays[0]), _row_bytes(arrays[0]))
         return cls(place, tuple(arrays), tuple(mappings), touched, unnamed=tuple(unnamed))
 
     def part(self, start: int, end: int) -> "TableFiles":
@@ -162,7 +163,7 @@ class TableFiles:
         return open_tables([(self.place, arrays)])[0]
 
     def lengthen(self, arrays: ArraySpecs) -> None:
-        """Make its own files as long as these arrays, with zeros; one that is as long stays so.
+        """Make its own files as long as longer arrays need, with zeros; those that are as long stay so.
 
         Raises:
             StorageFailed: there is no room; the files are as they were, or longer.

@@ -10,12 +10,12 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.support.memory_store import MemoryDisk, MemoryStore
 
 from deltasync.core.rows import RowBatch
-from deltasync.core.tables import Shard, TableSpec
+from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.storage import model_store, table_files
 from deltasync.storage.mapped_table import MappedTable
 from deltasync.storage.model_store import ModelStore, recorded_models
@@ -25,7 +25,7 @@ ROOM = 1 << 20
 # Columns of the shards that rows come in.
 SHARDS = st.sampled_from([(0, 4), (0, 2), (2, 4), (1, 3), (3, 4)])
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["write", "grow", "become", "flush"]), SHARDS, st.booleans()), max_size=9
+    st.tuples(st.sampled_from(["write", "grow", "turn", "become", "flush"]), SHARDS, st.booleans()), max_size=9
 )
 
 
@@ -38,7 +38,7 @@ class Story:
         self._take(self.store.change([SPEC], {}))
         self.written: list[RowBatch] = []
         self._steps: list[Callable[[], None]] = []
-        self._rows = SPEC.rows
+        self._rows, self._kind = SPEC.rows, SPEC.kind
 
     @property
     def table(self) -> MappedTable:
@@ -57,7 +57,16 @@ class Story:
         """Room is made and written down."""
         self.become()
         self._rows += 1500
-        self._steps = self.store.change([replace(SPEC, rows=self._rows)], {})
+        self._announce()
+
+    def turn(self, _: tuple[int, int]) -> None:
+        """It turns out to be of another kind."""
+        self.become()
+        self._kind = TableKind.PARAMETER
+        self._announce()
+
+    def _announce(self) -> None:
+        self._steps = self.store.change([replace(SPEC, rows=self._rows, kind=self._kind)], {})
 
     def become(self, _: tuple[int, int] = (0, 4)) -> None:
         self._take(self._steps)
@@ -110,6 +119,8 @@ def check(story: Story) -> None:
 @pytest.mark.parametrize("small", [True, False])
 @given(steps=STEPS)
 @settings(max_examples=50)
+@example(steps=[("turn", (0, 4), False), ("write", (0, 2), False), ("become", (0, 4), False)])
+@example(steps=[(each, (0, 2), False) for each in ("grow", "write", "flush", "become", "flush")])
 def test_whatever_comes_before_a_crash_the_files_fit(
     small: bool, steps: list[tuple[str, tuple[int, int], bool]]
 ) -> None:

@@ -13,9 +13,12 @@ from deltasync.core.damage import DamagedRows
 from deltasync.core.mode import Mode
 from deltasync.core.policy import Policy
 from deltasync.core.rows import RowBatch
+from deltasync.core.stamps import ROWS as ROWS_BIT
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.core.value_types import ValueType
+from deltasync.storage.table_files import open_tables
+from deltasync.views.table import view_arrays
 from deltasync.views.view import View
 
 ROWS = {row: np.arange(4, dtype=np.float32) + row for row in range(USER.rows)}
@@ -58,6 +61,29 @@ def test_a_held_row_that_the_source_still_has_is_encoded_again(tmp_path: Path, p
         assert table.held.rows.tobytes() == before.tobytes()
         assert (view.damage.rows, view.standing(policy).failure) == ({}, "")
         assert (await view.release(0)).checksums == right
+        await ended(local, view)
+
+    asyncio.run(scenario())
+
+
+def test_what_was_mended_is_flushed_although_nothing_is_new(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        local, view = await made(tmp_path, INT8)
+        await local.cut_batches([RowBatch.deletes(Shard.whole(USER), np.array([3]))])
+        (held,), (source,) = view.state.tables, local.model.tables
+        for table, row in ((held.held, 7), (source, 3)):
+            flip(table, row)
+            table.wrote(np.array([row]), ROWS_BIT)
+            table.flush()  # As if the disk had changed it.
+        await view.damage.sweep()
+        assert [ids.tolist() for ids in (await view.damage.mend()).values()] == [[7]]
+        local.model.damage.note(DamagedRows(source, USER.name, np.array([3])))
+        assert [ids.tolist() for ids in (await local.model.damage.mend()).values()] == [[3]]
+        assert (view.flush(), local.model.flush()) == (False, False)
+        layout = source.mapped.layout.arrays()
+        for files, arrays in ((held.files, view_arrays(held.delivery)), (source.mapped.files, layout)):
+            (found,) = open_tables([(files.place, arrays)])
+            assert [each.tobytes() for each in found.arrays] == [each.tobytes() for each in files.arrays]
         await ended(local, view)
 
     asyncio.run(scenario())
