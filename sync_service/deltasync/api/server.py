@@ -174,7 +174,7 @@ async def _listen(
 
 
 async def _compile(service: Service, stopping: asyncio.Event) -> None:
-    """Compile all kernels that a service has, so that no cut waits for a compiler; or fewer, where it is to end."""
+    """Compile all kernels that it has, so that no cut waits for a compiler; or fewer, where it is to end."""
     kernels = imported_kernels()
     progress = Progress("compiling for this machine, once", len(kernels), "kernels")
     service.compiling = True
