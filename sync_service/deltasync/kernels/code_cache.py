@@ -1,27 +1,49 @@
 """What was compiled, on disk: found out where it is damaged, and compiled anew."""
 
+import inspect
 import logging
 import pickle
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, IndexDataCacheFile, InTreeCacheLocator
 
 logger = logging.getLogger(__name__)
 
 _DIGEST_BYTES = 16
 
 
+class _Beside(InTreeCacheLocator):  # type: ignore[misc]
+    """Beside the source, where that can only be read, say, in an image."""
+
+    def ensure_cache_path(self) -> None:
+        """Take it as it is."""
+
+
+class _WithBeside(CompileResultCacheImpl):  # type: ignore[misc]
+    _locator_classes = (*CompileResultCacheImpl._locator_classes, _Beside)
+
+
 class CodeCache(FunctionCache):  # type: ignore[misc]
     """The code of a function, in files of numba's that have digests: damaged machine code would end every process
-    that reads it.
+    that reads it. What is not found where it would be written is also looked for beside the source.
     """
+
+    _impl_class = _WithBeside
 
     def __init__(self, function: Any) -> None:
         super().__init__(function)
+        beside = _Beside(function, inspect.getfile(function)).get_cache_path()
         stamp = self._impl.locator.get_source_stamp()
-        self._cache_file = _Files(self._cache_path, self._impl.filename_base, stamp)
+        self._cache_file, self._beside = (
+            _Files(folder, self._impl.filename_base, stamp) for folder in (self._cache_path, beside)
+        )
+
+    def _load_overload(self, signature: Any, target: Any) -> Any:
+        key = self._index_key(signature, target.codegen())
+        code = self._cache_file.load(key) or self._beside.load(key)
+        return None if code is None else self._impl.rebuild(target, code)
 
 
 class _Files(IndexDataCacheFile):  # type: ignore[misc]

@@ -6,6 +6,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
+import numba
 import pytest
 from numba.core import caching
 
@@ -65,6 +66,29 @@ def test_what_is_damaged_is_compiled_and_kept_anew(
     assert hits(compile_anew(file)) == 1
 
 
+def test_what_was_compiled_beside_the_source_is_found_from_elsewhere(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when an image was built."""
+    compile_anew(file)
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "own"))
+    assert hits(compile_anew(file)) == 1
+    assert not list((tmp_path / "own").rglob("*.nb*"))
+
+
+def test_where_nothing_can_be_written_it_is_read(
+    file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compile_anew(file)
+
+    def read_only(_: Any) -> None:
+        raise PermissionError(errno.EACCES, "read-only")
+
+    monkeypatch.setattr(caching._CacheLocator, "ensure_cache_path", read_only)
+    assert hits(compile_anew(file)) == 1
+    assert not caplog.messages
+
+
 def test_a_full_disk_is_no_error(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "full")
@@ -92,7 +116,7 @@ def test_that_nothing_can_be_kept_is_said_once(
     def without_a_folder(*_: Any) -> None:
         raise RuntimeError("no locator available")
 
-    monkeypatch.setattr(caching.CompileResultCacheImpl, "__init__", without_a_folder)
+    monkeypatch.setattr(caching.CacheImpl, "__init__", without_a_folder)
     monkeypatch.setattr(compiled, "_told", set())
     for _ in range(2):
         assert compile_anew(file)(21) == 42
