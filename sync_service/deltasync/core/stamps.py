@@ -181,12 +181,14 @@ class StampedTable:
         self.count()
 
     def trust(self, ids: Ids) -> None:
-        """Make the digests of some rows ([n], strictly ascending) anew where they do not fit, of what is there."""
+        """Make the digests of some rows ([n], strictly ascending) anew where they do not fit, of what is there.
+
+        `count` is to be called once all digests are right.
+        """
         for start in range(0, len(ids), BLOCK_ROWS):
             damaged = self.damaged(ids[start : start + BLOCK_ROWS])
             self._digest(damaged)
             self.wrote(damaged, DIGESTS | SQUARES)
-        self.count()
 
     def _digest(self, where: slice | Ids) -> None:
         values = self.rows[where]
@@ -252,11 +254,16 @@ class StampedTable:
         return self.index.changed_since(number)
 
     def not_stamped(self, number: int) -> Ids:
-        """Sorted unique ids ([n] int64) of the rows that are there, and have another stamp than `number`."""
+        """Sorted unique ids ([n] int64) of the rows that are there, and have another stamp than `number`; and of
+        those deleted then: after a crash, of a delete no more than the stamp may be there.
+        """
         starts = range(0, len(self.stamps), _SCAN_ROWS)
         blocks = ((start, self.stamps[start : start + _SCAN_ROWS]) for start in starts)
         return np.concatenate(
-            [np.flatnonzero((stamps > 0) & (stamps != number)) + start for start, stamps in blocks]
+            [
+                np.flatnonzero((stamps > 0) & (stamps != number) | (stamps == -number)) + start
+                for start, stamps in blocks
+            ]
         )
 
     def read(self, ids: Ids, out: Values) -> RowBatch:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from deltasync.core.digests import RowDigests, Squares
 from deltasync.core.rows import Ids
-from deltasync.core.stamps import DIGESTS, SQUARES, StampedTable, has_norm
+from deltasync.core.stamps import StampedTable, has_norm
 from deltasync.core.tables import TableSpec
 from deltasync.storage.table_files import ArraySpec, TableFiles, flush
 
@@ -67,6 +67,15 @@ class MappedArrays:
         none = np.empty((0, len(self.layout.columns) - 1), np.float32)
         return [*self.files.arrays, *([] if self.layout.normed else [none])]
 
+    def lengthen(self, rows: int) -> None:
+        """Make files of its own as long as they are to be once there are so many rows.
+
+        Raises:
+            StorageFailed: there is no room; the files are as they were, or longer.
+        """
+        if rows > self.layout.spec.rows and self.files.place.offset is None:
+            self.files.lengthen(replace(self.layout, spec=replace(self.layout.spec, rows=rows)).arrays())
+
 
 class MappedTable(StampedTable):
     """A stamped table whose arrays are mapped from files.
@@ -112,21 +121,21 @@ class MappedTable(StampedTable):
         return partial(self._become, MappedArrays(layout, before))
 
     def _become(self, mapped: MappedArrays) -> None:
-        was_split = self.columns != mapped.layout.columns  # Meanwhile.
-        mapped.files.begin_with(self.mapped.files, 2 if was_split else len(mapped.files.arrays))
+        if mapped.layout.columns != self.columns:  # It was split meanwhile.
+            mapped = self._split_room(mapped)
+        mapped.files.begin_with(self.mapped.files, len(mapped.files.arrays))
         self.counts = self.counts.plus_unchanged(mapped.layout.spec.rows - self.spec.rows)
-        columns, digests, squares = self.columns, self.digests, self.squares
-        self.spec, self.columns = mapped.layout.spec, mapped.layout.columns
+        self.spec = mapped.layout.spec
         self.rows, self.stamps, self.digests, self.squares = mapped.plain()
         self.index.extend(self.stamps)
-        self._written = mapped.files
-        if was_split:  # Rows may be damaged: nothing is made of them.
-            starts = [columns.index(each) for each in self.columns[:-1]]
-            np.add.reduceat(digests, starts, axis=1, out=self.digests[: len(digests)])
-            np.add.reduceat(squares, starts, axis=1, out=self.squares[: len(squares)])
-            self.wrote(None, DIGESTS | SQUARES)
-            self.count()
-        self.mapped = mapped
+        self._written, self.mapped = mapped.files, mapped
+
+    def _split_room(self, mapped: MappedArrays) -> MappedArrays:
+        """Room for the segments that there are now, in the place of room that was made for others."""
+        layout, files = replace(mapped.layout, columns=self.columns), mapped.files
+        if files.place == self.mapped.files.place:
+            return MappedArrays(layout, files.extended(layout.arrays()))
+        return MappedArrays(layout, files.with_others(layout.arrays(), start=2))
 
     def split(self, *edges: int) -> None:
         """See `StampedTable.split`."""

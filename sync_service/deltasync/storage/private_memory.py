@@ -14,7 +14,8 @@ from deltasync.core.position import Decision
 
 logger = logging.getLogger(__name__)
 
-_CGROUPS, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_CGROUPS, _PROC = Path("/sys/fs/cgroup"), Path("/proc")
+_NO_OVERCOMMIT = "2"  # vm.overcommit_memory
 _GIB = 1 << 30
 
 
@@ -59,16 +60,30 @@ def fits(mapped: int, size: int, limit: int) -> Decision:
     return Decision(False, f"{total}, {reason}")
 
 
-def memory_bytes(cgroups: Path = _CGROUPS, own: Path = _OWN) -> int:
-    """Memory that this process may have, bytes: the machine's, or what a control group (1 or 2) leaves of it."""
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+def memory_bytes(cgroups: Path = _CGROUPS, proc: Path = _PROC) -> int:
+    """Memory that this process may have, bytes: what others leave of the machine's now, or less if a control group
+    (1 or 2) allows less.
+    """
+    limits, own = _of_machine(proc), proc / "self" / "cgroup"
     for line in own.read_text().splitlines() if own.exists() else ():
         _, controllers, group = line.split(":", 2)
         if not controllers:
-            limits += _limits(cgroups, group, "memory.max")
+            limits += _limits(cgroups, group, "memory.max") + _limits(cgroups, group, "memory.high")
         elif "memory" in controllers.split(","):
             limits += _limits(cgroups / "memory", group, "memory.limit_in_bytes")
     return min(limits)
+
+
+def _of_machine(proc: Path) -> list[int]:
+    """All of it, what is available, and of a system that promises no more than it has, what it still can."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    info, overcommit = proc / "meminfo", proc / "sys" / "vm" / "overcommit_memory"
+    lines = [line.split() for line in info.read_text().splitlines()] if info.exists() else []
+    found = {words[0].rstrip(":"): int(words[1]) << 10 for words in lines}
+    limits = [machine, found.get("MemAvailable", machine)]
+    if overcommit.exists() and overcommit.read_text().strip() == _NO_OVERCOMMIT:
+        limits.append(max(0, found["CommitLimit"] - found["Committed_AS"]))
+    return limits
 
 
 def _limits(root: Path, group: str, name: str) -> list[int]:

@@ -103,7 +103,8 @@ class TableFiles:
         unnamed: Sequence[Path] = (),
     ) -> "TableFiles":
         """All of a table's arrays, of which nothing was written."""
-        touched = Touched(len(arrays[0]), max(map(_row_bytes, arrays)))
+        # By the first: blocks are the same, whatever segments the others have.
+        touched = Touched(len(arrays[0]), _row_bytes(arrays[0]))
         return cls(place, tuple(arrays), tuple(mappings), touched, unnamed=tuple(unnamed))
 
     def part(self, start: int, end: int) -> "TableFiles":
@@ -158,9 +159,17 @@ class TableFiles:
         Raises:
             StorageFailed: there is no room; the files are as they were, or longer.
         """
+        self.lengthen(arrays)
+        return open_tables([(self.place, arrays)])[0]
+
+    def lengthen(self, arrays: ArraySpecs) -> None:
+        """Make its own files as long as longer arrays need, with zeros; those that are as long stay so.
+
+        Raises:
+            StorageFailed: there is no room; the files are as they were, or longer.
+        """
         for each in arrays:
             _extend(self.place.folder / each.file, each.nbytes)
-        return open_tables([(self.place, arrays)])[0]
 
     def begin_with(self, others: "TableFiles", count: int) -> None:
         """Let the first arrays begin with what is in others, which are as long, or shorter. On the thread that

@@ -27,7 +27,7 @@ class Touched:
     """
 
     def __init__(self, rows: int, row_bytes: int) -> None:
-        """For arrays of `rows` rows, of which the longest take `row_bytes` bytes."""
+        """For arrays of `rows` rows, which take `row_bytes` bytes in the largest of them, or about so many."""
         self.shift = min(_LARGEST_SHIFT, max(0, (_BLOCK_BYTES // max(1, row_bytes)).bit_length() - 1))
         self._flushing = threading.Lock()
         self._marks = np.zeros(-(-rows >> self.shift), np.uint8)

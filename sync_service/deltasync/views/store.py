@@ -197,9 +197,11 @@ class ViewStore:
         """
         with self._flushing:
             appended, state = self._appended_bytes, self.state
-            if state.head is None or state.head.number == self._flushed:
+            if state.head is None:
                 return False
-            flush(table.files for table in state.tables)
+            flush(table.files for table in state.tables)  # What was mended, too, if nothing is newer.
+            if state.head.number == self._flushed:
+                return False
             self._write_view(state, state.head.number)
             self._cut_log(state.head.number)
             self._dropped_bytes = appended

@@ -219,7 +219,9 @@ class ViewTable:
     def settle(self, ids: Ids) -> None:
         """Note that these rows ([n], strictly ascending) are not dirty now: they were written."""
         self.dirty = self.dirty.without(ids)
-        self.damaged = difference(self.damaged, ids)
+        if len(self.damaged):
+            self.damaged = difference(self.damaged, ids)
+            self._count_if_sound()
 
     def mend(self, ids: Ids, version: int) -> Ids:
         """Make the rows `ids` ([n], strictly ascending), which do not fit their digests, again as they were.
@@ -235,14 +237,13 @@ class ViewTable:
         same = self.held.fits(known, encoded)
         self.held.mend(RowBatch.of_table(self.held.spec, known[same], encoded[same]))
         left = union(self.held.damaged(ids), self.sent.damaged(ids))
-        if len(left) < len(ids):
-            self._count()
         self._mark_damaged(left, version)
+        self._count_if_sound()
         return left
 
-    def _count(self) -> None:
-        """Of rows that were written anew, digests may have been damaged."""
-        for table in self.mapped:
+    def _count_if_sound(self) -> None:
+        """Digests may have been damaged, and counted: count them once no such row is left."""
+        for table in () if len(self.damaged) else self.mapped:
             table.count()
 
     def _mark_damaged(self, ids: Ids, version: int) -> None:

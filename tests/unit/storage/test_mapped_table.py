@@ -350,6 +350,9 @@ def test_a_split_that_fails_is_made_when_it_is_tried_again(
             table.split(2)
     table.split(4)
     assert (table.columns, table.mapped) == ((0, 4), before)
+    table.apply(RowBatch.of_table(TABLE, np.array([9]), np.ones((1, 4), np.float32)), 3)
+    table.flush()
+    assert reopened(table).changed_since(0).tolist() == [3, 7, 9]
     table.split(2)
     assert table.columns == table.mapped.layout.columns == (0, 2, 4)
     assert table.fits(np.arange(10), table.rows).all()

@@ -50,6 +50,8 @@ def test_what_is_decided_is_said_once_until_it_changes(caplog: pytest.LogCapture
         ("0::/a.slice/b.service\n", {"a.slice/b.service/memory.max": "max", "a.slice/memory.max": "300"}, 300),
         ("0::/a.slice/b.service\n", {"a.slice/b.service/memory.max": "200", "a.slice/memory.max": "300"}, 200),
         ("0::/\n", {"memory.max": "400"}, 400),
+        ("0::/a\n", {"a/memory.max": "400", "a/memory.high": "350"}, 350),
+        ("0::/a\n", {"a/memory.max": "400", "a/memory.high": "max"}, 400),
         ("3:cpu:/x\n2:memory:/x/y\n0::/\n", {"memory/x/memory.limit_in_bytes": "500"}, 500),
         ("2:cpu,memory:/gone\n", {"memory/memory.limit_in_bytes": "600"}, 600),
         ("2:memory:/x\n", {"memory/x/memory.limit_in_bytes": LARGE}, None),
@@ -62,7 +64,25 @@ def test_a_control_group_limits_memory(
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")
-    (tmp_path / "own").write_text(own)
-    machine = memory_bytes(tmp_path / "none", tmp_path / "no file")
-    assert memory_bytes(tmp_path, tmp_path / "own") == (expected or machine)
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "cgroup").write_text(own)
+    machine = memory_bytes(tmp_path / "none", tmp_path / "none")
+    assert memory_bytes(tmp_path, tmp_path) == (expected or machine)
     assert machine > 1 << 26
+
+
+@pytest.mark.parametrize(
+    ("overcommit", "promised", "expected"), [("0", 900, 700), ("1", 900, 700), ("2", 900, 100), ("2", 1100, 0)]
+)
+def test_what_other_processes_have_is_not_there(
+    tmp_path: Path, overcommit: str, promised: int, expected: int
+) -> None:
+    (tmp_path / "sys" / "vm").mkdir(parents=True)
+    (tmp_path / "sys" / "vm" / "overcommit_memory").write_text(f"{overcommit}\n")
+    lines = ["MemAvailable: 700 kB", "CommitLimit: 1000 kB", f"Committed_AS: {promised} kB", "HugePages_Total: 0"]
+    (tmp_path / "meminfo").write_text("\n".join(lines))
+    assert memory_bytes(tmp_path / "none", tmp_path) == expected << 10
+
+
+def test_this_machine_has_memory() -> None:
+    assert 1 << 26 < memory_bytes() <= memory_bytes(Path("/none"), Path("/none"))
