@@ -44,8 +44,8 @@ def run_ranks(*arguments: str, ranks: int = 2) -> str:
 
 
 def _rank(*arguments: str, environment: Mapping[str, str]) -> AbstractContextManager[Rank]:
-    """One that may use a GPU is no fork: CUDA does not survive it."""
-    if torch.cuda.is_available():
+    """No fork where there is a GPU, since CUDA does not survive it, nor where the interpreter has options."""
+    if torch.cuda.is_available() or "PYTHONOPTIMIZE" in os.environ:
         return started(sys.executable, *arguments, environment=environment)
     return forked(*arguments, environment=environment)
 
