@@ -34,7 +34,7 @@ def link(function: Callable[..., Any]) -> None:
 
 
 def intrinsic(module: str, name: str) -> Any:
-    """A function of numba's own."""
+    """An intrinsic of numba's, or of ours, by its module and its name."""
     return Part(lambda: getattr(import_module(module), name))
 
 
