@@ -17,7 +17,11 @@ from torch import nn
 from deltasync.client import NumpyTarget, Subscriber, SubscriberOptions
 
 needs(
-    "deltasync.cli.main", "deltasync.service.service", "deltasync.trainer.sync", "deltasync.trainer.bench.command"
+    "deltasync.cli.main",
+    "deltasync.service.service",
+    "deltasync.trainer.sync",
+    "deltasync.trainer.demo.run",
+    "deltasync.trainer.bench.command",
 )
 
 pytestmark = pytest.mark.slow

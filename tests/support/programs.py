@@ -25,11 +25,10 @@ def started(
     *command: str, stderr: int = subprocess.STDOUT, environment: Mapping[str, str] | None = None
 ) -> "Iterator[subprocess.Popen[str]]":
     """A program in a session of its own, from this repository's folder; ended when the block ends."""
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("DELTASYNC_")}
     with subprocess.Popen(
         command,
         cwd=ROOT,
-        env=variables | dict(environment or {}),
+        env=cleaned() | dict(environment or {}),
         stdout=subprocess.PIPE,
         stderr=stderr,
         text=True,
@@ -39,6 +38,11 @@ def started(
             yield process
         finally:
             _end(process)
+
+
+def cleaned() -> dict[str, str]:
+    """The environment without settings of ours."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("DELTASYNC_")}
 
 
 def _end(process: "subprocess.Popen[str]") -> None:

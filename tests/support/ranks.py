@@ -3,12 +3,18 @@
 import os
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
+from typing import TypeAlias, Union
 
+import torch
+from tests.support.forks import AT_START, Fork, forked
 from tests.support.programs import LONGEST_SECONDS, ROOT, run_program, started
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+Rank: TypeAlias = Union["subprocess.Popen[str]", Fork]
 
 
 def torchrun(*arguments: str, ranks: int = 2) -> str:
@@ -28,7 +34,7 @@ def run_ranks(*arguments: str, ranks: int = 2) -> str:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     with ThreadPoolExecutor(ranks) as threads, ExitStack() as stack:
         processes = [
-            stack.enter_context(started(sys.executable, *arguments, environment=_environment(store, rank, ranks)))
+            stack.enter_context(_rank(*arguments, environment=_environment(store, rank, ranks)))
             for rank in range(ranks)
         ]
         outputs = list(threads.map(lambda process: _output(process, processes), processes))
@@ -37,12 +43,18 @@ def run_ranks(*arguments: str, ranks: int = 2) -> str:
     return "".join(outputs)
 
 
+def _rank(*arguments: str, environment: Mapping[str, str]) -> AbstractContextManager[Rank]:
+    """No fork where there is a GPU, since CUDA does not survive it, nor where the interpreter has options."""
+    if torch.cuda.is_available() or "PYTHONOPTIMIZE" in os.environ:
+        return started(sys.executable, *arguments, environment=environment)
+    return forked(*arguments, environment=environment)
+
+
 def _environment(store: TCPStore, rank: int, ranks: int) -> dict[str, str]:
     """What torchrun tells its ranks."""
     return {
-        "OMP_NUM_THREADS": "1",
         # By their hashes of names do ranks find what others send them when a table is moved (gloo heeds tags).
-        "PYTHONHASHSEED": "0",
+        **AT_START,
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
@@ -55,7 +67,7 @@ def _environment(store: TCPStore, rank: int, ranks: int) -> dict[str, str]:
     }
 
 
-def _output(process: "subprocess.Popen[str]", of_all: "list[subprocess.Popen[str]]") -> str:
+def _output(process: Rank, of_all: Sequence[Rank]) -> str:
     """What a rank said until its end; others would wait for one that has failed."""
     try:
         output, _ = process.communicate(timeout=LONGEST_SECONDS)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc.aio
+import numba  # noqa: F401  # kernels would import it later than garbage collection is told what to pass over
 import uvicorn
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -28,7 +29,7 @@ from deltasync.core.errors import ServiceUnavailable
 from deltasync.core.listener import listening_socket
 from deltasync.core.process import keep_freed_memory, spare_imports
 from deltasync.core.progress import Progress
-from deltasync.kernels.compiled import every_kernel, keep_in
+from deltasync.kernels.compiled import imported_kernels, keep_in
 from deltasync.service.housekeeping import housekeeping
 from deltasync.service.service import Service, ServiceOptions
 from deltasync.v1 import (
@@ -173,8 +174,8 @@ async def _listen(
 
 
 async def _compile(service: Service, stopping: asyncio.Event) -> None:
-    """Compile all kernels, so that no cut waits for a compiler; or fewer, where the service is to end."""
-    kernels = every_kernel()
+    """Compile all kernels that it has, so that no cut waits for a compiler; or fewer, where it is to end."""
+    kernels = imported_kernels()
     progress = Progress("compiling for this machine, once", len(kernels), "kernels")
     service.compiling = True
     for each in kernels:

@@ -6,13 +6,13 @@ from typing import Any
 
 import click
 
-from deltasync.api.server import ServerOptions
-from deltasync.api.server import serve as run_server
 from deltasync.cli.config import CONTEXT, config_option, from_config
 from deltasync.cli.consumer_settings import consumers_of_file, consumers_of_flags, merged
 from deltasync.cli.endpoint_options import listening_options
+from deltasync.cli.needs import SERVICE, check_needs
 from deltasync.consumers.consumer import ConsumerOptions
-from deltasync.service.service import ServiceOptions
+
+check_needs(*SERVICE)
 
 
 @click.command(context_settings=CONTEXT)
@@ -71,10 +71,13 @@ def serve(consumer: tuple[ConsumerOptions, ...], **settings: Any) -> None:
     A table [consumers.NAME] of the file, with a model and the keys of a policy, makes that consumer. One that
     exists gets this policy at every start.
     """
+    from deltasync.api import server
+    from deltasync.service.service import ServiceOptions
+
     kept = ("data_dir", "log_max_bytes", "flush_bytes", "replica_retention_seconds")
     try:
         service = ServiceOptions(**{name: settings.pop(name) for name in kept})
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     wanted = merged(consumer, from_config("consumers", ()))
-    asyncio.run(run_server(ServerOptions(service=service, consumers=wanted, **settings)))
+    asyncio.run(server.serve(server.ServerOptions(service=service, consumers=wanted, **settings)))

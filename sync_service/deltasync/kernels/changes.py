@@ -1,10 +1,11 @@
 """What has changed since it was copied, found and copied again in one pass."""
 
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
-from deltasync.kernels.compiled import inlined, kernel, readable, writable
+from deltasync.kernels import types
+from deltasync.kernels.compiled import kernel, readable, writable
+from deltasync.kernels.parts import inlined
 
 Ids = NDArray[np.int64]
 Words = NDArray[np.unsignedinteger]

@@ -1,12 +1,14 @@
 """How loops over rows are compiled: before there is work for them, and once for all processes of a machine.
 
-    @kernel(signature(u8[:1], ...))
+    @kernel(types.void(readable(types.int64, 1), ...))
 
 What is compiled is kept on disk: beside this source, or where that is read-only in the user's cache folder, or in
 `NUMBA_CACHE_DIR`. A signature that was not asked for is an error, not a compilation in the middle of a cut.
 
 Numba compiles a function anew when its own file has changed, but not when another has of which it holds a part. So
 the names under which functions are kept have a stamp of all files of this room in them.
+
+Numba is imported when something is compiled: it takes as long as all else that a client imports.
 """
 
 import importlib
@@ -21,20 +23,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, ParamSpec, TypeVar
 
-import numba
-from numba import types
+from deltasync.kernels.parts import ANY_ORDER, link
+from deltasync.kernels.types import Type
 
 logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# The order in which floats are added may be any, so that sums vectorise.
-ANY_ORDER = {"reassoc", "contract"}
-
 _PACKAGE = __name__.rpartition(".")[0]
 _kernels: list["Kernel[Any, Any]"] = []
 _told = set[type[Exception]]()
+_compiling = threading.RLock()  # As numba has one for all that it compiles.
 
 
 def _stamp(folder: Path) -> str:
@@ -45,14 +45,14 @@ def _stamp(folder: Path) -> str:
 SOURCES = _stamp(Path(__file__).parent)
 
 
-def readable(dtype: types.Type, dims: int = 2) -> types.Array:
+def readable(dtype: Type, dims: int = 2) -> Type:
     """The type of a C-contiguous array that is only read, and may be read-only."""
-    return types.Array(dtype, dims, "C", readonly=True)
+    return Type(f"Array({dtype}, {dims}, 'C', readonly=True)")
 
 
-def writable(dtype: types.Type, dims: int = 2) -> types.Array:
+def writable(dtype: Type, dims: int = 2) -> Type:
     """The type of a C-contiguous array that is written."""
-    return types.Array(dtype, dims, "C")
+    return Type(f"Array({dtype}, {dims}, 'C')")
 
 
 class Kernel(Generic[P, R]):
@@ -69,7 +69,6 @@ class Kernel(Generic[P, R]):
             "fastmath": set(ANY_ORDER) if any_order else False,
         }
         self._compiled: Callable[P, R] | None = None
-        self._compiling = threading.Lock()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run it."""
@@ -77,7 +76,7 @@ class Kernel(Generic[P, R]):
 
     def compile(self) -> Callable[P, R]:
         """Compile all signatures, or read them from the disk."""
-        with self._compiling:
+        with _compiling:
             if self._compiled is None:
                 self._compiled = self._kept()
         return self._compiled
@@ -85,17 +84,28 @@ class Kernel(Generic[P, R]):
     def _kept(self) -> Callable[P, R]:
         try:
             return self._made(cache=True)
-        except Exception as error:  # noqa: BLE001  # no folder to write to, no room in it, or files that are damaged
+        except Exception as error:  # noqa: BLE001  # no folder to write to, no room in it
             _warn(self.__name__, error)
             return self._made(cache=False)
 
     def _made(self, *, cache: bool) -> Callable[P, R]:
-        dispatcher: Any = numba.njit(cache=cache, **self._options)(self.function)
+        import numba
+
+        dispatcher: Any = numba.njit(**self._options)(self.function)
+        if cache:
+            _keep(dispatcher)
+        link(self.function)
         for signature in self._signatures:
             dispatcher.compile(signature)
         dispatcher.disable_compile()
         made: Callable[P, R] = dispatcher
         return made
+
+
+def _keep(dispatcher: Any) -> None:
+    from deltasync.kernels.code_cache import CodeCache
+
+    dispatcher._cache = CodeCache(dispatcher.py_func)
 
 
 def _warn(name: str, error: Exception) -> None:
@@ -123,22 +133,8 @@ def kernel(
     return decorate
 
 
-# For what kernels call: compiled as a part of them.
-inlined = numba.njit(inline="always", error_model="numpy")
-# The same, but that floats are added in order, or in any, whatever the kernel's own order is. They take arrays and
-# return numbers: the arrays' references, which a kernel holds, are not counted once more for each row.
-in_order = numba.njit(forceinline=True, error_model="numpy", _nrt=False)
-in_any_order = numba.njit(forceinline=True, error_model="numpy", _nrt=False, fastmath=set(ANY_ORDER))
-# For what is rare, and would be in the way of vectorising the rest.
-called = numba.njit(error_model="numpy", _nrt=False)
-
-
-def every_kernel() -> list[Kernel[Any, Any]]:
-    """All kernels there are, compiled or not."""
-    package = importlib.import_module(_PACKAGE)
-    for module in pkgutil.iter_modules(package.__path__, f"{_PACKAGE}."):
-        if not module.name.endswith("__"):
-            importlib.import_module(module.name)
+def imported_kernels() -> list[Kernel[Any, Any]]:
+    """Those of the modules that this process has imported: all that it can call, compiled or not."""
     return list(_kernels)
 
 
@@ -147,9 +143,18 @@ def warm(*modules: ModuleType) -> None:
     of them take half a minute of a core.
     """
     named = {module.__name__ for module in modules}
-    for each in _kernels if named else every_kernel():
+    if not named:
+        _import_all()
+    for each in imported_kernels():
         if not named or each.function.__module__ in named:
             each.compile()
+
+
+def _import_all() -> None:
+    package = importlib.import_module(_PACKAGE)
+    for module in pkgutil.iter_modules(package.__path__, f"{_PACKAGE}."):
+        if not module.name.endswith("__"):
+            importlib.import_module(module.name)
 
 
 def keep_in(folder: Path) -> None:
@@ -158,6 +163,8 @@ def keep_in(folder: Path) -> None:
     It begins with what is there already: what was compiled when an image was built need not be compiled again.
     Before the first call of a kernel.
     """
+    import numba
+
     named = numba.config.CACHE_DIR
     kept = Path(named) if named else Path(__file__).parent
     if os.access(kept, os.W_OK) or (named and not kept.exists()):

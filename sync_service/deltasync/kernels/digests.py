@@ -5,10 +5,11 @@ flips of two top bits cancel.
 """
 
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
-from deltasync.kernels.compiled import inlined, kernel, readable, writable
+from deltasync.kernels import types
+from deltasync.kernels.compiled import kernel, readable, writable
+from deltasync.kernels.parts import inlined
 
 Digests = NDArray[np.uint64]
 

@@ -1,9 +1,9 @@
 """Sets of rows as columns sorted by id: who is in them, and what they become. All ids are strictly ascending."""
 
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
+from deltasync.kernels import types
 from deltasync.kernels.compiled import kernel, readable, writable
 
 Ids = NDArray[np.int64]
@@ -27,7 +27,7 @@ def members(ids: Ids, others: Ids, found: Mask) -> None:
 
 
 @kernel(
-    types.UniTuple(types.int64, 2)(
+    types.tuple_of(types.int64, types.int64)(
         *(readable(each, 1) for each in (types.int64, types.boolean, *(types.int64,) * 4)),
         *(writable(each, 1) for each in (types.boolean, types.uint8, types.int64, types.int64)),
     )

@@ -1,11 +1,12 @@
 """How far rows of two tables are from each other, and whether any of their bits differ."""
 
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
-from deltasync.kernels.compiled import in_any_order, in_order, inlined, kernel, readable, writable
+from deltasync.kernels import types
+from deltasync.kernels.compiled import kernel, readable, writable
 from deltasync.kernels.floats import bits, of_fp16
+from deltasync.kernels.parts import in_any_order, in_order, inlined
 from deltasync.kernels.prefetch import AHEAD, ask_for_row
 
 # Beyond any of fp32 rows; squares of it add up to a finite number.

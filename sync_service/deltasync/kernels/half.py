@@ -1,9 +1,9 @@
 """Rows of fp32 as fp16 and bf16, whose bits come and go as 16-bit words."""
 
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
+from deltasync.kernels import types
 from deltasync.kernels.compiled import kernel, readable, writable
 from deltasync.kernels.digests import Digests
 from deltasync.kernels.distances import IDS, MASK, NORMS, Ids, Mask, Norms, ask_ahead, norm_of

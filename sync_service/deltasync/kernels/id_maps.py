@@ -1,9 +1,9 @@
 """Maps from raw ids to rows that are sorted by raw id, read as the raw id of each row."""
 
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
+from deltasync.kernels import types
 from deltasync.kernels.compiled import kernel, readable, writable
 
 Numbers = NDArray[np.int64]

@@ -7,10 +7,11 @@ Nothing here lets other Python threads run: lookups are short, and readers wait 
 """
 
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
-from deltasync.kernels.compiled import inlined, kernel, readable, writable
+from deltasync.kernels import types
+from deltasync.kernels.compiled import kernel, readable, writable
+from deltasync.kernels.parts import inlined
 
 Slots = NDArray[np.int64]
 Numbers = NDArray[np.int64]
@@ -52,7 +53,7 @@ def find(slots: Slots, keys: Numbers, places: Numbers) -> None:
         places[index] = place if place >= 0 else -1
 
 
-@kernel(types.UniTuple(types.int64, 2)(writable(types.int64), _NUMBERS, _NUMBERS), nogil=False)
+@kernel(types.tuple_of(types.int64, types.int64)(writable(types.int64), _NUMBERS, _NUMBERS), nogil=False)
 def put(slots: Slots, keys: Numbers, places: Numbers) -> tuple[int, int]:
     """Give keys [n] their places [n], for which there is room.
 

@@ -6,13 +6,15 @@ at no other words than those with a later one.
 """
 
 import numpy as np
-from numba import types
-from numba.cpython.unsafe.numbers import trailing_zeros
 from numpy.typing import NDArray
 
-from deltasync.kernels.compiled import inlined, kernel, readable, writable
+from deltasync.kernels import types
+from deltasync.kernels.compiled import kernel, readable, writable
+from deltasync.kernels.parts import inlined, intrinsic
 
 WORD_ROWS = 64
+
+trailing_zeros = intrinsic("numba.cpython.unsafe.numbers", "trailing_zeros")
 
 Ids = NDArray[np.int64]
 Marks = NDArray[np.uint64]

@@ -3,9 +3,9 @@
 from typing import Any
 
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
+from deltasync.kernels import types
 from deltasync.kernels.compiled import kernel, readable, writable
 
 # Squares of it add up to a finite number.

@@ -1,9 +1,9 @@
 """Which rows are the largest, without sorting them: a histogram of the topmost bits, then of the next, and on."""
 
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
+from deltasync.kernels import types
 from deltasync.kernels.compiled import kernel, readable, writable
 
 Floats = NDArray[np.float64]
@@ -48,7 +48,7 @@ def take_largest(ranks: Ranks, sizes: Numbers, wanted: Mask, budget: int) -> Mas
 
 
 @kernel(
-    types.Tuple((types.int64, types.uint64))(
+    types.tuple_of(types.int64, types.uint64)(
         readable(types.uint64, 1),
         readable(types.int64, 1),
         readable(types.boolean, 1),
@@ -72,7 +72,7 @@ def _choose(ranks: Ranks, sizes: Numbers, wanted: Mask, some: Ranks, some_sizes:
 
 
 @kernel(
-    types.Tuple((types.uint64, types.int64))(
+    types.tuple_of(types.uint64, types.int64)(
         writable(types.uint64, 1), writable(types.int64, 1), types.int64, types.uint64, types.int64
     )
 )
@@ -135,7 +135,7 @@ def _take(ranks: Ranks, sizes: Numbers, wanted: Mask, last: np.uint64, left: int
 
 
 @kernel(
-    types.Tuple((types.int64, types.float64, types.float64, types.int64))(
+    types.tuple_of(types.int64, types.float64, types.float64, types.int64)(
         readable(types.float64, 1), readable(types.int64, 1), readable(types.boolean, 1)
     ),
     any_order=True,

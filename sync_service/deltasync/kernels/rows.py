@@ -4,9 +4,9 @@ A row is so many words of 1, 2 or 4 bytes. Whoever calls has checked that there 
 """
 
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
+from deltasync.kernels import types
 from deltasync.kernels.compiled import kernel, readable, writable
 from deltasync.kernels.digests import WORDS, Digests, share
 from deltasync.kernels.prefetch import AHEAD, ask_for_row, ask_for_written_row
@@ -19,7 +19,7 @@ _U64 = np.uint64
 _IDS, _WEIGHTS = readable(types.int64, 1), readable(types.uint64, 1)
 # What is written down of each row beside its words: stamps, digests, squares.
 _COLUMNS = (writable(types.int64, 1), writable(types.uint64), writable(types.float32))
-_CHANGE = types.Tuple((types.uint64, types.float64))
+_CHANGE = types.tuple_of(types.uint64, types.float64)
 
 # Words are counted without a sign: a number that could be negative is looked at each time, and nothing vectorises.
 

@@ -4,10 +4,11 @@ A stamp is the number with which a row last changed, or the negative of it; 0 = 
 """
 
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
-from deltasync.kernels.compiled import inlined, kernel, readable, writable
+from deltasync.kernels import types
+from deltasync.kernels.compiled import kernel, readable, writable
+from deltasync.kernels.parts import inlined
 
 Int64s = NDArray[np.int64]
 

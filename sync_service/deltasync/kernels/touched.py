@@ -4,10 +4,11 @@
 """
 
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
+from deltasync.kernels import types
 from deltasync.kernels.compiled import kernel, readable, writable
+from deltasync.kernels.parts import external
 
 Marks = NDArray[np.uint8]
 Bytes = NDArray[np.uint8]
@@ -21,9 +22,7 @@ _GAP = 32 << 10
 
 _READ, _WRITTEN = readable(types.uint8, 1), writable(types.uint8, 1)
 # As unistd.h has it. Its number is negative for an error, of which it is not known here what it was.
-_pwrite = types.ExternalFunction(
-    "pwrite", types.int64(types.int32, types.uintp, types.uintp, types.int64)
-)  # fmt: skip
+_pwrite = external("pwrite", types.int64(types.int32, types.uint64, types.uint64, types.int64))
 
 
 @kernel(types.void(readable(types.int64, 1), types.int64, types.uint8, _WRITTEN), nogil=False)

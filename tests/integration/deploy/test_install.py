@@ -7,20 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from deltasync.cli.needs import SERVICE, TRAINER
+
 ROOT = Path(__file__).parents[3]
 # What the extras bring: a predictor that imports the client has none of it.
-EXTRAS = (
-    "click",
-    "fastapi",
-    "lmdb",
-    "prometheus_client",
-    "rich",
-    "tensordict",
-    "torch",
-    "torchrec",
-    "uvicorn",
-    "xxhash",
-)
+EXTRAS = ("click", *SERVICE, *TRAINER)
 BLOCKED = f"""
 import sys
 

@@ -5,8 +5,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from deltasync.api import server
 from deltasync.api.server import ServerOptions
-from deltasync.cli import serve as serving
 from deltasync.cli.endpoint_options import service_options
 from deltasync.cli.main import cli
 from deltasync.client import Endpoint
@@ -23,7 +23,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ServerOptions]:
     async def record(given: ServerOptions) -> None:
         options.append(given)
 
-    monkeypatch.setattr(serving, "run_server", record)
+    monkeypatch.setattr(server, "serve", record)
     return options
 
 

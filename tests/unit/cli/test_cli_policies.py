@@ -10,8 +10,9 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deltasync.api import server
 from deltasync.api.server import ServerOptions
-from deltasync.cli import consumers, serve
+from deltasync.cli import consumers
 from deltasync.cli.lag_text import lag_text
 from deltasync.cli.main import cli
 from deltasync.cli.policy_options import policy_of, policy_options
@@ -191,7 +192,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ServerOptions]:
     async def record(given: ServerOptions) -> None:
         options.append(given)
 
-    monkeypatch.setattr(serve, "run_server", record)
+    monkeypatch.setattr(server, "serve", record)
     return options
 
 

@@ -13,8 +13,7 @@ from numba.core import caching
 from deltasync.kernels import compiled
 
 SOURCE = """
-from numba import types
-
+from deltasync.kernels import types
 from deltasync.kernels.compiled import kernel
 
 @kernel(types.int64(types.int64))
@@ -53,12 +52,41 @@ def test_what_was_compiled_is_kept(file: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["nbi", "nbc"])
-def test_what_cannot_be_read_is_compiled_anew(file: Path, kind: str) -> None:
-    """After a power loss files may be empty."""
+def test_what_is_damaged_is_compiled_and_kept_anew(
+    file: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After a power loss, files may be of zeros: as machine code, these end the process."""
     compile_anew(file)
-    for kept in file.parent.rglob(f"*.{kind}"):
-        kept.write_bytes(b"")
-    assert compile_anew(file)(21) == 42
+    (kept,) = file.parent.rglob(f"*.{kind}")
+    whole = kept.read_bytes()
+    kept.write_bytes(whole[: len(whole) // 2] + bytes(len(whole) - len(whole) // 2))
+    anew = compile_anew(file)
+    assert (hits(anew), anew(21)) == (0, 42)
+    assert set(caplog.messages) == {f"{kept} is damaged: what was in it is compiled again"}
+    assert hits(compile_anew(file)) == 1
+
+
+def test_what_was_compiled_beside_the_source_is_found_from_elsewhere(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when an image was built."""
+    compile_anew(file)
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "own"))
+    assert hits(compile_anew(file)) == 1
+    assert not list((tmp_path / "own").rglob("*.nb*"))
+
+
+def test_where_nothing_can_be_written_it_is_read(
+    file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compile_anew(file)
+
+    def read_only(_: Any) -> None:
+        raise PermissionError(errno.EACCES, "read-only")
+
+    monkeypatch.setattr(caching._CacheLocator, "ensure_cache_path", read_only)
+    assert hits(compile_anew(file)) == 1
+    assert not caplog.messages
 
 
 def test_a_full_disk_is_no_error(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,14 +113,10 @@ def test_a_type_that_was_not_asked_for_is_an_error(file: Path) -> None:
 def test_that_nothing_can_be_kept_is_said_once(
     file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    njit = numba.njit
+    def without_a_folder(*_: Any) -> None:
+        raise RuntimeError("no locator available")
 
-    def without_a_folder(**options: Any) -> Any:
-        if options.get("cache"):
-            raise RuntimeError("no locator available")
-        return njit(**options)
-
-    monkeypatch.setattr(numba, "njit", without_a_folder)
+    monkeypatch.setattr(caching.CacheImpl, "__init__", without_a_folder)
     monkeypatch.setattr(compiled, "_told", set())
     for _ in range(2):
         assert compile_anew(file)(21) == 42

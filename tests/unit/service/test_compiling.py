@@ -32,7 +32,7 @@ class HeldKernel:
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[HeldKernel]]:
     kernels = [HeldKernel(), HeldKernel()]
-    monkeypatch.setattr(server, "every_kernel", lambda: kernels)
+    monkeypatch.setattr(server, "imported_kernels", lambda: kernels)
     yield kernels
     for each in kernels:
         each.let_go.set()

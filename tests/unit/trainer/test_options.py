@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from deltasync.trainer.clicks.features import FeatureOptions
-from deltasync.trainer.clicks.model import ModelOptions
+from deltasync.trainer.clicks.model_options import ModelOptions
 from deltasync.trainer.clicks.stream import Pace
 from deltasync.trainer.clicks.synthetic import SyntheticOptions
 from deltasync.trainer.clicks.training_options import TrainingOptions

@@ -33,7 +33,8 @@ from deltasync.client import (
     ValueType,
 )
 from deltasync.core.tables import matrix_shape
-from deltasync.trainer.clicks.model import ClickModel, ModelOptions
+from deltasync.trainer.clicks.model import ClickModel
+from deltasync.trainer.clicks.model_options import ModelOptions
 from deltasync.trainer.demo.prediction import batch_of
 from deltasync.trainer.demo.quantised import quantised
 from deltasync.trainer.demo.scorer import outputs

@@ -11,7 +11,8 @@ from tests.support.ranks import leave
 
 from deltasync.core.errors import DeltasyncError, InvalidInput
 from deltasync.trainer import sync as sync_module
-from deltasync.trainer.clicks.model import ClickModel, ModelOptions
+from deltasync.trainer.clicks.model import ClickModel
+from deltasync.trainer.clicks.model_options import ModelOptions
 from deltasync.trainer.distributed.sharding import OptimizerOptions, click_tables, shard
 from deltasync.trainer.sync import DeltaSync, SyncOptions
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torchrec.modules.mc_modules import LRU_EvictionPolicy, MCHManagedCollisionModule
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from deltasync.trainer.clicks.model import ClickModel, ModelOptions
+from deltasync.trainer.clicks.model import ClickModel
+from deltasync.trainer.clicks.model_options import ModelOptions
 from deltasync.trainer.clicks.model_state import EvictionCount, ModelState, id_maps
 
 SMALL = ModelOptions(users=20, items=12, cross_buckets=10, dim=4, hidden=4, managed=True)

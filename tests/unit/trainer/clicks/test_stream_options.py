@@ -9,7 +9,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from deltasync.trainer.clicks.model import ModelOptions
+from deltasync.trainer.clicks.model_options import ModelOptions
 from deltasync.trainer.clicks.stream_options import (
     StreamOptions,
     managed_option,

@@ -12,15 +12,16 @@ from rich.console import Console
 
 from deltasync.client import Policy, ValueType
 from deltasync.core.errors import DeltasyncError
-from deltasync.trainer.clicks.model import ModelOptions
+from deltasync.trainer.clicks.model_options import ModelOptions
 from deltasync.trainer.clicks.stream_options import StreamOptions
 from deltasync.trainer.clicks.training_options import TrainingOptions
-from deltasync.trainer.demo import command, run
+from deltasync.trainer.demo import run
 from deltasync.trainer.demo.command import demo
+from deltasync.trainer.demo.options import DemoOptions
 from deltasync.trainer.demo.processes import DemoFailed, Processes
 from deltasync.trainer.demo.progress import DemoProgress
 from deltasync.trainer.demo.report import print_report
-from deltasync.trainer.demo.run import DemoOptions, run_demo
+from deltasync.trainer.demo.run import run_demo
 from deltasync.trainer.demo.verdict import WHATS
 
 STREAM = StreamOptions(
@@ -97,7 +98,7 @@ def test_predictors_have_quantised_tables_and_managed_collision_unless_told_othe
         asked.append(options)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "run_demo", stopped)
+    monkeypatch.setattr(run, "run_demo", stopped)
     CliRunner().invoke(demo, arguments)
     [options] = asked
     assert (options.policy.value_type, options.stream.model.managed) == (value_type, managed)

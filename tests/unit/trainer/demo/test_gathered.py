@@ -12,7 +12,8 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from deltasync.trainer.clicks.batch import click_batch
 from deltasync.trainer.clicks.events import Events
 from deltasync.trainer.clicks.features import RAW_IDS, FeatureOptions, Featurizer
-from deltasync.trainer.clicks.model import ClickModel, ModelOptions
+from deltasync.trainer.clicks.model import ClickModel
+from deltasync.trainer.clicks.model_options import ModelOptions
 from deltasync.trainer.clicks.model_state import ModelState, id_maps
 from deltasync.trainer.demo.gathered import gathered_model, rows_of
 from deltasync.trainer.demo.scorer import outputs

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from deltasync.core.errors import InvalidInput
 from deltasync.trainer.clicks.batch import click_batch
 from deltasync.trainer.clicks.features import RAW_IDS, Features
-from deltasync.trainer.clicks.model import ModelOptions
+from deltasync.trainer.clicks.model_options import ModelOptions
 from deltasync.trainer.demo.prediction import MOST_BYTES, MOST_EVENTS, PredictionRequest, batch_of, request_of
 
 IDS = ModelOptions(users=40, items=30, cross_buckets=10, managed=True).ids

@@ -17,7 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from deltasync.client import Contradiction, Position, ServiceFailed, ValueType
 from deltasync.client.torch_target import ModuleReading
-from deltasync.trainer.clicks.model import ClickModel, ModelOptions
+from deltasync.trainer.clicks.model import ClickModel
+from deltasync.trainer.clicks.model_options import ModelOptions
 from deltasync.trainer.demo import predictor
 from deltasync.trainer.demo.prediction import MOST_BYTES, batch_of
 from deltasync.trainer.demo.predictor import create_app

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from deltasync.client import ValueType
-from deltasync.trainer.clicks.model import ClickModel, ModelOptions
+from deltasync.trainer.clicks.model import ClickModel
+from deltasync.trainer.clicks.model_options import ModelOptions
 from deltasync.trainer.demo.compare import unequal_rows
 from deltasync.trainer.demo.quantised import quantised, served_rows, tbe_rows
 

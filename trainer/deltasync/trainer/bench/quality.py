@@ -18,11 +18,12 @@ from rich.table import Table
 
 from deltasync.client import Policy, ValueType
 from deltasync.core.errors import NotFound
-from deltasync.trainer.clicks.model import ModelOptions
+from deltasync.trainer.clicks.model_options import ModelOptions
 from deltasync.trainer.clicks.stream_options import StreamOptions
 from deltasync.trainer.clicks.training_options import TrainingOptions
 from deltasync.trainer.demo.compare import quality
-from deltasync.trainer.demo.run import CURRENT, DemoOptions, Fleet, checked, play
+from deltasync.trainer.demo.options import DemoOptions, Fleet
+from deltasync.trainer.demo.run import CURRENT, checked, play
 
 F = TypeVar("F", bound=Callable[..., Any])
 

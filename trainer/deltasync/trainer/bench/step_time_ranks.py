@@ -25,7 +25,8 @@ from deltasync.trainer.bench.timing import Duration, spread_of
 from deltasync.trainer.bench.tracker_reads import tracked
 from deltasync.trainer.clicks.batch import ClickBatch, click_batch
 from deltasync.trainer.clicks.features import FeatureOptions, Featurizer
-from deltasync.trainer.clicks.model import ClickModel, ModelOptions
+from deltasync.trainer.clicks.model import ClickModel
+from deltasync.trainer.clicks.model_options import ModelOptions
 from deltasync.trainer.clicks.stream import batches, open_stream
 from deltasync.trainer.distributed.ranks import join_ranks
 from deltasync.trainer.distributed.sharding import OptimizerOptions, click_tables, shard

@@ -1,7 +1,6 @@
 """The demo's model: a click predictor in the shape of DLRM, and how its tables are sharded."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from tensordict import TensorDict
@@ -16,77 +15,16 @@ from torchrec.modules.mc_modules import (
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from deltasync.trainer.checks import check_whole
 from deltasync.trainer.clicks.batch import SPARSE_FEATURES, ClickBatch
-from deltasync.trainer.clicks.features import DENSE_FEATURES, HOURS_OF_WEEK, RAW_IDS
+from deltasync.trainer.clicks.features import DENSE_FEATURES, RAW_IDS
+from deltasync.trainer.clicks.model_options import MANAGED, ModelOptions
 
 # The loss that the pipeline calls backward() on, and index, logit and label of each event.
 Output = tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
-# Features by managed table. Histories have no table of their own: of a table's ids TorchRec notes as many as the
-# first batch has, which has no history.
-_MANAGED = {"user": ["user"], "item": ["item", "history"]}
-# A managed table has a row for one id in so many, and gives rows away after so many batches.
-_IDS_PER_ROW = 4
+# A managed table gives rows away after so many batches.
 _EVICTION_BATCHES = 5
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelOptions:
-    """Sizes of the model, and whether it maps raw ids itself.
-
-    Attributes:
-        users: users there are, and rows of the user table; a managed one has a fourth of them.
-        items: likewise, of the item table and of the table of histories; a managed item table has both.
-        cross_buckets: rows of the table of user-item crosses.
-        dim: values per row, the same in all tables; even.
-        hidden: width of the hidden layers.
-        managed: ids of users and items are raw and get rows by managed collision; and the dense features are
-            normalised by batch.
-    """
-
-    users: int = 20_000
-    items: int = 12_000
-    cross_buckets: int = 10_000
-    dim: int = 16
-    hidden: int = 32
-    managed: bool = False
-
-    def __post_init__(self) -> None:
-        for name, value in self.sizes.items():
-            check_whole(name, value, least=2)
-        if self.dim % 2:
-            raise ValueError(f"dim: {self.dim}, expected an even number: one table is sharded by columns")
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The options that are sizes, by name."""
-        return {name: value for name, value in vars(self).items() if name != "managed"}
-
-    def arguments(self) -> list[str]:
-        """The command-line arguments that say the same to another process."""
-        sizes = [(f"--{name.replace('_', '-')}", str(value)) for name, value in self.sizes.items()]
-        return [argument for pair in sizes for argument in pair] + ["--managed"] * self.managed
-
-    @property
-    def managed_tables(self) -> tuple[str, ...]:
-        """Tables whose rows are given to raw ids."""
-        return tuple(_MANAGED) if self.managed else ()
-
-    @property
-    def rows(self) -> dict[str, int]:
-        """Rows by table, which are named after features."""
-        rest = {"cross": self.cross_buckets, "hour": HOURS_OF_WEEK}
-        if self.managed:
-            return {"user": -(-self.users // _IDS_PER_ROW), "item": -(-self.items // _IDS_PER_ROW), **rest}
-        return {"user": self.users, "item": self.items, **rest, "history": self.items}
-
-    @property
-    def ids(self) -> dict[str, int]:
-        """How many ids there are of each sparse feature: they are from 0 up to there."""
-        raw = {name: RAW_IDS for table in self.managed_tables for name in _MANAGED[table]}
-        return {**self.rows, **raw}
 
 
 class ClickModel(nn.Module):
@@ -143,7 +81,7 @@ def _scored(logits: torch.Tensor, label: torch.Tensor, index: torch.Tensor) -> O
 
 
 def _managed(options: ModelOptions, device: torch.device | None) -> ManagedCollisionEmbeddingBagCollection:
-    tables = _tables(options, _MANAGED)
+    tables = _tables(options, MANAGED)
     modules = {
         table.name: MCHManagedCollisionModule(
             zch_size=table.num_embeddings,
@@ -160,7 +98,7 @@ def _managed(options: ModelOptions, device: torch.device | None) -> ManagedColli
 
 
 def _unmanaged(options: ModelOptions) -> dict[str, list[str]]:
-    managed = [feature for table in options.managed_tables for feature in _MANAGED[table]]
+    managed = [feature for table in options.managed_tables for feature in MANAGED[table]]
     return {name: [name] for name in SPARSE_FEATURES if name not in managed}
 
 

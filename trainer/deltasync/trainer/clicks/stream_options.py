@@ -10,7 +10,7 @@ import click
 
 from deltasync.trainer.clicks.events import Events
 from deltasync.trainer.clicks.features import FeatureOptions
-from deltasync.trainer.clicks.model import ModelOptions
+from deltasync.trainer.clicks.model_options import ModelOptions
 from deltasync.trainer.clicks.stream import Pace, batches, open_stream, paced
 from deltasync.trainer.clicks.synthetic import SyntheticOptions
 

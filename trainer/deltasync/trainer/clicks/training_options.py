@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from deltasync.trainer.checks import check_whole
-from deltasync.trainer.pipelines import PipelineOptions
+
+if TYPE_CHECKING:
+    from deltasync.trainer.pipelines import PipelineOptions
 
 F = TypeVar("F", bound=Callable[..., Any])
 INPUTS = ("kjt", "tensordict")
@@ -33,8 +35,10 @@ class TrainingOptions:
         check_whole("grad_accum", self.grad_accum)
 
     @property
-    def pipeline(self) -> PipelineOptions:
+    def pipeline(self) -> "PipelineOptions":
         """What the pipeline is asked to do."""
+        from deltasync.trainer.pipelines import PipelineOptions
+
         return PipelineOptions(
             grad_accum=self.grad_accum, accumulate_tables=self.accumulate_tables, enable_amp=self.amp
         )

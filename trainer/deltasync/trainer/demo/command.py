@@ -5,19 +5,19 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
-from rich.console import Console
 
 from deltasync.cli.config import CONTEXT
+from deltasync.cli.needs import SERVICE, TRAINER, check_needs
 from deltasync.cli.policy_options import release_options, take_policy
 from deltasync.client import Policy, ValueType
 from deltasync.trainer.clicks.stream_options import stream_options, take_stream_options
 from deltasync.trainer.clicks.training_options import take_training_options, training_options
-from deltasync.trainer.demo.report import print_report
-from deltasync.trainer.demo.run import DemoOptions, run_demo
-from deltasync.trainer.demo.verdict import all_equal
+from deltasync.trainer.demo.options import DemoOptions
+
+check_needs(*TRAINER, *SERVICE)
 
 _SYNTHETIC_EVENTS = 75_000
 _MODELS = ("clicks", "mch")
@@ -73,8 +73,19 @@ def demo(json_file: Path | None, model: str | None, serve: str | None, **setting
     stream, training = take_stream_options(settings), take_training_options(settings)
     # As any other end: the processes are ended too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    _run(DemoOptions(stream=stream, training=training, policy=policy, **settings), json_file)
+
+
+def _run(options: DemoOptions, json_file: Path | None) -> NoReturn:
+    # Not before: `deltasync --help` would take the seconds that it takes to import torch.
+    from rich.console import Console
+
+    from deltasync.trainer.demo.report import print_report
+    from deltasync.trainer.demo.run import run_demo
+    from deltasync.trainer.demo.verdict import all_equal
+
     console = Console()
-    report = run_demo(DemoOptions(stream=stream, training=training, policy=policy, **settings), console)
+    report = run_demo(options, console)
     print_report(report, console)
     if json_file:
         json_file.write_text(json.dumps(report, indent=2) + "\n")

@@ -13,7 +13,8 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from deltasync.trainer.clicks.batch import ClickBatch, click_batch
 from deltasync.trainer.clicks.features import RAW_IDS, Featurizer
-from deltasync.trainer.clicks.model import ClickModel, ModelOptions
+from deltasync.trainer.clicks.model import ClickModel
+from deltasync.trainer.clicks.model_options import ModelOptions
 from deltasync.trainer.clicks.model_state import IdMap
 from deltasync.trainer.clicks.stream import Pace
 from deltasync.trainer.clicks.stream_options import StreamOptions

@@ -5,18 +5,19 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from deltasync.client import Admin, Endpoint, Policy
+from deltasync.client import Admin, Endpoint
 from deltasync.client.status import fetch_lag
 from deltasync.core.errors import DeltasyncError, InvalidInput, ServiceUnavailable
 from deltasync.trainer.clicks.stream import open_stream
 from deltasync.trainer.clicks.stream_options import StreamOptions
 from deltasync.trainer.clicks.training_options import TrainingOptions, why_not_shared
+from deltasync.trainer.demo.options import DemoOptions, Fleet
 from deltasync.trainer.demo.processes import DemoFailed, Processes, Service
 from deltasync.trainer.demo.progress import DemoProgress
 from deltasync.trainer.demo.report import build_report
@@ -31,59 +32,6 @@ _READY_SECONDS = 120.0
 _CATCH_UP_SECONDS = 300.0
 _HEAD_START_SECONDS = 0.5
 _DRIVER = "driver"
-
-
-@dataclass(frozen=True)
-class Fleet:
-    """A consumer and the names of its replicas, which no other fleet uses.
-
-    Attributes:
-        frozen: its replicas, predictors, take nothing more from half time on, and are not waited for.
-    """
-
-    consumer: str
-    replicas: tuple[str, ...]
-    policy: Policy
-    frozen: bool = False
-
-    @property
-    def serves(self) -> bool:
-        """Whether its replicas are predictors, with tables quantised as the policy says, which are asked over
-        HTTP; the others score the stream by themselves.
-        """
-        return self.policy.value_type.tbe_bits is not None
-
-
-@dataclass(frozen=True, kw_only=True)
-class DemoOptions:
-    """What to run.
-
-    Attributes:
-        stream: the events and the model.
-        training: how it is trained.
-        ranks: trainer processes.
-        publish_every: steps between cuts.
-        kill_service_at: kill the service with SIGKILL at this share of the steps; None = never.
-        keep: keep the folder of logs and results.
-        policy: what the replicas are given.
-    """
-
-    stream: StreamOptions
-    training: TrainingOptions
-    ranks: int = 2
-    publish_every: int = 2
-    kill_service_at: float | None = None
-    keep: bool = False
-    policy: Policy = field(default_factory=Policy)
-
-    @property
-    def fleets(self) -> list[Fleet]:
-        """What to run: the first one is compared with the trainer."""
-        synced = Fleet("predictors", ("replica-0", "replica-1"), self.policy)
-        if not synced.serves:
-            return [synced]
-        frozen = Fleet("frozen", ("replica-1",), self.policy, frozen=True)
-        return [replace(synced, replicas=("replica-0",)), frozen]
 
 
 def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from deltasync.trainer.bench.children import Children
 from deltasync.trainer.bench.pipelines.options import NAMES, Sizes, ratio_name, variant_arguments
+from deltasync.trainer.bench.pipelines.options import pipelines_options as pipelines_options
 from deltasync.trainer.bench.step_time import ratio_of
 
 
