@@ -5,7 +5,6 @@ autograd. Threads that read settle marks too, between steps. Marks and stamps ar
 """
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -18,12 +17,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from deltasync.core.errors import NotFound
 from deltasync.trainer.tracking.cost import TrackerCost
 from deltasync.trainer.tracking.dense_optimizers import DenseOptimizers
+from deltasync.trainer.tracking.lookup_marks import LookupMarks
 from deltasync.trainer.tracking.module_tensors import modules_with_buffers
 from deltasync.trainer.tracking.modules import table_fqn
 from deltasync.trainer.tracking.rewrites import RewriteListener, listen_to_rewrites
 from deltasync.trainer.tracking.row_reset import reset_rows
 from deltasync.trainer.tracking.shards import TrackedTable, check_deletable, flush_caches, follow_replaced
-from deltasync.trainer.tracking.stamps import STAMP_BYTES, RowStamps
+from deltasync.trainer.tracking.stamps import RowStamps
 from deltasync.trainer.tracking.torchrec_hooks import (
     Hooks,
     listen_to_evictions,
@@ -33,59 +33,9 @@ from deltasync.trainer.tracking.torchrec_hooks import (
     listen_to_maps,
     listen_to_output_dists,
 )
-from deltasync.trainer.tracking.tracked_model import Lookups, TrackedModel, ids_by_table
+from deltasync.trainer.tracking.tracked_model import TrackedModel
 from deltasync.trainer.tracking.update_gate import UpdateGate
 from deltasync.trainer.tracking.verification import Verification
-
-_MOST_BYTES, _MOST_LOOKUPS = 64 << 20, 1024
-
-
-class LookupMarks:
-    """The ids of lookups, which are not copied, until there is time to sort them out by table.
-
-    Attributes:
-        nbytes: bytes of these ids.
-    """
-
-    def __init__(self, lookups: Lookups, stamps: RowStamps, cost: TrackerCost) -> None:
-        self._lookups, self._stamps, self._cost = lookups, stamps, cost
-        self._waiting: list[tuple[KeyedJaggedTensor, nn.Module]] = []
-        self.nbytes = 0
-
-    def knows(self, kernel: nn.Module) -> bool:
-        """Whether tables that a kernel looks up are tracked."""
-        return kernel in self._lookups
-
-    def add(self, features: KeyedJaggedTensor, kernel: nn.Module) -> None:
-        """Add the ids of a lookup of a kernel."""
-        started = time.perf_counter()
-        nbytes = features.values().nbytes
-        self._waiting.append((features, kernel))
-        self.nbytes += nbytes
-        self._cost.marking_bytes += nbytes
-        self._cost.marking_seconds += time.perf_counter() - started
-        # Steps and reads stamp them; without any, they would pile up.
-        if self.nbytes > _MOST_BYTES or len(self._waiting) > _MOST_LOOKUPS:
-            self.compact()
-
-    def compact(self) -> None:
-        """Stamp the rows that were looked up. Within the gate."""
-        if not self._waiting:
-            return
-        started = time.perf_counter()
-        for features, kernel in self._waiting:
-            ids = features.values()
-            for number, part in ids_by_table(self._lookups[kernel], features):
-                self._stamps.stamp(number, ids, part)
-                self._cost.compaction_bytes += (part.stop - part.start) * STAMP_BYTES
-        self.clear()
-        self._cost.compaction_seconds += time.perf_counter() - started
-
-    def clear(self) -> None:
-        """Forget them."""
-        self._waiting.clear()
-        self.nbytes = 0
-
 
 class RowMarking:
     """Stamps the rows of a model: of lookups, evictions, rewrites and dense updates, and those marked by hand.
