@@ -27,10 +27,6 @@ class LookupMarks:
         self._waiting: list[tuple[KeyedJaggedTensor, nn.Module]] = []
         self.nbytes = 0
 
-    def knows(self, kernel: nn.Module) -> bool:
-        """Whether tables that a kernel looks up are tracked."""
-        return kernel in self._places
-
     def add(self, features: KeyedJaggedTensor, kernel: nn.Module) -> None:
         """Add the ids of a lookup of a kernel."""
         started = time.perf_counter()

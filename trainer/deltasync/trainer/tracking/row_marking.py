@@ -7,6 +7,7 @@ autograd. Threads that read settle marks too, between steps. Marks and stamps ar
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from deltasync.trainer.tracking.shards import TrackedTable, check_deletable, flu
 from deltasync.trainer.tracking.stamps import RowStamps
 from deltasync.trainer.tracking.torchrec_hooks import (
     Hooks,
+    call_in_backward,
     listen_to_evictions,
     listen_to_forwards,
     listen_to_gradients,
@@ -36,6 +38,12 @@ from deltasync.trainer.tracking.torchrec_hooks import (
 from deltasync.trainer.tracking.tracked_model import TrackedModel
 from deltasync.trainer.tracking.update_gate import UpdateGate
 from deltasync.trainer.tracking.verification import Verification
+
+class _Paused(threading.local):
+    """How many times a thread has paused marking, and not gone on."""
+
+    depth = 0
+
 
 class RowMarking:
     """Stamps the rows of a model: of lookups, evictions, rewrites and dense updates, and those marked by hand.
@@ -75,7 +83,7 @@ class RowMarking:
         self._lookups = tracked.lookups
         self._verification = Verification(tracked.tables, stamps) if verify else None
         self._hooks = Hooks()
-        self._paused = threading.local()
+        self._paused = _Paused()
         self._rewrites = list[bool]()
         self._steps_uncompacted = 0
         self.steps = 0
@@ -112,15 +120,14 @@ class RowMarking:
         """See to it that the rows of a lookup are marked when they change. In the thread that trains."""
         # They change in backward, which some pipelines run a step later than the lookup: marking now, or in
         # `register_post_odist_tracker_fn`, could offer a row before its update and never again. Evaluation has
-        # no backward, and marks nothing. A hook of the node costs a fourth of one of the tensor.
-        backward = output.grad_fn
-        if backward is None or not self._marks.knows(kernel):
+        # no backward, and marks nothing.
+        if not output.requires_grad or kernel not in self._lookups:
             return
-        if getattr(self._paused, "depth", 0):  # Not marked, but others must not read rows half changed.
-            backward.register_prehook(lambda _gradients: self._pass_over(kernel))
+        if self._paused.depth:  # Not marked, but others must not read rows half changed.
+            call_in_backward(output, partial(self._pass_over, kernel))
         else:
             self._gate.training_here()
-            backward.register_prehook(lambda _gradients: self._mark_lookup(features, kernel))
+            call_in_backward(output, partial(self._mark_lookup, features, kernel))
 
     def end_step(self) -> None:
         """An optimizer step is complete. In the thread that trains.
@@ -236,7 +243,7 @@ class RowMarking:
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Lookups made meanwhile by this thread mark nothing."""
-        self._paused.depth = getattr(self._paused, "depth", 0) + 1
+        self._paused.depth += 1
         try:
             yield
         finally:
@@ -271,12 +278,12 @@ class RowMarking:
         follow_replaced(self._tables)
         self.follow_maps()
 
-    def _mark_lookup(self, features: KeyedJaggedTensor, kernel: nn.Module) -> None:
+    def _mark_lookup(self, features: KeyedJaggedTensor, kernel: nn.Module, _gradient: torch.Tensor) -> None:
         with self._gate:
             self._gate.begin_updates()
             self._marks.add(features, kernel)
 
-    def _pass_over(self, kernel: nn.Module) -> None:
+    def _pass_over(self, kernel: nn.Module, _gradient: torch.Tensor) -> None:
         with self._gate:
             self._gate.begin_updates()
             if self._verification:

@@ -138,8 +138,9 @@ class HostStamps(TableStamps):
     def mark(self, ids: torch.Tensor) -> None:
         """As for any table."""
         if len(self._rows):  # Else there is no row 0 either.
-            marks.mark(as_numbers(ids), len(self._rows), self._marks)
-            self._marked += len(ids)
+            numbers = as_numbers(ids)
+            marks.mark(numbers, len(self._rows), self._marks)
+            self._marked += len(numbers)
 
     def settle(self) -> None:
         """Stamp what is only marked by now."""
