@@ -20,8 +20,9 @@ from deltasync.v1 import publish_pb2
 from deltasync.wire.messages import event_time_from_message, position_from_message
 from deltasync.wire.row_messages import MAX_CHUNK_BYTES, decode_rows
 
-# Chunks per rank that are handed to the log and not on disk yet: bounds the memory that an arriving part takes.
-_UNWRITTEN_CHUNKS = 16
+# Of a rank's chunks that are handed to the log and not on disk yet: bounds the memory that an arriving part takes.
+# Many small ones, of a table each, are not waited for one by one.
+_UNWRITTEN_BYTES, _LEAST_CHUNK_BYTES = 16 << 20, 4096
 # Rows that a rank is asked for at once.
 _WANTED_IDS = 131_072
 
@@ -58,7 +59,8 @@ class PublishSession:
         self._shards = opening.shards
         self._knows_deletes = opening.knows_deletes
         self._part: tuple[OpenCut, RankPart] | None = None
-        self._unwritten: deque[Future[None]] = deque()
+        self._unwritten: deque[tuple[Future[None], int]] = deque()
+        self._unwritten_bytes = 0
 
     def say(self, kind: EventKind, text: str) -> None:
         """Tell what happens to this rank."""
@@ -116,8 +118,8 @@ class PublishSession:
         open_cut.cut.keep(part, batch)
         self._append(open_cut.cut, part, chunk.rows.slot, batch)
         # Last: while this waits, another stream may begin the part anew.
-        while len(self._unwritten) > _UNWRITTEN_CHUNKS:
-            await asyncio.wrap_future(self._unwritten.popleft())
+        while self._unwritten_bytes > _UNWRITTEN_BYTES:
+            await self._first_written()
 
     async def close(self, close: publish_pb2.PartClose) -> Position:
         """End this rank's part; the position the cut was sealed at, once it is durable.
@@ -146,9 +148,10 @@ class PublishSession:
             step_end_unix_ns=close.step_end_unix_ns,
             deletes=frozenset(close.deletes),
             event_time_unix_ns=event_time,
-            unwritten=tuple(self._unwritten),
+            unwritten=tuple(write for write, _ in self._unwritten),
         )
         self._unwritten.clear()
+        self._unwritten_bytes = 0
         self._coordinator.differing |= differing
         self._part = None
         self._coordinator.seal_when_complete()
@@ -187,15 +190,24 @@ class PublishSession:
             self._part = (open_cut, part)
             dropped = self._model.store.drop_part(open_cut.cut.version, self.rank)
             layout = self._model.store.use_layout(self._layout, self._shards, open_cut.cut.version)
-            self._unwritten.extend((dropped, layout.written))
+            self._unwritten.extend(((dropped, 0), (layout.written, 0)))
             part.layout, part.log_bytes = layout.number, layout.log_bytes
         return self._part
 
     def _append(self, cut: Cut, part: RankPart, slot: int, rows: RowBatch) -> None:
         index, part.records = part.records, part.records + 1
-        part.log_bytes += packed_bytes(rows)
+        size = packed_bytes(rows)
+        part.log_bytes += size
         appended = self._model.store.append(cut.version, self.rank, index, slot, rows, part.layout)
-        self._unwritten.append(appended)
+        self._unwritten.append((appended, max(size, _LEAST_CHUNK_BYTES)))
+        self._unwritten_bytes += self._unwritten[-1][1]
+
+    async def _first_written(self) -> None:
+        write, size = self._unwritten.popleft()
+        self._unwritten_bytes -= size
+        if not write.done():
+            await asyncio.wrap_future(write)
+        write.result()
 
     def _check_current(self) -> None:
         if self._coordinator.sessions.get(self.rank) is not self:
