@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from deltasync.core.delivery import Delivery
 from deltasync.core.stamps import StampedTable
@@ -14,11 +13,16 @@ from deltasync.storage.table_files import ArraySpec, TableFiles, make_tables, op
 from deltasync.views.table import ViewTable, view_arrays
 
 
-def in_a_file(array: Any) -> bool:
-    """Whether an array is in a mapping, or cut out of one that is."""
+def mapping_of(array: Any) -> Mapping | None:
+    """The mapping that an array is in, or cut out of; None if it is in memory."""
     while array is not None and not isinstance(array, Mapping):
         array = getattr(array, "base", None)
-    return array is not None
+    return array
+
+
+def in_a_file(array: Any) -> bool:
+    """Whether an array is in a mapping, or cut out of one that is."""
+    return mapping_of(array) is not None
 
 
 def new_files(folder: Path, arrays: Sequence[ArraySpec]) -> TableFiles:
@@ -33,11 +37,20 @@ def new_view_table(source: StampedTable, delivery: Delivery, folder: Path) -> Vi
 
 def reopened(table: ViewTable) -> ViewTable:
     """The table after a restart."""
-    (files,) = open_tables([(table.files.place, view_arrays(table.delivery))])
-    return ViewTable(table.source, table.delivery, files)
+    return ViewTable(table.source, table.delivery, files_on_disk(table))
 
 
-def marks_on_disk(table: ViewTable) -> NDArray[np.int64]:
-    """What the files have of which rows of a view's table are dirty."""
-    (files,) = open_tables([(table.files.place, view_arrays(table.delivery))])
-    return np.array(files.arrays[-1])
+def check_noted(files: TableFiles, arrays: Sequence[ArraySpec]) -> None:
+    """Check that a flush would write every row of these arrays that the files have not: of private mappings."""
+    (found,) = open_tables([(files.place, arrays)])
+    pending = files.touched.pending()
+    for number, (memory, disk, spec) in enumerate(zip(files.arrays, found.arrays, arrays, strict=True)):
+        rows = memory.reshape(len(memory), -1).view(np.uint8), disk.reshape(len(disk), -1).view(np.uint8)
+        differ = np.flatnonzero((rows[0] != rows[1]).any(axis=1))
+        noted = pending[differ >> files.touched.shift] & 1 << files.first + number
+        assert noted.all(), f"{spec.file}: rows {differ[noted == 0].tolist()} were written and are not noted"
+
+
+def files_on_disk(table: ViewTable) -> TableFiles:
+    """What the files have of a view's table, mapped once more."""
+    return open_tables([(table.files.place, view_arrays(table.delivery))])[0]

@@ -13,13 +13,24 @@ from typing import Self
 from tests.support.http import HttpStatus
 
 _DEADLINE_SECONDS = 30.0
+_WITH_SHARED_FILES = """
+import runpy
+from deltasync.storage import mapping
+from deltasync.storage.private_memory import PrivateMemory
+mapping.PRIVATE = PrivateMemory(0)
+runpy.run_module("deltasync", run_name="__main__")
+"""
 
 
 class ServiceProcess(HttpStatus):
-    """`deltasync serve` on free ports, which it keeps over restarts: of today, or of the package in `code`."""
+    """`deltasync serve` on free ports, which it keeps over restarts: of today, or of the package in `code`.
 
-    def __init__(self, data_dir: Path, *arguments: str, code: Path | None = None) -> None:
+    Unless its tables are `private`, as if there were too little memory for that.
+    """
+
+    def __init__(self, data_dir: Path, *arguments: str, code: Path | None = None, private: bool = True) -> None:
         self.data_dir = data_dir
+        self._program = ["-m", "deltasync"] if private else ["-c", _WITH_SHARED_FILES]
         self._environment = environment(code)
         self._arguments = arguments
         self._ports = ("0", "0")
@@ -47,7 +58,7 @@ class ServiceProcess(HttpStatus):
 
     def _command(self) -> list[str]:
         grpc_port, http_port = self._ports
-        command = [sys.executable, "-m", "deltasync", "serve", "--data-dir", str(self.data_dir)]
+        command = [sys.executable, *self._program, "serve", "--data-dir", str(self.data_dir)]
         return [*command, "--grpc-port", grpc_port, "--http-port", http_port, *self._arguments]
 
     def _wait_for(self, endpoints: Path) -> None:

@@ -300,14 +300,12 @@ class Checksum(_message.Message):
     slot: _builtins.int
     """slot is the index of the table in SubscribeOpened.tables."""
     sum: _builtins.int
-    """sum, in fields of older protocols, is the sum over all rows i and columns j of w(i) * c(j) * bits(i, j), modulo 2^64, where bits are those of
-    the value in the table's value_type (in mode ids: of the norm; of rows made for a TBE: of each byte), taken as an
-    unsigned number. With mix the
-    finalizer of SplitMix64 (z *= 0x9E3779B97F4A7C15; z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9; z = (z ^ z >> 27) *
-    0x94D049BB133111EB; z ^= z >> 31), c(j) is mix(j + 2^60) | 1 and w(i) is mix(i + 2^61) | 1.
-    In the fields named `sums` it is the sum over all rows i whose digest d(i), see Rows.digests, is not 0 of
-    mix(d(i) + mix(i)), modulo 2^64. Digests are of rows as replicas hold them: decoded (in mode ids: of the norm; of
-    rows made for a TBE: of each byte).
+    """sum, in the fields named `sums`, is the sum over all rows i whose digest d(i) is not 0 of mix(d(i) + mix(i)),
+    modulo 2^64; see Rows.digests for d and mix. Digests are of rows as replicas hold them: decoded (in mode ids: of
+    the norm; of rows made for a TBE: of each byte).
+    In fields of older protocols it is the sum over all rows i and columns j of w(i) * c(j) * bits(i, j), modulo 2^64,
+    where c(j) is mix(j + 2^60) | 1, w(i) is mix(i + 2^61) | 1, and bits are those of the value in the table's
+    value_type (in mode ids: of the norm; of rows made for a TBE: of each byte), taken as an unsigned number.
     """
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """The gRPC side of publishing."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc.aio
@@ -9,6 +9,7 @@ from deltasync.api.call_errors import abort
 from deltasync.api.protocol import protocols_of
 from deltasync.core.errors import DeltasyncError, InvalidInput
 from deltasync.core.events import EventKind
+from deltasync.core.rows import Ids
 from deltasync.publish.opening import check_open
 from deltasync.publish.session import PublishSession, open_session
 from deltasync.service.service import Service
@@ -67,7 +68,7 @@ class _RankStream:
                     step=request.close.step,
                     position=position_to_message(position),
                     deletes=_deletes(self._session),
-                    wanted=_wanted(self._session),
+                    wanted=_wanted(self._session.ask()),
                 )
                 yield publish_pb2.PublishResponse(sealed=sealed)
 
@@ -93,7 +94,7 @@ def _opened(session: PublishSession) -> publish_pb2.PublishResponse:
         reason=decision.reason,
         tables=len(session.tables),
         deletes=_deletes(session),
-        wanted=_wanted(session),
+        wanted=_wanted(session.wanted),
     )
     return publish_pb2.PublishResponse(opened=opened)
 
@@ -105,5 +106,5 @@ def _deletes(session: PublishSession) -> list[publish_pb2.DeleteRequest]:
     ]
 
 
-def _wanted(session: PublishSession) -> list[tables_pb2.WantedRows]:
-    return [tables_pb2.WantedRows(table=slot, ids=ids.tolist()) for slot, ids in session.wanted]
+def _wanted(rows: Sequence[tuple[int, Ids]]) -> list[tables_pb2.WantedRows]:
+    return [tables_pb2.WantedRows(table=slot, ids=ids.tolist()) for slot, ids in rows]

@@ -25,6 +25,10 @@ _SCAN_ROWS = 1 << 20
 # Once a sum has shrunk to this share of what it was, rounding has eaten the rest of it.
 _EXACT_SHARE = 2.0**-30
 
+# The arrays of a table, as bits.
+ROWS, STAMPS, DIGESTS, SQUARES = 1, 2, 4, 8
+_ALL_ARRAYS = ROWS | STAMPS | DIGESTS | SQUARES
+
 T = TypeVar("T", bound=np.generic)
 
 
@@ -102,6 +106,7 @@ class StampedTable:
         # What needs memory comes before: a block that fails is tried again, and must not be half done.
         counts = self.counts.moved(self.stamps[block.ids], number)
         change, square_change = self._clear(block, number) if block.deleted else self._write(block, number)
+        self.wrote(block.ids, _ALL_ARRAYS)
         self.counts = counts
         self.checksum = (self.checksum + int(change)) % 2**64
         self._square_sum += square_change
@@ -165,19 +170,25 @@ class StampedTable:
         except BaseException:  # It is tried again, and must not look done.
             self.digests, self.squares, self.columns = before
             raise
+        self.wrote(None, DIGESTS | SQUARES)
         self.count()
 
     def make_digests(self) -> None:
         """Make the digests of all rows anew, of what is there."""
         for block in self._blocks():
             self._digest(block)
+        self.wrote(None, DIGESTS | SQUARES)
         self.count()
 
     def trust(self, ids: Ids) -> None:
-        """Make the digests of some rows ([n], strictly ascending) anew where they do not fit, of what is there."""
+        """Make the digests of some rows ([n], strictly ascending) anew where they do not fit, of what is there.
+
+        `count` is to be called once all digests are right.
+        """
         for start in range(0, len(ids), BLOCK_ROWS):
-            self._digest(self.damaged(ids[start : start + BLOCK_ROWS]))
-        self.count()
+            damaged = self.damaged(ids[start : start + BLOCK_ROWS])
+            self._digest(damaged)
+            self.wrote(damaged, DIGESTS | SQUARES)
 
     def _digest(self, where: slice | Ids) -> None:
         values = self.rows[where]
@@ -204,11 +215,13 @@ class StampedTable:
         self.index.note_each(ids, stamps)
         self.counts = self.counts.without(self.stamps[ids]).plus(stamps)
         self.stamps[ids] = stamps
+        self.wrote(ids, STAMPS)
 
     def forget_after(self, number: int) -> None:
         """Take stamps above `number`, which is the newest there was, for damaged: these rows are sent again."""
         if self.counts.newest > number:
             np.clip(self.stamps, -number, number, out=self.stamps)
+            self.wrote(None, STAMPS)
             self.counts, self.index = ChangeCounts.of(self.stamps), ChangeIndex(self.stamps)
 
     def numbers(self, ids: Ids) -> Stamps:
@@ -241,11 +254,16 @@ class StampedTable:
         return self.index.changed_since(number)
 
     def not_stamped(self, number: int) -> Ids:
-        """Sorted unique ids ([n] int64) of the rows that are there, and have another stamp than `number`."""
+        """Sorted unique ids ([n] int64) of the rows that are there, and have another stamp than `number`; and of
+        those deleted then: after a crash, of a delete no more than the stamp may be there.
+        """
         starts = range(0, len(self.stamps), _SCAN_ROWS)
         blocks = ((start, self.stamps[start : start + _SCAN_ROWS]) for start in starts)
         return np.concatenate(
-            [np.flatnonzero((stamps > 0) & (stamps != number)) + start for start, stamps in blocks]
+            [
+                np.flatnonzero((stamps > 0) & (stamps != number) | (stamps == -number)) + start
+                for start, stamps in blocks
+            ]
         )
 
     def read(self, ids: Ids, out: Values) -> RowBatch:
@@ -291,3 +309,7 @@ class StampedTable:
         """Write rows again as they were stored: neither stamps nor digests change."""
         first = first_word(rows.shard.col_offset, self.spec.dtype)
         kernels.scatter(words_of(self.rows), first, rows.ids, words_of(rows.values))
+        self.wrote(rows.ids, ROWS)
+
+    def wrote(self, ids: Ids | None, arrays: int) -> None:
+        """Called after rows of some arrays were written, `ids` ([n]) or else all: for tables that are in files."""

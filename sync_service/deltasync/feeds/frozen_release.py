@@ -3,8 +3,9 @@
 import asyncio
 import threading
 import weakref
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from weakref import WeakValueDictionary, ref
 
@@ -16,7 +17,7 @@ from deltasync.core.seal import Seal
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import Shard
 from deltasync.feeds.repair import NO_REPAIR, Repair
-from deltasync.feeds.scratch import room_for
+from deltasync.feeds.scratch import Room
 from deltasync.wire.row_messages import chunk_rows, chunked, release_chunk, rows_in_chunk
 
 # Of all releases together; beyond it they are kept in unlinked files, so that slow replicas cost no memory.
@@ -187,7 +188,7 @@ def freeze(
 
     Who holds nothing of a table need not know what is deleted in it.
 
-    A release of more than `memory_bytes` is kept in unlinked files in the folder `scratch`.
+    A release of more than `memory_bytes` is kept in an unlinked file in the folder `scratch`.
     """
     changed = [
         _split(table, 0 if slot in repair.whole else after, repair.rows.get(slot))
@@ -196,10 +197,11 @@ def freeze(
     pairs = list(zip(tables, changed, strict=True))
     total = sum(len(ids) * table.spec.row_bytes + gone.nbytes for table, (ids, gone) in pairs)
     spill = total > memory_bytes
+    room = _spilling_room(pairs, scratch) if spill else None
     chunks = [
         chunk
         for slot, (table, (ids, gone)) in enumerate(pairs)
-        for chunk in (_spilled(slot, table, ids, gone, scratch) if spill else _written(slot, table, ids, gone))
+        for chunk in (_spilled(slot, table, ids, gone, room) if room else _written(slot, table, ids, gone))
     ]
     release = FrozenRelease(head, chunks, repair, _checksums(tables), 0 if spill else total)
     if spill:
@@ -227,24 +229,32 @@ def _written(slot: int, table: StampedTable, ids: Ids, gone: Ids) -> Iterator[Ch
     spec, size = table.spec, chunk_rows(table.spec.row_bytes)
     for start in range(0, len(ids), size):
         some = ids[start : start + size]
-        yield Chunk.written(slot, table.read(some, room_for((len(some), spec.dim), spec.dtype, None, spec.name)))
+        yield Chunk.written(slot, table.read(some, np.empty((len(some), spec.dim), spec.dtype)))
     yield from (Chunk.written(slot, piece) for piece in chunked(RowBatch.deletes(Shard.whole(spec), gone)))
 
 
-def _spilled(slot: int, table: StampedTable, ids: Ids, gone: Ids, scratch: Path) -> Iterator[Chunk]:
-    """The same, in unlinked files in the folder `scratch`."""
-    spec, what = table.spec, f"a release of table {table.spec.name!r}"
+def _spilling_room(tables: Iterable[tuple[StampedTable, tuple[Ids, Ids]]], scratch: Path) -> Room:
+    """Room in an unlinked file for rows of some tables: those that are there, and the ids of others."""
+    sizes = [
+        (ids.nbytes, len(ids) * table.spec.dim * table.spec.dtype.itemsize, gone.nbytes)
+        for table, (ids, gone) in tables
+    ]
+    return Room(chain(*sizes), scratch, f"a release of {len(sizes)} tables")
+
+
+def _spilled(slot: int, table: StampedTable, ids: Ids, gone: Ids, room: Room) -> Iterator[Chunk]:
+    """As `_written`, with the next of the room."""
+    spec = table.spec
     if len(ids):
-        values = room_for((len(ids), spec.dim), spec.dtype, scratch, what)
-        rows = replace(table.read(ids, values), ids=_spilled_ids(ids, scratch, what))
-        yield from (Chunk(slot, piece) for piece in chunked(rows))
+        rows = table.read(ids, room.array((len(ids), spec.dim), spec.dtype))
+        yield from (Chunk(slot, piece) for piece in chunked(replace(rows, ids=_spilled_ids(ids, room))))
     if len(gone):
-        deletes = RowBatch.deletes(Shard.whole(spec), _spilled_ids(gone, scratch, what))
+        deletes = RowBatch.deletes(Shard.whole(spec), _spilled_ids(gone, room))
         yield from (Chunk(slot, piece) for piece in chunked(deletes))
 
 
-def _spilled_ids(ids: Ids, scratch: Path, what: str) -> Ids:
-    spilled = room_for(ids.shape, ids.dtype, scratch, what)
+def _spilled_ids(ids: Ids, room: Room) -> Ids:
+    spilled = room.array(ids.shape, ids.dtype)
     spilled[:] = ids
     return spilled
 

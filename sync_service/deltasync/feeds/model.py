@@ -5,7 +5,7 @@ neither sees the other half done; nothing there waits for a disk. All else happe
 
     the model's thread    `applied`; rows, stamps and digests of the tables
     the event loop        `seals`, `succession`, `published`, `signal`, `failure`
-    set by the loop, and replaced whole, so that every thread may read it: `head`, `damage`
+    set by the loop, and replaced whole, so that every thread may read it: `head`
     any thread            `name`; `tables`, which `store` replaces whole; `store`, whose methods block
 """
 
@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from deltasync.core.damage import DamagedRows
 from deltasync.core.delivery import Delivery
 from deltasync.core.errors import ServiceUnavailable
 from deltasync.core.policy import Policy
@@ -29,11 +28,11 @@ from deltasync.core.steady_clock import Succession, steady_ns
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.core.threads import EVENT_LOOP, MODEL_PREFIX, MODEL_THREAD, SET_BY_EVENT_LOOP, confined
 from deltasync.feeds.cut_rows import cut_rows
-from deltasync.feeds.damage import FROM_TRAINERS, Damage, in_words, joined, of_tables, without
+from deltasync.feeds.damage import FROM_TRAINERS, Damage, IdsByTable
 from deltasync.feeds.frozen_release import FrozenRelease, Head, Releases
+from deltasync.feeds.log_mender import LogMender
 from deltasync.feeds.repair import NO_REPAIR, Repair
 from deltasync.feeds.standing import Standing, TableStanding
-from deltasync.feeds.sweep import Sweep
 from deltasync.feeds.table_changes import changes
 from deltasync.storage.log_store import LogStore
 from deltasync.storage.mapped_table import MappedTable
@@ -48,12 +47,7 @@ T = TypeVar("T")
     failure=EVENT_LOOP,
     succession=EVENT_LOOP,
     head=SET_BY_EVENT_LOOP,
-    damage=SET_BY_EVENT_LOOP,
-    _untold=EVENT_LOOP,
-    _searching=EVENT_LOOP,
-    _not_logged=EVENT_LOOP,
     _deliveries=EVENT_LOOP,
-    _sweep=MODEL_THREAD,
     _applied=MODEL_THREAD,
     _partly_applied=MODEL_THREAD,
 )
@@ -69,7 +63,7 @@ class Model:
         published: how many rows of each table were published, by the table's name: all that it had at the time.
         signal: wakes who waits for the head to move, or for a table.
         failure: what keeps cuts from being sealed or applied, which is tried again; empty if nothing does.
-        damage: rows that were found not to fit their digests, and are not mended yet.
+        damage: rows of the tables that do not fit their digests.
     """
 
     def __init__(self, name: str, log: LogStore, directory: Path) -> None:
@@ -81,17 +75,14 @@ class Model:
         self.published: dict[str, int] = {}
         self.signal = Signal()
         self.failure = ""
-        self.damage: Damage = {}
         self._deliveries: list[Delivery] = []
-        self._sweep = Sweep()
-        self._untold: Damage = {}
-        self._searching: asyncio.Task[list[RowBatch]] | None = None
-        self._not_logged: Damage = {}  # What the log was searched for before, and does not mend.
         self._adding = asyncio.Lock()
         self._closed = False
         self._applied: Seal | None = None
         self._partly_applied = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"{MODEL_PREFIX}{name}")
+        self.damage = Damage(lambda: self.tables, self.on_thread, self._mend)
+        self._mender = LogMender(self.store, self.on_thread)
         self._releases = Releases(self.on_thread, lambda: (list(self.tables), _head(self.applied)), directory)
 
     @property
@@ -149,8 +140,7 @@ class Model:
         """Flush the tables and stop the thread."""
         async with self._adding:
             self._closed = True
-            if self._searching:
-                await asyncio.wait({self._searching})
+            await self._mender.close()
             await asyncio.to_thread(self._thread.shutdown)
         await asyncio.to_thread(self.flush)
         await asyncio.to_thread(self.store.remove_unused)
@@ -179,6 +169,8 @@ class Model:
         """Apply a cut that was just sealed, from `rows` or else from the log, and make it the head."""
         self.succession.add(seal.version, steady_ns())  # Also if it cannot be applied for a while.
         release = await self.on_thread(self._apply_and_release, seal, rows, self._releases.followed)
+        if damaged := self.damage.rows:
+            self.damage.note_mended(await self.on_thread(self._mender.mended_by, seal.version, damaged))
         self.head = _head(seal)
         self._releases.have(release, seal.version)
         self.signal.wake()
@@ -190,7 +182,7 @@ class Model:
     def release(self, after: int, repair: Repair = NO_REPAIR) -> asyncio.Future[FrozenRelease]:
         """What a replica at version `after` lacks, and what is to be repaired."""
         task = self._releases.get(after, repair, self.position.number)
-        task.add_done_callback(self._look_for_damage)
+        task.add_done_callback(self.damage.note_failure)
         return task
 
     def version_of(self, version: int) -> int:
@@ -217,7 +209,7 @@ class Model:
     def standing(self, policy: Policy) -> Standing:
         """Where the model stands, to a consumer with this policy that reads its tables as they are."""
         tables, newest = tuple(self.tables), self.seals.newest_version
-        damage = of_tables(self.damage, {each.spec.name for each in tables if policy.follows(each.spec)})
+        names = {each.spec.name for each in tables if policy.follows(each.spec)}
 
         def followed() -> list[TableStanding]:
             return [_standing(each, newest, policy) for each in tables if policy.follows(each.spec)]
@@ -227,52 +219,9 @@ class Model:
             seals=self.seals.frozen(),
             tables=followed,
             version_of=lambda version: version,
-            failure=self.failure or in_words(damage, FROM_TRAINERS),
+            failure=self.failure or self.damage.in_words(FROM_TRAINERS, names),
             unpublished="" if self.head else f"nothing of model {self.name!r} is published",
         )
-
-    # Damage.
-
-    def note_damage(self, error: DamagedRows) -> None:
-        """Note rows that do not fit their digests."""
-        found = {error.table: error.ids}
-        self._untold = joined(self._untold, without(found, self.damage))
-        self.damage = joined(self.damage, found)
-
-    def untold_damage(self) -> Damage:
-        """Rows that were noted since this was asked last."""
-        untold, self._untold = self._untold, {}
-        return untold
-
-    async def sweep(self) -> None:
-        """Look at some more rows of the tables: what does not fit its digest is noted."""
-        try:
-            await self.on_thread(self._go_on_sweeping)
-        except DamagedRows as error:
-            self.note_damage(error)
-
-    async def mend(self) -> Damage:
-        """Mend what is damaged from the log, as far as that has it; returns what is whole again.
-
-        The rest comes with a later cut, since the ranks are asked for it.
-        """
-        before = self.damage
-        left = await self.on_thread(self._still_damaged, before)
-        if left:
-            new, seals = without(left, self._not_logged), self.seals.after(self.store.flushed)
-            logged = await self._search(new, seals) if new else []
-            left = await self.on_thread(self._mend, logged, left)
-        self._not_logged = left
-        mended = without(before, left)
-        self.damage = without(self.damage, mended)
-        return mended
-
-    async def _search(self, damage: Damage, seals: Sequence[Seal]) -> list[RowBatch]:
-        # Its thread goes on when this is cancelled; the log must not be closed before.
-        self._searching = asyncio.create_task(asyncio.to_thread(self.store.logged, damage, seals))
-        found = await asyncio.shield(self._searching)
-        self._searching = None
-        return found
 
     def flush(self) -> bool:
         """Put the tables as of the head on disk and drop the log up to there; whether there was anything to flush.
@@ -304,6 +253,7 @@ class Model:
                 # Rows in the files may be newer than the digests that were split, in columns that no cut has
                 # brought again: what is missing to the digest of a row was not damage.
                 table.trust(table.changed_since(self.store.flushed))
+                table.count()
         for table in self.tables:
             table.forget_after(seals.newest_version)
         self._applied = seals.newest
@@ -319,33 +269,8 @@ class Model:
         known = table.stamps[grown_from:].any() or (not grown_from and table.spec.name in whole)
         return table.spec.rows if known else grown_from
 
-    def _look_for_damage(self, frozen: asyncio.Future[FrozenRelease]) -> None:
-        if not frozen.cancelled() and isinstance(error := frozen.exception(), DamagedRows):
-            self.note_damage(error)
-
-    def _go_on_sweeping(self) -> None:
-        self._sweep.go_on(self.tables)
-
-    def _still_damaged(self, damage: Damage) -> Damage:
-        found = {}
-        for table in self._named(damage):
-            found[table.spec.name] = table.damaged(damage[table.spec.name])
-            if len(found[table.spec.name]) < len(damage[table.spec.name]):
-                table.count()  # Of rows that were written anew, digests may have been damaged.
-        return {name: ids for name, ids in found.items() if len(ids)}
-
-    def _mend(self, logged: Sequence[RowBatch], damage: Damage) -> Damage:
-        damage = self._still_damaged(damage)  # A cut may have brought others since the log was read.
-        by_name = {table.spec.name: table for table in self._named(damage)}
-        for rows in logged:
-            if rows.table.name in by_name:
-                by_name[rows.table.name].mend(rows.among(damage[rows.table.name]))
-        for name, table in by_name.items():  # Last: where a full part does not name a row, no record deletes it.
-            table.mend(RowBatch.deletes(Shard.whole(table.spec), damage[name][table.deleted(damage[name])]))
-        return self._still_damaged(damage)
-
-    def _named(self, damage: Damage) -> list[MappedTable]:
-        return [table for table in self.tables if table.spec.name in damage]
+    async def _mend(self, rows: IdsByTable) -> IdsByTable:
+        return await self._mender.mend(rows, self.seals.after(self.store.flushed))
 
     def _changes(self, announced: list[TableSpec], later_run: bool) -> list[TableSpec]:
         known = {table.spec.name: table.spec for table in self.tables}
@@ -370,6 +295,7 @@ class Model:
             self._partly_applied, table = True, by_name[name]
             unnamed = table.not_stamped(seal.version)
             table.apply(RowBatch.deletes(Shard.whole(table.spec), unnamed), seal.version)
+        self._mender.mended_by(seal.version, self.damage.rows)  # So that checksums are right before any is sent.
         self._applied, self._partly_applied = seal, False
 
     async def _add(self, tables: list[TableSpec], later_run: bool) -> None:

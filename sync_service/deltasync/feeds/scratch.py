@@ -2,6 +2,7 @@
 
 import math
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,34 @@ from numpy.typing import NDArray
 from deltasync.storage.mapping import Mapping
 from deltasync.storage.table_files import reserve
 
+_ALIGNED_BYTES = 64  # A line of the processor's cache.
 
-def room_for(shape: tuple[int, ...], dtype: np.dtype[Any], folder: Path | None, what: str) -> NDArray[Any]:
-    """An array in an unlinked file in `folder`, or in memory if there is no folder; `what` names it in errors.
 
-    Raises:
-        StorageFailed: there is no room.
-    """
-    size = math.prod(shape) * dtype.itemsize
-    if folder is None or not size:  # No file can be mapped that is empty.
-        return np.empty(shape, dtype)
-    with tempfile.TemporaryFile(dir=folder) as file:
-        reserve(file, size, what)
-        return Mapping(file.fileno(), size, what).array(dtype, shape)
+class Room:
+    """Arrays in memory or, all of them, in one unlinked file: a process is allowed only so many mappings."""
+
+    def __init__(self, sizes: Iterable[int], folder: Path | None, what: str) -> None:
+        """Make room for arrays of these sizes, bytes: in a file in `folder`, or in memory if there is no folder;
+        `what` names it in errors.
+
+        Raises:
+            StorageFailed: there is no room.
+        """
+        self._mapping: Mapping | None = None
+        self._taken = 0
+        size = sum(map(_aligned, sizes))
+        if folder is not None and size:  # No file can be mapped that is empty.
+            with tempfile.TemporaryFile(dir=folder) as file:
+                reserve(file, size, what)
+                self._mapping = Mapping(file.fileno(), size, what)
+
+    def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+        """The next array, not more than there is room for. A file is freed once none of them is left."""
+        if self._mapping is None:
+            return np.empty(shape, dtype)
+        offset, self._taken = self._taken, self._taken + _aligned(math.prod(shape) * dtype.itemsize)
+        return self._mapping.array(dtype, shape, offset)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES

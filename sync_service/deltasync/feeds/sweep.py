@@ -15,6 +15,7 @@ class Sweep:
 
     def __init__(self) -> None:
         self._table = self._row = 0
+        self._sound: StampedTable | None = None  # The table, if nothing was found from its first row on.
 
     def go_on(self, tables: Sequence[StampedTable]) -> None:
         """Look at some more rows.
@@ -28,9 +29,19 @@ class Sweep:
             first, last = self._row, min(table.spec.rows, self._row + 1 + left // table.spec.row_bytes)
             left -= (last - first) * table.spec.row_bytes
             self._row = last
-            if last == table.spec.rows:
-                self._table, self._row = (self._table + 1) % len(tables), 0
-            ids = first + np.flatnonzero(table.stamps[first:last])
-            table.check(ids, table.rows_of(ids))
+            try:
+                self._look(table, first, last)
+            finally:
+                if last == table.spec.rows:
+                    self._table, self._row = (self._table + 1) % len(tables), 0
             if left <= 0:
                 break
+
+    def _look(self, table: StampedTable, first: int, last: int) -> None:
+        before = self._sound if first else table
+        self._sound = None
+        ids = first + np.flatnonzero(table.stamps[first:last])
+        table.check(ids, table.rows_of(ids))
+        self._sound = before
+        if before is table and last == table.spec.rows:
+            table.count()  # A digest may have been damaged, and been counted, before its row was overwritten.

@@ -1,8 +1,6 @@
 """One rank's stream: its parts, chunk by chunk, until each is closed and its cut sealed."""
 
 import asyncio
-from collections import deque
-from concurrent.futures import Future
 
 from deltasync.core.delete_request import DeleteRequest
 from deltasync.core.errors import Contradiction, InvalidInput, Superseded
@@ -11,18 +9,17 @@ from deltasync.core.events import EventKind
 from deltasync.core.position import Decision, Position
 from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.seal import Seal
+from deltasync.feeds.damage import IdsByTable, without
 from deltasync.publish.coordinator import CutCoordinator, OpenCut
 from deltasync.publish.cut import Cut, RankPart
 from deltasync.publish.opening import Opening
 from deltasync.publish.runs import continues
+from deltasync.publish.unwritten import UnwrittenChunks
 from deltasync.storage.records import pack_layout, packed_bytes
 from deltasync.v1 import publish_pb2
 from deltasync.wire.messages import event_time_from_message, position_from_message
 from deltasync.wire.row_messages import MAX_CHUNK_BYTES, decode_rows
 
-# Of a rank's chunks that are handed to the log and not on disk yet: bounds the memory that an arriving part takes.
-# Many small ones, of a table each, are not waited for one by one.
-_UNWRITTEN_BYTES, _LEAST_CHUNK_BYTES = 16 << 20, 4096
 # Rows that a rank is asked for at once.
 _WANTED_IDS = 131_072
 
@@ -59,8 +56,8 @@ class PublishSession:
         self._shards = opening.shards
         self._knows_deletes = opening.knows_deletes
         self._part: tuple[OpenCut, RankPart] | None = None
-        self._unwritten: deque[tuple[Future[None], int]] = deque()
-        self._unwritten_bytes = 0
+        self._asked: IdsByTable = {}
+        self._unwritten = UnwrittenChunks()
 
     def say(self, kind: EventKind, text: str) -> None:
         """Tell what happens to this rank."""
@@ -85,11 +82,24 @@ class PublishSession:
     @property
     def wanted(self) -> list[tuple[int, Ids]]:
         """What this rank is asked to publish again: rows of which the service holds other bits, by slot."""
-        damage, room, wanted = self._model.damage, _WANTED_IDS, []
+        return self._slotted(self._first(self._model.damage.rows))
+
+    def ask(self) -> list[tuple[int, Ids]]:
+        """The same with the answer to a part, but for what the answer before has asked for: this part has brought
+        it, and it may not be applied yet.
+        """
+        self._asked = self._first(without(self._model.damage.rows, self._asked))
+        return self._slotted(self._asked)
+
+    def _first(self, damage: IdsByTable) -> IdsByTable:
+        room, first = _WANTED_IDS, dict[str, Ids]()
         for name in damage.keys() & self.slots.keys():
-            wanted.append((self.slots[name], damage[name][:room]))
-            room -= len(wanted[-1][1])
-        return [(slot, ids) for slot, ids in wanted if len(ids)]
+            first[name] = damage[name][:room]
+            room -= len(first[name])
+        return first
+
+    def _slotted(self, rows: IdsByTable) -> list[tuple[int, Ids]]:
+        return [(self.slots[name], ids) for name, ids in rows.items() if len(ids)]
 
     @property
     def sealed(self) -> Position:
@@ -118,8 +128,7 @@ class PublishSession:
         open_cut.cut.keep(part, batch)
         self._append(open_cut.cut, part, chunk.rows.slot, batch)
         # Last: while this waits, another stream may begin the part anew.
-        while self._unwritten_bytes > _UNWRITTEN_BYTES:
-            await self._first_written()
+        await self._unwritten.wait_for_room()
 
     async def close(self, close: publish_pb2.PartClose) -> Position:
         """End this rank's part; the position the cut was sealed at, once it is durable.
@@ -148,10 +157,8 @@ class PublishSession:
             step_end_unix_ns=close.step_end_unix_ns,
             deletes=frozenset(close.deletes),
             event_time_unix_ns=event_time,
-            unwritten=tuple(write for write, _ in self._unwritten),
+            unwritten=self._unwritten.take(),
         )
-        self._unwritten.clear()
-        self._unwritten_bytes = 0
         self._coordinator.differing |= differing
         self._part = None
         self._coordinator.seal_when_complete()
@@ -190,7 +197,8 @@ class PublishSession:
             self._part = (open_cut, part)
             dropped = self._model.store.drop_part(open_cut.cut.version, self.rank)
             layout = self._model.store.use_layout(self._layout, self._shards, open_cut.cut.version)
-            self._unwritten.extend(((dropped, 0), (layout.written, 0)))
+            self._unwritten.add(dropped, 0)
+            self._unwritten.add(layout.written, 0)
             part.layout, part.log_bytes = layout.number, layout.log_bytes
         return self._part
 
@@ -199,15 +207,7 @@ class PublishSession:
         size = packed_bytes(rows)
         part.log_bytes += size
         appended = self._model.store.append(cut.version, self.rank, index, slot, rows, part.layout)
-        self._unwritten.append((appended, max(size, _LEAST_CHUNK_BYTES)))
-        self._unwritten_bytes += self._unwritten[-1][1]
-
-    async def _first_written(self) -> None:
-        write, size = self._unwritten.popleft()
-        self._unwritten_bytes -= size
-        if not write.done():
-            await asyncio.wrap_future(write)
-        write.result()
+        self._unwritten.add(appended, size)
 
     def _check_current(self) -> None:
         if self._coordinator.sessions.get(self.rank) is not self:

@@ -4,11 +4,10 @@ replicas long gone, and telling the system what new threads are called.
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 
-from deltasync.core.damage import ranges
 from deltasync.core.events import EventKind
 from deltasync.core.threads import name_threads
-from deltasync.feeds.damage import Damage
 from deltasync.feeds.model import Model
 from deltasync.service.service import Service
 
@@ -17,15 +16,26 @@ _SECONDS = 1.0
 
 async def housekeeping(service: Service) -> None:
     """Keep the service in order, until cancelled."""
-    # Side by side: a model's thread, on which its rows are looked at, may be busy until the log is full.
-    await asyncio.gather(_repeat(_keep, service), _repeat(_look_after_all_rows, service))
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(_repeat(partial(_keep, service), service))
+        tasks.create_task(_look_after_models(service, tasks))
 
 
-async def _repeat(what: Callable[[Service], Awaitable[None]], service: Service) -> None:
+async def _look_after_models(service: Service, tasks: asyncio.TaskGroup) -> None:
+    """Look after the rows of each model in a task of its own: its thread, or the disk, may be busy for long."""
+    known = set[str]()
+    while True:
+        for name in service.models.keys() - known:
+            known.add(name)
+            tasks.create_task(_repeat(partial(_look_after_rows, service, service.models[name]), service))
+        await service.model_added.changed()
+
+
+async def _repeat(what: Callable[[], Awaitable[None]], service: Service) -> None:
     while True:
         await asyncio.sleep(_SECONDS)
         try:
-            await what(service)
+            await what()
         except Exception as error:  # noqa: BLE001  # it must not end the service
             service.events.emit(EventKind.FAILED, "housekeeping, which comes again", error)
 
@@ -39,24 +49,10 @@ async def _keep(service: Service) -> None:
         service.log.refusing = False  # If there is still no room, the next write is refused again.
 
 
-async def _look_after_all_rows(service: Service) -> None:
-    await asyncio.gather(*(_look_after_rows(service, model) for model in list(service.models.values())))
-
-
 async def _look_after_rows(service: Service, model: Model) -> None:
     """Look for damaged rows of a model and of its views, and mend what there is."""
-    try:
-        await model.sweep()
-        _tell(service, EventKind.ROWS_DAMAGED, "other bits than were stored in ", model, model.untold_damage())
-        _tell(service, EventKind.ROWS_MENDED, "", model, await model.mend() if model.damage else {})
-    except Exception as error:  # noqa: BLE001  # one model's trouble is its own
-        service.events.emit(EventKind.FAILED, "its rows are looked at again later", error, model=model.name)
+    await model.damage.look_after(service.events, model=model.name)
     await service.views.look_after_rows(model)
-
-
-def _tell(service: Service, kind: EventKind, text: str, model: Model, damage: Damage) -> None:
-    for table, ids in damage.items():
-        service.events.emit(kind, f"{text}{ranges(ids)}", model=model.name, table=table)
 
 
 async def _flush(service: Service, flush_bytes: int) -> None:

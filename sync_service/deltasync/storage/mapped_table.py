@@ -11,6 +11,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from deltasync.core.digests import RowDigests, Squares
+from deltasync.core.rows import Ids
 from deltasync.core.stamps import StampedTable, has_norm
 from deltasync.core.tables import TableSpec
 from deltasync.storage.table_files import ArraySpec, TableFiles, flush
@@ -56,7 +57,7 @@ class TableLayout:
 
 @dataclass(frozen=True, eq=False)
 class MappedArrays:
-    """The arrays of a table, and where they are."""
+    """The arrays of a table, in the order of the bits of `StampedTable.wrote`, and where they are."""
 
     layout: TableLayout
     files: TableFiles
@@ -65,6 +66,15 @@ class MappedArrays:
         """Rows, stamps, digests and squares as `StampedTable` has them."""
         none = np.empty((0, len(self.layout.columns) - 1), np.float32)
         return [*self.files.arrays, *([] if self.layout.normed else [none])]
+
+    def lengthen(self, rows: int) -> None:
+        """Make files of its own as long as they are to be once there are so many rows.
+
+        Raises:
+            StorageFailed: there is no room; the files are as they were, or longer.
+        """
+        if rows > self.layout.spec.rows and self.files.place.offset is None:
+            self.files.lengthen(replace(self.layout, spec=replace(self.layout.spec, rows=rows)).arrays())
 
 
 class MappedTable(StampedTable):
@@ -79,6 +89,7 @@ class MappedTable(StampedTable):
     def __init__(self, layout: TableLayout, files: TableFiles) -> None:
         self.mapped = MappedArrays(layout, files)
         self._split: MappedArrays | None = None  # To be filled.
+        self._written = files  # What the table's arrays are in; they are not flushed before they are `mapped`.
         self._stale = list[ArraySpec]()
         rows, stamps, digests, squares = self.mapped.plain()
         super().__init__(layout.spec, rows, stamps, digests, squares, layout.columns)
@@ -110,20 +121,21 @@ class MappedTable(StampedTable):
         return partial(self._become, MappedArrays(layout, before))
 
     def _become(self, mapped: MappedArrays) -> None:
-        was_split = self.columns != mapped.layout.columns  # Meanwhile.
-        if mapped.files.place != self.mapped.files.place:
-            mapped.files.copy(self.mapped.files, 2 if was_split else len(mapped.files.arrays))
+        if mapped.layout.columns != self.columns:  # It was split meanwhile.
+            mapped = self._split_room(mapped)
+        mapped.files.begin_with(self.mapped.files, len(mapped.files.arrays))
         self.counts = self.counts.plus_unchanged(mapped.layout.spec.rows - self.spec.rows)
-        columns, digests, squares = self.columns, self.digests, self.squares
-        self.spec, self.columns = mapped.layout.spec, mapped.layout.columns
+        self.spec = mapped.layout.spec
         self.rows, self.stamps, self.digests, self.squares = mapped.plain()
         self.index.extend(self.stamps)
-        if was_split:  # Rows may be damaged: nothing is made of them.
-            starts = [columns.index(each) for each in self.columns[:-1]]
-            np.add.reduceat(digests, starts, axis=1, out=self.digests[: len(digests)])
-            np.add.reduceat(squares, starts, axis=1, out=self.squares[: len(squares)])
-            self.count()
-        self.mapped = mapped
+        self._written, self.mapped = mapped.files, mapped
+
+    def _split_room(self, mapped: MappedArrays) -> MappedArrays:
+        """Room for the segments that there are now, in the place of room that was made for others."""
+        layout, files = replace(mapped.layout, columns=self.columns), mapped.files
+        if files.place == self.mapped.files.place:
+            return MappedArrays(layout, files.extended(layout.arrays()))
+        return MappedArrays(layout, files.with_others(layout.arrays(), start=2))
 
     def split(self, *edges: int) -> None:
         """See `StampedTable.split`."""
@@ -131,18 +143,24 @@ class MappedTable(StampedTable):
         try:
             super().split(*edges)
             if self._split:  # Now: what is flushed before is what there was.
+                self._split.files.begin_with(before.files, 2)
                 self.mapped = self._split
                 self._stale += [each for each in before.layout.arrays() if each.derived]
         finally:
-            self._split = None
+            self._split, self._written = None, self.mapped.files
 
     def _room_of(self, columns: tuple[int, ...]) -> tuple[RowDigests, Squares]:
         """Files of other segments. Those of before stay as long as the log may name them."""
         before = self.mapped
         layout = replace(before.layout, columns=columns)
         self._split = MappedArrays(layout, before.files.with_others(layout.arrays(), start=2))
+        self._written = self._split.files
         _, _, digests, squares = self._split.plain()
         return digests, squares
+
+    def wrote(self, ids: Ids | None, arrays: int) -> None:
+        """See `StampedTable.wrote`."""
+        self._written.touch(ids, arrays)
 
     def flush(self) -> None:
         """Wait until everything written before the call is on disk."""

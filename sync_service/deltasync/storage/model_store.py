@@ -37,7 +37,8 @@ from deltasync.storage.records import (
     unpack_json,
     unpack_rows,
 )
-from deltasync.storage.table_files import Place, TableFiles, flush, make_tables, open_tables, remove_unused
+from deltasync.storage.table_files import Place, TableFiles, flush, make_tables, open_tables
+from deltasync.storage.unused_files import remove_unused
 
 # Seals are kept this long after their rows, so that lag in seconds is known for old offsets too; fewer of them in
 # a log that is full although it has no rows that could be dropped.
@@ -170,19 +171,19 @@ class ModelStore:
         """Put the tables, which are at `version` or later, on disk, and drop the log up to there.
 
         Returns:
-            Whether there was anything to flush.
+            Whether there was anything in the log to drop.
 
         Raises:
             StorageFailed: the log could not be written; nothing was lost.
         """
         with self._flushing:
+            mapped = {table: table.mapped for table in list(self.tables)}
+            flush(each.files for each in mapped.values())  # What was mended, too, if nothing is newer.
             if version <= self.flushed:
                 if self._log.refusing:
                     self._kept_seals = max(1, self._kept_seals // 2)
                     self._drop_old_seals(self.flushed)
                 return False
-            mapped = {table: table.mapped for table in list(self.tables)}
-            flush(each.files for each in mapped.values())
             self._describe(flushed=version, mapped={table.spec.name: each for table, each in mapped.items()})
             for table, each in mapped.items():
                 table.remove_stale(each)
@@ -254,15 +255,15 @@ class ModelStore:
                 f"{seal.rows}: {RESTORE}"
             )
 
-    def logged(self, wanted: Mapping[str, Ids], seals: Iterable[Seal]) -> list[RowBatch]:
+    def logged(self, wanted: Mapping[str, Ids], seals: Iterable[Seal]) -> list[tuple[int, RowBatch]]:
         """What the log has of some rows, ids by the table's name, in the order of these cuts; as far as it can be
-        read.
+        read. Each with the version that it is of.
         """
         found = []
         for seal in seals:
             with contextlib.suppress(StorageFailed):
                 among = (rows.among(wanted.get(rows.table.name, ())) for rows in self.rows(seal))
-                found += [some for some in among if len(some)]
+                found += [(seal.version, some) for some in among if len(some)]
         return found
 
     def _describe(
@@ -279,6 +280,8 @@ class ModelStore:
             grown = {**self.grown_from, **grown_from}
             places = self._flushed | {table.spec.name: table.mapped for table in new} | dict(mapped)
             flushed = max(flushed, self._described_flushed)
+            for name, spec in every.items():  # Room may have been made for other segments than are written down.
+                places[name].lengthen(spec.rows)
             record = {
                 "history": self.history,
                 "flushed": flushed,

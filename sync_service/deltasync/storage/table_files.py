@@ -8,7 +8,9 @@ import math
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -19,12 +21,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltasync.core.errors import StorageFailed
+from deltasync.core.rows import Ids
+from deltasync.kernels import touched as kernels
+from deltasync.kernels.touched import Bytes, Marks
 from deltasync.storage.data_directory import RESTORE
-from deltasync.storage.mapping import Mapping, map_file
+from deltasync.storage.mapping import Mapping, TouchedArray, map_file
+from deltasync.storage.touched import MAX_ARRAYS, Touched
 
 # A table of fewer bytes is small.
 SMALL_BYTES = 16 << 20
-_SHARED = "shared"
+# The file that small tables share.
+SHARED = "shared"
 _ALIGNED_BYTES = 64  # A line of the processor's cache.
 _BLOCK_BYTES = 1 << 20
 
@@ -54,6 +61,7 @@ class ArraySpec:
 
 
 ArraySpecs: TypeAlias = Sequence[ArraySpec]
+Map: TypeAlias = Callable[[Path], Mapping]
 
 
 @dataclass(frozen=True)
@@ -74,19 +82,44 @@ class TableFiles:
         place: where they are.
         arrays: the arrays.
         mappings: of each.
+        touched: what was written and is not flushed.
+        first: the bit of the first of the arrays in it.
         unnamed: files of derived arrays that were made now, and are to be filled.
     """
 
     place: Place
     arrays: tuple[NDArray[Any], ...]
     mappings: tuple[Mapping, ...]
+    touched: Touched
+    first: int = 0
     unnamed: tuple[Path, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        place: Place,
+        arrays: Sequence[NDArray[Any]],
+        mappings: Sequence[Mapping],
+        unnamed: Sequence[Path] = (),
+    ) -> "TableFiles":
+        """All of a table's arrays, of which nothing was written."""
+        # By the first: blocks are the same, whatever segments the others have.
+        touched = Touched(len(arrays[0]), _row_bytes(arrays[0]))
+        return cls(place, tuple(arrays), tuple(mappings), touched, unnamed=tuple(unnamed))
 
     def part(self, start: int, end: int) -> "TableFiles":
         """Some of the arrays."""
         mappings = self.mappings[start:end]
         unnamed = tuple(path for path in self.unnamed if any(path == Path(each.name) for each in mappings))
-        return TableFiles(self.place, self.arrays[start:end], mappings, unnamed)
+        return TableFiles(self.place, self.arrays[start:end], mappings, self.touched, self.first + start, unnamed)
+
+    def touch(self, ids: Ids | None, arrays: int) -> None:
+        """Note that rows were written: these ids ([n]), or else all. Of the arrays the first is bit 0."""
+        bits = self._bits(arrays)
+        if ids is None:
+            self.touched.note_all(bits)
+        else:
+            self.touched.note(ids, bits)
 
     def name(self) -> None:
         """Have the files that were made now, and are filled, from here on.
@@ -97,6 +130,9 @@ class TableFiles:
         flush([self])
         for path in self.unnamed:
             path.rename(path.with_suffix(""))
+        for mapping in self.mappings:
+            if Path(mapping.name) in self.unnamed:
+                mapping.name = str(Path(mapping.name).with_suffix(""))
         for folder in {path.parent for path in self.unnamed}:
             _sync(folder)
 
@@ -109,38 +145,83 @@ class TableFiles:
         for each in arrays[start:]:
             (self.place.folder / each.file).unlink(missing_ok=True)  # Of a process that ended before it was named.
             _allocate(self.place.folder / each.file, each.nbytes)
-        mappings = [_map(self.place.folder / each.file, each.nbytes) for each in arrays[start:]]
+        mappings = [map_file(self.place.folder / each.file, empty=True) for each in arrays[start:]]
         others = [m.array(each.dtype, each.shape) for m, each in zip(mappings, arrays[start:], strict=True)]
-        return TableFiles(self.place, (*self.arrays[:start], *others), (*self.mappings[:start], *mappings))
+        return TableFiles.of(self.place, (*self.arrays[:start], *others), (*self.mappings[:start], *mappings))
 
     def remove(self, array: ArraySpec) -> None:
         """Remove an array's own file, if it had one."""
         (self.place.folder / array.file).unlink(missing_ok=True)
 
     def extended(self, arrays: ArraySpecs) -> "TableFiles":
-        """Make room, in its own files, for longer arrays, with zeros; what is there stays.
+        """Make room, in its own files, for longer arrays, with zeros; they are to `begin_with` what is here.
+
+        Raises:
+            StorageFailed: there is no room; the files are as they were, or longer.
+        """
+        self.lengthen(arrays)
+        return open_tables([(self.place, arrays)])[0]
+
+    def lengthen(self, arrays: ArraySpecs) -> None:
+        """Make its own files as long as longer arrays need, with zeros; those that are as long stay so.
 
         Raises:
             StorageFailed: there is no room; the files are as they were, or longer.
         """
         for each in arrays:
             _extend(self.place.folder / each.file, each.nbytes)
-        return open_tables([(self.place, arrays)])[0]
 
-    def copy(self, shorter: "TableFiles", count: int) -> None:
-        """Let the first arrays begin with what is in others, which are shorter."""
-        for array, source in zip(self.arrays[:count], shorter.arrays, strict=False):
-            array[: len(source)] = source
+    def begin_with(self, others: "TableFiles", count: int) -> None:
+        """Let the first arrays begin with what is in others, which are as long, or shorter. On the thread that
+        writes these.
+
+        Arrays in the same files have what was flushed of each other.
+        """
+        if others.touched is self.touched:
+            return
+        bits = (1 << count) - 1
+        marks = others.touched.pending() & np.uint8(bits)
+        if self.place != others.place:
+            marks[:] = bits
+        for number, (array, source) in enumerate(zip(self.arrays[:count], others.arrays, strict=False)):
+            if array is not source:
+                rows = 1 << self.touched.shift
+                kernels.copy(_bytes(source), marks, 1 << number, _row_bytes(source) * rows, _bytes(array))
+        self.touched.add(marks)
+
+    def written(self, marks: Marks) -> list[tuple[Mapping, TouchedArray]]:
+        """The arrays of which some rows are to be written, as these marks say; those of shared mappings, too."""
+        rows, found = 1 << self.touched.shift, list[tuple[Mapping, TouchedArray]]()
+        for number, (array, mapping) in enumerate(zip(self.arrays, self.mappings, strict=True)):
+            bit = 1 << self.first + number
+            if not mapping.private or (marks & np.uint8(bit)).any():
+                found.append((mapping, TouchedArray(_bytes(array), marks, bit, _row_bytes(array) * rows)))
+        return found
+
+    def taken(self) -> AbstractContextManager[Marks]:
+        """What was written and is not flushed, to be flushed now."""
+        return self.touched.taken(self._bits((1 << MAX_ARRAYS) - 1))
+
+    def _bits(self, arrays: int) -> int:
+        return (arrays & (1 << len(self.arrays)) - 1) << self.first
 
 
 def flush(tables: Iterable[TableFiles]) -> None:
-    """Wait until everything written to tables before the call is on disk.
+    """Wait until everything written to tables before the call is on disk. Any thread, while others go on writing.
+
+    Of what is written meanwhile a part may get there too: until the next flush the log has all of it.
 
     Raises:
-        StorageFailed: the disk refused it.
+        StorageFailed: the disk refused it; the next flush writes it again.
     """
-    for mapping in {mapping for table in tables for mapping in table.mappings}:
-        mapping.flush()
+    with ExitStack() as stack:
+        written = defaultdict[Mapping, list[TouchedArray]](list)
+        # In one order: two flushes that share tables must not wait for each other.
+        for table in sorted(tables, key=lambda table: id(table.touched)):
+            for mapping, array in table.written(stack.enter_context(table.taken())):
+                written[mapping].append(array)
+        for mapping, arrays in written.items():
+            mapping.flush(arrays)
 
 
 def make_tables(parent: Path, tables: Sequence[ArraySpecs]) -> list[TableFiles]:
@@ -154,7 +235,7 @@ def make_tables(parent: Path, tables: Sequence[ArraySpecs]) -> list[TableFiles]:
         folder.mkdir(parents=True)
         sizes = [_room(each) if _is_small(each) else 0 for each in tables]
         if any(sizes):
-            _allocate(folder / _SHARED, sum(sizes))
+            _allocate(folder / SHARED, sum(sizes))
         for arrays in tables:
             for each in arrays:
                 if each.alone or not _is_small(arrays):
@@ -163,7 +244,7 @@ def make_tables(parent: Path, tables: Sequence[ArraySpecs]) -> list[TableFiles]:
         _sync(parent)
         starts = accumulate(sizes, initial=0)
         places = [Place(folder, start if size else None) for start, size in zip(starts, sizes, strict=False)]
-        return open_tables(list(zip(places, tables, strict=True)))
+        return _opened(list(zip(places, tables, strict=True)), partial(map_file, empty=True))
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, OSError):
@@ -180,24 +261,7 @@ def open_tables(tables: Sequence[tuple[Place, ArraySpecs]]) -> list[TableFiles]:
     Raises:
         StorageFailed: a file is missing or of another size, or there is no room in the process's memory.
     """
-    ends = {place.folder: 0 for place, _ in tables if place.offset is not None}
-    for place, arrays in tables:
-        if place.offset is not None:
-            ends[place.folder] = max(ends[place.folder], place.offset + _room(arrays))
-    shared = {folder: _map_shared(folder / _SHARED, end) for folder, end in ends.items()}
-    return [_opened(place, arrays, shared.get(place.folder)) for place, arrays in tables]
-
-
-def remove_unused(parent: Path, used: Iterable[TableFiles]) -> None:
-    """Remove the folders in which no table is used, and what a shared file still has of others."""
-    folders: dict[Path, list[TableFiles]] = {}
-    for table in used:
-        folders.setdefault(table.place.folder, []).append(table)
-    for folder in parent.iterdir() if parent.exists() else ():
-        if folder.is_dir() and folder not in folders:
-            shutil.rmtree(folder, ignore_errors=True)  # Or at the next change.
-    for tables in folders.values():
-        _clear_between([table for table in tables if table.place.offset is not None])
+    return _opened(tables, map_file)
 
 
 def reserve(file: BinaryIO, size: int, what: str) -> None:
@@ -212,18 +276,26 @@ def reserve(file: BinaryIO, size: int, what: str) -> None:
         raise StorageFailed(f"{what}: cannot reserve {size} bytes: {error.strerror}") from error
 
 
-def _is_small(arrays: ArraySpecs) -> bool:
-    return sum(each.nbytes for each in arrays) < SMALL_BYTES
-
-
-def _offsets(sizes: Iterable[int], start: int = 0) -> list[int]:
+def offsets(sizes: Iterable[int], start: int = 0) -> list[int]:
     """Where arrays of so many bytes begin, from `start` on, and where the last of them ends."""
     return list(accumulate((-(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES for size in sizes), initial=start))
 
 
+def _row_bytes(array: NDArray[Any]) -> int:
+    return array.nbytes // len(array)
+
+
+def _bytes(array: NDArray[Any]) -> Bytes:
+    return array.reshape(-1).view(np.uint8)
+
+
+def _is_small(arrays: ArraySpecs) -> bool:
+    return sum(each.nbytes for each in arrays) < SMALL_BYTES
+
+
 def _room(arrays: ArraySpecs) -> int:
     """Bytes of a small table in a shared file."""
-    return _offsets(0 if each.alone else each.nbytes for each in arrays)[-1]
+    return offsets(0 if each.alone else each.nbytes for each in arrays)[-1]
 
 
 def _allocate(path: Path, size: int) -> None:
@@ -248,18 +320,27 @@ def _extend(path: Path, size: int) -> None:
             raise
 
 
-def _opened(place: Place, arrays: ArraySpecs, shared: Mapping | None) -> TableFiles:
+def _opened(tables: Sequence[tuple[Place, ArraySpecs]], map_path: Map) -> list[TableFiles]:
+    ends = {place.folder: 0 for place, _ in tables if place.offset is not None}
+    for place, arrays in tables:
+        if place.offset is not None:
+            ends[place.folder] = max(ends[place.folder], place.offset + _room(arrays))
+    shared = {folder: _map_shared(folder / SHARED, end, map_path) for folder, end in ends.items()}
+    return [_opened_one(place, arrays, shared.get(place.folder), map_path) for place, arrays in tables]
+
+
+def _opened_one(place: Place, arrays: ArraySpecs, shared: Mapping | None, map_path: Map) -> TableFiles:
     if place.offset is None or shared is None:
-        return _opened_alone(place, arrays)
-    offsets = _offsets((0 if each.alone else each.nbytes for each in arrays), place.offset)
+        return _opened_alone(place, arrays, map_path)
+    starts = offsets((0 if each.alone else each.nbytes for each in arrays), place.offset)
     found, mappings = list[NDArray[Any]](), list[Mapping]()
-    for each, offset in zip(arrays, offsets, strict=False):
-        mappings.append(_map(place.folder / each.file, each.nbytes) if each.alone else shared)
+    for each, offset in zip(arrays, starts, strict=False):
+        mappings.append(_map(place.folder / each.file, each.nbytes, map_path) if each.alone else shared)
         found.append(mappings[-1].array(each.dtype, each.shape, 0 if each.alone else offset))
-    return TableFiles(place, tuple(found), tuple(mappings))
+    return TableFiles.of(place, found, mappings)
 
 
-def _opened_alone(place: Place, arrays: ArraySpecs) -> TableFiles:
+def _opened_alone(place: Place, arrays: ArraySpecs, map_path: Map) -> TableFiles:
     """Arrays in files of their own."""
     paths, unnamed = [place.folder / each.file for each in arrays], list[Path]()
     # All or none: a process may have ended while they were made.
@@ -270,31 +351,31 @@ def _opened_alone(place: Place, arrays: ArraySpecs) -> TableFiles:
         if path in unnamed:
             path.unlink(missing_ok=True)
             _allocate(path, each.nbytes)
-    mappings = [_map(path, each.nbytes) for path, each in zip(paths, arrays, strict=True)]
-    found = tuple(m.array(each.dtype, each.shape) for m, each in zip(mappings, arrays, strict=True))
-    return TableFiles(place, found, tuple(mappings), tuple(unnamed))
+    mappings = [_map(path, each.nbytes, map_path) for path, each in zip(paths, arrays, strict=True)]
+    found = [m.array(each.dtype, each.shape) for m, each in zip(mappings, arrays, strict=True)]
+    return TableFiles.of(place, found, mappings, unnamed)
 
 
 def _unnamed(path: Path) -> Path:
     return path.with_name(path.name + ".new")
 
 
-def _map(path: Path, size: int) -> Mapping:
+def _map(path: Path, size: int, map_path: Map) -> Mapping:
     """A file of one array, which has so many bytes."""
     if path.exists() and path.stat().st_size > size and not _anything_after(path, size):
         os.truncate(path, size)
     found = path.stat().st_size if path.exists() else None
     if found != size:
         raise _damaged(path, found, f"{size}")
-    return map_file(path)
+    return map_path(path)
 
 
-def _map_shared(path: Path, end: int) -> Mapping:
+def _map_shared(path: Path, end: int, map_path: Map) -> Mapping:
     """A file of several tables, which has so many bytes or more."""
     found = path.stat().st_size if path.exists() else None
     if found is None or found < end:
         raise _damaged(path, found, f"{end} or more")
-    return map_file(path)
+    return map_path(path)
 
 
 def _damaged(path: Path, found: int | None, expected: str) -> StorageFailed:
@@ -307,28 +388,6 @@ def _anything_after(path: Path, size: int) -> bool:
     with path.open("rb") as file:
         file.seek(size)
         return any(block.count(0) < len(block) for block in iter(partial(file.read, _BLOCK_BYTES), b""))
-
-
-def _clear_between(tables: Sequence[TableFiles]) -> None:
-    """Leave nothing but these tables in a shared file: no deleted row may be left where another table was."""
-    after = 0
-    for table in sorted(tables, key=_start):
-        _clear(table.mappings[0], after, _start(table))
-        pairs = zip(table.arrays, table.mappings, strict=True)
-        sizes = (array.nbytes for array, mapping in pairs if mapping is table.mappings[0])
-        after = max(after, _offsets(sizes, _start(table))[-1])  # Of one table, there may be two that differ.
-    for table in tables[:1]:
-        _clear(table.mappings[0], after, table.mappings[0].size)
-
-
-def _start(table: TableFiles) -> int:
-    return table.place.offset or 0
-
-
-def _clear(mapping: Mapping, start: int, end: int) -> None:
-    found = mapping.array(np.dtype(np.uint8), (max(0, end - start),), start)
-    if found.any():
-        found[:] = 0
 
 
 def _sync(folder: Path) -> None:

@@ -13,6 +13,7 @@ In the order in which a release goes through them:
     table          one table of a view: what replicas hold of it, and which rows are dirty
     dirty_set      the dirty rows of a table, sorted by id: what a release costs, however large the table is
     ranking        which dirty rows a release takes
+    sound_rows     the same, while some of the model's are damaged
     store          the view's state, in memory and on disk: a release is written down before replicas get it
     records        the format of what is written down
     history        which version each release was made of, and from where a replica can go on

@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from deltasync.consumers.consumer import Consumer
-from deltasync.core.damage import ranges
 from deltasync.core.errors import StorageFailed
 from deltasync.core.events import EventKind, Events
-from deltasync.feeds.damage import Damage
 from deltasync.feeds.model import Model
 from deltasync.storage.log_store import LogStore
 from deltasync.views.records import recorded_view
@@ -35,7 +33,7 @@ class ViewRegistry:
         self._tasks = tasks
         self._events = events
         self._entries: dict[str, _Entry] = {}
-        self._swept = dict[str, int]()  # By model, how many of its views.
+        self._swept = dict[str, int]()  # By model, how often one of its views was.
 
     def get(self, consumer: Consumer) -> View | None:
         """The view of a consumer; None if it never had a policy, so that its replicas read the model's tables."""
@@ -82,20 +80,10 @@ class ViewRegistry:
 
     async def look_after_rows(self, model: Model) -> None:
         """Look for damaged rows of one view of a model after another, and mend what there is of all."""
-        entries = [(name, each.view) for name, each in self._entries.items() if each.view.model is model]
-        for number, (name, view) in enumerate(entries):
-            try:
-                if number == self._swept.setdefault(model.name, 0) % len(entries):
-                    await view.sweep()
-                self._tell(EventKind.ROWS_DAMAGED, "other bits than were stored in ", name, view.untold_damage())
-                self._tell(EventKind.ROWS_MENDED, "", name, await view.mend() if view.damage else {})
-            except Exception as error:  # noqa: BLE001  # one consumer's trouble is its own
-                self._events.emit(EventKind.FAILED, "its rows are looked at again later", error, consumer=name)
-        self._swept[model.name] = self._swept.get(model.name, 0) + 1
-
-    def _tell(self, kind: EventKind, text: str, name: str, damage: Damage) -> None:
-        for table, ids in damage.items():
-            self._events.emit(kind, f"{text}{ranges(ids)}", consumer=name, table=table)
+        views = [(name, each.view) for name, each in self._entries.items() if each.view.model is model]
+        turn = self._swept[model.name] = self._swept.get(model.name, -1) + 1
+        for number, (name, view) in enumerate(views):
+            await view.damage.look_after(self._events, sweep=number == turn % len(views), consumer=name)
 
     async def flush(self, flush_bytes: int) -> None:
         """Flush the views of which the log holds so many bytes."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from deltasync.core.errors import StorageFailed
 from deltasync.core.rows import Ids, RowBatch
 from deltasync.feeds.frozen_release import Head
-from deltasync.feeds.scratch import room_for
+from deltasync.feeds.scratch import Room
 from deltasync.feeds.statistics import Amount, Backlog, ReleaseStatistics, total
 from deltasync.kernels.ranking import split_amounts
 from deltasync.views.ranking import DirtyRows, Mask, Pick
@@ -21,7 +21,7 @@ from deltasync.views.store import NewestRelease, ViewState
 from deltasync.views.table import ViewTable
 from deltasync.wire.row_messages import chunked
 
-# Rows of a release beyond this are kept in unlinked files until they are written.
+# Rows of a release beyond this are kept in an unlinked file until they are written.
 _MEMORY_BYTES = 32 << 20
 
 
@@ -123,33 +123,33 @@ def draw(
     scratch: Path,
 ) -> ReleaseDraft:
     """Copy the picked rows, encoded, and hand them to the log, on the model's thread. Many of them are copied into
-    unlinked files in `scratch`.
+    an unlinked file in `scratch`.
 
     Raises:
         StorageFailed: there is no room for them.
         DamagedRows: some of the model's rows do not fit their digests.
     """
-    sizes = [int(np.count_nonzero(mask)) for mask in picked.taken]
-    size = sum(rows * table.held.spec.row_bytes for rows, table in zip(sizes, tables, strict=True))
-    folder = scratch if size > _MEMORY_BYTES else None
+    rows_of = [int(np.count_nonzero(mask)) for mask in picked.taken]
+    sizes = [rows * table.held.spec.row_bytes for rows, table in zip(rows_of, tables, strict=True)]
+    room = Room(sizes, scratch if sum(sizes) > _MEMORY_BYTES else None, f"a release of {len(sizes)} tables")
     drafts = [
         TableDraft(table, rows, table.dirty.since, taken, table.source.norm)
         for table, rows, taken in zip(tables, dirty, picked.taken, strict=True)
     ]
     for slot, draft in enumerate(drafts):
-        for index, rows in enumerate(_rows(draft, folder) if sizes[slot] else ()):
+        for index, rows in enumerate(_rows(draft, room) if rows_of[slot] else ()):
             log.add(Piece(slot, index, rows))
     return ReleaseDraft(head, drafts, picked.reason, log)
 
 
-def _rows(draft: TableDraft, folder: Path | None) -> Iterator[RowBatch]:
+def _rows(draft: TableDraft, room: Room) -> Iterator[RowBatch]:
     """What a release takes of a table, piece by piece, and at the end what is no more."""
     table, spec = draft.table, draft.table.held.spec
     taken = np.flatnonzero(draft.taken)
     deleted = table.dirty.deleted[taken]
     live = taken[~deleted] if deleted.any() else taken
-    room = room_for((len(live), spec.dim), spec.dtype, folder, f"a release of table {spec.name!r}")
-    for piece in chunked(table.batch(draft.dirty.ids[live], room, draft.dirty.norms[live])):
+    encoded = room.array((len(live), spec.dim), spec.dtype)
+    for piece in chunked(table.batch(draft.dirty.ids[live], encoded, draft.dirty.norms[live])):
         yield table.drawn(piece)
     yield from chunked(table.deletes(draft.dirty.ids[taken[deleted]]))
 

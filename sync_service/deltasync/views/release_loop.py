@@ -8,7 +8,6 @@ from itertools import islice
 
 from deltasync.consumers.consumer import Consumer
 from deltasync.core.backoff import backoff
-from deltasync.core.damage import DamagedRows
 from deltasync.core.errors import InvalidInput, StorageFailed
 from deltasync.core.events import EventKind, Events, described
 from deltasync.core.policy import Policy
@@ -45,8 +44,6 @@ class ReleaseLoop:
             try:
                 seconds = await self._advance()
             except Exception as error:  # noqa: BLE001  # it must not end the service
-                if isinstance(error, DamagedRows):
-                    self._view.note_damage(error)
                 text = "its releases cannot be made, which is tried again"
                 self._view.failure = f"{text}: {described(error)}"
                 self._emit(EventKind.FAILED, text, error)
@@ -102,7 +99,7 @@ class ReleaseLoop:
             released_unix_ns=state.newest.statistics.made_unix_ns if state.newest else 0,
             sealed_unix_ns=[seal.sealed_unix_ns for seal in recent][::-1],
             ready=state.newest is not None and any(r.stream and r.applied == position for r in replicas),
-            damaged=bool(self._view.damage),
+            damaged=bool(self._view.damage.rows),
         )
 
     def _overdue_version(self) -> int:

@@ -21,11 +21,13 @@ from deltasync.core.id_sets import members
 from deltasync.core.policy import Policy
 from deltasync.core.progress import Progress
 from deltasync.core.tables import TableKind
+from deltasync.feeds.damage import IdsByTable, without
 from deltasync.feeds.frozen_release import Head
 from deltasync.feeds.model import Model
-from deltasync.views.ranking import DirtyRows, pick
+from deltasync.views.ranking import DirtyRows
 from deltasync.views.release_draft import ReleaseDraft, draw
 from deltasync.views.release_log import ReleaseLog
+from deltasync.views.sound_rows import pick_sound
 from deltasync.views.store import ViewState, ViewStore
 from deltasync.views.table import Look, ViewTable
 
@@ -48,16 +50,12 @@ class ReleaseMaker:
         Raises:
             StorageFailed: not all of it could be written. Rows that were not written are still dirty; if only the
                 release itself could not be written down, `finish` does that before anything else.
-            DamagedRows: some of the model's rows do not fit their digests; nothing was released.
+            DamagedRows: some of the model's rows that are to go do not fit their digests; nothing was released.
+                Others that do not are still dirty.
         """
         await self.finish()
         await self._look_ahead()
-        try:
-            # No cut is applied in between that this does not know of: seals come before.
-            draft = await self._model.on_thread(self._draw, self._unless_resync(policy), overdue_version)
-        except DamagedRows as error:
-            self._model.note_damage(error)  # So that they are mended.
-            raise
+        draft = await self._drawn(policy, overdue_version)
         if draft is None:
             return
         state, failure = await asyncio.to_thread(draft.settle, self._store.state)
@@ -95,25 +93,39 @@ class ReleaseMaker:
                     progress.at(look.done)
                 await self._model.on_thread(table.finish, look)
 
-    def _unless_resync(self, policy: Policy) -> Policy:
-        """The policy; without bounds once another run has begun: its rows do not fit those of the run before."""
-        if any(seal.resync for seal in self._model.seals.after(self._store.state.compared_version)):
-            return replace(policy, top_k=None, top_k_per_table=False, max_bytes=None)
-        return policy
+    async def _drawn(self, policy: Policy, overdue_version: int) -> ReleaseDraft | None:
+        """A release without rows that are damaged, also if that is only found as they are read."""
+        while True:
+            # No cut is applied in between that this does not know of: seals come before.
+            resync, known = self._resyncs, self._model.damage.rows
+            if resync:
+                policy = replace(policy, top_k=None, top_k_per_table=False, max_bytes=None)
+            try:
+                return await self._model.on_thread(self._draw, policy, overdue_version, {} if resync else known)
+            except DamagedRows as error:
+                self._model.damage.note(error)  # So that they are mended.
+                if resync or not without({error.table: error.ids}, known):
+                    raise
+
+    @property
+    def _resyncs(self) -> bool:
+        """Whether another run has begun, whose rows do not fit those of the run before: all go together."""
+        return any(seal.resync for seal in self._model.seals.after(self._store.state.compared_version))
 
     def _begin(self, table: ViewTable, compared_version: int) -> Look:
         _ = self._model.applied  # Raises while a version is there in part: the table is then at none.
         return table.begin(compared_version)
 
-    def _draw(self, policy: Policy, overdue_version: int) -> ReleaseDraft | None:
+    def _draw(self, policy: Policy, overdue_version: int, damage: IdsByTable) -> ReleaseDraft | None:
         seal, state = self._model.applied, self._store.state
         if seal is None or state.head is None:
             return None
         dirty = find_dirty(state.tables, state.compared_version, policy, overdue_version)
+        dirty, picked = pick_sound(state.tables, dirty, damage, policy)
         head = Head.of(seal, state.head.number + 1)
         log = ReleaseLog(self._store, head.number)
         try:
-            return draw(state.tables, dirty, pick(dirty, policy), head, log, self._scratch)
+            return draw(state.tables, dirty, picked, head, log, self._scratch)
         except DamagedRows:
             for table in state.tables:
                 table.look_again()

@@ -22,7 +22,8 @@ from deltasync.feeds.statistics import Backlog, ReleaseStatistics
 from deltasync.storage.log_store import LAST_NUMBER, LogStore
 from deltasync.storage.mapped_table import MappedTable
 from deltasync.storage.records import name_of, pack_json, pack_rows, packed_bytes, reading, unpack_rows
-from deltasync.storage.table_files import flush, make_tables, open_tables, remove_unused
+from deltasync.storage.table_files import flush, make_tables, open_tables
+from deltasync.storage.unused_files import remove_unused
 from deltasync.views.history import ReleaseHistory
 from deltasync.views.records import (
     delivery_of_record,
@@ -164,10 +165,10 @@ class ViewStore:
         files = {each: table.files.extended(view_arrays(each)) for each, table in growing.items()}
         others = [each for each in wanted if each not in growing]
         made = make_tables(self._directory, [view_arrays(each) for each in others]) if others else []
-        for each, new in zip(others, made, strict=True):
-            if before := smaller[each]:
-                new.copy(before.files, len(new.arrays))
         files |= dict(zip(others, made, strict=True))
+        for each, new in files.items():
+            if before := smaller[each]:
+                new.begin_with(before.files, len(new.arrays))
         return [ViewTable(source, each, files[each]) for each, source in wanted.items()]
 
     def smaller(self, delivery: Delivery) -> ViewTable | None:
@@ -196,9 +197,11 @@ class ViewStore:
         """
         with self._flushing:
             appended, state = self._appended_bytes, self.state
-            if state.head is None or state.head.number == self._flushed:
+            if state.head is None:
                 return False
-            flush(table.files for table in state.tables)
+            flush(table.files for table in state.tables)  # What was mended, too, if nothing is newer.
+            if state.head.number == self._flushed:
+                return False
             self._write_view(state, state.head.number)
             self._cut_log(state.head.number)
             self._dropped_bytes = appended

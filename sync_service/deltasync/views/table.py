@@ -94,6 +94,7 @@ class ViewTable:
             self.sent = MappedTable(_wire_layout(delivery), files.part(held, sent))
         # [N] int64: the version since which a row is dirty, 0 = it is not. What a restart finds of `dirty`.
         self._marks = files.arrays[sent]
+        self._marks_files = files.part(sent, sent + 1)
         self.dirty = DirtySet.of_marks(self._marks[:0])
         # Of the rows that are not dirty. Both replaced whole, so that `lacking` may read them in any thread.
         self._clean: ChangeCounts = self.sent.counts
@@ -110,7 +111,7 @@ class ViewTable:
         """
         self.dirty, self.damaged, self._seen = before.dirty, before.damaged, before._seen
         # Damage that was found since the files were made is marked in those of before at most.
-        self._marks[self.dirty.ids] = self.dirty.since
+        self._mark(self.dirty.ids, self.dirty.since)
         self._clean = self.sent.counts.without(self.sent.numbers(self.dirty.ids))
         changed = self.changed_since(0)
         numbers = self.source.numbers(changed[changed >= before.delivery.spec.rows])
@@ -181,6 +182,7 @@ class ViewTable:
         # What needs memory comes before: a look that fails is begun again.
         clean = self._clean.without(numbers[0, :marked]).plus(numbers[1, :cleaned])
         dirty_rows.mark(self._marks, ids, found.dirty, version)
+        self._marks_files.touch(ids, 1)
         self._clean = clean
 
     # What a release does.
@@ -211,13 +213,15 @@ class ViewTable:
             self.sent.apply(RowBatch.deletes(Shard.whole(self.sent.spec), rows.ids), number)
         if rows.norms is not None:
             self.sent.apply(RowBatch.of_table(self.sent.spec, rows.ids, rows.norms[:, None]), number)
-        self._marks[rows.ids] = 0
+        self._mark(rows.ids, 0)
         self._clean = clean
 
     def settle(self, ids: Ids) -> None:
         """Note that these rows ([n], strictly ascending) are not dirty now: they were written."""
         self.dirty = self.dirty.without(ids)
-        self.damaged = difference(self.damaged, ids)
+        if len(self.damaged):
+            self.damaged = difference(self.damaged, ids)
+            self._count_if_sound()
 
     def mend(self, ids: Ids, version: int) -> Ids:
         """Make the rows `ids` ([n], strictly ascending), which do not fit their digests, again as they were.
@@ -233,24 +237,27 @@ class ViewTable:
         same = self.held.fits(known, encoded)
         self.held.mend(RowBatch.of_table(self.held.spec, known[same], encoded[same]))
         left = union(self.held.damaged(ids), self.sent.damaged(ids))
-        if len(left) < len(ids):
-            self._count()
         self._mark_damaged(left, version)
+        self._count_if_sound()
         return left
 
-    def _count(self) -> None:
-        """Of rows that were written anew, digests may have been damaged."""
-        for table in self.mapped:
+    def _count_if_sound(self) -> None:
+        """Digests may have been damaged, and counted: count them once no such row is left."""
+        for table in () if len(self.damaged) else self.mapped:
             table.count()
 
     def _mark_damaged(self, ids: Ids, version: int) -> None:
         clean = ids[self._marks[ids] == 0]
         self._clean = self._clean.without(self.sent.numbers(clean))
-        self._marks[clean] = version
+        self._mark(clean, version)
         # Not only those: a look that was under way has found some of the others clean before they were marked.
         new = difference(ids, self.dirty.ids)
         self.dirty = self.dirty.after(Findings.unseen(new), version)
         self.damaged = union(self.damaged, ids)
+
+    def _mark(self, ids: Ids, version: int | Ids) -> None:
+        self._marks[ids] = version
+        self._marks_files.touch(ids, 1)
 
     def lacking(self, number: int, compared_version: int) -> int:
         """How many rows a replica at `number` does not hold as the source has them, at most. Any thread.

@@ -93,7 +93,7 @@ class TableMaker:
             try:
                 await self._model.on_thread(table.copy, ids[start : start + _COPIED_ROWS], number)
             except DamagedRows as error:
-                self._model.note_damage(error)  # So that they are mended.
+                self._model.damage.note(error)  # So that they are mended.
                 raise
 
     def _installed(

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from deltasync.core.damage import DamagedRows
 from deltasync.core.delivery import Delivery
 from deltasync.core.errors import InvalidInput, StorageFailed
 from deltasync.core.policy import Policy
@@ -15,14 +14,14 @@ from deltasync.core.position import Decision, Position
 from deltasync.core.signals import Signal
 from deltasync.core.stamps import StampedTable
 from deltasync.core.steady_clock import steady_ns
-from deltasync.core.threads import EVENT_LOOP, MODEL_THREAD, confined, not_shared_yet
-from deltasync.feeds.damage import Damage, in_words, joined, without
+from deltasync.core.threads import EVENT_LOOP, confined, not_shared_yet
+from deltasync.feeds.damage import Damage, IdsByTable
 from deltasync.feeds.frozen_release import FrozenRelease, Head, Releases
 from deltasync.feeds.model import Model
 from deltasync.feeds.repair import NO_REPAIR, Repair
 from deltasync.feeds.standing import Standing, TableStanding
-from deltasync.feeds.sweep import Sweep
 from deltasync.storage.log_store import LogStore
+from deltasync.storage.mapped_table import MappedTable
 from deltasync.views.pacing import LONGEST_SECONDS
 from deltasync.views.release_maker import ReleaseMaker
 from deltasync.views.store import ViewState, ViewStore
@@ -30,7 +29,7 @@ from deltasync.views.table import ViewTable
 from deltasync.views.table_maker import TableMaker, followed
 
 
-@confined(trouble=EVENT_LOOP, failure=EVENT_LOOP, damage=EVENT_LOOP, _untold=EVENT_LOOP, _sweep=MODEL_THREAD)
+@confined(trouble=EVENT_LOOP, failure=EVENT_LOOP)
 class View:
     """What the replicas of one consumer are fed from. The text of the package says which thread may touch what.
 
@@ -38,16 +37,14 @@ class View:
         model: the model it is a view of.
         trouble: why it does not have the tables that the policy wants; empty if it does.
         failure: what keeps releases from being made, which is tried again; empty if nothing does.
-        damage: rows of which what is held was found not to fit the digests, and is not mended or replaced yet.
+        damage: rows of which what is held does not fit the digests.
     """
 
     def __init__(self, consumer: str, model: Model, log: LogStore, directory: Path) -> None:
         self.model = model
         self.trouble = ""
         self.failure = ""
-        self.damage: Damage = {}
-        self._untold: Damage = {}
-        self._sweep = Sweep()
+        self.damage = Damage(self._mapped, model.on_thread, self._mend)
         self._store = ViewStore(consumer, model, log, directory)
         self._tables = TableMaker(model, self._store)
         self._maker = ReleaseMaker(model, self._store, directory)
@@ -90,7 +87,7 @@ class View:
     def release(self, after: int, repair: Repair = NO_REPAIR) -> "asyncio.Future[FrozenRelease]":
         """What a replica at number `after` lacks, and what is to be repaired."""
         task = self._releases.get(after, repair, self.position.number)
-        task.add_done_callback(self._look_for_damage)
+        task.add_done_callback(self.damage.note_failure)
         return task
 
     def changed(self) -> Coroutine[None, None, Literal[True]]:
@@ -150,7 +147,7 @@ class View:
             history=self.history,
             newest_release=state.head.number if state.head else 0,
             trouble=self.trouble,
-            failure=self.failure or of_model.failure or in_words(self.damage, "the next release replaces them"),
+            failure=self.failure or of_model.failure or self.damage.in_words("the next release replaces them"),
         )
         if state.newest is None:
             return standing
@@ -193,44 +190,9 @@ class View:
         """
         try:
             await self._maker.make(policy, overdue_version)
-            if self.damage:
-                await self.mend()
+            await self.damage.mend()
         finally:
             self._signal.wake()
-
-    # Damage.
-
-    def note_damage(self, error: DamagedRows) -> None:
-        """Note rows that do not fit their digests: of what is held, or else of the model."""
-        if any(error.owner in (table.held, table.sent) for table in self.state.tables):
-            found = {error.table: error.ids}
-            self._untold = joined(self._untold, without(found, self.damage))
-            self.damage = joined(self.damage, found)
-        else:
-            self.model.note_damage(error)
-
-    def untold_damage(self) -> Damage:
-        """Rows of what is held that were noted since this was asked last."""
-        untold, self._untold = self._untold, {}
-        return untold
-
-    async def sweep(self) -> None:
-        """Look at some more rows of what is held: what does not fit its digest is noted."""
-        try:
-            await self.model.on_thread(self._go_on_sweeping)
-        except DamagedRows as error:
-            self.note_damage(error)
-
-    async def mend(self) -> Damage:
-        """Mend what is damaged, as far as it is known what that was; returns what is whole again. The rest goes
-        with the next release, which is due at once.
-        """
-        before = self.damage
-        left = await self.model.on_thread(self._mend, before)
-        mended = without(before, left)
-        self.damage = without(self.damage, mended)
-        self.model.signal.wake()
-        return mended
 
     # On disk; these block, on any thread.
 
@@ -259,19 +221,23 @@ class View:
         """Remove everything there is of it."""
         self._store.discard()
 
+    async def _mend(self, rows: IdsByTable) -> IdsByTable:
+        """Mend rows, as far as it is known what they were. The rest goes with the next release, due at once."""
+        if not rows:
+            return rows
+        left: IdsByTable = await self.model.on_thread(self._mend_tables, rows)
+        self.model.signal.wake()
+        return left
+
     # On the model's thread.
 
-    def _look_for_damage(self, frozen: "asyncio.Future[FrozenRelease]") -> None:
-        if not frozen.cancelled() and isinstance(error := frozen.exception(), DamagedRows):
-            self.note_damage(error)
+    def _mapped(self) -> list[MappedTable]:
+        return [mapped for table in self.state.tables for mapped in table.mapped]
 
-    def _go_on_sweeping(self) -> None:
-        self._sweep.go_on([mapped for table in self.state.tables for mapped in table.mapped])
-
-    def _mend(self, damage: Damage) -> Damage:
+    def _mend_tables(self, rows: IdsByTable) -> IdsByTable:
         version = self.state.compared_version
-        by_name = {table.held.spec.name: table for table in self.state.tables if table.held.spec.name in damage}
-        left = {name: table.mend(damage[name], version) for name, table in by_name.items()}
+        by_name = {table.held.spec.name: table for table in self.state.tables if table.held.spec.name in rows}
+        left = {name: table.mend(rows[name], version) for name, table in by_name.items()}
         return {name: ids for name, ids in left.items() if len(ids)}
 
     def _freezable(self) -> tuple[list[StampedTable], Head | None]:

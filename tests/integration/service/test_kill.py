@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
+import pytest
 from tests.support.process import ServiceProcess
 from tests.support.state import lag_of
 from tests.support.wire import block
@@ -26,7 +27,6 @@ from deltasync.client import (
 from deltasync.storage.lmdb_store import LmdbStore
 from deltasync.storage.log_store import LogOptions
 
-KILLS = 4
 WAIT = 60
 TABLES = [
     TableSpec("rowwise", 5000, 16),
@@ -122,10 +122,12 @@ def offsets_are_what_was_applied(service: ServiceProcess, replicas: list[Subscri
     assert lag["offset"] == min(offsets.values())
 
 
-def test_nothing_acknowledged_is_lost(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("private", "kills"), [(True, 4), (False, 2)], ids=["private", "shared"])
+def test_nothing_acknowledged_is_lost(tmp_path: Path, private: bool, kills: int) -> None:
     rng = random.Random(5)
     # Flushed and truncated at every occasion.
-    service = ServiceProcess(tmp_path / "data", "--consumer", "predictors=clicks", "--flush-bytes", "1")
+    arguments = "--consumer", "predictors=clicks", "--flush-bytes", "1"
+    service = ServiceProcess(tmp_path / "data", *arguments, private=private)
     targets = [NumpyTarget(), NumpyTarget()]
     with service:
         replicas = [
@@ -138,7 +140,7 @@ def test_nothing_acknowledged_is_lost(tmp_path: Path) -> None:
         trainer.wait_for(1)
         for replica in replicas:
             replica.wait_for(1, WAIT)
-        for _ in range(KILLS):
+        for _ in range(kills):
             trainer.wait_for(len(trainer.acknowledged) + 2)
             # Housekeeping comes once a second: some kills are to come after it.
             time.sleep(rng.uniform(0, 1.2))

@@ -18,12 +18,12 @@ from deltasync.publish.coordinator import CutCoordinator
 from deltasync.publish.opening import check_open
 from deltasync.publish.session import PublishSession, open_session
 from deltasync.service.service import Service, ServiceOptions
+from deltasync.storage import mapping
 from deltasync.storage.lmdb_store import LmdbStore
 from deltasync.storage.mapped_table import MappedTable
-from deltasync.storage.mapping import Mapping
+from deltasync.storage.mapping import Mapping, TouchedArray
+from deltasync.storage.private_memory import PrivateMemory
 from deltasync.v1 import publish_pb2
-
-pytestmark = pytest.mark.usefixtures("shared_file")
 
 SHARDS = [
     [Shard(USER, 0, 25, 0, 4), Shard(ITEM, 0, 30, 0, 2)],
@@ -44,7 +44,7 @@ class Image:
 
 @dataclass
 class Camera:
-    """Takes an image after every commit, every write to a table and every flush."""
+    """Takes an image after every commit, every write to a table or to one of its files, and every flush."""
 
     data_dir: Path
     images: list[Image] = field(default_factory=list)
@@ -74,9 +74,9 @@ class Camera:
     def flushed(self) -> Path:
         return self.data_dir.with_name("flushed")
 
-    def keep(self, mapping: Mapping) -> None:
+    def keep(self, flushed: Mapping) -> None:
         """Note that a file is on disk as it is now."""
-        file = Path(mapping.name)
+        file = Path(flushed.name)
         shutil.copyfile(file, self.flushed / file.relative_to(self.data_dir / "models"))
         self.take("flush of one file", power_loss=True)
 
@@ -168,17 +168,20 @@ async def recovered(data_dir: Path) -> tuple[int, dict[str, np.ndarray]]:
 
 
 def test_whenever_it_dies_every_acknowledged_version_comes_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared_file: bool
 ) -> None:
+    private = not shared_file  # Mapped, that is: one test for either.
     versions, camera = expected_rows(), Camera(tmp_path / "data")
     with monkeypatch.context() as patch:
         camera.after(patch, LmdbStore, "_commit", lambda _: camera.both("commit"))
         camera.after(patch, MappedTable, "apply", lambda _: camera.both("apply"))
         camera.after(patch, Mapping, "flush", camera.keep)
+        camera.after(patch, TouchedArray, "write", lambda _: camera.take("write of one array"))
+        patch.setattr(mapping, "PRIVATE", PrivateMemory(1 << 40 if private else 0))
         asyncio.run(train(tmp_path / "data", versions, camera))
     assert {image.moment for image in camera.images} == {
         f"{death} after {moment}" for death in ("kill", "power loss") for moment in ("commit", "apply", "flush")
-    } | {"power loss after flush of one file"}
+    } | {"power loss after flush of one file"} | ({"kill after write of one array"} if private else set())
     assert len(camera.images) > 50
     heads = set()
     for image in camera.images:

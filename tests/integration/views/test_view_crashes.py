@@ -107,10 +107,10 @@ class Fleet:
         return lag
 
 
-def kill_and_follow(folder: Path, kills: int, seed: int, flush_bytes: int) -> None:
+def kill_and_follow(folder: Path, kills: int, seed: int, flush_bytes: int, *, private: bool) -> None:
     moments = random.Random(seed)
     arguments = ("--admin-token", TOKEN, "--flush-bytes", str(flush_bytes))
-    with ServiceProcess(folder / "data", *arguments) as service, ExitStack() as stack:
+    with ServiceProcess(folder / "data", *arguments, private=private) as service, ExitStack() as stack:
         for name, policy in POLICIES.items():
             admin_of(service).create_consumer(name, "clicks", policy)
         fleets = [Fleet(service, name, names, stack) for name, names in FLEETS.items()]
@@ -157,12 +157,13 @@ def the_log_was_cut(folder: Path) -> None:
     log.close()
 
 
-def test_nothing_is_lost_by_kills_in_the_middle_of_releases(tmp_path: Path) -> None:
-    kill_and_follow(tmp_path, kills=3, seed=1, flush_bytes=1)
+@pytest.mark.parametrize(("private", "kills"), [(True, 3), (False, 2)], ids=["private", "shared"])
+def test_nothing_is_lost_by_kills_in_the_middle_of_releases(tmp_path: Path, private: bool, kills: int) -> None:
+    kill_and_follow(tmp_path, kills=kills, seed=1, flush_bytes=1, private=private)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [2, 3])
 def test_nothing_is_lost_by_many_kills(tmp_path: Path, seed: int) -> None:
     """Flushed at every occasion, or hardly ever."""
-    kill_and_follow(tmp_path, kills=15, seed=seed, flush_bytes=1 if seed == 2 else 1_000_000)
+    kill_and_follow(tmp_path, kills=15, seed=seed, flush_bytes=1 if seed == 2 else 1_000_000, private=True)

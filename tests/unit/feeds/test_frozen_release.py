@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.mapping import in_a_file
+from tests.support.mapping import in_a_file, mapping_of
 from tests.support.releases import deleted_rows, live_rows
 from tests.support.stamped import stamped_table
 from tests.support.wire import random_rows
@@ -59,6 +59,13 @@ def test_a_spilled_release_is_the_same_as_one_in_memory(seed: int, after: int) -
     assert in_memory.rows == sum(len(ids) for ids in expected)
 
 
+def test_a_spilled_release_is_mapped_once(tmp_path: Path) -> None:
+    """Each subscriber may lack something else, of thousands of tables."""
+    release = freeze(stamped(0, 4), 0, None, tmp_path, 0)
+    bases = {id(mapping_of(array)) for array in arrays(release)}
+    assert len(release.chunks) > len(bases) == 1
+
+
 def test_a_release_does_not_change_with_its_tables(tmp_path: Path) -> None:
     tables = stamped(0, 4)
     frozen = freeze(tables, 0, None, tmp_path, 1 << 20)
@@ -73,7 +80,7 @@ def test_no_room_for_a_spilled_release_is_an_error(tmp_path: Path, monkeypatch: 
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.posix_fallocate", full)
-    with pytest.raises(StorageFailed, match=r"a release of table 'a': cannot reserve .*No space left"):
+    with pytest.raises(StorageFailed, match=r"a release of 3 tables: cannot reserve .*No space left"):
         freeze(stamped(0, 4), 0, None, tmp_path, 0)
 
 

@@ -18,6 +18,7 @@ from tests.support.wire import ITEM, USER, WHOLE, full_part, part, random_rows
 
 from deltasync.core.damage import DamagedRows, ranges
 from deltasync.core.digests import checksum_of, row_digests
+from deltasync.core.errors import ServiceUnavailable
 from deltasync.core.events import Event, EventKind
 from deltasync.core.policy import Policy
 from deltasync.core.stamps import StampedTable
@@ -54,6 +55,12 @@ def said_of_rows(service: Service) -> list[Event]:
     return found
 
 
+def tell_when(service: Service, kind: EventKind, event: asyncio.Event) -> None:
+    """Set an event whenever something of this kind is said."""
+    listeners = service.events._listeners
+    service.events._listeners = (*listeners, lambda each: event.set() if each.kind is kind else None)
+
+
 def test_a_release_never_has_a_damaged_row_and_the_log_mends_it(tmp_path: Path) -> None:
     async def scenario(service: Service) -> None:
         _, model = await published(service)
@@ -64,12 +71,12 @@ def test_a_release_never_has_a_damaged_row_and_the_log_mends_it(tmp_path: Path) 
         ):
             await model.release(0)
         await asyncio.sleep(0)  # What is done once the release has failed.
-        assert {name: ids.tolist() for name, ids in model.damage.items()} == {USER.name: [3, 4, 9]}
+        assert {name: ids.tolist() for name, ids in model.damage.rows.items()} == {USER.name: [3, 4, 9]}
         failure = model.standing(Policy()).failure
         assert failure.startswith(f"other bits than were stored in rows 3 to 4, 9 of table {USER.name!r}")
-        mended = await model.mend()
+        mended = await model.damage.mend()
         assert {name: ids.tolist() for name, ids in mended.items()} == {USER.name: [3, 4, 9]}
-        assert (model.damage, model.standing(Policy()).failure) == ({}, "")
+        assert (model.damage.rows, model.standing(Policy()).failure) == ({}, "")
         release = await model.release(0)
         assert live_rows(release)[0].values.tobytes() == ROWS[0].tobytes()
         assert release.checksums[0] == checksum == model.tables[0].checksum
@@ -84,7 +91,7 @@ def test_what_the_log_has_no_more_is_asked_of_the_ranks(tmp_path: Path) -> None:
         flip(model.tables[0], 7)
         with pytest.raises(DamagedRows):
             await model.release(0)
-        assert await model.mend() == {}
+        assert await model.damage.mend() == {}
         assert [(slot, ids.tolist()) for slot, ids in session.wanted] == [(0, [7])]
         # Other rows go on, to replicas that lack only them.
         await send(session, part(2, [(0, [8], np.ones((1, 4), "<f4"))]))
@@ -92,9 +99,39 @@ def test_what_the_log_has_no_more_is_asked_of_the_ranks(tmp_path: Path) -> None:
         assert live_rows(await model.release(1))[0].ids.tolist() == [8]
         await send(session, part(3, [(0, [7], np.full((1, 4), 2, "<f4"))]))
         await service.coordinators["clicks"].drain()
-        assert {name: ids.tolist() for name, ids in (await model.mend()).items()} == {USER.name: [7]}
-        assert session.wanted == []
+        assert (model.damage.rows, session.wanted) == ({}, [])
         assert live_rows(await model.release(0))[0].values[7].tolist() == [2] * 4
+
+    run(tmp_path, scenario)
+
+
+def test_a_row_is_asked_for_again_only_where_the_part_that_followed_did_not_bring_it(tmp_path: Path) -> None:
+    async def scenario(service: Service) -> None:
+        session, model = await published(service)
+        model.flush()
+        flip(model.tables[0], 7)
+        await model.damage.sweep()
+
+        apply, answered = model.apply_cut, asyncio.Event()
+
+        async def apply_later(*cut: Any) -> None:
+            await answered.wait()
+            await apply(*cut)
+
+        async def asked_after(version: int, row: int) -> list[tuple[int, list[int]]]:
+            answered.clear()
+            with mock.patch.object(model, "apply_cut", apply_later):
+                await send(session, part(version, [(0, [row], ROWS[0][row : row + 1])]))
+                asked = [(slot, ids.tolist()) for slot, ids in session.ask()]
+                answered.set()
+                await service.coordinators["clicks"].drain()
+            return asked
+
+        assert await asked_after(2, 8) == [(0, [7])]
+        assert await asked_after(3, 8) == []
+        assert await asked_after(4, 8) == [(0, [7])]
+        assert await asked_after(5, 7) == []
+        assert (await asked_after(6, 8), model.damage.rows) == ([], {})
 
     run(tmp_path, scenario)
 
@@ -108,9 +145,9 @@ def test_a_deleted_row_is_zeros_again(tmp_path: Path) -> None:
         await service.coordinators["clicks"].drain()
         model.flush()
         flip(model.tables[0], 5)
-        await model.sweep()
-        assert {name: ids.tolist() for name, ids in model.damage.items()} == {USER.name: [5]}
-        assert list(await model.mend()) == [USER.name]
+        await model.damage.sweep()
+        assert {name: ids.tolist() for name, ids in model.damage.rows.items()} == {USER.name: [5]}
+        assert list(await model.damage.mend()) == [USER.name]
         assert not model.tables[0].rows[5].any()
 
     run(tmp_path, scenario)
@@ -127,24 +164,76 @@ def test_a_row_that_a_full_part_does_not_name_is_zeros_again(tmp_path: Path) -> 
         await service.coordinators["clicks"].drain()
         assert model.tables[0].deleted(np.array([5])).all()
         flip(model.tables[0], 5)
-        await model.sweep()
-        assert list(await model.mend()) == [USER.name]
+        await model.damage.sweep()
+        assert list(await model.damage.mend()) == [USER.name]
         assert not model.tables[0].rows[5].any()
 
     run(tmp_path, scenario)
 
 
-def test_a_digest_that_was_damaged_leaves_nothing_in_the_checksum(tmp_path: Path) -> None:
+def test_the_log_mends_a_digest_of_a_sound_row(tmp_path: Path) -> None:
+    async def scenario(service: Service) -> None:
+        _, model = await published(service)
+        right = model.tables[0].digests.copy()
+        model.tables[0].digests[7] ^= 1
+        await model.damage.sweep()
+        assert {name: ids.tolist() for name, ids in (await model.damage.mend()).items()} == {USER.name: [7]}
+        assert model.tables[0].digests.tolist() == right.tolist()
+
+    run(tmp_path, scenario)
+
+
+def test_the_log_mends_no_row_as_a_version_has_it_that_is_not_applied_yet(tmp_path: Path) -> None:
     async def scenario(service: Service) -> None:
         session, model = await published(service)
+        flip(model.tables[0], 7)
+        await model.damage.sweep()
+        with mock.patch.object(model, "apply_cut", side_effect=ServiceUnavailable("not now")):
+            await send(session, part(2, [(0, [7], np.ones((1, USER.dim), "<f4"))]))
+            assert list(await model.damage.mend()) == [USER.name]
+        assert model.tables[0].rows[7].tolist() == ROWS[0][7].tolist()
+
+    run(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_digest_that_was_damaged_leaves_nothing_in_the_checksum(tmp_path: Path, known: bool) -> None:
+    """If it was known before its row was overwritten, not even in what the cut is sent with."""
+
+    async def scenario(service: Service) -> None:
+        session, model = await published(service)
+        model.flush()
         model.tables[0].digests[7] ^= 1
-        await model.sweep()
-        assert await model.mend() == {}, "the log has the row, which fits no better"
+        if known:
+            await model.damage.sweep()
+            assert await model.damage.mend() == {}, "the log does not have the row any more"
         await send(session, part(2, [(0, [7], np.full((1, 4), 2, "<f4"))]))
         await service.coordinators["clicks"].drain()
-        assert list(await model.mend()) == [USER.name]
+        if not known:
+            await model.damage.sweep()
         rows = live_rows(await model.release(0))[0]
+        assert not model.damage.rows
         assert model.tables[0].checksum == checksum_of(rows.ids, rows.values)
+
+    run(tmp_path, scenario)
+
+
+def test_a_digest_that_is_still_damaged_is_not_counted(tmp_path: Path) -> None:
+    """Else all replicas would be told that they hold other rows than they were sent."""
+
+    async def scenario(service: Service) -> None:
+        session, model = await published(service)
+        model.flush()
+        right = model.tables[0].checksum
+        model.tables[0].digests[7] ^= 1
+        await send(session, part(2, [(0, [9], ROWS[0][9:10])]))
+        await service.coordinators["clicks"].drain()
+        flip(model.tables[0], 9)
+        for _ in range(2):
+            await model.damage.sweep()
+        assert {name: ids.tolist() for name, ids in (await model.damage.mend()).items()} == {USER.name: [9]}
+        assert {name: ids.tolist() for name, ids in model.damage.rows.items()} == {USER.name: [7]}
+        assert model.tables[0].checksum == right
 
     run(tmp_path, scenario)
 
@@ -156,13 +245,13 @@ def test_the_log_is_read_once_for_a_row_that_it_does_not_have(tmp_path: Path) ->
         await send(session, part(2, [(0, [8], np.ones((1, 4), "<f4"))]))
         await service.coordinators["clicks"].drain()
         flip(model.tables[0], 7)
-        await model.sweep()
-        assert await model.mend() == {}
+        await model.damage.sweep()
+        assert await model.damage.mend() == {}
         with mock.patch.object(model.store, "logged", side_effect=AssertionError):
-            assert await model.mend() == {}
+            assert await model.damage.mend() == {}
         flip(model.tables[0], 8)
-        await model.sweep()
-        assert {name: ids.tolist() for name, ids in (await model.mend()).items()} == {USER.name: [8]}
+        await model.damage.sweep()
+        assert {name: ids.tolist() for name, ids in (await model.damage.mend()).items()} == {USER.name: [8]}
 
     run(tmp_path, scenario)
 
@@ -221,7 +310,7 @@ def test_damage_is_told_to_consumers_that_follow_the_table_and_what_to_do(tmp_pa
     async def scenario(service: Service) -> None:
         _, model = await published(service)
         flip(model.tables[1], 2)
-        await model.sweep()
+        await model.damage.sweep()
         assert "start one that publishes the model" in model.standing(Policy()).failure
         assert "start one that publishes the model" in model.standing(Policy(tables=(ITEM.name,))).failure
         assert not model.standing(Policy(tables=(USER.name,))).failure
@@ -229,9 +318,7 @@ def test_damage_is_told_to_consumers_that_follow_the_table_and_what_to_do(tmp_pa
     run(tmp_path, scenario)
 
 
-def test_a_model_whose_thread_is_busy_keeps_no_other_from_being_flushed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_whose_thread_is_busy_is_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deltasync.service.housekeeping._SECONDS", 0.001)
     busy = threading.Event()
 
@@ -248,11 +335,58 @@ def test_a_model_whose_thread_is_busy_keeps_no_other_from_being_flushed(
     run(tmp_path, scenario, flush_bytes=1)
 
 
+@pytest.mark.parametrize("trouble", ["thread", "log", "error"])
+def test_a_model_in_trouble_keeps_no_other_from_being_looked_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    """More of them, too, than there are threads that others share."""
+    monkeypatch.setattr("deltasync.service.housekeeping._SECONDS", 0.001)
+    over, searching = threading.Event(), threading.Semaphore(0)
+
+    def search(*_: Any) -> list[Any]:
+        searching.release()
+        over.wait()
+        return []
+
+    async def in_trouble(service: Service, name: str) -> None:
+        await send(await join(service, model=name), full_part(1, ROWS, WHOLE))
+        await service.coordinators[name].drain()
+        model = service.models[name]
+        if trouble == "thread":
+            asyncio.get_running_loop().run_in_executor(model._thread, over.wait)
+        elif trouble == "log":
+            flip(model.tables[0], 1)
+            monkeypatch.setattr(model.store, "logged", search)
+        else:
+            monkeypatch.setattr(model.damage, "_tables", ZeroDivisionError)
+
+    async def scenario(service: Service) -> None:
+        keeper = asyncio.create_task(housekeeping(service))
+        for number in range(40 if trouble == "log" else 2):
+            await in_trouble(service, f"trouble{number}")
+        if trouble == "log":
+            await asyncio.gather(*(asyncio.to_thread(searching.acquire) for _ in range(40)))
+        _, model = await published(service)
+        mended = asyncio.Event()
+        tell_when(service, EventKind.ROWS_MENDED, mended)
+        try:
+            for row in 3, 5:  # Not only in the round that had begun before.
+                mended.clear()
+                flip(model.tables[0], row)
+                await mended.wait()
+        finally:
+            over.set()
+        keeper.cancel()
+        assert model.tables[0].rows.tobytes() == ROWS[0].tobytes()
+
+    run(tmp_path, scenario)
+
+
 def test_damage_of_before_a_restart_is_found_after_it(tmp_path: Path) -> None:
     async def before(service: Service) -> None:
         _, model = await published(service)
-        model.flush()
         flip(model.tables[0], 11)
+        model.flush()
 
     async def after(service: Service) -> None:
         with pytest.raises(DamagedRows, match="rows 11"):
@@ -298,8 +432,8 @@ def test_columns_that_a_crash_has_left_newer_than_their_digests_are_no_damage(tm
     async def after(service: Service) -> None:
         model = service.models["clicks"]
         assert model.position.number == 2
-        await model.sweep()
-        assert not model.damage
+        await model.damage.sweep()
+        assert not model.damage.rows
         assert model.tables[0].digests.sum(axis=1).tolist() == row_digests(model.tables[0].rows).tolist()
         flip(model.tables[0], 7)
         assert model.tables[0].damaged(np.arange(USER.rows)).tolist() == [7]
@@ -312,7 +446,7 @@ def test_rows_that_a_cut_has_brought_since_the_log_was_read_are_not_mended_with_
     async def scenario(service: Service) -> None:
         session, model = await published(service)
         flip(model.tables[0], 3, 4)
-        await model.sweep()
+        await model.damage.sweep()
         read = model.store.logged
 
         def reading(*arguments: Any) -> Any:
@@ -323,8 +457,8 @@ def test_rows_that_a_cut_has_brought_since_the_log_was_read_are_not_mended_with_
 
         loop, newer = asyncio.get_running_loop(), part(2, [(0, [4], np.ones((1, USER.dim), "<f4"))])
         with mock.patch.object(model.store, "logged", reading):
-            await model.mend()
-        assert not model.damage
+            await model.damage.mend()
+        assert not model.damage.rows
         assert model.tables[0].rows[[3, 4]].tolist() == [ROWS[0][3].tolist(), [1] * USER.dim]
 
     run(tmp_path, scenario)

@@ -19,6 +19,7 @@ from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.feeds import model as models
+from deltasync.feeds.damage import Damage
 from deltasync.service.housekeeping import housekeeping
 from deltasync.service.service import Service
 from deltasync.status.report import report
@@ -181,7 +182,7 @@ def test_a_model_s_busy_thread_keeps_no_model_from_being_flushed(
 ) -> None:
     monkeypatch.setattr("deltasync.service.housekeeping._SECONDS", 0.001)
     flushed, looking, idle = asyncio.Event(), asyncio.Event(), threading.Event()
-    sweep = models.Model.sweep
+    sweep = Damage.sweep
 
     async def scenario(service: Service) -> None:
         loop, flush = asyncio.get_running_loop(), models.Model.flush
@@ -192,11 +193,11 @@ def test_a_model_s_busy_thread_keeps_no_model_from_being_flushed(
                 return had
             return False
 
-        async def sweeping(model: models.Model) -> None:
+        async def sweeping(damage: Damage) -> None:
             looking.set()
-            await sweep(model)
+            await sweep(damage)
 
-        monkeypatch.setattr(models.Model, "sweep", sweeping)
+        monkeypatch.setattr(Damage, "sweep", sweeping)
         await join(service, model="busy")
         busy = asyncio.create_task(service.models["busy"].on_thread(idle.wait))
         keeper = asyncio.create_task(housekeeping(service))

@@ -14,7 +14,9 @@ from deltasync.core.rows import RowBatch
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import TableSpec
 from deltasync.storage.mapped_table import MappedTable, TableLayout
-from deltasync.storage.table_files import make_tables, open_tables, remove_unused
+from deltasync.storage.private_memory import PrivateMemory
+from deltasync.storage.table_files import TableFiles, make_tables, open_tables
+from deltasync.storage.unused_files import remove_unused
 
 TABLE = TableSpec("sparse/user", 10, 4)
 OTHERS = [TableSpec("before", 3, 3, np.dtype("<f2")), TableSpec("after", 7, 1)]
@@ -29,9 +31,10 @@ def made(folder: Path, *tables: TableSpec) -> list[MappedTable]:
 
 
 def written(folder: Path, table: TableSpec = TABLE) -> MappedTable:
-    """One of three tables."""
+    """One of three tables, flushed."""
     _, mapped, _ = made(folder, OTHERS[0], table, OTHERS[1])
     mapped.apply(RowBatch.of_table(table, np.array([3, 7]), np.full((2, 4), 5, table.dtype)), 2)
+    mapped.flush()
     return mapped
 
 
@@ -39,6 +42,12 @@ def reopened(table: MappedTable, spec: TableSpec | None = None) -> MappedTable:
     """The table after a restart, as the log says that it is."""
     layout = replace(table.mapped.layout, spec=spec or table.spec)
     return MappedTable(layout, open_tables([(table.mapped.files.place, layout.arrays())])[0])
+
+
+def on_disk(files: TableFiles, spec: TableSpec) -> list[bool]:
+    """Which of a table's arrays are not all zero in its files."""
+    (found,) = open_tables([(files.place, TableLayout.of(spec).arrays())])
+    return [bool(array.any()) for array in found.arrays]
 
 
 def room(table: MappedTable, folder: Path, spec: TableSpec = LARGER) -> Callable[[], None]:
@@ -52,17 +61,28 @@ def extended(table: MappedTable, folder: Path, spec: TableSpec = LARGER) -> Mapp
 
 
 def test_a_table_comes_back(tmp_path: Path) -> None:
-    table = written(tmp_path)
-    table.flush()
-    back = reopened(table)
+    back = reopened(written(tmp_path))
     assert back.changed_since(0).tolist() == [3, 7]
     assert back.rows.sum() == 2 * 4 * 5
     assert (back.rows.dtype, back.rows.shape) == (TABLE.dtype, (10, 4))
 
 
-def test_rows_are_on_their_way_to_the_file_before_a_flush(tmp_path: Path) -> None:
-    """So that kill -9 loses nothing."""
-    assert reopened(written(tmp_path)).changed_since(0).tolist() == [3, 7]
+def test_rows_are_in_memory_before_a_flush(tmp_path: Path) -> None:
+    """The log has them: kill -9 loses nothing."""
+    table = written(tmp_path)
+    table.apply(RowBatch.of_table(TABLE, np.array([9]), np.ones((1, 4), np.float32)), 3)
+    assert reopened(table).changed_since(0).tolist() == [3, 7]
+    table.flush()
+    assert reopened(table).changed_since(0).tolist() == [3, 7, 9]
+
+
+def test_rows_beyond_memory_are_on_their_way_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltasync.storage.mapping.PRIVATE", PrivateMemory(0))
+    table = written(tmp_path)
+    table.apply(RowBatch.of_table(TABLE, np.array([9]), np.ones((1, 4), np.float32)), 3)
+    assert reopened(table).changed_since(0).tolist() == [3, 7, 9]
+    table.flush()
+    assert reopened(table).changed_since(0).tolist() == [3, 7, 9]
 
 
 def test_a_new_table_is_zero_whatever_lay_there(tmp_path: Path) -> None:
@@ -128,6 +148,7 @@ def test_alike_names_are_tables_of_their_own(tmp_path: Path) -> None:
     tables = made(tmp_path, *(TableSpec(name, 10, 4) for name in names))
     for number, table in enumerate(tables, start=1):
         table.apply(RowBatch.of_table(table.spec, np.arange(10), np.full((10, 4), number, np.float32)), number)
+        table.flush()
     backs = open_tables([(table.mapped.files.place, TableLayout.of(table.spec).arrays()) for table in tables])
     for number, (files, table) in enumerate(zip(backs, tables, strict=True), start=1):
         assert [np.unique(array).tolist() for array in files.arrays[:2]] == [[number], [number]]
@@ -154,6 +175,7 @@ def test_a_table_that_has_grown_keeps_its_rows_and_stamps(tmp_path: Path) -> Non
         rows = RowBatch.of_table(LARGER, np.array(ids), np.full((len(ids), 4), number, np.float32))
         table.apply(rows, number)
         plain.apply(rows, number)
+    table.flush()
     back = reopened(table)
     for each in (table, back):
         assert each.spec == LARGER
@@ -191,6 +213,7 @@ def test_what_a_table_has_left_in_a_shared_file_is_cleared(tmp_path: Path, share
     first, table, last = made(tmp_path, OTHERS[0], TABLE, OTHERS[1])
     for each in (first, table, last):
         each.apply(RowBatch.of_table(each.spec, np.arange(3), np.full((3, each.spec.dim), 5, each.spec.dtype)), 2)
+        each.flush()
     before = table.mapped.files
     extended(table, tmp_path)
     if not shared_file:
@@ -198,10 +221,10 @@ def test_what_a_table_has_left_in_a_shared_file_is_cleared(tmp_path: Path, share
         return
     for kept in ([first, last], [last]):
         remove_unused(tmp_path, [each.mapped.files for each in (*kept, table, *kept)])
-        assert not any(array.any() for array in before.arrays)
+        assert not any(on_disk(before, TABLE))
         assert table.changed_since(0).tolist() == [0, 1, 2]
         for each in (first, last):
-            assert [array.any() for array in each.mapped.files.arrays] == [each in kept] * 4
+            assert on_disk(each.mapped.files, each.spec) == [each in kept] * 4
     remove_unused(tmp_path, [table.mapped.files])
     assert list(tmp_path.iterdir()) == [table.mapped.files.place.folder]
 
@@ -212,6 +235,7 @@ def test_more_than_room_is_damage(tmp_path: Path, kind: str, shared_file: bool) 
         pytest.skip("of a shared file, what comes after is another table's")
     table = extended(written(tmp_path), tmp_path)
     table.apply(RowBatch.of_table(LARGER, np.array([2999]), np.ones((1, 4), np.float32)), 3)
+    table.flush()
     other = {"rows": "stamps", "stamps": "rows"}[kind]
     (path,) = table.mapped.files.place.folder.glob(f"*user*.{other}")
     with path.open("r+b") as file:
@@ -240,6 +264,7 @@ def test_no_room_to_grow_is_an_error_and_the_table_goes_on(
     table.apply(RowBatch.of_table(TABLE, np.array([9]), np.ones((1, 4), np.float32)), 3)
     table.flush()
     assert extended(table, tmp_path).changed_since(0).tolist() == [3, 7, 9]
+    table.flush()
     assert reopened(table).changed_since(2).tolist() == [9]
 
 
@@ -249,6 +274,7 @@ def test_a_split_table_comes_back_split_also_once_it_has_grown(tmp_path: Path) -
     before = table.mapped
     for each in (table, plain):
         each.split(1, 3)
+    table.flush()
     assert reopened(table).digests.tolist() == table.digests.tolist() == plain.digests[:10].tolist()
     assert [array is other for array, other in zip(before.plain(), table.mapped.plain(), strict=True)] == [
         True,
@@ -261,6 +287,7 @@ def test_a_split_table_comes_back_split_also_once_it_has_grown(tmp_path: Path) -
     extended(table, tmp_path)
     table.apply(RowBatch.of_table(LARGER, np.array([2999]), np.ones((1, 4), np.float32)), 3)
     plain.apply(RowBatch.of_table(LARGER, np.array([2999]), np.ones((1, 4), np.float32)), 3)
+    table.flush()
     back = reopened(table)
     assert back.columns == (0, 1, 3, 4)
     for array, other in zip(
@@ -303,6 +330,7 @@ def test_files_that_the_log_names_stay_while_a_table_is_split(
     assert all(Path(mapping.name).exists() for mapping in named.files.mappings)
     become()
     table.remove_stale(table.mapped)
+    table.flush()
     assert not reopened(table).mapped.files.unnamed
     assert reopened(table).digests.tolist() == table.digests.tolist()
 
@@ -322,6 +350,9 @@ def test_a_split_that_fails_is_made_when_it_is_tried_again(
             table.split(2)
     table.split(4)
     assert (table.columns, table.mapped) == ((0, 4), before)
+    table.apply(RowBatch.of_table(TABLE, np.array([9]), np.ones((1, 4), np.float32)), 3)
+    table.flush()
+    assert reopened(table).changed_since(0).tolist() == [3, 7, 9]
     table.split(2)
     assert table.columns == table.mapped.layout.columns == (0, 2, 4)
     assert table.fits(np.arange(10), table.rows).all()

@@ -13,9 +13,12 @@ from deltasync.core.damage import DamagedRows
 from deltasync.core.mode import Mode
 from deltasync.core.policy import Policy
 from deltasync.core.rows import RowBatch
+from deltasync.core.stamps import ROWS as ROWS_BIT
 from deltasync.core.stamps import StampedTable
-from deltasync.core.tables import Shard
+from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.core.value_types import ValueType
+from deltasync.storage.table_files import open_tables
+from deltasync.views.table import view_arrays
 from deltasync.views.view import View
 
 ROWS = {row: np.arange(4, dtype=np.float32) + row for row in range(USER.rows)}
@@ -53,11 +56,34 @@ def test_a_held_row_that_the_source_still_has_is_encoded_again(tmp_path: Path, p
             await view.release(0)
         await asyncio.sleep(0)
         assert view.standing(policy).failure.startswith("other bits than were stored in rows 7 of table")
-        assert not local.model.damage, "the model's row is whole"
-        assert [ids.tolist() for ids in (await view.mend()).values()] == [[7]]
+        assert not local.model.damage.rows, "the model's row is whole"
+        assert [ids.tolist() for ids in (await view.damage.mend()).values()] == [[7]]
         assert table.held.rows.tobytes() == before.tobytes()
-        assert (view.damage, view.standing(policy).failure) == ({}, "")
+        assert (view.damage.rows, view.standing(policy).failure) == ({}, "")
         assert (await view.release(0)).checksums == right
+        await ended(local, view)
+
+    asyncio.run(scenario())
+
+
+def test_what_was_mended_is_flushed_although_nothing_is_new(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        local, view = await made(tmp_path, INT8)
+        await local.cut_batches([RowBatch.deletes(Shard.whole(USER), np.array([3]))])
+        (held,), (source,) = view.state.tables, local.model.tables
+        for table, row in ((held.held, 7), (source, 3)):
+            flip(table, row)
+            table.wrote(np.array([row]), ROWS_BIT)
+            table.flush()  # As if the disk had changed it.
+        await view.sweep()
+        assert [ids.tolist() for ids in (await view.mend()).values()] == [[7]]
+        local.model.note_damage(DamagedRows(source, USER.name, np.array([3])))
+        assert [ids.tolist() for ids in (await local.model.mend()).values()] == [[3]]
+        assert (view.flush(), local.model.flush()) == (False, False)
+        layout = source.mapped.layout.arrays()
+        for files, arrays in ((held.files, view_arrays(held.delivery)), (source.mapped.files, layout)):
+            (found,) = open_tables([(files.place, arrays)])
+            assert [each.tobytes() for each in found.arrays] == [each.tobytes() for each in files.arrays]
         await ended(local, view)
 
     asyncio.run(scenario())
@@ -77,13 +103,13 @@ def test_a_held_row_that_nobody_knows_is_replaced_by_the_next_release(tmp_path: 
         assert live_rows(await view.release(newest - 1))[0].ids.tolist() == [9]
         for mapped in table.mapped:
             flip(mapped, 7)
-        await view.sweep()
-        assert await view.mend() == {}
+        await view.damage.sweep()
+        assert await view.damage.mend() == {}
         assert table.damaged.tolist() == [7]
         await local.cut({USER.name: {9: ROWS[9] + 9}})
         await view.make_release(policy, 0)
         assert live_rows(await view.release(newest))[0].ids.tolist() == [7, 9]
-        assert (view.damage, table.damaged.tolist()) == ({}, [])
+        assert (view.damage.rows, table.damaged.tolist()) == ({}, [])
         assert (await view.release(0)).rows == USER.rows
         await ended(local, view)
 
@@ -93,17 +119,69 @@ def test_a_held_row_that_nobody_knows_is_replaced_by_the_next_release(tmp_path: 
 def test_a_damaged_row_of_the_model_is_in_no_release_and_told_to_the_model(tmp_path: Path) -> None:
     async def scenario() -> None:
         local, view = await made(tmp_path, INT8)
+        number = view.position.number
         await local.cut({USER.name: {7: ROWS[7] + 1}})
         flip(local.model.tables[0], 7)
-        with pytest.raises(DamagedRows) as found:
-            await view.make_release(INT8, 0)
-        view.note_damage(found.value)
-        assert not view.damage
-        assert {name: ids.tolist() for name, ids in local.model.damage.items()} == {USER.name: [7]}
+        await view.make_release(INT8, 0)
+        assert view.position.number == number
+        assert not view.damage.rows
+        assert {name: ids.tolist() for name, ids in local.model.damage.rows.items()} == {USER.name: [7]}
         assert view.standing(INT8).failure
         await local.cut({USER.name: {7: ROWS[7] + 2}})
+        assert not local.model.damage.rows
         await view.make_release(INT8, 0)
         assert live_rows(await view.release(view.position.number - 1))[0].ids.tolist() == [7]
+        await ended(local, view)
+
+    asyncio.run(scenario())
+
+
+def test_a_damaged_row_of_the_model_leaves_its_place_to_others(tmp_path: Path) -> None:
+    """Also another that is found as the release is made."""
+    policy = Policy(top_k=1)
+
+    async def scenario() -> None:
+        local, view = await made(tmp_path, policy)
+        number = view.position.number
+        await local.cut({USER.name: {row: ROWS[row] + row for row in (7, 8, 9)}})
+        for row in 8, 9:
+            flip(local.model.tables[0], row)
+        await view.make_release(policy, 0)
+        assert live_rows(await view.release(number))[0].ids.tolist() == [7]
+        assert local.model.damage.rows[USER.name].tolist() == [8, 9]
+        await ended(local, view)
+
+    asyncio.run(scenario())
+
+
+def test_without_a_damaged_row_that_others_belong_to_none_of_them_goes(tmp_path: Path) -> None:
+    """A map, and the row that it leads to; the rows of another run."""
+    id_map = TableSpec("ids", USER.rows, 1, np.dtype("<i8"), TableKind.ID_MAP, USER.name)
+    numbers = {row: np.array([row]) for row in range(USER.rows)}
+    policy = Policy(top_k=1)
+
+    async def scenario() -> None:
+        local = LocalModel(tmp_path)
+        await local.model.add_tables([USER, id_map])
+        await local.cut({USER.name: ROWS, id_map.name: numbers})
+        view = await local.prepared_view(policy)
+        number = view.position.number
+        table = local.model.tables[0]
+        await local.cut({USER.name: {7: ROWS[7] + 1, 9: ROWS[9] + 5}, id_map.name: {7: np.array([70])}})
+        flip(table, 7)
+        with pytest.raises(DamagedRows):
+            await view.make_release(policy, 0)
+        flip(table, 7)
+        await local.cut_batches(local.batches({USER.name: {8: ROWS[8] + 1}}), resync=True)
+        flip(table, 9)
+        for _ in range(2):
+            with pytest.raises(DamagedRows):
+                await view.make_release(policy, 0)
+        assert view.position.number == number
+        flip(table, 9)
+        await view.make_release(policy, 0)
+        release = live_rows(await view.release(number))
+        assert {slot: rows.ids.tolist() for slot, rows in release.items()} == {0: [7, 8, 9], 1: [7]}
         await ended(local, view)
 
     asyncio.run(scenario())
@@ -120,8 +198,8 @@ def test_a_damaged_row_that_is_no_more_stays_deleted(tmp_path: Path) -> None:
         await view.make_release(policy, 0)
         for mapped in table.mapped:
             flip(mapped, 7)
-        await view.sweep()
-        assert [ids.tolist() for ids in (await view.mend()).values()] == [[7]]
+        await view.damage.sweep()
+        assert [ids.tolist() for ids in (await view.damage.mend()).values()] == [[7]]
         await view.make_release(policy, 0)
         release = await view.release(0)
         assert release.rows == USER.rows - 1
@@ -142,13 +220,13 @@ def test_a_row_that_is_found_damaged_during_a_look_goes_with_a_later_release(tmp
         look = await local.model.on_thread(table.begin, view.state.compared_version)
         await local.model.on_thread(look.advance, look.rows)
         flip(table.sent, 7)
-        await view.sweep()
-        assert await view.mend() == {}
+        await view.damage.sweep()
+        assert await view.damage.mend() == {}
         await local.model.on_thread(table.finish, look)
         await view.make_release(policy, 0)
         await view.make_release(policy, 0)
         assert live_rows(await view.release(newest))[0].ids.tolist() == [7, 9]
-        assert (view.damage, table.damaged.tolist()) == ({}, [])
+        assert (view.damage.rows, table.damaged.tolist()) == ({}, [])
         await ended(local, view)
 
     asyncio.run(scenario())
@@ -162,17 +240,17 @@ def test_a_row_that_is_damaged_in_the_model_too_keeps_no_other_from_being_mended
         flip(table.held, 7)
         flip(table.held, 9)
         flip(local.model.tables[0], 7)
-        await view.sweep()
-        assert [ids.tolist() for ids in (await view.mend()).values()] == [[9]]
-        assert [ids.tolist() for ids in view.damage.values()] == [[7]]
+        await view.damage.sweep()
+        assert [ids.tolist() for ids in (await view.damage.mend()).values()] == [[9]]
+        assert [ids.tolist() for ids in view.damage.rows.values()] == [[7]]
         assert table.held.rows[9].tobytes() == right[9].tobytes()
         with pytest.raises(DamagedRows) as found:
             await view.make_release(INT8, 0)
         assert found.value.owner is local.model.tables[0]
-        assert {name: ids.tolist() for name, ids in local.model.damage.items()} == {USER.name: [7]}
+        assert {name: ids.tolist() for name, ids in local.model.damage.rows.items()} == {USER.name: [7]}
         await local.cut({USER.name: {7: ROWS[7] + 2}})
         await view.make_release(INT8, 0)
-        assert (view.damage, (await view.release(0)).rows) == ({}, USER.rows)
+        assert (view.damage.rows, (await view.release(0)).rows) == ({}, USER.rows)
         await ended(local, view)
 
     asyncio.run(scenario())
@@ -184,10 +262,10 @@ def test_a_digest_that_was_damaged_leaves_nothing_in_the_checksum(tmp_path: Path
         (table,) = view.state.tables
         right = table.held.checksum
         table.held.digests[7] ^= 1
-        await view.sweep()
-        assert await view.mend() == {}
+        await view.damage.sweep()
+        assert await view.damage.mend() == {}
         await view.make_release(INT8, 0)
-        assert (view.damage, table.held.checksum) == ({}, right)
+        assert (view.damage.rows, table.held.checksum) == ({}, right)
         await ended(local, view)
 
     asyncio.run(scenario())
@@ -199,15 +277,18 @@ def test_a_damaged_row_of_the_model_is_compared_again_once_it_is_mended(tmp_path
 
     async def scenario() -> None:
         local, view = await made(tmp_path, policy)
-        await local.cut({USER.name: {7: ROWS[7] + 1, 9: ROWS[9] + 5}})
+        await local.cut({USER.name: {row: ROWS[row] + change for row, change in ((7, 1), (8, 0.5), (9, 5))}})
         source = local.model.tables[0]
         source.rows[7, 0] = np.nan
-        with pytest.raises(DamagedRows):
-            await view.make_release(policy, 0)
-        source.rows[7, 0] = ROWS[7][0] + 1
         await view.make_release(policy, 0)
         assert live_rows(await view.release(view.position.number - 1))[0].ids.tolist() == [9]
-        assert view.state.backlog[USER.name].amount.norm == pytest.approx(2)
+        assert view.state.backlog[USER.name].amount.norm == pytest.approx(1)
+        source.rows[7, 0] = ROWS[7][0] + 1
+        await local.model.damage.mend()
+        await view.make_release(policy, 0)
+        assert live_rows(await view.release(view.position.number - 1))[0].ids.tolist() == [7]
+        assert view.state.newest
+        assert view.state.newest.statistics.taken.norm == pytest.approx(2)
         await ended(local, view)
 
     asyncio.run(scenario())

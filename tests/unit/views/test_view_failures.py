@@ -4,10 +4,11 @@ import asyncio
 import errno
 from collections import deque
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.support.fleet import release_at_once
 from tests.support.local_model import LocalModel
@@ -24,6 +25,7 @@ from tests.support.view_scenarios import (
 )
 
 from deltasync.consumers.consumer import Consumer, ConsumerOptions, Replica
+from deltasync.core.damage import DamagedRows
 from deltasync.core.errors import StorageFailed
 from deltasync.core.events import Events
 from deltasync.core.policy import Policy
@@ -124,6 +126,43 @@ def test_nothing_of_a_release_that_is_not_written_down_is_sent(
         second = await held_by_a_replica(view)
         assert second["user"].tobytes() != first["user"].tobytes()
         assert same_as_the_model(second, local)
+
+    run(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("policy", [TOP, INT8])
+def test_a_damaged_row_is_not_released_but_told_and_goes_out_once_it_is_mended(
+    tmp_path: Path, policy: Policy
+) -> None:
+    async def scenario(local: LocalModel) -> None:
+        view = await local.prepared_view(policy)
+        number, bits = view.position.number, local.model.tables[0].rows.view(np.uint8)
+        await local.cut(changed(1, USER, 3, 4))
+        bits[3, 5] ^= 1
+        await view.make_release(replace(policy, top_k=None), 0)
+        assert {name: ids.tolist() for name, ids in local.model.damage.rows.items()} == {"user": [3]}
+        assert live_rows(await view.release(number))[0].ids.tolist() == [4]
+        assert view.state.newest
+        assert view.state.newest.statistics.backlog.rows == 1
+        assert view.state.newest.statistics.reason == "took all 1 dirty rows; and not 1 that are damaged"
+        bits[3, 5] ^= 1
+        await local.model.damage.mend()
+        await view.make_release(replace(policy, top_k=None), 0)
+        assert live_rows(await view.release(number + 1))[0].ids.tolist() == [3]
+
+    run(tmp_path, scenario)
+
+
+def test_a_new_view_takes_no_damaged_rows_over(tmp_path: Path) -> None:
+    async def scenario(local: LocalModel) -> None:
+        bits = local.model.tables[0].rows.view(np.uint8)
+        bits[3, 5] ^= 1
+        with pytest.raises(DamagedRows):
+            await local.prepared_view(INT8)
+        assert {name: ids.tolist() for name, ids in local.model.damage.rows.items()} == {"user": [3]}
+        bits[3, 5] ^= 1
+        view = await local.prepared_view(INT8)
+        assert view.position.number
 
     run(tmp_path, scenario)
 

@@ -160,9 +160,9 @@ def test_what_is_found_damaged_while_there_is_made_room_goes_with_the_next_relea
 
         async def damage() -> None:
             before.sent.rows[7] += 1
-            while not view.damage:
-                await view.sweep()
-            await view.mend()
+            while not view.damage.rows:
+                await view.damage.sweep()
+            await view.damage.mend()
 
         def meanwhile(*arguments: Any) -> list[ViewTable]:
             made = make_tables(*arguments)
@@ -176,7 +176,7 @@ def test_what_is_found_damaged_while_there_is_made_room_goes_with_the_next_relea
         await view.make_release(policy, 0)
         assert ids_of(await view.release(newest)) == {0: [5, 7]}
         assert [table.lacking(view.position.number) for table in view.standing(policy).tables()] == [0, 0]
-        assert not view.damage
+        assert not view.damage.rows
 
     run(tmp_path, scenario)
 

@@ -1,6 +1,8 @@
 """Views against a model of plain dictionaries: cuts, policies, releases, replicas, restarts, lost power."""
 
 import asyncio
+import contextlib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.folders import fast_folder
 from tests.support.local_model import LocalModel, Rows
-from tests.support.mapping import marks_on_disk
+from tests.support.mapping import check_noted, files_on_disk
 from tests.support.plain_view import DirtyRow, PlainModel, PlainRelease, PlainTable, norm_of
 from tests.support.releases import live_rows
 
@@ -29,9 +31,10 @@ from deltasync.core.threads import not_shared_yet
 from deltasync.core.value_types import ValueType
 from deltasync.feeds.frozen_release import FrozenRelease
 from deltasync.feeds.statistics import Amount
+from deltasync.storage import touched
 from deltasync.views.release_draft import ReleaseDraft
 from deltasync.views.store import ViewState
-from deltasync.views.table import ViewTable
+from deltasync.views.table import ViewTable, view_arrays
 
 TABLES = [TableSpec("a", 6, 3), TableSpec("ab", 5, 12, np.dtype("<f2")), TableSpec("c", 4, 1)]
 VALUES = np.array([0.0, 1.0, -1.0, 0.5, -0.0, 3e38, -3e38, 1e-40, 6.5e4, 7.25, 1e20])
@@ -101,6 +104,7 @@ class Play:
         for name, argument in [("cut", {(0, 0): 1, (1, 1): 2}), *operations]:
             await getattr(self, name)(argument)
             self.check_lacking()
+            self.check_noted()
             if name != "restart":
                 self.files.append(self._read_files())
         await self.everything_is_reached()
@@ -186,7 +190,7 @@ class Play:
         await self.view.prepare(self.policy)
         self.plain.prepare(self.policy)
         self.check_held()
-        self.files = []
+        self.files = [self._read_files()]
 
     async def follow(self, number: int) -> None:
         replica = self.replicas[number % REPLICAS]
@@ -203,17 +207,36 @@ class Play:
         assert self.at.setdefault(replica.position, held) == held
 
     async def flush(self, _: Any) -> None:
-        self.view.flush()
-        self.files = []
+        if self.view.flush():
+            for table in self.view.state.tables:
+                found = files_on_disk(table).arrays
+                assert [each.tobytes() for each in found] == [each.tobytes() for each in table.files.arrays]
+            self.files = [self._read_files()]
+
+    async def break_off(self, seed: int) -> None:
+        """A flush that the disk refuses, once it has written some files."""
+        synced = iter([None] * (seed % 3))
+
+        def sync(_: int) -> None:
+            if next(synced, seed) is not None:
+                raise OSError(5, "Input/output error")
+
+        with mock.patch.object(os, "fdatasync", sync), contextlib.suppress(StorageFailed):
+            await self.flush(None)
 
     async def restart(self, choices: list[int] | None) -> None:
-        """After a kill, or if there are `choices` after lost power: each file is as it was some time after the
-        last flush.
+        """After a kill, or if there are `choices` after lost power, or in the middle of a flush: each word of each
+        file is as it was at the last flush, or some time after it.
         """
         await self.local.close()
         for name, choice in zip(self._read_files(), choices or (), strict=False):
             if self.files:
-                (self.local.view_directory / name).write_bytes(self.files[choice % len(self.files)][name])
+                states = [
+                    np.frombuffer(each[name].ljust(-(-len(each[name]) // 8) * 8), "<i8") for each in self.files
+                ]
+                words = np.random.default_rng(choice).integers(0, len(states), len(states[0]))
+                torn = np.stack(states)[words, np.arange(len(words))].tobytes()
+                (self.local.view_directory / name).write_bytes(torn[: len(self.files[0][name])])
         self.local = await LocalModel.opened(self.directory)
         self.view = self.local.view()
         for name in {replica.position.history for replica in self.replicas} - {"", self.local.model.history}:
@@ -252,6 +275,10 @@ class Play:
                     known[table.dirty.ids] = True
                 assert np.count_nonzero(known | changed) <= lacking <= table.source.spec.rows
                 assert lacking <= np.count_nonzero(known) + np.count_nonzero(changed)
+
+    def check_noted(self) -> None:
+        for table in self.view.state.tables:
+            check_noted(table.files, view_arrays(table.delivery))
 
     def check_statistics(self, expected: PlainRelease) -> None:
         state = self.view.state
@@ -299,18 +326,21 @@ class Play:
             await self.follow(number)
 
     def _read_files(self) -> dict[str, bytes]:
+        """The files as they were if a flush that is under way had come so far, or the system had written them."""
         root = self.local.view_directory
+        mappings = {mapping for table in self.view.state.tables for mapping in table.files.mappings}
         return {
-            str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()
+            str(Path(each.name).relative_to(root)): np.asarray(each).tobytes()
+            for each in sorted(mappings, key=lambda mapping: mapping.name)
         }
 
 
 def marks_of(table: ViewTable) -> dict[int, int]:
     """The dirty rows, and since when they are: nothing else uses the table while a play checks it."""
     with not_shared_yet():
-        on_disk = marks_on_disk(table)
-        assert table.dirty.ids.tolist() == on_disk.nonzero()[0].tolist()
-        assert table.dirty.since.tolist() == on_disk[table.dirty.ids].tolist()
+        marks = table.files.arrays[-1]
+        assert table.dirty.ids.tolist() == marks.nonzero()[0].tolist()
+        assert table.dirty.since.tolist() == marks[table.dirty.ids].tolist()
         return dict(zip(table.dirty.ids.tolist(), table.dirty.since.tolist(), strict=True))
 
 
@@ -352,6 +382,7 @@ OPERATIONS = st.one_of(
     st.tuples(st.just("change"), policies()),
     st.tuples(st.just("go_back"), st.none()),
     st.tuples(st.just("flush"), st.none()),
+    st.tuples(st.just("break_off"), st.integers(0, 2)),
     st.tuples(st.just("more"), st.none()),
     st.tuples(st.just("restart"), st.none() | st.lists(st.integers(0, 20), min_size=12, max_size=12)),
 )
@@ -377,7 +408,8 @@ def play(policy: Policy, operations: list[tuple[str, Any]]) -> None:
         finally:
             await one.local.close()
 
-    with fast_folder() as folder:
+    # Of a row that is written none other is noted.
+    with fast_folder() as folder, mock.patch.object(touched, "_LARGEST_SHIFT", 0):
         asyncio.run(main(Path(folder)))
 
 

@@ -55,6 +55,7 @@ def test_a_row_that_was_left_is_as_far_off_as_before_also_after_a_restart(
     assert (dirty.ids.tolist(), more.ids.tolist()) == ([3, 9], [3, 9, 20])
     assert more.norms[:2].tolist() == dirty.norms.tolist()
     table.flush()
+    table.flush()
     restarted = reopened(table)
     assert restarted.find_dirty(3).norms.tolist() == more.norms.tolist()
 
@@ -90,5 +91,6 @@ def test_a_delete_differs_from_zeros_to_who_has_the_row_and_to_nobody_else(
     assert table.find_dirty(2).ids.tolist() == []
     source.apply(zeros, 3)
     assert table.find_dirty(2).ids.tolist() == [3]
+    table.flush()
     restarted = reopened(table)
     assert restarted.find_dirty(2).ids.tolist() == [3]
