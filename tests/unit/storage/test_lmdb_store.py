@@ -143,9 +143,14 @@ def test_a_write_that_does_not_fit_takes_no_other_with_it(
     log.close()
 
 
+@pytest.mark.parametrize(
+    ("size", "operations", "expected"), [(4096, 100, [40 + 4, 4, 1]), (1 << 20, 100, [49]), (1 << 20, 32, [32, 17])]
+)
 def test_what_gathers_during_a_commit_is_committed_at_once(
-    options: LogOptions, monkeypatch: pytest.MonkeyPatch
+    size: int, operations: int, expected: list[int], options: LogOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(lmdb_store, "_COMMIT_BYTES", 4096)
+    monkeypatch.setattr(lmdb_store, "_COMMIT_OPERATIONS", operations)
     batches: list[int] = []
     begun, go = threading.Event(), threading.Event()
     commit = LmdbStore._commit
@@ -161,11 +166,12 @@ def test_what_gathers_during_a_commit_is_committed_at_once(
     first = log.append("m", 1, 0, 0, b"x")
     assert begun.wait(TIMEOUT)
     rest = [log.append("m", 1, 0, number, b"x") for number in range(1, 41)]
+    rest += [log.append("m", 1, 1, number, bytes(size // 4)) for number in range(9)]
     assert not first.done()
     go.set()
     rest[-1].result(TIMEOUT)
     log.close()
-    assert batches == [1, 32, 8]
+    assert batches == [1, *expected]
 
 
 def test_a_write_to_a_log_that_is_closed_is_refused(options: LogOptions) -> None:
