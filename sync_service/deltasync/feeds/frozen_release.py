@@ -103,6 +103,11 @@ class FrozenRelease:
         """Rows of all tables together."""
         return sum(len(chunk.rows) for chunk in self.chunks)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of ids and values, as they are sent to who knows of deletes."""
+        return sum(chunk.rows.nbytes for chunk in self.chunks)
+
 
 class Releases:
     """The releases of one set of tables. Replicas that lack the same rows share one while any of them uses it.
@@ -151,16 +156,21 @@ class Releases:
 
     # On the thread that changes the tables.
 
-    def of_cut(self, rows: Sequence[tuple[int, RowBatch]]) -> FrozenRelease | None:
-        """What a replica lacks that is at the version before the one that the tables are at: the rows that a cut
-        has just brought, by slot. None if there is no memory for it.
+    def prepared(self, rows: Sequence[tuple[int, RowBatch]]) -> FrozenRelease | None:
+        """What a replica will lack that is at the version that the tables are at, before a cut brings them these
+        rows, by slot: to be `completed` then. None if there is no memory for it.
         """
         size = sum(batch.nbytes for _, batch in rows)
         if size > self._room():
             return None
-        tables, head = self._state()
         chunks = [Chunk.written(slot, piece) for slot, batch in rows for piece in chunked(batch)]
-        return self._noted(FrozenRelease(head, chunks, checksums=_checksums(tables), memory_bytes=size))
+        return self._noted(FrozenRelease(None, chunks, memory_bytes=size))
+
+    def completed(self, release: FrozenRelease) -> FrozenRelease:
+        """What was `prepared`, now that the tables have these rows."""
+        tables, release.head = self._state()
+        release.checksums = _checksums(tables)
+        return release
 
     def _room(self) -> int:
         """How much memory a release may take now, bytes."""

@@ -75,10 +75,10 @@ def test_what_was_mended_is_flushed_although_nothing_is_new(tmp_path: Path) -> N
             flip(table, row)
             table.wrote(np.array([row]), ROWS_BIT)
             table.flush()  # As if the disk had changed it.
-        await view.sweep()
-        assert [ids.tolist() for ids in (await view.mend()).values()] == [[7]]
-        local.model.note_damage(DamagedRows(source, USER.name, np.array([3])))
-        assert [ids.tolist() for ids in (await local.model.mend()).values()] == [[3]]
+        await view.damage.sweep()
+        assert [ids.tolist() for ids in (await view.damage.mend()).values()] == [[7]]
+        local.model.damage.note(DamagedRows(source, USER.name, np.array([3])))
+        assert [ids.tolist() for ids in (await local.model.damage.mend()).values()] == [[3]]
         assert (view.flush(), local.model.flush()) == (False, False)
         layout = source.mapped.layout.arrays()
         for files, arrays in ((held.files, view_arrays(held.delivery)), (source.mapped.files, layout)):
