@@ -22,6 +22,7 @@ from deltasync.wire.row_messages import MAX_CHUNK_BYTES, decode_rows
 
 # Rows that a rank is asked for at once.
 _WANTED_IDS = 131_072
+_ROWS_AT_ONCE = 64
 
 
 async def open_session(coordinator: CutCoordinator, opening: Opening) -> "PublishSession":
@@ -109,8 +110,10 @@ class PublishSession:
     async def take(self, part: publish_pb2.WholePart) -> Position:
         """Take this rank's part, whole: see `add` and `close`."""
         _check_size("part", sum(len(rows.ids) + len(rows.values) for rows in part.rows))
-        for rows in part.rows:
+        for number, rows in enumerate(part.rows, 1):
             await self.add(part.close.step, rows)
+            if number % _ROWS_AT_ONCE == 0:  # Of so many tables, a part takes long: others have their turn.
+                await asyncio.sleep(0)
         return await self.close(part.close)
 
     async def add(self, step: int, rows: tables_pb2.Rows) -> None:

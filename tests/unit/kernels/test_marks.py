@@ -64,14 +64,15 @@ def test_rows_of_all_tables_of_a_lookup_are_marked(
     expected = bits.copy()
     counts = np.arange(2 * len(tables), dtype=np.int64).reshape(2, -1)
     places = [(number, first, end, first_words[number], rows) for number, (rows, first, end) in enumerate(tables)]
-    bags = [[id for bag in key for id in bag] for key in ids_by_key] if by_key else sum(ids_by_key, [])
+    of_key = [[row for bag in key for row in bag] for key in ids_by_key]
+    bags = of_key if by_key else [bag for key in ids_by_key for bag in key]
     ends = np.cumsum([0, *map(len, bags)]).astype(ends_dtype)
-    of_table = [[id for key in ids_by_key[first:end] for bag in key for id in bag] for _, first, end in tables]
+    of_table = [[row for key in of_key[first:end] for row in key] for _, first, end in tables]
     for (rows, _, _), ids, first_word in zip(tables, of_table, first_words, strict=False):
         marks.mark(np.array(ids, dtype), rows, expected[first_word : first_word + words(rows)])
     numbers = [len(ids) for ids in of_table]
     total = marks.mark_looked_up(
-        np.array([id for bag in bags for id in bag], dtype),
+        np.array([row for key in of_key for row in key], dtype),
         ends,
         len(ids_by_key),
         np.array(places, np.int64).reshape(-1, 5),

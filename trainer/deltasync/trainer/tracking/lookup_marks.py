@@ -66,10 +66,11 @@ class LookupMarks:
 
 
 def _ends(features: KeyedJaggedTensor) -> torch.Tensor:
-    """Where ids of bags begin and end, as lookups have computed it, or of keys where these have bags of their own."""
+    """Where the ids of bags begin and end, which lookups compute, or of keys that have not as many bags each."""
     if features.variable_stride_per_key():
         return torch.tensor(features.offset_per_key())
-    return features.offsets()
+    ends: torch.Tensor = features.offsets()
+    return ends
 
 
 def _parts(places: LookupPlaces, features: KeyedJaggedTensor) -> Iterator[tuple[int, slice]]:

@@ -39,6 +39,7 @@ from deltasync.trainer.tracking.tracked_model import TrackedModel
 from deltasync.trainer.tracking.update_gate import UpdateGate
 from deltasync.trainer.tracking.verification import Verification
 
+
 class _Paused(threading.local):
     """How many times a thread has paused marking, and not gone on."""
 
