@@ -11,11 +11,12 @@ from deltasync.trainer.tracking.lookup_marks import LookupMarks
 from deltasync.trainer.tracking.module_tensors import module_tensors
 from deltasync.trainer.tracking.shards import dense_table
 from deltasync.trainer.tracking.stamps import STAMP_BYTES, RowStamps
+from deltasync.trainer.tracking.tracked_model import Lookup
 
 ROWS = (70, 5, 130)
 KEYS = ("a", "b", "c", "d")
 # By kernel: which table is marked, and how many keys are looked up in it.
-LOOKUPS = {
+LOOKUPS: dict[str, list[Lookup]] = {
     "one table": [(0, 4)],
     "no table": [(None, 4)],
     "several": [(2, 1), (None, 1), (0, 2)],
