@@ -92,10 +92,12 @@ class ChangeCounts:
         """The same rows, where there may be stamps up to `newest`."""
         if newest <= self.newest:
             return self
-        within = np.zeros_like(self._within)
-        for after, before, shift in zip(within, self._within, GROUP_SHIFTS, strict=True):
+        within = self._within.copy()
+        for level, shift in enumerate(GROUP_SHIFTS):
             new = min(GROUPS, (newest >> shift) - (self.newest >> shift))
-            after[new:] = before[: GROUPS - new]
+            if new:  # Most often, of the smallest groups alone.
+                within[level, new:] = self._within[level, : GROUPS - new]
+                within[level, :new] = 0
         return ChangeCounts(self.rows, self.changed, newest, within)
 
     def _with(self, rows: int, changed: int, within: Counts) -> "ChangeCounts":

@@ -89,8 +89,14 @@ class RowBatch:
             return self
         return replace(self, digests=row_digests(self.values, self.shard.col_offset))
 
+    def undigested(self, ids: Ids, values: Values) -> "RowBatch":
+        """The same rows without digests, in arrays that hold the same."""
+        return RowBatch(self.shard, ids, values, self.norms, self.deleted)
+
     def blocks(self, rows: int) -> Iterator["RowBatch"]:
         """All rows in order, so many at a time, as views."""
+        if 0 < len(self.ids) <= rows:
+            return iter((self,))
         return (self[start : start + rows] for start in range(0, len(self), rows))
 
     @classmethod

@@ -154,7 +154,7 @@ class StampedTable:
     def _by_segment(self, block: RowBatch, segments: range, of: Callable[[Values, int], NDArray[T]]) -> NDArray[T]:
         first, columns = block.shard.col_offset, self.columns
         parts = [of(block.values[:, columns[s] - first : columns[s + 1] - first], columns[s]) for s in segments]
-        return np.stack(parts, axis=1)
+        return parts[0][:, None] if len(parts) == 1 else np.stack(parts, axis=1)
 
     def _segments(self, shard: Shard) -> range:
         """The segments that a shard's columns are."""

@@ -8,6 +8,8 @@ from deltasync.core.stamps import StampedTable
 
 # Of rows, at a time: a few milliseconds.
 _BYTES = 8 << 20
+# What a look at a table takes in any case is as much as that of so many bytes.
+_TABLE_BYTES = 256 << 10
 
 
 class Sweep:
@@ -27,7 +29,7 @@ class Sweep:
         for _ in tables:
             table = tables[self._table % len(tables)]
             first, last = self._row, min(table.spec.rows, self._row + 1 + left // table.spec.row_bytes)
-            left -= (last - first) * table.spec.row_bytes
+            left -= max((last - first) * table.spec.row_bytes, _TABLE_BYTES)
             self._row = last
             try:
                 self._look(table, first, last)

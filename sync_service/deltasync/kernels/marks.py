@@ -22,17 +22,69 @@ Stamps = NDArray[np.int32]
 
 _U64, _I64 = np.uint64, np.int64
 _STAMPS = readable(types.int32, 1)
+_INTEGERS = (types.int32, types.int64)
+
+
+@inlined
+def _mark(ids, first, end, rows, marks, first_word):  # type: ignore[no-untyped-def]
+    for index in range(first, end):
+        row = _U64(ids[index])  # Negative ids are the largest.
+        row = row if row < _U64(rows) else _U64(0)
+        marks[_U64(first_word) + (row >> _U64(6))] |= _U64(1) << (row & _U64(63))
+
+
+@kernel(*(types.void(readable(ids, 1), types.int64, writable(types.uint64, 1)) for ids in _INTEGERS))
+def mark(ids: NDArray[np.signedinteger], rows: int, marks: Marks) -> None:
+    """Mark the rows `ids` [n], in any order and number, of a table of `rows`; for an id that is none, row 0."""
+    _mark(ids, 0, ids.shape[0], rows, marks, 0)
 
 
 @kernel(
-    *(types.void(readable(ids, 1), types.int64, writable(types.uint64, 1)) for ids in (types.int32, types.int64))
+    *(
+        types.int64(
+            readable(ids, 1),
+            readable(ends, 1),
+            types.int64,
+            readable(types.int64, 2),
+            writable(types.uint64, 1),
+            writable(types.int64, 2),
+        )
+        for ids in _INTEGERS
+        for ends in _INTEGERS
+    )
 )
-def mark(ids: NDArray[np.signedinteger], rows: int, marks: Marks) -> None:
-    """Mark the rows `ids` [n], in any order and number, of a table of `rows`; for an id that is none, row 0."""
-    for index in range(ids.shape[0]):
-        row = _U64(ids[index])  # Negative ids are the largest.
-        row = row if row < _U64(rows) else _U64(0)
-        marks[row >> _U64(6)] |= _U64(1) << (row & _U64(63))
+def mark_looked_up(
+    ids: NDArray[np.signedinteger],
+    ends: NDArray[np.signedinteger],
+    keys: int,
+    tables: NDArray[np.int64],
+    marks: Marks,
+    counts: NDArray[np.int64],
+) -> int:
+    """Mark the rows of several tables that a lookup has ids of, as `mark` does.
+
+    Args:
+        ids: [n], key by key.
+        ends: where the ids of each key begin and end, [keys + 1]; or those of each bag, [bags + 1], as many of
+            each key.
+        keys: number of keys.
+        tables: [tables, 5]: its place in `counts`, its first key and the one after its last, its first word of
+            marks, its rows.
+        marks: of all tables, one after the other.
+        counts: [any number of counts, tables], to each of which the number of its ids is added.
+
+    Returns:
+        How many ids there are of these tables.
+    """
+    total, bags = 0, (ends.shape[0] - 1) // keys
+    for number, first_key, end_key, first_word, rows in tables:
+        if bags <= 0 or rows == 0:
+            continue
+        first, end = max(_I64(0), _I64(ends[first_key * bags])), min(_I64(ends[end_key * bags]), ids.shape[0])
+        _mark(ids, first, end, rows, marks, first_word)
+        counts[:, number] += max(_I64(0), end - first)
+        total += max(_I64(0), end - first)
+    return total
 
 
 @kernel(

@@ -1,8 +1,6 @@
 """One rank's stream: its parts, chunk by chunk, until each is closed and its cut sealed."""
 
 import asyncio
-from collections import deque
-from concurrent.futures import Future
 
 from deltasync.core.delete_request import DeleteRequest
 from deltasync.core.errors import Contradiction, InvalidInput, Superseded
@@ -16,15 +14,15 @@ from deltasync.publish.coordinator import CutCoordinator, OpenCut
 from deltasync.publish.cut import Cut, RankPart
 from deltasync.publish.opening import Opening
 from deltasync.publish.runs import continues
+from deltasync.publish.unwritten import UnwrittenChunks
 from deltasync.storage.records import pack_layout, packed_bytes
 from deltasync.v1 import publish_pb2, tables_pb2
 from deltasync.wire.messages import event_time_from_message, position_from_message
 from deltasync.wire.row_messages import MAX_CHUNK_BYTES, decode_rows
 
-# Chunks per rank that are handed to the log and not on disk yet: bounds the memory that an arriving part takes.
-_UNWRITTEN_CHUNKS = 16
 # Rows that a rank is asked for at once.
 _WANTED_IDS = 131_072
+_ROWS_AT_ONCE = 64
 
 
 async def open_session(coordinator: CutCoordinator, opening: Opening) -> "PublishSession":
@@ -60,7 +58,7 @@ class PublishSession:
         self._knows_deletes = opening.knows_deletes
         self._part: tuple[OpenCut, RankPart] | None = None
         self._asked: IdsByTable = {}
-        self._unwritten: deque[Future[None]] = deque()
+        self._unwritten = UnwrittenChunks()
 
     def say(self, kind: EventKind, text: str) -> None:
         """Tell what happens to this rank."""
@@ -112,8 +110,10 @@ class PublishSession:
     async def take(self, part: publish_pb2.WholePart) -> Position:
         """Take this rank's part, whole: see `add` and `close`."""
         _check_size("part", sum(len(rows.ids) + len(rows.values) for rows in part.rows))
-        for rows in part.rows:
+        for number, rows in enumerate(part.rows, 1):
             await self.add(part.close.step, rows)
+            if number % _ROWS_AT_ONCE == 0:  # Of so many tables, a part takes long: others have their turn.
+                await asyncio.sleep(0)
         return await self.close(part.close)
 
     async def add(self, step: int, rows: tables_pb2.Rows) -> None:
@@ -135,8 +135,7 @@ class PublishSession:
         open_cut.cut.keep(part, batch)
         self._append(open_cut.cut, part, rows.slot, batch)
         # Last: while this waits, another stream may begin the part anew.
-        while len(self._unwritten) > _UNWRITTEN_CHUNKS:
-            await asyncio.wrap_future(self._unwritten.popleft())
+        await self._unwritten.wait_for_room()
 
     async def close(self, close: publish_pb2.PartClose) -> Position:
         """End this rank's part; the position the cut was sealed at, once it is durable.
@@ -165,9 +164,8 @@ class PublishSession:
             step_end_unix_ns=close.step_end_unix_ns,
             deletes=frozenset(close.deletes),
             event_time_unix_ns=event_time,
-            unwritten=tuple(self._unwritten),
+            unwritten=self._unwritten.take(),
         )
-        self._unwritten.clear()
         self._coordinator.differing |= differing
         self._part = None
         self._coordinator.seal_when_complete()
@@ -206,15 +204,17 @@ class PublishSession:
             self._part = (open_cut, part)
             dropped = self._model.store.drop_part(open_cut.cut.version, self.rank)
             layout = self._model.store.use_layout(self._layout, self._shards, open_cut.cut.version)
-            self._unwritten.extend((dropped, layout.written))
+            self._unwritten.add(dropped, 0)
+            self._unwritten.add(layout.written, 0)
             part.layout, part.log_bytes = layout.number, layout.log_bytes
         return self._part
 
     def _append(self, cut: Cut, part: RankPart, slot: int, rows: RowBatch) -> None:
         index, part.records = part.records, part.records + 1
-        part.log_bytes += packed_bytes(rows)
+        size = packed_bytes(rows)
+        part.log_bytes += size
         appended = self._model.store.append(cut.version, self.rank, index, slot, rows, part.layout)
-        self._unwritten.append(appended)
+        self._unwritten.add(appended, size)
 
     def _check_current(self) -> None:
         if self._coordinator.sessions.get(self.rank) is not self:

@@ -34,14 +34,14 @@ from deltasync.storage.records import name_of
 logger = logging.getLogger(__name__)
 
 _RECORDS, _META = b"records", b"meta"
-_COMMIT_OPERATIONS = 32  # Bounds what one transaction holds in memory: 32 chunks of at most 1 MiB.
-
+# Bound what one transaction holds in memory.
+_COMMIT_BYTES, _COMMIT_OPERATIONS = 32 << 20, 4096
 _WAITING_OPERATIONS = 8  # So many that may wait for others do not wait any longer.
 
 Write = Callable[[lmdb.Transaction], None]
 
 
-_Submitted = tuple[Write, Future[None]]
+_Submitted = tuple[Write, Future[None], int]  # How many bytes it writes.
 
 
 class LmdbStore:
@@ -90,7 +90,8 @@ class LmdbStore:
     ) -> Future[None]:
         """Write a record, whose payload comes in pieces, unless a write `after` which it comes was refused."""
         key = key_of(stream, number, part, index)
-        return self._submit(lambda txn: self._append(txn, key, payload, after), patient=patient)
+        size = sum(memoryview(piece).nbytes for piece in payload)
+        return self._submit(lambda txn: self._append(txn, key, payload, after), size, patient=patient)
 
     def drop(self, stream: str, number: int, part: int | None = None, *, patient: bool = False) -> Future[None]:
         """Forget the records from `number` on, or only those of one part of `number`."""
@@ -196,14 +197,14 @@ class LmdbStore:
             while more and bytes(cursor.key()) <= last:
                 more = cursor.delete()
 
-    def _submit(self, write: Write, *, patient: bool = False) -> Future[None]:
+    def _submit(self, write: Write, size: int = 0, *, patient: bool = False) -> Future[None]:
         done: Future[None] = Future()
         done.set_running_or_notify_cancel()  # A write cannot be taken back, even if its waiter is cancelled.
         with self._submitting:
             if self._closed:  # Nobody writes any more: who waits for it would wait for ever.
                 done.set_exception(StorageFailed("the log is closed: the service is shutting down"))
                 return done
-            self._waiting.append((write, done))
+            self._waiting.append((write, done, size))
             if not patient or len(self._waiting) == _WAITING_OPERATIONS:
                 self._queue.put(self._waiting)
                 self._waiting = []
@@ -218,17 +219,18 @@ class LmdbStore:
                 return
 
     def _gather(self) -> tuple[list[_Submitted], bool]:
-        batch: list[_Submitted] = []
+        batch, size = list[_Submitted](), 0
         while (submitted := self._queue.get()) is not None:
             batch += submitted
-            if len(batch) >= _COMMIT_OPERATIONS or self._queue.empty():
+            size += sum(each for _, _, each in submitted)
+            if size >= _COMMIT_BYTES or len(batch) >= _COMMIT_OPERATIONS or self._queue.empty():
                 return batch, False
         return batch, True
 
     def _commit(self, batch: list[_Submitted]) -> None:
         try:
             with self._env.begin(write=True) as txn:
-                for write, _ in batch:
+                for write, _, _ in batch:
                     write(txn)
         except Exception as error:  # noqa: BLE001  # Whatever it is, its waiter is told, and the thread goes on.
             if len(batch) == 1:
@@ -237,7 +239,7 @@ class LmdbStore:
             for one in batch:  # A write that fails must not fail the others.
                 self._commit([one])
             return
-        for _, done in batch:
+        for _, done, _ in batch:
             done.set_result(None)
 
     def _fail(self, done: Future[None], error: Exception) -> None:

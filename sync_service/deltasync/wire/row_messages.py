@@ -5,7 +5,6 @@ class copies them in and out again. They are read by generated classes.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -54,7 +53,7 @@ def whole_part(rows: Iterable[tuple[int, RowBatch]], close: publish_pb2.PartClos
 
 def release_chunk(slot: int, rows: RowBatch) -> bytes:
     """The `SubscribeResponse` that carries some rows, without digests, of the table that has the number `slot`."""
-    pieces = _rows(slot, replace(rows, digests=None))
+    pieces = _rows(slot, rows.undigested(rows.ids, rows.values))
     return b"".join(_field(_RELEASE_CHUNK, _field(_RELEASE_ROWS, pieces)))
 
 
@@ -81,7 +80,7 @@ def rows_in_chunk(message: bytes, rows: RowBatch) -> RowBatch:
     values = np.frombuffer(message, rows.values.dtype, offset=end).reshape(rows.values.shape)
     end -= len(_VALUES) + len(_varint(rows.values.nbytes))
     ids = np.frombuffer(message, ID_TYPE, len(rows), end - rows.ids.nbytes)
-    return replace(rows, ids=ids, values=values, digests=None)
+    return rows.undigested(ids, values)
 
 
 def serialized(message: Message | bytes) -> bytes:

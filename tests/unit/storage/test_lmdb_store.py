@@ -8,6 +8,7 @@ import pytest
 from tests.support.damage import flipped
 
 from deltasync.core.errors import StorageFailed
+from deltasync.storage import lmdb_store
 from deltasync.storage.lmdb_records import key_of
 from deltasync.storage.lmdb_store import LmdbStore
 from deltasync.storage.log_store import LogOptions
@@ -143,9 +144,14 @@ def test_a_write_that_does_not_fit_takes_no_other_with_it(
     log.close()
 
 
-def test_what_gathers_during_a_commit_is_committed_at_once(
-    options: LogOptions, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("size", "operations", "expected"), [(1, 32, [32, 8]), (1, 100, [40]), (1000, 100, 8 * [5])]
+)
+def test_what_gathers_during_a_commit_is_committed_at_once_up_to_a_bound(
+    size: int, operations: int, expected: list[int], options: LogOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(lmdb_store, "_COMMIT_BYTES", 4096)
+    monkeypatch.setattr(lmdb_store, "_COMMIT_OPERATIONS", operations)
     batches: list[int] = []
     begun, go = threading.Event(), threading.Event()
     commit = LmdbStore._commit
@@ -160,12 +166,12 @@ def test_what_gathers_during_a_commit_is_committed_at_once(
     log = LmdbStore(options)
     first = log.append("m", 1, 0, 0, b"x")
     assert begun.wait(TIMEOUT)
-    rest = [log.append("m", 1, 0, number, b"x") for number in range(1, 41)]
+    rest = [log.append("m", 1, 0, number, bytes(size)) for number in range(1, 41)]
     assert not first.done()
     go.set()
     rest[-1].result(TIMEOUT)
     log.close()
-    assert batches == [1, 32, 8]
+    assert batches == [1, *expected]
 
 
 def test_a_write_to_a_log_that_is_closed_is_refused(options: LogOptions) -> None:

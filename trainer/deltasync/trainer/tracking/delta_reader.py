@@ -88,7 +88,7 @@ class DeltaReader:
             counts = [(stamps > cursor.cursor).sum().view(1) for stamps in self._stamps.stamps]
             found = [to_host(count) for count in counts]
             arrival = self._gate.arrival()
-        self._counts[cursor.name] = DueCount(cursor.cursor, found, list(self._stamps.written), arrival)
+        self._counts[cursor.name] = DueCount(cursor.cursor, found, self._stamps.written.tolist(), arrival)
 
     def begin(self, cursor: ConsumerCursor) -> PendingDelta:
         """As `read`, of which nothing is waited for if `count_ahead` was called a step before.

@@ -24,6 +24,8 @@ class GatheredRows:
 
     def in_host_memory(self) -> Self:
         """The same in host memory: on a GPU, once its stream is done."""
+        if not self.ids.is_cuda:
+            return self
         values, digests = ([to_host(each) for each in both] for both in (self.values, self.digests))
         count = None if self.count is None else to_host(self.count)
         return type(self)(to_host(self.ids), values, digests, count)

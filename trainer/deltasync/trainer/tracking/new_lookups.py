@@ -29,4 +29,4 @@ class _Held:
 
     def is_renewed(self) -> bool:
         # Modules are equal if they are the same. Most are wrapped as before, which is soon seen, at each step.
-        return list(self._module._lookups) != self._wrapped and list(lookups_of(self._module)) != self._lookups
+        return self._module._lookups != self._wrapped and list(lookups_of(self._module)) != self._lookups

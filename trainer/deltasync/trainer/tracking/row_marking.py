@@ -5,9 +5,9 @@ autograd. Threads that read settle marks too, between steps. Marks and stamps ar
 """
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,14 +18,16 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from deltasync.core.errors import NotFound
 from deltasync.trainer.tracking.cost import TrackerCost
 from deltasync.trainer.tracking.dense_optimizers import DenseOptimizers
+from deltasync.trainer.tracking.lookup_marks import LookupMarks
 from deltasync.trainer.tracking.module_tensors import modules_with_buffers
 from deltasync.trainer.tracking.modules import table_fqn
 from deltasync.trainer.tracking.rewrites import RewriteListener, listen_to_rewrites
 from deltasync.trainer.tracking.row_reset import reset_rows
 from deltasync.trainer.tracking.shards import TrackedTable, check_deletable, flush_caches, follow_replaced
-from deltasync.trainer.tracking.stamps import STAMP_BYTES, RowStamps
+from deltasync.trainer.tracking.stamps import RowStamps
 from deltasync.trainer.tracking.torchrec_hooks import (
     Hooks,
+    call_in_backward,
     listen_to_evictions,
     listen_to_forwards,
     listen_to_gradients,
@@ -33,58 +35,15 @@ from deltasync.trainer.tracking.torchrec_hooks import (
     listen_to_maps,
     listen_to_output_dists,
 )
-from deltasync.trainer.tracking.tracked_model import Lookups, TrackedModel, ids_by_table
+from deltasync.trainer.tracking.tracked_model import TrackedModel
 from deltasync.trainer.tracking.update_gate import UpdateGate
 from deltasync.trainer.tracking.verification import Verification
 
-_MOST_BYTES, _MOST_LOOKUPS = 64 << 20, 1024
 
+class _Paused(threading.local):
+    """How many times a thread has paused marking, and not gone on."""
 
-class LookupMarks:
-    """The ids of lookups, which are not copied, until there is time to sort them out by table.
-
-    Attributes:
-        nbytes: bytes of these ids.
-    """
-
-    def __init__(self, lookups: Lookups, stamps: RowStamps, cost: TrackerCost) -> None:
-        self._lookups, self._stamps, self._cost = lookups, stamps, cost
-        self._waiting: list[tuple[KeyedJaggedTensor, nn.Module]] = []
-        self.nbytes = 0
-
-    def knows(self, kernel: nn.Module) -> bool:
-        """Whether tables that a kernel looks up are tracked."""
-        return kernel in self._lookups
-
-    def add(self, features: KeyedJaggedTensor, kernel: nn.Module) -> None:
-        """Add the ids of a lookup of a kernel."""
-        started = time.perf_counter()
-        nbytes = features.values().nbytes
-        self._waiting.append((features, kernel))
-        self.nbytes += nbytes
-        self._cost.marking_bytes += nbytes
-        self._cost.marking_seconds += time.perf_counter() - started
-        # Steps and reads stamp them; without any, they would pile up.
-        if self.nbytes > _MOST_BYTES or len(self._waiting) > _MOST_LOOKUPS:
-            self.compact()
-
-    def compact(self) -> None:
-        """Stamp the rows that were looked up. Within the gate."""
-        if not self._waiting:
-            return
-        started = time.perf_counter()
-        for features, kernel in self._waiting:
-            ids = features.values()
-            for number, part in ids_by_table(self._lookups[kernel], features):
-                self._stamps.stamp(number, ids, part)
-                self._cost.compaction_bytes += (part.stop - part.start) * STAMP_BYTES
-        self.clear()
-        self._cost.compaction_seconds += time.perf_counter() - started
-
-    def clear(self) -> None:
-        """Forget them."""
-        self._waiting.clear()
-        self.nbytes = 0
+    depth = 0
 
 
 class RowMarking:
@@ -125,7 +84,7 @@ class RowMarking:
         self._lookups = tracked.lookups
         self._verification = Verification(tracked.tables, stamps) if verify else None
         self._hooks = Hooks()
-        self._paused = threading.local()
+        self._paused = _Paused()
         self._rewrites = list[bool]()
         self._steps_uncompacted = 0
         self.steps = 0
@@ -162,15 +121,14 @@ class RowMarking:
         """See to it that the rows of a lookup are marked when they change. In the thread that trains."""
         # They change in backward, which some pipelines run a step later than the lookup: marking now, or in
         # `register_post_odist_tracker_fn`, could offer a row before its update and never again. Evaluation has
-        # no backward, and marks nothing. A hook of the node costs a fourth of one of the tensor.
-        backward = output.grad_fn
-        if backward is None or not self._marks.knows(kernel):
+        # no backward, and marks nothing.
+        if not output.requires_grad or kernel not in self._lookups:
             return
-        if getattr(self._paused, "depth", 0):  # Not marked, but others must not read rows half changed.
-            backward.register_prehook(lambda _gradients: self._pass_over(kernel))
+        if self._paused.depth:  # Not marked, but others must not read rows half changed.
+            call_in_backward(output, partial(self._pass_over, kernel))
         else:
             self._gate.training_here()
-            backward.register_prehook(lambda _gradients: self._mark_lookup(features, kernel))
+            call_in_backward(output, partial(self._mark_lookup, features, kernel))
 
     def end_step(self) -> None:
         """An optimizer step is complete. In the thread that trains.
@@ -286,7 +244,7 @@ class RowMarking:
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Lookups made meanwhile by this thread mark nothing."""
-        self._paused.depth = getattr(self._paused, "depth", 0) + 1
+        self._paused.depth += 1
         try:
             yield
         finally:
@@ -321,12 +279,12 @@ class RowMarking:
         follow_replaced(self._tables)
         self.follow_maps()
 
-    def _mark_lookup(self, features: KeyedJaggedTensor, kernel: nn.Module) -> None:
+    def _mark_lookup(self, features: KeyedJaggedTensor, kernel: nn.Module, _gradient: torch.Tensor) -> None:
         with self._gate:
             self._gate.begin_updates()
             self._marks.add(features, kernel)
 
-    def _pass_over(self, kernel: nn.Module) -> None:
+    def _pass_over(self, kernel: nn.Module, _gradient: torch.Tensor) -> None:
         with self._gate:
             self._gate.begin_updates()
             if self._verification:

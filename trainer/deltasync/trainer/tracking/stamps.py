@@ -6,20 +6,39 @@ returned. Stamps have 32 bits, half the memory of 64; when the clock has used th
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from deltasync.kernels import marks
 from deltasync.trainer.tracking.followed_rows import BITS, FollowedRows
 from deltasync.trainer.tracking.shards import TrackedTable
-from deltasync.trainer.tracking.table_stamps import Clock, HostStamps, TableStamps
+from deltasync.trainer.tracking.table_stamps import Clock, HostMarks, HostStamps, TableStamps, as_numbers
+from deltasync.trainer.tracking.tracked_model import Lookup
 
 # The cursor of a consumer that has nothing: every stamp is later, even that of a row that was never marked.
 NOTHING = -1
 STAMP_BYTES = 4
 CLOCK_END = torch.iinfo(torch.int32).max
 
-_WHOLE = slice(None)
 _NONE = torch.empty(0, dtype=torch.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class LookupPlaces:
+    """Where a lookup has the ids of which table.
+
+    Attributes:
+        keys: how many keys it has.
+        tables: int64 [tables, 5], as `kernels.marks.mark_looked_up` takes them.
+        only: the number of the table that all of its ids are of; None where there are others.
+    """
+
+    keys: int
+    tables: NDArray[np.int64]
+    only: int | None
 
 
 class RowStamps:
@@ -31,8 +50,9 @@ class RowStamps:
 
     def __init__(self, tables: Sequence[TrackedTable]) -> None:
         self._clock = Clock()
-        self._stamps = [_stamps_of(table, self._clock) for table in tables]
-        self.written = [0] * len(tables)
+        self._marks = HostMarks([table.rows * (table.device.type == "cpu") for table in tables])
+        self._stamps = [self._stamps_of(number, table) for number, table in enumerate(tables)]
+        self.written = self._marks.counts[0]
         self._last_delete = dict[int, int]()  # By table, when; a scan is left out where none is later.
         self._tables = tables
         # No lookup tells when these change: they are compared with copies.
@@ -62,13 +82,42 @@ class RowStamps:
         copies = sum(followed.nbytes for by_shard in self._compared.values() for followed in by_shard)
         return sum(each.nbytes for each in self._stamps) + copies
 
-    def stamp(self, table: int, ids: torch.Tensor, part: slice = _WHOLE) -> None:
-        """Stamp rows (a part of local ids, of any integer type, in any order and number).
+    def places(self, looked_up: Sequence[Lookup]) -> LookupPlaces:
+        """Where the lookups of a kernel have the ids of which table."""
+        keys, found = 0, list[tuple[int, ...]]()
+        for number, count in looked_up:
+            if number is not None:
+                place = (number, keys, keys + count, self._marks.first_words[number], self._tables[number].rows)
+                found.append(place)
+            keys += count
+        only = looked_up[0][0] if len(looked_up) == 1 else None
+        return LookupPlaces(keys, np.array(found, np.int64).reshape(-1, 5), only)
+
+    def stamp_looked_up(self, places: LookupPlaces, ids: torch.Tensor, ends: torch.Tensor) -> int:
+        """Stamp the rows of a lookup in host memory, as `stamp` does.
+
+        Args:
+            places: the kernel's.
+            ids: local ids, [n] of any integer type, key by key.
+            ends: where those of each key begin and end, [keys + 1] of any integer type, or those of each bag of
+                each key.
+
+        Returns:
+            How many rows are stamped, as often as they are looked up.
+        """
+        if not len(places.tables):
+            return 0
+        marked = self._marks
+        numbers = as_numbers(ids), as_numbers(ends)
+        return marks.mark_looked_up(*numbers, places.keys, places.tables, marked.bits, marked.counts)
+
+    def stamp(self, table: int, ids: torch.Tensor) -> None:
+        """Stamp rows (local ids, of any integer type, in any order and number).
 
         An id outside of the table stamps row 0, which FBGEMM trains in its place.
         """
-        self.written[table] += len(range(len(ids))[part])
-        self._stamps[table].mark(ids, part)
+        self.written[table] += len(ids)
+        self._stamps[table].mark(ids)
 
     def stamp_deleted(self, table: int, ids: torch.Tensor) -> None:
         """Stamp rows (local ids, int64) as deleted: they are zeros by now."""
@@ -156,10 +205,10 @@ class RowStamps:
             self.written[number] += len(theirs)
             ours.replace(theirs)
 
-
-def _stamps_of(table: TrackedTable, clock: Clock) -> TableStamps:
-    on_host = table.device.type == "cpu"
-    return HostStamps(table.rows, clock) if on_host else TableStamps(table.rows, clock, table.device)
+    def _stamps_of(self, number: int, table: TrackedTable) -> TableStamps:
+        if table.device.type == "cpu":
+            return HostStamps(table.rows, self._clock, *self._marks.of(number))
+        return TableStamps(table.rows, self._clock, table.device)
 
 
 def forget(rows: torch.Tensor, ids: torch.Tensor | slice) -> None:

@@ -1,15 +1,24 @@
 """The stamps of one table, wherever it is, and those of a table in host memory, which marks precede."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from deltasync.kernels import marks
 
-_ALL = slice(None)
 _NONE = np.empty(0, np.int64)
 _ID_TYPES = (torch.int32, torch.int64)
+
+
+def as_numbers(ids: torch.Tensor) -> NDArray[np.signedinteger]:
+    """Ids [n] of any integer type as kernels take them: side by side, of 32 or 64 bits."""
+    known = ids if ids.dtype in _ID_TYPES and ids.is_contiguous() else ids.long().contiguous()
+    numbers: NDArray[np.signedinteger] = known.numpy()
+    return numbers
 
 
 @dataclass
@@ -40,15 +49,14 @@ class TableStamps:
         """Bytes held."""
         return self._stamps.nbytes
 
-    def mark(self, ids: torch.Tensor, part: slice = _ALL) -> None:
-        """Stamp rows (a part of `ids`, [n] of any integer type, in any order and number).
+    def mark(self, ids: torch.Tensor) -> None:
+        """Stamp rows ([n] of any integer type, in any order and number).
 
         An id outside of the table stamps row 0, which FBGEMM trains in its place.
         """
-        rows = ids[part]
-        if rows.is_cuda:  # Allocated on another stream, which must not reuse their memory yet.
-            rows.record_stream(torch.cuda.current_stream(rows.device))
-        inside = torch.where((rows >= 0) & (rows < len(self._stamps)), rows, 0)
+        if ids.is_cuda:  # Allocated on another stream, which must not reuse their memory yet.
+            ids.record_stream(torch.cuda.current_stream(ids.device))
+        inside = torch.where((ids >= 0) & (ids < len(self._stamps)), ids, 0)
         self._stamps.index_fill_(0, inside.long(), self._clock.now)
 
     def settle(self) -> None:
@@ -83,6 +91,29 @@ class TableStamps:
         return torch.nonzero(self._stamps < -cursor).squeeze(1)
 
 
+class HostMarks:
+    """Which rows of tables in host memory have changed since somebody last looked at their stamps: a bit for each.
+
+    The bits of all tables lie side by side, so that one call marks the rows of all tables of a lookup.
+
+    Attributes:
+        bits: uint64 [words], table by table.
+        first_words: by table, where its bits begin.
+        counts: int64 [2, tables]: at most how many rows were marked, ever, and since somebody last looked.
+    """
+
+    def __init__(self, rows: Sequence[int]) -> None:
+        """None is marked, of tables of so many rows."""
+        self.first_words = [0, *accumulate(-(-each // marks.WORD_ROWS) for each in rows)]
+        self.bits = np.zeros(self.first_words[-1], np.uint64)
+        self.counts = np.zeros((2, len(rows)), np.int64)
+
+    def of(self, table: int) -> tuple[marks.Marks, NDArray[np.int64]]:
+        """A table's bits [words], and how many rows were marked since somebody last looked at them [1]."""
+        first, end = self.first_words[table : table + 2]
+        return self.bits[first:end], self.counts[1, table : table + 1]
+
+
 class HostStamps(TableStamps):
     """Stamps in host memory: rows are marked with a bit, and the next look at the stamps stamps them.
 
@@ -91,12 +122,12 @@ class HostStamps(TableStamps):
     largest stamp it knows are left out.
     """
 
-    def __init__(self, rows: int, clock: Clock) -> None:
+    def __init__(self, rows: int, clock: Clock, bits: marks.Marks, marked: NDArray[np.int64]) -> None:
+        """Nothing is stamped. `bits` and `marked` are the table's part of `HostMarks`."""
         super().__init__(rows, clock, torch.device("cpu"))
-        words = -(-rows // marks.WORD_ROWS)
         self._rows = self._stamps.numpy()
-        self._marks, self._newest = np.zeros(words, np.uint64), np.zeros(words, np.int32)
-        self._marked = 0
+        self._marks, self._newest = bits, np.zeros(len(bits), np.int32)
+        self._marked = marked
         self._largest = 0
 
     @property
@@ -104,13 +135,12 @@ class HostStamps(TableStamps):
         """Bytes held."""
         return super().nbytes + self._marks.nbytes + self._newest.nbytes
 
-    def mark(self, ids: torch.Tensor, part: slice = _ALL) -> None:
+    def mark(self, ids: torch.Tensor) -> None:
         """As for any table."""
-        known = ids if ids.dtype in _ID_TYPES and ids.is_contiguous() else ids.long().contiguous()
-        rows = known.numpy()[part]
         if len(self._rows):  # Else there is no row 0 either.
-            marks.mark(rows, len(self._rows), self._marks)
-            self._marked += len(rows)
+            numbers = as_numbers(ids)
+            marks.mark(numbers, len(self._rows), self._marks)
+            self._marked += len(numbers)
 
     def settle(self) -> None:
         """Stamp what is only marked by now."""
@@ -153,10 +183,11 @@ class HostStamps(TableStamps):
 
     def _take_marked(self) -> marks.Ids:
         """Stamp the rows that are marked; their ids."""
-        if not self._marked:
+        marked = int(self._marked[0])
+        if not marked:
             return _NONE
-        ids = np.empty(min(self._marked, len(self._rows)), np.int64)
-        self._marked, self._largest = 0, self._clock.now
+        ids = np.empty(min(marked, len(self._rows)), np.int64)
+        self._marked[0], self._largest = 0, self._clock.now
         return ids[: marks.settle(self._marks, self._largest, self._rows, self._newest, ids)]
 
     def _list_later(self, cursor: int, sign: int) -> marks.Ids:

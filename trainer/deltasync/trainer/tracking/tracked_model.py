@@ -7,7 +7,6 @@ from typing import Any
 from torch import nn
 from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 from torchrec.modules.embedding_configs import data_type_to_dtype
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from deltasync.core.errors import InvalidInput
 from deltasync.core.tables import TableSpec
@@ -133,19 +132,6 @@ def _lookups(tables: list[TrackedTable], numbers: dict[str, int]) -> list[Lookup
         lookups.append((number, len(table.features)))
         seen.add(table.name)
     return lookups
-
-
-def ids_by_table(lookups: list[Lookup], features: KeyedJaggedTensor) -> Iterator[tuple[int, slice]]:
-    """Number of each table looked up, and where its local ids are among those of a lookup."""
-    if len(lookups) == 1 and lookups[0][0] is not None:  # All ids are of one table.
-        yield lookups[0][0], slice(0, len(features.values()))
-        return
-    ends = features.offset_per_key()
-    first = 0
-    for number, count in lookups:
-        if number is not None and count:
-            yield number, slice(ends[first], ends[first + count])
-        first += count
 
 
 def _check_skips(modules: dict[str, ShardedEmbeddingModule], others: list[str], options: TrackerOptions) -> None:

@@ -21,20 +21,22 @@ class UpdateGate:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._settled = threading.Condition(threading.RLock())
+        self._lock = threading.RLock()
+        self._settled = threading.Condition(self._lock)
         self.updating = False
         self._training_thread = threading.get_ident()  # Until a lookup or a step is seen in another.
         self._streams = _Streams(device) if device.type == "cuda" else None
 
     def __enter__(self) -> None:
         """Keep other threads out; on a GPU, what is launched from now on runs after the last read."""
-        self._settled.acquire()
-        self.hold_changes()
+        self._lock.acquire()
+        if self._streams:
+            self._streams.after_reads()
 
     def __exit__(self, *_: object) -> None:
         if self._streams:
             self._streams.before_reads()
-        self._settled.release()
+        self._lock.release()
 
     @property
     def streams(self) -> bool:

@@ -1,0 +1,74 @@
+"""The ids of lookups are stamped in the tables that they are of."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from deltasync.trainer.tracking.cost import TrackerCost
+from deltasync.trainer.tracking.lookup_marks import LookupMarks
+from deltasync.trainer.tracking.module_tensors import module_tensors
+from deltasync.trainer.tracking.shards import dense_table
+from deltasync.trainer.tracking.stamps import STAMP_BYTES, RowStamps
+from deltasync.trainer.tracking.tracked_model import Lookup
+
+ROWS = (70, 5, 130)
+KEYS = ("a", "b", "c", "d")
+# By kernel: which table is marked, and how many keys are looked up in it.
+LOOKUPS: dict[str, list[Lookup]] = {
+    "one table": [(0, 4)],
+    "no table": [(None, 4)],
+    "several": [(2, 1), (None, 1), (0, 2)],
+    "one without keys": [(1, 1), (0, 0), (2, 3)],
+}
+BAG = st.lists(st.integers(0, 140), max_size=4)
+
+
+class Rows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ParameterList([nn.Parameter(torch.zeros(rows, 1)) for rows in ROWS])
+
+
+@st.composite
+def bags_of_keys(draw: st.DrawFn) -> tuple[list[list[list[int]]], bool]:
+    """The ids of each bag of each key, and whether keys have as many bags."""
+    even = draw(st.booleans())
+    bags = draw(st.integers(0, 3))
+    counts = [bags if even else draw(st.integers(0, 3)) for _ in KEYS]
+    return [draw(st.lists(BAG, min_size=count, max_size=count)) for count in counts], even
+
+
+def features_of(bags: list[list[list[int]]], *, even: bool, dtype: torch.dtype) -> KeyedJaggedTensor:
+    values = torch.tensor([row for key in bags for bag in key for row in bag], dtype=dtype)
+    lengths = torch.tensor([len(bag) for key in bags for bag in key], dtype=torch.int32)
+    strides = None if even else [[len(key)] for key in bags]
+    return KeyedJaggedTensor(list(KEYS), values, lengths=lengths, stride_per_key_per_rank=strides)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(list(LOOKUPS)), bags_of_keys()), max_size=4),
+    st.sampled_from((torch.int32, torch.int64, torch.int16)),
+)
+def test_lookups_stamp_the_rows_of_their_tables(
+    lookups: list[tuple[str, tuple[list[list[list[int]]], bool]]], dtype: torch.dtype
+) -> None:
+    stamps = RowStamps([dense_table(tensor) for tensor in module_tensors(Rows())])
+    kernels = {name: nn.Identity() for name in LOOKUPS}
+    cost = TrackerCost()
+    marks = LookupMarks({kernels[name]: looked_up for name, looked_up in LOOKUPS.items()}, stamps, cost)
+    expected: list[list[int]] = [[] for _ in ROWS]
+    for name, (bags, even) in lookups:
+        marks.add(features_of(bags, even=even, dtype=dtype), kernels[name])
+        first = 0
+        for table, keys in LOOKUPS[name]:
+            if table is not None:
+                expected[table] += [row for key in bags[first : first + keys] for bag in key for row in bag]
+            first += keys
+    marks.compact()
+    assert marks.nbytes == 0
+    assert stamps.written.tolist() == [len(ids) for ids in expected]
+    assert cost.compaction_bytes == STAMP_BYTES * sum(map(len, expected))
+    for number, (rows, ids) in enumerate(zip(ROWS, expected, strict=True)):
+        assert stamps.later(number, 0).tolist() == sorted({row if row < rows else 0 for row in ids})
