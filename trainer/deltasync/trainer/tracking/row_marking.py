@@ -27,7 +27,6 @@ from deltasync.trainer.tracking.shards import TrackedTable, check_deletable, flu
 from deltasync.trainer.tracking.stamps import RowStamps
 from deltasync.trainer.tracking.torchrec_hooks import (
     Hooks,
-    call_in_backward,
     listen_to_evictions,
     listen_to_forwards,
     listen_to_gradients,
@@ -125,10 +124,10 @@ class RowMarking:
         if not output.requires_grad or kernel not in self._lookups:
             return
         if self._paused.depth:  # Not marked, but others must not read rows half changed.
-            call_in_backward(output, partial(self._pass_over, kernel))
+            output.register_hook(partial(self._pass_over, kernel))  # type: ignore[no-untyped-call]
         else:
             self._gate.training_here()
-            call_in_backward(output, partial(self._mark_lookup, features, kernel))
+            output.register_hook(partial(self._mark_lookup, features, kernel))  # type: ignore[no-untyped-call]
 
     def end_step(self) -> None:
         """An optimizer step is complete. In the thread that trains.

@@ -8,7 +8,6 @@ PyTorch has room for any number of functions on a gradient, which it calls withi
 and before a module's forward.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -22,8 +21,6 @@ from deltasync.trainer.tracking.modules import named_modules, outside_of_tables,
 from deltasync.trainer.tracking.shards import lookups_of
 
 _Listener = Callable[..., None]
-# Other keys of a tensor's hooks are from 0 up.
-_OURS = -1
 
 
 class Listeners:
@@ -110,19 +107,6 @@ def listen_to_lookups(hooks: Hooks, model: nn.Module, listener: _Listener) -> No
     for name, module in sharded_modules(model):
         for lookup in lookups_of(module):
             hooks.listen(f"lookups of module {name!r}", lookup, "optim_state_tracker_fn", listener)
-
-
-def call_in_backward(output: torch.Tensor, listener: Callable[[torch.Tensor], None]) -> None:
-    """Call `listener(gradient)` before what has made `output` runs backward, in a thread of autograd.
-
-    It costs half of what `register_hook` does, which also makes a handle to take the function off again.
-    """
-    made_by = output.grad_fn
-    if made_by is None or output._backward_hooks is not None:
-        output.register_hook(listener)  # type: ignore[no-untyped-call]
-    else:
-        output._backward_hooks = OrderedDict(((_OURS, listener),))
-        made_by._register_hook_dict(output)
 
 
 def listen_to_output_dists(hooks: Hooks, model: nn.Module, listener: _Listener) -> None:
