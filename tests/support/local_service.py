@@ -54,7 +54,7 @@ async def send(session: PublishSession, requests: list[Any]) -> Position | None:
         if request.HasField("close"):
             position = await session.close(request.close)
         else:
-            await session.add(request.chunk)
+            await session.add(request.chunk.step, request.chunk.rows)
     return position
 
 

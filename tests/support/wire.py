@@ -100,8 +100,15 @@ class ReplicaStream(Stream):
             return subscribe_pb2_grpc.SubscribeServiceStub(channel).Subscribe
 
         super().__init__(address, subscribe, protocols)
+        self._pieces: list[Any] = []
         if not bare:
             self.send(subscribe_open(**fields))
+
+    def receive(self) -> Any:
+        """The next message; of a whole release its chunks and its end."""
+        if not self._pieces:
+            self._pieces = pieces(super().receive())
+        return self._pieces.pop(0)
 
     def until(self, *kinds: str) -> Any:
         """The next message of one of these kinds."""
@@ -121,6 +128,15 @@ class ReplicaStream(Stream):
                 return rows, message.release_end
             if kind == "chunk":
                 rows.append(message.chunk.rows)
+
+
+def pieces(response: subscribe_pb2.SubscribeResponse) -> list[subscribe_pb2.SubscribeResponse]:
+    """The messages that say the same, without whole releases."""
+    if not response.HasField("release"):
+        return [response]
+    chunks = [subscribe_pb2.ReleaseChunk(rows=rows) for rows in response.release.rows]
+    end = subscribe_pb2.SubscribeResponse(release_end=response.release.end)
+    return [*(subscribe_pb2.SubscribeResponse(chunk=each) for each in chunks), end]
 
 
 def publish_open(
@@ -171,6 +187,15 @@ def part(
     """Chunks of (slot, ids, values) and their close."""
     chunks = [chunk(step, slot, ids, values) for slot, ids, values in changes]
     return [*chunks, close(step, sum(len(each.chunk.rows.ids) // 8 for each in chunks), full=full)]
+
+
+def whole_part(
+    step: int, changes: Iterable[tuple[int, Any, Any]], *, full: bool = False
+) -> publish_pb2.PublishRequest:
+    """The same in one message."""
+    *chunks, end = part(step, changes, full=full)
+    rows = [each.chunk.rows for each in chunks]
+    return publish_pb2.PublishRequest(part=publish_pb2.WholePart(rows=rows, close=end.close))
 
 
 def block(rows: np.ndarray, shard: Shard) -> np.ndarray:

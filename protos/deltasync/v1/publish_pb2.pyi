@@ -28,6 +28,7 @@ class PublishRequest(_message.Message):
     OPEN_FIELD_NUMBER: _builtins.int
     CHUNK_FIELD_NUMBER: _builtins.int
     CLOSE_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___PublishOpen:
         """open introduces the rank. Exactly once, first."""
@@ -40,18 +41,23 @@ class PublishRequest(_message.Message):
     def close(self) -> Global___PartClose:
         """close ends the part under way."""
 
+    @_builtins.property
+    def part(self) -> Global___WholePart:
+        """part is a whole part: chunks and their close in one message."""
+
     def __init__(
         self,
         *,
         open: Global___PublishOpen | None = ...,
         chunk: Global___PartChunk | None = ...,
         close: Global___PartClose | None = ...,
+        part: Global___WholePart | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "close", b"close", "message", b"message", "open", b"open"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "close", b"close", "message", b"message", "open", b"open", "part", b"part"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "close", b"close", "message", b"message", "open", b"open"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "close", b"close", "message", b"message", "open", b"open", "part", b"part"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "chunk", "close"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "chunk", "close", "part"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -253,6 +259,38 @@ class PartClose(_message.Message):
 Global___PartClose: _TypeAlias = PartClose  # noqa: Y015
 
 @_typing.final
+class WholePart(_message.Message):
+    """WholePart is a part whose rows fit one message: 1 MiB of ids and values. Only to a service of protocol 5 or later, see
+    PublishOpened.protocol.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROWS_FIELD_NUMBER: _builtins.int
+    CLOSE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedCompositeFieldContainer[_tables_pb2.Rows]:
+        """rows are what chunks would carry, in the same order. May be empty."""
+
+    @_builtins.property
+    def close(self) -> Global___PartClose:
+        """close ends the part."""
+
+    def __init__(
+        self,
+        *,
+        rows: _abc.Iterable[_tables_pb2.Rows] | None = ...,
+        close: Global___PartClose | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["close", b"close"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["close", b"close", "rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WholePart: _TypeAlias = WholePart  # noqa: Y015
+
+@_typing.final
 class PublishResponse(_message.Message):
     """PublishResponse is one message to a rank."""
 
@@ -296,6 +334,7 @@ class PublishOpened(_message.Message):
     TABLES_FIELD_NUMBER: _builtins.int
     DELETES_FIELD_NUMBER: _builtins.int
     WANTED_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
     continues: _builtins.bool
     """continues says whether this run continues the published history. If not, its next cut must be full. A
     run that claims a position from the future does not continue.
@@ -304,6 +343,8 @@ class PublishOpened(_message.Message):
     """reason says why, in words."""
     tables: _builtins.int
     """tables is how many tables were understood, as a check."""
+    protocol: _builtins.int
+    """protocol is the newest that the service understands; 0 where that is 4 or earlier."""
     @_builtins.property
     def head(self) -> _tables_pb2.Position:
         """head is the last sealed position."""
@@ -325,10 +366,11 @@ class PublishOpened(_message.Message):
         tables: _builtins.int = ...,
         deletes: _abc.Iterable[Global___DeleteRequest] | None = ...,
         wanted: _abc.Iterable[_tables_pb2.WantedRows] | None = ...,
+        protocol: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["head", b"head"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["continues", b"continues", "deletes", b"deletes", "head", b"head", "reason", b"reason", "tables", b"tables", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continues", b"continues", "deletes", b"deletes", "head", b"head", "protocol", b"protocol", "reason", b"reason", "tables", b"tables", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -166,6 +166,7 @@ class SubscribeResponse(_message.Message):
     CHUNK_FIELD_NUMBER: _builtins.int
     RELEASE_END_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def opened(self) -> Global___SubscribeOpened:
         """opened answers the open."""
@@ -182,6 +183,10 @@ class SubscribeResponse(_message.Message):
     def progress(self) -> Global___Progress:
         """progress shows that the stream is alive while there is nothing to send."""
 
+    @_builtins.property
+    def release(self) -> Global___WholeRelease:
+        """release is a whole release: chunks and their end in one message."""
+
     def __init__(
         self,
         *,
@@ -189,12 +194,13 @@ class SubscribeResponse(_message.Message):
         chunk: Global___ReleaseChunk | None = ...,
         release_end: Global___ReleaseEnd | None = ...,
         progress: Global___Progress | None = ...,
+        release: Global___WholeRelease | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "message", b"message", "opened", b"opened", "progress", b"progress", "release_end", b"release_end"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "message", b"message", "opened", b"opened", "progress", b"progress", "release", b"release", "release_end", b"release_end"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "message", b"message", "opened", b"opened", "progress", b"progress", "release_end", b"release_end"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "message", b"message", "opened", b"opened", "progress", b"progress", "release", b"release", "release_end", b"release_end"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["opened", "chunk", "release_end", "progress"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["opened", "chunk", "release_end", "progress", "release"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -363,6 +369,38 @@ class ReleaseEnd(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReleaseEnd: _TypeAlias = ReleaseEnd  # noqa: Y015
+
+@_typing.final
+class WholeRelease(_message.Message):
+    """WholeRelease is a release whose rows fit one message: 990,000 bytes of ids and values. Only to replicas of protocol 5 or
+    later.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROWS_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedCompositeFieldContainer[_tables_pb2.Rows]:
+        """rows are what chunks would carry. The field has the number that it has in a chunk."""
+
+    @_builtins.property
+    def end(self) -> Global___ReleaseEnd:
+        """end ends the release."""
+
+    def __init__(
+        self,
+        *,
+        rows: _abc.Iterable[_tables_pb2.Rows] | None = ...,
+        end: Global___ReleaseEnd | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end", b"end"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WholeRelease: _TypeAlias = WholeRelease  # noqa: Y015
 
 @_typing.final
 class Progress(_message.Message):

@@ -9,13 +9,14 @@ from deltasync.api.call_errors import abort
 from deltasync.api.protocol import protocols_of
 from deltasync.core.errors import DeltasyncError, InvalidInput
 from deltasync.core.events import EventKind
+from deltasync.core.position import Position
 from deltasync.core.rows import Ids
 from deltasync.publish.opening import check_open
 from deltasync.publish.session import PublishSession, open_session
 from deltasync.service.service import Service
 from deltasync.v1 import publish_pb2, publish_pb2_grpc, tables_pb2
 from deltasync.wire.messages import position_to_message
-from deltasync.wire.protocol import Protocols
+from deltasync.wire.protocol import PROTOCOL, Protocols
 
 
 class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
@@ -61,16 +62,13 @@ class _RankStream:
             if self._session is None:
                 yield _opened(await self._open(request.open, protocols))
             elif kind == "chunk":
-                await self._session.add(request.chunk)
+                await self._session.add(request.chunk.step, request.chunk.rows)
+            elif kind == "part":
+                position = await self._session.take(request.part)
+                yield _sealed(self._session, request.part.close.step, position)
             else:
                 position = await self._session.close(request.close)
-                sealed = publish_pb2.CutSealed(
-                    step=request.close.step,
-                    position=position_to_message(position),
-                    deletes=_deletes(self._session),
-                    wanted=_wanted(self._session.ask()),
-                )
-                yield publish_pb2.PublishResponse(sealed=sealed)
+                yield _sealed(self._session, request.close.step, position)
 
     def end(self, refusal: DeltasyncError | None) -> None:
         """Tell that the rank has left, or was refused; whoever went before it was let in was neither."""
@@ -95,8 +93,19 @@ def _opened(session: PublishSession) -> publish_pb2.PublishResponse:
         tables=len(session.tables),
         deletes=_deletes(session),
         wanted=_wanted(session.wanted),
+        protocol=PROTOCOL,
     )
     return publish_pb2.PublishResponse(opened=opened)
+
+
+def _sealed(session: PublishSession, step: int, position: Position) -> publish_pb2.PublishResponse:
+    sealed = publish_pb2.CutSealed(
+        step=step,
+        position=position_to_message(position),
+        deletes=_deletes(session),
+        wanted=_wanted(session.ask()),
+    )
+    return publish_pb2.PublishResponse(sealed=sealed)
 
 
 def _deletes(session: PublishSession) -> list[publish_pb2.DeleteRequest]:

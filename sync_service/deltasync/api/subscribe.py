@@ -32,7 +32,8 @@ from deltasync.wire.messages import (
     position_from_message,
     position_to_message,
 )
-from deltasync.wire.protocol import DELETES_PROTOCOL, Protocols
+from deltasync.wire.protocol import DELETES_PROTOCOL, WHOLE_PROTOCOL, Protocols
+from deltasync.wire.row_messages import fits_message, whole_release
 
 _PROGRESS_SECONDS = 5.0
 _DEFAULT_OUTSTANDING_BYTES = 16 << 20
@@ -189,22 +190,38 @@ class ReplicaStream:
         release = await asyncio.shield(frozen)
         self._check_deliveries()
         self._asked = True
+        if release.head and self._fits_message(release):
+            await self._take_credit(release.nbytes, acks)
+            end = self._end(release, release.head)
+            yield whole_release([chunk.sent(deletes=True)[0] for chunk in release.chunks], end)
+            return
         for chunk in release.chunks:
             message, size = chunk.sent(deletes=self._protocols.newest >= DELETES_PROTOCOL)
-            while self._outstanding > 0 and self._outstanding + size > self._budget:
-                self._credited.clear()
-                await self._wait(acks, self._credited.wait())
-                self._check_fed()
-            self._sent_bytes += size
+            await self._take_credit(size, acks)
             yield message
-            self._consumer.released_bytes += size
-        self._consumer.released_rows += release.rows
         if release.head:
-            self._sent = Position(self._feed.history, release.head.number)
-            self._audit.expect(release, self._sent_bytes)
             yield subscribe_pb2.SubscribeResponse(release_end=self._end(release, release.head))
 
+    def _fits_message(self, release: FrozenRelease) -> bool:
+        """Whether a release has rows, and so few that they go with its end."""
+        if self._protocols.newest < WHOLE_PROTOCOL or release.nbytes > self._budget:
+            return False
+        return bool(release.chunks) and fits_message(release.nbytes)
+
+    async def _take_credit(self, size: int, acks: asyncio.Task[None]) -> None:
+        """Wait until so many bytes of rows may be sent, and count them as sent."""
+        while self._outstanding > 0 and self._outstanding + size > self._budget:
+            self._credited.clear()
+            await self._wait(acks, self._credited.wait())
+            self._check_fed()
+        self._sent_bytes += size
+        self._consumer.released_bytes += size
+
     def _end(self, release: FrozenRelease, head: Head) -> subscribe_pb2.ReleaseEnd:
+        """The end of a release whose rows are sent, or are sent with it."""
+        self._sent = Position(self._feed.history, head.number)
+        self._audit.expect(release, self._sent_bytes)
+        self._consumer.released_rows += release.rows
         return subscribe_pb2.ReleaseEnd(
             position=position_to_message(self._sent),
             step=head.step,

@@ -58,14 +58,14 @@ class ReleaseAssembler:
         self._shards = [Shard.whole(delivery.wire_spec) for delivery in self._deliveries]
         self._resync = opened.resync
 
-    def add(self, chunk: subscribe_pb2.ReleaseChunk) -> bool:
+    def add(self, rows: tables_pb2.Rows) -> bool:
         """Take some rows; returns whether it is time to return credit.
 
         Raises:
             InvalidInput: rows of no known table, or of another size.
         """
-        batch = decode_rows(chunk.rows, self._shards)
-        self._rows.append(_decoded(batch, self._deliveries[chunk.rows.slot]))
+        batch = decode_rows(rows, self._shards)
+        self._rows.append(_decoded(batch, self._deliveries[rows.slot]))
         self.received_bytes += batch.nbytes
         due = self.received_bytes - self._acked_bytes >= self._ack_bytes
         if due:

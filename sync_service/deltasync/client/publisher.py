@@ -23,7 +23,8 @@ from deltasync.core.tables import ID_TYPE, Shard, TableSpec
 from deltasync.v1 import publish_pb2
 from deltasync.wire.error_codes import from_rpc_error, is_final
 from deltasync.wire.messages import position_from_message, position_to_message, shard_to_message, table_to_message
-from deltasync.wire.row_messages import chunked, part_chunk, serialized
+from deltasync.wire.protocol import WHOLE_PROTOCOL
+from deltasync.wire.row_messages import chunked, fits_message, part_chunk, serialized, whole_part
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,11 @@ class Part:
 
     def __post_init__(self) -> None:
         check_event_time(self.event_time_unix_ns)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of ids and values, as they are sent."""
+        return sum(rows.nbytes for rows in self.rows)
 
 
 class Publisher:
@@ -279,17 +285,22 @@ class _Stream:
     def _requests(self) -> Iterator[publish_pb2.PublishRequest | bytes]:
         yield publish_pb2.PublishRequest(open=self._message)
         while (part := self._parts.get()) is not None:
-            yield from _chunks(part, self._slots)
-            close = publish_pb2.PartClose(
-                step=part.step,
-                rows=sum(map(len, part.rows)),
-                step_end_unix_ns=part.step_end_unix_ns,
-                full=part.full,
-                deletes=part.deletes,
-                event_time_unix_ns=part.event_time_unix_ns or 0,
-                differing=[self._tables[name] for name in part.differing if name in self._tables],
-            )
-            yield publish_pb2.PublishRequest(close=close)
+            if self._opened and self._opened.protocol >= WHOLE_PROTOCOL and fits_message(part.nbytes):
+                yield whole_part(_pieces(part, self._slots), self._close(part))
+            else:
+                yield from (part_chunk(part.step, *piece) for piece in _pieces(part, self._slots))
+                yield publish_pb2.PublishRequest(close=self._close(part))
+
+    def _close(self, part: Part) -> publish_pb2.PartClose:
+        return publish_pb2.PartClose(
+            step=part.step,
+            rows=sum(map(len, part.rows)),
+            step_end_unix_ns=part.step_end_unix_ns,
+            full=part.full,
+            deletes=part.deletes,
+            event_time_unix_ns=part.event_time_unix_ns or 0,
+            differing=[self._tables[name] for name in part.differing if name in self._tables],
+        )
 
 
 def _check_digests(part: Part) -> None:
@@ -308,7 +319,7 @@ def _check_digests(part: Part) -> None:
         ) from error
 
 
-def _chunks(part: Part, slots: Mapping[Shard, int]) -> Iterator[bytes]:
+def _pieces(part: Part, slots: Mapping[Shard, int]) -> Iterator[tuple[int, RowBatch]]:
     for rows in part.rows:
         slot = slots[rows.shard]
-        yield from (part_chunk(part.step, slot, piece.digested()) for piece in chunked(rows))
+        yield from ((slot, piece.digested()) for piece in chunked(rows))

@@ -215,8 +215,12 @@ class Subscriber:
                 assembler.begin(response.opened)
                 self._readiness.limit(response.opened.ready_within_seconds)
                 self._readiness.lacks("it has yet to show that it holds what it is sent")
-            elif kind == "chunk" and assembler.add(response.chunk):
+            elif kind == "chunk" and assembler.add(response.chunk.rows):
                 requests.put(_credit(assembler.received_bytes))
+            elif kind == "release":
+                for rows in response.release.rows:
+                    assembler.add(rows)  # All credit is returned with the ack.
+                self._apply(assembler, response.release.end, requests)
             elif kind == "progress":
                 self._go_on(assembler, response.progress, requests)
             elif kind == "release_end":

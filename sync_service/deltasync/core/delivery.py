@@ -115,9 +115,19 @@ class Delivery:
 
     def held_digests(self, encoded: Encoded) -> RowDigests:
         """The digests [n] of the rows that replicas hold which are sent encoded ones ([n, width])."""
-        if self.value_type is None or self.held_as_sent:
+        if self.value_type is None or self.held_as_encoded:
             return row_digests(encoded)
         return self.value_type.decoded_digests(encoded, self.spec.dtype)
+
+    @property
+    def bitwise(self) -> bool:
+        """Whether rows are encoded as the bits that they are in the table."""
+        return self.value_type is None or self.value_type.dtype == self.spec.dtype
+
+    @property
+    def held_as_encoded(self) -> bool:
+        """Whether replicas hold the bits that rows are encoded as."""
+        return self.bitwise or self.held_as_sent
 
     @property
     def held_as_sent(self) -> bool:

@@ -14,7 +14,15 @@ from numpy.typing import NDArray
 from deltasync.core.change_counts import ChangeCounts, Stamps
 from deltasync.core.change_index import ChangeIndex
 from deltasync.core.damage import DamagedRows
-from deltasync.core.digests import RowDigests, Squares, first_word, row_digests, squared_norms, words_of
+from deltasync.core.digests import (
+    RowDigests,
+    Squares,
+    first_word,
+    row_digests,
+    squared_norms,
+    weights,
+    words_of,
+)
 from deltasync.core.rows import BLOCK_ROWS, Ids, Mask, RowBatch, Values
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.kernels import digests as digest_kernels
@@ -267,14 +275,17 @@ class StampedTable:
         )
 
     def read(self, ids: Ids, out: Values) -> RowBatch:
-        """The rows `ids` ([n], strictly ascending) as they are now, their values copied into `out` ([n, D]).
+        """The rows `ids` ([n], strictly ascending) as they are now, their values copied into `out` ([n, D]), with
+        their digests.
 
         Raises:
             DamagedRows: some do not fit their digests.
         """
-        kernels.gather(words_of(self.rows), ids, words_of(out))
-        self.check(ids, out)
-        return RowBatch.of_table(self.spec, ids, out)
+        rows, copies, digests = words_of(self.rows), words_of(out), np.empty(len(ids), np.uint64)
+        factors = weights(0, rows.shape[1])
+        if kernels.gather_checked(rows, self.digests, ids, factors, copies, digests):
+            self.check(ids, out)
+        return RowBatch(Shard.whole(self.spec), ids, out, digests=digests)
 
     def checked_rows(self, ids: Ids) -> Values:
         """As `rows_of`.

@@ -103,6 +103,11 @@ class FrozenRelease:
         """Rows of all tables together."""
         return sum(len(chunk.rows) for chunk in self.chunks)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of ids and values, as they are sent to who knows of deletes."""
+        return sum(chunk.rows.nbytes for chunk in self.chunks)
+
 
 class Releases:
     """The releases of one set of tables. Replicas that lack the same rows share one while any of them uses it.
@@ -124,6 +129,7 @@ class Releases:
         self._frozen: list[ref[FrozenRelease]] = []  # Used on that thread.
         self._tasks: WeakValueDictionary[_Lack, asyncio.Future[FrozenRelease]] = WeakValueDictionary()
         self._newest: asyncio.Future[FrozenRelease] | None = None
+        self._once = False
         self.followed = False
 
     def get(self, after: int, repair: Repair, head: int) -> asyncio.Future[FrozenRelease]:
@@ -133,11 +139,15 @@ class Releases:
         task = self._tasks.get(lack)
         if task is None or _failed(task):
             task = self._tasks[lack] = asyncio.create_task(self._get(after, repair))
+        if self._once and task is self._newest:
+            self._newest = None
         return task
 
-    def have(self, release: FrozenRelease | None, head: int) -> None:
-        """Have what the cut before `head` lacks, which was made of a cut itself, until the next one."""
-        self._newest, self.followed = None, False
+    def have(self, release: FrozenRelease | None, head: int, *, once: bool = False) -> None:
+        """Have what a replica at the number before `head` lacks, which was made of the rows that came with `head`:
+        until the next one, or, `once`, until a replica takes it, and as long as any uses it.
+        """
+        self._newest, self._once, self.followed = None, once, False
         if release:
             self._newest = self._tasks[head - 1, NO_REPAIR, head] = asyncio.get_running_loop().create_future()
             self._newest.set_result(release)
@@ -151,16 +161,21 @@ class Releases:
 
     # On the thread that changes the tables.
 
-    def of_cut(self, rows: Sequence[tuple[int, RowBatch]]) -> FrozenRelease | None:
-        """What a replica lacks that is at the version before the one that the tables are at: the rows that a cut
-        has just brought, by slot. None if there is no memory for it.
+    def prepared(self, rows: Sequence[tuple[int, RowBatch]]) -> FrozenRelease | None:
+        """What a replica will lack that is at the number that the tables are at, before these get the rows of the
+        next one, by slot: to be `completed` then. None if there is no memory for it.
         """
         size = sum(batch.nbytes for _, batch in rows)
         if size > self._room():
             return None
-        tables, head = self._state()
         chunks = [Chunk.written(slot, piece) for slot, batch in rows for piece in chunked(batch)]
-        return self._noted(FrozenRelease(head, chunks, checksums=_checksums(tables), memory_bytes=size))
+        return self._noted(FrozenRelease(None, chunks, memory_bytes=size))
+
+    def completed(self, release: FrozenRelease) -> FrozenRelease:
+        """What was `prepared`, now that the tables have these rows."""
+        tables, release.head = self._state()
+        release.checksums = _checksums(tables)
+        return release
 
     def _room(self) -> int:
         """How much memory a release may take now, bytes."""

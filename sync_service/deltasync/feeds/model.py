@@ -11,12 +11,13 @@ neither sees the other half done; nothing there waits for a disk. All else happe
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from deltasync.core.delivery import Delivery
 from deltasync.core.errors import ServiceUnavailable
+from deltasync.core.futures import after
 from deltasync.core.policy import Policy
 from deltasync.core.position import Decision, Position, resume
 from deltasync.core.progress import Progress
@@ -165,10 +166,29 @@ class Model:
             # In a task of its own: a rank that disconnects now must not stop it half way.
             await asyncio.shield(asyncio.create_task(self._add(tables, later_run)))
 
-    async def apply_cut(self, seal: Seal, rows: Sequence[RowBatch] | None) -> None:
-        """Apply a cut that was just sealed, from `rows` or else from the log, and make it the head."""
+    def apply_after(
+        self, sealed: "Future[None]", seal: Seal, rows: Sequence[RowBatch] | None
+    ) -> "Future[FrozenRelease | None]":
+        """Begin to apply a cut as soon as `sealed` is done, unless it has failed, without a way round by the event
+        loop; returns what `apply_cut` then waits for.
+
+        The loop has to wait for `sealed` before: it knows of the seal before anything shows that it is applied.
+        """
+        prepared = self._thread.submit(self._prepared, seal, rows)  # While the log waits for its disk.
+        return after(sealed, self._thread, lambda: self._apply_and_release(seal, rows, prepared.result()))
+
+    async def apply_cut(
+        self, seal: Seal, rows: Sequence[RowBatch] | None, begun: "Future[FrozenRelease | None] | None" = None
+    ) -> None:
+        """Apply a cut that was just sealed, from `rows` or else from the log, and make it the head.
+
+        `begun` is what `apply_after` has returned.
+        """
         self.succession.add(seal.version, steady_ns())  # Also if it cannot be applied for a while.
-        release = await self.on_thread(self._apply_and_release, seal, rows, self._releases.followed)
+        if begun:
+            release = begun.result() if begun.done() else await asyncio.wrap_future(begun)
+        else:
+            release = await self.on_thread(self._apply_and_release, seal, rows)
         if damaged := self.damage.rows:
             self.damage.note_mended(await self.on_thread(self._mender.mended_by, seal.version, damaged))
         self.head = _head(seal)
@@ -276,15 +296,20 @@ class Model:
         known = {table.spec.name: table.spec for table in self.tables}
         return changes(self.name, known, announced, later_run=later_run)
 
-    def _apply_and_release(
-        self, seal: Seal, rows: Sequence[RowBatch] | None, followed: bool
-    ) -> FrozenRelease | None:
-        """Apply a cut; where it can be sent on as it is, and replicas follow, what they are to be sent."""
-        self._apply(seal, rows)
-        if rows is None or seal.whole or not followed:
+    def _prepared(self, seal: Seal, rows: Sequence[RowBatch] | None) -> FrozenRelease | None:
+        """What replicas that follow are to be sent of a cut, where it can be sent on as it is; to be completed."""
+        if rows is None or seal.whole or not self._releases.followed:
             return None
         changed = cut_rows(rows, {table.spec.name: slot for slot, table in enumerate(self.tables)})
-        return None if changed is None else self._releases.of_cut(changed)
+        return None if changed is None else self._releases.prepared(changed)
+
+    def _apply_and_release(
+        self, seal: Seal, rows: Sequence[RowBatch] | None, prepared: FrozenRelease | None = None
+    ) -> FrozenRelease | None:
+        """Apply a cut, and complete what replicas are to be sent of it."""
+        prepared = prepared or self._prepared(seal, rows)
+        self._apply(seal, rows)
+        return prepared and self._releases.completed(prepared)
 
     def _apply(self, seal: Seal, rows: Iterable[RowBatch] | None) -> None:
         by_name = {table.spec.name: table for table in self.tables}

@@ -6,6 +6,7 @@ from numpy.typing import NDArray
 
 from deltasync.kernels.compiled import in_any_order, in_order, inlined, kernel, readable, writable
 from deltasync.kernels.floats import bits, of_fp16
+from deltasync.kernels.prefetch import AHEAD, ask_for_row
 
 # Beyond any of fp32 rows; squares of it add up to a finite number.
 LARGEST_DISTANCE = 1e100
@@ -44,10 +45,19 @@ def differ(rows, row, others, other):  # type: ignore[no-untyped-def]
     return found != 0
 
 
+@inlined
+def ask_ahead(rows, held, ids, index):  # type: ignore[no-untyped-def]
+    """Ask for rows of both tables that are compared a little later."""
+    if index + AHEAD < ids.shape[0]:
+        ask_for_row(rows, np.uint64(rows.shape[1] * rows.itemsize), ids[index + AHEAD])
+        ask_for_row(held, np.uint64(held.shape[1] * held.itemsize), ids[index + AHEAD])
+
+
 @kernel(types.void(readable(types.uint8), readable(types.uint8), IDS, MASK))
 def compare_bytes(rows: NDArray[np.uint8], held: NDArray[np.uint8], ids: Ids, differs: Mask) -> None:
     """Set `differs` [n] to whether rows `ids` [n] of two tables [*, bytes] differ."""
     for index in range(ids.shape[0]):
+        ask_ahead(rows, held, ids, index)
         differs[index] = differ(rows, ids[index], held, ids[index])
 
 
@@ -58,6 +68,7 @@ def compare_fp32(
     """Set `norms` and `differs` [n] to the distances of rows `ids` [n] of two tables [*, D], and to whether any
     bits differ."""
     for index in range(ids.shape[0]):
+        ask_ahead(rows, held, ids, index)
         row = ids[index]
         total, found = np.float64(0), np.uint32(0)
         for column in range(rows.shape[1]):
@@ -74,6 +85,7 @@ def compare_fp16(
 ) -> None:
     """The same of tables in fp16, as bits."""
     for index in range(ids.shape[0]):
+        ask_ahead(rows, held, ids, index)
         row = ids[index]
         total, found = np.float64(0), np.uint16(0)
         for column in range(rows.shape[1]):

@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 
 from deltasync.kernels.compiled import kernel, readable, writable
 from deltasync.kernels.digests import Digests
-from deltasync.kernels.distances import IDS, MASK, NORMS, Ids, Mask, Norms, norm_of
+from deltasync.kernels.distances import IDS, MASK, NORMS, Ids, Mask, Norms, ask_ahead, norm_of
 from deltasync.kernels.floats import bf16_of, bits, fp16_of, of_bf16, of_fp16
 
 Words = NDArray[np.uint16]
@@ -49,6 +49,7 @@ def compare_fp16(values: Floats, held: Words, ids: Ids, norms: Norms, differs: M
     """Set `norms` and `differs` [n] to the distances of rows `ids` [n] of a table [*, D] from those held, and to
     whether they would be encoded as other bits."""
     for index in range(ids.shape[0]):
+        ask_ahead(values, held, ids, index)
         row = ids[index]
         total, found = np.float64(0), np.uint16(0)
         for column in range(values.shape[1]):
@@ -89,6 +90,7 @@ def digest_bf16(encoded: Words, weights: Digests, digests: Digests) -> None:
 def compare_bf16(values: Floats, held: Words, ids: Ids, norms: Norms, differs: Mask) -> None:
     """See `compare_fp16`."""
     for index in range(ids.shape[0]):
+        ask_ahead(values, held, ids, index)
         row = ids[index]
         total, found = np.float64(0), np.uint16(0)
         for column in range(values.shape[1]):

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from deltasync.kernels.compiled import called, in_order, inlined, kernel, readable, writable
 from deltasync.kernels.digests import Digests
-from deltasync.kernels.distances import IDS, MASK, NORMS, Ids, Mask, Norms, differ, distance
+from deltasync.kernels.distances import IDS, MASK, NORMS, Ids, Mask, Norms, ask_ahead, differ, distance
 from deltasync.kernels.floats import bits, float_of, rank, ranked
 
 Bytes = NDArray[np.uint8]
@@ -153,6 +153,7 @@ def compare(values: Floats, held: Bytes, ids: Ids, norms: Norms, differs: Mask) 
     whether they would be encoded as other bytes."""
     decoded, encoded = np.empty((1, values.shape[1]), _F32), np.empty((1, held.shape[1]), np.uint8)
     for index in range(ids.shape[0]):
+        ask_ahead(values, held, ids, index)
         row = ids[index]
         decode_row(held, row, decoded, 0)
         norms[index] = distance(values, row, decoded, 0)

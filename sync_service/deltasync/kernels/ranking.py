@@ -33,7 +33,7 @@ def take_largest(ranks: Ranks, sizes: Numbers, wanted: Mask, budget: int) -> Mas
 
     Args:
         ranks: [n] uint64.
-        sizes: [n] int64, of each row, more than 0.
+        sizes: [n] int64, of each row, more than 0; or [1], of all.
         wanted: [n] the rows to choose from.
         budget: the largest sum of sizes.
 
@@ -41,14 +41,14 @@ def take_largest(ranks: Ranks, sizes: Numbers, wanted: Mask, budget: int) -> Mas
         [n] which rows are taken.
     """
     some, some_sizes, taken = np.empty_like(ranks), np.empty_like(sizes), np.empty_like(wanted)
-    count = _choose(ranks, sizes, wanted, some, some_sizes)
-    last, left = _find_last(some, some_sizes, count, budget)
+    count, differing = _choose(ranks, sizes, wanted, some, some_sizes)
+    last, left = _find_last(some, some_sizes, count, differing, budget)
     _take(ranks, sizes, wanted, last, left, taken)
     return taken
 
 
 @kernel(
-    types.int64(
+    types.Tuple((types.int64, types.uint64))(
         readable(types.uint64, 1),
         readable(types.int64, 1),
         readable(types.boolean, 1),
@@ -56,33 +56,47 @@ def take_largest(ranks: Ranks, sizes: Numbers, wanted: Mask, budget: int) -> Mas
         writable(types.int64, 1),
     )
 )
-def _choose(ranks: Ranks, sizes: Numbers, wanted: Mask, some: Ranks, some_sizes: Numbers) -> int:
-    """Copy ranks and sizes [n] of the wanted rows; returns how many they are."""
-    count = 0
+def _choose(ranks: Ranks, sizes: Numbers, wanted: Mask, some: Ranks, some_sizes: Numbers) -> tuple[int, np.uint64]:
+    """Copy ranks and sizes [n] of the wanted rows; returns how many, and in which bits ranks differ."""
+    count, differing, alike = 0, _U64(0), len(sizes) == 1
+    if alike:
+        some_sizes[0] = sizes[0]
     for row in range(ranks.shape[0]):
-        if wanted[row]:
-            some[count], some_sizes[count] = ranks[row], sizes[row]
-            count += 1
-    return count
+        # Without a branch, which no processor could foretell.
+        some[count] = ranks[row]
+        if not alike:
+            some_sizes[count] = sizes[row]
+        differing |= (ranks[row] ^ some[0]) if wanted[row] else _U64(0)
+        count += wanted[row]
+    return count, differing
 
 
 @kernel(
     types.Tuple((types.uint64, types.int64))(
-        writable(types.uint64, 1), writable(types.int64, 1), types.int64, types.int64
+        writable(types.uint64, 1), writable(types.int64, 1), types.int64, types.uint64, types.int64
     )
 )
-def _find_last(ranks: Ranks, sizes: Numbers, count: int, budget: int) -> tuple[np.uint64, int | np.int64]:
+def _find_last(
+    ranks: Ranks, sizes: Numbers, count: int, differing: np.uint64, budget: int
+) -> tuple[np.uint64, int | np.int64]:
     """The rank at which the budget ends, and how much of it is left for rows of this rank. The ranks and sizes of
     the `count` rows are overwritten: rows are dropped whose topmost bits are not those of this rank.
     """
-    last, left, shift = _U64(0), budget, 64
+    shift, alike = 0, len(sizes) == 1
+    while differing:
+        differing >>= _U64(1)
+        shift += 1
+    # Of bits in which they do not differ, a histogram says nothing.
+    last, left = _U64(0), budget
+    if count and shift < 64:
+        last = (ranks[0] >> _U64(shift)) << _U64(shift)
     sums = np.empty(_BINS, np.int64)
     while shift > 0:
         bits = min(_BITS, shift)
         shift -= bits
         sums[:] = 0
         for row in range(count):
-            sums[(ranks[row] >> _U64(shift)) & _U64((1 << bits) - 1)] += sizes[row]
+            sums[(ranks[row] >> _U64(shift)) & _U64((1 << bits) - 1)] += sizes[0 if alike else row]
         bin_ = (1 << bits) - 1
         while bin_ > 0 and sums[bin_] <= left:
             left -= sums[bin_]
@@ -90,9 +104,10 @@ def _find_last(ranks: Ranks, sizes: Numbers, count: int, budget: int) -> tuple[n
         last |= _U64(bin_) << _U64(shift)
         every, count = count, 0
         for row in range(every):
-            if ranks[row] >> _U64(shift) == last >> _U64(shift):
-                ranks[count], sizes[count] = ranks[row], sizes[row]
-                count += 1
+            ranks[count] = ranks[row]
+            if not alike:
+                sizes[count] = sizes[row]
+            count += ranks[row] >> _U64(shift) == last >> _U64(shift)
     return last, left
 
 
@@ -110,11 +125,13 @@ def _take(ranks: Ranks, sizes: Numbers, wanted: Mask, last: np.uint64, left: int
     """Set `taken` [n] for the wanted rows of higher ranks than the last one, and those of the last one that fit
     what is left.
     """
+    alike = len(sizes) == 1
     for row in range(ranks.shape[0]):
-        taken[row] = wanted[row] and ranks[row] > last
-        if wanted[row] and ranks[row] == last:
-            taken[row] = sizes[row] <= left
-            left = left - sizes[row] if taken[row] else -1
+        taken[row] = wanted[row] & (ranks[row] > last)
+        if wanted[row] & (ranks[row] == last):
+            size = sizes[0 if alike else row]
+            taken[row] = size <= left
+            left = left - size if taken[row] else -1
 
 
 @kernel(

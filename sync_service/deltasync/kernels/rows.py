@@ -9,13 +9,14 @@ from numpy.typing import NDArray
 
 from deltasync.kernels.compiled import kernel, readable, writable
 from deltasync.kernels.digests import WORDS, Digests, share
+from deltasync.kernels.prefetch import AHEAD, ask_for_row, ask_for_written_row
 
 Words = NDArray[np.unsignedinteger]
 Numbers = NDArray[np.int64]
 Squares = NDArray[np.float32]
 
 _U64 = np.uint64
-_IDS = readable(types.int64, 1)
+_IDS, _WEIGHTS = readable(types.int64, 1), readable(types.uint64, 1)
 # What is written down of each row beside its words: stamps, digests, squares.
 _COLUMNS = (writable(types.int64, 1), writable(types.uint64), writable(types.float32))
 _CHANGE = types.Tuple((types.uint64, types.float64))
@@ -26,10 +27,55 @@ _CHANGE = types.Tuple((types.uint64, types.float64))
 @kernel(*(types.void(readable(word), _IDS, writable(word)) for word in WORDS))
 def gather(table: Words, ids: Numbers, rows: Words) -> None:
     """Copy the rows `ids` [n] of a table [N, w] into `rows` [n, w]."""
+    width = _U64(table.shape[1] * table.itemsize)
     for index in range(ids.shape[0]):
+        if index + AHEAD < ids.shape[0]:
+            ask_for_row(table, width, ids[index + AHEAD])
         row = _U64(ids[index])
         for word in range(_U64(rows.shape[1])):
             rows[index, word] = table[row, word]
+
+
+@kernel(
+    *(
+        types.int64(
+            readable(word), readable(types.uint64), _IDS, _WEIGHTS, writable(word), writable(types.uint64, 1)
+        )
+        for word in WORDS
+    )
+)  # fmt: skip
+def gather_checked(
+    table: Words, digests: Digests, ids: Numbers, weights: Digests, rows: Words, row_digests: Digests
+) -> int | np.int64:
+    """Copy rows of a table, and check them.
+
+    Args:
+        table: [N, w].
+        digests: [N, segments] that are kept of its rows.
+        ids: [n] which rows.
+        weights: [w] of the words of a row.
+        rows: [n, w] are set.
+        row_digests: [n] are set to the digests of what was copied.
+
+    Returns:
+        How many rows do not fit the digests that are kept of them.
+    """
+    wrong = np.int64(0)
+    width = _U64(table.shape[1] * table.itemsize)
+    for index in range(ids.shape[0]):
+        if index + AHEAD < ids.shape[0]:
+            ask_for_row(table, width, ids[index + AHEAD])
+        row = _U64(ids[index])
+        total, kept = _U64(0), _U64(0)
+        for word in range(_U64(rows.shape[1])):
+            bits = table[row, word]
+            rows[index, word] = bits
+            total += _U64(bits) * weights[word]
+        for each in range(_U64(digests.shape[1])):
+            kept += digests[row, each]
+        row_digests[index] = total
+        wrong += total != kept
+    return wrong
 
 
 @kernel(*(types.void(writable(word), types.uint64, _IDS, readable(word)) for word in WORDS), nogil=False)
@@ -85,7 +131,10 @@ def write(
         By how much the table's checksum changes, and the sum of its squares.
     """
     change, square_change = _U64(0), 0.0
+    width = _U64(table.shape[1] * table.itemsize)
     for index in range(ids.shape[0]):
+        if index + AHEAD < ids.shape[0]:
+            ask_for_written_row(table, width, ids[index + AHEAD])
         row = _U64(ids[index])
         # The stamp first: if the process dies between the two, a row with a new stamp is sent again, while one
         # with an old stamp would be taken for the old row.

@@ -5,7 +5,7 @@ from numba import types
 from numpy.typing import NDArray
 
 from deltasync.kernels.compiled import called, in_order, inlined, kernel, readable, writable
-from deltasync.kernels.distances import IDS, MASK, NORMS, Ids, Mask, Norms, differ, distance
+from deltasync.kernels.distances import IDS, MASK, NORMS, Ids, Mask, Norms, ask_ahead, differ, distance
 from deltasync.kernels.floats import fp16_of, of_fp16, ranked
 from deltasync.kernels.int8 import extremes
 
@@ -148,6 +148,7 @@ def compare(bits: int, values: Floats, held: Bytes, ids: Ids, norms: Norms, diff
     whether they would be encoded as other bytes."""
     decoded, encoded = np.empty((1, values.shape[1]), _F32), np.empty((1, held.shape[1]), np.uint8)
     for index in range(ids.shape[0]):
+        ask_ahead(values, held, ids, index)
         row = ids[index]
         decode_row(bits, held, row, decoded, 0)
         norms[index] = distance(values, row, decoded, 0)

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +16,7 @@ from deltasync.core.rows import RowBatch
 from deltasync.core.seal import Seal
 from deltasync.core.signals import first_of
 from deltasync.core.tables import TableSpec
+from deltasync.feeds.frozen_release import FrozenRelease
 from deltasync.feeds.model import Model
 from deltasync.publish.cut import Cut
 from deltasync.publish.pending_deletes import PendingDeletes
@@ -163,10 +165,13 @@ class CutCoordinator:
             # The service ends. A flush at the later version would cut the log of rows that are only there.
             raise ServiceUnavailable(f"version {newest} is not applied yet; send step {cut.step} again")
         seal = _seal_of(cut, self.model.seals.newest)
-        await asyncio.wrap_future(self.model.store.seal(seal, cut.unwritten))
+        sealed, rows = self.model.store.seal(seal, cut.unwritten), cut.rows_in_memory()
+        durable = asyncio.wrap_future(sealed)
+        begun = self.model.apply_after(sealed, seal, rows)  # After it: the seal is known here before its rows are.
+        await durable
         self.model.seals.append(seal)
         # Before anything that could fail: from here on it is part of the history.
-        self._applying = self._tasks.create_task(self._apply(seal, cut.rows_in_memory()))
+        self._applying = self._tasks.create_task(self._apply(seal, rows, begun))
         self.model.published |= {name: table.rows for name, table in cut.tables.items()}
         self.rows += seal.rows
         self.bytes += seal.bytes
@@ -174,12 +179,15 @@ class CutCoordinator:
         self.events.emit(EventKind.CUT_SEALED, model=self.model.name, version=seal.version, rows=seal.rows)
         return Position(self.model.history, seal.version)
 
-    async def _apply(self, seal: Seal, rows: list[RowBatch] | None) -> None:
+    async def _apply(
+        self, seal: Seal, rows: list[RowBatch] | None, begun: "Future[FrozenRelease | None] | None"
+    ) -> None:
         """Apply a sealed cut: again and again if need be, since all later ones build on it."""
         for pause in backoff():
             try:
-                await self.model.apply_cut(seal, rows)
+                await self.model.apply_cut(seal, rows, begun)
             except Exception as error:  # noqa: BLE001  # one model's trouble is its own
+                begun = None
                 self._report(f"version {seal.version} could not be applied, which is tried again", error)
             else:
                 self.model.failure = ""

@@ -17,7 +17,7 @@ from deltasync.publish.cut import Cut, RankPart
 from deltasync.publish.opening import Opening
 from deltasync.publish.runs import continues
 from deltasync.storage.records import pack_layout, packed_bytes
-from deltasync.v1 import publish_pb2
+from deltasync.v1 import publish_pb2, tables_pb2
 from deltasync.wire.messages import event_time_from_message, position_from_message
 from deltasync.wire.row_messages import MAX_CHUNK_BYTES, decode_rows
 
@@ -109,27 +109,31 @@ class PublishSession:
         """The last sealed position."""
         return Position(self._model.history, self._model.seals.newest_version)
 
-    async def add(self, chunk: publish_pb2.PartChunk) -> None:
-        """Take some rows of this rank's part.
+    async def take(self, part: publish_pb2.WholePart) -> Position:
+        """Take this rank's part, whole: see `add` and `close`."""
+        _check_size("part", sum(len(rows.ids) + len(rows.values) for rows in part.rows))
+        for rows in part.rows:
+            await self.add(part.close.step, rows)
+        return await self.close(part.close)
+
+    async def add(self, step: int, rows: tables_pb2.Rows) -> None:
+        """Take some rows of this rank's part of the cut after `step`.
 
         Raises:
             InvalidInput: the rows do not fit what the rank announced.
             Superseded: a newer stream, run or cut has taken over.
         """
-        batch = decode_rows(chunk.rows, self._shards)
-        if batch.nbytes > MAX_CHUNK_BYTES:
-            raise InvalidInput(
-                f"a chunk of {batch.nbytes} bytes of ids and values, at most {MAX_CHUNK_BYTES} are allowed"
-            )
+        batch = decode_rows(rows, self._shards)
+        _check_size("chunk", batch.nbytes)
         batch.check()
         batch.check_digests()
         batch = batch.digested()
-        if self._sealed_before(chunk.step) or self._closed_before(chunk.step):
+        if self._sealed_before(step) or self._closed_before(step):
             return
-        open_cut, part = self._part_of(chunk.step)
-        part.add(chunk.rows.slot, batch)
+        open_cut, part = self._part_of(step)
+        part.add(rows.slot, batch)
         open_cut.cut.keep(part, batch)
-        self._append(open_cut.cut, part, chunk.rows.slot, batch)
+        self._append(open_cut.cut, part, rows.slot, batch)
         # Last: while this waits, another stream may begin the part anew.
         while len(self._unwritten) > _UNWRITTEN_CHUNKS:
             await asyncio.wrap_future(self._unwritten.popleft())
@@ -215,3 +219,8 @@ class PublishSession:
     def _check_current(self) -> None:
         if self._coordinator.sessions.get(self.rank) is not self:
             raise Superseded(f"a newer stream of rank {self.rank}, or a newer run, has taken over")
+
+
+def _check_size(what: str, size: int) -> None:
+    if size > MAX_CHUNK_BYTES:
+        raise InvalidInput(f"a {what} of {size} bytes of ids and values, at most {MAX_CHUNK_BYTES} are allowed")

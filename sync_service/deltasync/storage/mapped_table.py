@@ -110,7 +110,8 @@ class MappedTable(StampedTable):
         which are all zero. Blocks; any thread.
 
         Returns:
-            What makes the table that, with zeros in new rows: for the thread that changes it.
+            What makes the table that, with zeros in new rows: for the thread that changes it. If it was split
+            meanwhile, that may raise StorageFailed, too.
 
         Raises:
             StorageFailed: there is no room; the table is as it was.

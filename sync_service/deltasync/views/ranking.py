@@ -18,6 +18,8 @@ Ranks = NDArray[np.uint64]
 Numbers = NDArray[np.int64]
 N = TypeVar("N", bound=np.generic)
 
+_ONE = np.ones(1, np.int64)
+
 
 @dataclass(frozen=True)
 class DirtyRows:
@@ -78,7 +80,7 @@ class _Candidates:
         overdue: [n] whether it is one of these and overdue.
         forced: [n] whether the policy has none.
         ends: where each table but the last one ends.
-        sizes: [n] int64, bytes of each row.
+        sizes: [n] int64, bytes of each row; or [1], of all.
     """
 
     ranks: Ranks
@@ -95,7 +97,8 @@ class _Candidates:
         overdue, forced = _joined([each.overdue for each in tables]), _joined([each.forced for each in tables])
         ranks, lengths = np.empty(len(norms), np.uint64), [len(each.ids) for each in tables]
         rank_rows(norms.view(np.uint64), never_sent, ranks)
-        sizes = np.repeat(np.array([each.row_bytes for each in tables], np.int64), lengths)
+        sizes = np.array([each.row_bytes for each in tables], np.int64)
+        sizes = np.repeat(sizes, lengths) if (sizes != sizes[0]).any() else sizes[:1]
         return cls(ranks, never_sent, ~forced, overdue & ~forced, forced, np.cumsum(lengths)[:-1], sizes)
 
     def top(self, policy: Policy) -> Mask:
@@ -122,7 +125,7 @@ class _Candidates:
         return _first(self.ranks, wanted, 1) if least and not taken.any() else taken
 
     def _bytes(self, rows: Mask) -> int:
-        return int(self.sizes.sum(where=rows))
+        return _count(rows) * int(self.sizes[0]) if len(self.sizes) == 1 else int(self.sizes.sum(where=rows))
 
     def reason(self, wanted: Mask, taken: Mask, policy: Policy) -> str:
         dirty, took, fit = _count(self.free), _count(taken), _count(wanted)
@@ -146,7 +149,7 @@ def _top(ranks: Ranks, free: Mask, top_k: float) -> Mask:
 
 def _first(ranks: Ranks, wanted: Mask, count: int) -> Mask:
     """The first so many of the wanted rows."""
-    return take_largest(ranks, np.ones(len(ranks), np.int64), wanted, count)
+    return take_largest(ranks, _ONE, wanted, count)
 
 
 def _joined(parts: Sequence[NDArray[N]]) -> NDArray[N]:

@@ -113,6 +113,10 @@ class ReleaseDraft:
             return replace(state, newest=replace(state.newest, statistics=statistics))
         return state
 
+    def sent_rows(self) -> list[tuple[int, RowBatch]]:
+        """The rows that the log has, by slot, as replicas are sent them."""
+        return [(piece.slot, self.tables[piece.slot].table.sent_rows(piece.rows)) for piece in self.written]
+
 
 def draw(
     tables: Sequence[ViewTable],
@@ -151,7 +155,8 @@ def _rows(draft: TableDraft, room: Room) -> Iterator[RowBatch]:
     encoded = room.array((len(live), spec.dim), spec.dtype)
     for piece in chunked(table.batch(draft.dirty.ids[live], encoded, draft.dirty.norms[live])):
         yield table.drawn(piece)
-    yield from chunked(table.deletes(draft.dirty.ids[taken[deleted]]))
+    if len(live) < len(taken):
+        yield from chunked(table.deletes(draft.dirty.ids[taken[deleted]]))
 
 
 def new_release(head: Head, taken: Amount, backlog: Amount, reason: str) -> NewestRelease:

@@ -22,7 +22,7 @@ from deltasync.core.policy import Policy
 from deltasync.core.progress import Progress
 from deltasync.core.tables import TableKind
 from deltasync.feeds.damage import IdsByTable, without
-from deltasync.feeds.frozen_release import Head
+from deltasync.feeds.frozen_release import FrozenRelease, Head, Releases
 from deltasync.feeds.model import Model
 from deltasync.views.ranking import DirtyRows
 from deltasync.views.release_draft import ReleaseDraft, draw
@@ -38,9 +38,10 @@ _LOOKED_ROWS = 1 << 19
 class ReleaseMaker:
     """Makes the releases of one view. Used in the event loop, by one call at a time."""
 
-    def __init__(self, model: Model, store: ViewStore, scratch: Path) -> None:
+    def __init__(self, model: Model, store: ViewStore, releases: Releases, scratch: Path) -> None:
         self._model = model
         self._store = store
+        self._releases = releases
         self._scratch = scratch
         self._logged: tuple[ReleaseDraft, ViewState] | None = None  # Its rows are in the log.
 
@@ -73,9 +74,12 @@ class ReleaseMaker:
         if self._logged is None:
             return
         draft, state = self._logged
-        if state.newest and state.head != self._store.state.head and not draft.log.complete:
+        new = state.head != self._store.state.head
+        if state.newest and new and not draft.log.complete:
             await asyncio.to_thread(self._store.write_release, state.newest)
-        await self._model.on_thread(self._apply, draft, state)
+        release = await self._model.on_thread(self._apply, draft, state, self._releases.followed)
+        if new:
+            self._releases.have(release, draft.head.number, once=True)
         self._logged = None
 
     async def _look_ahead(self) -> None:
@@ -120,7 +124,7 @@ class ReleaseMaker:
         seal, state = self._model.applied, self._store.state
         if seal is None or state.head is None:
             return None
-        dirty = find_dirty(state.tables, state.compared_version, policy, overdue_version)
+        dirty = find_dirty(state.tables, state.compared_version, overdue_version)
         dirty, picked = pick_sound(state.tables, dirty, damage, policy)
         head = Head.of(seal, state.head.number + 1)
         log = ReleaseLog(self._store, head.number)
@@ -131,30 +135,30 @@ class ReleaseMaker:
                 table.look_again()
             raise
 
-    def _apply(self, draft: ReleaseDraft, state: ViewState) -> None:
+    def _apply(self, draft: ReleaseDraft, state: ViewState, followed: bool) -> FrozenRelease | None:
+        """Write a release into the tables; where replicas follow, what they are to be sent of it."""
+        prepared = self._releases.prepared(draft.sent_rows()) if followed and draft.written else None
         for piece in draft.written:
             draft.tables[piece.slot].table.write(piece.rows, draft.head.number)
         for each in draft.tables:
             each.table.settle(each.taken_ids)
         self._store.advance(state)
+        return prepared and self._releases.completed(prepared)
 
 
-def find_dirty(
-    tables: Sequence[ViewTable], compared_version: int, policy: Policy, overdue_version: int
-) -> list[DirtyRows]:
+def find_dirty(tables: Sequence[ViewTable], compared_version: int, overdue_version: int) -> list[DirtyRows]:
     """The dirty rows of every table, on the model's thread.
 
     Args:
         tables: the tables of a view.
         compared_version: the version at which they were last compared with the model's.
-        policy: what says how rows are sent.
         overdue_version: rows that are dirty since this version or before are overdue.
     """
     found = []
     for table in tables:
         dirty, ranked = table.find_dirty(compared_version), table.source.spec.kind.ranked
         forced = dirty.deleted | members(dirty.ids, table.damaged) if ranked else np.ones(len(dirty), np.bool_)
-        overdue, row_bytes = dirty.since <= overdue_version, policy.row_bytes(table.source.spec)
+        overdue, row_bytes = dirty.since <= overdue_version, table.sent.spec.row_bytes
         found.append(DirtyRows(dirty.ids, dirty.norms, dirty.never_sent, overdue, forced, row_bytes))
     _force_handed_over(tables, found, compared_version)
     return found

@@ -10,6 +10,7 @@ from deltasync.core.digests import RowDigests
 from deltasync.core.distances import distances
 from deltasync.core.id_sets import difference, union
 from deltasync.core.mode import Mode
+from deltasync.core.parts import in_parts
 from deltasync.core.rows import Ids, Norms, RowBatch, Values
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import Shard
@@ -36,6 +37,14 @@ class EncodedTable(MappedTable):
     def held_digests(self, rows: Values) -> RowDigests:
         """See `StampedTable.held_digests`."""
         return self._delivery.held_digests(rows)
+
+    def read(self, ids: Ids, out: Values) -> RowBatch:
+        """See `StampedTable.read`."""
+        if self._delivery.held_as_encoded:
+            return super().read(ids, out)
+        np.take(self.rows, ids, axis=0, out=out, mode="clip")
+        self.check(ids, out)
+        return RowBatch.of_table(self.spec, ids, out)
 
 
 class Look:
@@ -175,8 +184,13 @@ class ViewTable:
 
     def compare(self, found: Findings, version: int) -> None:
         """Compare rows with what replicas hold, fill in what is found, and mark those dirty since `version`."""
-        ids, numbers = found.ids, np.empty((2, len(found.ids)), np.int64)
-        found.norms[:], differs = self.delivery.compare(self.source.rows, self.held.rows, ids)
+        ids, numbers, differs = found.ids, np.empty((2, len(found.ids)), np.int64), np.empty_like(found.dirty)
+        rows, held = self.source.rows, self.held.rows
+
+        def look(some: slice) -> None:
+            found.norms[some], differs[some] = self.delivery.compare(rows, held, ids[some])
+
+        in_parts(look, len(ids))
         stamps = self.source.stamps, self.held.stamps, self.sent.stamps
         marked, cleaned = dirty_rows.judge(ids, differs, *stamps, self._marks, found.dirty, found.flags, *numbers)
         # What needs memory comes before: a look that fails is begun again.
@@ -197,7 +211,10 @@ class ViewTable:
         Raises:
             DamagedRows: some of the source do not fit their digests.
         """
-        room.values[:] = self.delivery.encode(self.source.checked_rows(room.ids))
+        if self.delivery.bitwise:
+            return replace(room, digests=self.source.read(room.ids, room.values).digests)
+        values = np.empty((len(room), self.source.spec.dim), self.source.spec.dtype)
+        room.values[:] = self.delivery.encode(self.source.read(room.ids, values).values)
         return replace(room, digests=self.delivery.held_digests(room.values))
 
     def batch(self, ids: Ids, encoded: Values, norms: Floats) -> RowBatch:
@@ -209,12 +226,20 @@ class ViewTable:
         was_clean = rows.ids[self._marks[rows.ids] == 0]
         clean = self._clean.without(self.sent.numbers(was_clean)).plus_rows(len(rows), number)
         self.held.apply(rows, number)
-        if rows.deleted and self.sent is not self.held:
-            self.sent.apply(RowBatch.deletes(Shard.whole(self.sent.spec), rows.ids), number)
-        if rows.norms is not None:
-            self.sent.apply(RowBatch.of_table(self.sent.spec, rows.ids, rows.norms[:, None]), number)
+        if self.sent is not self.held:
+            self.sent.apply(self.sent_rows(rows), number)
         self._mark(rows.ids, 0)
         self._clean = clean
+
+    def sent_rows(self, rows: RowBatch) -> RowBatch:
+        """What replicas are sent of these encoded rows: these, or the norms of what has changed."""
+        if self.sent is self.held:
+            return rows
+        if rows.deleted:
+            return RowBatch.deletes(Shard.whole(self.sent.spec), rows.ids)
+        if rows.norms is None:
+            raise ValueError(f"rows of table {self.held.spec.name!r} without the norms that replicas are sent")
+        return RowBatch.of_table(self.sent.spec, rows.ids, rows.norms[:, None])
 
     def settle(self, ids: Ids) -> None:
         """Note that these rows ([n], strictly ascending) are not dirty now: they were written."""

@@ -47,8 +47,8 @@ class View:
         self.damage = Damage(self._mapped, model.on_thread, self._mend)
         self._store = ViewStore(consumer, model, log, directory)
         self._tables = TableMaker(model, self._store)
-        self._maker = ReleaseMaker(model, self._store, directory)
         self._releases = Releases(model.on_thread, self._freezable, directory)
+        self._maker = ReleaseMaker(model, self._store, self._releases, directory)
         self._signal = Signal()
 
     @property

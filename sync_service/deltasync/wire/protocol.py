@@ -14,6 +14,8 @@ OLDEST_PROTOCOL = 1
 DELETES_PROTOCOL = 3
 # The first that knows the value types made for an inference TBE.
 TBE_PROTOCOL = 4
+# The first in which a part, or a release, whose rows fit one message is one.
+WHOLE_PROTOCOL = 5
 
 _KEY = "deltasync-protocol"
 _FORM = re.compile(r"([1-9][0-9]{0,8})-([1-9][0-9]{0,8})", re.ASCII)

@@ -4,7 +4,7 @@ Messages with rows are written here byte by byte, as protobuf has them, so that 
 class copies them in and out again. They are read by generated classes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -34,16 +34,43 @@ def chunked(rows: RowBatch) -> Iterator[RowBatch]:
     return rows.blocks(chunk_rows(rows.shard.row_bytes))
 
 
+def fits_message(size: int) -> bool:
+    """Whether so many bytes of ids and values, of whatever tables, are sent in one message."""
+    return size <= CHUNK_BYTES
+
+
 def part_chunk(step: int, slot: int, rows: RowBatch) -> bytes:
     """The `PublishRequest` that carries some rows of the shard that has the number `slot`."""
     pieces = [_STEP, _varint(step), *_field(_PART_ROWS, _rows(slot, rows))]
     return b"".join(_field(_PART_CHUNK, pieces))
 
 
+def whole_part(rows: Iterable[tuple[int, RowBatch]], close: publish_pb2.PartClose) -> bytes:
+    """The `PublishRequest` that carries a whole part: rows with the numbers of their shards, and its close."""
+    pieces = [piece for slot, batch in rows for piece in _field(_WHOLE_PART_ROWS, _rows(slot, batch))]
+    pieces += _field(_WHOLE_PART_CLOSE, [close.SerializeToString()])
+    return b"".join(_field(_WHOLE_PART, pieces))
+
+
 def release_chunk(slot: int, rows: RowBatch) -> bytes:
     """The `SubscribeResponse` that carries some rows, without digests, of the table that has the number `slot`."""
     pieces = _rows(slot, replace(rows, digests=None))
     return b"".join(_field(_RELEASE_CHUNK, _field(_RELEASE_ROWS, pieces)))
+
+
+def whole_release(chunks: Iterable[bytes], end: subscribe_pb2.ReleaseEnd) -> bytes:
+    """The `SubscribeResponse` that carries a whole release: what `release_chunk` has written, and its end."""
+    pieces: _Pieces = [memoryview(chunk)[_head_bytes(chunk) :] for chunk in chunks]
+    pieces += _field(_WHOLE_RELEASE_END, [end.SerializeToString()])
+    return b"".join(_field(_WHOLE_RELEASE, pieces))
+
+
+def _head_bytes(chunk: bytes) -> int:
+    """How long a tag and a length are, which come before the rows: all bytes of a length but the last are high."""
+    last = len(_RELEASE_CHUNK)
+    while chunk[last] & 0x80:
+        last += 1
+    return last + 1
 
 
 def rows_in_chunk(message: bytes, rows: RowBatch) -> RowBatch:
@@ -116,3 +143,7 @@ _STEP, _PART_ROWS = _tag(publish_pb2.PartChunk, "step", _NUMBER), _tag(publish_p
 _PART_CHUNK = _tag(publish_pb2.PublishRequest, "chunk")
 _RELEASE_ROWS = _tag(subscribe_pb2.ReleaseChunk, "rows")
 _RELEASE_CHUNK = _tag(subscribe_pb2.SubscribeResponse, "chunk")
+_WHOLE_PART_ROWS, _WHOLE_PART_CLOSE = _tag(publish_pb2.WholePart, "rows"), _tag(publish_pb2.WholePart, "close")
+_WHOLE_PART = _tag(publish_pb2.PublishRequest, "part")
+_WHOLE_RELEASE_END = _tag(subscribe_pb2.WholeRelease, "end")
+_WHOLE_RELEASE = _tag(subscribe_pb2.SubscribeResponse, "release")

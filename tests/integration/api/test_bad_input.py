@@ -23,6 +23,7 @@ from tests.support.wire import (
     publish_open,
     random_rows,
     subscribe_open,
+    whole_part,
 )
 
 from deltasync.core.position import Position
@@ -195,6 +196,16 @@ BAD_PARTS = {
         INVALID,
         "table 9 differs between ranks, but only 2 were announced",
     ),
+    "a whole part of fewer rows": (
+        [publish_pb2.PublishRequest(part=publish_pb2.WholePart(close=publish_pb2.PartClose(step=11, rows=1)))],
+        INVALID,
+        "of 1 rows, but 0 arrived",
+    ),
+    "a row twice in a whole part": (
+        [whole_part(11, [(0, [3], rows(1, 4)), (0, [3], rows(1, 4))])],
+        INVALID,
+        "row id 3 came after 3",
+    ),
     "an old step": (part(9, [(0, [1], rows(1, 4))]), CONTRADICTION, "step 10 of this run is published already"),
     "step back in the cut": (
         [chunk(13, 0, [5], rows(1, 4)), chunk(12, 0, [6], rows(1, 4))],
@@ -286,6 +297,21 @@ def big_chunk(size: int) -> publish_pb2.PublishRequest:
     """A request whose chunk is of about this size."""
     count = size // 12
     return chunk(1, 0, np.arange(count), np.zeros((count, 1), "<f4"))
+
+
+def test_a_whole_part_over_the_limit(served: tuple[RunningService, Position]) -> None:
+    """Of several tables, each within it."""
+    service, _ = served
+    table = TableSpec("wide", 2**21, 1)
+    half = big_chunk(MAX_CHUNK_BYTES // 2 + 100).chunk.rows
+    request = publish_pb2.PublishRequest(part=publish_pb2.WholePart(rows=[half, half]))
+    with RankStream(service.grpc, model="whole", tables=[table], shards=[Shard.whole(table)]) as stream:
+        stream.opened()
+        stream.send(request)
+        code, details = stream.refusal()
+    assert code is INVALID
+    assert "a part of" in details
+    assert f"at most {MAX_CHUNK_BYTES} are allowed" in details
 
 
 @pytest.mark.parametrize(

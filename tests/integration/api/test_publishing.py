@@ -20,10 +20,12 @@ from tests.support.wire import (
     full_part,
     part,
     random_rows,
+    whole_part,
 )
 
 from deltasync.core.position import Position
 from deltasync.core.tables import Shard, TableSpec
+from deltasync.wire.protocol import PROTOCOL
 
 REPLICATED = TableSpec("dense.bias", 3, 2)
 
@@ -67,6 +69,24 @@ def test_shards_of_all_kinds_make_one_cut(running: RunningService) -> None:
             for table, expected in zip(tables, rows, strict=True):
                 np.testing.assert_array_equal(found[table.name], expected, strict=True)
             rows = random_rows(2, tables)
+
+
+def test_a_whole_part_is_its_chunks_and_their_close(running: RunningService) -> None:
+    """Also beside ranks that send these one by one."""
+    rows, shards = random_rows(1), [[WHOLE[0]], [WHOLE[1]]]
+    with (
+        RankStream(running.grpc, shards=shards[0], world_size=2) as first,
+        RankStream(running.grpc, shards=shards[1], world_size=2, rank=1) as second,
+    ):
+        assert first.opened().protocol == second.opened().protocol == PROTOCOL
+        first.send(whole_part(1, [(0, range(USER.rows), rows[0])], full=True))
+        second.send(*full_part(1, rows, shards[1]))
+        assert first.sealed() == second.sealed()
+        rows[0][[3, 7]] = 5
+        first.send(whole_part(2, [(0, [3], rows[0][[3]]), (0, [7], rows[0][[7]])]))
+        second.send(whole_part(2, []))
+        assert first.sealed() == second.sealed()
+    expect(running, rows)
 
 
 def test_a_cut_is_visible_only_when_both_ranks_have_closed(running: RunningService) -> None:

@@ -16,9 +16,11 @@ from tests.support.wire import (
     WHOLE,
     RankStream,
     ReplicaStream,
+    Stream,
     ack,
     full_part,
     part,
+    pieces,
     random_rows,
     size_of,
 )
@@ -29,6 +31,7 @@ from deltasync.core.tables import Shard, TableSpec
 from deltasync.feeds.frozen_release import FrozenRelease, freeze
 from deltasync.v1 import subscribe_pb2
 from deltasync.wire import row_messages as wire_rows
+from deltasync.wire.protocol import OURS, Protocols
 
 ONE = np.full((1, 4), 5, "<f4")
 EVERYTHING = USER.rows * USER.row_bytes + ITEM.rows * ITEM.row_bytes
@@ -186,6 +189,33 @@ def test_rows_that_change_meanwhile_come_once_with_their_last_value(
             replica.send(ack(sent))
         assert ids_of(rows) == [7]
         assert np.frombuffer(rows[0].values, "<f4").tolist() == [29] * 4
+
+
+@pytest.mark.parametrize(
+    ("protocols", "budget", "kinds"),
+    [
+        (OURS, 0, ["release", "release"]),
+        (OURS, EVERYTHING, ["release", "release"]),
+        (OURS, EVERYTHING - 1, ["chunk", "chunk", "release_end", "release"]),
+        (Protocols(1, 4), 0, ["chunk", "chunk", "release_end", "chunk", "release_end"]),
+    ],
+    ids=str,
+)
+def test_a_release_is_one_message_where_it_fits_and_is_understood(
+    running: RunningService, rank: RankStream, protocols: Protocols, budget: int, kinds: list[str]
+) -> None:
+    found, received = list[str](), 0
+    with ReplicaStream(running.grpc, protocols=protocols, budget=budget) as replica:
+        replica.until("opened")
+        for ends in (1, 2):
+            while sum(each.startswith("release") for each in found) < ends:
+                message = Stream.receive(replica)
+                found.append(message.WhichOneof("message"))
+                received += size_of(each.chunk.rows for each in pieces(message) if each.HasField("chunk"))
+                replica.send(ack(received))
+            publish(rank, 1 + ends, 3)
+    assert found == kinds
+    assert received == EVERYTHING + USER.row_bytes
 
 
 @pytest.mark.parametrize(("budget", "at_most"), [(1, 96), (95, 96), (150, 96), (200, 192), (700, 700)])

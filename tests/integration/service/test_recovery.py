@@ -117,7 +117,7 @@ async def publish(
     for request in part(step, changes, full=step == 1):
         if request.HasField("close"):
             return (await session.close(request.close)).number
-        await session.add(request.chunk)
+        await session.add(request.chunk.step, request.chunk.rows)
     raise AssertionError("a part ends with a close")
 
 

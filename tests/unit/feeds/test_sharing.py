@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import operator
 import threading
 import weakref
 from collections.abc import AsyncIterator
@@ -25,7 +26,7 @@ from deltasync.publish.session import PublishSession
 from deltasync.service.service import Service
 from deltasync.storage.lmdb_store import LmdbStore
 from deltasync.v1 import subscribe_pb2
-from deltasync.wire.protocol import OURS
+from deltasync.wire.protocol import OURS, Protocols
 from deltasync.wire.row_messages import release_chunk, serialized
 
 REPLICAS = 40
@@ -43,6 +44,8 @@ async def chunks_until_end(stream: Any) -> list[bytes]:
         message = subscribe_pb2.SubscribeResponse.FromString(serialized(response))
         if message.HasField("chunk"):
             found.append(response)
+        if message.HasField("release"):
+            return [rows.SerializeToString() for rows in message.release.rows]
         if message.HasField("release_end"):
             return found
     raise AssertionError("the stream has ended")
@@ -59,7 +62,11 @@ async def published(session: PublishSession, service: Service, requests: list[An
     return service.models["clicks"]
 
 
-def test_forty_replicas_cost_one_freeze_and_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("protocols", [Protocols(1, 4), OURS], ids=str)
+def test_forty_replicas_cost_one_freeze_and_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocols: Protocols
+) -> None:
+    """Rows are written once; where they go with the end of the release, in a copy for each replica."""
     written = list[int]()
     frozen, freeze = list[int](), frozen_release.freeze
 
@@ -79,13 +86,15 @@ def test_forty_replicas_cost_one_freeze_and_one_message(tmp_path: Path, monkeypa
         session = await join(service)
         await published(session, service, full_part(1, random_rows(0), WHOLE))
         openings = [subscribe_pb2.SubscribeOpen(consumer="plain", replica=str(each)) for each in range(REPLICAS)]
-        streams = [ReplicaStream(service, opening, OURS).run(silence()) for opening in openings]
+        streams = [ReplicaStream(service, opening, protocols).run(silence()) for opening in openings]
         for step, chunks in ((1, 2), (2, 1), (3, 1)):
             if step > 1:
                 await published(session, service, changed(step, step))
             sent = await asyncio.gather(*map(chunks_until_end, streams))
             assert len(written) == chunks
-            assert all(one is other for each in sent for one, other in zip(each, sent[0], strict=True))
+            same = operator.eq if protocols == OURS else operator.is_
+            assert all(same(one, other) for each in sent for one, other in zip(each, sent[0], strict=True))
+            assert [len(each) for each in sent] == [chunks] * REPLICAS
             written.clear()
         assert frozen == [0]  # Later cuts were sent as they came.
         for stream in streams:

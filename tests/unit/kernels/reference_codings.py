@@ -91,7 +91,7 @@ def encode_tbe(values: Floats, bits: int) -> Bytes:
         scale = _fp16((highest - bias) / steps)
         scale[scale == 0] = _ONE
         codes = values - bias
-    codes *= _ONE / scale
+        codes *= _ONE / scale
     np.rint(codes, out=codes)
     encoded = np.empty((len(values), values.shape[1] * bits // 8 + 4), np.uint8)
     encoded[:, :-4] = _packed(np.clip(codes, 0, steps, out=codes).astype(np.uint8), bits)

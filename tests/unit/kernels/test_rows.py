@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tests.unit.kernels import reference
 
+from deltasync.core.digests import weights
 from deltasync.kernels.digests import exchange
-from deltasync.kernels.rows import gather, scatter
+from deltasync.kernels.rows import gather, gather_checked, scatter
 
 Array = NDArray[Any]
 DTYPES = ["u1", "<u2", "<u4"]
@@ -49,6 +50,24 @@ def test_rows_are_scattered_and_gathered_bit_by_bit(
     found = np.zeros((len(ids), narrow), dtype)
     gather(table, ids, found)
     assert np.array_equal(found, expected[ids, :narrow])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(st.data(), st.integers(1, 40), st.integers(1, 40), st.integers(1, 3))
+def test_rows_are_gathered_and_those_counted_that_do_not_fit(
+    dtype: str, data: st.DataObject, rows: int, width: int, segments: int
+) -> None:
+    table, ids = words(rows, width, dtype, 0), data.draw(numbers(rows))
+    expected = reference.row_digests(table)
+    kept = words(rows, 2 * segments, "<u4", 1).view(np.uint64).copy()
+    kept[:, 0] += expected - kept.sum(axis=1)
+    wrong = data.draw(numbers(rows))
+    kept[wrong, -1] += np.uint64(2**63)
+    found, digests = np.zeros((len(ids), width), dtype), np.zeros(len(ids), np.uint64)
+    factors = weights(0, width)
+    assert gather_checked(table, kept, ids, factors, found, digests) == np.count_nonzero(np.isin(ids, wrong))
+    assert np.array_equal(found, table[ids])
+    assert np.array_equal(digests, expected[ids])
 
 
 @given(st.data(), st.integers(1, 9))

@@ -43,6 +43,59 @@ def test_a_run_that_takes_over_while_a_cut_is_sealed_is_not_taken_for_its_publis
     run(tmp_path, scenario)
 
 
+def test_nothing_of_a_cut_is_there_before_it_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though what replicas will be sent of it is written meanwhile."""
+
+    async def scenario(service: Service) -> None:
+        session = await join(service)
+        await send(session, full_part(1, random_rows(0), WHOLE))
+        await service.coordinators["clicks"].drain()
+        model = service.models["clicks"]
+        await model.release(0)  # Somebody follows.
+        with monkeypatch.context() as patch:
+            sealing = HeldWrites(patch, "seal")
+            sealed = asyncio.create_task(send(session, part(2, [(0, [3], np.full((1, 4), 7, "<f4"))])))
+            await sealing.begun.wait()
+            await model.on_thread(lambda: None)  # What was asked of the thread before is done.
+            release = await model.release(0)
+            assert (release.head, model.position.number, model.seals.newest_version) == (model.head, 1, 1)
+            assert not (await model.on_thread(lambda: model.tables[0].rows[3].copy()) == 7).any()
+            assert not sealed.done()
+            sealing.let_go()
+            assert await sealed == Position(model.history, 2)
+        await service.coordinators["clicks"].drain()
+        kept = await model.release(1)
+        assert kept.head is not None
+        assert (kept.head.number, kept.checksums) == (2, (await model.release(0)).checksums)
+        assert (await model.on_thread(lambda: model.tables[0].rows[3].copy()) == 7).all()
+
+    run(tmp_path, scenario)
+
+
+def test_a_cut_that_cannot_be_written_is_not_applied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> "Future[None]":
+        failed: Future[None] = Future()
+        failed.set_exception(StorageFailed("the log is full"))
+        return failed
+
+    async def scenario(service: Service) -> None:
+        session = await join(service)
+        await send(session, full_part(1, random_rows(0), WHOLE))
+        await service.coordinators["clicks"].drain()
+        model, changes = service.models["clicks"], part(2, [(0, [3], np.full((1, 4), 7, "<f4"))])
+        with monkeypatch.context() as patch:
+            patch.setattr(ModelStore, "seal", refused)
+            with pytest.raises(StorageFailed, match="the log is full"):
+                await send(session, changes)
+        await model.on_thread(lambda: None)
+        assert model.position.number == model.seals.newest_version == 1
+        assert not (await model.on_thread(lambda: model.tables[0].rows[3].copy()) == 7).any()
+        again = await join(service)
+        assert await send(again, full_part(2, random_rows(1), WHOLE)) == Position(model.history, 2)
+
+    run(tmp_path, scenario)
+
+
 def test_a_rank_that_cannot_continue_publishes_everything_whatever_the_others_claim(tmp_path: Path) -> None:
     async def scenario(service: Service) -> None:
         first = await join(service)

@@ -188,7 +188,7 @@ def test_the_log_mends_no_row_as_a_version_has_it_that_is_not_applied_yet(tmp_pa
         session, model = await published(service)
         flip(model.tables[0], 7)
         await model.damage.sweep()
-        with mock.patch.object(model, "apply_cut", side_effect=ServiceUnavailable("not now")):
+        with mock.patch.object(model, "_apply", side_effect=ServiceUnavailable("not now")):
             await send(session, part(2, [(0, [7], np.ones((1, USER.dim), "<f4"))]))
             assert list(await model.damage.mend()) == [USER.name]
         assert model.tables[0].rows[7].tolist() == ROWS[0][7].tolist()

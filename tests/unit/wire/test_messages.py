@@ -79,6 +79,26 @@ def test_messages_with_rows_are_those_that_generated_classes_write(
     assert publish_pb2.PublishRequest.FromString(rows.part_chunk(step, slot, batch)) == part
 
 
+@given(st.lists(st.tuples(st.integers(0, 2**32 - 1), st.integers(1, 300), st.booleans()), max_size=4), st.data())
+def test_whole_parts_and_releases_are_those_that_generated_classes_write(
+    tables: list[tuple[int, int, bool]], data: st.DataObject
+) -> None:
+    batches, parts, releases = [], [], []
+    for slot, count, deleted in tables:
+        batch = RowBatch.of_table(USER, np.arange(count), np.arange(count * 4, dtype="<f4").reshape(count, 4))
+        batches.append((slot, RowBatch.deletes(batch.shard, batch.ids) if deleted else batch.digested()))
+        chunk = subscribe_pb2.SubscribeResponse.FromString(rows.release_chunk(*batches[-1])).chunk
+        parts.append(publish_pb2.PublishRequest.FromString(rows.part_chunk(1, *batches[-1])).chunk.rows)
+        releases.append(chunk.rows)
+    close = publish_pb2.PartClose(step=data.draw(st.integers(0, 2**64 - 1)), full=data.draw(st.booleans()))
+    whole_part = publish_pb2.PublishRequest(part=publish_pb2.WholePart(rows=parts, close=close))
+    assert publish_pb2.PublishRequest.FromString(rows.whole_part(batches, close)) == whole_part
+    end = subscribe_pb2.ReleaseEnd(rows=data.draw(st.integers(0, 2**64 - 1)))
+    release = subscribe_pb2.SubscribeResponse(release=subscribe_pb2.WholeRelease(rows=releases, end=end))
+    written = rows.whole_release([rows.release_chunk(*each) for each in batches], end)
+    assert subscribe_pb2.SubscribeResponse.FromString(written) == release
+
+
 @given(st.integers(0, 40), st.integers(1, 300))
 def test_chunks_are_all_rows_in_bounded_pieces(count: int, chunk_bytes: int) -> None:
     ids, values = np.arange(count) * 3, np.arange(count * 2, dtype="<f4").reshape(count, 2)
