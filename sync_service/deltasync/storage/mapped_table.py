@@ -110,15 +110,26 @@ class MappedTable(StampedTable):
         which are all zero. Blocks; any thread.
 
         Returns:
-            What makes the table that, with zeros in new rows: for the thread that changes it.
+            What makes the table that, with zeros in new rows: for the thread that changes it. If it was split
+            meanwhile, that may raise StorageFailed, too.
 
         Raises:
             StorageFailed: there is no room; the table is as it was.
         """
-        before = self.mapped.files
-        if layout.spec.rows > self.spec.rows:
-            return partial(self._become, MappedArrays(layout, files or before.extended(layout.arrays())))
-        return partial(self._become, MappedArrays(layout, before))
+        return partial(self._become, MappedArrays(layout, files) if files else self._extended(layout.spec))
+
+    def _extended(self, spec: TableSpec) -> MappedArrays:
+        """Its own files, with room for what it is to be."""
+        while True:
+            before = self.mapped
+            layout = replace(before.layout, spec=spec)
+            if spec.rows == self.spec.rows:
+                return MappedArrays(layout, before.files)
+            try:
+                return MappedArrays(layout, before.files.extended(layout.arrays()))
+            except FileNotFoundError:
+                if self.mapped is before:  # Otherwise they are of before a split, and a flush has removed them.
+                    raise
 
     def _become(self, mapped: MappedArrays) -> None:
         if mapped.layout.columns != self.columns:  # It was split meanwhile.
@@ -132,10 +143,10 @@ class MappedTable(StampedTable):
 
     def _split_room(self, mapped: MappedArrays) -> MappedArrays:
         """Room for the segments that there are now, in the place of room that was made for others."""
-        layout, files = replace(mapped.layout, columns=self.columns), mapped.files
-        if files.place == self.mapped.files.place:
-            return MappedArrays(layout, files.extended(layout.arrays()))
-        return MappedArrays(layout, files.with_others(layout.arrays(), start=2))
+        if mapped.files.place == self.mapped.files.place:
+            return self._extended(mapped.layout.spec)
+        layout = replace(mapped.layout, columns=self.columns)
+        return MappedArrays(layout, mapped.files.with_others(layout.arrays(), start=2))
 
     def split(self, *edges: int) -> None:
         """See `StampedTable.split`."""

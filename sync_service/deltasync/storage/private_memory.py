@@ -81,7 +81,7 @@ def _of_machine(proc: Path) -> list[int]:
     lines = [line.split() for line in info.read_text().splitlines()] if info.exists() else []
     found = {words[0].rstrip(":"): int(words[1]) << 10 for words in lines}
     limits = [machine, found.get("MemAvailable", machine)]
-    if overcommit.exists() and overcommit.read_text().strip() == _NO_OVERCOMMIT:
+    if found and overcommit.exists() and overcommit.read_text().strip() == _NO_OVERCOMMIT:
         limits.append(max(0, found["CommitLimit"] - found["Committed_AS"]))
     return limits
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.mapping import check_noted
 
 from deltasync.core.errors import StorageFailed
 from deltasync.core.rows import RowBatch
 from deltasync.core.stamps import StampedTable
-from deltasync.core.tables import TableSpec
+from deltasync.core.tables import TableKind, TableSpec
 from deltasync.storage.mapped_table import MappedTable, TableLayout
 from deltasync.storage.private_memory import PrivateMemory
 from deltasync.storage.table_files import TableFiles, make_tables, open_tables
@@ -309,6 +310,41 @@ def test_a_table_that_is_split_while_room_is_made_has_digests_that_fit(tmp_path:
     assert table.checksum == checksum
     assert table.norm == pytest.approx(norm)
     assert table.changed_since(0).tolist() == [3, 7, 9]
+
+
+def test_a_table_that_is_split_before_it_is_of_another_kind_stays_where_it_is(tmp_path: Path) -> None:
+    table = written(tmp_path)
+    become = room(table, tmp_path, replace(TABLE, kind=TableKind.PARAMETER))
+    table.split(2)
+    table.apply(RowBatch.of_table(TABLE, np.array([9]), np.ones((1, 4), np.float32)), 3)
+    files = table.mapped.files
+    become()
+    assert (table.spec.kind, table.columns, table.mapped.files) == (TableKind.PARAMETER, (0, 2, 4), files)
+    table.flush()
+    assert reopened(table).changed_since(0).tolist() == [3, 7, 9]
+
+
+def test_files_that_are_removed_while_room_is_made_are_not_part_of_it(tmp_path: Path) -> None:
+    """The table is split meanwhile, and flushed."""
+    table = written(tmp_path)
+    become = room(table, tmp_path)
+    table.split(2)
+    table.flush()
+    table.remove_stale(table.mapped)
+    become()
+    table.apply(RowBatch.of_table(LARGER, np.array([2999]), np.ones((1, 4), np.float32)), 3)
+    table.flush()
+    assert reopened(table).changed_since(0).tolist() == [3, 7, 2999]
+    assert table.fits(np.arange(3000), table.rows).all()
+
+
+def test_rows_are_flushed_whatever_they_are_split_into(tmp_path: Path) -> None:
+    """Digests of many segments take more than the row."""
+    spec = TableSpec("t", 300, 12)
+    (table,) = made(tmp_path, spec)
+    table.apply(RowBatch.of_table(spec, np.array([290]), np.ones((1, 12), np.float32)), 1)
+    table.split(*range(12))
+    check_noted(table.mapped.files, table.mapped.layout.arrays())
 
 
 def test_files_that_the_log_names_stay_while_a_table_is_split(

@@ -97,3 +97,18 @@ def test_a_clock_that_starts_over() -> None:
     held.shards[0].weight[2] = 1.0
     stamps.stamp(0, torch.tensor([2]))
     verification.check()
+
+
+def test_at_the_end_of_the_clock_it_waits_for_the_read_that_starts_it_over() -> None:
+    """Later stamps than that do not fit."""
+    held = table()
+    stamps, verification = verified(held)
+    stamps.clock = CLOCK_END
+    verification.renew()
+    held.shards[0].weight[2] = 1.0
+    stamps.stamp(0, torch.tensor([2]))
+    verification.check()
+    assert stamps.clock == CLOCK_END, "which is how the read knows"
+    held.shards[0].weight[3] = 1.0
+    with pytest.raises(Contradiction, match="rows 3 have changed"):
+        verification.check()

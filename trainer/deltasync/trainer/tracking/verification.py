@@ -10,7 +10,7 @@ import torch
 from deltasync.core.errors import Contradiction
 from deltasync.trainer.tracking.followed_rows import differing_rows
 from deltasync.trainer.tracking.shards import TrackedTable
-from deltasync.trainer.tracking.stamps import RowStamps
+from deltasync.trainer.tracking.stamps import CLOCK_END, RowStamps
 
 _NAMED_ROWS = 10
 
@@ -63,7 +63,8 @@ class Verification:
         for number, copies in self._copies.items():
             for tracked, copy in zip(self._tables[number].shards, copies, strict=True):
                 copy.copy_(tracked.weight)
-        self._cursor = self._stamps.tick()
+        # At its end the clock waits for the next read, which starts it over.
+        self._cursor = CLOCK_END - 1 if self._stamps.clock == CLOCK_END else self._stamps.tick()
 
     def _unseen(self, number: int) -> torch.Tensor:
         """Local ids of rows of a table that differ from the copies and have no stamp since: int64 [n]."""
