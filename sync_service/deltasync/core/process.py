@@ -4,14 +4,15 @@ import ctypes
 import gc
 import logging
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
 
 
 def keep_freed_memory() -> bool:
     """Let malloc keep blocks of up to 32 MiB, and 512 MiB at the heap's end, instead of returning them.
 
     Messages of 1 MiB are otherwise mapped and unmapped one by one, which costs more than half of a gRPC
-    stream's throughput. It changes the whole process, so that only our own processes call it.
+    stream's throughput. All threads have one heap: others than the first end every 64 MiB, and what is freed there
+    is returned whatever was said. It changes the whole process, so that only our own processes call it.
 
     Returns:
         Whether the C library took it; one that is not glibc is left as it is.
@@ -19,8 +20,9 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    # Both or none: the trim threshold alone switches off glibc's own adaptation.
-    return bool(mallopt(_M_MMAP_THRESHOLD, 32 << 20) and mallopt(_M_TRIM_THRESHOLD, 512 << 20))
+    # All or none: the trim threshold alone switches off glibc's own adaptation.
+    settings = (_M_MMAP_THRESHOLD, 32 << 20), (_M_TRIM_THRESHOLD, 512 << 20), (_M_ARENA_MAX, 1)
+    return all(mallopt(*each) for each in settings)
 
 
 def spare_imports() -> None:

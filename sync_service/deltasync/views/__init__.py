@@ -24,5 +24,6 @@ Threads. What waits for a disk waits in a thread that does nothing else, so that
     the event loop        `View`, `ReleaseLoop`, `ReleaseMaker`, `TableMaker`: one call at a time
     any thread            `ViewState`, which is replaced whole; `ViewStore.flush`, `ViewTable.flush`
 
-`feeds.frozen_release` then freezes what a replica lacks of it, and `api.subscribe` sends that.
+`feeds.frozen_release` then has what a replica lacks of it: the rows as they were drawn for one that follows, what
+it freezes for others. `api.subscribe` sends that.
 """
