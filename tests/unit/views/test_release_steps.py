@@ -127,6 +127,35 @@ def test_another_run_that_begins_during_a_look_goes_out_whole(
     run(tmp_path, scenario)
 
 
+def test_another_run_goes_out_whole_that_is_applied_before_the_event_loop_knows_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As soon as its seal is on disk, it is."""
+
+    async def scenario(local: LocalModel) -> None:
+        model, view, on_thread = local.model, await local.prepared_view(TOP), local.model.on_thread
+        await local.cut(changed(1, USER, 1, 2, 3))
+        other_run = local.batches(changed(2, USER, *range(USER.rows)))
+        seal = replace(sealed(3), sealed_unix_ns=3, resync=True)
+
+        async def cut_before(function: Callable[..., Any], *arguments: Any) -> Any:
+            if function.__name__ != "_draw":
+                return await on_thread(function, *arguments)
+            begun = model.apply_after(model.store.seal(seal), seal, other_run)
+            begun.result(20)
+            drawn = await on_thread(function, *arguments)
+            model.seals.append(seal)
+            await model.apply_cut(seal, other_run, begun)
+            return drawn
+
+        monkeypatch.setattr(model, "on_thread", cut_before)
+        await view.make_release(TOP, 0)
+        assert view.state.compared_version == 3
+        assert same_as_the_model(await held_by_a_replica(view), local)
+
+    run(tmp_path, scenario)
+
+
 def test_tables_that_wait_for_the_disk_keep_nobody_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
