@@ -117,9 +117,7 @@ class ReleaseMaker:
         _ = self._model.applied  # Raises while a version is there in part: the table is then at none.
         return table.begin(compared_version)
 
-    def _draw(
-        self, policy: Policy, overdue_version: int, damage: IdsByTable, resync: bool
-    ) -> ReleaseDraft | None:
+    def _draw(self, policy: Policy, overdue_version: int, damage: IdsByTable, resync: bool) -> ReleaseDraft | None:
         seal, state = self._model.applied, self._store.state
         if seal is None or state.head is None:
             return None
