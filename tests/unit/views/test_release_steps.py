@@ -239,6 +239,24 @@ def test_an_error_at_every_version_is_not_told_at_every_version(
     run(tmp_path, scenario)
 
 
+def test_a_release_that_nobody_has_taken_is_not_kept_for_a_replica_that_has_gone(tmp_path: Path) -> None:
+    async def scenario(local: LocalModel) -> None:
+        view = await local.prepared_view(TOP)
+        replica = Replica("a", view.position, stream=asyncio.Event())
+        loop = ReleaseLoop(Consumer("top", "clicks", 0, TOP, {"a": replica}), view, Events())
+        view._releases.followed = True
+        await local.cut(changed(1, USER, 3))
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(loop.run())
+            await _becomes(lambda: bool(view._releases._tasks))
+            replica.stream = None
+            await local.cut(changed(2, USER, 3))
+            await _becomes(lambda: not view._releases._tasks)
+            loop.stop()
+
+    run(tmp_path, scenario)
+
+
 def test_nobody_is_given_a_part_of_a_version(tmp_path: Path) -> None:
     """One that could be applied only in part so far."""
 
