@@ -198,11 +198,7 @@ def _submitted(log: LmdbStore, number: int, after: list["Future[None]"]) -> lmdb
 
 def test_what_is_written_is_not_kept_in_memory(log: LmdbStore) -> None:
     """Though nothing is written after it."""
-
-    class Payload(bytearray):
-        """One that can be looked for."""
-
-    freed, payload = threading.Event(), Payload(b"rows")
+    freed, payload = threading.Event(), memoryview(b"rows")
     weakref.finalize(payload, freed.set)
     written = log.append("m", 1, 0, 0, payload)
     del payload
