@@ -156,6 +156,38 @@ def test_another_run_goes_out_whole_that_is_applied_before_the_event_loop_knows_
     run(tmp_path, scenario)
 
 
+@pytest.mark.parametrize("value_type", [ValueType.INT8, ValueType.FP16])
+def test_tables_are_not_sent_that_another_run_began_to_change_while_they_were_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value_type: ValueType
+) -> None:
+    """Some of their rows would be of one run, and some of the other."""
+    policy = Policy(top_k=1, value_type=value_type)
+    monkeypatch.setattr("deltasync.views.table_maker._COPIED_ROWS", 4)
+
+    async def scenario(local: LocalModel) -> None:
+        view, on_thread = await local.prepared_view(TOP), local.model.on_thread
+        other_run = local.batches(changed(2, USER, *range(USER.rows)))
+        sent = list[bool]()
+
+        async def cut_meanwhile(function: Callable[..., Any], *arguments: Any) -> Any:
+            done = await on_thread(function, *arguments)
+            if function.__name__ == "copy" and other_run:
+                rows = other_run.copy()
+                other_run.clear()
+                await local.cut_batches(rows, resync=True)
+            if function.__name__ == "_draw":
+                sent.append(view.may_serve(policy))
+            return done
+
+        monkeypatch.setattr(local.model, "on_thread", cut_meanwhile)
+        await view.prepare(policy)
+        assert sent == [False]
+        assert view.may_serve(policy)
+        assert (view.state.compared_version, view.state.backlog_rows) == (2, 0)
+
+    run(tmp_path, scenario)
+
+
 def test_tables_that_wait_for_the_disk_keep_nobody_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
