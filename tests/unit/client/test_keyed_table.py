@@ -13,7 +13,6 @@ from deltasync.core.errors import InvalidInput
 from deltasync.core.rows import Ids, Values
 from deltasync.kernels import keys as kernels
 from deltasync.kernels.compiled import Kernel
-from deltasync.kernels.keys import first_slot
 
 SMALLEST, LARGEST = np.iinfo(np.int64).min, np.iinfo(np.int64).max
 # Few enough to meet again, with the extremes, and many that are multiples of powers of two.
@@ -87,7 +86,7 @@ def test_keys_of_any_pattern_are_found_after_few_looks(step: int, negative: bool
     assert np.array_equal(index.find(keys), np.arange(count))
     slots = index._slots
     taken = np.flatnonzero(slots[:, 1] >= 0)
-    apart = (taken - first_slot.py_func(slots, slots[taken, 0]).astype(np.int64)) % len(slots)
+    apart = (taken - kernels.first_slot.py_func(slots, slots[taken, 0]).astype(np.int64)) % len(slots)
     looks = np.zeros(len(slots), np.int64)
     for look in range(1000, 0, -1):
         looks[look * (look - 1) // 2 % len(slots)] = look

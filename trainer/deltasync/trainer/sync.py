@@ -92,6 +92,7 @@ class DeltaSync:
         self._requests = RowRequests()
         self._wanted = WantedRows()
         self._resync = True
+        self._refused = False
         self._published_step = self._published_changes = -1
         self._event_time: int | None = None
 
@@ -253,11 +254,16 @@ class DeltaSync:
             unpublished=resync or self._published_changes != self.tracker.changes,
             failed=failure is not None,
             deletes=self._requests.newest(self._asked),
+            refused=self._refused,
         )
+        self._refused = False
         if failure:
             raise failure
         if agreed.failed:
             raise DeltasyncError("another rank cannot publish: its log says why")
+        if agreed.refused and not agreed.ready:
+            self._give_up()
+            return False
         if agreed.ready and (agreed.unpublished or agreed.deletes):
             self._meet_requests(agreed.deletes)
             if self._published_step == self.tracker.steps:  # Marks from outside: each cut needs its own step.
@@ -300,12 +306,20 @@ class DeltaSync:
         error = ended.sealed.exception()
         if isinstance(error, ResyncRequired):
             logger.warning("%s", error)
-            self._resync = True
+            self._resync = self._refused = True
             return None
         if isinstance(error, Exception):
             return error
         self._note_sealed(ended, ended.sealed.result())
         return None
+
+    def _give_up(self) -> None:
+        """Begin a new run: parts of this one wait for that of a rank which must publish every row instead."""
+        self._take_launched(wait=True)
+        if self._publisher:
+            self._publisher.close()
+        self._publisher = self._pending = None
+        self._resync = True
 
     def _note_sealed(self, ended: PendingCut, position: Position) -> None:
         self.tracker.acknowledge(ended.token)

@@ -3,8 +3,8 @@
 Each of the three fleets has a service of its own, a publisher, and a replica of every consumer in other processes.
 The services take turns. In each turn a few cuts of a twentieth of the rows are published, each when all replicas
 have rows of the one before. CPU time is that of the service's process from the beginning of one of its turns to
-the next, and so includes rows that a policy releases later. Memory is what is resident beside the files of tables
-and views.
+the next, and so includes rows that a policy releases later. Memory is what is resident, the log's pages left out,
+beside the bytes of tables and views.
 
 The bare figure is CPU time of this process for the same rows, in lines of NumPy on arrays of the same sizes: for
 each of the eight, the norms of the changed rows that it follows, and their encoding in its type.
@@ -13,7 +13,6 @@ each of the eight, the norms of the changed rows that it follows, and their enco
 """
 
 import json
-import os
 import secrets
 import statistics
 import time
@@ -50,6 +49,7 @@ from deltasync.trainer.bench.process import (
     system_seconds,
 )
 from deltasync.trainer.bench.timing import spread_of
+from deltasync.trainer.demo.processes import Service
 
 ONE = {"top-share-int8": Policy(top_k=0.1, value_type=ValueType.INT8)}
 EIGHT = {
@@ -108,8 +108,14 @@ class Fleet:
     """The consumers of one service, and what is published to them."""
 
     def __init__(
-        self, pid: int, publisher: Publisher, tables: list[TableSpec], replicas: Mapping[tuple[str, ...], Peer]
+        self,
+        service: Service,
+        pid: int,
+        publisher: Publisher,
+        tables: list[TableSpec],
+        replicas: Mapping[tuple[str, ...], Peer],
     ) -> None:
+        self._service = service
         self._pid = pid
         self._publisher = publisher
         self._tables = tables
@@ -143,12 +149,10 @@ class Fleet:
             name: {"releases": releases - self._first[name][0], "rows": rows - self._first[name][1]}
             for name, (releases, rows) in self._deliveries.items()
         }
-        resident = resident_bytes(self._pid)
-        files = sum(size for path, size in resident.items() if _is_of_a_table(path))
         return {
             "versions": self._step - 1,
-            "file_bytes": files,
-            "rest_bytes": sum(resident.values()) - files,
+            "table_bytes": self._service.table_bytes,
+            "rest_bytes": resident_bytes(self._pid) - self._service.table_bytes,
             "system_cpu_seconds_per_version": self._system_per_version(),
             "thread_cpu_seconds_per_version": self._cpu_by_thread(),
             "consumers": delivered,
@@ -207,12 +211,7 @@ def running_fleet(
             service=service.grpc, model=_MODEL, run="bench", run_started_unix_ns=time.time_ns()
         )
         with Publisher(options, tables, [Shard.whole(table) for table in tables]) as publisher:
-            yield Fleet(children.processes.pid(service.NAME), publisher, tables, replicas)
-
-
-def _is_of_a_table(path: str) -> bool:
-    """Releases are kept in files as well, but in unlinked ones."""
-    return f"{os.sep}models{os.sep}" in path and not path.endswith("(deleted)")
+            yield Fleet(service, children.processes.pid(service.NAME), publisher, tables, replicas)
 
 
 def _bare_cpu_per_version(tables: Sequence[TableSpec]) -> float:
@@ -254,7 +253,7 @@ def _print(console: Console, figures: dict[str, Any]) -> None:
         console.print(
             f"  {_SAYS[name]:<22}  {1e3 * line['cpu_seconds_per_version']:>20.1f} ms   "
             f"{1e3 * line['system_cpu_seconds_per_version']:>10.1f} ms   "
-            f"{line['file_bytes'] / 1e6:>10.1f} MB  {line['rest_bytes'] / 1e6:>6.1f} MB   {releases:>18.2f}"
+            f"{line['table_bytes'] / 1e6:>10.1f} MB  {line['rest_bytes'] / 1e6:>6.1f} MB   {releases:>18.2f}"
         )
     for key, says in (("service", "eight against one"), ("policy", "one against one without a policy")):
         ratio, low, high = (figures[f"{key}_cpu_per_version_ratio{end}"] for end in ("", "_low", "_high"))

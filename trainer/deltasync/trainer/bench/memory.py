@@ -39,7 +39,7 @@ def _measure(rows: int) -> dict[str, int]:
             for step in range(CUTS + 1):
                 version = publisher.publish(_part(table, step)).result().number
             replica.ask(str(version))
-        resident = sum(resident_bytes(children.processes.pid(service.NAME)).values())
+        resident = resident_bytes(children.processes.pid(service.NAME))
     held = table.nbytes + 8 * rows
     return {
         "rows": rows,

@@ -1,8 +1,6 @@
 """CPU time and memory of another process, as Linux counts them."""
 
 import os
-from collections import Counter
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -37,18 +35,15 @@ def cpu_seconds_by_thread(pid: int) -> dict[str, float]:
     return seconds
 
 
-def resident_bytes(pid: int) -> Mapping[str, int]:
-    """Resident bytes by what they are mapped from: the path of a file, or "" for memory that is of none.
-
-    The log's pages, which are the kernel's cache of a file that LMDB maps, are left out: the kernel takes them
-    back whenever it likes.
+def resident_bytes(pid: int) -> int:
+    """Resident bytes, without the log's pages: these are the kernel's cache of a file that LMDB maps, which it
+    takes back whenever it likes.
     """
-    found: Counter[str] = Counter()
-    path = ""
+    found, path = 0, ""
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         field, _, rest = line.partition(":")
         if "-" in field.split(" ")[0]:
             path = line.split(" ", 5)[-1].strip() if line.count(" ") >= 5 else ""
         elif field == "Rss" and not path.endswith(f"log{os.sep}data.mdb"):
-            found[path] += int(rest.split()[0]) * 1024
+            found += int(rest.split()[0]) * 1024
     return found

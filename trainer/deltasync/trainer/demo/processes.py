@@ -150,6 +150,11 @@ class Service:
             self.restarts += 1
             self._start(self.grpc.rpartition(":")[2], self.http.rpartition(":")[2])
 
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the files of tables and views."""
+        return sum(path.stat().st_size for path in (self._data / "models").rglob("*") if path.is_file())
+
     def _start(self, grpc_port: str, http_port: str) -> None:
         ports = ["--grpc-port", grpc_port, "--http-port", http_port]
         self._processes.start(

@@ -20,6 +20,7 @@ class Consensus:
         unpublished: at least one rank has something to publish.
         failed: at least one rank cannot go on.
         deletes: up to this number, every rank has the requests to delete rows that were not met yet; 0 for none.
+        refused: the part of at least one rank was refused, since it must publish every row.
     """
 
     ready: bool
@@ -27,6 +28,7 @@ class Consensus:
     unpublished: bool
     failed: bool
     deletes: int
+    refused: bool = False
 
 
 def on_any_rank(
@@ -63,11 +65,21 @@ class Agreement:
         self.rank = dist.get_rank() if self._group else 0
         self.world_size = dist.get_world_size() if self._group else 1
 
-    def reach(self, *, ready: bool, resync: bool, unpublished: bool, failed: bool, deletes: int = 0) -> Consensus:
+    def reach(
+        self,
+        *,
+        ready: bool,
+        resync: bool,
+        unpublished: bool,
+        failed: bool,
+        deletes: int = 0,
+        refused: bool = False,
+    ) -> Consensus:
         """The state of all ranks together, from this rank's. A collective: all ranks call it."""
-        values = [not ready, resync, unpublished, failed, -deletes]
-        busy, any_resync, any_unpublished, any_failed, largest = _largest(values, self._group)
-        return Consensus(not busy, bool(any_resync), bool(any_unpublished), bool(any_failed), -largest)
+        flags = [not ready, resync, unpublished, failed, refused]
+        *found, largest = _largest([*map(int, flags), -deletes], self._group)
+        busy, any_resync, any_unpublished, any_failed, any_refused = map(bool, found)
+        return Consensus(not busy, any_resync, any_unpublished, any_failed, -largest, any_refused)
 
     def differing(self, digests: Mapping[str, int]) -> list[str]:
         """The names of which ranks have different digests (signed, 64 bits). A collective: all ranks call it.
