@@ -152,6 +152,10 @@ class Releases:
             self._newest = self._tasks[head - 1, NO_REPAIR, head] = asyncio.get_running_loop().create_future()
             self._newest.set_result(release)
 
+    def drop_newest(self) -> None:
+        """Keep nothing that no replica uses."""
+        self._newest = None
+
     async def _get(self, after: int, repair: Repair) -> FrozenRelease:
         return await self._run(self._freeze, after, repair)
 

@@ -172,7 +172,8 @@ class Model:
         """Begin to apply a cut as soon as `sealed` is done, unless it has failed, without a way round by the event
         loop; returns what `apply_cut` then waits for.
 
-        The loop has to wait for `sealed` before: it knows of the seal before anything shows that it is applied.
+        The loop has to wait for `sealed` before: so it knows of the seal before it hears from whatever has seen it
+        applied. What it has asked of the thread by then may see it applied.
         """
         prepared = self._thread.submit(self._prepared, seal, rows)  # While the log waits for its disk.
         return after(sealed, self._thread, lambda: self._apply_and_release(seal, rows, prepared.result()))

@@ -217,6 +217,7 @@ class LmdbStore:
                 self._commit(batch)
             if closing:
                 return
+            del batch  # Not kept until the next write: closures hold rows.
 
     def _gather(self) -> tuple[list[_Submitted], bool]:
         batch, size = list[_Submitted](), 0
@@ -236,8 +237,9 @@ class LmdbStore:
             if len(batch) == 1:
                 self._fail(batch[0][1], error)
                 return
-            for one in batch:  # A write that fails must not fail the others.
-                self._commit([one])
+            middle = len(batch) // 2
+            for half in (batch[:middle], batch[middle:]):  # A write that fails must not fail the others.
+                self._commit(half)
             return
         for _, done, _ in batch:
             done.set_result(None)

@@ -58,6 +58,7 @@ class ReleaseLoop:
     async def _advance(self) -> float | None:
         """Do what is due. In how many seconds to look again; None = once something changes."""
         if not self._connected():
+            self._view.drop_newest()
             return None
         await self._prepare()
         decision = due(self._consumer.policy, self._situation(), time.time_ns())

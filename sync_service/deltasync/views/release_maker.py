@@ -100,12 +100,9 @@ class ReleaseMaker:
     async def _drawn(self, policy: Policy, overdue_version: int) -> ReleaseDraft | None:
         """A release without rows that are damaged, also if that is only found as they are read."""
         while True:
-            # No cut is applied in between that this does not know of: seals come before.
             resync, known = self._resyncs, self._model.damage.rows
-            if resync:
-                policy = replace(policy, top_k=None, top_k_per_table=False, max_bytes=None)
             try:
-                return await self._model.on_thread(self._draw, policy, overdue_version, {} if resync else known)
+                return await self._model.on_thread(self._draw, policy, overdue_version, known, resync)
             except DamagedRows as error:
                 self._model.damage.note(error)  # So that they are mended.
                 if resync or not without({error.table: error.ids}, known):
@@ -120,10 +117,13 @@ class ReleaseMaker:
         _ = self._model.applied  # Raises while a version is there in part: the table is then at none.
         return table.begin(compared_version)
 
-    def _draw(self, policy: Policy, overdue_version: int, damage: IdsByTable) -> ReleaseDraft | None:
+    def _draw(self, policy: Policy, overdue_version: int, damage: IdsByTable, resync: bool) -> ReleaseDraft | None:
         seal, state = self._model.applied, self._store.state
         if seal is None or state.head is None:
             return None
+        # The newest cut may be applied before the event loop knows of its seal.
+        if resync or (seal.resync and seal.version > state.compared_version):
+            policy, damage = replace(policy, top_k=None, top_k_per_table=False, max_bytes=None), {}
         dirty = find_dirty(state.tables, state.compared_version, overdue_version)
         dirty, picked = pick_sound(state.tables, dirty, damage, policy)
         head = Head.of(seal, state.head.number + 1)

@@ -59,7 +59,7 @@ class ViewState:
         compared_version: the version of the model at which its rows were last compared with those of the view.
         backlog: what was left of each table then, by the table's name. After a restart it is not known, and empty.
         mixed: whether rows that belong together may be of several versions, say a map and the rows that it leads
-            to: nobody is given them before the next release, which makes them fit.
+            to, or those of another run: nobody is given them before the next release, which makes them fit.
     """
 
     tables: tuple[ViewTable, ...] = ()

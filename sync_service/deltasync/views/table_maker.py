@@ -58,11 +58,14 @@ class TableMaker:
         # All of them are made first: where there is no room for one, nothing need be copied.
         tables = await asyncio.to_thread(self._found_or_made, sources, deliveries)
         grown = self._grown(tables)
-        for table in tables:
-            if table not in state.tables and table not in grown:
-                await self._copy(table, None if as_it_was else number)
+        new = [table for table in tables if table not in state.tables and table not in grown]
+        for table in new:
+            await self._copy(table, None if as_it_was else number)
         await asyncio.to_thread(_flush, tables)
         after, release = await self._model.on_thread(self._installed, tables, grown, number, version)
+        if new and any(seal.resync for seal in self._model.seals.after(after.compared_version)):
+            # They may have rows of another run: beside older tables, or in part.
+            after = replace(after, mixed=True)
         await asyncio.to_thread(self._store.install, after, replace(release, head=self._dated(release.head)))
 
     def _dated(self, head: Head) -> Head:

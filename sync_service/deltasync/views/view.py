@@ -194,6 +194,10 @@ class View:
         finally:
             self._signal.wake()
 
+    def drop_newest(self) -> None:
+        """Keep no release in memory that no replica uses: none is connected."""
+        self._releases.drop_newest()
+
     # On disk; these block, on any thread.
 
     def recover(self, record: Mapping[str, Any]) -> None:

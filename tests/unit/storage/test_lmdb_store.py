@@ -1,6 +1,8 @@
 import asyncio
 import threading
+import weakref
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import lmdb
@@ -172,6 +174,36 @@ def test_what_gathers_during_a_commit_is_committed_at_once_up_to_a_bound(
     rest[-1].result(TIMEOUT)
     log.close()
     assert batches == [1, *expected]
+
+
+def test_one_write_that_fails_costs_the_many_beside_it_few_commits(log: LmdbStore) -> None:
+    """Each of which waits for the disk."""
+    failed: Future[None] = Future()
+    failed.set_exception(StorageFailed("told before"))
+    log.put("before", b"x").result(TIMEOUT)
+    before = log._env.info()["last_txnid"]
+    with log._submitting:  # So that all of them are submitted together.
+        batch = [_submitted(log, number, [failed] if number == 300 else []) for number in range(1000)]
+    log._queue.put(batch)
+    errors = [done.exception(TIMEOUT) for _, done, _ in batch]
+    assert [number for number, error in enumerate(errors) if error] == [300]
+    assert len(numbers(log, "m")) == 999
+    assert log._env.info()["last_txnid"] - before <= 20
+
+
+def _submitted(log: LmdbStore, number: int, after: list["Future[None]"]) -> lmdb_store._Submitted:
+    key = key_of("m", 1, 0, number)
+    return (lambda txn: log._append(txn, key, (b"x",), after)), Future(), 1
+
+
+def test_what_is_written_is_not_kept_in_memory(log: LmdbStore) -> None:
+    """Though nothing is written after it."""
+    freed, payload = threading.Event(), memoryview(b"rows")
+    weakref.finalize(payload, freed.set)
+    written = log.append("m", 1, 0, 0, payload)
+    del payload
+    written.result(TIMEOUT)
+    assert freed.wait(TIMEOUT)
 
 
 def test_a_write_to_a_log_that_is_closed_is_refused(options: LogOptions) -> None:

@@ -127,6 +127,67 @@ def test_another_run_that_begins_during_a_look_goes_out_whole(
     run(tmp_path, scenario)
 
 
+def test_another_run_goes_out_whole_that_is_applied_before_the_event_loop_knows_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As soon as its seal is on disk, it is."""
+
+    async def scenario(local: LocalModel) -> None:
+        model, view, on_thread = local.model, await local.prepared_view(TOP), local.model.on_thread
+        await local.cut(changed(1, USER, 1, 2, 3))
+        other_run = local.batches(changed(2, USER, *range(USER.rows)))
+        seal = replace(sealed(3), sealed_unix_ns=3, resync=True)
+
+        async def cut_before(function: Callable[..., Any], *arguments: Any) -> Any:
+            if function.__name__ != "_draw":
+                return await on_thread(function, *arguments)
+            begun = model.apply_after(model.store.seal(seal), seal, other_run)
+            begun.result(20)
+            drawn = await on_thread(function, *arguments)
+            model.seals.append(seal)
+            await model.apply_cut(seal, other_run, begun)
+            return drawn
+
+        monkeypatch.setattr(model, "on_thread", cut_before)
+        await view.make_release(TOP, 0)
+        assert view.state.compared_version == 3
+        assert same_as_the_model(await held_by_a_replica(view), local)
+
+    run(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("value_type", [ValueType.INT8, ValueType.FP16])
+def test_tables_are_not_sent_that_another_run_began_to_change_while_they_were_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value_type: ValueType
+) -> None:
+    """Some of their rows would be of one run, and some of the other."""
+    policy = Policy(top_k=1, value_type=value_type)
+    monkeypatch.setattr("deltasync.views.table_maker._COPIED_ROWS", 4)
+
+    async def scenario(local: LocalModel) -> None:
+        view, on_thread = await local.prepared_view(TOP), local.model.on_thread
+        other_run = local.batches(changed(2, USER, *range(USER.rows)))
+        sent = list[bool]()
+
+        async def cut_meanwhile(function: Callable[..., Any], *arguments: Any) -> Any:
+            done = await on_thread(function, *arguments)
+            if function.__name__ == "copy" and other_run:
+                rows = other_run.copy()
+                other_run.clear()
+                await local.cut_batches(rows, resync=True)
+            if function.__name__ == "_draw":
+                sent.append(view.may_serve(policy))
+            return done
+
+        monkeypatch.setattr(local.model, "on_thread", cut_meanwhile)
+        await view.prepare(policy)
+        assert sent == [False]
+        assert view.may_serve(policy)
+        assert (view.state.compared_version, view.state.backlog_rows) == (2, 0)
+
+    run(tmp_path, scenario)
+
+
 def test_tables_that_wait_for_the_disk_keep_nobody_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +267,24 @@ def test_an_error_at_every_version_is_not_told_at_every_version(
             await local.cut(changed(5, USER, 3))
             loop.stop()
         assert len(told) == 1
+
+    run(tmp_path, scenario)
+
+
+def test_a_release_that_nobody_has_taken_is_not_kept_for_a_replica_that_has_gone(tmp_path: Path) -> None:
+    async def scenario(local: LocalModel) -> None:
+        view = await local.prepared_view(TOP)
+        replica = Replica("a", view.position, stream=asyncio.Event())
+        loop = ReleaseLoop(Consumer("top", "clicks", 0, TOP, {"a": replica}), view, Events())
+        view._releases.followed = True
+        await local.cut(changed(1, USER, 3))
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(loop.run())
+            await _becomes(lambda: bool(view._releases._tasks))
+            replica.stream = None
+            await local.cut(changed(2, USER, 3))
+            await _becomes(lambda: not view._releases._tasks)
+            loop.stop()
 
     run(tmp_path, scenario)
 

@@ -29,7 +29,7 @@ from deltasync.core.rows import Values
 from deltasync.core.tables import TableSpec
 from deltasync.core.threads import not_shared_yet
 from deltasync.core.value_types import ValueType
-from deltasync.feeds.frozen_release import FrozenRelease
+from deltasync.feeds.frozen_release import FrozenRelease, freeze
 from deltasync.feeds.statistics import Amount
 from deltasync.storage import touched
 from deltasync.views.release_draft import ReleaseDraft
@@ -140,6 +140,7 @@ class Play:
             return
         old = max(0, self.plain.version - overdue) if self.policy.max_age_seconds else 0
         before = self.view.state.head.number
+        self.view._releases.followed |= overdue % 2 == 0
         await self.view.make_release(self.policy, old)
         await self.check_release(before, old)
 
@@ -161,6 +162,7 @@ class Play:
                 asyncio.run_coroutine_threadsafe(each, loop).result(20)
             return settle(draft, state)
 
+        self.view._releases.followed = True
         with mock.patch.object(ReleaseDraft, "settle", meanwhile):
             await self.view.make_release(self.policy, 0)
         await self.check_release(before, 0, exact_lag=False)
@@ -173,11 +175,21 @@ class Play:
         assert self.view.state.head.number == before + bool(expected.taken)
         self.check_held()
         self.check_statistics(expected)
+        await self.check_sent(before)
         if not exact_lag:  # Of rows that have changed meanwhile it is not known how many are dirty.
             return
         assert self.lacking(self.view.state.head.number) == [len(each.dirty_since) for each in self.plain.held]
         from_nothing = [len(each.dirty_since.keys() | each.rows.keys()) for each in self.plain.held]
         assert self.lacking(0) == from_nothing
+
+    async def check_sent(self, before: int) -> None:
+        """Replicas that follow are sent what the tables hold, also where it is sent as it was drawn."""
+        sent = await self.view.release(before)
+        held = freeze(self.view.tables, before, self.view.state.head, self.directory, 1 << 20)
+        assert (sent.head, sent.checksums) == (held.head, held.checksums)
+        assert [each.sent(deletes=True) for each in sent.chunks] == [
+            each.sent(deletes=True) for each in held.chunks
+        ]
 
     def lacking(self, number: int) -> list[int]:
         return [table.lacking(number) for table in self.view.standing(self.policy).tables()]
