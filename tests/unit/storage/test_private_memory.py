@@ -48,7 +48,7 @@ def test_what_is_decided_is_said_once_until_it_changes(caplog: pytest.LogCapture
 
 
 def test_memory_is_given_back_by_whoever_takes_some(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mappings in cycles are freed by a collection, which begins wherever something is made: within `take`, too."""
+    """Mappings in cycles are freed by a collection, which begins wherever something is made, also in `take`."""
     memory = PrivateMemory(100)
     assert memory.take(40)
 
