@@ -27,7 +27,7 @@ class PrivateMemory:
         self._limit = limit
         self._mapped = 0
         self._last: bool | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # Garbage may be collected within `take`, and mappings among it give back.
 
     def take(self, size: int) -> bool:
         """Whether so many more bytes are to be mapped privately; if so, they are counted."""

@@ -1,10 +1,13 @@
 """Whether files are mapped privately, and how much memory there is."""
 
 import logging
+import threading
 from pathlib import Path
 
 import pytest
 
+from deltasync.core.position import Decision
+from deltasync.storage import private_memory
 from deltasync.storage.private_memory import PrivateMemory, fits, memory_bytes
 
 GIB = 1 << 30
@@ -42,6 +45,24 @@ def test_what_is_decided_is_said_once_until_it_changes(caplog: pytest.LogCapture
         "tables are mapped files",
         "tables are kept in memory",
     ]
+
+
+def test_memory_is_given_back_by_whoever_takes_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mappings in cycles are freed by a collection, which begins wherever something is made, also in `take`."""
+    memory = PrivateMemory(100)
+    assert memory.take(40)
+
+    def collected(*sizes: int) -> Decision:
+        memory.give_back(40)
+        return fits(*sizes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(private_memory, "fits", collected)
+        taking = threading.Thread(target=memory.take, args=(10,), daemon=True)
+        taking.start()
+        taking.join(10)
+    assert not taking.is_alive()
+    assert [memory.take(size) for size in (41, 40)] == [False, True]
 
 
 @pytest.mark.parametrize(
