@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, ParamSpec, TypeVar
 
-from deltasync.kernels.parts import ANY_ORDER, link
+from deltasync.kernels.callees import ANY_ORDER, link
 from deltasync.kernels.types import Type
 
 logger = logging.getLogger(__name__)

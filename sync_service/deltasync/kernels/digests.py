@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltasync.kernels import types
+from deltasync.kernels.callees import inlined
 from deltasync.kernels.compiled import kernel, readable, writable
-from deltasync.kernels.parts import inlined
 
 Digests = NDArray[np.uint64]
 

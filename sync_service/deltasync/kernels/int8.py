@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltasync.kernels import types
+from deltasync.kernels.callees import called, in_order, inlined
 from deltasync.kernels.compiled import kernel, readable, writable
 from deltasync.kernels.digests import Digests
 from deltasync.kernels.distances import IDS, MASK, NORMS, Ids, Mask, Norms, ask_ahead, differ, distance
 from deltasync.kernels.floats import bits, float_of, rank, ranked
-from deltasync.kernels.parts import called, in_order, inlined
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]

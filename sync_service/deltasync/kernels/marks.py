@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltasync.kernels import types
+from deltasync.kernels.callees import inlined, intrinsic
 from deltasync.kernels.compiled import kernel, readable, writable
-from deltasync.kernels.parts import inlined, intrinsic
 
 WORD_ROWS = 64
 

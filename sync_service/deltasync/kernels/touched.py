@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltasync.kernels import types
+from deltasync.kernels.callees import external
 from deltasync.kernels.compiled import kernel, readable, writable
-from deltasync.kernels.parts import external
 
 Marks = NDArray[np.uint8]
 Bytes = NDArray[np.uint8]

@@ -10,8 +10,8 @@ from deltasync.core.digests import RowDigests
 from deltasync.core.distances import distances
 from deltasync.core.id_sets import difference, union
 from deltasync.core.mode import Mode
-from deltasync.core.parts import in_parts
 from deltasync.core.rows import Ids, Norms, RowBatch, Values
+from deltasync.core.shares import in_shares
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import Shard
 from deltasync.core.threads import MODEL_THREAD, confined
@@ -190,7 +190,7 @@ class ViewTable:
         def look(some: slice) -> None:
             found.norms[some], differs[some] = self.delivery.compare(rows, held, ids[some])
 
-        in_parts(look, len(ids))
+        in_shares(look, len(ids))
         stamps = self.source.stamps, self.held.stamps, self.sent.stamps
         marked, cleaned = dirty_rows.judge(ids, differs, *stamps, self._marks, found.dirty, found.flags, *numbers)
         # What needs memory comes before: a look that fails is begun again.

@@ -9,7 +9,7 @@ from typing import Any
 ANY_ORDER = {"reassoc", "contract"}
 
 
-class Part:
+class Callee:
     """A function that kernels call, or other such functions."""
 
     def __init__(self, make: Callable[[], Any], function: Callable[..., Any] | None = None) -> None:
@@ -26,21 +26,21 @@ class Part:
 
 
 def link(function: Callable[..., Any]) -> None:
-    """Put what numba takes in the place of parts, among the names that a function knows."""
+    """Put what numba takes in the place of callees, among the names that a function knows."""
     names = function.__globals__
     for name, each in list(names.items()):
-        if isinstance(each, Part):
+        if isinstance(each, Callee):
             names[name] = each.made()
 
 
 def intrinsic(module: str, name: str) -> Any:
     """An intrinsic of numba's, or of ours, by its module and its name."""
-    return Part(lambda: getattr(import_module(module), name))
+    return Callee(lambda: getattr(import_module(module), name))
 
 
 def external(name: str, signature: str) -> Any:
     """A function of the C library."""
-    return Part(lambda: _external(name, signature))
+    return Callee(lambda: _external(name, signature))
 
 
 def _external(name: str, signature: str) -> Any:
@@ -50,8 +50,8 @@ def _external(name: str, signature: str) -> Any:
     return types.ExternalFunction(name, typing.signature(returns, *arguments))
 
 
-def _compiled(function: Callable[..., Any], **options: Any) -> Part:
-    return Part(lambda: _dispatcher(function, options), function)
+def _compiled(function: Callable[..., Any], **options: Any) -> Callee:
+    return Callee(lambda: _dispatcher(function, options), function)
 
 
 def _dispatcher(function: Callable[..., Any], options: dict[str, Any]) -> Any:
@@ -60,7 +60,7 @@ def _dispatcher(function: Callable[..., Any], options: dict[str, Any]) -> Any:
     return numba.njit(**options)(function)
 
 
-# Decorators of functions that are compiled as parts of kernels. What they make is of any type: numba finds out.
+# Decorators of functions that are compiled as callees of kernels. What they make is of any type: numba finds out.
 inlined: Any = partial(_compiled, inline="always", error_model="numpy")
 # The same, but that floats are added in order, or in any, whatever the kernel's own order is. They take arrays and
 # return numbers: the arrays' references, which a kernel holds, are not counted once more for each row.
