@@ -26,17 +26,17 @@ _INTEGERS = (types.int32, types.int64)
 
 
 @inlined
-def _mark(ids, first, end, rows, marks, first_word):  # type: ignore[no-untyped-def]
-    for index in range(first, end):
+def _mark(ids, rows, marks):  # type: ignore[no-untyped-def]
+    for index in range(ids.shape[0]):
         row = _U64(ids[index])  # Negative ids are the largest.
         row = row if row < _U64(rows) else _U64(0)
-        marks[_U64(first_word) + (row >> _U64(6))] |= _U64(1) << (row & _U64(63))
+        marks[row >> _U64(6)] |= _U64(1) << (row & _U64(63))
 
 
 @kernel(*(types.void(readable(ids, 1), types.int64, writable(types.uint64, 1)) for ids in _INTEGERS))
 def mark(ids: NDArray[np.signedinteger], rows: int, marks: Marks) -> None:
     """Mark the rows `ids` [n], in any order and number, of a table of `rows`; for an id that is none, row 0."""
-    _mark(ids, 0, ids.shape[0], rows, marks, 0)
+    _mark(ids, rows, marks)
 
 
 @kernel(
@@ -81,7 +81,7 @@ def mark_looked_up(
         if bags <= 0 or rows == 0:
             continue
         first, end = max(_I64(0), _I64(ends[first_key * bags])), min(_I64(ends[end_key * bags]), ids.shape[0])
-        _mark(ids, first, end, rows, marks, first_word)
+        _mark(ids[first:end], rows, marks[first_word:])
         counts[:, number] += max(_I64(0), end - first)
         total += max(_I64(0), end - first)
     return total
