@@ -33,7 +33,7 @@ from deltasync.client import (
 )
 from deltasync.core.rows import Ids
 from deltasync.trainer.bench.children import Children, Peer
-from deltasync.trainer.bench.process import cpu_seconds
+from deltasync.trainer.bench.process import TICK_SECONDS, cpu_seconds
 from deltasync.trainer.bench.scraper import fetch
 from deltasync.trainer.bench.timing import spread_of
 
@@ -170,7 +170,8 @@ def _of_kind(kind: str, tables: dict[str, SizedTable], cut_rows: int, rounds: in
         turn(number)
     before = {name: each.cpu_seconds() for name, each in tables.items()}
     turns = [turn(number) for number in range(rounds)]
-    cpu = {name: (each.cpu_seconds() - before[name]) / rounds for name, each in tables.items()}
+    spent = {name: each.cpu_seconds() - before[name] for name, each in tables.items()}
+    cpu = {name: max(seconds, TICK_SECONDS) / rounds for name, seconds in spent.items()}
     return {
         **spread_of("ratio", [each["large"][0] / each["small"][0] for each in turns]),
         **spread_of("lag_ratio", [each["large"][1] / each["small"][1] for each in turns]),
