@@ -287,34 +287,22 @@ class StampedTable:
             self.check(ids, out)
         return RowBatch(Shard.whole(self.spec), ids, out, digests=digests)
 
-    def checked_rows(self, ids: Ids) -> Values:
-        """As `rows_of`.
-
-        Raises:
-            DamagedRows: some do not fit their digests.
-        """
-        rows = self.rows_of(ids)
-        self.check(ids, rows)
-        return rows
-
     def check(self, ids: Ids, rows: Values) -> None:
         """Check `rows` ([n, D]), read as the rows `ids` ([n]).
 
         Raises:
             DamagedRows: some do not fit their digests.
         """
-        blocks = (slice(start, start + BLOCK_ROWS) for start in range(0, len(ids), BLOCK_ROWS))
-        wrong = [ids[block][~self.fits(ids[block], rows[block])] for block in blocks]
-        if any(map(len, wrong)):
-            raise DamagedRows(self, self.spec.name, np.concatenate(wrong))
+        if len(wrong := self._unfit(ids, rows)):
+            raise DamagedRows(self, self.spec.name, wrong)
 
     def damaged(self, ids: Ids) -> Ids:
         """Those of the rows `ids` ([n], strictly ascending) that do not fit their digests."""
-        try:
-            self.checked_rows(ids)
-        except DamagedRows as error:
-            return error.ids
-        return ids[:0]
+        return self._unfit(ids, self.rows_of(ids))
+
+    def _unfit(self, ids: Ids, rows: Values) -> Ids:
+        blocks = (slice(start, start + BLOCK_ROWS) for start in range(0, len(ids), BLOCK_ROWS))
+        return np.concatenate([ids[:0], *(ids[block][~self.fits(ids[block], rows[block])] for block in blocks)])
 
     def mend(self, rows: RowBatch) -> None:
         """Write rows again as they were stored: neither stamps nor digests change."""
