@@ -10,9 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltasync.storage.mapping import Mapping
-from deltasync.storage.table_files import reserve
-
-_ALIGNED_BYTES = 64  # A line of the processor's cache.
+from deltasync.storage.table_files import offsets, reserve
 
 
 class Room:
@@ -27,7 +25,7 @@ class Room:
         """
         self._mapping: Mapping | None = None
         self._taken = 0
-        size = sum(map(_aligned, sizes))
+        size = offsets(sizes)[-1]
         if folder is not None and size:  # No file can be mapped that is empty.
             with tempfile.TemporaryFile(dir=folder) as file:
                 reserve(file, size, what)
@@ -37,9 +35,6 @@ class Room:
         """The next array, not more than there is room for. A file is freed once none of them is left."""
         if self._mapping is None:
             return np.empty(shape, dtype)
-        offset, self._taken = self._taken, self._taken + _aligned(math.prod(shape) * dtype.itemsize)
+        offset = self._taken
+        self._taken = offsets([math.prod(shape) * dtype.itemsize], offset)[-1]
         return self._mapping.array(dtype, shape, offset)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES

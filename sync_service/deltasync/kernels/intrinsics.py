@@ -1,4 +1,4 @@
-"""Instructions for which numba has no name. Imported when something is compiled, see `parts.intrinsic`."""
+"""Instructions for which numba has no name. Imported when something is compiled, see `callees.intrinsic`."""
 
 from typing import Any
 
