@@ -110,13 +110,11 @@ class Fleet:
     def __init__(
         self,
         service: Service,
-        pid: int,
         publisher: Publisher,
         tables: list[TableSpec],
         replicas: Mapping[tuple[str, ...], Peer],
     ) -> None:
         self._service = service
-        self._pid = pid
         self._publisher = publisher
         self._tables = tables
         self._replicas = replicas
@@ -131,16 +129,16 @@ class Fleet:
     def turn(self, *, counted: bool) -> None:
         """Publish a few cuts, each once the replicas have the one before."""
         if counted and not self._counted:
-            self._threads = cpu_seconds_by_thread(self._pid)
+            self._threads = cpu_seconds_by_thread(self._service.pid)
         self._counted += _CUTS_OF_A_TURN * counted
-        self._cpu.append(cpu_seconds(self._pid))
-        self._system.append(system_seconds(self._pid))
+        self._cpu.append(cpu_seconds(self._service.pid))
+        self._system.append(system_seconds(self._service.pid))
         for _ in range(_CUTS_OF_A_TURN):
             self._deliveries = self._cut()
 
     def cpu_per_version(self) -> list[float]:
         """CPU seconds per version, in each turn; none is less than what the kernel's clock can tell."""
-        seconds = pairwise([*self._cpu, cpu_seconds(self._pid)])
+        seconds = pairwise([*self._cpu, cpu_seconds(self._service.pid)])
         return [max(after - before, TICK_SECONDS) / _CUTS_OF_A_TURN for before, after in seconds]
 
     def figures(self) -> dict[str, Any]:
@@ -152,7 +150,7 @@ class Fleet:
         return {
             "versions": self._step - 1,
             "table_bytes": self._service.table_bytes,
-            "rest_bytes": resident_bytes(self._pid) - self._service.table_bytes,
+            "rest_bytes": resident_bytes(self._service.pid) - self._service.table_bytes,
             "system_cpu_seconds_per_version": self._system_per_version(),
             "thread_cpu_seconds_per_version": self._cpu_by_thread(),
             "consumers": delivered,
@@ -160,14 +158,14 @@ class Fleet:
 
     def _system_per_version(self) -> float:
         """Of the CPU seconds per version, those in the kernel, in the median turn."""
-        seconds = pairwise([*self._system[_WARM_UP:], system_seconds(self._pid)])
+        seconds = pairwise([*self._system[_WARM_UP:], system_seconds(self._service.pid)])
         return statistics.median(after - before for before, after in seconds) / _CUTS_OF_A_TURN
 
     def _cpu_by_thread(self) -> dict[str, float]:
         """CPU seconds per version of each thread, the busiest first."""
         spent = {
             name: (seconds - self._threads.get(name, 0.0)) / self._counted
-            for name, seconds in cpu_seconds_by_thread(self._pid).items()
+            for name, seconds in cpu_seconds_by_thread(self._service.pid).items()
         }
         return dict(sorted(spent.items(), key=lambda each: -each[1]))
 
@@ -211,7 +209,7 @@ def running_fleet(
             service=service.grpc, model=_MODEL, run="bench", run_started_unix_ns=time.time_ns()
         )
         with Publisher(options, tables, [Shard.whole(table) for table in tables]) as publisher:
-            yield Fleet(service, children.processes.pid(service.NAME), publisher, tables, replicas)
+            yield Fleet(service, publisher, tables, replicas)
 
 
 def _bare_cpu_per_version(tables: Sequence[TableSpec]) -> float:

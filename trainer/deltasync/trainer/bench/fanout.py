@@ -44,7 +44,7 @@ class _Fleet:
             service=service.grpc, model="bench", run="bench", run_started_unix_ns=time.time_ns()
         )
         self._publisher = stack.enter_context(Publisher(options, [_TABLE], [Shard.whole(_TABLE)]))
-        self._pid = children.processes.pid(service.NAME)
+        self._pid = service.pid
         self._random, self._step = np.random.default_rng(0), 0
         firsts = range(0, replicas, _REPLICAS_OF_A_PROCESS)
         counts = [str(min(_REPLICAS_OF_A_PROCESS, replicas - first)) for first in firsts]

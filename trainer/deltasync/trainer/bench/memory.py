@@ -40,7 +40,7 @@ def _measure(rows: int) -> dict[str, int]:
             for step in range(CUTS + 1):
                 version = publisher.publish(_part(table, step)).result().number
             replica.ask(str(version))
-        resident = resident_bytes(children.processes.pid(service.NAME))
+        resident = resident_bytes(service.pid)
     held = table.nbytes + _BESIDE_BYTES * rows
     return {
         "rows": rows,

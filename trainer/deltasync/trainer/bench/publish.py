@@ -49,9 +49,7 @@ def run(console: Console) -> dict[str, Any]:
         )
         with Publisher(options, [_TABLE], [Shard.whole(_TABLE)]) as publisher:
             _publish(publisher, values, step=1, cuts=1)
-            path = _timed(
-                [children.processes.pid(service.NAME)], lambda n: _path(publisher, replica.ask, values, n)
-            )
+            path = _timed([service.pid], lambda n: _path(publisher, replica.ask, values, n))
             rounds = [(path(number), bare(number), tuned(number)) for number in range(WARM_UP + ROUNDS)]
     return _report(console, rounds[WARM_UP:])
 

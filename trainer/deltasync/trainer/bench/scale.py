@@ -146,7 +146,7 @@ def _served(spec: TableSpec, policy: Policy) -> Iterator[SizedTable]:
             service=service.grpc, model=_MODEL, run="bench", run_started_unix_ns=time.time_ns()
         )
         with Publisher(options, [spec], [Shard.whole(spec)]) as publisher:
-            yield SizedTable(spec, children.processes.pid(service.NAME), service.http, publisher, replica)
+            yield SizedTable(spec, service.pid, service.http, publisher, replica)
 
 
 def _measure(policy: Policy, sizes: dict[str, TableSpec], cut_rows: int, rounds: int) -> dict[str, Any]:

@@ -151,6 +151,11 @@ class Service:
             self._start(self.grpc.rpartition(":")[2], self.http.rpartition(":")[2])
 
     @property
+    def pid(self) -> int:
+        """Its process id, which is another one once it was started again."""
+        return self._processes.pid(self.NAME)
+
+    @property
     def table_bytes(self) -> int:
         """Bytes of the files of tables and views."""
         return sum(path.stat().st_size for path in (self._data / "models").rglob("*") if path.is_file())

@@ -178,7 +178,7 @@ class _DemoRun:
         service = Service(processes, ["--admin-token", token])
         for fleet in self._fleets:
             Admin(Endpoint(service.grpc, token)).create_consumer(fleet.consumer, MODEL, fleet.policy)
-        progress.say(f"service: pid {processes.pid(service.NAME)}, gRPC on {service.grpc}; try meanwhile")
+        progress.say(f"service: pid {service.pid}, gRPC on {service.grpc}; try meanwhile")
         progress.say(f"  curl {service.http}/consumers/{self._fleets[0].consumer}/lag")
         return service
 
