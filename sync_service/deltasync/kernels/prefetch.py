@@ -21,7 +21,7 @@ _ask_to_write = intrinsic("deltasync.kernels.intrinsics", "ask_to_write")
 
 @inlined
 def ask_for_row(table, width, row):  # type: ignore[no-untyped-def]
-    """Ask for a row of so many bytes."""
+    """Ask for a row of so many bytes: a loop that writes works these out before, or it would do so at each row."""
     first = np.uint64(row) * width
     for byte in range(np.uint64(0), min(width, _MOST_BYTES), _LINE_BYTES):
         _ask(table, first + byte)
