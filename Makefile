@@ -10,11 +10,13 @@ CUDA ?= $(if $(wildcard $(VENV)/.installed-fbgemm-gpu),1,0)
 FBGEMM := $(if $(filter 1,$(CUDA)),fbgemm-gpu,fbgemm-gpu-cpu)
 STAMP := $(VENV)/.installed-$(FBGEMM)
 # A file's tests run in one worker, which makes what they share once; files go out in their order, quick ones last.
-WORKERS ?= 2
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# A worker more than CI has cores, for tests also wait: for threads, and for processes that start and end.
+WORKERS ?= 3
+# What is compiled is kept, also where the environment says otherwise: tests start hundreds of processes.
+PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo unit test check bench test-gpu bench-gpu protos lock format clean
+.PHONY: help install demo unit test check bench soak test-gpu bench-gpu protos lock format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -39,6 +41,11 @@ check: install  ## lint, format, types, layers
 
 bench: install  ## print the benchmarks
 	@set -e; for name in $$($(BIN)/deltasync bench --list); do $(BIN)/deltasync bench $$name $(ARGS); done
+
+SECONDS ?= 300
+SEED ?= 0
+soak: install  ## kill, freeze, cut and change everything, and compare the rows (SECONDS=300 SEED=0)
+	$(BIN)/deltasync soak --seconds $(SECONDS) --seed $(SEED) $(ARGS)
 
 # On a machine with a GPU, by the environment of a PYTHON that is named, as it is, or else by .venv.
 GPU_PYTHON = $(if $(filter file,$(origin PYTHON)),$(BIN)/python,$(PYTHON))

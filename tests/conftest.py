@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from tests.support.folders import keep_folders_in_memory
 from tests.support.process import ServiceProcess
 from tests.support.programs import LONGEST_SECONDS
 
@@ -19,6 +20,8 @@ from deltasync.kernels.compiled import warm
 # How long an example takes says nothing on a busy machine.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+keep_folders_in_memory()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from deltasync.storage import table_files
+from deltasync.storage import files
 from deltasync.storage.lmdb_store import LmdbStore
 from deltasync.storage.mapped_table import MappedTable
 
@@ -24,14 +24,14 @@ class Crashes:
         self.copies: list[Path] = []
         self._data_dir = data_dir
         self._into = into
-        reserve, put, become = table_files.reserve, LmdbStore.put, MappedTable._become
+        reserve, put, become = files.reserve, LmdbStore.put, MappedTable._become
 
-        def reserving(file: Any, size: int, what: str) -> None:
+        def reserving(file: Any, size: int, what: str, path: Path) -> None:
             self._copy("before a file grows")
             before = os.fstat(file.fileno()).st_size
             os.ftruncate(file.fileno(), before + (size - before) // 2)
             self._copy("while it grows")
-            reserve(file, size, what)
+            reserve(file, size, what, path)
             self._copy("after it has grown")
 
         def putting(log: LmdbStore, name: str, value: bytes | None, **named: Any) -> Future[None]:
@@ -46,7 +46,7 @@ class Crashes:
             become(table, *arguments)
             self._copy("after a table has more rows")
 
-        patch.setattr(table_files, "reserve", reserving)
+        patch.setattr(files, "reserve", reserving)
         patch.setattr(LmdbStore, "put", putting)
         patch.setattr(MappedTable, "_become", becoming)
 

@@ -2,6 +2,7 @@
 
 import json
 import tarfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,17 +44,19 @@ def write(folder: Path) -> Content:
         for name, policy in POLICIES.items():
             admin_of(service).create_consumer(name, "clicks", policy)
         trainer.publish_all()
-        held, rows = _follow(service, "early", trainer)
-        assert service.terminate() == 0
+        held, rows = _follow(service, "early", trainer, service.terminate)
         service.start()
-        later, later_rows = _follow(service, "late", trainer)
-        service.kill()
+        later, later_rows = _follow(service, "late", trainer, service.kill)
         model = {name: values.copy() for name, values in trainer.rows.items()}
     return Content(model, held | later, rows | later_rows)
 
 
-def _follow(service: ServiceProcess, replica: str, trainer: Trainer) -> tuple[dict[str, Position], Rows]:
-    """Publish a few cuts while replicas of every consumer are there."""
+def _follow(
+    service: ServiceProcess, replica: str, trainer: Trainer, stop: Callable[[], object]
+) -> tuple[dict[str, Position], Rows]:
+    """Publish a few cuts while replicas of every consumer are there, and stop the service before they could say
+    goodbye, after which it would know nothing of them.
+    """
     targets = {name: NumpyTarget() for name in ("plain", "ranked")}
     followers = {name: follow(service, name, replica, target) for name, target in targets.items()}
     followers["counted"] = follow(service, "counted", replica, _Ids())
@@ -63,6 +66,7 @@ def _follow(service: ServiceProcess, replica: str, trainer: Trainer) -> tuple[di
             each.wait_for(head, WAIT)
     for name in followers:  # Of acknowledgements that the service has taken, the log has all but the last few.
         wait_for_lag(service, name, lambda lag: _has_acknowledged(lag, replica))
+    stop()
     for each in followers.values():
         each.close()
     held = {f"{name}/{replica}": each.held for name, each in followers.items()}
@@ -88,7 +92,7 @@ def pack(folder: Path, content: Content, name: str) -> None:
         for each in sorted(folder.iterdir()):
             if each.name not in ("lock", "endpoints.json"):
                 archive.add(each, each.name, filter=_anonymous)
-    positions = {name: [each.history, each.number] for name, each in content.held.items()}
+    positions = {name: [each.history, each.number, each.seal] for name, each in content.held.items()}
     (FIXTURES / name / "positions.json").write_text(json.dumps(positions, indent=1) + "\n")
     np.savez_compressed(FIXTURES / name / "model.npz", **content.model)
     np.savez_compressed(FIXTURES / name / "replicas.npz", **content.rows)

@@ -1,7 +1,8 @@
 """A trainer of one rank, replicas that keep what they were given, and waiting for what a service says of them."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Self
 
 import numpy as np
@@ -44,6 +45,7 @@ class Trainer:
 
     Attributes:
         rows: what it holds, by table.
+        publisher: its connection.
     """
 
     def __init__(
@@ -59,17 +61,24 @@ class Trainer:
         self.rows = {table.name: rows for table, rows in zip(tables, random_rows(seed, tables), strict=True)}
         self._random = np.random.default_rng(seed)
         options = PublisherOptions(service=address, model="clicks", run=run, run_started_unix_ns=started)
-        self._publisher = Publisher(options, self.tables, [Shard.whole(table) for table in tables])
+        self.publisher = Publisher(options, self.tables, [Shard.whole(table) for table in tables])
         self._step = 0
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._publisher.close()
+        self.publisher.close()
 
     def publish_all(self) -> Position:
         return self._publish([np.arange(table.rows) for table in self.tables], full=True)
+
+    def publish_some(self, every: Mapping[TableSpec, int]) -> Position:
+        """Publish every so manieth row of some tables, and all of the others: there are no more."""
+        some = [np.arange(0, table.rows, every.get(table, 1)) for table in self.tables]
+        for table, ids in zip(self.tables, some, strict=True):
+            self.rows[table.name][np.setdiff1d(np.arange(table.rows), ids)] = 0
+        return self._publish(some, full=True)
 
     def change(self, count: int, tables: Sequence[TableSpec] | None = None) -> Position:
         """Change so many rows of each table, and publish them."""
@@ -91,7 +100,7 @@ class Trainer:
         self._step += 1
         self.rows[table.name][ids] = 0
         rows = [RowBatch.deletes(Shard.whole(table), np.asarray(ids, np.int64))]
-        return self._publisher.publish(Part(step=self._step, step_end_unix_ns=time.time_ns(), rows=rows)).result(
+        return self.publisher.publish(Part(step=self._step, step_end_unix_ns=time.time_ns(), rows=rows)).result(
             WAIT
         )
 
@@ -106,7 +115,7 @@ class Trainer:
             for table, each in zip(self.tables, ids, strict=True)
         ]
         part = Part(step=self._step, step_end_unix_ns=time.time_ns(), rows=rows, full=full)
-        return self._publisher.publish(part).result(WAIT)
+        return self.publisher.publish(part).result(WAIT)
 
 
 def as_sent(table: TableSpec, rows: Values, value_type: ValueType) -> Values:
@@ -149,6 +158,21 @@ def follow(service: Reachable, consumer: str, replica: str, target: Any, **field
     return Subscriber(
         SubscriberOptions(service=service.grpc, consumer=consumer, replica=replica, **fields), target
     )
+
+
+@contextmanager
+def lost(subscriber: Subscriber) -> Iterator[Subscriber]:
+    """A replica that ends after the block without a goodbye, as one that is killed does: it counts as away."""
+    try:
+        yield subscriber
+    finally:
+        requests, subscriber._requests = subscriber._requests, None
+        assert requests
+        subscriber._closing.set()
+        requests.put(None)
+        subscriber._thread.join(WAIT)
+        subscriber._known = False
+        subscriber.close()
 
 
 def wait_for_lag(service: Reachable, consumer: str, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:

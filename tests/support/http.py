@@ -1,9 +1,12 @@
 """Asking a service over HTTP, as an operator would."""
 
 import json
+import time
 import urllib.error
 import urllib.request
 from typing import Any
+
+_DEADLINE_SECONDS = 30.0
 
 
 class HttpStatus:
@@ -23,6 +26,14 @@ class HttpStatus:
         except urllib.error.HTTPError as error:
             with error:
                 return error.code, error.read().decode()
+
+    def wait_for_status(self, path: str, wanted: int) -> str:
+        """The body of a GET request once it is answered with this status."""
+        deadline = time.monotonic() + _DEADLINE_SECONDS
+        while (answer := self.get(path))[0] != wanted:
+            assert time.monotonic() < deadline, answer
+            time.sleep(0.01)
+        return answer[1]
 
     def get_json(self, path: str) -> Any:
         status, body = self.get(path)

@@ -78,6 +78,7 @@ class LocalModel:
         """
         version = self.model.seals.newest_version + 1
         seal = replace(sealed(version), sealed_unix_ns=version, whole=tuple(whole), resync=resync)
+        seal = seal.after(self.model.seals.newest)
         self.model.store.seal(seal).result()
         self.model.seals.append(seal)
         await self.model.apply_cut(seal, rows)

@@ -3,9 +3,12 @@
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from deltasync.core.errors import StorageFailed
-from deltasync.storage.log_store import LAST_NUMBER, Buffer, Record
+from deltasync.storage.durations import Durations
+from deltasync.storage.log_store import LAST_NUMBER, Buffer, LogFull, Record
+from deltasync.storage.volume import Volume
 
 Address = tuple[int, int, int]
 
@@ -25,6 +28,7 @@ class MemoryStore:
         self._disk = disk
         self._max_bytes = max_bytes
         self.refusing = False
+        self.capacity, self.volume, self.commits = max_bytes, Volume("log", Path("/")), Durations()
 
     def append(
         self,
@@ -41,7 +45,7 @@ class MemoryStore:
         record = b"".join(payload)
         if self.used_bytes() + len(record) > self._max_bytes:
             self.refusing = True
-            return _done(StorageFailed("the log is full until the tables are flushed: raise --log-max-bytes"))
+            return _done(LogFull("the log is full until the tables are flushed: raise --log-max-bytes"))
         self._disk.streams.setdefault(stream, {})[number, part, index] = record
         return _done()
 
@@ -79,6 +83,9 @@ class MemoryStore:
 
     def streams(self) -> list[str]:
         return sorted(name for name, records in self._disk.streams.items() if records)
+
+    def copy(self, directory: Path) -> None:
+        raise StorageFailed("a log in memory has no files")
 
     def used_bytes(self) -> int:
         records = [record for stream in self._disk.streams.values() for record in stream.values()]

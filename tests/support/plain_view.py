@@ -78,9 +78,9 @@ class PlainRelease:
         """What is to be found in the reason."""
         dirty, took = len(self.taken) + len(self.left), len(self.taken)
         if not self.left:
-            return {f"took all {dirty} dirty rows"}
+            return {f"took all {dirty} dirty row{'s' * (dirty != 1)}"}
         new, old = sum(not row.sent_before for row in self.taken), sum(row.overdue for row in self.taken)
-        said = {f"took {took} of {dirty} dirty rows: "}
+        said = {f"took {took} of {dirty} dirty row{'s' * (dirty != 1)}: "}
         said |= {f"no more than {took} of {self.wanted} fit max_bytes"} if took < self.wanted else set()
         said |= {f"{new} were never sent before"} if new else set()
         return said | ({f"{old} were older than max_age_seconds"} if old else set())

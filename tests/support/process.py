@@ -2,10 +2,13 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
+import urllib.error
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -22,28 +25,56 @@ runpy.run_module("deltasync", run_name="__main__")
 """
 
 
+_WITH_ANOTHER_CLOCK = """
+import runpy, time
+right = time.time_ns
+time.time_ns = lambda: right() + {ahead_seconds} * 10**9
+time.time = lambda: time.time_ns() / 1e9
+runpy.run_module("deltasync", run_name="__main__")
+"""
+
+
 class ServiceProcess(HttpStatus):
     """`deltasync serve` on free ports, which it keeps over restarts: of today, or of the package in `code`.
 
     Unless its tables are `private`, as if there were too little memory for that.
+
+    Attributes:
+        ahead_seconds: by so much its clock is ahead of this process's, from its next start on.
     """
 
     def __init__(self, data_dir: Path, *arguments: str, code: Path | None = None, private: bool = True) -> None:
         self.data_dir = data_dir
-        self._program = ["-m", "deltasync"] if private else ["-c", _WITH_SHARED_FILES]
+        self.ahead_seconds = 0
+        self.program = ["-m", "deltasync"] if private else ["-c", _WITH_SHARED_FILES]
         self._environment = environment(code)
-        self._arguments = arguments
+        self.arguments = arguments
         self._ports = ("0", "0")
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
+    def start(self, *, announced: bool = True, largest_file: int | None = None) -> None:
+        """Start; it listens, unless it cannot have `announced` that: then it does once it answers.
+
+        It can write nothing beyond so many bytes of a `largest_file`, which `largest_file_is` may change.
+        """
+        with suppress(IsADirectoryError):
+            (self.data_dir / "endpoints.json").unlink(missing_ok=True)
+        limit = [] if largest_file is None else ["prlimit", f"--fsize={largest_file}:"]
+        self.process = subprocess.Popen([*limit, *self._command()], env=self._environment)
+        if announced:
+            self.wait_until_announced()
+
+    def wait_until_announced(self) -> None:
+        """Wait until it says where it listens."""
         endpoints = self.data_dir / "endpoints.json"
-        endpoints.unlink(missing_ok=True)
-        self.process = subprocess.Popen(self._command(), env=self._environment)
         self._wait_for(endpoints)
         found = json.loads(endpoints.read_text())
         self.grpc, self.http = found["grpc"], found["http"]
         self._ports = (self.grpc.rpartition(":")[2], self.http.rpartition(":")[2])
+
+    def largest_file_is(self, size: int) -> None:
+        assert self.process
+        resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
     def run_to_end(self) -> "subprocess.CompletedProcess[str]":
         """Run a service that is expected not to start."""
@@ -58,8 +89,10 @@ class ServiceProcess(HttpStatus):
 
     def _command(self) -> list[str]:
         grpc_port, http_port = self._ports
-        command = [sys.executable, *self._program, "serve", "--data-dir", str(self.data_dir)]
-        return [*command, "--grpc-port", grpc_port, "--http-port", http_port, *self._arguments]
+        clock = ["-c", _WITH_ANOTHER_CLOCK.format(ahead_seconds=self.ahead_seconds)]
+        program = clock if self.ahead_seconds else self.program
+        command = [sys.executable, *program, "serve", "--data-dir", str(self.data_dir)]
+        return [*command, "--grpc-port", grpc_port, "--http-port", http_port, *self.arguments]
 
     def _wait_for(self, endpoints: Path) -> None:
         deadline = time.monotonic() + _DEADLINE_SECONDS
@@ -67,6 +100,16 @@ class ServiceProcess(HttpStatus):
             assert self.process
             assert self.process.poll() is None, "the service ended before it listened"
             assert time.monotonic() < deadline, "the service did not listen in time"
+            time.sleep(0.01)
+
+    def wait_for_answer(self) -> None:
+        """Wait until it answers HTTP where it did before it was started again."""
+        deadline = time.monotonic() + _DEADLINE_SECONDS
+        while True:
+            with suppress(urllib.error.URLError):
+                self.get("/livez")
+                return
+            assert time.monotonic() < deadline, "the service did not answer in time"
             time.sleep(0.01)
 
     def kill(self) -> None:

@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import AnyStr
 
 ROOT = Path(__file__).parents[2]
 # Not to measure anything: a program that hangs must not keep its test for ever.
@@ -38,6 +39,16 @@ def started(
             yield process
         finally:
             _end(process)
+
+
+@contextmanager
+def killed(process: "subprocess.Popen[AnyStr]") -> "Iterator[subprocess.Popen[AnyStr]]":
+    """A process that is killed when the block ends, with its pipes closed, if it has not ended before."""
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def cleaned() -> dict[str, str]:

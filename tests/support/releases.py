@@ -1,9 +1,28 @@
 """What a release brings, by table."""
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import numpy as np
 
 from deltasync.core.rows import RowBatch
-from deltasync.feeds.frozen_release import FrozenRelease
+from deltasync.core.stamps import StampedTable
+from deltasync.feeds.frozen_release import FrozenRelease, Head, freeze
+from deltasync.feeds.lack import Lack
+from deltasync.feeds.repair import NO_REPAIR, Repair
+
+
+def frozen_at(
+    tables: Sequence[StampedTable],
+    after: int,
+    head: Head | None,
+    scratch: Path,
+    memory_bytes: int,
+    repair: Repair = NO_REPAIR,
+) -> FrozenRelease:
+    """What a replica at `after` lacks: in a file if it takes more than `memory_bytes`."""
+    lack = Lack.of(tables, after, repair)
+    return freeze(lack, head, scratch if lack.nbytes > memory_bytes else None)
 
 
 def live_rows(release: FrozenRelease) -> dict[int, RowBatch]:

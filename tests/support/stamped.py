@@ -14,4 +14,5 @@ def stamped_table(spec: TableSpec, rows: Values, stamps: Stamps) -> StampedTable
     squares = np.zeros((spec.rows if has_norm(spec) else 0, 1), np.float32)
     table = StampedTable(spec, rows, stamps, digests, squares)
     table.make_digests()
+    table.make_tags()
     return table

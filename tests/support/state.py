@@ -23,6 +23,8 @@ def lag_of(service: Reachable, consumer: str = "predictors") -> dict[str, Any]:
         each["lag"].pop("seconds_behind_events", None)  # A service of before lacks it.
     for replica in lag["replicas"]:
         del replica["seconds_since_ack"], replica["connected"]
+        for name in ("since_seconds", "left"):  # Likewise.
+            replica.pop(name, None)
     del lag["state"], lag["reason"]
     lag.pop("head_seconds_behind_events", None)
     return lag
@@ -40,4 +42,7 @@ def rows_of(service: Reachable) -> dict[str, np.ndarray]:
 def state_of(service: Reachable) -> tuple[Any, Any, Any]:
     """Tables with their heads, the offsets and lag of "predictors", and every row."""
     rows = {name: table.tobytes() for name, table in rows_of(service).items()}
-    return service.get_json("/tables"), lag_of(service), rows
+    tables = service.get_json("/tables")
+    for each in tables:
+        each.pop("refused", None)  # What was refused since. A service of before says nothing of it.
+    return tables, lag_of(service), rows

@@ -81,9 +81,9 @@ def is_due(view: View, policy: Policy) -> bool:
         newest_version=view.model.position.number,
         compared_version=view.state.compared_version,
         backlog_rows=view.state.backlog_rows,
-        oldest_dirty_unix_ns=0,
-        released_unix_ns=0,
-        sealed_unix_ns=[],
+        oldest_dirty_ns=0,
+        released_ns=None,
+        sealed_ns=[],
         ready=True,
     )
     return due(policy, situation, 10**18).seconds is not None

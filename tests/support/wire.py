@@ -150,6 +150,8 @@ def publish_open(
     shards: Iterable[Shard] = tuple(WHOLE),
     continues: Position | None = None,
     takes_deletes: bool = False,
+    takes_changes: bool = False,
+    process: str = "",
 ) -> publish_pb2.PublishRequest:
     tables = list(tables)
     return publish_pb2.PublishRequest(
@@ -163,6 +165,8 @@ def publish_open(
             shards=[shard_to_message(shard, tables) for shard in shards],
             continues=position_to_message(continues) if continues else None,
             takes_deletes=takes_deletes,
+            takes_changes=takes_changes,
+            process=process,
         )
     )
 

@@ -30,6 +30,7 @@ class Consumer(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     CREATED_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
+    PAUSE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """name is the consumer's name: 1 to 128 of letters, digits, '.', '_' and '-', not starting with '.'."""
     model: _builtins.str
@@ -42,6 +43,10 @@ class Consumer(_message.Message):
     def policy(self) -> Global___Policy:
         """policy is what its replicas are sent; unset means every changed row, in its own type, at once."""
 
+    @_builtins.property
+    def pause(self) -> Global___Pause:
+        """pause is since when, by whom and why it is paused; unset if it is not. Set by the service."""
+
     def __init__(
         self,
         *,
@@ -49,14 +54,47 @@ class Consumer(_message.Message):
         model: _builtins.str = ...,
         created: _timestamp_pb2.Timestamp | None = ...,
         policy: Global___Policy | None = ...,
+        pause: Global___Pause | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "policy", b"policy"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "pause", b"pause", "policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "model", b"model", "name", b"name", "policy", b"policy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "model", b"model", "name", b"name", "pause", b"pause", "policy", b"policy"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Consumer: _TypeAlias = Consumer  # noqa: Y015
+
+@_typing.final
+class Pause(_message.Message):
+    """Pause is what holds the replicas of a consumer at what they have."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SINCE_FIELD_NUMBER: _builtins.int
+    BY_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    by: _builtins.str
+    """by is who has asked for it: the name given, and the address that the call came from."""
+    reason: _builtins.str
+    """reason says why, in words; may be empty."""
+    @_builtins.property
+    def since(self) -> _timestamp_pb2.Timestamp:
+        """since is when it began."""
+
+    def __init__(
+        self,
+        *,
+        since: _timestamp_pb2.Timestamp | None = ...,
+        by: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["since", b"since"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "reason", b"reason", "since", b"since"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pause: _TypeAlias = Pause  # noqa: Y015
 
 @_typing.final
 class Policy(_message.Message):
@@ -260,6 +298,227 @@ class DeleteConsumerResponse(_message.Message):
 Global___DeleteConsumerResponse: _TypeAlias = DeleteConsumerResponse  # noqa: Y015
 
 @_typing.final
+class PauseConsumerRequest(_message.Message):
+    """PauseConsumerRequest names a consumer to pause."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """name is the consumer's name. Required."""
+    reason: _builtins.str
+    """reason says why, for whoever looks at its lag: up to 400 printable characters."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PauseConsumerRequest: _TypeAlias = PauseConsumerRequest  # noqa: Y015
+
+@_typing.final
+class PauseConsumerResponse(_message.Message):
+    """PauseConsumerResponse answers PauseConsumer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONSUMER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def consumer(self) -> Global___Consumer:
+        """consumer is what exists now."""
+
+    def __init__(
+        self,
+        *,
+        consumer: Global___Consumer | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PauseConsumerResponse: _TypeAlias = PauseConsumerResponse  # noqa: Y015
+
+@_typing.final
+class ResumeConsumerRequest(_message.Message):
+    """ResumeConsumerRequest names a consumer to let go on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """name is the consumer's name. Required."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeConsumerRequest: _TypeAlias = ResumeConsumerRequest  # noqa: Y015
+
+@_typing.final
+class ResumeConsumerResponse(_message.Message):
+    """ResumeConsumerResponse answers ResumeConsumer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONSUMER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def consumer(self) -> Global___Consumer:
+        """consumer is what exists now."""
+
+    def __init__(
+        self,
+        *,
+        consumer: Global___Consumer | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeConsumerResponse: _TypeAlias = ResumeConsumerResponse  # noqa: Y015
+
+@_typing.final
+class ForgetReplicaRequest(_message.Message):
+    """ForgetReplicaRequest names a replica to forget."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONSUMER_FIELD_NUMBER: _builtins.int
+    REPLICA_FIELD_NUMBER: _builtins.int
+    consumer: _builtins.str
+    """consumer is the consumer's name. Required."""
+    replica: _builtins.str
+    """replica is the replica's name. Required."""
+    def __init__(
+        self,
+        *,
+        consumer: _builtins.str = ...,
+        replica: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer", "replica", b"replica"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForgetReplicaRequest: _TypeAlias = ForgetReplicaRequest  # noqa: Y015
+
+@_typing.final
+class ForgetReplicaResponse(_message.Message):
+    """ForgetReplicaResponse answers ForgetReplica."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForgetReplicaResponse: _TypeAlias = ForgetReplicaResponse  # noqa: Y015
+
+@_typing.final
+class DeleteModelRequest(_message.Message):
+    """DeleteModelRequest names a model to delete."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """name is the model's name. Required."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteModelRequest: _TypeAlias = DeleteModelRequest  # noqa: Y015
+
+@_typing.final
+class DeleteModelResponse(_message.Message):
+    """DeleteModelResponse answers DeleteModel."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteModelResponse: _TypeAlias = DeleteModelResponse  # noqa: Y015
+
+@_typing.final
+class DeleteTableRequest(_message.Message):
+    """DeleteTableRequest names a table to delete."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    TABLE_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """model is the model's name. Required."""
+    table: _builtins.str
+    """table is the table's name. Required."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        table: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "table", b"table"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteTableRequest: _TypeAlias = DeleteTableRequest  # noqa: Y015
+
+@_typing.final
+class DeleteTableResponse(_message.Message):
+    """DeleteTableResponse answers DeleteTable."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteTableResponse: _TypeAlias = DeleteTableResponse  # noqa: Y015
+
+@_typing.final
 class ListConsumersRequest(_message.Message):
     """ListConsumersRequest asks for all consumers."""
 
@@ -440,3 +699,142 @@ class ListPendingDeletesResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListPendingDeletesResponse: _TypeAlias = ListPendingDeletesResponse  # noqa: Y015
+
+@_typing.final
+class BackupRequest(_message.Message):
+    """BackupRequest asks for a backup."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIRECTORY_FIELD_NUMBER: _builtins.int
+    directory: _builtins.str
+    """directory is the absolute path of a folder on the service's machine: empty, or to be made. Required."""
+    def __init__(
+        self,
+        *,
+        directory: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BackupRequest: _TypeAlias = BackupRequest  # noqa: Y015
+
+@_typing.final
+class BackupResponse(_message.Message):
+    """BackupResponse says what a backup has."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILES_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    files: _builtins.int
+    """files is their number."""
+    bytes: _builtins.int
+    """bytes is what they have."""
+    def __init__(
+        self,
+        *,
+        files: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "files", b"files"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BackupResponse: _TypeAlias = BackupResponse  # noqa: Y015
+
+@_typing.final
+class InspectRequest(_message.Message):
+    """InspectRequest asks for a look at all rows."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InspectRequest: _TypeAlias = InspectRequest  # noqa: Y015
+
+@_typing.final
+class InspectResponse(_message.Message):
+    """InspectResponse says what was found."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TABLES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___InspectedTable]:
+        """tables are those of all models, and what the replicas of consumers with policies hold of them."""
+
+    def __init__(
+        self,
+        *,
+        tables: _abc.Iterable[Global___InspectedTable] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tables", b"tables"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InspectResponse: _TypeAlias = InspectResponse  # noqa: Y015
+
+@_typing.final
+class InspectedTable(_message.Message):
+    """InspectedTable is what was found of a table."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    CONSUMER_FIELD_NUMBER: _builtins.int
+    TABLE_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    DAMAGED_FIELD_NUMBER: _builtins.int
+    RESTAMPED_FIELD_NUMBER: _builtins.int
+    LEFT_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """model is the name of the model."""
+    consumer: _builtins.str
+    """consumer names the consumer whose replicas hold these rows; empty where they are the model's own."""
+    table: _builtins.str
+    """table is the name of the table."""
+    rows: _builtins.int
+    """rows is how many were looked at."""
+    damaged: _builtins.int
+    """damaged is how many of them had other bits than were stored."""
+    restamped: _builtins.int
+    """restamped is how many had another stamp than was stored: they are taken for changed now, and sent again."""
+    left: _builtins.int
+    """left is how many are damaged still."""
+    reason: _builtins.str
+    """reason says which these are, and what becomes of them; empty where none is left."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        consumer: _builtins.str = ...,
+        table: _builtins.str = ...,
+        rows: _builtins.int = ...,
+        damaged: _builtins.int = ...,
+        restamped: _builtins.int = ...,
+        left: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer", "damaged", b"damaged", "left", b"left", "model", b"model", "reason", b"reason", "restamped", b"restamped", "rows", b"rows", "table", b"table"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InspectedTable: _TypeAlias = InspectedTable  # noqa: Y015

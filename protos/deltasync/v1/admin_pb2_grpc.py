@@ -27,7 +27,8 @@ if _version_not_supported:
 
 class AdminServiceStub:
     """AdminService manages consumers, and has rows deleted. Calls that change something need the admin token, sent as the
-    metadata entry "authorization: Bearer TOKEN".
+    metadata entry "authorization: Bearer TOKEN". The entry "deltasync-by" may name who asks: it is told beside what
+    changes, with the address that the call comes from, and proves nothing.
     """
 
     def __init__(self, channel):
@@ -51,6 +52,31 @@ class AdminServiceStub:
                 request_serializer=deltasync_dot_v1_dot_admin__pb2.DeleteConsumerRequest.SerializeToString,
                 response_deserializer=deltasync_dot_v1_dot_admin__pb2.DeleteConsumerResponse.FromString,
                 _registered_method=True)
+        self.PauseConsumer = channel.unary_unary(
+                '/deltasync.v1.AdminService/PauseConsumer',
+                request_serializer=deltasync_dot_v1_dot_admin__pb2.PauseConsumerRequest.SerializeToString,
+                response_deserializer=deltasync_dot_v1_dot_admin__pb2.PauseConsumerResponse.FromString,
+                _registered_method=True)
+        self.ResumeConsumer = channel.unary_unary(
+                '/deltasync.v1.AdminService/ResumeConsumer',
+                request_serializer=deltasync_dot_v1_dot_admin__pb2.ResumeConsumerRequest.SerializeToString,
+                response_deserializer=deltasync_dot_v1_dot_admin__pb2.ResumeConsumerResponse.FromString,
+                _registered_method=True)
+        self.ForgetReplica = channel.unary_unary(
+                '/deltasync.v1.AdminService/ForgetReplica',
+                request_serializer=deltasync_dot_v1_dot_admin__pb2.ForgetReplicaRequest.SerializeToString,
+                response_deserializer=deltasync_dot_v1_dot_admin__pb2.ForgetReplicaResponse.FromString,
+                _registered_method=True)
+        self.DeleteModel = channel.unary_unary(
+                '/deltasync.v1.AdminService/DeleteModel',
+                request_serializer=deltasync_dot_v1_dot_admin__pb2.DeleteModelRequest.SerializeToString,
+                response_deserializer=deltasync_dot_v1_dot_admin__pb2.DeleteModelResponse.FromString,
+                _registered_method=True)
+        self.DeleteTable = channel.unary_unary(
+                '/deltasync.v1.AdminService/DeleteTable',
+                request_serializer=deltasync_dot_v1_dot_admin__pb2.DeleteTableRequest.SerializeToString,
+                response_deserializer=deltasync_dot_v1_dot_admin__pb2.DeleteTableResponse.FromString,
+                _registered_method=True)
         self.ListConsumers = channel.unary_unary(
                 '/deltasync.v1.AdminService/ListConsumers',
                 request_serializer=deltasync_dot_v1_dot_admin__pb2.ListConsumersRequest.SerializeToString,
@@ -66,11 +92,22 @@ class AdminServiceStub:
                 request_serializer=deltasync_dot_v1_dot_admin__pb2.ListPendingDeletesRequest.SerializeToString,
                 response_deserializer=deltasync_dot_v1_dot_admin__pb2.ListPendingDeletesResponse.FromString,
                 _registered_method=True)
+        self.Backup = channel.unary_unary(
+                '/deltasync.v1.AdminService/Backup',
+                request_serializer=deltasync_dot_v1_dot_admin__pb2.BackupRequest.SerializeToString,
+                response_deserializer=deltasync_dot_v1_dot_admin__pb2.BackupResponse.FromString,
+                _registered_method=True)
+        self.Inspect = channel.unary_unary(
+                '/deltasync.v1.AdminService/Inspect',
+                request_serializer=deltasync_dot_v1_dot_admin__pb2.InspectRequest.SerializeToString,
+                response_deserializer=deltasync_dot_v1_dot_admin__pb2.InspectResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
     """AdminService manages consumers, and has rows deleted. Calls that change something need the admin token, sent as the
-    metadata entry "authorization: Bearer TOKEN".
+    metadata entry "authorization: Bearer TOKEN". The entry "deltasync-by" may name who asks: it is told beside what
+    changes, with the address that the call comes from, and proves nothing.
     """
 
     def CreateConsumer(self, request, context):
@@ -90,6 +127,45 @@ class AdminServiceServicer:
 
     def DeleteConsumer(self, request, context):
         """DeleteConsumer forgets a consumer and its offsets; its replicas are disconnected. Needs the token.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PauseConsumer(self, request, context):
+        """PauseConsumer holds a consumer's replicas at what they have, whatever is published, until it is resumed. It takes
+        effect at once, and outlives the service. One that is paused stays so since when it was; who and why are
+        replaced. Needs the token.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResumeConsumer(self, request, context):
+        """ResumeConsumer lets a paused consumer go on, with all that its replicas lack. One that is not paused is left as it
+        is. Needs the token.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ForgetReplica(self, request, context):
+        """ForgetReplica forgets a replica that is away: no lag counts it any more. Needs the token.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteModel(self, request, context):
+        """DeleteModel deletes a model that nobody publishes and no consumer follows, with all that is kept of it. Needs the
+        token.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteTable(self, request, context):
+        """DeleteTable deletes a table that no connected rank publishes; replicas are not sent it any more. Needs the token.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -118,6 +194,22 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Backup(self, request, context):
+        """Backup copies all that the service keeps into a folder of its machine, while it goes on. It is answered once the
+        backup is complete; a caller that leaves ends it. Needs the token.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Inspect(self, request, context):
+        """Inspect looks at all rows that the service keeps, at full speed, mends what can be mended, and says what is left.
+        Cuts and releases go on. Needs the token.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -136,6 +228,31 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     request_deserializer=deltasync_dot_v1_dot_admin__pb2.DeleteConsumerRequest.FromString,
                     response_serializer=deltasync_dot_v1_dot_admin__pb2.DeleteConsumerResponse.SerializeToString,
             ),
+            'PauseConsumer': grpc.unary_unary_rpc_method_handler(
+                    servicer.PauseConsumer,
+                    request_deserializer=deltasync_dot_v1_dot_admin__pb2.PauseConsumerRequest.FromString,
+                    response_serializer=deltasync_dot_v1_dot_admin__pb2.PauseConsumerResponse.SerializeToString,
+            ),
+            'ResumeConsumer': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResumeConsumer,
+                    request_deserializer=deltasync_dot_v1_dot_admin__pb2.ResumeConsumerRequest.FromString,
+                    response_serializer=deltasync_dot_v1_dot_admin__pb2.ResumeConsumerResponse.SerializeToString,
+            ),
+            'ForgetReplica': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForgetReplica,
+                    request_deserializer=deltasync_dot_v1_dot_admin__pb2.ForgetReplicaRequest.FromString,
+                    response_serializer=deltasync_dot_v1_dot_admin__pb2.ForgetReplicaResponse.SerializeToString,
+            ),
+            'DeleteModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteModel,
+                    request_deserializer=deltasync_dot_v1_dot_admin__pb2.DeleteModelRequest.FromString,
+                    response_serializer=deltasync_dot_v1_dot_admin__pb2.DeleteModelResponse.SerializeToString,
+            ),
+            'DeleteTable': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteTable,
+                    request_deserializer=deltasync_dot_v1_dot_admin__pb2.DeleteTableRequest.FromString,
+                    response_serializer=deltasync_dot_v1_dot_admin__pb2.DeleteTableResponse.SerializeToString,
+            ),
             'ListConsumers': grpc.unary_unary_rpc_method_handler(
                     servicer.ListConsumers,
                     request_deserializer=deltasync_dot_v1_dot_admin__pb2.ListConsumersRequest.FromString,
@@ -151,6 +268,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     request_deserializer=deltasync_dot_v1_dot_admin__pb2.ListPendingDeletesRequest.FromString,
                     response_serializer=deltasync_dot_v1_dot_admin__pb2.ListPendingDeletesResponse.SerializeToString,
             ),
+            'Backup': grpc.unary_unary_rpc_method_handler(
+                    servicer.Backup,
+                    request_deserializer=deltasync_dot_v1_dot_admin__pb2.BackupRequest.FromString,
+                    response_serializer=deltasync_dot_v1_dot_admin__pb2.BackupResponse.SerializeToString,
+            ),
+            'Inspect': grpc.unary_unary_rpc_method_handler(
+                    servicer.Inspect,
+                    request_deserializer=deltasync_dot_v1_dot_admin__pb2.InspectRequest.FromString,
+                    response_serializer=deltasync_dot_v1_dot_admin__pb2.InspectResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'deltasync.v1.AdminService', rpc_method_handlers)
@@ -161,7 +288,8 @@ def add_AdminServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class AdminService:
     """AdminService manages consumers, and has rows deleted. Calls that change something need the admin token, sent as the
-    metadata entry "authorization: Bearer TOKEN".
+    metadata entry "authorization: Bearer TOKEN". The entry "deltasync-by" may name who asks: it is told beside what
+    changes, with the address that the call comes from, and proves nothing.
     """
 
     @staticmethod
@@ -246,6 +374,141 @@ class AdminService:
             _registered_method=True)
 
     @staticmethod
+    def PauseConsumer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/deltasync.v1.AdminService/PauseConsumer',
+            deltasync_dot_v1_dot_admin__pb2.PauseConsumerRequest.SerializeToString,
+            deltasync_dot_v1_dot_admin__pb2.PauseConsumerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResumeConsumer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/deltasync.v1.AdminService/ResumeConsumer',
+            deltasync_dot_v1_dot_admin__pb2.ResumeConsumerRequest.SerializeToString,
+            deltasync_dot_v1_dot_admin__pb2.ResumeConsumerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForgetReplica(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/deltasync.v1.AdminService/ForgetReplica',
+            deltasync_dot_v1_dot_admin__pb2.ForgetReplicaRequest.SerializeToString,
+            deltasync_dot_v1_dot_admin__pb2.ForgetReplicaResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/deltasync.v1.AdminService/DeleteModel',
+            deltasync_dot_v1_dot_admin__pb2.DeleteModelRequest.SerializeToString,
+            deltasync_dot_v1_dot_admin__pb2.DeleteModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteTable(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/deltasync.v1.AdminService/DeleteTable',
+            deltasync_dot_v1_dot_admin__pb2.DeleteTableRequest.SerializeToString,
+            deltasync_dot_v1_dot_admin__pb2.DeleteTableResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def ListConsumers(request,
             target,
             options=(),
@@ -316,6 +579,60 @@ class AdminService:
             '/deltasync.v1.AdminService/ListPendingDeletes',
             deltasync_dot_v1_dot_admin__pb2.ListPendingDeletesRequest.SerializeToString,
             deltasync_dot_v1_dot_admin__pb2.ListPendingDeletesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Backup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/deltasync.v1.AdminService/Backup',
+            deltasync_dot_v1_dot_admin__pb2.BackupRequest.SerializeToString,
+            deltasync_dot_v1_dot_admin__pb2.BackupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Inspect(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/deltasync.v1.AdminService/Inspect',
+            deltasync_dot_v1_dot_admin__pb2.InspectRequest.SerializeToString,
+            deltasync_dot_v1_dot_admin__pb2.InspectResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -28,7 +28,8 @@ GRPC_VERSION: str
 
 class AdminServiceStub:
     """AdminService manages consumers, and has rows deleted. Calls that change something need the admin token, sent as the
-    metadata entry "authorization: Bearer TOKEN".
+    metadata entry "authorization: Bearer TOKEN". The entry "deltasync-by" may name who asks: it is told beside what
+    changes, with the address that the call comes from, and proves nothing.
     """
 
     @_typing.overload
@@ -43,6 +44,23 @@ class AdminServiceStub:
     """
     DeleteConsumer: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DeleteConsumerRequest, _admin_pb2.DeleteConsumerResponse]
     """DeleteConsumer forgets a consumer and its offsets; its replicas are disconnected. Needs the token."""
+    PauseConsumer: _grpc.UnaryUnaryMultiCallable[_admin_pb2.PauseConsumerRequest, _admin_pb2.PauseConsumerResponse]
+    """PauseConsumer holds a consumer's replicas at what they have, whatever is published, until it is resumed. It takes
+    effect at once, and outlives the service. One that is paused stays so since when it was; who and why are
+    replaced. Needs the token.
+    """
+    ResumeConsumer: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ResumeConsumerRequest, _admin_pb2.ResumeConsumerResponse]
+    """ResumeConsumer lets a paused consumer go on, with all that its replicas lack. One that is not paused is left as it
+    is. Needs the token.
+    """
+    ForgetReplica: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ForgetReplicaRequest, _admin_pb2.ForgetReplicaResponse]
+    """ForgetReplica forgets a replica that is away: no lag counts it any more. Needs the token."""
+    DeleteModel: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DeleteModelRequest, _admin_pb2.DeleteModelResponse]
+    """DeleteModel deletes a model that nobody publishes and no consumer follows, with all that is kept of it. Needs the
+    token.
+    """
+    DeleteTable: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DeleteTableRequest, _admin_pb2.DeleteTableResponse]
+    """DeleteTable deletes a table that no connected rank publishes; replicas are not sent it any more. Needs the token."""
     ListConsumers: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListConsumersRequest, _admin_pb2.ListConsumersResponse]
     """ListConsumers lists all consumers by name."""
     DeleteRows: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DeleteRowsRequest, _admin_pb2.DeleteRowsResponse]
@@ -52,11 +70,20 @@ class AdminServiceStub:
     """
     ListPendingDeletes: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListPendingDeletesRequest, _admin_pb2.ListPendingDeletesResponse]
     """ListPendingDeletes lists the requests that are not done, by model and number."""
+    Backup: _grpc.UnaryUnaryMultiCallable[_admin_pb2.BackupRequest, _admin_pb2.BackupResponse]
+    """Backup copies all that the service keeps into a folder of its machine, while it goes on. It is answered once the
+    backup is complete; a caller that leaves ends it. Needs the token.
+    """
+    Inspect: _grpc.UnaryUnaryMultiCallable[_admin_pb2.InspectRequest, _admin_pb2.InspectResponse]
+    """Inspect looks at all rows that the service keeps, at full speed, mends what can be mended, and says what is left.
+    Cuts and releases go on. Needs the token.
+    """
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
     """AdminService manages consumers, and has rows deleted. Calls that change something need the admin token, sent as the
-    metadata entry "authorization: Bearer TOKEN".
+    metadata entry "authorization: Bearer TOKEN". The entry "deltasync-by" may name who asks: it is told beside what
+    changes, with the address that the call comes from, and proves nothing.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -68,6 +95,23 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
     DeleteConsumer: _aio.UnaryUnaryMultiCallable[_admin_pb2.DeleteConsumerRequest, _admin_pb2.DeleteConsumerResponse]  # type: ignore[assignment]
     """DeleteConsumer forgets a consumer and its offsets; its replicas are disconnected. Needs the token."""
+    PauseConsumer: _aio.UnaryUnaryMultiCallable[_admin_pb2.PauseConsumerRequest, _admin_pb2.PauseConsumerResponse]  # type: ignore[assignment]
+    """PauseConsumer holds a consumer's replicas at what they have, whatever is published, until it is resumed. It takes
+    effect at once, and outlives the service. One that is paused stays so since when it was; who and why are
+    replaced. Needs the token.
+    """
+    ResumeConsumer: _aio.UnaryUnaryMultiCallable[_admin_pb2.ResumeConsumerRequest, _admin_pb2.ResumeConsumerResponse]  # type: ignore[assignment]
+    """ResumeConsumer lets a paused consumer go on, with all that its replicas lack. One that is not paused is left as it
+    is. Needs the token.
+    """
+    ForgetReplica: _aio.UnaryUnaryMultiCallable[_admin_pb2.ForgetReplicaRequest, _admin_pb2.ForgetReplicaResponse]  # type: ignore[assignment]
+    """ForgetReplica forgets a replica that is away: no lag counts it any more. Needs the token."""
+    DeleteModel: _aio.UnaryUnaryMultiCallable[_admin_pb2.DeleteModelRequest, _admin_pb2.DeleteModelResponse]  # type: ignore[assignment]
+    """DeleteModel deletes a model that nobody publishes and no consumer follows, with all that is kept of it. Needs the
+    token.
+    """
+    DeleteTable: _aio.UnaryUnaryMultiCallable[_admin_pb2.DeleteTableRequest, _admin_pb2.DeleteTableResponse]  # type: ignore[assignment]
+    """DeleteTable deletes a table that no connected rank publishes; replicas are not sent it any more. Needs the token."""
     ListConsumers: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListConsumersRequest, _admin_pb2.ListConsumersResponse]  # type: ignore[assignment]
     """ListConsumers lists all consumers by name."""
     DeleteRows: _aio.UnaryUnaryMultiCallable[_admin_pb2.DeleteRowsRequest, _admin_pb2.DeleteRowsResponse]  # type: ignore[assignment]
@@ -77,10 +121,19 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
     ListPendingDeletes: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListPendingDeletesRequest, _admin_pb2.ListPendingDeletesResponse]  # type: ignore[assignment]
     """ListPendingDeletes lists the requests that are not done, by model and number."""
+    Backup: _aio.UnaryUnaryMultiCallable[_admin_pb2.BackupRequest, _admin_pb2.BackupResponse]  # type: ignore[assignment]
+    """Backup copies all that the service keeps into a folder of its machine, while it goes on. It is answered once the
+    backup is complete; a caller that leaves ends it. Needs the token.
+    """
+    Inspect: _aio.UnaryUnaryMultiCallable[_admin_pb2.InspectRequest, _admin_pb2.InspectResponse]  # type: ignore[assignment]
+    """Inspect looks at all rows that the service keeps, at full speed, mends what can be mended, and says what is left.
+    Cuts and releases go on. Needs the token.
+    """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """AdminService manages consumers, and has rows deleted. Calls that change something need the admin token, sent as the
-    metadata entry "authorization: Bearer TOKEN".
+    metadata entry "authorization: Bearer TOKEN". The entry "deltasync-by" may name who asks: it is told beside what
+    changes, with the address that the call comes from, and proves nothing.
     """
 
     @_abc_1.abstractmethod
@@ -110,6 +163,53 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         """DeleteConsumer forgets a consumer and its offsets; its replicas are disconnected. Needs the token."""
 
     @_abc_1.abstractmethod
+    def PauseConsumer(
+        self,
+        request: _admin_pb2.PauseConsumerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.PauseConsumerResponse, _abc.Awaitable[_admin_pb2.PauseConsumerResponse]]:
+        """PauseConsumer holds a consumer's replicas at what they have, whatever is published, until it is resumed. It takes
+        effect at once, and outlives the service. One that is paused stays so since when it was; who and why are
+        replaced. Needs the token.
+        """
+
+    @_abc_1.abstractmethod
+    def ResumeConsumer(
+        self,
+        request: _admin_pb2.ResumeConsumerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ResumeConsumerResponse, _abc.Awaitable[_admin_pb2.ResumeConsumerResponse]]:
+        """ResumeConsumer lets a paused consumer go on, with all that its replicas lack. One that is not paused is left as it
+        is. Needs the token.
+        """
+
+    @_abc_1.abstractmethod
+    def ForgetReplica(
+        self,
+        request: _admin_pb2.ForgetReplicaRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ForgetReplicaResponse, _abc.Awaitable[_admin_pb2.ForgetReplicaResponse]]:
+        """ForgetReplica forgets a replica that is away: no lag counts it any more. Needs the token."""
+
+    @_abc_1.abstractmethod
+    def DeleteModel(
+        self,
+        request: _admin_pb2.DeleteModelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.DeleteModelResponse, _abc.Awaitable[_admin_pb2.DeleteModelResponse]]:
+        """DeleteModel deletes a model that nobody publishes and no consumer follows, with all that is kept of it. Needs the
+        token.
+        """
+
+    @_abc_1.abstractmethod
+    def DeleteTable(
+        self,
+        request: _admin_pb2.DeleteTableRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.DeleteTableResponse, _abc.Awaitable[_admin_pb2.DeleteTableResponse]]:
+        """DeleteTable deletes a table that no connected rank publishes; replicas are not sent it any more. Needs the token."""
+
+    @_abc_1.abstractmethod
     def ListConsumers(
         self,
         request: _admin_pb2.ListConsumersRequest,
@@ -135,5 +235,25 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListPendingDeletesResponse, _abc.Awaitable[_admin_pb2.ListPendingDeletesResponse]]:
         """ListPendingDeletes lists the requests that are not done, by model and number."""
+
+    @_abc_1.abstractmethod
+    def Backup(
+        self,
+        request: _admin_pb2.BackupRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.BackupResponse, _abc.Awaitable[_admin_pb2.BackupResponse]]:
+        """Backup copies all that the service keeps into a folder of its machine, while it goes on. It is answered once the
+        backup is complete; a caller that leaves ends it. Needs the token.
+        """
+
+    @_abc_1.abstractmethod
+    def Inspect(
+        self,
+        request: _admin_pb2.InspectRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.InspectResponse, _abc.Awaitable[_admin_pb2.InspectResponse]]:
+        """Inspect looks at all rows that the service keeps, at full speed, mends what can be mended, and says what is left.
+        Cuts and releases go on. Needs the token.
+        """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

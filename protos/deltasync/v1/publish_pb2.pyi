@@ -116,6 +116,8 @@ class PublishOpen(_message.Message):
     SHARDS_FIELD_NUMBER: _builtins.int
     CONTINUES_FIELD_NUMBER: _builtins.int
     TAKES_DELETES_FIELD_NUMBER: _builtins.int
+    TAKES_CHANGES_FIELD_NUMBER: _builtins.int
+    PROCESS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """model names the set of tables: 1 to 128 of letters, digits, '.', '_' and '-', not starting with '.'."""
     run: _builtins.str
@@ -131,6 +133,10 @@ class PublishOpen(_message.Message):
     """world_size is the number of ranks, 1 to 65,536; a cut is sealed when all of them have closed their parts."""
     takes_deletes: _builtins.bool
     """takes_deletes says that this rank deletes rows when it is asked to. Nobody else is asked."""
+    takes_changes: _builtins.bool
+    """takes_changes says that this rank can be told which rows were published after the position that its run continues."""
+    process: _builtins.str
+    """process says which process this is, for people: a host and a process id, say. At most 200 printable characters."""
     @_builtins.property
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[_tables_pb2.Table]:
         """tables describes the tables of this run, the same on all ranks. At least one. Shards must cover these
@@ -159,10 +165,12 @@ class PublishOpen(_message.Message):
         shards: _abc.Iterable[Global___Shard] | None = ...,
         continues: _tables_pb2.Position | None = ...,
         takes_deletes: _builtins.bool = ...,
+        takes_changes: _builtins.bool = ...,
+        process: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["continues", b"continues"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["continues", b"continues", "model", b"model", "rank", b"rank", "run", b"run", "run_started_unix_ns", b"run_started_unix_ns", "shards", b"shards", "tables", b"tables", "takes_deletes", b"takes_deletes", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continues", b"continues", "model", b"model", "process", b"process", "rank", b"rank", "run", b"run", "run_started_unix_ns", b"run_started_unix_ns", "shards", b"shards", "tables", b"tables", "takes_changes", b"takes_changes", "takes_deletes", b"takes_deletes", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -298,6 +306,7 @@ class PublishResponse(_message.Message):
 
     OPENED_FIELD_NUMBER: _builtins.int
     SEALED_FIELD_NUMBER: _builtins.int
+    CHANGED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def opened(self) -> Global___PublishOpened:
         """opened answers the open."""
@@ -306,17 +315,22 @@ class PublishResponse(_message.Message):
     def sealed(self) -> Global___CutSealed:
         """sealed answers a close."""
 
+    @_builtins.property
+    def changed(self) -> Global___ChangedRows:
+        """changed follows on opened where that has a since."""
+
     def __init__(
         self,
         *,
         opened: Global___PublishOpened | None = ...,
         sealed: Global___CutSealed | None = ...,
+        changed: Global___ChangedRows | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "opened", b"opened", "sealed", b"sealed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed", "message", b"message", "opened", b"opened", "sealed", b"sealed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "opened", b"opened", "sealed", b"sealed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed", "message", b"message", "opened", b"opened", "sealed", b"sealed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["opened", "sealed"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["opened", "sealed", "changed"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -335,6 +349,7 @@ class PublishOpened(_message.Message):
     DELETES_FIELD_NUMBER: _builtins.int
     WANTED_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
+    SINCE_FIELD_NUMBER: _builtins.int
     continues: _builtins.bool
     """continues says whether this run continues the published history. If not, its next cut must be full. A
     run that claims a position from the future does not continue.
@@ -345,9 +360,17 @@ class PublishOpened(_message.Message):
     """tables is how many tables were understood, as a check."""
     protocol: _builtins.int
     """protocol is the newest that the service understands; 0 where that is 4 or earlier."""
+    since: _builtins.int
+    """since is the version that the run goes on from where that is not the newest: messages with the rows published after
+    it follow. Only to a rank that takes_changes. The next cut of the run must have all of them, as the run holds them
+    now, with its own changes; a part that lacks some of its rank's shards is answered with DATA_LOSS. 0 if there
+    are none to be had.
+    """
     @_builtins.property
     def head(self) -> _tables_pb2.Position:
-        """head is the last sealed position."""
+        """head is the last sealed position. A run that holds it, by its seal, may go on from there although it claimed a later
+        one, which the service has lost.
+        """
 
     @_builtins.property
     def deletes(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeleteRequest]:
@@ -367,14 +390,69 @@ class PublishOpened(_message.Message):
         deletes: _abc.Iterable[Global___DeleteRequest] | None = ...,
         wanted: _abc.Iterable[_tables_pb2.WantedRows] | None = ...,
         protocol: _builtins.int = ...,
+        since: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["head", b"head"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["continues", b"continues", "deletes", b"deletes", "head", b"head", "protocol", b"protocol", "reason", b"reason", "tables", b"tables", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continues", b"continues", "deletes", b"deletes", "head", b"head", "protocol", b"protocol", "reason", b"reason", "since", b"since", "tables", b"tables", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PublishOpened: _TypeAlias = PublishOpened  # noqa: Y015
+
+@_typing.final
+class ChangedRows(_message.Message):
+    """ChangedRows names rows of this rank's shards that were published after PublishOpened.since: 1 MiB of ids at most."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TABLES_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    last: _builtins.bool
+    """last says that no more follow."""
+    @_builtins.property
+    def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___TableIds]:
+        """tables are some of the tables that have such rows. The ids of a table ascend over all messages."""
+
+    def __init__(
+        self,
+        *,
+        tables: _abc.Iterable[Global___TableIds] | None = ...,
+        last: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["last", b"last", "tables", b"tables"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChangedRows: _TypeAlias = ChangedRows  # noqa: Y015
+
+@_typing.final
+class TableIds(_message.Message):
+    """TableIds names rows of a table."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TABLE_FIELD_NUMBER: _builtins.int
+    IDS_FIELD_NUMBER: _builtins.int
+    table: _builtins.int
+    """table is the index of the table in PublishOpen.tables."""
+    ids: _builtins.bytes
+    """ids holds global row ids: int64, little-endian, strictly ascending."""
+    def __init__(
+        self,
+        *,
+        table: _builtins.int = ...,
+        ids: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ids", b"ids", "table", b"table"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TableIds: _TypeAlias = TableIds  # noqa: Y015
 
 @_typing.final
 class DeleteRequest(_message.Message):
@@ -418,8 +496,11 @@ class CutSealed(_message.Message):
     POSITION_FIELD_NUMBER: _builtins.int
     DELETES_FIELD_NUMBER: _builtins.int
     WANTED_FIELD_NUMBER: _builtins.int
+    QUARANTINE_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """step is the optimizer step of the cut."""
+    quarantine: _builtins.str
+    """quarantine says why the service has paused the model's consumers before this version; empty if it has not."""
     @_builtins.property
     def position(self) -> _tables_pb2.Position:
         """position is the version the cut got, and its history."""
@@ -444,11 +525,66 @@ class CutSealed(_message.Message):
         position: _tables_pb2.Position | None = ...,
         deletes: _abc.Iterable[Global___DeleteRequest] | None = ...,
         wanted: _abc.Iterable[_tables_pb2.WantedRows] | None = ...,
+        quarantine: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deletes", b"deletes", "position", b"position", "step", b"step", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deletes", b"deletes", "position", b"position", "quarantine", b"quarantine", "step", b"step", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CutSealed: _TypeAlias = CutSealed  # noqa: Y015
+
+@_typing.final
+class WantedRequest(_message.Message):
+    """WantedRequest names a rank, which has a stream."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """model is as PublishOpen.model."""
+    run: _builtins.str
+    """run is as PublishOpen.run."""
+    rank: _builtins.int
+    """rank is as PublishOpen.rank."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        run: _builtins.str = ...,
+        rank: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "rank", b"rank", "run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WantedRequest: _TypeAlias = WantedRequest  # noqa: Y015
+
+@_typing.final
+class WantedResponse(_message.Message):
+    """WantedResponse names rows."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WANTED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def wanted(self) -> _containers.RepeatedCompositeFieldContainer[_tables_pb2.WantedRows]:
+        """wanted are the rows: as CutSealed.wanted. None for a rank that has no stream."""
+
+    def __init__(
+        self,
+        *,
+        wanted: _abc.Iterable[_tables_pb2.WantedRows] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["wanted", b"wanted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WantedResponse: _TypeAlias = WantedResponse  # noqa: Y015

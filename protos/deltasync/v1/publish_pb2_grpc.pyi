@@ -37,6 +37,10 @@ class PublishServiceStub:
     """Publish carries one rank's parts. The first request is an open; then, for every cut, chunks and
     one close. The service answers the open, and every close once the whole cut is durable.
     """
+    Wanted: _grpc.UnaryUnaryMultiCallable[_publish_pb2.WantedRequest, _publish_pb2.WantedResponse]
+    """Wanted names the rows that a rank is asked to publish again, for one that has published nothing for a while. From
+    protocol 6 on.
+    """
 
 @_typing.type_check_only
 class PublishServiceAsyncStub(PublishServiceStub):
@@ -46,6 +50,10 @@ class PublishServiceAsyncStub(PublishServiceStub):
     Publish: _aio.StreamStreamMultiCallable[_publish_pb2.PublishRequest, _publish_pb2.PublishResponse]  # type: ignore[assignment]
     """Publish carries one rank's parts. The first request is an open; then, for every cut, chunks and
     one close. The service answers the open, and every close once the whole cut is durable.
+    """
+    Wanted: _aio.UnaryUnaryMultiCallable[_publish_pb2.WantedRequest, _publish_pb2.WantedResponse]  # type: ignore[assignment]
+    """Wanted names the rows that a rank is asked to publish again, for one that has published nothing for a while. From
+    protocol 6 on.
     """
 
 class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -59,6 +67,16 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_publish_pb2.PublishResponse], _abc.AsyncIterator[_publish_pb2.PublishResponse]]:
         """Publish carries one rank's parts. The first request is an open; then, for every cut, chunks and
         one close. The service answers the open, and every close once the whole cut is durable.
+        """
+
+    @_abc_1.abstractmethod
+    def Wanted(
+        self,
+        request: _publish_pb2.WantedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_publish_pb2.WantedResponse, _abc.Awaitable[_publish_pb2.WantedResponse]]:
+        """Wanted names the rows that a rank is asked to publish again, for one that has published nothing for a while. From
+        protocol 6 on.
         """
 
 def add_PublishServiceServicer_to_server(servicer: PublishServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -61,6 +61,8 @@ class SubscribeOpen(_message.Message):
     REPLICA_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
     MAX_OUTSTANDING_BYTES_FIELD_NUMBER: _builtins.int
+    INSTANCE_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     consumer: _builtins.str
     """consumer is the name of an existing consumer."""
     replica: _builtins.str
@@ -71,9 +73,20 @@ class SubscribeOpen(_message.Message):
     """max_outstanding_bytes bounds the row bytes sent and not yet returned by Ack.received_bytes.
     0 means 16 MiB. A single chunk is sent whatever the bound once nothing is outstanding.
     """
+    instance: _builtins.str
+    """instance tells this replica, as long as it lives, from any other of its name: a random text, the same on all of its
+    streams; empty where it has none. Where a newer stream of the same name is of another instance, the older one ends
+    with FAILED_PRECONDITION: two replicas have one name, and would take each other's place for ever.
+    """
     @_builtins.property
     def held(self) -> _tables_pb2.Position:
         """held is the position the replica's tables are at; unset when it holds nothing."""
+
+    @_builtins.property
+    def version(self) -> _tables_pb2.Position:
+        """version is the position, in the model's history, of what held was made of, as the service said it with its seal;
+        unset where the replica does not know it.
+        """
 
     def __init__(
         self,
@@ -82,10 +95,12 @@ class SubscribeOpen(_message.Message):
         replica: _builtins.str = ...,
         held: _tables_pb2.Position | None = ...,
         max_outstanding_bytes: _builtins.int = ...,
+        instance: _builtins.str = ...,
+        version: _tables_pb2.Position | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["held", b"held"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer", "held", b"held", "max_outstanding_bytes", b"max_outstanding_bytes", "replica", b"replica"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer", "held", b"held", "instance", b"instance", "max_outstanding_bytes", b"max_outstanding_bytes", "replica", b"replica", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -104,11 +119,16 @@ class Ack(_message.Message):
     WANTED_FIELD_NUMBER: _builtins.int
     UNBOUND_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
+    GOODBYE_FIELD_NUMBER: _builtins.int
     received_bytes: _builtins.int
     """received_bytes is the total of ids and values bytes taken from this stream so far."""
     token: _builtins.int
     """token is the time at which the replica sends this, by a clock of its own that nobody sets; 0 if it has none. The
     service looks at none of its bits, and gives the newest one back: see ReleaseEnd.token.
+    """
+    goodbye: _builtins.bool
+    """goodbye says that this replica ends for good, just before it closes its side of the stream: it is forgotten, and no
+    lag counts it any more.
     """
     @_builtins.property
     def applied(self) -> _tables_pb2.Position:
@@ -147,10 +167,11 @@ class Ack(_message.Message):
         wanted: _abc.Iterable[_tables_pb2.WantedRows] | None = ...,
         unbound: _abc.Iterable[_builtins.int] | None = ...,
         token: _builtins.int = ...,
+        goodbye: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "checksums", b"checksums", "received_bytes", b"received_bytes", "sums", b"sums", "token", b"token", "unbound", b"unbound", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "checksums", b"checksums", "goodbye", b"goodbye", "received_bytes", b"received_bytes", "sums", b"sums", "token", b"token", "unbound", b"unbound", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -307,6 +328,7 @@ class ReleaseEnd(_message.Message):
     EVENT_TIME_UNIX_NS_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
     BEHIND_NS_FIELD_NUMBER: _builtins.int
+    VERSION_SEAL_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """step is the trainer's optimizer step of that version."""
     step_end_unix_ns: _builtins.int
@@ -327,6 +349,8 @@ class ReleaseEnd(_message.Message):
     """behind_ns is for how long, when this message was made, `position` had not been the newest any more, nanoseconds; 0 if
     it was, or 2^62 and more if nobody knows. Who holds it knows that it was the newest at `token` less `behind_ns`.
     """
+    version_seal: _builtins.int
+    """version_seal is the checksum of the seal of that version; 0 where it is not known."""
     @_builtins.property
     def position(self) -> _tables_pb2.Position:
         """position is what the replica holds once it has applied the release."""
@@ -361,10 +385,11 @@ class ReleaseEnd(_message.Message):
         event_time_unix_ns: _builtins.int = ...,
         token: _builtins.int = ...,
         behind_ns: _builtins.int = ...,
+        version_seal: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["behind_ns", b"behind_ns", "checksums", b"checksums", "event_time_unix_ns", b"event_time_unix_ns", "position", b"position", "rows", b"rows", "step", b"step", "step_end_unix_ns", b"step_end_unix_ns", "sums", b"sums", "token", b"token", "version", b"version", "whole", b"whole"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["behind_ns", b"behind_ns", "checksums", b"checksums", "event_time_unix_ns", b"event_time_unix_ns", "position", b"position", "rows", b"rows", "step", b"step", "step_end_unix_ns", b"step_end_unix_ns", "sums", b"sums", "token", b"token", "version", b"version", "version_seal", b"version_seal", "whole", b"whole"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -413,6 +438,7 @@ class Progress(_message.Message):
     EVENT_TIME_UNIX_NS_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
     BEHIND_NS_FIELD_NUMBER: _builtins.int
+    VERSION_SEAL_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """version is the model's version that who holds `head` is at: later than that of the last release where nothing
     has changed since that the consumer follows.
@@ -425,6 +451,8 @@ class Progress(_message.Message):
     """token is as in ReleaseEnd."""
     behind_ns: _builtins.int
     """behind_ns is as in ReleaseEnd, of `head`: above 0 where a later release is due and not made yet."""
+    version_seal: _builtins.int
+    """version_seal is the checksum of the seal of that version; 0 where it is not known."""
     @_builtins.property
     def head(self) -> _tables_pb2.Position:
         """head is the newest position; its history is empty while the model has no tables yet."""
@@ -437,11 +465,59 @@ class Progress(_message.Message):
         event_time_unix_ns: _builtins.int = ...,
         token: _builtins.int = ...,
         behind_ns: _builtins.int = ...,
+        version_seal: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["head", b"head"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["behind_ns", b"behind_ns", "event_time_unix_ns", b"event_time_unix_ns", "head", b"head", "token", b"token", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["behind_ns", b"behind_ns", "event_time_unix_ns", b"event_time_unix_ns", "head", b"head", "token", b"token", "version", b"version", "version_seal", b"version_seal"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Progress: _TypeAlias = Progress  # noqa: Y015
+
+@_typing.final
+class LeaveRequest(_message.Message):
+    """LeaveRequest names the replica that has ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONSUMER_FIELD_NUMBER: _builtins.int
+    REPLICA_FIELD_NUMBER: _builtins.int
+    INSTANCE_FIELD_NUMBER: _builtins.int
+    consumer: _builtins.str
+    """consumer is the name of its consumer."""
+    replica: _builtins.str
+    """replica is its name."""
+    instance: _builtins.str
+    """instance is that of its streams."""
+    def __init__(
+        self,
+        *,
+        consumer: _builtins.str = ...,
+        replica: _builtins.str = ...,
+        instance: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer", "instance", b"instance", "replica", b"replica"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaveRequest: _TypeAlias = LeaveRequest  # noqa: Y015
+
+@_typing.final
+class LeaveResponse(_message.Message):
+    """LeaveResponse says that the service has read it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaveResponse: _TypeAlias = LeaveResponse  # noqa: Y015

@@ -40,6 +40,11 @@ class SubscribeServiceStub:
                 request_serializer=deltasync_dot_v1_dot_subscribe__pb2.SubscribeRequest.SerializeToString,
                 response_deserializer=deltasync_dot_v1_dot_subscribe__pb2.SubscribeResponse.FromString,
                 _registered_method=True)
+        self.Leave = channel.unary_unary(
+                '/deltasync.v1.SubscribeService/Leave',
+                request_serializer=deltasync_dot_v1_dot_subscribe__pb2.LeaveRequest.SerializeToString,
+                response_deserializer=deltasync_dot_v1_dot_subscribe__pb2.LeaveResponse.FromString,
+                _registered_method=True)
 
 
 class SubscribeServiceServicer:
@@ -54,6 +59,14 @@ class SubscribeServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Leave(self, request, context):
+        """Leave is the goodbye of a replica that ends while it has no stream, as Ack.goodbye is of one that has. It changes
+        nothing where another replica of that name has come. Repeating it is harmless.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SubscribeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -61,6 +74,11 @@ def add_SubscribeServiceServicer_to_server(servicer, server):
                     servicer.Subscribe,
                     request_deserializer=deltasync_dot_v1_dot_subscribe__pb2.SubscribeRequest.FromString,
                     response_serializer=deltasync_dot_v1_dot_subscribe__pb2.SubscribeResponse.SerializeToString,
+            ),
+            'Leave': grpc.unary_unary_rpc_method_handler(
+                    servicer.Leave,
+                    request_deserializer=deltasync_dot_v1_dot_subscribe__pb2.LeaveRequest.FromString,
+                    response_serializer=deltasync_dot_v1_dot_subscribe__pb2.LeaveResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -91,6 +109,33 @@ class SubscribeService:
             '/deltasync.v1.SubscribeService/Subscribe',
             deltasync_dot_v1_dot_subscribe__pb2.SubscribeRequest.SerializeToString,
             deltasync_dot_v1_dot_subscribe__pb2.SubscribeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Leave(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/deltasync.v1.SubscribeService/Leave',
+            deltasync_dot_v1_dot_subscribe__pb2.LeaveRequest.SerializeToString,
+            deltasync_dot_v1_dot_subscribe__pb2.LeaveResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,10 @@ class SubscribeServiceStub:
     """Subscribe carries releases to one replica and its acks back. The first request is an open.
     The service answers with an opened message, then with releases and, while idle, progress.
     """
+    Leave: _grpc.UnaryUnaryMultiCallable[_subscribe_pb2.LeaveRequest, _subscribe_pb2.LeaveResponse]
+    """Leave is the goodbye of a replica that ends while it has no stream, as Ack.goodbye is of one that has. It changes
+    nothing where another replica of that name has come. Repeating it is harmless.
+    """
 
 @_typing.type_check_only
 class SubscribeServiceAsyncStub(SubscribeServiceStub):
@@ -46,6 +50,10 @@ class SubscribeServiceAsyncStub(SubscribeServiceStub):
     Subscribe: _aio.StreamStreamMultiCallable[_subscribe_pb2.SubscribeRequest, _subscribe_pb2.SubscribeResponse]  # type: ignore[assignment]
     """Subscribe carries releases to one replica and its acks back. The first request is an open.
     The service answers with an opened message, then with releases and, while idle, progress.
+    """
+    Leave: _aio.UnaryUnaryMultiCallable[_subscribe_pb2.LeaveRequest, _subscribe_pb2.LeaveResponse]  # type: ignore[assignment]
+    """Leave is the goodbye of a replica that ends while it has no stream, as Ack.goodbye is of one that has. It changes
+    nothing where another replica of that name has come. Repeating it is harmless.
     """
 
 class SubscribeServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -59,6 +67,16 @@ class SubscribeServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_subscribe_pb2.SubscribeResponse], _abc.AsyncIterator[_subscribe_pb2.SubscribeResponse]]:
         """Subscribe carries releases to one replica and its acks back. The first request is an open.
         The service answers with an opened message, then with releases and, while idle, progress.
+        """
+
+    @_abc_1.abstractmethod
+    def Leave(
+        self,
+        request: _subscribe_pb2.LeaveRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_subscribe_pb2.LeaveResponse, _abc.Awaitable[_subscribe_pb2.LeaveResponse]]:
+        """Leave is the goodbye of a replica that ends while it has no stream, as Ack.goodbye is of one that has. It changes
+        nothing where another replica of that name has come. Repeating it is harmless.
         """
 
 def add_SubscribeServiceServicer_to_server(servicer: SubscribeServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -329,6 +329,7 @@ class Position(_message.Message):
 
     HISTORY_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    SEAL_FIELD_NUMBER: _builtins.int
     history: _builtins.str
     """history is the id of the history the version belongs to; empty together with version 0 means
     "holds nothing".
@@ -337,15 +338,21 @@ class Position(_message.Message):
     """version is the last version held, or the number of the last release of a consumer with a policy: 0 means
     none.
     """
+    seal: _builtins.int
+    """seal is the checksum of the seal of that version or release, which is made of the one before it, and so on: two
+    that have the same have the same past, whatever was copied or put back meanwhile. 0 where it is not known, as in
+    messages of protocols before 6: then a position counts by its history and its number.
+    """
     def __init__(
         self,
         *,
         history: _builtins.str = ...,
         version: _builtins.int = ...,
+        seal: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["history", b"history", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["history", b"history", "seal", b"seal", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

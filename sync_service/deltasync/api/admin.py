@@ -1,60 +1,101 @@
-"""The gRPC side of managing consumers and deleting rows."""
+"""The gRPC side of managing consumers, deleting rows and making backups."""
 
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from deltasync.api.call_errors import abort
+from deltasync.api.author import author, peer_address
 from deltasync.api.token import check_token
 from deltasync.consumers.consumer import Consumer
-from deltasync.core.errors import DeltasyncError
+from deltasync.consumers.pause import Pause
+from deltasync.service.backups import Backups
+from deltasync.service.brake import Brake
+from deltasync.service.inspection import InspectedTable, inspect
+from deltasync.service.removals import Removals
 from deltasync.service.service import PendingDelete, Service
 from deltasync.v1 import admin_pb2, admin_pb2_grpc
 from deltasync.wire.messages import policy_from_message, policy_to_message
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
-    """Manages consumers, and has rows deleted; what changes something needs the admin token."""
+    """Manages consumers, has rows deleted, and makes backups; all but lists needs the admin token."""
 
     def __init__(self, service: Service, token: str | None) -> None:
         self._service = service
+        self._removals, self._brake = Removals(service), Brake(service)
+        self._backups = Backups(service)
         self._token = token
 
     async def CreateConsumer(
         self, request: admin_pb2.CreateConsumerRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> admin_pb2.CreateConsumerResponse:
         """Make a consumer."""
-        try:
-            self._check_token(context)
-            wanted = request.consumer
-            policy = policy_from_message(wanted.policy)
-            consumer = await self._service.create_consumer(wanted.name, wanted.model, policy)
-        except DeltasyncError as error:
-            await abort(context, error)
+        by = self._author(context)
+        wanted = request.consumer
+        policy = policy_from_message(wanted.policy)
+        consumer = await self._service.create_consumer(wanted.name, wanted.model, policy, by)
         return admin_pb2.CreateConsumerResponse(consumer=_message(consumer))
 
     async def UpdateConsumer(
         self, request: admin_pb2.UpdateConsumerRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> admin_pb2.UpdateConsumerResponse:
         """Give a consumer another policy."""
-        try:
-            self._check_token(context)
-            consumer = await self._service.update_consumer(request.name, policy_from_message(request.policy))
-        except DeltasyncError as error:
-            await abort(context, error)
+        by = self._author(context)
+        policy = policy_from_message(request.policy)
+        consumer = await self._service.update_consumer(request.name, policy, by)
         return admin_pb2.UpdateConsumerResponse(consumer=_message(consumer))
 
     async def DeleteConsumer(
         self, request: admin_pb2.DeleteConsumerRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> admin_pb2.DeleteConsumerResponse:
         """Forget a consumer."""
-        try:
-            self._check_token(context)
-            await self._service.delete_consumer(request.name)
-        except DeltasyncError as error:
-            await abort(context, error)
+        await self._service.delete_consumer(request.name, self._author(context))
         return admin_pb2.DeleteConsumerResponse()
+
+    async def PauseConsumer(
+        self, request: admin_pb2.PauseConsumerRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.PauseConsumerResponse:
+        """Hold a consumer's replicas at what they have."""
+        by = self._author(context)
+        consumer = await self._brake.pull(request.name, request.reason, by)
+        return admin_pb2.PauseConsumerResponse(consumer=_message(consumer))
+
+    async def ResumeConsumer(
+        self, request: admin_pb2.ResumeConsumerRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.ResumeConsumerResponse:
+        """Let a paused consumer go on."""
+        consumer = await self._brake.release(request.name, self._author(context))
+        return admin_pb2.ResumeConsumerResponse(consumer=_message(consumer))
+
+    async def Inspect(
+        self, request: admin_pb2.InspectRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.InspectResponse:
+        """Look at all rows."""
+        found = await inspect(self._service, self._author(context))
+        return admin_pb2.InspectResponse(tables=map(_inspected, found))
+
+    async def ForgetReplica(
+        self, request: admin_pb2.ForgetReplicaRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.ForgetReplicaResponse:
+        """Forget a replica that is away."""
+        await self._removals.forget_replica(request.consumer, request.replica, self._author(context))
+        return admin_pb2.ForgetReplicaResponse()
+
+    async def DeleteModel(
+        self, request: admin_pb2.DeleteModelRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.DeleteModelResponse:
+        """Delete a model."""
+        await self._removals.delete_model(request.name, self._author(context))
+        return admin_pb2.DeleteModelResponse()
+
+    async def DeleteTable(
+        self, request: admin_pb2.DeleteTableRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.DeleteTableResponse:
+        """Delete a table."""
+        await self._removals.delete_table(request.model, request.table, self._author(context))
+        return admin_pb2.DeleteTableResponse()
 
     async def ListConsumers(
         self, request: admin_pb2.ListConsumersRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -67,11 +108,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self, request: admin_pb2.DeleteRowsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> admin_pb2.DeleteRowsResponse:
         """Ask the trainer of a model to delete rows."""
-        try:
-            self._check_token(context)
-            pending = await self._service.delete_rows(request.model, request.table, request.ids)
-        except DeltasyncError as error:
-            await abort(context, error)
+        by = self._author(context)
+        pending = await self._service.delete_rows(request.model, request.table, request.ids, by)
         return admin_pb2.DeleteRowsResponse(pending=_pending(pending))
 
     async def ListPendingDeletes(
@@ -80,15 +118,37 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         """List the deletes that are not done."""
         return admin_pb2.ListPendingDeletesResponse(pending=map(_pending, self._service.pending_deletes()))
 
-    def _check_token(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        check_token(self._token, dict(context.invocation_metadata() or ()))
+    async def Backup(
+        self, request: admin_pb2.BackupRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.BackupResponse:
+        """Make a backup."""
+        by = self._author(context)
+        backup = await self._backups.make(Path(request.directory), by)
+        return admin_pb2.BackupResponse(files=len(backup.files), bytes=backup.bytes)
+
+    def _author(self, context: grpc.aio.ServicerContext[Any, Any]) -> str:
+        """Who asks for a change, which needs the token."""
+        sent = dict(context.invocation_metadata() or ())
+        check_token(self._token, sent)
+        return author(sent, peer_address(context.peer()))
+
+
+def _inspected(table: InspectedTable) -> admin_pb2.InspectedTable:
+    return admin_pb2.InspectedTable(**vars(table))
 
 
 def _message(consumer: Consumer) -> admin_pb2.Consumer:
-    policy = policy_to_message(consumer.policy)
     return admin_pb2.Consumer(
-        name=consumer.name, model=consumer.model, created=_timestamp(consumer.created_unix_ns), policy=policy
+        name=consumer.name,
+        model=consumer.model,
+        created=_timestamp(consumer.created_unix_ns),
+        policy=policy_to_message(consumer.policy),
+        pause=_pause(consumer.pause) if consumer.pause else None,
     )
+
+
+def _pause(pause: Pause) -> admin_pb2.Pause:
+    return admin_pb2.Pause(since=_timestamp(pause.since_unix_ns), by=pause.by, reason=pause.why)
 
 
 def _pending(pending: PendingDelete) -> admin_pb2.PendingDelete:

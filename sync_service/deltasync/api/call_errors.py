@@ -16,15 +16,18 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: DeltasyncErr
     raise error  # abort() itself raises; this tells the type checker so.
 
 
-class DecodeInterceptor(grpc.aio.ServerInterceptor):
-    """Makes bytes that cannot be decoded the sender's fault; gRPC by itself answers UNKNOWN, with a traceback."""
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Ends a call of one message with the error that its handler raised.
+
+    Makes bytes that cannot be decoded the sender's fault; gRPC by itself answers UNKNOWN, with a traceback.
+    """
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """The handler of a call, with another decoder."""
+        """The handler of a call, with another decoder, and an end of its own where it answers once."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
@@ -35,10 +38,9 @@ class DecodeInterceptor(grpc.aio.ServerInterceptor):
 
         async def unary_unary(request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             try:
-                message = decode(request)
-            except InvalidInput as error:
+                return await handler.unary_unary(decode(request), context)
+            except DeltasyncError as error:
                 await abort(context, error)
-            return await handler.unary_unary(message, context)
 
         return handler._replace(request_deserializer=None, unary_unary=unary_unary)
 

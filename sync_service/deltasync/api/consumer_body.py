@@ -6,6 +6,7 @@ from fastapi import Request
 
 from deltasync.api.json_body import json_object
 from deltasync.consumers.consumer import ConsumerOptions
+from deltasync.core.errors import InvalidInput
 from deltasync.core.policy import FIELDS, Policy
 from deltasync.core.policy_fields import PolicyField
 
@@ -43,6 +44,19 @@ BODY: dict[str, Any] = {
     },
 }
 
+PAUSE_BODY: dict[str, Any] = {
+    "content": {
+        "application/json": {
+            "schema": {
+                "type": "object",
+                "properties": {"reason": {"type": "string"}},
+                "additionalProperties": False,
+            },
+            "example": {"reason": "the new model answers nonsense"},
+        }
+    },
+}
+
 
 async def consumer_of(name: str, request: Request) -> ConsumerOptions:
     """The consumer that a body `{"model": ..., "policy": {...}}` describes; no policy is the default one.
@@ -52,3 +66,18 @@ async def consumer_of(name: str, request: Request) -> ConsumerOptions:
     """
     described = await json_object(request, ("model", "policy"), _MAX_BODY_BYTES)
     return ConsumerOptions.described(name, described.get("model"), described.get("policy", {}))
+
+
+async def reason_of(request: Request) -> str:
+    """The reason that a body `{"reason": ...}` gives; an empty body gives none.
+
+    Raises:
+        InvalidInput: it gives something else.
+    """
+    if request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers:
+        return ""
+    described = await json_object(request, ("reason",), _MAX_BODY_BYTES)
+    reason = described.get("reason", "")
+    if not isinstance(reason, str):
+        raise InvalidInput("body: expected a reason, as a text")
+    return reason

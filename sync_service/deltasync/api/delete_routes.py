@@ -6,7 +6,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from deltasync.api.json_body import json_object
-from deltasync.api.token import check_token
+from deltasync.api.request_author import author_of
 from deltasync.core.errors import InvalidInput
 from deltasync.service.service import PendingDelete, Service
 
@@ -59,8 +59,8 @@ def delete_routes(service: Service, token: str | None) -> APIRouter:
     @routes.post("", status_code=202, openapi_extra={"requestBody": _BODY})
     async def delete(request: Request) -> DeleteLine:
         """Ask a model's trainer to delete rows. Needs the admin token."""
-        check_token(token, request.headers)
-        return _line(await service.delete_rows(*await _wanted(request)))
+        by = author_of(token, request)
+        return _line(await service.delete_rows(*await _wanted(request), by))
 
     return routes
 

@@ -8,6 +8,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from deltasync.api.consumer_routes import consumer_routes
 from deltasync.api.delete_routes import delete_routes
+from deltasync.api.model_routes import model_routes
 from deltasync.core.errors import DeltasyncError, ServiceUnavailable
 from deltasync.service.service import Service
 from deltasync.status.answers import Answers
@@ -19,7 +20,7 @@ class TableLine:
     """A table, in a list.
 
     `bytes` are those of its values. `ranks_differ` says that ranks of the trainer have different rows of it, as of
-    a buffer: those of the first are published.
+    a buffer: those of the first are published. `refused` says why the last cut was, if it was for rows of it.
     """
 
     model: str
@@ -31,6 +32,7 @@ class TableLine:
     head: int
     kind: str
     ranks_differ: bool
+    refused: str
 
 
 def create_app(service: Service, token: str | None) -> FastAPI:
@@ -44,6 +46,7 @@ def create_app(service: Service, token: str | None) -> FastAPI:
     answers = Answers(service)
     app.include_router(consumer_routes(service, answers, token))
     app.include_router(delete_routes(service, token))
+    app.include_router(model_routes(service, token))
 
     @app.get("/tables")
     async def tables() -> list[TableLine]:
@@ -57,16 +60,10 @@ def create_app(service: Service, token: str | None) -> FastAPI:
 
     @app.get("/readyz", response_class=PlainTextResponse)
     async def readyz() -> str:
-        """The service takes streams: it has recovered, its log has room, and it is not shutting down."""
-        if service.draining.is_set():
-            raise ServiceUnavailable("the service is shutting down")
-        if service.compiling:
-            raise ServiceUnavailable("still compiling for this machine; the log says how far it is")
-        if service.recovering:
-            raise ServiceUnavailable(f"still recovering: {', '.join(sorted(service.recovering))}")
-        if service.log.refusing:
-            raise ServiceUnavailable("the log is full: its tables are being flushed")
-        return "ok\n"
+        """The service takes streams. What only one model or one consumer lacks is said after the ok."""
+        if reason := _not_ready(service):
+            raise ServiceUnavailable(reason)
+        return "".join(f"{line}\n" for line in ("ok", *service.shortcomings))
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -76,9 +73,25 @@ def create_app(service: Service, token: str | None) -> FastAPI:
     return app
 
 
+def _not_ready(service: Service) -> str:
+    """Why the service takes no streams, or can keep nothing of what they bring; empty if it can."""
+    if service.draining.is_set():
+        return "the service is shutting down"
+    if service.compiling:
+        return "still compiling for this machine; the log says how far it is"
+    trouble = service.volumes.trouble and f"nothing new can be written: {service.volumes.trouble}"
+    if service.recovering:
+        return "; ".join(filter(None, [f"still recovering: {', '.join(sorted(service.recovering))}", trouble]))
+    if trouble:
+        return trouble
+    return "the log is full: its tables are being flushed" if service.log.refusing else ""
+
+
 def _lines(service: Service, name: str) -> list[TableLine]:
     """The tables of a model."""
     model, differing = service.models[name], service.coordinators[name].differing
+    sealer = service.coordinators[name].sealer
+    reasons = [sealer.refusal.reason if sealer.refusal else "", sealer.quarantine]
     return [
         TableLine(
             model=name,
@@ -90,6 +103,7 @@ def _lines(service: Service, name: str) -> list[TableLine]:
             head=model.seals.newest_version,
             kind=t.kind.value,
             ranks_differ=t.name in differing,
+            refused=next((reason for reason in reasons if repr(t.name) in reason), ""),
         )
         for t in (table.spec for table in model.tables)
     ]

@@ -1,10 +1,11 @@
 """The gRPC side of publishing."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import grpc.aio
 
+from deltasync.api.answers import answer
 from deltasync.api.call_errors import abort
 from deltasync.api.protocol import protocols_of
 from deltasync.core.errors import DeltasyncError, InvalidInput
@@ -15,6 +16,7 @@ from deltasync.publish.opening import check_open
 from deltasync.publish.session import PublishSession, open_session
 from deltasync.service.service import Service
 from deltasync.v1 import publish_pb2, publish_pb2_grpc, tables_pb2
+from deltasync.wire.id_messages import changed_to_messages
 from deltasync.wire.messages import position_to_message
 from deltasync.wire.protocol import PROTOCOL, Protocols
 
@@ -25,22 +27,31 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    async def Publish(
+    async def Publish(  # type: ignore[override]  # gRPC takes this kind of handler, too
         self,
         request_iterator: AsyncIterator[publish_pb2.PublishRequest],
         context: grpc.aio.ServicerContext[Any, Any],
-    ) -> AsyncIterator[publish_pb2.PublishResponse]:
+    ) -> None:
         """Answer one rank's stream."""
         stream, refusal = _RankStream(self._service), None
         try:
             protocols = protocols_of(context)
-            async for response in stream.answers(request_iterator, protocols):
-                yield response
+            await answer(context, stream.answers(request_iterator, protocols))
         except DeltasyncError as error:
             refusal = error
             await abort(context, error)
         finally:
             stream.end(refusal)
+
+    async def Wanted(
+        self, request: publish_pb2.WantedRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> publish_pb2.WantedResponse:
+        """Name the rows that are wanted from a rank that is here."""
+        coordinator = self._service.coordinators.get(request.model)
+        session = coordinator.sessions.get(request.rank) if coordinator else None
+        if not isinstance(session, PublishSession) or session.ended or session.run.id != request.run:
+            return publish_pb2.WantedResponse()
+        return publish_pb2.WantedResponse(wanted=_wanted(session.wanted))
 
 
 class _RankStream:
@@ -53,14 +64,17 @@ class _RankStream:
 
     async def answers(
         self, requests: AsyncIterator[publish_pb2.PublishRequest], protocols: Protocols
-    ) -> AsyncIterator[publish_pb2.PublishResponse]:
+    ) -> AsyncGenerator[publish_pb2.PublishResponse, None]:
         """What there is to answer."""
         async for request in requests:
             kind = request.WhichOneof("message")
             if (kind == "open") != (self._session is None) or kind is None:
                 raise InvalidInput("a stream begins with one open message, then chunks and closes follow")
             if self._session is None:
-                yield _opened(await self._open(request.open, protocols))
+                session = await self._open(request.open, protocols)
+                yield _opened(session)
+                for message in _changed(session):
+                    yield message
             elif kind == "chunk":
                 await self._session.add(request.chunk.step, request.chunk.rows)
             elif kind == "part":
@@ -73,7 +87,7 @@ class _RankStream:
     def end(self, refusal: DeltasyncError | None) -> None:
         """Tell that the rank has left, or was refused; whoever went before it was let in was neither."""
         if self._session:
-            self._session.end(str(refusal or "its stream has ended"))
+            self._session.end(str(refusal or "its stream has ended"), refusal)
         elif refusal:
             self._service.events.emit(EventKind.PUBLISHER_REFUSED, error=refusal, model=self._model)
 
@@ -94,8 +108,16 @@ def _opened(session: PublishSession) -> publish_pb2.PublishResponse:
         deletes=_deletes(session),
         wanted=_wanted(session.wanted),
         protocol=PROTOCOL,
+        since=session.changed.since if session.changed else 0,
     )
     return publish_pb2.PublishResponse(opened=opened)
+
+
+def _changed(session: PublishSession) -> Iterator[publish_pb2.PublishResponse]:
+    if session.changed:
+        tables = [(session.slots[name], ids) for name, ids in session.changed.tables.items()]
+        for message in changed_to_messages(tables):
+            yield publish_pb2.PublishResponse(changed=message)
 
 
 def _sealed(session: PublishSession, step: int, position: Position) -> publish_pb2.PublishResponse:
@@ -104,6 +126,7 @@ def _sealed(session: PublishSession, step: int, position: Position) -> publish_p
         position=position_to_message(position),
         deletes=_deletes(session),
         wanted=_wanted(session.ask()),
+        quarantine=session.quarantine,
     )
     return publish_pb2.PublishResponse(sealed=sealed)
 

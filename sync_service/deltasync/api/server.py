@@ -2,14 +2,16 @@
 
 import asyncio
 import contextlib
+import errno
 import json
 import logging
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import grpc.aio
 import numba  # noqa: F401  # kernels would import it later than garbage collection is told what to pass over
@@ -18,20 +20,23 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from deltasync.api.admin import AdminServicer
-from deltasync.api.call_errors import DecodeInterceptor
+from deltasync.api.call_errors import ErrorInterceptor
 from deltasync.api.http import create_app
 from deltasync.api.protocol import ProtocolInterceptor
 from deltasync.api.publish import PublishServicer
-from deltasync.api.subscribe import SubscribeServicer
+from deltasync.api.reload import Reader, reload_on
+from deltasync.api.subscribe_calls import SubscribeServicer
 from deltasync.api.written_messages import WrittenMessages
 from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.core.errors import ServiceUnavailable
+from deltasync.core.events import EventKind
 from deltasync.core.listener import listening_socket
 from deltasync.core.process import keep_freed_memory, spare_imports
 from deltasync.core.progress import Progress
 from deltasync.kernels.compiled import imported_kernels, keep_in
 from deltasync.service.housekeeping import housekeeping
 from deltasync.service.service import Service, ServiceOptions
+from deltasync.storage.volume import refused
 from deltasync.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -55,8 +60,13 @@ _SERVICES = tuple(
 # Chunks are at most 1 MiB; an open with thousands of tables is larger.
 _MAX_MESSAGE_BYTES = 16 << 20
 
+# Who makes and changes the consumers that it starts with.
+_SETTINGS = "the service's settings"
+
 # For so long nobody is told that a model is recovering: most have by then.
 _SOON_SECONDS = 1.0
+# Before endpoints.json is written again.
+_ANNOUNCE_AGAIN_SECONDS = 1.0
 
 # Of endpoints.json. Another one means that `grpc` or `http` is written in another way.
 _ENDPOINTS_FORMAT = 1
@@ -74,6 +84,7 @@ class ServerOptions:
         consumers: consumers to make at the start if missing; those that exist get these policies.
         admin_token: token for calls that change something; None, or an empty one, refuses them all.
         drain_seconds: how long open cuts may take to finish on SIGTERM.
+        read_consumers: reads the consumers of the configuration anew, on SIGHUP; None where there is no file.
     """
 
     service: ServiceOptions
@@ -83,6 +94,7 @@ class ServerOptions:
     consumers: tuple[ConsumerOptions, ...] = ()
     admin_token: str | None = None
     drain_seconds: float = 5.0
+    read_consumers: Reader | None = None
 
 
 @dataclass(frozen=True)
@@ -102,7 +114,7 @@ class _Http(uvicorn.Server):
 
 
 async def serve(options: ServerOptions) -> None:
-    """Run the service until SIGTERM or SIGINT.
+    """Run the service until SIGTERM or SIGINT; on SIGHUP, have the consumers that its configuration now names.
 
     Raises:
         StorageFailed: the data directory is damaged or in use.
@@ -114,11 +126,27 @@ async def serve(options: ServerOptions) -> None:
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
-    await run(options, stopping)
+    reloading = asyncio.Event()
+    _on_hangup(asyncio.get_running_loop(), reloading.set)
+    await run(options, stopping, reloading)
 
 
-async def run(options: ServerOptions, stopping: asyncio.Event) -> None:
+def _on_hangup(loop: asyncio.AbstractEventLoop, do: Callable[[], None]) -> None:
+    """Have the loop do something on SIGHUP, and nothing once it has ended: then a handler of its own would be
+    gone, and the signal end the process.
+    """
+
+    def hang_up(*_: object) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(do)
+
+    signal.signal(signal.SIGHUP, hang_up)
+
+
+async def run(options: ServerOptions, stopping: asyncio.Event, reloading: asyncio.Event | None = None) -> None:
     """Run the service until `stopping` is set, in a process that has other things to do too.
+
+    Whenever `reloading` is set, the consumers of the configuration are read again.
 
     Raises:
         StorageFailed: the data directory is damaged or in use.
@@ -128,14 +156,15 @@ async def run(options: ServerOptions, stopping: asyncio.Event) -> None:
         service = Service(options.service, tasks)
         keep_in(options.service.data_dir / "kernels")
         recovery = asyncio.create_task(service.recover())
-        for consumer in options.consumers:
-            await service.ensure_consumer(consumer)
+        await service.configuration.take(options.consumers, _SETTINGS)
         await asyncio.wait({recovery}, timeout=_SOON_SECONDS)
         if recovery.done():  # Who has failed need not listen.
             await recovery
         keeper = tasks.create_task(housekeeping(service))
+        reloads = tasks.create_task(reload_on(reloading or asyncio.Event(), service, options.read_consumers))
         await _listen(service, options, tasks, stopping, recovery)
         keeper.cancel()
+        reloads.cancel()
         await service.drain()
     logger.info("stopped")
 
@@ -160,7 +189,8 @@ async def _listen(
     stopped = asyncio.create_task(stopping.wait())
     await asyncio.wait({stopped, recovery}, return_when=asyncio.FIRST_COMPLETED)
     if recovery.done() and not recovery.exception():
-        await _announce(options, where, healthy)
+        await _set_health(healthy, health_pb2.HealthCheckResponse.SERVING)
+        await _announce(service, options, where, stopped)
         await stopped
     logger.info("shutting down")
     await healthy.enter_graceful_shutdown()
@@ -169,7 +199,7 @@ async def _listen(
     await server.stop(grace=1.0)
     http.should_exit = True
     await http_task
-    _endpoints(options).unlink(missing_ok=True)
+    _withdraw(service, _endpoints(options))
     await recovery
 
 
@@ -187,7 +217,7 @@ async def _compile(service: Service, stopping: asyncio.Event) -> None:
 
 def _bind_grpc(service: Service, options: ServerOptions) -> tuple[grpc.aio.Server, health.aio.HealthServicer, int]:
     server = grpc.aio.server(
-        interceptors=[ProtocolInterceptor(), DecodeInterceptor(), WrittenMessages()],
+        interceptors=[ProtocolInterceptor(), ErrorInterceptor(), WrittenMessages()],
         options=[
             ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
             # Otherwise a second service on the same port would take half of the streams.
@@ -209,7 +239,7 @@ def _bind_grpc(service: Service, options: ServerOptions) -> tuple[grpc.aio.Serve
     try:
         port = server.add_insecure_port(f"{options.host}:{options.grpc_port}")
     except RuntimeError as error:
-        raise ServiceUnavailable(_taken("--grpc-port", options.host, options.grpc_port)) from error
+        raise ServiceUnavailable(_not_bound("--grpc-port", options.host, options.grpc_port)) from error
     return server, healthy, port
 
 
@@ -217,10 +247,12 @@ def _bind(host: str, port: int) -> socket.socket:
     try:
         return listening_socket(host, port)
     except OSError as error:
-        raise ServiceUnavailable(_taken("--http-port", host, port)) from error
+        raise ServiceUnavailable(_not_bound("--http-port", host, port, error)) from error
 
 
-def _taken(option: str, host: str, port: int) -> str:
+def _not_bound(option: str, host: str, port: int, error: OSError | None = None) -> str:
+    if error and (isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL):
+        return f"cannot listen on {host}: {error.strerror}: choose a --host that is an address of this machine"
     return f"cannot listen on {host}:{port}: choose another {option}, or 0 for any free one"
 
 
@@ -235,10 +267,41 @@ async def _set_health(
         await healthy.set(name, status)
 
 
-async def _announce(options: ServerOptions, where: _Addresses, healthy: health.aio.HealthServicer) -> None:
-    """Say that all models are there; write where the service listens into its data directory, atomically."""
-    await _set_health(healthy, health_pb2.HealthCheckResponse.SERVING)
+async def _announce(
+    service: Service, options: ServerOptions, where: _Addresses, stopped: asyncio.Task[Literal[True]]
+) -> None:
+    """Write where the service listens into its data directory. On a full disk it serves what it has all the same,
+    and tries again.
+    """
+    path, refusal = _endpoints(options), None
+    while not stopped.done():
+        try:
+            _write_endpoints(path, where)
+        except OSError as error:
+            if refusal is None:
+                refusal = refused(f"{path} cannot be written", path, error)
+                service.events.emit(EventKind.FAILED, error=refusal)
+        else:
+            return
+        await asyncio.wait({stopped}, timeout=_ANNOUNCE_AGAIN_SECONDS)
+
+
+def _withdraw(service: Service, path: Path) -> None:
+    """Remove what was written there; on a volume that takes nothing it stays, until the next start."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        service.events.emit(EventKind.FAILED, error=refused(f"{path} cannot be removed", path, error))
+
+
+def _write_endpoints(path: Path, where: _Addresses) -> None:
+    """Write them, atomically."""
     endpoints = {"format": _ENDPOINTS_FORMAT, "pid": os.getpid(), "grpc": where.grpc, "http": where.http}
-    path = _endpoints(options)
-    path.with_suffix(".new").write_text(json.dumps(endpoints))
-    path.with_suffix(".new").replace(path)
+    path.unlink(missing_ok=True)  # Of a process that was killed.
+    new = path.with_suffix(".new")
+    try:
+        new.write_text(json.dumps(endpoints))
+        new.replace(path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise

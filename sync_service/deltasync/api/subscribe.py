@@ -1,85 +1,40 @@
-"""The gRPC side of subscribing: releases down, credit and acks up."""
+"""One replica's stream: releases down, credit and acks up."""
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-import grpc.aio
-import numpy as np
-
-from deltasync.api.call_errors import abort
-from deltasync.api.protocol import check_known, protocols_of
-from deltasync.consumers.consumer import Consumer, Replica
+from deltasync.api.acks import rows_of, slots, unbound
+from deltasync.api.departure import StreamEnded, departure, superseded
+from deltasync.api.protocol import check_known
+from deltasync.api.replica_messages import no_news, opened, release_end
+from deltasync.api.sending import Sending
+from deltasync.consumers.consumer import Consumer, Replica, Rewind
 from deltasync.core.damage import ranges
 from deltasync.core.delivery import Delivery
 from deltasync.core.errors import DeltasyncError, InvalidInput, NotFound, ServiceUnavailable, Superseded
 from deltasync.core.events import EventKind, described
-from deltasync.core.id_sets import distinct
 from deltasync.core.position import Position
 from deltasync.core.rows import Ids
 from deltasync.core.signals import first_of
-from deltasync.core.tables import ID_TYPE
+from deltasync.core.steady_clock import steady_ns
 from deltasync.feeds.feed import Feed
 from deltasync.feeds.frozen_release import FrozenRelease, Head
 from deltasync.feeds.replica_audit import ReplicaAudit
 from deltasync.service.service import Service
-from deltasync.v1 import subscribe_pb2, subscribe_pb2_grpc, tables_pb2
-from deltasync.wire.messages import (
-    checksums_to_message,
-    delivery_to_message,
-    mode_to_message,
-    position_from_message,
-    position_to_message,
-)
+from deltasync.v1 import subscribe_pb2
+from deltasync.wire.messages import position_from_message, position_to_message
 from deltasync.wire.protocol import DELETES_PROTOCOL, WHOLE_PROTOCOL, Protocols
 from deltasync.wire.row_messages import fits_message, whole_release
 
 _PROGRESS_SECONDS = 5.0
 _DEFAULT_OUTSTANDING_BYTES = 16 << 20
+# So often it is seen whether a replica still takes what it is sent.
+_WATCH_SECONDS = 5.0
 
 # Rows come as messages that are written already, which all replicas are sent.
-Responses: TypeAlias = AsyncIterator[subscribe_pb2.SubscribeResponse | bytes]
-
-
-class _ReplicaLeft(Exception):
-    """The replica has ended its side of the stream."""
-
-
-class SubscribeServicer(subscribe_pb2_grpc.SubscribeServiceServicer):
-    """Feeds the replicas of consumers."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
-    async def Subscribe(
-        self,
-        request_iterator: AsyncIterator[subscribe_pb2.SubscribeRequest],
-        context: grpc.aio.ServicerContext[Any, Any],
-    ) -> AsyncIterator[Any]:
-        """Answer one replica's stream."""
-        try:
-            protocols = protocols_of(context)
-            stream = await self._open(request_iterator, protocols)
-            async for response in stream.run(request_iterator):
-                yield response
-        except DeltasyncError as error:
-            await abort(context, error)
-
-    async def _open(
-        self, requests: AsyncIterator[subscribe_pb2.SubscribeRequest], protocols: Protocols
-    ) -> "ReplicaStream":
-        opening = subscribe_pb2.SubscribeOpen()
-        try:
-            first = await anext(requests, None)
-            if first is None or first.WhichOneof("message") != "open":
-                raise InvalidInput("a stream begins with an open message")
-            opening = first.open
-            return ReplicaStream(self._service, opening, protocols)
-        except DeltasyncError as error:
-            emit = self._service.events.emit
-            emit(EventKind.REPLICA_REFUSED, error=error, consumer=opening.consumer, replica=opening.replica)
-            raise
+Responses: TypeAlias = AsyncGenerator[subscribe_pb2.SubscribeResponse | bytes, None]
 
 
 class ReplicaStream:
@@ -90,10 +45,14 @@ class ReplicaStream:
         self._registry = service.registry
         self._consumer: Consumer = service.registry.get(message.consumer)
         self._claim = position_from_message(message.held)
+        self._claimed_version = position_from_message(message.version)
         self._sent = Position()
         self._deliveries: list[Delivery] = []
         self._ended = asyncio.Event()
-        self._replica: Replica = self._registry.connect(self._consumer, message.replica, self._ended)
+        self._instance, self._goodbye = message.instance, False
+        self._replica: Replica = self._registry.connect(
+            self._consumer, message.replica, self._ended, self._instance
+        )
         self._audit = ReplicaAudit()
         self._protocols = protocols
         self._token = 0  # The newest that the replica has sent.
@@ -102,25 +61,45 @@ class ReplicaStream:
         self._received_bytes = 0
         self._credited = asyncio.Event()
         self._damaged = asyncio.Event()
+        self._sending = Sending()
+        self._given_up = ""  # Why, if it is.
         # Also of a replica that lacks nothing the first release asks to show what it holds.
         self._asked = False
 
     async def run(self, requests: AsyncIterator[subscribe_pb2.SubscribeRequest]) -> Responses:
         """Everything there is to send, until either side ends the stream."""
-        acks, why = asyncio.create_task(self._take_acks(requests)), "its stream has ended"
+        acks = asyncio.create_task(self._take_acks(requests))
+        watch = asyncio.create_task(self._watch(asyncio.current_task()))
         try:
             async for response in self._responses(acks):
                 yield response
-        except _ReplicaLeft:
-            pass  # All of its acks were taken; there is nothing more to say.
-        except Exception as error:
-            why = described(error)
+        except StreamEnded as error:
+            self._leave(error)  # All of its acks were taken; there is nothing more to say.
+        except BaseException as error:
+            self._leave(error)
             raise
         finally:
             acks.cancel()
-            self._registry.disconnect(self._replica, self._ended)
-            if self._deliveries:
-                self._say(EventKind.REPLICA_LEFT, why)
+            watch.cancel()
+
+    def _leave(self, error: BaseException) -> None:
+        """Note that the stream is over, and tell why."""
+        replaced = self._replica.stream is not self._ended
+        left = departure(
+            error, goodbye=self._goodbye, instance=self._instance, replaced=replaced, given_up=self._given_up
+        )
+        self._registry.disconnect(self._consumer, self._replica, self._ended, left.reason, forget=self._goodbye)
+        if self._deliveries:
+            self._say(left.kind, left.reason)
+
+    async def _watch(self, stream: asyncio.Task[Any] | None) -> None:
+        """End a stream that holds the room of a release for too long; it may be waiting in gRPC itself."""
+        while stream:
+            await asyncio.sleep(_WATCH_SECONDS)
+            if not (decision := self._sending.decision).yes:
+                self._given_up = decision.reason
+                stream.cancel()
+                return
 
     async def _responses(self, acks: asyncio.Task[None]) -> Responses:
         while (feed := self._ready_feed()) is None:
@@ -134,6 +113,10 @@ class ReplicaStream:
             self._check_deliveries()
             self._check_limit()
             self._damaged.clear()
+            if self._consumer.pause and self._feed.position != self._sent:
+                await self._wait_for_end_of_pause(acks)
+                yield self._no_news()
+                continue
             repair = self._audit.begin_repair(time.monotonic())
             if self._feed.position == self._sent and not repair.slots and self._asked:
                 await self._wait(acks, self._feed.changed(), self._damaged.wait())
@@ -143,20 +126,26 @@ class ReplicaStream:
             async for response in self._send(self._feed.release(self._sent.number, repair), acks):
                 yield response
 
+    async def _wait_for_end_of_pause(self, acks: asyncio.Task[None]) -> None:
+        await self._wait(acks, self._consumer.brake.changed())
+        if self._consumer.pause is None and not self._feed.may_serve(self._consumer.policy):
+            raise Superseded(f"consumer {self._consumer.name!r} got another policy while it was paused; reconnect")
+
     def _no_news(self) -> subscribe_pb2.SubscribeResponse:
-        version = self._feed.version_of(self._sent.number)
-        progress = subscribe_pb2.Progress(
-            head=position_to_message(self._sent),
-            version=version,
-            event_time_unix_ns=self._feed.event_time_of(version) or 0,
-            token=self._token,
-            behind_ns=self._feed.behind_ns(self._sent.number, self._consumer.policy),
-        )
-        return subscribe_pb2.SubscribeResponse(progress=progress)
+        return no_news(self._feed, self._sent, self._token, self._behind_ns(self._sent.number))
+
+    def _behind_ns(self, number: int) -> int:
+        """For how long a number has not been the newest that replicas are given: a pause does not count."""
+        policy, pause = self._consumer.policy, self._consumer.pause
+        if pause:
+            return pause.behind_ns(self._feed.outdated(number), policy.min_interval_seconds)
+        return self._feed.behind_ns(number, policy)
 
     def _ready_feed(self) -> Feed | None:
-        """What the consumer is fed from, once there is something to send."""
+        """What the consumer is fed from, once there is something to send; or to hold, while it is paused."""
         feed = self._service.feed(self._consumer)
+        if feed and self._consumer.pause and feed.deliveries:
+            return feed
         return feed if feed and feed.may_serve(self._consumer.policy) else None
 
     def _preparation(self) -> Awaitable[object]:
@@ -169,38 +158,61 @@ class ReplicaStream:
         deliveries = self._deliveries = list(self._feed.deliveries)
         self._limit = self._consumer.policy.ready_within_seconds
         # Only what the replica is known to hold may become its offset, not what it claims.
-        decision, self._sent = self._feed.resume(self._claim)
+        decision, self._sent = self._feed.resume(self._claim, self._replica.applied)
         self._replica.checked, self._replica.unbound = False, ()
+        self._note_rewind(resumes=decision.yes)
         self._registry.acknowledge(self._consumer, self._replica, self._sent)
         self._say(EventKind.REPLICA_JOINED, decision.reason)
-        opened = subscribe_pb2.SubscribeOpened(
-            model=self._consumer.model,
-            head=position_to_message(self._feed.position),
-            tables=[delivery_to_message(each) for each in deliveries],
-            resync=not decision.yes,
-            reason=decision.reason,
-            mode=mode_to_message(deliveries[0].mode),
-            model_history=self._feed.model_history,
-            ready_within_seconds=self._limit or 0,
-        )
-        return subscribe_pb2.SubscribeResponse(opened=opened)
+        return opened(self._consumer, self._feed, deliveries, decision)
+
+    def _note_rewind(self, *, resumes: bool) -> None:
+        """Note whether the replica has rows of a discarded past, until it has others."""
+        before, held = self._replica.rewind, self._claim
+        if resumes or not self._feed.discards(held, self._claimed_version):
+            self._replica.rewind = None
+        elif before is None or before.held != held:
+            self._replica.rewind = Rewind(held, steady_ns())
+            self._consumer.rewinds += 1
+            given = self._feed.position.number
+            text = f"it held {held.number} of history {held.history}, which was discarded, and is given {given}"
+            self._say(EventKind.REPLICA_REWOUND, text)
 
     async def _send(self, frozen: asyncio.Future[FrozenRelease], acks: asyncio.Task[None]) -> Responses:
-        # Awaited only here, so that no release is kept in memory while there is nothing to send.
-        release = await asyncio.shield(frozen)
+        # Waited for only here, so that no release is kept in memory while there is nothing to send.
+        async for progress in self._until_done(frozen, acks):
+            yield progress
+        release = frozen.result()
         self._check_deliveries()
-        self._asked = True
-        if release.head and self._fits_message(release):
-            await self._take_credit(release.nbytes, acks)
-            end = self._end(release, release.head)
-            yield whole_release([chunk.sent(deletes=True)[0] for chunk in release.chunks], end)
+        if self._kept_from(release):
+            await self._wait(acks, self._feed.changed())  # Paused while it was frozen: it is dropped.
             return
-        for chunk in release.chunks:
-            message, size = chunk.sent(deletes=self._protocols.newest >= DELETES_PROTOCOL)
-            await self._take_credit(size, acks)
-            yield message
-        if release.head:
-            yield subscribe_pb2.SubscribeResponse(release_end=self._end(release, release.head))
+        self._asked = True
+        with self._sending.of(release):
+            if release.head and self._fits_message(release):
+                await self._take_credit(release.nbytes, release, acks)
+                end = self._end(release, release.head)
+                yield whole_release([chunk.sent(deletes=True)[0] for chunk in release.chunks], end)
+                return
+            for chunk in release.chunks:
+                message, size = chunk.sent(deletes=self._protocols.newest >= DELETES_PROTOCOL)
+                await self._take_credit(size, release, acks)
+                yield message
+            if release.head:
+                self._check_running(release)
+                yield subscribe_pb2.SubscribeResponse(release_end=self._end(release, release.head))
+
+    async def _until_done(self, frozen: asyncio.Future[FrozenRelease], acks: asyncio.Task[None]) -> Responses:
+        """Progress, until there is a release: there may be no room for it for a while."""
+        try:
+            while not frozen.done():
+                self._replica.waits = True
+                await self._wait(acks, asyncio.shield(frozen))
+                self._check_fed()
+                if not frozen.done() and self._feed.position != self._sent:
+                    head = position_to_message(self._feed.position)  # Which the replica does not hold.
+                    yield subscribe_pb2.SubscribeResponse(progress=subscribe_pb2.Progress(head=head))
+        finally:
+            self._replica.waits = False
 
     def _fits_message(self, release: FrozenRelease) -> bool:
         """Whether a release has rows, and so few that they go with its end."""
@@ -208,32 +220,23 @@ class ReplicaStream:
             return False
         return bool(release.chunks) and fits_message(release.nbytes)
 
-    async def _take_credit(self, size: int, acks: asyncio.Task[None]) -> None:
-        """Wait until so many bytes of rows may be sent, and count them as sent."""
+    async def _take_credit(self, size: int, release: FrozenRelease, acks: asyncio.Task[None]) -> None:
+        """Wait until so many bytes of a release may be sent, and count them as sent."""
         while self._outstanding > 0 and self._outstanding + size > self._budget:
             self._credited.clear()
             await self._wait(acks, self._credited.wait())
             self._check_fed()
+        self._check_running(release)
+        self._sending.note_moved()
         self._sent_bytes += size
         self._consumer.released_bytes += size
 
     def _end(self, release: FrozenRelease, head: Head) -> subscribe_pb2.ReleaseEnd:
         """The end of a release whose rows are sent, or are sent with it."""
-        self._sent = Position(self._feed.history, head.number)
+        self._sent = Position(self._feed.history, head.number, head.seal)
         self._audit.expect(release, self._sent_bytes)
         self._consumer.released_rows += release.rows
-        return subscribe_pb2.ReleaseEnd(
-            position=position_to_message(self._sent),
-            step=head.step,
-            step_end_unix_ns=head.step_end_unix_ns,
-            rows=release.rows,
-            version=head.version,
-            whole=sorted(release.repair.whole),
-            sums=checksums_to_message(dict(enumerate(release.checksums))),
-            event_time_unix_ns=head.event_time_unix_ns or 0,
-            token=self._token,
-            behind_ns=self._feed.behind_ns(head.number, self._consumer.policy),
-        )
+        return release_end(self._feed, release, head, self._token, self._behind_ns(head.number))
 
     @property
     def _outstanding(self) -> int:
@@ -244,12 +247,15 @@ class ReplicaStream:
             if request.WhichOneof("message") != "ack":
                 raise InvalidInput("after the open message a replica sends only acks")
             ack = request.ack
+            self._goodbye |= ack.goodbye
             if ack.received_bytes > self._sent_bytes:
                 raise InvalidInput(f"acked {ack.received_bytes} bytes, only {self._sent_bytes} were sent")
-            self._received_bytes = max(self._received_bytes, ack.received_bytes)
+            if ack.received_bytes > self._received_bytes:
+                self._received_bytes = ack.received_bytes
+                self._sending.note_moved()
             self._credited.set()
             self._token = ack.token or self._token
-            if unknown := [slot for slot in _slots(ack) if slot >= len(self._deliveries)]:
+            if unknown := [slot for slot in slots(ack) if slot >= len(self._deliveries)]:
                 raise InvalidInput(f"an ack of table {unknown[0]}, but there are only {len(self._deliveries)}")
             if ack.HasField("applied"):
                 self._acknowledge(position_from_message(ack.applied), ack)
@@ -264,7 +270,7 @@ class ReplicaStream:
         if self._replica.stream is not self._ended or applied.number < self._replica.applied.number:
             return
         checksums = {each.slot: each.sum for each in ack.sums}
-        rows = {each.table: ids for each in ack.wanted if len(ids := self._rows_of(each))}
+        rows = {each.table: ids for each in ack.wanted if len(ids := rows_of(each, self._deliveries))}
         damaged = self._audit.check(applied.number, checksums, ack.received_bytes, rows)
         if damaged:
             self._report(damaged, rows)
@@ -273,27 +279,18 @@ class ReplicaStream:
             self._note_shown(ack)
         elif applied.number > self._replica.applied.number:
             self._replica.checked = False
-        self._registry.acknowledge(self._consumer, self._replica, applied)
+        if applied.number:
+            self._replica.rewind = None  # Of what it held before, nothing is left.
+        # With the seal that this history has, whatever the replica says.
+        sealed = Position(applied.history, applied.number, self._feed.seal_of(applied.number))
+        self._registry.acknowledge(self._consumer, self._replica, sealed)
 
     def _note_shown(self, ack: subscribe_pb2.Ack) -> None:
         """Note what a replica has shown that it holds: nothing else than it was sent."""
         if self._replica.damaged and ack.sums:
             self._say(EventKind.REPLICA_REPAIRED, f"holds what it was sent in {', '.join(self._replica.damaged)}")
             self._replica.damaged = ()
-        self._replica.checked, self._replica.unbound = bool(ack.sums), self._unbound(ack)
-
-    def _unbound(self, ack: subscribe_pb2.Ack) -> tuple[str, ...]:
-        """Names of the tables that a replica does not hold: those it names, and those of which alone it shows
-        nothing, as clients do that name none.
-        """
-        everything = range(len(self._deliveries))
-        shown = {each.slot for each in ack.sums} or everything
-        slots = {*ack.unbound, *set(everything).difference(shown)}
-        return tuple(self._deliveries[slot].spec.name for slot in sorted(slots))
-
-    def _rows_of(self, wanted: tables_pb2.WantedRows) -> Ids:
-        ids = np.array(wanted.ids, np.uint64)
-        return distinct(ids[ids < self._deliveries[wanted.table].spec.rows]).astype(ID_TYPE)
+        self._replica.checked, self._replica.unbound = bool(ack.sums), unbound(ack, self._deliveries)
 
     def _report(self, damaged: frozenset[int], rows: Mapping[int, Ids]) -> None:
         """Report a replica that holds other bits than it was sent, and have these sent again."""
@@ -310,7 +307,7 @@ class ReplicaStream:
         await first_of(*events, *endings, seconds=self._progress_seconds, task=acks)
         if acks.done():
             acks.result()
-            raise _ReplicaLeft
+            raise StreamEnded
         if self._service.draining.is_set():
             raise ServiceUnavailable("the service is shutting down; reconnect")
         self._check_current()
@@ -351,13 +348,21 @@ class ReplicaStream:
         if self._service.feed(self._consumer) is not self._feed:
             raise Superseded(f"consumer {self._consumer.name!r} has a policy now; reconnect")
 
+    def _check_running(self, release: FrozenRelease) -> None:
+        """Check that no pause has come while a release is sent: the replica drops what it has of it."""
+        if (pause := self._consumer.pause) and self._kept_from(release):
+            raise Superseded(f"consumer {self._consumer.name!r} is {pause.words}; reconnect")
+
+    def _kept_from(self, release: FrozenRelease) -> bool:
+        """Whether a pause keeps the replica from a release, which would bring it further."""
+        return bool(self._consumer.pause and release.head and release.head.number != self._sent.number)
+
     def _check_current(self) -> None:
         if self._registry.consumers.get(self._consumer.name) is not self._consumer:
             raise NotFound(f"consumer {self._consumer.name!r} was deleted")
+        if self._consumer.replicas.get(self._replica.name) is not self._replica:
+            self._goodbye = True  # Not on this stream, of which it has not been heard yet that it is lost.
+            raise StreamEnded
         if self._replica.stream is not self._ended:
-            raise Superseded(f"a newer stream of replica {self._replica.name!r} has taken over")
-
-
-def _slots(ack: subscribe_pb2.Ack) -> list[int]:
-    """The slots that an ack names."""
-    return [*(each.slot for each in ack.sums), *(each.table for each in ack.wanted), *ack.unbound]
+            newer = self._replica.instance
+            raise superseded(self._consumer.name, self._replica.name, self._instance, newer)

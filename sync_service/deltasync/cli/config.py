@@ -10,6 +10,7 @@ import click
 
 from deltasync.core.errors import InvalidInput
 
+_FILE = f"{__name__} file"
 F = TypeVar("F", bound=Callable[..., Any])
 Reader = Callable[[Any], object]
 
@@ -24,6 +25,17 @@ def _load(readers: Mapping[str, Reader], ctx: click.Context, param: click.Parame
     except (OSError, ValueError) as error:
         raise click.BadParameter(f"{path}: {error}", ctx, param) from error
     ctx.default_map = {**(ctx.default_map or {}), **settings}
+    ctx.meta[_FILE] = partial(_read_again, readers, ctx, param, path)
+
+
+def _read_again(
+    readers: Mapping[str, Reader], ctx: click.Context, param: click.Parameter, path: Path, key: str, default: Any
+) -> Any:
+    try:
+        settings = _settings(path, ctx, param, readers)
+        return readers[key](settings[key]) if key in settings else default
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"{path}: {error}") from error
 
 
 def _settings(
@@ -57,6 +69,15 @@ def config_option(**readers: Reader) -> Callable[[F], F]:
 def from_config(key: str, default: Any) -> Any:
     """The value of a further key of the `--config` file, as its reader returned it."""
     return click.get_current_context().meta.get(_meta_key(key), default)
+
+
+def reader_of_config() -> Callable[[str, Any], Any] | None:
+    """What reads a further key of the `--config` file anew, as `from_config` does; None where there is no file.
+
+    It blocks, and raises InvalidInput for a file that cannot be read, or says what cannot be.
+    """
+    found: Callable[[str, Any], Any] | None = click.get_current_context().meta.get(_FILE)
+    return found
 
 
 def _meta_key(key: str) -> str:

@@ -43,12 +43,12 @@ def merged(flags: tuple[ConsumerOptions, ...], file: tuple[ConsumerOptions, ...]
     """Those of both; of a consumer that both name the file has the policy.
 
     Raises:
-        UsageError: they name different models for one consumer.
+        InvalidInput: they name different models for one consumer.
     """
     models = {each.name: each.model for each in file}
     for each in flags:
         if models.get(each.name, each.model) != each.model:
-            raise click.UsageError(
+            raise InvalidInput(
                 f"consumer {each.name!r} follows model {each.model!r} by --consumer, but {models[each.name]!r} by "
                 f"[consumers.{each.name}] of the --config file"
             )

@@ -9,6 +9,8 @@ from deltasync.cli.endpoint_options import service_options
 from deltasync.cli.policy_options import policy_of, policy_options
 from deltasync.client.admin import Admin
 from deltasync.client.endpoint import Endpoint
+from deltasync.consumers.pause import Pause
+from deltasync.v1 import admin_pb2
 from deltasync.wire.messages import policy_from_message
 
 _EVERYTHING = "every changed row, in its own type"
@@ -16,16 +18,17 @@ _EVERYTHING = "every changed row, in its own type"
 
 @click.group()
 def consumers() -> None:
-    """List, create, update and delete consumers."""
+    """List, create, update, pause and delete consumers."""
 
 
 @consumers.command("list", context_settings=CONTEXT)
 @service_options()
 def list_consumers(service: Endpoint) -> None:
-    """List all consumers: name, model, and what of the policy differs from the default."""
+    """List all consumers: name, model, what of the policy differs from the default, and a pause."""
     for consumer in Admin(service).consumers():
         policy = policy_from_message(consumer.policy).words
-        click.echo("\t".join([consumer.name, consumer.model, *([policy] if policy else [])]))
+        facts = [consumer.name, consumer.model, policy, _paused(consumer)]
+        click.echo("\t".join(filter(None, facts)))
 
 
 @consumers.command("create", context_settings=CONTEXT)
@@ -39,8 +42,8 @@ def create_consumer(name: str, model: str, service: Endpoint, **options: Any) ->
     Without options of a policy its replicas are sent every changed row, in its own type, at once.
     """
     policy = policy_of(options)
-    Admin(service).create_consumer(name, model, policy)
-    words = policy.words
+    paused = _paused(Admin(service).create_consumer(name, model, policy))
+    words = "; ".join(filter(None, [policy.words, paused]))
     click.echo(f"consumer {name} follows model {model}{f': {words}' if words else ''}")
 
 
@@ -62,6 +65,28 @@ def update_consumer(name: str, service: Endpoint, **options: Any) -> None:
     click.echo(f"policy of consumer {name}: {policy.words or _EVERYTHING}{was}")
 
 
+@consumers.command("pause", context_settings=CONTEXT)
+@click.argument("name")
+@click.option("--reason", default="", show_default=False, help="Why, for whoever looks at its lag.")
+@service_options(rights=True)
+def pause_consumer(name: str, reason: str, service: Endpoint) -> None:
+    """Hold the replicas of consumer NAME at what they have, at once, whatever is published, until it is resumed.
+
+    It holds over restarts of the service. What a replica has been sent whole is still applied.
+    """
+    Admin(service).pause_consumer(name, reason)
+    click.echo(f"consumer {name} is paused; go on with: deltasync consumers resume {name}")
+
+
+@consumers.command("resume", context_settings=CONTEXT)
+@click.argument("name")
+@service_options(rights=True)
+def resume_consumer(name: str, service: Endpoint) -> None:
+    """Let consumer NAME go on, with all that its replicas lack."""
+    Admin(service).resume_consumer(name)
+    click.echo(f"consumer {name} goes on")
+
+
 @consumers.command("delete", context_settings=CONTEXT)
 @click.argument("name")
 @service_options(rights=True)
@@ -69,3 +94,10 @@ def delete_consumer(name: str, service: Endpoint) -> None:
     """Forget consumer NAME and its offsets. Replicas that are connected stop, with what they hold."""
     Admin(service).delete_consumer(name)
     click.echo(f"consumer {name} deleted")
+
+
+def _paused(consumer: admin_pb2.Consumer) -> str:
+    if not consumer.HasField("pause"):
+        return ""
+    pause = consumer.pause
+    return Pause(pause.since.ToNanoseconds(), pause.by, pause.reason).words

@@ -1,5 +1,8 @@
 """Which service a command talks to, and with which rights; and where a service listens."""
 
+import getpass
+import os
+import socket
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar
@@ -20,8 +23,24 @@ _TOKEN = click.option(
 )
 
 
+_BY = click.option(
+    "--by",
+    default=lambda: f"{_user()}@{socket.gethostname()}",
+    show_default="USER@HOST",
+    help="Who asks, for the service's log.",
+)
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # Of a number without a name, as in some containers.
+        return str(os.getuid())
+
+
 def service_options(*, default: str | None = "127.0.0.1:50051", rights: bool = False) -> Callable[[F], Command]:
-    """`--service`, and with `rights` `--admin-token`; the command is given both as `service`, an `Endpoint`.
+    """`--service`, and with `rights` `--admin-token` and `--by`; the command is given all as `service`, an
+    `Endpoint`.
 
     Args:
         default: the address unless one is given; None = one has to be.
@@ -31,7 +50,7 @@ def service_options(*, default: str | None = "127.0.0.1:50051", rights: bool = F
     # Click takes a None that it is given for a value.
     value: dict[str, Any] = {"required": True} if default is None else {"default": default}
     service = click.option("--service", help=help_text, **value)
-    return _endpoint_option("service", Endpoint.of_grpc, service, *([_TOKEN] if rights else []))
+    return _endpoint_option("service", Endpoint.of_grpc, service, *([_TOKEN, _BY] if rights else []))
 
 
 def http_options(command: F) -> Command:
@@ -63,9 +82,9 @@ def _endpoint_option(
     def decorated(command: F) -> Command:
         @wraps(command)
         def with_endpoint(**settings: Any) -> Any:
-            address, token = settings.pop(name), settings.pop("admin_token", "")
+            address, token, by = settings.pop(name), settings.pop("admin_token", ""), settings.pop("by", "")
             try:
-                endpoint = check(Endpoint(address, token))
+                endpoint = check(Endpoint(address, token, by=by))
             except InvalidInput as error:
                 raise click.UsageError(str(error)) from error
             return command(**settings, **{name: endpoint})

@@ -3,6 +3,7 @@
 from typing import Any
 
 from deltasync.core.policy import Policy
+from deltasync.core.words import counted
 
 Lag = dict[str, Any]
 Line = tuple[Any, ...]
@@ -24,11 +25,19 @@ def _facts(answer: Lag) -> list[tuple[str, str]]:
     if (behind := answer.get("head_seconds_behind_events")) is not None:  # A service of before lacks it.
         facts.append(("events", _events(answer["lag"]["seconds_behind_events"], behind)))
     if answer["damages"]:
-        facts.append(("damages", f"{answer['damages']} tables of replicas since the service started"))
+        facts.append(("damages", f"{counted(answer['damages'], 'table')} of replicas since the service started"))
     facts += [
         ("damaged", f"{replica['replica']} ({', '.join(replica['damaged'])})")
         for replica in answer["replicas"]
         if replica["damaged"]
+    ]
+    facts += [
+        (
+            "rewound",
+            f"{replica['replica']} held {held['held']} of history {held['history']}, {held['seconds']} s ago",
+        )
+        for replica in answer["replicas"]
+        if (held := replica.get("rewound"))  # A service of before lacks it.
     ]
     facts += [
         ("partial", f"{replica['replica']} lacks {', '.join(replica['unbound'])}")
@@ -46,19 +55,21 @@ def _events(held: float | None, head: float) -> str:
 def _release_facts(answer: Lag, release: Lag) -> list[tuple[str, str]]:
     lag = answer["lag"]
     known = lag["unsent_norm"] is not None
+    # All hold it after a restart, or while no replica is connected.
+    until = "next release is made" if answer["offset"] == release["number"] else "newest release is applied"
+    unsent = f"norm {_norm(lag)}, {_share(lag)} of the tables'" if known else f"not known before the {until}"
     return [
         ("release", f"{release['number']} of version {release['version']}, {release['seconds_ago']} seconds ago"),
         ("", release["reason"]),
         ("took", _amount(release["rows"], release["bytes"], release["norm"])),
         ("left", _amount(release["left_rows"], release["left_bytes"], release["left_norm"])),
         ("oldest row", f"{answer['oldest_row_seconds']} seconds unsent"),
-        ("unsent", f"norm {_norm(lag)}, {_share(lag)} of the tables'" if known else "not known before the newest"
-         " release is applied"),
-    ]  # fmt: skip
+        ("unsent", unsent),
+    ]
 
 
 def _amount(rows: int, size: int, norm: float) -> str:
-    return f"{rows} rows, {size} bytes, norm {norm:.4g}"
+    return f"{counted(rows, 'row')}, {counted(size, 'byte')}, norm {norm:.4g}"
 
 
 def _aligned(facts: list[tuple[str, str]]) -> list[str]:

@@ -6,6 +6,7 @@ from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import service_options
 from deltasync.client.admin import Admin
 from deltasync.client.endpoint import Endpoint
+from deltasync.core.words import counted, utc
 
 
 @click.group()
@@ -25,7 +26,9 @@ def delete_rows(model: str, table: str, ids: tuple[int, ...], service: Endpoint)
     delete. A row that is looked up in training afterwards is a new row.
     """
     pending = Admin(service).delete_rows(model, table, ids)
-    click.echo(f"{pending.rows} rows of table {table} of model {model} are to be deleted: {pending.reason}")
+    which = f"of table {table} of model {model}"
+    verb = "is" if pending.rows == 1 else "are"
+    click.echo(f"{counted(pending.rows, 'row')} {which} {verb} to be deleted: {pending.reason}")
 
 
 @rows.command("pending", context_settings=CONTEXT)
@@ -33,5 +36,5 @@ def delete_rows(model: str, table: str, ids: tuple[int, ...], service: Endpoint)
 def pending_deletes(service: Endpoint) -> None:
     """List the deletes that are not done: model, table, number of rows, since when, and what they wait for."""
     for pending in Admin(service).pending_deletes():
-        asked = pending.asked.ToDatetime().isoformat(timespec="seconds")
-        click.echo("\t".join([pending.model, pending.table, str(pending.rows), f"{asked}Z", pending.reason]))
+        asked = utc(pending.asked.ToNanoseconds())
+        click.echo("\t".join([pending.model, pending.table, str(pending.rows), asked, pending.reason]))

@@ -1,12 +1,13 @@
 """`deltasync serve`."""
 
 import asyncio
+import signal
 from pathlib import Path
 from typing import Any
 
 import click
 
-from deltasync.cli.config import CONTEXT, config_option, from_config
+from deltasync.cli.config import CONTEXT, config_option, from_config, reader_of_config
 from deltasync.cli.consumer_settings import consumers_of_file, consumers_of_flags, merged
 from deltasync.cli.endpoint_options import listening_options
 from deltasync.cli.needs import SERVICE, check_needs
@@ -47,7 +48,8 @@ check_needs(*SERVICE)
 @click.option(
     "--flush-bytes",
     type=click.IntRange(1),
-    default=1 << 30,
+    default=None,
+    show_default="1 GiB, or half of --log-max-bytes",
     help="Flush the tables and cut the log once it holds this many bytes of newer rows.",
 )
 @click.option(
@@ -62,6 +64,20 @@ check_needs(*SERVICE)
     default=5.0,
     help="How long open cuts may take to finish on SIGTERM.",
 )
+@click.option(
+    "--max-norm-growth",
+    type=click.FloatRange(1),
+    default=None,
+    show_default=False,
+    help="By which factor a row's norm may be over the largest that a row of its table has had. No limit unless "
+    "given.",
+)
+@click.option(
+    "--poisoned",
+    type=click.Choice(["refuse", "quarantine"]),
+    default="refuse",
+    help="What becomes of a cut with a row over that: refused, or sealed with its consumers paused before.",
+)
 def serve(consumer: tuple[ConsumerOptions, ...], **settings: Any) -> None:
     """Run the sync service until SIGTERM.
 
@@ -69,15 +85,24 @@ def serve(consumer: tuple[ConsumerOptions, ...], **settings: Any) -> None:
     --config file. A flag wins over the environment, the environment over the file.
 
     A table [consumers.NAME] of the file, with a model and the keys of a policy, makes that consumer. One that
-    exists gets this policy at every start.
+    exists gets this policy at every start, and on SIGHUP, when these tables are read again.
     """
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # Which would end a process that does not listen to it yet.
     from deltasync.api import server
+    from deltasync.publish.norm_guard import NormLimit
     from deltasync.service.service import ServiceOptions
 
     kept = ("data_dir", "log_max_bytes", "flush_bytes", "replica_retention_seconds")
     try:
-        service = ServiceOptions(**{name: settings.pop(name) for name in kept})
+        growth, quarantine = settings.pop("max_norm_growth"), settings.pop("poisoned") == "quarantine"
+        limit = NormLimit(growth, quarantine) if growth else None
+        service = ServiceOptions(norm_limit=limit, **{name: settings.pop(name) for name in kept})
+        wanted, read = merged(consumer, from_config("consumers", ())), reader_of_config()
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    wanted = merged(consumer, from_config("consumers", ()))
-    asyncio.run(server.serve(server.ServerOptions(service=service, consumers=wanted, **settings)))
+    read_consumers = (lambda: merged(consumer, read("consumers", ()))) if read else None
+    options = server.ServerOptions(service=service, consumers=wanted, read_consumers=read_consumers, **settings)
+    try:
+        asyncio.run(server.serve(options))
+    finally:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # Likewise one that listens no more.

@@ -9,12 +9,14 @@ modules of this package, and the other packages of the service, are internal.
 """
 
 from deltasync.client.admin import Admin
+from deltasync.client.connection import Connection
 from deltasync.client.endpoint import Endpoint
 from deltasync.client.keyed.keyed_table import KeyedRows, KeyedTable
 from deltasync.client.keyed.keyed_target import KeyedReading, KeyedTarget
 from deltasync.client.numpy_target import NumpyTarget, TableReading
 from deltasync.client.options import PublisherOptions, SubscriberOptions
-from deltasync.client.publisher import Part, Publisher
+from deltasync.client.part import Part
+from deltasync.client.publisher import Publisher
 from deltasync.client.reading import Reading, TornTarget
 from deltasync.client.subscriber import Subscriber
 from deltasync.client.targets import (
@@ -47,6 +49,7 @@ from deltasync.core.value_types import ValueType
 __all__ = [
     "Admin",
     "CallbackTarget",
+    "Connection",
     "Contradiction",
     "Damaged",
     "Decision",

@@ -1,6 +1,7 @@
 """Managing consumers and deleting rows from a program."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TypeVar
 
 import grpc
@@ -16,7 +17,7 @@ T = TypeVar("T")
 
 
 class Admin:
-    """Makes, changes and deletes the consumers of a service, and has rows deleted. Each call connects anew.
+    """Makes, changes, pauses and deletes consumers of a service, and has rows deleted. Each call connects anew.
 
     Every method raises NotPermitted for a wrong token, ServiceUnavailable where the service cannot be reached, and
     what its call of the same name raises.
@@ -30,8 +31,11 @@ class Admin:
         """
         self._endpoint = Endpoint.of_grpc(service)
 
-    def create_consumer(self, name: str, model: str, policy: Policy) -> None:
+    def create_consumer(self, name: str, model: str, policy: Policy) -> admin_pb2.Consumer:
         """Make a consumer; making an equal one again changes nothing.
+
+        Returns:
+            The consumer: paused, where a version of the model is in quarantine.
 
         Raises:
             InvalidInput: a name that cannot be one, or a policy that the model's tables cannot meet.
@@ -39,7 +43,7 @@ class Admin:
         """
         consumer = admin_pb2.Consumer(name=name, model=model, policy=policy_to_message(policy))
         request = admin_pb2.CreateConsumerRequest(consumer=consumer)
-        self._call(lambda stub: stub.CreateConsumer(request))
+        return self._call(lambda stub: stub.CreateConsumer(request)).consumer
 
     def update_consumer(self, name: str, policy: Policy) -> None:
         """Give a consumer another policy; its replicas keep their place.
@@ -59,6 +63,55 @@ class Admin:
         """
         request = admin_pb2.DeleteConsumerRequest(name=name)
         self._call(lambda stub: stub.DeleteConsumer(request))
+
+    def pause_consumer(self, name: str, reason: str = "") -> None:
+        """Hold a consumer's replicas at what they have, whatever is published, until it is resumed.
+
+        Raises:
+            NotFound: there is none of that name.
+            InvalidInput: a reason of more than 400 characters, or of several lines.
+        """
+        request = admin_pb2.PauseConsumerRequest(name=name, reason=reason)
+        self._call(lambda stub: stub.PauseConsumer(request))
+
+    def resume_consumer(self, name: str) -> None:
+        """Let a paused consumer go on, with all that its replicas lack.
+
+        Raises:
+            NotFound: there is none of that name.
+        """
+        request = admin_pb2.ResumeConsumerRequest(name=name)
+        self._call(lambda stub: stub.ResumeConsumer(request))
+
+    def forget_replica(self, consumer: str, replica: str) -> None:
+        """Forget a replica that is away: no lag counts it any more.
+
+        Raises:
+            NotFound: there is no such consumer, or no such replica of it.
+            Contradiction: it is connected.
+        """
+        request = admin_pb2.ForgetReplicaRequest(consumer=consumer, replica=replica)
+        self._call(lambda stub: stub.ForgetReplica(request))
+
+    def delete_model(self, name: str) -> None:
+        """Delete a model, with its tables and all that is kept of it.
+
+        Raises:
+            NotFound: there is none of that name.
+            Contradiction: a rank publishes it, or a consumer follows it.
+        """
+        request = admin_pb2.DeleteModelRequest(name=name)
+        self._call(lambda stub: stub.DeleteModel(request))
+
+    def delete_table(self, model: str, table: str) -> None:
+        """Delete a table of a model; replicas are not sent it any more.
+
+        Raises:
+            NotFound: there is no such model, or no such table in it.
+            Contradiction: a rank publishes it, or another table belongs to it.
+        """
+        request = admin_pb2.DeleteTableRequest(model=model, table=table)
+        self._call(lambda stub: stub.DeleteTable(request))
 
     def consumers(self) -> list[admin_pb2.Consumer]:
         """All consumers, by name."""
@@ -91,6 +144,36 @@ class Admin:
         """The deletes that are asked for and not done, by model and number; each with what it waits for."""
         request = admin_pb2.ListPendingDeletesRequest()
         return list(self._call(lambda stub: stub.ListPendingDeletes(request)).pending)
+
+    def backup(self, directory: str, timeout_seconds: float = 7 * 86400.0) -> admin_pb2.BackupResponse:
+        """Have the service copy all that it keeps, while it goes on; its log says how far it has come.
+
+        Args:
+            directory: absolute path of a folder on the service's machine: empty, or to be made.
+            timeout_seconds: how long it may take.
+
+        Returns:
+            What the backup has, once it is complete.
+
+        Raises:
+            InvalidInput: the path is relative or inside of the data directory, or the folder has something.
+            Contradiction: another backup is being made.
+            StorageFailed: something could not be read or written.
+        """
+        patient = Admin(replace(self._endpoint, timeout_seconds=timeout_seconds))
+        return patient._call(lambda stub: stub.Backup(admin_pb2.BackupRequest(directory=directory)))
+
+    def inspect(self, timeout_seconds: float = 7 * 86400.0) -> list[admin_pb2.InspectedTable]:
+        """Have the service look at all rows that it keeps, at full speed; its log says how far it has come.
+
+        Args:
+            timeout_seconds: how long it may take.
+
+        Returns:
+            What was found of each table, and what is left once it has mended what it can.
+        """
+        patient = Admin(replace(self._endpoint, timeout_seconds=timeout_seconds))
+        return list(patient._call(lambda stub: stub.Inspect(admin_pb2.InspectRequest())).tables)
 
     def _call(self, call: Callable[[admin_pb2_grpc.AdminServiceStub], T]) -> T:
         with self._endpoint.channel() as channel:

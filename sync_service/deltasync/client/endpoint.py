@@ -1,17 +1,14 @@
 """Where a service is reached, and with which rights. Whatever connects to one does it here."""
 
-import http.client
-import json
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import grpc
 
-from deltasync.core.errors import DeltasyncError, InvalidInput, NotFound, ServiceUnavailable
+from deltasync.client.http_answer import get_json
+from deltasync.core.errors import InvalidInput
 from deltasync.wire.protocol import OURS, protocols_to_metadata
 
 _Metadata: TypeAlias = tuple[tuple[str, str], ...]
@@ -29,12 +26,10 @@ _CHANNEL_OPTIONS = [
     ("grpc.keepalive_permit_without_calls", 1),
     # Retries are ours (see `backoff`); gRPC's own pause of up to two minutes would only add to them.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    # In spite of its name, for how long an attempt may take: in less, none gets through a network with delays.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
 ]
-
-# No proxy here either.
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @dataclass(frozen=True)
@@ -47,18 +42,21 @@ class Endpoint:
         address: HOST:PORT where the service answers gRPC, or http://HOST:PORT where it answers HTTP.
         token: its admin token, for calls that change something; without one they are refused.
         timeout_seconds: how long a call may take. Streams live as long as they are needed.
+        by: who asks, told in the service's log beside what it changes.
 
     Raises:
-        InvalidInput: a token that cannot be sent, or no time.
+        InvalidInput: a token or a name that cannot be sent, or no time.
     """
 
     address: str
     token: str = field(default="", repr=False)
     timeout_seconds: float = 10.0
+    by: str = ""
 
     def __post_init__(self) -> None:
-        if not (self.token.isascii() and self.token.isprintable()):  # Say, a file's last line break.
-            raise InvalidInput("token: expected only printable ASCII characters")
+        for name, text in (("token", self.token), ("by", self.by)):
+            if not (text.isascii() and text.isprintable()):  # Say, a file's last line break.
+                raise InvalidInput(f"{name}: expected only printable ASCII characters")
         if not self.timeout_seconds > 0:
             raise InvalidInput(f"timeout_seconds: {self.timeout_seconds}, expected more than 0")
 
@@ -101,23 +99,14 @@ class Endpoint:
 
         Raises:
             NotFound: the service knows no such thing.
-            ServiceUnavailable: it does not answer, or not with JSON.
+            ServiceUnavailable: it does not answer in time, or not with JSON.
         """
-        url = self.address.rstrip("/") + path
-        request = urllib.request.Request(url, headers=self._rights())  # noqa: S310  # of_http() has seen it
-        try:
-            with _OPENER.open(request, timeout=self.timeout_seconds) as answer:
-                return json.load(answer)
-        except urllib.error.HTTPError as error:
-            raise _refused(error, url) from error
-        except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
-            raise ServiceUnavailable(
-                f"{url}: {_printable(error)}: is the service running, and is this its HTTP address?"
-            ) from error
+        return get_json(self.address.rstrip("/") + path, self._rights(), self.timeout_seconds)
 
     def _rights(self) -> dict[str, str]:
-        """What a call sends of them, as metadata in gRPC and as headers in HTTP."""
-        return {"authorization": f"Bearer {self.token}"} if self.token else {}
+        """What a call sends of them, and of who asks, as metadata in gRPC and as headers in HTTP."""
+        rights = {"authorization": f"Bearer {self.token}"} if self.token else {}
+        return rights | ({"deltasync-by": self.by} if self.by else {})
 
 
 class _Calls(grpc.UnaryUnaryClientInterceptor, grpc.StreamStreamClientInterceptor):
@@ -150,16 +139,3 @@ def _is_url(address: str) -> bool:
         return address.startswith(_HTTP) and bool(url.hostname) and url.port != 0
     except ValueError:  # Say, half of the brackets of IPv6.
         return False
-
-
-def _printable(error: Exception) -> str:
-    """An error's text, unless that holds the raw bytes of an answer that is no HTTP."""
-    text = str(error).strip()
-    return text if text.isprintable() else f"{type(error).__name__}: no HTTP answer"
-
-
-def _refused(error: urllib.error.HTTPError, url: str) -> DeltasyncError:
-    body = error.read().decode(errors="replace")
-    if error.code == 404 and body.startswith("{"):
-        return NotFound(json.loads(body).get("message", body))
-    return ServiceUnavailable(f"{url}: HTTP {error.code}: {body}")

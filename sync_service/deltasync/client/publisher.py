@@ -3,27 +3,30 @@
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import grpc
 import numpy as np
 
+from deltasync.client.connection import Connection, Connectivity
 from deltasync.client.endpoint import Endpoint
 from deltasync.client.options import PublisherOptions
+from deltasync.client.part import Part
+from deltasync.client.wanted_rows import ASK_SECONDS, ask_wanted
 from deltasync.core.backoff import backoff
 from deltasync.core.delete_request import DeleteRequest
 from deltasync.core.errors import Damaged, DeltasyncError, InvalidInput, ResyncRequired, ServiceUnavailable
-from deltasync.core.event_time import check_event_time
 from deltasync.core.position import Position
+from deltasync.core.process import this_process
 from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.tables import ID_TYPE, Shard, TableSpec
-from deltasync.v1 import publish_pb2
+from deltasync.v1 import publish_pb2, tables_pb2
 from deltasync.wire.error_codes import from_rpc_error, is_final
+from deltasync.wire.id_messages import changed_from_message, joined
 from deltasync.wire.messages import position_from_message, position_to_message, shard_to_message, table_to_message
-from deltasync.wire.protocol import WHOLE_PROTOCOL
+from deltasync.wire.protocol import SEALS_PROTOCOL, WHOLE_PROTOCOL
 from deltasync.wire.row_messages import chunked, fits_message, part_chunk, serialized, whole_part
 
 logger = logging.getLogger(__name__)
@@ -32,42 +35,6 @@ _Requests: TypeAlias = "queue.SimpleQueue[Part | None]"
 _Call: TypeAlias = "grpc._CallIterator[publish_pb2.PublishResponse]"
 
 _PUBLISH = f"/{publish_pb2.DESCRIPTOR.services_by_name['PublishService'].full_name}/Publish"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """This rank's share of a cut.
-
-    Attributes:
-        step: the optimizer step after which the rows were read; later than that of the last part that was
-            sealed.
-        step_end_unix_ns: when the step ended on this rank, nanoseconds since 1970.
-        rows: the rows; may be empty.
-        full: whether these are all rows of all shards of this rank.
-        deletes: numbers of the requests that this rank has met by now, of those in `Publisher.deletes`.
-        event_time_unix_ns: the time of the newest event that this rank has trained on, nanoseconds since 1970;
-            None where it does not know.
-        differing: names of the tables of which other ranks have other rows than this one, which publishes its own.
-
-    Raises:
-        InvalidInput: the event time is no whole number from 1 on.
-    """
-
-    step: int
-    step_end_unix_ns: int
-    rows: list[RowBatch] = field(default_factory=list)
-    full: bool = False
-    deletes: Sequence[int] = ()
-    event_time_unix_ns: int | None = None
-    differing: Sequence[str] = ()
-
-    def __post_init__(self) -> None:
-        check_event_time(self.event_time_unix_ns)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of ids and values, as they are sent."""
-        return sum(rows.nbytes for rows in self.rows)
 
 
 class Publisher:
@@ -80,6 +47,7 @@ class Publisher:
             answer; replaced as a whole, by the publisher's thread. All ranks meet the same of it with a cut.
         wanted: rows of which the service holds other bits than it was sent: names of tables, and ids of each;
             likewise. The next part is to have those of them that this rank holds.
+        quarantine: why the service keeps replicas from the last version; empty if it does not.
     """
 
     def __init__(self, options: PublisherOptions, tables: list[TableSpec], shards: list[Shard]) -> None:
@@ -94,22 +62,33 @@ class Publisher:
         self._continues = options.continues
         self.deletes: tuple[DeleteRequest, ...] = ()
         self.wanted: tuple[tuple[str, Ids], ...] = ()
+        self.quarantine = ""
+        self._connectivity = Connectivity(f"rank {options.rank} of model {options.model!r}")
         self._parts: queue.SimpleQueue[tuple[Part, Future[Position]] | None] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._stream: _Stream | None = None
         self._busy = False
         self._sealed_step: int | None = None
+        self._told: Position | None = None  # The service's head when it last named the rows that came after ours.
         self._thread = threading.Thread(target=self._run, name="deltasync-publisher", daemon=True)
         self._thread.start()
+
+    @property
+    def connection(self) -> Connection:
+        """Whether it is connected, since when, and what went wrong last. It connects with its first part."""
+        if (stream := self._stream) and (error := stream.ending):
+            self._connectivity.note_lost(error)  # With no part under way nobody has noticed.
+        return self._connectivity.now
 
     def publish(self, part: Part) -> "Future[Position]":
         """Send a part. Returns at once.
 
         Returns:
             A future of the position at which the whole cut was sealed. Its exceptions: `ResyncRequired` when
-            the service does not hold what this run builds on, so that the next part must be full;
-            `InvalidInput` or `Contradiction` when the service refuses the part for good; `Damaged` when rows do
-            not fit their digests here already.
+            the service does not hold what this run builds on, or more, so that the next part must be full, or have
+            the rows that the error names; `InvalidInput` or `Contradiction` when the service refuses the part for
+            good, as it does where the other ranks have gone on to a later step: what the part has then goes with
+            the part of that; `Damaged` when rows do not fit their digests here already.
 
         Raises:
             InvalidInput: rows that do not fit their shard, a step that is sealed already, or a part is still
@@ -138,6 +117,7 @@ class Publisher:
         if stream := self._stream:
             stream.cancel()
         self._thread.join()
+        self._connectivity.note_lost(ServiceUnavailable("the publisher is closed"))
 
     def __enter__(self) -> "Publisher":
         return self
@@ -159,12 +139,13 @@ class Publisher:
     # The publisher's thread.
 
     def _run(self) -> None:
-        while (item := self._parts.get()) is not None:
+        while (item := self._next()) is not None:
             part, done = item
             try:
                 position = self._deliver(part)
             except Exception as error:  # noqa: BLE001  # handed over to whoever waits for the part
                 self._drop_stream()
+                self._note_failed(error, None)
                 self._busy = False  # Before the waiter is woken: it may publish again at once.
                 done.set_exception(error)
             else:
@@ -173,12 +154,26 @@ class Publisher:
                 done.set_result(position)
         self._drop_stream()
 
+    def _next(self) -> tuple[Part, Future[Position]] | None:
+        """The next part. While there is none, the service is asked which rows it wants."""
+        while True:
+            try:
+                return self._parts.get(timeout=ASK_SECONDS)
+            except queue.Empty:
+                if (stream := self._stream) and (wanted := stream.ask_wanted()) is not None:
+                    self.wanted = self._named(wanted)
+
+    def _named(self, rows: Iterable[tables_pb2.WantedRows]) -> tuple[tuple[str, Ids], ...]:
+        return tuple((self._tables[each.table].name, np.array(each.ids, ID_TYPE)) for each in rows)
+
     def _deliver(self, part: Part) -> Position:
         for pause in backoff():
             stream = self._connected()
             if self._closing.is_set():
                 break
             try:
+                if opened := stream.open():
+                    self._check_opened(*opened, part)
                 return stream.send(part)
             except DeltasyncError as error:
                 self._drop_stream()
@@ -186,7 +181,7 @@ class Publisher:
                     raise
                 if isinstance(error, Damaged):
                     _check_digests(part)
-                logger.warning("part of step %d is sent again in %.2f s: %s", part.step, pause, error)
+                self._note_failed(error, pause)
             if self._closing.wait(pause):
                 break
         raise ServiceUnavailable(f"part of step {part.step}: closed before it was sealed")
@@ -196,17 +191,48 @@ class Publisher:
             self._stream = _Stream(self._endpoint, self._open_message(), self._slots, self._note_requests)
         return self._stream
 
+    def _note_failed(self, error: Exception, pause: float | None) -> None:
+        if not self._closing.is_set():
+            self._connectivity.note_failed(error, pause)
+
     def _drop_stream(self) -> None:
         if self._stream:
             self._stream.cancel()
         self._stream = None
 
+    def _check_opened(self, answer: publish_pb2.PublishOpened, changed: Mapping[int, Ids], part: Part) -> None:
+        """See whether a part can be sent to who has answered so, and named rows of tables by their index.
+
+        Raises:
+            ResyncRequired: it lacks rows.
+        """
+        head = position_from_message(answer.head)
+        if part.full:
+            return
+        if not answer.continues:
+            raise ResyncRequired(f"publish every row: {answer.reason}", head=head)
+        if answer.since and self._told != head:
+            self._told = head
+            rows = [(self._tables[table].name, ids) for table, ids in changed.items()]
+            raise ResyncRequired(
+                f"publish what came after version {answer.since}: {answer.reason}", head=head, changed=rows
+            )
+
     def _note_requests(self, answer: publish_pb2.PublishOpened | publish_pb2.CutSealed) -> None:
+        self._connectivity.note_connected()
         self.deletes = tuple(
             DeleteRequest(each.number, self._tables[each.table].name, np.array(each.ids, ID_TYPE))
             for each in answer.deletes
         )
-        self.wanted = tuple((self._tables[each.table].name, np.array(each.ids, ID_TYPE)) for each in answer.wanted)
+        self.wanted = self._named(answer.wanted)
+        if isinstance(answer, publish_pb2.CutSealed):
+            self._note_quarantine(answer.quarantine)
+
+    def _note_quarantine(self, reason: str) -> None:
+        if reason and not self.quarantine:
+            text = "replicas are kept from the last version, and stay so until operators resume: %s"
+            logger.warning(text, reason)
+        self.quarantine = reason
 
     def _open_message(self) -> publish_pb2.PublishOpen:
         options = self._options
@@ -220,6 +246,8 @@ class Publisher:
             shards=[shard_to_message(shard, self._tables) for shard in self._shards],
             continues=position_to_message(self._continues),
             takes_deletes=options.takes_deletes,
+            takes_changes=True,
+            process=this_process(),
         )
 
 
@@ -245,23 +273,49 @@ class _Stream:
         self._opened: publish_pb2.PublishOpened | None = None
         self._begun: Part | None = None
 
+    @property
+    def ending(self) -> DeltasyncError | None:
+        """Why the connection has ended; None if it has not."""
+        if self._call.is_active() or not isinstance(self._call, grpc.RpcError):
+            return None
+        return from_rpc_error(self._call, self._address)
+
+    def ask_wanted(self) -> Sequence[tables_pb2.WantedRows] | None:
+        """The rows that the service wants; None where nobody knows, or that service cannot be asked."""
+        known = self._opened is not None and self._opened.protocol >= SEALS_PROTOCOL
+        return ask_wanted(self._channel, self._message) if known else None
+
     def begin(self, part: Part) -> None:
         """Begin to send a part that `send` is called with next, if the service has let this rank in."""
         if self._opened:
             self._begun = part
             self._parts.put(part)
 
-    def send(self, part: Part) -> Position:
-        """Send a part and wait until its cut is sealed.
+    def open(self) -> tuple[publish_pb2.PublishOpened, dict[int, Ids]] | None:
+        """Wait until the service has let this rank in; what it has answered, and the rows it has named, by index
+        of their table. None if it has before.
 
         Raises:
             DeltasyncError: what the service has answered instead, or that it did not answer.
         """
-        if self._opened is None:
-            self._opened = self._receive().opened
-            self._note_requests(self._opened)
-            if not self._opened.continues and not part.full:
-                raise ResyncRequired(f"publish every row: {self._opened.reason}")
+        if self._opened:
+            return None
+        opened, changed = self._receive().opened, list[tuple[int, Ids]]()
+        named = not opened.since
+        while not named:
+            message = self._receive().changed
+            changed += changed_from_message(message)
+            named = message.last
+        self._opened = opened
+        self._note_requests(opened)
+        return opened, joined(changed)
+
+    def send(self, part: Part) -> Position:
+        """Send a part, once the service has let this rank in, and wait until its cut is sealed.
+
+        Raises:
+            DeltasyncError: what the service has answered instead, or that it did not answer.
+        """
         if self._begun is not part:
             self._parts.put(part)
         sealed = self._receive().sealed

@@ -10,6 +10,7 @@ token in it was sent before it was made.
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
@@ -17,6 +18,9 @@ from deltasync.core.position import Decision
 from deltasync.core.steady_clock import FOREVER_NS
 
 logger = logging.getLogger(__name__)
+
+# A callback that does not return is told no more than so many changes.
+_MOST_UNTOLD = 1_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +98,8 @@ class Readiness:
         self._clock = clock
         self._evidence = Evidence(started_ns=clock())
         self._changed = threading.Condition()
-        self._closed = False
+        self._untold = deque[Decision](maxlen=_MOST_UNTOLD)
+        self._ready = self._closed = False
         self._thread = threading.Thread(target=self._watch, name="deltasync-readiness", daemon=True)
         self._thread.start()
 
@@ -139,7 +144,13 @@ class Readiness:
     def _learn(self, learnt: Callable[[Evidence], Evidence]) -> None:
         with self._changed:
             self._evidence = learnt(self._evidence)
+            self._note()  # However soon it changes again: who is told late is told all the same.
             self._changed.notify_all()
+
+    def _note(self) -> None:
+        if (decision := self.decision).yes != self._ready:
+            self._ready = decision.yes
+            self._untold.append(decision)
 
     def _settled(self) -> Decision | None:
         decision = self.decision
@@ -148,20 +159,23 @@ class Readiness:
     # The thread of its own.
 
     def _watch(self) -> None:
-        ready, closed = False, False
+        closed = False
         while not closed:
-            decision, closed = self._next(ready)
-            if decision.yes != ready:
-                ready = decision.yes
+            decisions, closed = self._next()
+            for decision in decisions:
                 self._tell(decision)
 
-    def _next(self, ready: bool) -> tuple[Decision, bool]:
-        """The next decision that may differ, and whether that is the last one."""
+    def _next(self) -> tuple[list[Decision], bool]:
+        """What is to be told, after a wait if that is nothing yet; and whether it is the last."""
         with self._changed:
             seconds = self._seconds_left()  # Before it is decided: None also where the limit is over.
-            if not self._closed and self.decision.yes == ready:
+            self._note()
+            if not self._closed and not self._untold:
                 self._changed.wait(seconds)  # Only once: what is learnt may end it sooner.
-            return self.decision, self._closed
+                self._note()
+            decisions = list(self._untold)
+            self._untold.clear()
+            return decisions, self._closed
 
     def _seconds_left(self) -> float | None:
         """How long the replica stays ready if nothing comes; None = until something does."""

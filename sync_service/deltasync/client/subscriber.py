@@ -1,8 +1,10 @@
 """Keeping a target up to date, from a thread of its own."""
 
 import logging
+import os
 import queue
 import threading
+import uuid
 from collections.abc import Mapping
 from typing import TypeAlias
 
@@ -10,7 +12,9 @@ import grpc
 
 from deltasync.client.assembler import ReleaseAssembler
 from deltasync.client.checksums import TargetChecksums
+from deltasync.client.connection import Connection, Connectivity
 from deltasync.client.endpoint import Endpoint
+from deltasync.client.goodbye import say_goodbye
 from deltasync.client.options import SubscriberOptions
 from deltasync.client.readiness import Readiness, newest_ns
 from deltasync.client.targets import PartialTarget, ReadableTarget, Target
@@ -33,7 +37,7 @@ logger = logging.getLogger(__name__)
 _Responses: TypeAlias = "grpc._CallIterator[subscribe_pb2.SubscribeResponse]"
 _Requests: TypeAlias = "queue.SimpleQueue[subscribe_pb2.SubscribeRequest | None]"
 
-# How long close() waits for the service to take the last ack.
+# How long close() waits for the service to take the last ack, or the goodbye.
 _GOODBYE_SECONDS = 2.0
 
 
@@ -54,7 +58,9 @@ class Subscriber:
         self._target = target
         self.held = options.held
         self.version = options.held
+        self._told_version = Position()  # With its seal; not what the options say, which may be a release's.
         self.event_time_unix_ns: int | None = None
+        self._instance = uuid.uuid4().hex
         self._checksums = TargetChecksums(target) if isinstance(target, ReadableTarget) else None
         self._tables: set[str] = set()
         self._applied: list[TableSpec] = []  # Those of the last release.
@@ -64,11 +70,19 @@ class Subscriber:
         self._failure: Exception | None = None
         self._trouble: Exception | None = None
         self._closing = threading.Event()
+        self._process = os.getpid()
         self._call: _Responses | None = None
         self._requests: _Requests | None = None
+        self._known = False  # To the service, which has not been told that this replica has ended.
+        self._connectivity = Connectivity(f"replica {options.replica!r} of consumer {options.consumer!r}")
         self._readiness = Readiness(options.replica, options.on_readiness, steady_ns)
         self._thread = threading.Thread(target=self._run, name="deltasync-subscriber", daemon=True)
         self._thread.start()
+
+    @property
+    def connection(self) -> Connection:
+        """Whether it is connected, since when, and what went wrong last."""
+        return self._connectivity.now
 
     @property
     def ready(self) -> bool:
@@ -131,15 +145,27 @@ class Subscriber:
             raise self._failure
 
     def close(self) -> None:
-        """End the subscription; what is under way is dropped, what was applied is acknowledged."""
+        """End the subscription; what is under way is dropped, what was applied is acknowledged.
+
+        The service then forgets the replica: no lag counts it any more. One that comes back under its name goes on
+        from what it holds. A service that cannot be told within 2 seconds counts it as away. In a process that
+        was forked since, nothing is done: its parent's replica goes on.
+        """
+        if os.getpid() != self._process:
+            return
         self._closing.set()
+        ends_ns = steady_ns() + int(_GOODBYE_SECONDS * 1e9)
         self._readiness.end("its subscriber was closed")
         if requests := self._requests:
-            requests.put(None)
+            _hang_up(requests)
         self._thread.join(_GOODBYE_SECONDS)
         if call := self._call:
             call.cancel()
         self._thread.join()
+        if self._known:
+            self._known = False
+            say_goodbye(self._endpoint, self._leaving, (ends_ns - steady_ns()) / 1e9)
+        self._connectivity.note_lost(ServiceUnavailable("the subscriber is closed"))
         with self._moved:
             self._moved.notify_all()
         self._readiness.close()
@@ -157,6 +183,7 @@ class Subscriber:
             self._follow()
         except Exception as error:  # noqa: BLE001  # kept for check() and wait_for()
             logger.error("replica %s has stopped: %s", self._options.replica, error)
+            self._connectivity.note_failed(error, None)
             with self._moved:
                 self._failure = error
                 self._moved.notify_all()
@@ -174,23 +201,25 @@ class Subscriber:
                     raise error from failure
             else:
                 error = ServiceUnavailable("the service ended the stream")
+                self._known &= not self._closing.is_set()  # Else it has been told that this was the last one.
             if self.held != before:
                 pauses = backoff()
             pause = next(pauses)
-            if not self._closing.wait(pause):
+            if not self._closing.is_set():
                 self._trouble = error
                 self._readiness.lacks(f"it reconnects: {error}")
-                logger.warning("replica %s reconnects: %s", self._options.replica, error)
+                self._connectivity.note_failed(error, pause)
+            self._closing.wait(pause)
 
     def _subscribe(self) -> None:
         requests: _Requests = queue.SimpleQueue()
-        self._requests = requests
+        requests.put(self._open())
+        self._requests = requests  # Now: close() says goodbye after that.
         self._opened_ns = steady_ns()
         with self._endpoint.channel() as channel:
             self._call = subscribe_pb2_grpc.SubscribeServiceStub(channel).Subscribe(iter(requests.get, None))
-            requests.put(self._open())
             if self._closing.is_set():
-                requests.put(None)
+                _hang_up(requests)
             try:
                 self._take(self._call, requests)
             finally:
@@ -203,15 +232,26 @@ class Subscriber:
             consumer=options.consumer,
             replica=options.replica,
             held=position_to_message(self.held),
+            version=position_to_message(self._told_version) if self._told_version.number else None,
             max_outstanding_bytes=options.max_outstanding_bytes,
+            instance=self._instance,
         )
         return subscribe_pb2.SubscribeRequest(open=message)
+
+    @property
+    def _leaving(self) -> subscribe_pb2.LeaveRequest:
+        options = self._options
+        return subscribe_pb2.LeaveRequest(
+            consumer=options.consumer, replica=options.replica, instance=self._instance
+        )
 
     def _take(self, responses: _Responses, requests: _Requests) -> None:
         assembler = ReleaseAssembler(self._options.max_outstanding_bytes, self._tables)
         for response in responses:
+            self._connectivity.note_connected()
             kind = response.WhichOneof("message")
             if kind == "opened":
+                self._known = True
                 assembler.begin(response.opened)
                 self._readiness.limit(response.opened.ready_within_seconds)
                 self._readiness.lacks("it has yet to show that it holds what it is sent")
@@ -235,14 +275,15 @@ class Subscriber:
             return
         if head.number:
             self._show(assembler, progress)
-        version = Position(assembler.model_history, progress.version)
+        version = Position(assembler.model_history, progress.version, progress.version_seal)
         self._hold(self.held, version, event_time_from_message(progress))
         self._look_again(assembler, requests)
 
     def _apply(self, assembler: ReleaseAssembler, end: subscribe_pb2.ReleaseEnd, requests: _Requests) -> None:
         release = assembler.end(end)
         checksums_of = self._checksums if assembler.has_values else None
-        if release.changes or release.tables != self._applied or release.position != self.held:
+        new = release.position != self.held or release.position.seal != self.held.seal
+        if new or release.changes or release.tables != self._applied:
             self._target.apply(release)
             self._applied = release.tables
         checksums = checksums_of.after(release) if checksums_of else {}
@@ -253,7 +294,7 @@ class Subscriber:
             return
         self._show(assembler, end, reset=release.resync)
         # After the ack is on its way: whoever waits for the version may close the subscription at once.
-        version = Position(assembler.model_history, release.version)
+        version = Position(assembler.model_history, release.version, end.version_seal)
         self._hold(release.position, version, release.event_time_unix_ns)
 
     def _look_again(self, assembler: ReleaseAssembler, requests: _Requests) -> None:
@@ -314,13 +355,28 @@ class Subscriber:
     def _hold(self, position: Position, version: Position, event_time_unix_ns: int | None) -> None:
         with self._moved:
             self.held, self.version, self._trouble = position, version, None
+            self._told_version = version
             self.event_time_unix_ns = event_time_unix_ns
             self._moved.notify_all()
 
     def _reached(self, wanted: Position | int) -> bool:
         if isinstance(wanted, int):
             return self.version.number >= wanted
-        return any(at.history == wanted.history and at.number >= wanted.number for at in (self.held, self.version))
+        return any(reaches(at, wanted) for at in (self.held, self.version))
+
+
+def reaches(held: Position, wanted: Position) -> bool:
+    """Whether a position is another one, or comes after it, as far as it can be known."""
+    if held.is_sealed_as(wanted):
+        return True
+    discarded = held.number == wanted.number and held.seal and wanted.seal
+    return held.history == wanted.history and held.number >= wanted.number and not discarded
+
+
+def _hang_up(requests: _Requests) -> None:
+    """Say goodbye, and nothing more."""
+    requests.put(subscribe_pb2.SubscribeRequest(ack=subscribe_pb2.Ack(goodbye=True)))
+    requests.put(None)
 
 
 def _credit(received_bytes: int) -> subscribe_pb2.SubscribeRequest:

@@ -8,6 +8,7 @@ from deltasync.core.digests import RowDigests
 from deltasync.core.errors import Contradiction
 from deltasync.core.rows import Ids, Mask
 from deltasync.core.tables import TableSpec
+from deltasync.core.words import counted
 from deltasync.kernels.digests import exchange
 
 
@@ -46,7 +47,9 @@ class TableDigests:
         """
         if len(ids) and not 0 <= ids.min() <= ids.max() < self.table.rows:
             sent = f"rows {ids.min()} to {ids.max()}"
-            raise Contradiction(f"table {self.table.name!r} has {self.table.rows} rows, and was sent {sent}")
+            raise Contradiction(
+                f"table {self.table.name!r} has {counted(self.table.rows, 'row')}, and was sent {sent}"
+            )
         change = exchange(self._digests, ids, digests)
         self.checksum = (self.checksum + int(change)) % 2**64
 

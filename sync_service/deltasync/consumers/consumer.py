@@ -4,11 +4,23 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from deltasync.consumers.pause import Pause
 from deltasync.core.errors import InvalidInput
 from deltasync.core.names import check_name
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.core.signals import Signal
+from deltasync.core.steady_clock import steady_ns
+
+
+@dataclass(frozen=True)
+class Rewind:
+    """That a replica came with what is of a discarded past: the position that it held, and since when, by
+    `steady_ns`, it is being given what there is now.
+    """
+
+    held: Position
+    since_ns: int
 
 
 @dataclass
@@ -19,21 +31,31 @@ class Replica:
         name: its name inside the fleet.
         applied: the position it last acknowledged.
         acked_unix_ns: when it last acknowledged, nanoseconds since 1970.
+        instance: what tells it, as long as it lives, from others of its name; empty where it does not say.
+        acked_ns: the same by `steady_ns`; None if it has not since the service started.
         stream: ends its open stream when set; None while it is away.
-        away_since_unix_ns: when its last stream ended, or the service started without it.
+        since_ns: since when it is connected, or away, by `steady_ns`: at most since the service started.
+        left: why its last stream ended; empty if it has had none since the service started.
+        waits: whether it waits for a release to be made.
         checked: whether its last ack had checksums of what it holds, and they were right.
         unbound: tables that the consumer follows and that it does not hold.
         damaged: tables of which it holds other bits than it was sent; sent again, the rows or all.
+        rewind: until it holds what it is given instead of rows of a discarded past; None if it came with none.
     """
 
     name: str
     applied: Position = field(default_factory=Position)
     acked_unix_ns: int = 0
+    acked_ns: int | None = None
+    instance: str = ""
     stream: asyncio.Event | None = None
-    away_since_unix_ns: int = 0
+    since_ns: int = field(default_factory=steady_ns)
+    left: str = ""
+    waits: bool = False
     checked: bool = False
     unbound: tuple[str, ...] = ()
     damaged: tuple[str, ...] = ()
+    rewind: Rewind | None = None
 
 
 @dataclass(frozen=True)
@@ -68,7 +90,10 @@ class Consumer:
         released_rows: rows sent to its replicas since the service started.
         released_bytes: bytes of their ids and values.
         damages: how often a table of a replica was found to be damaged, since the service started.
+        rewinds: how often a replica was found to hold what is of a discarded past, likewise.
         signal: wakes all who wait for a change of the policy, of a replica or of an offset.
+        pause: what holds its replicas at what they have; None if nothing does.
+        brake: wakes the streams that wait for the end of a pause.
     """
 
     name: str
@@ -79,7 +104,10 @@ class Consumer:
     released_rows: int = 0
     released_bytes: int = 0
     damages: int = 0
+    rewinds: int = 0
     signal: Signal = field(default_factory=Signal)
+    pause: Pause | None = None
+    brake: Signal = field(default_factory=Signal)
 
     def copy(self) -> "Consumer":
         """The consumer and its replicas as they are now, for another thread."""

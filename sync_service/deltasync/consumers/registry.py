@@ -1,19 +1,27 @@
 """The consumers that exist, and the offset of each of their replicas, kept in the log."""
 
 import asyncio
+import contextlib
 import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 from deltasync.consumers.consumer import Consumer, Replica
-from deltasync.consumers.fleet import forgettable
-from deltasync.core.errors import Contradiction, NotFound
+from deltasync.consumers.fleet import forgettable, may_leave
+from deltasync.consumers.pause import ITSELF, Pause, joined, pause_of_record, pause_record
+from deltasync.consumers.quarantine import Quarantine, extended, quarantine_of_record, quarantine_record
+from deltasync.core.errors import Contradiction, InvalidInput, NotFound, StorageFailed
 from deltasync.core.events import EventKind, Events
 from deltasync.core.names import check_name
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
+from deltasync.core.steady_clock import steady_ns
 from deltasync.storage.log_store import LogStore
 from deltasync.storage.records import pack_json, reading, unpack_json
+
+_LONGEST_INSTANCE = 64
 
 
 class ConsumerRegistry:
@@ -46,6 +54,8 @@ class ConsumerRegistry:
     async def create(self, name: str, model: str, policy: Policy) -> Consumer:
         """Make a consumer; making an equal one again changes nothing.
 
+        Where a version of the model is in quarantine, it is paused from its beginning: there are no other rows.
+
         Raises:
             InvalidInput: a name that cannot be one.
             Contradiction: it exists for another model, or with another policy.
@@ -55,14 +65,20 @@ class ConsumerRegistry:
         async with self._creating:
             existing = self.consumers.get(name)
             if existing and existing.model != model:
-                raise Contradiction(f"consumer {name!r} exists for model {existing.model!r}: delete it first")
+                raise Contradiction(
+                    f"consumer {name!r} exists for model {existing.model!r}: delete it first, or give the one for "
+                    f"{model!r} another name"
+                )
             if existing and existing.policy != policy:
                 raise Contradiction(f"consumer {name!r} exists with another policy: update it instead")
             if existing:
                 return existing
-            consumer = Consumer(name, model, time.time_ns(), policy)
-            await self._write(consumer, policy)
+            pause = _first_pause(self.quarantine_of(model))
+            consumer = Consumer(name, model, time.time_ns(), policy, pause=pause)
+            await self._write(consumer, policy, pause)
             self.consumers[name] = consumer
+            if pause:
+                self._events.emit(EventKind.CONSUMER_PAUSED, pause.why, consumer=name, by=pause.by)
             return consumer
 
     async def update(self, name: str, policy: Policy) -> Consumer:
@@ -74,9 +90,85 @@ class ConsumerRegistry:
         async with self._creating:
             consumer = self.get(name)
             if consumer.policy != policy:
-                await self._write(consumer, policy)
+                await self._write(consumer, policy, consumer.pause)
                 consumer.policy = policy
                 consumer.signal.wake()
+            return consumer
+
+    async def pause(self, name: str, pause: Pause) -> Consumer:
+        """Hold a consumer's replicas at what they have, from now on; durable once this returns.
+
+        Where there is a pause already, that goes on: since then, by whom that was, and for both reasons.
+
+        Raises:
+            NotFound: there is none of that name.
+            StorageFailed: it could not be written down, and holds until the service ends.
+        """
+        self._hold(name, pause)  # Before all that waits for something.
+        async with self._creating:
+            consumer = self._hold(name, pause)  # It may have been deleted, or gone on, before this one's turn.
+            await self._write(consumer, consumer.policy, consumer.pause)
+        return consumer
+
+    def _hold(self, name: str, pause: Pause) -> Consumer:
+        consumer = self.get(name)
+        consumer.pause = joined(consumer.pause, pause)
+        return consumer
+
+    async def hold_back(self, model: str, version: int, reason: str) -> None:
+        """Put a version of a model in quarantine; durable once this returns.
+
+        All consumers of the model are held at what they have, and so is who is made before operators have let all
+        of them go on. Who has paused one before is still named.
+
+        Raises:
+            StorageFailed: it could not be written down, and holds until the service ends.
+        """
+        async with self._creating:
+            quarantine = extended(self.quarantine_of(model), version, reason)
+            written = [self._log.put(f"quarantine/{model}", pack_json(quarantine_record(quarantine)))]
+            for consumer in self.of_model(model):
+                before, pause = consumer.pause, Pause.now(ITSELF, quarantine=quarantine)
+                consumer.pause = joined(before, pause)
+                if before is None or before.quarantine is None:  # Else it is kept from one version more.
+                    self._events.emit(EventKind.CONSUMER_PAUSED, pause.why, consumer=consumer.name, by=ITSELF)
+                written.append(self._put_consumer(consumer, consumer.policy, consumer.pause))
+            await asyncio.gather(*map(asyncio.wrap_future, written))
+
+    def quarantine_of(self, model: str) -> Quarantine | None:
+        """The versions of a model that its consumers are kept from; None if there are none."""
+        record = self._log.items(f"quarantine/{model}").get("")
+        with reading(f"record quarantine/{model}"):
+            return quarantine_of_record(unpack_json(record)) if record else None
+
+    async def _end_quarantine(self, model: str) -> None:
+        """Let consumers that are made follow a model at once, if operators have let all that it has go on."""
+        kept = any(each.pause and each.pause.quarantine for each in self.of_model(model))
+        if not kept and self.quarantine_of(model):
+            with contextlib.suppress(StorageFailed):  # Which is told: whoever was let go on does.
+                await asyncio.wrap_future(self._put(f"quarantine/{model}", None))
+
+    async def resume(self, name: str, prepare: Callable[[Consumer], Awaitable[None]]) -> Consumer:
+        """Let a consumer go on, once `prepare` has made what its replicas are fed from.
+
+        Raises:
+            NotFound: there is none of that name.
+            StorageFailed: it could not be written down, or prepared; it is paused as before.
+        """
+        async with self._creating:
+            consumer = self.get(name)
+            pause = consumer.pause
+            await self._write(consumer, consumer.policy, None)
+            try:
+                await prepare(consumer)
+            except BaseException:  # Also where who asks has gone: a restart must not let it go on.
+                await self._write(consumer, consumer.policy, consumer.pause)
+                raise
+            if consumer.pause is pause:  # Nobody has paused it again meanwhile.
+                consumer.pause = None
+                consumer.brake.wake()
+                consumer.signal.wake()
+            await self._end_quarantine(consumer.model)
             return consumer
 
     async def delete(self, name: str) -> None:
@@ -93,27 +185,69 @@ class ConsumerRegistry:
         forgotten.append(self._log.put(f"consumer/{name}", None))
         await asyncio.gather(*map(asyncio.wrap_future, forgotten))
 
-    def connect(self, consumer: Consumer, name: str, stream: asyncio.Event) -> Replica:
+    def connect(self, consumer: Consumer, name: str, stream: asyncio.Event, instance: str = "") -> Replica:
         """Note that a replica has opened a stream, which replaces an older one of its name.
 
         Raises:
-            InvalidInput: a name that cannot be one.
+            InvalidInput: a name that cannot be one, or an instance that is too long.
         """
+        if len(instance) > _LONGEST_INSTANCE:
+            raise InvalidInput(f"instance: expected at most {_LONGEST_INSTANCE} characters")
         replica = consumer.replicas.setdefault(check_name("replica", name), Replica(name))
         _end_stream(replica)
-        replica.stream = stream
+        replica.stream, replica.instance, replica.since_ns = stream, instance, steady_ns()
         consumer.signal.wake()
         return replica
 
-    def disconnect(self, replica: Replica, stream: asyncio.Event) -> None:
-        """Note that a stream of a replica has ended."""
-        if replica.stream is stream:
-            replica.stream, replica.away_since_unix_ns = None, time.time_ns()
+    def disconnect(
+        self,
+        consumer: Consumer,
+        replica: Replica,
+        stream: asyncio.Event,
+        why: str,
+        *,
+        forget: bool = False,
+    ) -> None:
+        """Note that a stream of a replica has ended, and why; `forget` one that will not come back."""
+        if replica.stream is not stream:
+            return
+        replica.stream, replica.since_ns, replica.left = None, steady_ns(), why
+        if forget and self.consumers.get(consumer.name) is consumer:
+            self._forget(consumer, replica.name)
+
+    async def forget(self, name: str, replica: str) -> None:
+        """Forget a replica that is away; durable once this returns.
+
+        Raises:
+            NotFound: there is no such consumer, or no such replica of it.
+            Contradiction: it is connected.
+        """
+        consumer = self.get(name)
+        if replica not in consumer.replicas:
+            known = ", ".join(sorted(consumer.replicas)) or "none"
+            raise NotFound(f"no replica {replica!r} of consumer {name!r}; replicas: {known}")
+        if consumer.replicas[replica].stream:
+            raise Contradiction(f"replica {replica!r} of consumer {name!r} is connected: stop it first")
+        await asyncio.wrap_future(self._forget(consumer, replica))
+
+    def leave(self, name: str, replica: str, instance: str) -> None:
+        """Forget a replica that says goodbye without a stream, unless another one of its name has come."""
+        consumer = self.consumers.get(name)
+        found = consumer.replicas.get(replica) if consumer else None
+        decision = may_leave(found, instance)
+        if consumer and found and decision.yes:
+            if found.stream is None:  # Else that will tell.
+                self._events.emit(EventKind.REPLICA_FORGOTTEN, decision.reason, consumer=name, replica=replica)
+            _end_stream(found)
+            found.stream = None  # What it still has to say counts no more.
+            self._forget(consumer, replica)
 
     def acknowledge(self, consumer: Consumer, replica: Replica, applied: Position) -> None:
         """Move a replica's offset, without waiting for the disk: delivery is at least once anyway."""
         moved = replica.applied != applied
-        replica.applied, replica.acked_unix_ns = applied, time.time_ns()
+        if moved or applied.seal:  # Else one is known that the history no longer has.
+            replica.applied = applied
+        replica.acked_unix_ns, replica.acked_ns = time.time_ns(), steady_ns()
         if not moved:
             return  # Idle replicas show now and then what they hold: no reason to write, or to wake anybody.
         consumer.signal.wake()
@@ -124,24 +258,39 @@ class ConsumerRegistry:
     def forget_the_gone(self) -> None:
         """Forget replicas that have been away for long, so that they no longer hold their consumer's offset."""
         for consumer in self.consumers.values():
-            for name in forgettable(list(consumer.replicas.values()), time.time_ns(), self._retention_ns):
-                del consumer.replicas[name]
-                self._put(f"offset/{consumer.name}/{name}", None)
+            for name in forgettable(list(consumer.replicas.values()), steady_ns(), self._retention_ns):
+                self._forget(consumer, name)
+                text = f"it was away for more than {self._retention_ns / 1e9:.15g} seconds"
+                self._events.emit(EventKind.REPLICA_FORGOTTEN, text, consumer=consumer.name, replica=name)
 
-    async def _write(self, consumer: Consumer, policy: Policy) -> None:
+    def _forget(self, consumer: Consumer, name: str) -> Future[None]:
+        del consumer.replicas[name]
+        consumer.signal.wake()
+        return self._put(f"offset/{consumer.name}/{name}", None)
+
+    async def _write(self, consumer: Consumer, policy: Policy, pause: Pause | None) -> None:
+        await asyncio.wrap_future(self._put_consumer(consumer, policy, pause))
+
+    def _put_consumer(self, consumer: Consumer, policy: Policy, pause: Pause | None) -> Future[None]:
         created = consumer.created_unix_ns
         record = {"model": consumer.model, "created_unix_ns": created, "policy": _policy_record(policy)}
-        await asyncio.wrap_future(self._log.put(f"consumer/{consumer.name}", pack_json(record)))
+        record |= pause_record(pause)
+        return self._log.put(f"consumer/{consumer.name}", pack_json(record))
 
-    def _put(self, name: str, record: dict[str, Any] | None) -> None:
+    def _put(self, name: str, record: dict[str, Any] | None) -> Future[None]:
         """Write down a record without waiting for the disk; None removes it."""
-        written = asyncio.wrap_future(self._log.put(name, pack_json(record) if record else None))
-        written.add_done_callback(partial(self._report, name))
+        written = self._log.put(name, pack_json(record) if record else None)
+        asyncio.wrap_future(written).add_done_callback(partial(self._report, name))
+        return written
 
     def _report(self, name: str, written: asyncio.Future[None]) -> None:
         if isinstance(error := written.exception(), Exception):
             text = "could not be written; after a restart the one written before counts"
             self._events.emit(EventKind.FAILED, text, error, record=name)
+
+
+def _first_pause(quarantine: Quarantine | None) -> Pause | None:
+    return Pause.now(ITSELF, quarantine=quarantine) if quarantine else None
 
 
 def _end_stream(replica: Replica) -> None:
@@ -155,14 +304,15 @@ def _recorded_consumer(log: LogStore, name: str, record: bytes) -> Consumer:
     with reading(f"record consumer/{name}"):
         found = unpack_json(record)
         policy = Policy.from_dict(found.get("policy", {}))
-        return Consumer(name, found["model"], found["created_unix_ns"], policy, replicas)
+        pause = pause_of_record(found)
+        return Consumer(name, found["model"], found["created_unix_ns"], policy, replicas, pause=pause)
 
 
 def _recorded_replica(consumer: str, name: str, record: bytes) -> Replica:
     with reading(f"record offset/{consumer}/{name}"):
         found = unpack_json(record)
-        position = Position(found["history"], found["version"])
-        return Replica(name, position, found["acked_unix_ns"], away_since_unix_ns=time.time_ns())
+        position = Position(found["history"], found["version"], found.get("seal", 0))  # Earlier ones lack it.
+        return Replica(name, position, found["acked_unix_ns"])
 
 
 def _policy_record(policy: Policy) -> dict[str, Any]:
@@ -175,4 +325,9 @@ def _policy_record(policy: Policy) -> dict[str, Any]:
 
 def _offset_record(replica: Replica) -> dict[str, Any]:
     applied = replica.applied
-    return {"history": applied.history, "version": applied.number, "acked_unix_ns": replica.acked_unix_ns}
+    return {
+        "history": applied.history,
+        "version": applied.number,
+        "seal": applied.seal,
+        "acked_unix_ns": replica.acked_unix_ns,
+    }

@@ -27,13 +27,13 @@ class DamagedRows(Damaged):
 
 
 def ranges(ids: Ids) -> str:
-    """Some row ids [n], strictly ascending, in words: `rows 3, 7 to 9`."""
+    """Some row ids [n], strictly ascending, in words: `rows 3, 7 to 9`, or `row 3`."""
     named = list(_ranges(ids))
     others = len(named) - _NAMED_RANGES
     words = ", ".join(
         f"{first}" if first == last else f"{first} to {last}" for first, last in named[:_NAMED_RANGES]
     )
-    return f"rows {words}" + (f" and {others} other ranges" if others > 0 else "")
+    return f"{'row' if len(ids) == 1 else 'rows'} {words}" + (f" and {others} other ranges" if others > 0 else "")
 
 
 def _ranges(ids: Ids) -> Iterator[tuple[int, int]]:

@@ -15,6 +15,13 @@
 `deltasync.wire.error_codes` maps them to gRPC codes and HTTP statuses, and back.
 """
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from deltasync.core.position import Position
+    from deltasync.core.rows import Ids
+
 
 class DeltasyncError(Exception):
     """Base of all errors raised on purpose."""
@@ -57,4 +64,22 @@ class ServiceUnavailable(DeltasyncError):
 
 
 class ResyncRequired(DeltasyncError):
-    """The service does not hold what this run builds on: publish every row."""
+    """The service does not hold what this run builds on: publish every row, or less where that is known.
+
+    Attributes:
+        head: the newest position of the service, where it has told it. Whoever held that, by its seal, may go on
+            from there: with a publisher that `continues` it, and all that has changed since.
+        changed: where the service holds what this run builds on, and more: names of tables, each once, and ids
+            ([n] int64, ascending) of the rows of this rank that were published after it. The next part is to have
+            them as they are now, with what has changed. None where every row is to be published.
+    """
+
+    def __init__(
+        self,
+        *text: object,
+        head: "Position | None" = None,
+        changed: "Sequence[tuple[str, Ids]] | None" = None,
+    ) -> None:
+        super().__init__(*text)
+        self.head = head
+        self.changed = changed

@@ -1,10 +1,12 @@
 """What happens in the service, said in one place, to which logging and metrics listen."""
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TypeAlias
 
 from deltasync.core.errors import DeltasyncError
 
@@ -19,21 +21,38 @@ class EventKind(Enum):
 
     RANK_JOINED = "rank_joined", logging.INFO
     RANK_LEFT = "rank_left", logging.INFO
+    RUN_SUPERSEDED = "run_superseded", logging.WARNING
     PUBLISHER_REFUSED = "publisher_refused", logging.WARNING
     CUT_SEALED = "cut_sealed", logging.DEBUG
     REPLICA_JOINED = "replica_joined", logging.INFO
     REPLICA_LEFT = "replica_left", logging.INFO
+    REPLICA_LOST = "replica_lost", logging.INFO
+    REPLICA_REPLACED = "replica_replaced", logging.WARNING
+    REPLICA_FORGOTTEN = "replica_forgotten", logging.INFO
     REPLICA_REFUSED = "replica_refused", logging.WARNING
     REPLICA_DAMAGED = "replica_damaged", logging.ERROR
     REPLICA_REPAIRED = "replica_repaired", logging.INFO
+    REPLICA_REWOUND = "replica_rewound", logging.WARNING
     RELEASE_MADE = "release_made", logging.DEBUG
     CONSUMER_CHANGED = "consumer_changed", logging.INFO
+    CONSUMER_PAUSED = "consumer_paused", logging.WARNING
+    CONSUMER_RESUMED = "consumer_resumed", logging.WARNING
+    CONFIGURATION_RELOADED = "configuration_reloaded", logging.INFO
+    CONFIGURATION_REFUSED = "configuration_refused", logging.ERROR
+    CUT_REFUSED = "cut_refused", logging.ERROR
+    CUT_QUARANTINED = "cut_quarantined", logging.ERROR
+    MODEL_DELETED = "model_deleted", logging.WARNING
+    TABLE_DELETED = "table_deleted", logging.WARNING
     DELETE_REQUESTED = "delete_requested", logging.INFO
     ROWS_DELETED = "rows_deleted", logging.INFO
     MODEL_RECOVERED = "model_recovered", logging.INFO
     ROWS_DAMAGED = "rows_damaged", logging.ERROR
     ROWS_MENDED = "rows_mended", logging.INFO
+    ROWS_INSPECTED = "rows_inspected", logging.INFO
+    BACKED_UP = "backed_up", logging.INFO
     FLUSHED = "flushed", logging.DEBUG
+    VOLUME_FAILED = "volume_failed", logging.ERROR
+    VOLUME_RECOVERED = "volume_recovered", logging.INFO
     FAILED = "failed", logging.ERROR
 
     def __new__(cls, name: str, level: int) -> "EventKind":
@@ -44,6 +63,17 @@ class EventKind(Enum):
         return kind
 
     level: int
+
+
+# Those that come again and again while a volume refuses writes; of these the ones that say where a rank is.
+_OF_AN_OUTAGE = frozenset(
+    {EventKind.RANK_JOINED, EventKind.RANK_LEFT, EventKind.PUBLISHER_REFUSED, EventKind.FAILED}
+)
+_OF_RANKS = frozenset({EventKind.RANK_JOINED, EventKind.RANK_LEFT})
+# Those of peers that come again by themselves; how often the log repeats one, and how many lines it remembers.
+_TRIED_AGAIN = frozenset({EventKind.PUBLISHER_REFUSED, EventKind.REPLICA_REFUSED, EventKind.CUT_REFUSED})
+_REPEAT_SECONDS = 600.0
+_LINES = 1000
 
 
 @dataclass(frozen=True)
@@ -79,11 +109,91 @@ class Events:
             listener(event)
 
 
-def log_event(event: Event) -> None:
-    """Write an event into the log, as one line; an error that was not foreseen with its traceback."""
-    if logger.isEnabledFor(event.kind.level):
+_Key: TypeAlias = tuple[object, ...]
+
+
+class _Outage:
+    """While a volume refuses writes: what its peers, who try again and again, have been told."""
+
+    def __init__(self) -> None:
+        self._volumes = set[object]()
+        self._said = set[_Key]()
+        self._ranks = dict[_Key, tuple[EventKind, Event]]()  # What was said of each last, and what happened last.
+
+    def due(self, event: Event) -> list[Event]:
+        """What is to be said now that an event has happened: itself, unless the same was said since the volume
+        failed. Once it takes writes again, where ranks have come to by then.
+        """
+        if event.kind is EventKind.VOLUME_FAILED:
+            self._volumes.add(event.subject.get("volume"))
+        elif event.kind is EventKind.VOLUME_RECOVERED:
+            self._volumes.discard(event.subject.get("volume"))
+            return [event, *(self._end() if not self._volumes else ())]
+        elif self._volumes and event.kind in _OF_AN_OUTAGE:
+            return [event] if self._is_new(event) else []
+        return [event]
+
+    def _is_new(self, event: Event) -> bool:
+        subject = tuple(event.subject.items())
+        key = event.kind, subject, event.text, type(event.error)
+        new = key not in self._said
+        if new and len(self._said) < _LINES:  # Of more, all is said.
+            self._said.add(key)
+            if event.kind in _OF_RANKS:
+                self._ranks[subject] = event.kind, event
+        elif not new and subject in self._ranks:
+            self._ranks[subject] = self._ranks[subject][0], event
+        return new
+
+    def _end(self) -> list[Event]:
+        changed = [event for said, event in self._ranks.values() if event.kind is not said]
+        self._said.clear()
+        self._ranks.clear()
+        return changed
+
+
+class EventLog:
+    """Writes events into the log, each as one line; an error that was not foreseen with its traceback. A listener.
+
+    What a peer that tries again and again is refused for, is written down once in ten minutes, and so is it that
+    versions of a model are put in quarantine; what a volume that refuses writes brings again and again, once.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._refused = dict[str, float]()  # When each line was written last, the oldest one first.
+        self._outage = _Outage()
+
+    def __call__(self, event: Event) -> None:
+        """Write an event."""
+        for each in self._outage.due(event):
+            self._write(each)
+
+    def _write(self, event: Event) -> None:
+        if not logger.isEnabledFor(event.kind.level):
+            return
+        line = line_of(event)
+        if (repeated := _repeated(event, line)) and not self._due(repeated):
+            return
         unforeseen = None if isinstance(event.error, DeltasyncError) else event.error
-        logger.log(event.kind.level, "%s", line_of(event), exc_info=unforeseen)
+        logger.log(event.kind.level, "%s", line, exc_info=unforeseen)
+
+    def _due(self, line: str) -> bool:
+        now = self._now()
+        if now - self._refused.get(line, -_REPEAT_SECONDS) < _REPEAT_SECONDS:
+            return False
+        self._refused.pop(line, None)
+        self._refused[line] = now
+        if len(self._refused) > _LINES:
+            del self._refused[next(iter(self._refused))]
+        return True
+
+
+def _repeated(event: Event, line: str) -> str:
+    """What the log says again after a while only; empty if it is said each time."""
+    if event.kind is EventKind.CUT_QUARANTINED:  # Each is another version; lag says how many there are.
+        return f"{event.kind.value} {event.subject.get('model')}"
+    return line if event.kind in _TRIED_AGAIN else ""
 
 
 def line_of(event: Event) -> str:

@@ -36,3 +36,10 @@ def members(ids: Ids, others: Ids) -> Mask:
 def difference(ids: Ids, others: Ids) -> Ids:
     """The ids that are not among the others."""
     return ids[~members(ids, others)]
+
+
+def contiguous(ids: Ids) -> slice | None:
+    """The slice that strictly ascending `ids` cover, if they leave no gap."""
+    if len(ids) and int(ids[-1]) - int(ids[0]) + 1 == len(ids):
+        return slice(int(ids[0]), int(ids[-1]) + 1)
+    return None

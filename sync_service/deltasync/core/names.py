@@ -4,7 +4,8 @@ import re
 
 from deltasync.core.errors import InvalidInput
 
-_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+NAME_PATTERN = "[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}"
+_NAME = re.compile(NAME_PATTERN)
 
 
 def check_name(what: str, name: str) -> str:

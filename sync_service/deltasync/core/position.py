@@ -1,14 +1,24 @@
 """Points of a history, and whether a replica can go on from one."""
 
-from dataclasses import dataclass
+import uuid
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
 class Position:
-    """A point of one history: of a model's a version, of a view's a release; 0 means "holds nothing"."""
+    """A point of one history: of a model's a version, of a view's a release; 0 means "holds nothing".
+
+    `seal` is the checksum of its seal (`Seal.checksum`), or 0 where it is not known: whoever goes on from a
+    position looks at it (`resume`), while two that name one point are equal, though only one of them may know it.
+    """
 
     history: str = ""
     number: int = 0
+    seal: int = field(default=0, compare=False)
+
+    def is_sealed_as(self, other: "Position") -> bool:
+        """Whether both have the same number and the same seal, which is known: so they have the same past."""
+        return self.seal != 0 and (self.number, self.seal) == (other.number, other.seal)
 
 
 @dataclass(frozen=True)
@@ -19,19 +29,64 @@ class Decision:
     reason: str
 
 
-def resume(held: Position, history: str, head: int, *, unit: str = "version") -> Decision:
+NOWHERE = Position()
+
+
+def resume(
+    held: Position,
+    history: str,
+    head: int,
+    seal: int,
+    *,
+    unit: str = "version",
+    acknowledged: Position = NOWHERE,
+) -> Decision:
     """Whether a replica that holds `held` can go on from there; otherwise it needs everything.
 
     Args:
         held: what the replica says that it holds.
         history: the history of the feed.
         head: the newest number in it.
+        seal: the checksum of the seal that `held.number` has in it; 0 where that is not known.
         unit: what numbers of this history count.
+        acknowledged: the replica's offset, which is of this past, as all that the log has.
     """
     if held.number == 0:
         return Decision(False, "the replica holds nothing")
+    text = f"the replica holds {unit} {held.number}"
+    if held.seal and held.seal == seal:  # The same past, whatever the history is called.
+        return Decision(True, text)
+    if seal == 0 and acknowledged.history == history and held.is_sealed_as(acknowledged):
+        return Decision(True, text)
+    if held.seal and seal and line_of(held.history) == line_of(history):
+        return Decision(False, f"{text}, of a past that this history does not have")
     if held.history != history:
         return Decision(False, f"the replica holds history {held.history}, the service history {history}")
     if held.number > head:
-        return Decision(False, f"the replica holds {unit} {held.number}, the newest one is only {head}")
-    return Decision(True, f"the replica holds {unit} {held.number}")
+        return Decision(False, f"{text}, the newest one is only {head}")
+    if held.seal:
+        return Decision(False, f"{text}, and nothing shows any more that it is of this past")
+    return Decision(True, text)
+
+
+def is_discarded(held: Position, history: str, head: int, seal: int) -> bool:
+    """Whether a position is of a past that a history does not have: what was published after it, is not there.
+
+    The arguments are those of `resume`; a position of another line is none of this past. Where it is older than
+    the seals that are known, nobody can say: no.
+    """
+    if held.number == 0:
+        return False
+    if held.seal and seal:
+        return held.seal != seal
+    return held.number > head or line_of(held.history) != line_of(history)
+
+
+def line_of(history: str) -> str:
+    """What all epochs of a history have in common."""
+    return history.partition(".")[0]
+
+
+def next_epoch(history: str) -> str:
+    """The id of the epoch that a history begins when it is restored: nobody has a position of it yet."""
+    return f"{line_of(history)}.{uuid.uuid4().hex[:16]}"

@@ -3,6 +3,8 @@
 import ctypes
 import gc
 import logging
+import os
+import socket
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
 
@@ -33,6 +35,11 @@ def spare_imports() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+def this_process() -> str:
+    """This process in words, for people at another machine."""
+    return f"process {os.getpid()} of {socket.gethostname()[:100]}"
 
 
 def log_to_stderr() -> None:

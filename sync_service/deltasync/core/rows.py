@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from deltasync.core.digests import RowDigests, row_digests
 from deltasync.core.errors import Damaged, InvalidInput
 from deltasync.core.tables import DIGEST_TYPE, ID_TYPE, Shard, TableSpec
+from deltasync.core.words import counted
 
 # Rows are taken in blocks whose scratch memory fits the processor's cache.
 BLOCK_ROWS = 4096
@@ -127,14 +128,16 @@ class RowBatch:
         expected = 0 if deleted else count * shard.cols * shard.table.dtype.itemsize
         if len(raw_values) != expected:
             raise InvalidInput(
-                f"table {shard.table.name!r}: {len(raw_values)} bytes of values for {count} rows of {shard.cols} "
-                f"{shard.table.dtype} values, expected {expected}: does the row's dimension or type differ?"
+                f"table {shard.table.name!r}: {len(raw_values)} bytes of values for {counted(count, 'row')} of "
+                f"{shard.cols} {shard.table.dtype} values, expected {expected}: does the row's dimension or "
+                "type differ?"
             )
         if deleted:
             return cls.deletes(shard, np.frombuffer(raw_ids, ID_TYPE))
         if raw_digests and len(raw_digests) != count * DIGEST_TYPE.itemsize:
             raise InvalidInput(
-                f"table {shard.table.name!r}: {len(raw_digests)} bytes of digests for {count} rows, not 8 each"
+                f"table {shard.table.name!r}: {len(raw_digests)} bytes of digests for {counted(count, 'row')}, "
+                "not 8 each"
             )
         values = np.frombuffer(raw_values, shard.table.dtype).reshape(count, shard.cols)
         digests = np.frombuffer(raw_digests, DIGEST_TYPE) if raw_digests else None

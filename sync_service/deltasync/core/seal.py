@@ -1,8 +1,9 @@
 """The seal of a cut: what makes it a version of a history."""
 
+import hashlib
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
 
@@ -13,7 +14,8 @@ class Seal:
     `bytes` are those of ids and values, `log_bytes` those of the records the log holds of it. `resync` says that
     its run does not continue the published history: it has every row. `whole` are the tables of a full cut: rows
     that it does not name are deleted. `event_time_unix_ns` is the time of the newest event that the run had been
-    trained on; None if no rank has said one.
+    trained on; None if no rank has said one. `checksum` is of the seal and of the one before it, and so of all
+    that came before: two histories that part have different ones from there on. 0 in seals of earlier versions.
     """
 
     version: int
@@ -29,6 +31,13 @@ class Seal:
     resync: bool = False
     whole: tuple[str, ...] = ()
     event_time_unix_ns: int | None = None
+    checksum: int = 0
+
+    def after(self, before: "Seal | None") -> "Seal":
+        """This seal with the checksum that it has after another one; None is before the first cut."""
+        chained = before.checksum if before else 0
+        said = f"{chained} {self.version} {self.step} {self.run} {self.rows} {self.bytes} {self.sealed_unix_ns}"
+        return replace(self, checksum=_checksum(said))
 
 
 class SealHistory(deque[Seal]):
@@ -52,10 +61,30 @@ class SealHistory(deque[Seal]):
             self._frozen = tuple(self)
         return self._frozen
 
+    def checksum_of(self, version: int) -> int:
+        """The checksum of a version's seal; 0 where it is not known."""
+        return checksum_of(self, version)
+
     def after(self, version: int) -> list[Seal]:
         """The seals of later versions, oldest first."""
         newest_first = takewhile(lambda seal: seal.version > version, reversed(self))
         return list(newest_first)[::-1]
+
+
+def release_checksum(before: int | str, number: int, of: Seal, made_unix_ns: int) -> int:
+    """The checksum of a release's seal, which is chained as those of versions are.
+
+    Args:
+        before: that of the release before it; of the first one, the id of the history that it begins.
+        number: its number.
+        of: the seal of the version that it is made of.
+        made_unix_ns: when it was made: of two that one version has led to, one may be of a discarded past.
+    """
+    return _checksum(f"{before} {number} {of.version} {of.checksum} {made_unix_ns}")
+
+
+def _checksum(said: str) -> int:
+    return int.from_bytes(hashlib.blake2b(said.encode(), digest_size=8).digest()) or 1
 
 
 def seconds_since_sealed(version: int, seals: Sequence[Seal], now_unix_ns: int) -> float:
@@ -68,6 +97,12 @@ def seconds_since_sealed(version: int, seals: Sequence[Seal], now_unix_ns: int) 
 def seal_of(version: int, seals: Sequence[Seal]) -> Seal:
     """The seal of a version, or the nearest one where that is no longer kept or not there yet."""
     return seals[min(max(0, version - seals[0].version), len(seals) - 1)]
+
+
+def checksum_of(seals: Sequence[Seal], version: int) -> int:
+    """The checksum of a version's seal; 0 where it is not known."""
+    known = seals and seals[0].version <= version <= seals[-1].version
+    return seal_of(version, seals).checksum if known else 0
 
 
 def event_time_of(version: int, seals: Sequence[Seal]) -> int | None:

@@ -23,8 +23,10 @@ from deltasync.core.digests import (
     weights,
     words_of,
 )
+from deltasync.core.id_sets import contiguous
 from deltasync.core.rows import BLOCK_ROWS, Ids, Mask, RowBatch, Values
 from deltasync.core.tables import Shard, TableSpec
+from deltasync.core.tags import IMPOSSIBLE, Tags, countable, may_be_deleted, tag_key, tags_of, wrong_tags
 from deltasync.kernels import digests as digest_kernels
 from deltasync.kernels import rows as kernels
 
@@ -34,17 +36,14 @@ _SCAN_ROWS = 1 << 20
 _EXACT_SHARE = 2.0**-30
 
 # The arrays of a table, as bits.
-ROWS, STAMPS, DIGESTS, SQUARES = 1, 2, 4, 8
-_ALL_ARRAYS = ROWS | STAMPS | DIGESTS | SQUARES
+ROWS, STAMPS, TAGS, DIGESTS, SQUARES = 1, 2, 4, 8, 16
+_ALL_ARRAYS = ROWS | STAMPS | TAGS | DIGESTS | SQUARES
 
 T = TypeVar("T", bound=np.generic)
 
 
-def _contiguous(ids: Ids) -> slice | None:
-    """The slice that strictly ascending `ids` cover, if they leave no gap."""
-    if len(ids) and int(ids[-1]) - int(ids[0]) + 1 == len(ids):
-        return slice(int(ids[0]), int(ids[-1]) + 1)
-    return None
+def _some(ids: Ids) -> Iterator[Ids]:
+    return (ids[start : start + BLOCK_ROWS] for start in range(0, len(ids), BLOCK_ROWS))
 
 
 def has_norm(spec: TableSpec) -> bool:
@@ -62,13 +61,22 @@ class StampedTable:
         spec: what the table is.
         rows: [N, D] values, in the table's dtype.
         stamps: [N] int64, 0 = never changed, negative = deleted then. Written by this class only.
+        tags: [N] uint16: that stamps and digests are those that were stored, see `core.tags`.
         digests: [N, segments] uint64: of the rows, as they were given or are held.
         squares: [N, segments] fp32: squared norms; [0, segments] where the table has no norm.
         columns: where segments begin, and the last one ends.
         counts: of the stamps; any thread may read them.
         index: finds the rows that are stamped after a number.
         checksum: of all rows; see `core.digests`.
+        restamped: ids of rows whose stamps were not those that were stored, until who tells of them takes them.
+        removed: its model has it no more.
+        removed_before: the version, or release, up to which another table of its name was there; 0 = none was.
     """
+
+    # What rows are to whoever keeps them: those of one table are not taken for those of another, see `core.tags`.
+    role = "rows"
+
+    removed, removed_before = False, 0
 
     def __init__(
         self,
@@ -78,15 +86,24 @@ class StampedTable:
         digests: RowDigests,
         squares: Squares,
         columns: Sequence[int] = (),
+        tags: Tags | None = None,
     ) -> None:
+        """Where there are no `tags`, they are made of what there is."""
         self.spec = spec
         self.rows = rows
         self.stamps = stamps
+        self._key = tag_key(self.role, spec)
+        self.restamped: list[Ids] = []
+        if not -IMPOSSIBLE < stamps.min(initial=0) <= stamps.max(initial=0) < IMPOSSIBLE:
+            wrong = (stamps <= -IMPOSSIBLE) | (stamps >= IMPOSSIBLE)
+            stamps[wrong] = countable(stamps[wrong])  # Their tags show it, see `retag`.
         self.digests = digests
         self.squares = squares
         self.columns = tuple(columns) or (0, spec.dim)
-        self.counts = ChangeCounts.of(stamps)
-        self.index = ChangeIndex(stamps)
+        self.tags = np.zeros(spec.rows, np.uint16) if tags is None else tags
+        if tags is None:
+            self.make_tags()
+        self._count_stamps()
         self.count()
 
     @classmethod
@@ -100,6 +117,9 @@ class StampedTable:
         """Find checksum and norm anew from what is kept of each row."""
         self.checksum = int(digest_kernels.checksum_of_all(self.digests))
         self._square_sum = self._largest_sum = float(self.squares.sum(dtype=np.float64))
+
+    def _count_stamps(self) -> None:
+        self.counts, self.index = ChangeCounts.of(self.stamps), ChangeIndex(self.stamps)
 
     def apply(self, rows: RowBatch, number: int) -> None:
         """Overwrite some rows, in the columns of their shard, and stamp them with `number`; or delete them."""
@@ -134,8 +154,8 @@ class StampedTable:
         return kernels.clear(*self._arrays, first, last, segments.start, segments.stop, block.ids, number)
 
     @property
-    def _arrays(self) -> tuple[NDArray[Any], Stamps, RowDigests, Squares]:
-        return words_of(self.rows), self.stamps, self.digests, self.squares
+    def _arrays(self) -> tuple[NDArray[Any], Stamps, Tags, int, RowDigests, Squares]:
+        return words_of(self.rows), self.stamps, self.tags, self._key, self.digests, self.squares
 
     def _digests_of(self, block: RowBatch, segments: range) -> RowDigests:
         """The digests [n, k] of rows by segment."""
@@ -182,11 +202,18 @@ class StampedTable:
         self.count()
 
     def make_digests(self) -> None:
-        """Make the digests of all rows anew, of what is there."""
+        """Make the digests of all rows anew, of what is there. Tags stay: they show what has changed meanwhile."""
         for block in self._blocks():
             self._digest(block)
         self.wrote(None, DIGESTS | SQUARES)
         self.count()
+
+    def make_tags(self) -> None:
+        """Make the tags of all rows anew, of what is there."""
+        for block in self._blocks():
+            ids = np.arange(block.start, min(block.stop, self.spec.rows))
+            self.tags[block] = tags_of(self._key, ids, self.stamps[block], self.digests[block])
+        self.wrote(None, TAGS)
 
     def trust(self, ids: Ids) -> None:
         """Make the digests of some rows ([n], strictly ascending) anew where they do not fit, of what is there.
@@ -196,7 +223,13 @@ class StampedTable:
         for start in range(0, len(ids), BLOCK_ROWS):
             damaged = self.damaged(ids[start : start + BLOCK_ROWS])
             self._digest(damaged)
+            self._tag(damaged)
             self.wrote(damaged, DIGESTS | SQUARES)
+
+    def square(self, ids: Ids) -> None:
+        """Make the squared norms of rows that fit their digests ([n], strictly ascending) anew; as for `trust`."""
+        self._digest(ids)
+        self.wrote(ids, DIGESTS | SQUARES)
 
     def _digest(self, where: slice | Ids) -> None:
         values = self.rows[where]
@@ -223,14 +256,67 @@ class StampedTable:
         self.index.note_each(ids, stamps)
         self.counts = self.counts.without(self.stamps[ids]).plus(stamps)
         self.stamps[ids] = stamps
+        self._tag(ids)
         self.wrote(ids, STAMPS)
+
+    def _tag(self, ids: Ids) -> None:
+        self.tags[ids] = tags_of(self._key, ids, self.stamps[ids], self.digests[ids])
+        self.wrote(ids, TAGS)
 
     def forget_after(self, number: int) -> None:
         """Take stamps above `number`, which is the newest there was, for damaged: these rows are sent again."""
         if self.counts.newest > number:
-            np.clip(self.stamps, -number, number, out=self.stamps)
-            self.wrote(None, STAMPS)
-            self.counts, self.index = ChangeCounts.of(self.stamps), ChangeIndex(self.stamps)
+            later = np.flatnonzero(np.abs(self.stamps) > number)
+            self.stamps[later] = np.clip(self.stamps[later], -number, number)
+            self._tag(later)
+            self.wrote(later, STAMPS)
+            self._count_stamps()
+
+    def untagged(self, first: int = 0, last: int | None = None) -> Ids:
+        """Those of the rows from `first` to before `last`, or to the end, that do not fit their tags."""
+        last = self.spec.rows if last is None else last
+        starts = range(first, last, _SCAN_ROWS)
+        blocks = (slice(start, min(last, start + _SCAN_ROWS)) for start in starts)
+        found = [
+            wrong_tags(self._key, each.start, self.stamps[each], self.digests[each], self.tags[each])
+            for each in blocks
+        ]
+        return np.concatenate([np.zeros(0, np.int64), *found])
+
+    def retag(self, ids: Ids, number: int) -> None:
+        """Find out what is wrong with rows `ids` ([n], strictly ascending) that do not fit their tags, while
+        `number` is the newest.
+
+        A row that would fit with another digest has that. Of others nobody knows when they last changed: they are
+        taken for changed with `number`, and are `restamped`. The checksum stays: it does not have what was damaged
+        after it was counted.
+        """
+        if not len(ids):
+            return
+        held = np.concatenate([self.held_digests(self.rows[each]) for each in _some(ids)])
+        stamps, kept = self.stamps[ids], self.digests[ids].sum(axis=1)
+        sound = (held != kept) & (tags_of(self._key, ids, stamps, held[:, None]) == self.tags[ids])
+        self._digest(ids[sound])
+        rows_of_zeros = (held == 0) & (kept == 0)
+        gone = rows_of_zeros & may_be_deleted(self._key, ids, stamps, kept[:, None], self.tags[ids], number)
+        unknown = ids[~sound]
+        self.stamps[unknown] = np.where(gone, -number, number)[~sound]
+        self._tag(unknown)
+        self.wrote(ids, STAMPS | DIGESTS | SQUARES)
+        self._count_stamps()
+        self.restamped += [unknown] if len(unknown) else []
+
+    def retag_all(self, number: int) -> None:
+        """The same for all rows, of which what is kept was just read from files, and counted."""
+        if len(wrong := self.untagged()):
+            self.retag(wrong, number)
+            self.count()
+
+    def retag_among(self, ids: Ids) -> bool:
+        """The same for those of the rows `ids` that do not fit their tags; whether there were any."""
+        wrong = ids[tags_of(self._key, ids, self.stamps[ids], self.digests[ids]) != self.tags[ids]]
+        self.retag(wrong, self.counts.newest)
+        return len(wrong) > 0
 
     def numbers(self, ids: Ids) -> Stamps:
         """When the rows `ids` ([n]) last changed, or were deleted: [n], 0 = never."""
@@ -254,7 +340,7 @@ class StampedTable:
 
     def rows_of(self, ids: Ids) -> Values:
         """The current rows `ids` ([n], strictly ascending): a view where they leave no gap, otherwise a copy."""
-        run = _contiguous(ids)
+        run = contiguous(ids)
         return self.rows[run] if run is not None else np.take(self.rows, ids, axis=0)
 
     def changed_since(self, number: int) -> Ids:

@@ -6,7 +6,8 @@ from typing import Protocol
 
 from deltasync.core.delivery import Delivery
 from deltasync.core.policy import Policy
-from deltasync.core.position import Decision, Position
+from deltasync.core.position import NOWHERE, Decision, Position
+from deltasync.core.steady_clock import Moment
 from deltasync.feeds.frozen_release import FrozenRelease
 from deltasync.feeds.repair import Repair
 from deltasync.feeds.standing import Standing
@@ -34,8 +35,22 @@ class Feed(Protocol):
     def may_serve(self, policy: Policy) -> bool:
         """Whether there is something to send to replicas of a consumer with this policy."""
 
-    def resume(self, held: Position) -> tuple[Decision, Position]:
-        """Whether a replica that holds `held` can go on from there, and what that is in this history."""
+    def resume(self, held: Position, acknowledged: Position = NOWHERE) -> tuple[Decision, Position]:
+        """Whether a replica that holds `held` can go on from there, and what that is in this history.
+
+        `acknowledged` is its offset.
+        """
+
+    def discards(self, held: Position, version: Position) -> bool:
+        """Whether what a replica holds is of a discarded past. `version` is the model's that it was made of, empty
+        where the replica does not say it.
+        """
+
+    def model_position(self, version: int) -> Position:
+        """A version as a position of the model's history, with its seal where that is known."""
+
+    def seal_of(self, number: int) -> int:
+        """The checksum of the seal of a number of this history; 0 where it is not known."""
 
     def version_of(self, number: int) -> int:
         """The version of the model's rows that a replica at `number` holds, as far as it is known."""
@@ -44,6 +59,9 @@ class Feed(Protocol):
         """For how long a replica at `number` has not held the newest there is for a consumer with this policy,
         nanoseconds; 0 if it does, `FOREVER_NS` or more where nobody knows.
         """
+
+    def outdated(self, number: int) -> Moment | None:
+        """When the version was sealed that comes after the one whose rows a replica at `number` holds, or None."""
 
     def event_time_of(self, version: int) -> int | None:
         """The time of the newest event that the model had been trained on at a version, nanoseconds since 1970.

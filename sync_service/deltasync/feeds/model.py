@@ -10,8 +10,10 @@ neither sees the other half done; nothing there waits for a disk. All else happe
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -19,21 +21,22 @@ from deltasync.core.delivery import Delivery
 from deltasync.core.errors import ServiceUnavailable
 from deltasync.core.futures import after
 from deltasync.core.policy import Policy
-from deltasync.core.position import Decision, Position, resume
+from deltasync.core.position import NOWHERE, Decision, Position, is_discarded, line_of, resume
 from deltasync.core.progress import Progress
 from deltasync.core.rows import RowBatch
-from deltasync.core.seal import Seal, SealHistory, event_time_of
+from deltasync.core.seal import Seal, SealHistory, checksum_of, event_time_of, seal_of
 from deltasync.core.signals import Signal
-from deltasync.core.stamps import StampedTable
-from deltasync.core.steady_clock import Succession, steady_ns
+from deltasync.core.steady_clock import Moment, Succession, steady_ns
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.core.threads import EVENT_LOOP, MODEL_PREFIX, MODEL_THREAD, SET_BY_EVENT_LOOP, confined
 from deltasync.feeds.cut_rows import cut_rows
 from deltasync.feeds.damage import FROM_TRAINERS, Damage, IdsByTable
-from deltasync.feeds.frozen_release import FrozenRelease, Head, Releases
+from deltasync.feeds.frozen_release import FrozenRelease, Head
 from deltasync.feeds.log_mender import LogMender
+from deltasync.feeds.published import published_rows
+from deltasync.feeds.releases import Releases
 from deltasync.feeds.repair import NO_REPAIR, Repair
-from deltasync.feeds.standing import Standing, TableStanding
+from deltasync.feeds.standing import Standing, TableStanding, table_standing
 from deltasync.feeds.table_changes import changes
 from deltasync.storage.log_store import LogStore
 from deltasync.storage.mapped_table import MappedTable
@@ -65,6 +68,7 @@ class Model:
         signal: wakes who waits for the head to move, or for a table.
         failure: what keeps cuts from being sealed or applied, which is tried again; empty if nothing does.
         damage: rows of the tables that do not fit their digests.
+        releases: what replicas are sent of the tables.
     """
 
     def __init__(self, name: str, log: LogStore, directory: Path) -> None:
@@ -74,17 +78,17 @@ class Model:
         self.succession = Succession()
         self.head: Head | None = None
         self.published: dict[str, int] = {}
-        self.signal = Signal()
-        self.failure = ""
+        self.signal, self.failure = Signal(), ""
         self._deliveries: list[Delivery] = []
-        self._adding = asyncio.Lock()
-        self._closed = False
+        self._adding, self._closed = asyncio.Lock(), False
         self._applied: Seal | None = None
         self._partly_applied = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"{MODEL_PREFIX}{name}")
-        self.damage = Damage(lambda: self.tables, self.on_thread, self._mend)
+        self.damage = Damage(
+            lambda: self.tables, self.on_thread, self._mend, lambda: self._applied.version if self._applied else 0
+        )
         self._mender = LogMender(self.store, self.on_thread)
-        self._releases = Releases(self.on_thread, lambda: (list(self.tables), _head(self.applied)), directory)
+        self.releases = Releases(self.on_thread, lambda: (list(self.tables), _head(self.applied)), directory)
 
     @property
     def history(self) -> str:
@@ -124,7 +128,7 @@ class Model:
     @property
     def position(self) -> Position:
         """What a replica that has everything holds."""
-        return Position(self.history, self.head.number if self.head else 0)
+        return Position(self.history, self.head.number, self.head.seal) if self.head else Position(self.history)
 
     async def recover(self, record: Mapping[str, Any]) -> None:
         """Come back as of the last sealed cut: the flushed tables, and the log after them.
@@ -134,15 +138,19 @@ class Model:
         """
         seals, published = await self.on_thread(self._recover, record)
         self.seals.extend(seals)
-        self.succession.add(self.seals.newest_version, steady_ns())
+        self.succession.find(self.seals.newest_version, steady_ns())
         self.head, self.published = _head(self.seals.newest), published
 
-    async def close(self) -> None:
-        """Flush the tables and stop the thread."""
+    async def stop(self) -> None:
+        """Stop the thread: nothing is applied any more."""
         async with self._adding:
             self._closed = True
             await self._mender.close()
             await asyncio.to_thread(self._thread.shutdown)
+
+    async def close(self) -> None:
+        """Flush the tables and stop the thread."""
+        await self.stop()
         await asyncio.to_thread(self.flush)
         await asyncio.to_thread(self.store.remove_unused)
 
@@ -165,6 +173,25 @@ class Model:
         if self._changes(tables, later_run):
             # In a task of its own: a rank that disconnects now must not stop it half way.
             await asyncio.shield(asyncio.create_task(self._add(tables, later_run)))
+
+    async def remove_table(self, name: str) -> None:
+        """Have one of the tables no more, between cuts and while no rank publishes it.
+
+        Raises:
+            StorageFailed: that could not be written down; nothing was changed.
+        """
+        async with self._adding:
+            if self._closed:
+                raise ServiceUnavailable("the service is shutting down; reconnect")
+            await asyncio.to_thread(self.flush)  # From here on the log has no rows of it.
+            gone = await asyncio.to_thread(self.store.remove, name, self.position.number)
+            gone.removed, self.store.tables = True, [each for each in self.tables if each is not gone]  # At once.
+            self.published.pop(name, None)
+            self.damage.forget(name)
+            self.releases.forget()
+            self.signal.wake()
+            await self.on_thread(_call, ())  # What was begun with the table is done.
+            await asyncio.to_thread(self.store.remove_unused)
 
     def apply_after(
         self, sealed: "Future[None]", seal: Seal, rows: Sequence[RowBatch] | None
@@ -193,7 +220,7 @@ class Model:
         if damaged := self.damage.rows:
             self.damage.note_mended(await self.on_thread(self._mender.mended_by, seal.version, damaged))
         self.head = _head(seal)
-        self._releases.have(release, seal.version)
+        self.releases.have(release, seal.version)
         self.signal.wake()
 
     def may_serve(self, _policy: Policy) -> bool:
@@ -202,7 +229,7 @@ class Model:
 
     def release(self, after: int, repair: Repair = NO_REPAIR) -> asyncio.Future[FrozenRelease]:
         """What a replica at version `after` lacks, and what is to be repaired."""
-        task = self._releases.get(after, repair, self.position.number)
+        task = self.releases.get(after, repair, self.position.number)
         task.add_done_callback(self.damage.note_failure)
         return task
 
@@ -214,14 +241,41 @@ class Model:
         """For how long a version has not been the newest, nanoseconds; `FOREVER_NS` where that is not known."""
         return self.succession.behind_ns(version, steady_ns())
 
+    def sealed_at(self, version: int) -> Moment:
+        """When a version was sealed; of one whose seal is no longer kept, the oldest that is."""
+        return Moment(seal_of(version, self.seals).sealed_unix_ns, self.succession.since_ns(version))
+
+    def outdated(self, version: int) -> Moment | None:
+        """When the version after this one was sealed; None if there is none."""
+        return self.sealed_at(version + 1) if version < self.seals.newest_version else None
+
     def event_time_of(self, version: int) -> int | None:
         """The time of the newest event that it had been trained on at a version; None where it is not known."""
         return event_time_of(version, self.seals)
 
-    def resume(self, held: Position) -> tuple[Decision, Position]:
-        """Whether a replica that holds `held` can go on from there, and what that is in this history."""
-        decision = resume(held, self.history, self.position.number)
-        return decision, held if decision.yes else Position(self.history)
+    def resume(self, held: Position, acknowledged: Position = NOWHERE) -> tuple[Decision, Position]:
+        """Whether a replica that holds `held` can go on from there, and what that is in this history.
+
+        `acknowledged` is its offset.
+        """
+        head, seal = self.position.number, self.seal_of(held.number)
+        decision = resume(held, self.history, head, seal, acknowledged=acknowledged)
+        return decision, Position(self.history, held.number, held.seal) if decision.yes else Position(self.history)
+
+    def discards(self, held: Position, version: Position) -> bool:
+        """Whether what a replica holds is of a discarded past."""
+        if not version.number and line_of(held.history) != line_of(self.history):
+            return False  # It may be of a view that is no more.
+        at = version if version.number else held
+        return is_discarded(at, self.history, self.position.number, self.seal_of(at.number))
+
+    def model_position(self, version: int) -> Position:
+        """A version as a position of the history, with its seal where that is known."""
+        return Position(self.history, version, self.seal_of(version))
+
+    def seal_of(self, version: int) -> int:
+        """The checksum of a version's seal; 0 where it is not known."""
+        return self.seals.checksum_of(version)
 
     def changed(self) -> Coroutine[None, None, Literal[True]]:
         """To be awaited: the head moving, or a table being added, from this call on."""
@@ -233,14 +287,17 @@ class Model:
         names = {each.spec.name for each in tables if policy.follows(each.spec)}
 
         def followed() -> list[TableStanding]:
-            return [_standing(each, newest, policy) for each in tables if policy.follows(each.spec)]
+            return [table_standing(each, newest, policy) for each in tables if policy.follows(each.spec)]
 
         return Standing(
             history=self.history,
             seals=self.seals.frozen(),
             tables=followed,
             version_of=lambda version: version,
+            seconds_since=partial(self.succession.seconds_since, now_ns=steady_ns()),
+            seal_of=partial(checksum_of, self.seals.frozen()),
             failure=self.failure or self.damage.in_words(FROM_TRAINERS, names),
+            crowded=self.releases.crowded,
             unpublished="" if self.head else f"nothing of model {self.name!r} is published",
         )
 
@@ -252,6 +309,10 @@ class Model:
             StorageFailed: the log could not be written; nothing was lost.
         """
         return self.store.flush(self.position.number)
+
+    def without_flush(self) -> AbstractContextManager[object]:
+        """See `ModelStore`."""
+        return self.store.without_flush()
 
     def should_flush(self, flush_bytes: int) -> bool:
         """Whether the log holds `flush_bytes`, or half of the seals that are kept, more than the tables' files."""
@@ -276,19 +337,14 @@ class Model:
                 table.trust(table.changed_since(self.store.flushed))
                 table.count()
         for table in self.tables:
+            table.retag_all(seals.newest_version)
             table.forget_after(seals.newest_version)
-        self._applied = seals.newest
-        whole = {name for seal in seals for name in seal.whole}
-        return list(seals), {table.spec.name: self._published_rows(table, whole) for table in self.tables}
-
-    def _published_rows(self, table: StampedTable, whole: Set[str]) -> int:
-        """How many rows of a table were published: all, unless none of those that it has grown by was.
-
-        Of one of the `whole` tables of a cut it may be that no row is left.
-        """
-        grown_from = self.store.grown_from.get(table.spec.name, 0)
-        known = table.stamps[grown_from:].any() or (not grown_from and table.spec.name in whole)
-        return table.spec.rows if known else grown_from
+        self._applied, removed, grown = seals.newest, self.store.removed, self.store.grown_from
+        whole = {name for seal in seals for name in seal.whole if seal.version > removed.get(name, 0)}
+        sizes = (
+            (each.spec.name, published_rows(each, grown.get(each.spec.name, 0), whole)) for each in self.tables
+        )
+        return list(seals), dict(sizes)
 
     async def _mend(self, rows: IdsByTable) -> IdsByTable:
         return await self._mender.mend(rows, self.seals.after(self.store.flushed))
@@ -299,10 +355,10 @@ class Model:
 
     def _prepared(self, seal: Seal, rows: Sequence[RowBatch] | None) -> FrozenRelease | None:
         """What replicas that follow are to be sent of a cut, where it can be sent on as it is; to be completed."""
-        if rows is None or seal.whole or not self._releases.followed:
+        if rows is None or seal.whole or not self.releases.followed:
             return None
         changed = cut_rows(rows, {table.spec.name: slot for slot, table in enumerate(self.tables)})
-        return None if changed is None else self._releases.prepared(changed)
+        return None if changed is None else self.releases.prepared(changed)
 
     def _apply_and_release(
         self, seal: Seal, rows: Sequence[RowBatch] | None, prepared: FrozenRelease | None = None
@@ -310,7 +366,7 @@ class Model:
         """Apply a cut, and complete what replicas are to be sent of it."""
         prepared = prepared or self._prepared(seal, rows)
         self._apply(seal, rows)
-        return prepared and self._releases.completed(prepared)
+        return prepared and self.releases.completed(prepared)
 
     def _apply(self, seal: Seal, rows: Iterable[RowBatch] | None) -> None:
         by_name = {table.spec.name: table for table in self.tables}
@@ -329,19 +385,10 @@ class Model:
             if self._closed:  # So is the log, soon: who waits for it to write would wait for ever.
                 raise ServiceUnavailable("the service is shutting down; reconnect")
             changed = self._changes(tables, later_run)
-            steps = await asyncio.to_thread(self.store.change, changed, dict(self.published))
+            published, version = dict(self.published), self.position.number
+            steps = await asyncio.to_thread(self.store.change, changed, published, version)
             await self.on_thread(_call, steps)
             self.signal.wake()
-
-
-def _standing(table: StampedTable, newest: int, policy: Policy) -> TableStanding:
-    counts = table.counts
-    return TableStanding(
-        name=table.spec.name,
-        row_bytes=policy.row_bytes(table.spec),
-        # Whoever has the newest version lacks nothing of it, though a later one may be there by now.
-        lacking=lambda version: counts.after(version) if version < newest else 0,
-    )
 
 
 def _call(steps: Iterable[Callable[[], None]]) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import tempfile
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from deltasync.storage.files import reserve, writing
 from deltasync.storage.mapping import Mapping
-from deltasync.storage.table_files import offsets, reserve
+from deltasync.storage.table_files import offsets
 
 
 class Room:
@@ -27,8 +29,8 @@ class Room:
         self._taken = 0
         size = offsets(sizes)[-1]
         if folder is not None and size:  # No file can be mapped that is empty.
-            with tempfile.TemporaryFile(dir=folder) as file:
-                reserve(file, size, what)
+            with writing(what, folder, size), tempfile.TemporaryFile(dir=folder) as file:
+                reserve(file, size, what, folder)
                 self._mapping = Mapping(file.fileno(), size, what)
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -38,3 +40,24 @@ class Room:
         offset = self._taken
         self._taken = offsets([math.prod(shape) * dtype.itemsize], offset)[-1]
         return self._mapping.array(dtype, shape, offset)
+
+
+class FileBytes:
+    """How many bytes are in such files. Any thread.
+
+    Attributes:
+        total: so many.
+    """
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._lock = threading.Lock()
+
+    def add(self, size: int) -> None:
+        """Count a file."""
+        with self._lock:
+            self.total += size
+
+    def free(self, size: int) -> None:
+        """Count a file no more."""
+        self.add(-size)

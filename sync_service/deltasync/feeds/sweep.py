@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from deltasync.core.digests import squared_norms
+from deltasync.core.rows import Ids, Values
 from deltasync.core.stamps import StampedTable
 
 # Of rows, at a time: a few milliseconds.
@@ -19,8 +21,8 @@ class Sweep:
         self._table = self._row = 0
         self._sound: StampedTable | None = None  # The table, if nothing was found from its first row on.
 
-    def go_on(self, tables: Sequence[StampedTable]) -> None:
-        """Look at some more rows.
+    def go_on(self, tables: Sequence[StampedTable], number: int) -> None:
+        """Look at some more rows, while `number` is the newest.
 
         Raises:
             DamagedRows: some do not fit their digests.
@@ -32,6 +34,7 @@ class Sweep:
             left -= max((last - first) * table.spec.row_bytes, _TABLE_BYTES)
             self._row = last
             try:
+                table.retag(table.untagged(first, last), number)
                 self._look(table, first, last)
             finally:
                 if last == table.spec.rows:
@@ -43,7 +46,18 @@ class Sweep:
         before = self._sound if first else table
         self._sound = None
         ids = first + np.flatnonzero(table.stamps[first:last])
-        table.check(ids, table.rows_of(ids))
+        rows = table.rows_of(ids)
+        table.check(ids, rows)
+        table.square(_wrongly_squared(table, ids, rows))
         self._sound = before
         if before is table and last == table.spec.rows:
             table.count()  # A digest may have been damaged, and been counted, before its row was overwritten.
+
+
+def _wrongly_squared(table: StampedTable, ids: Ids, rows: Values) -> Ids:
+    """Those of the rows `ids` [n], which are `rows` [n, D], whose squared norms are others, beyond rounding."""
+    if not len(table.squares):
+        return ids[:0]
+    kept = table.squares[ids].sum(axis=1, dtype=np.float64)
+    wrong: Ids = ids[~np.isclose(kept, squared_norms(rows), rtol=1e-3, atol=1e-30, equal_nan=True)]
+    return wrong

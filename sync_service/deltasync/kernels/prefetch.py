@@ -28,6 +28,13 @@ def ask_for_row(table, width, row):  # type: ignore[no-untyped-def]
 
 
 @inlined
+def ask_for_written_tag(tags, digests, row):  # type: ignore[no-untyped-def]
+    """Ask for what is kept of a row, to write it: its tag [rows] and its digests [rows, segments]."""
+    _ask_to_write(tags, np.uint64(row) * np.uint64(tags.itemsize))
+    _ask_to_write(digests, np.uint64(row) * np.uint64(digests.itemsize * digests.shape[1]))
+
+
+@inlined
 def ask_for_written_row(table, width, row):  # type: ignore[no-untyped-def]
     """The same, to write it."""
     first = np.uint64(row) * width

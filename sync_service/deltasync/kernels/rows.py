@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from deltasync.kernels import types
 from deltasync.kernels.compiled import kernel, readable, writable
 from deltasync.kernels.digests import WORDS, Digests, share
-from deltasync.kernels.prefetch import AHEAD, ask_for_row, ask_for_written_row
+from deltasync.kernels.prefetch import AHEAD, ask_for_row, ask_for_written_row, ask_for_written_tag
+from deltasync.kernels.tags import Tags, tag
 
 Words = NDArray[np.unsignedinteger]
 Numbers = NDArray[np.int64]
@@ -17,8 +18,14 @@ Squares = NDArray[np.float32]
 
 _U64 = np.uint64
 _IDS, _WEIGHTS = readable(types.int64, 1), readable(types.uint64, 1)
-# What is written down of each row beside its words: stamps, digests, squares.
-_COLUMNS = (writable(types.int64, 1), writable(types.uint64), writable(types.float32))
+# What is written down of each row beside its words: stamps, tags, the table's key, digests, squares.
+_COLUMNS = (
+    writable(types.int64, 1),
+    writable(types.uint16, 1),
+    types.uint64,
+    writable(types.uint64),
+    writable(types.float32),
+)
 _CHANGE = types.tuple_of(types.uint64, types.float64)
 
 # Words are counted without a sign: a number that could be negative is looked at each time, and nothing vectorises.
@@ -102,6 +109,8 @@ def scatter(table: Words, first: int, ids: Numbers, rows: Words) -> None:
 def write(
     table: Words,
     stamps: Numbers,
+    tags: Tags,
+    key: int,
     digests: Digests,
     squares: Squares,
     first: int,
@@ -112,11 +121,13 @@ def write(
     row_squares: Squares,
     stamp: int,
 ) -> tuple[np.uint64, float]:
-    """Write rows, their stamp, their digests and their squared norms.
+    """Write rows, their stamp, their tags, their digests and their squared norms.
 
     Args:
         table: [N, W].
         stamps: [N].
+        tags: [N].
+        key: of the table, for its tags.
         digests: [N, segments].
         squares: [N, segments]; [0, segments] where they are not kept.
         first: the word of the table's rows that is the first of `rows`.
@@ -135,6 +146,7 @@ def write(
     for index in range(ids.shape[0]):
         if index + AHEAD < ids.shape[0]:
             ask_for_written_row(table, width, ids[index + AHEAD])
+            ask_for_written_tag(tags, digests, ids[index + AHEAD])
         row = _U64(ids[index])
         # The stamp first: if the process dies between the two, a row with a new stamp is sent again, while one
         # with an old stamp would be taken for the old row.
@@ -147,6 +159,7 @@ def write(
             after += row_digests[index, each] - digests[row, segment + each]
             digests[row, segment + each] = row_digests[index, each]
         change += share(row, after) - share(row, before)
+        tags[row] = tag(key, row, stamp, after)
         if squares.shape[0]:
             for each in range(_U64(row_squares.shape[1])):
                 square_change += np.float64(row_squares[index, each]) - np.float64(squares[row, segment + each])
@@ -165,6 +178,8 @@ def write(
 def clear(
     table: Words,
     stamps: Numbers,
+    tags: Tags,
+    key: int,
     digests: Digests,
     squares: Squares,
     first: int,
@@ -199,6 +214,7 @@ def clear(
                 square_change -= np.float64(squares[row, each])
                 squares[row, each] = 0.0
         change += share(row, after) - share(row, before)
+        tags[row] = tag(key, row, stamps[row], after)
         for word in range(first, last):
             table[row, word] = 0
     return change, square_change

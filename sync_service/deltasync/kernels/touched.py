@@ -1,6 +1,6 @@
 """Which blocks of rows were written, by bits: what of a table's arrays goes to their files.
 
-`marks` [blocks] has a byte for each block of rows, and in it a bit for each array.
+`marks` [blocks] has a number for each block of rows, and in it a bit for each array.
 """
 
 import numpy as np
@@ -10,7 +10,7 @@ from deltasync.kernels import types
 from deltasync.kernels.callees import external
 from deltasync.kernels.compiled import kernel, readable, writable
 
-Marks = NDArray[np.uint8]
+Marks = NDArray[np.uint16]
 Bytes = NDArray[np.uint8]
 Numbers = NDArray[np.int64]
 
@@ -21,11 +21,12 @@ _LARGEST_WRITE = 1 << 30
 _GAP = 32 << 10
 
 _READ, _WRITTEN = readable(types.uint8, 1), writable(types.uint8, 1)
+_MARKS = readable(types.uint16, 1)
 # As unistd.h has it. Its number is negative for an error, of which it is not known here what it was.
 _pwrite = external("pwrite", types.int64(types.int32, types.uint64, types.uint64, types.int64))
 
 
-@kernel(types.void(readable(types.int64, 1), types.int64, types.uint8, _WRITTEN), nogil=False)
+@kernel(types.void(readable(types.int64, 1), types.int64, types.uint16, writable(types.uint16, 1)), nogil=False)
 def touch(ids: Numbers, shift: int, bits: int, marks: Marks) -> None:
     """Set `bits` in the blocks, of 2**`shift` rows, of the rows `ids` [n]."""
     last = np.int64(-1)
@@ -36,7 +37,7 @@ def touch(ids: Numbers, shift: int, bits: int, marks: Marks) -> None:
             last = block
 
 
-@kernel(types.void(_READ, _READ, types.uint8, types.int64, _WRITTEN))
+@kernel(types.void(_READ, _MARKS, types.uint16, types.int64, _WRITTEN))
 def copy(source: Bytes, marks: Marks, bit: int, block_bytes: int, target: Bytes) -> None:
     """Copy the blocks that have the bit to an array that is as long, or longer."""
     for block in range(marks.shape[0]):
@@ -46,7 +47,7 @@ def copy(source: Bytes, marks: Marks, bit: int, block_bytes: int, target: Bytes)
                 target[index] = source[index]
 
 
-@kernel(types.int64(types.int32, types.int64, _READ, _READ, types.uint8, types.int64, types.int64))
+@kernel(types.int64(types.int32, types.int64, _READ, _MARKS, types.uint16, types.int64, types.int64))
 def write(descriptor: int, offset: int, array: Bytes, marks: Marks, bit: int, block_bytes: int, start: int) -> int:
     """Write the blocks that have the bit to a file, and what lies in between where that is little.
 

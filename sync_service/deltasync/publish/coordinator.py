@@ -1,26 +1,28 @@
-"""Taking cuts from the ranks of a run: who may publish, in which order, and when a cut is sealed."""
+"""Taking cuts from the ranks of a run: who may publish, in which order, and when a cut is complete."""
 
 import asyncio
+import contextlib
 import time
-from concurrent.futures import Future
+from collections import deque
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Protocol
 
-from deltasync.core.backoff import backoff
 from deltasync.core.delete_request import DeleteRequest
 from deltasync.core.errors import Contradiction, DeltasyncError, ServiceUnavailable, Superseded
-from deltasync.core.event_time import newest_event_time
-from deltasync.core.events import EventKind, Events, described
+from deltasync.core.events import EventKind
 from deltasync.core.position import Decision, Position
-from deltasync.core.rows import RowBatch
 from deltasync.core.seal import Seal
-from deltasync.core.signals import first_of
+from deltasync.core.steady_clock import steady_ns
 from deltasync.core.tables import TableSpec
-from deltasync.feeds.frozen_release import FrozenRelease
-from deltasync.feeds.model import Model
 from deltasync.publish.cut import Cut
-from deltasync.publish.pending_deletes import PendingDeletes
+from deltasync.publish.log_room import Tries, cut_fits, first_cut_fits
 from deltasync.publish.runs import Run, may_publish
+from deltasync.publish.sealing import CutSealer
+from deltasync.storage.log_store import LogFull
+
+# A cut is given up once no rank of its run has been there for so long.
+_FORSAKEN_SECONDS = 60.0
 
 
 class RankSession(Protocol):
@@ -30,11 +32,19 @@ class RankSession(Protocol):
         tables: what its run publishes.
         takes_deletes: whether it meets requests to delete rows.
         ended: the stream is over; a newer one has not begun.
+        since_ns: when it began, or ended if it has, by `steady_ns`.
+        left: why it has ended; empty if it has not.
     """
 
     tables: list[TableSpec]
     takes_deletes: bool
     ended: bool
+    since_ns: int
+    left: str
+
+
+# So many runs are known to have been taken over.
+_EARLIER_RUNS = 1_000
 
 
 @dataclass
@@ -48,28 +58,34 @@ class OpenCut:
 class CutCoordinator:
     """The ranks that publish one model."""
 
-    def __init__(self, model: Model, deletes: PendingDeletes, tasks: asyncio.TaskGroup, events: Events) -> None:
-        self.model = model
-        self.deletes = deletes
-        self.events = events
+    def __init__(self, sealer: CutSealer, tasks: asyncio.TaskGroup) -> None:
+        self.sealer = sealer
+        self.model, self.deletes, self.events = sealer.model, sealer.deletes, sealer.events
         self._tasks = tasks
-        self._ending = asyncio.Event()
-        self.run = _run_of(model.seals.newest)
+        self._retired = False
+        self.run = _run_of(self.model.seals.newest)
+        self._began_ns = steady_ns()
+        # By id, and also those of before the service started: none of them may come back.
+        before = [run for run, _ in groupby(seal.run for seal in self.model.seals)][:-1]
+        self._earlier = deque(before, maxlen=_EARLIER_RUNS)
         self.sessions: dict[int, RankSession] = {}  # By rank: only the newest session of a rank publishes.
         self.open_cut: OpenCut | None = None
         self.differing = set[str]()  # Names of tables of which the run's ranks have different rows.
-        self.rows = self.bytes = 0  # Of the cuts sealed since the service started.
-        self._applying: asyncio.Task[None] | None = None
+        self._tries = Tries()
+        self._forsaken_at: float | None = None
         self._sealing: asyncio.Task[None] | None = None
 
     async def admit(self, run: Run, specs: list[TableSpec]) -> None:
         """Let a run in, which may take over from another, and have its tables.
 
         Raises:
-            Contradiction: the run, its size or a table differs from what the service holds.
+            Contradiction: the run, its size or a table differs from what the service holds, or the log has no room
+                for all rows of a model of which nothing is published.
             StorageFailed: there is no room for a table.
         """
         self._check(run)
+        self._check_first_cut(specs)
+        await self.sealer.guard.learn(self.model, specs)
         await self.model.add_tables(specs, later_run=self.run is None or self.run.id != run.id)
         self._take_over(run)
 
@@ -86,7 +102,8 @@ class CutCoordinator:
         if current and step == current.cut.step:
             return current
         if current and step < current.cut.step:
-            raise Contradiction(f"part of step {step}, but the cut of step {current.cut.step} is under way")
+            text = f"part of step {step}, but the cut of step {current.cut.step} is under way"
+            raise Contradiction(f"{text}: publish what both have changed as the part of that one")
         self.abandon(f"abandoned for the cut of step {step}")
         cut = Cut(self.model.seals.newest_version + 1, step, run, dict(self.model.published))
         self.open_cut = OpenCut(cut, asyncio.get_running_loop().create_future())
@@ -95,8 +112,37 @@ class CutCoordinator:
     def abandon(self, reason: str) -> None:
         """Give up the cut under way, if any; nothing is lost, since no rank's cursor has moved."""
         if self.open_cut and not self.open_cut.cut.complete:
-            _fail(self.open_cut, Superseded(f"cut of step {self.open_cut.cut.step}: {reason}"))
-            self.open_cut = None
+            self._give_up(self.open_cut, Superseded(f"cut of step {self.open_cut.cut.step}: {reason}"))
+
+    def abandon_forsaken(self, now: float) -> None:
+        """Give up the cut under way where none of its run's ranks has been there for long.
+
+        Args:
+            now: seconds, by a clock that only goes on.
+        """
+        here = self.open_cut is None or any(not session.ended for session in self.sessions.values())
+        self._forsaken_at = None if here else self._forsaken_at or now
+        if self._forsaken_at and now - self._forsaken_at >= _FORSAKEN_SECONDS:
+            self.abandon("all ranks of its run have gone")
+
+    def check_room(self, current: OpenCut, full: LogFull | None = None) -> None:
+        """Check that the log can ever take what has arrived of a cut, which may be too `full` for it now.
+
+        Raises:
+            Contradiction: it cannot; the cut is given up, and nobody need try again.
+        """
+        cut, capacity = current.cut, self.model.store.capacity
+        tries = self._tries.count(cut.step, cut.log_bytes, capacity) if full else 0
+        decision = cut_fits(cut.step, cut.log_bytes, capacity, cut.tables.values(), tries)
+        if not decision.yes:
+            error = Contradiction(decision.reason)
+            self.sealer.say_failed("a cut is too large for the log", error)
+            self._give_up(current, error)
+            raise error
+
+    def note_room(self) -> None:
+        """Note that the log has as much room as can be made."""
+        self._tries.note_room()
 
     def seal_when_complete(self) -> None:
         """Begin to seal the cut under way once its last part is closed."""
@@ -115,41 +161,110 @@ class CutCoordinator:
             return f"run {self.run.id} publishes no embedding table of that name: the next run that does is asked"
         return f"run {self.run.id} is asked, and deletes them with one of its next cuts"
 
+    @property
+    def connected(self) -> list[int]:
+        """The ranks that are there."""
+        return sorted(rank for rank, session in self.sessions.items() if not session.ended)
+
+    def publishing(self, table: str) -> list[int]:
+        """The ranks that are there and publish a table."""
+        return [rank for rank in self.connected if any(each.name == table for each in self.sessions[rank].tables)]
+
+    @property
+    def run_id(self) -> str:
+        """The id of the run that publishes; empty before the first one."""
+        return self.run.id if self.run else ""
+
+    def forget_table(self, table: str) -> None:
+        """Forget what is asked of a table, and a cut under way of ranks that have gone and published it."""
+        if self.open_cut and table in self.open_cut.cut.tables:
+            self.abandon(f"table {table!r} was deleted")
+        self.differing.discard(table)
+        self.sealer.guard.forget(table)
+        self.deletes.forget(table)
+
     async def idle(self) -> None:
         """Wait until no cut is under way."""
         while self.open_cut:
             await asyncio.wait([self.open_cut.sealed])
 
+    async def settled(self) -> None:
+        """Wait until what is being sealed is, and what was sealed is applied. Of another run's cut that nobody
+        completes any more nothing is waited for.
+        """
+        if self._sealing:
+            await asyncio.wait([self._sealing])
+        await self.sealer.applied()
+
+    async def retire(self) -> None:
+        """Let nobody in any more: the model is deleted."""
+        self._retired = True
+        self.abandon("its model was deleted")
+        await self.drain()
+
     async def drain(self) -> None:
         """Wait until what is being sealed and applied is done; what fails is not tried again."""
-        self._ending.set()
+        self.sealer.end()
         if self._sealing:
             await self._sealing  # Which begins to apply.
-        if self._applying:
-            await self._applying
+        await self.sealer.applied()
+
+    def _check_first_cut(self, specs: list[TableSpec]) -> None:
+        if self.model.seals.newest is None:
+            decision = first_cut_fits(specs, self.model.store.capacity)
+            if not decision.yes:
+                self.model.failure = decision.reason
+                raise Contradiction(f"model {self.model.name!r}: {decision.reason}")
+
+    def _give_up(self, current: OpenCut, error: Exception) -> None:
+        """Have a cut fail, of which the log is to have nothing any more."""
+        _fail(current, error)
+        if current.cut.version > self.model.seals.newest_version:
+            self.model.store.drop_cut(current.cut.version)
+        if self.open_cut is current:
+            self.open_cut = None
 
     def _check(self, run: Run) -> Decision:
-        decision = may_publish(run, self.run, time.time_ns())
-        if not decision.yes:
-            raise Contradiction(decision.reason)
-        return decision
+        if self._retired:
+            raise ServiceUnavailable(f"model {self.model.name!r} has just been deleted; reconnect")
+        gone, earlier = self._gone_seconds, self._earlier
+        decision = may_publish(run, self.run, time.time_ns(), gone_seconds=gone, earlier=earlier)
+        if decision.yes:
+            return decision
+        raise ServiceUnavailable(decision.reason) if decision.later else Contradiction(decision.reason)
+
+    @property
+    def _gone_seconds(self) -> float | None:
+        """For how long no rank of the run has been there, as far as that is known; None while one is."""
+        sessions = self.sessions.values()
+        if any(not session.ended for session in sessions):
+            return None
+        return (steady_ns() - max([self._began_ns, *(session.since_ns for session in sessions)])) / 1e9
 
     def _take_over(self, run: Run) -> None:
         decision = self._check(run)
         if self.run is None or run.id != self.run.id:
+            if self.run:
+                self._earlier.append(self.run.id)
+                self.events.emit(EventKind.RUN_SUPERSEDED, decision.reason, model=self.model.name)
             self.abandon(decision.reason)
             self.sessions.clear()
             self.differing.clear()
+            self._began_ns = steady_ns()
         self.run = run
 
     async def _seal(self, current: OpenCut) -> None:
         try:
-            position = await self._sealed(current.cut)
+            position = await self.sealer.seal(current.cut)
+        except LogFull as error:
+            with contextlib.suppress(Contradiction):  # Which is told to those that wait, instead.
+                self.check_room(current, error)
+            self._give_up(current, error)
         except DeltasyncError as error:
-            _fail(current, error)
+            self._give_up(current, error)
         except Exception as error:  # noqa: BLE001  # one model's trouble is its own
             step = current.cut.step
-            self._report(f"the cut of step {step} could not be sealed, and is to be sent again", error)
+            self.sealer.say_failed(f"the cut of step {step} could not be sealed, and is to be sent again", error)
             _fail(current, ServiceUnavailable(self.model.failure))
         else:
             self.model.failure = ""
@@ -157,75 +272,11 @@ class CutCoordinator:
         finally:
             self.open_cut = None
 
-    async def _sealed(self, cut: Cut) -> Position:
-        cut.check_coverage()
-        if self._applying:
-            await self._applying
-        if self.model.position.number < (newest := self.model.seals.newest_version):
-            # The service ends. A flush at the later version would cut the log of rows that are only there.
-            raise ServiceUnavailable(f"version {newest} is not applied yet; send step {cut.step} again")
-        seal = _seal_of(cut, self.model.seals.newest)
-        sealed, rows = self.model.store.seal(seal, cut.unwritten), cut.rows_in_memory()
-        durable = asyncio.wrap_future(sealed)
-        begun = self.model.apply_after(sealed, seal, rows)  # After it: the seal is known here before its rows are.
-        await durable
-        self.model.seals.append(seal)
-        # Before anything that could fail: from here on it is part of the history.
-        self._applying = self._tasks.create_task(self._apply(seal, rows, begun))
-        self.model.published |= {name: table.rows for name, table in cut.tables.items()}
-        self.rows += seal.rows
-        self.bytes += seal.bytes
-        self.deletes.finish(cut.deletes, seal.version)
-        self.events.emit(EventKind.CUT_SEALED, model=self.model.name, version=seal.version, rows=seal.rows)
-        return Position(self.model.history, seal.version)
-
-    async def _apply(
-        self, seal: Seal, rows: list[RowBatch] | None, begun: "Future[FrozenRelease | None] | None"
-    ) -> None:
-        """Apply a sealed cut: again and again if need be, since all later ones build on it."""
-        for pause in backoff():
-            try:
-                await self.model.apply_cut(seal, rows, begun)
-            except Exception as error:  # noqa: BLE001  # one model's trouble is its own
-                begun = None
-                self._report(f"version {seal.version} could not be applied, which is tried again", error)
-            else:
-                self.model.failure = ""
-                return
-            await first_of(self._ending.wait(), seconds=pause)
-            if self._ending.is_set():
-                return
-
-    def _report(self, what: str, error: Exception) -> None:
-        """Have an unforeseen error known to whoever looks at the model."""
-        self.model.failure = f"{what}: {described(error)}"
-        self.events.emit(EventKind.FAILED, what, error, model=self.model.name)
-
 
 def _fail(open_cut: OpenCut, error: Exception) -> None:
     if not open_cut.sealed.done():
         open_cut.sealed.set_exception(error)
         open_cut.sealed.exception()  # Marks it as seen: perhaps no rank is waiting any more.
-
-
-def _seal_of(cut: Cut, before: Seal | None) -> Seal:
-    # A run learns from no event less than it had learnt from.
-    earlier = before.event_time_unix_ns if before and before.run == cut.run.id else None
-    return Seal(
-        version=cut.version,
-        step=cut.step,
-        run=cut.run.id,
-        run_started_unix_ns=cut.run.started_unix_ns,
-        world_size=cut.run.world_size,
-        rows=cut.rows,
-        bytes=cut.bytes,
-        log_bytes=cut.log_bytes,
-        step_end_unix_ns=cut.step_end_unix_ns,
-        sealed_unix_ns=time.time_ns(),
-        resync=cut.must_be_full,
-        whole=cut.whole,
-        event_time_unix_ns=newest_event_time((cut.event_time_unix_ns, earlier)),
-    )
 
 
 def _run_of(seal: Seal | None) -> Run | None:

@@ -11,6 +11,9 @@ from deltasync.core.errors import Contradiction, InvalidInput, ResyncRequired
 from deltasync.core.event_time import newest_event_time
 from deltasync.core.rows import RowBatch
 from deltasync.core.tables import Shard, TableSpec
+from deltasync.core.words import counted
+from deltasync.publish.changed_rows import MissingRows
+from deltasync.publish.norm_guard import RowNorms
 from deltasync.publish.runs import Run
 
 # A larger cut is read back from the log when it is applied, so that memory stays bounded.
@@ -22,7 +25,8 @@ class RankPart:
     """One rank's share of a cut, as far as it has come.
 
     `published` rows of each table were in earlier cuts. Of a rank that `knows_deletes`, a full part need not name
-    every row: the others are deleted.
+    every row: the others are deleted. `missing` are rows that were published after the version that the rank goes
+    on from, and are to be in the part; None if it goes on from the newest one.
     """
 
     rank: int
@@ -30,6 +34,7 @@ class RankPart:
     must_be_full: bool
     published: Mapping[str, int] = field(default_factory=dict)
     knows_deletes: bool = True
+    missing: MissingRows | None = None
     layout: int = 0
     records: int = 0
     rows: int = 0
@@ -43,8 +48,15 @@ class RankPart:
     last_ids: dict[tuple[int, bool], int] = field(default_factory=dict)
     named_rows: Counter[int] = field(default_factory=Counter)
     new_rows: Counter[int] = field(default_factory=Counter)  # Of these, those that were never published.
+    largest_norms: dict[str, float] = field(default_factory=dict)  # As far as they are looked at.
+    excess: str = ""  # Why a row's norm is too much, if one's is.
     kept: list[RowBatch] = field(default_factory=list)
     unwritten: Sequence[Future[None]] = ()  # By the log, when the part was closed.
+
+    def note_norms(self, table: str, norms: RowNorms) -> None:
+        """Note the norms of rows that arrived."""
+        self.largest_norms[table] = max(norms.largest, self.largest_norms.get(table, 0.0))
+        self.excess = self.excess or norms.excess
 
     def add(self, slot: int, rows: RowBatch) -> None:
         """Count rows that arrived: live ones and deletes, each by ascending ids, so that none comes twice.
@@ -62,6 +74,8 @@ class RankPart:
         self.last_ids[column] = int(ids[-1])
         self.named_rows[slot] += len(ids)
         self.new_rows[slot] += len(ids) - int(np.searchsorted(ids, self.published.get(name, 0)))
+        if self.missing:
+            self.missing.name(slot, self.shards[slot], ids)
         self.rows += len(ids)
         self.bytes += rows.nbytes
 
@@ -103,9 +117,17 @@ class Cut:
         """Note that a rank's run has these tables."""
         self.tables |= {table.name: table for table in tables}
 
-    def begin(self, rank: int, shards: list[Shard], *, must_be_full: bool, knows_deletes: bool = True) -> RankPart:
+    def begin(
+        self,
+        rank: int,
+        shards: list[Shard],
+        *,
+        must_be_full: bool,
+        knows_deletes: bool = True,
+        missing: MissingRows | None = None,
+    ) -> RankPart:
         """Begin a rank's part; one that was begun before is begun anew."""
-        part = self.parts[rank] = RankPart(rank, shards, must_be_full, self.published, knows_deletes)
+        part = self.parts[rank] = RankPart(rank, shards, must_be_full, self.published, knows_deletes, missing)
         return part
 
     def close(
@@ -126,10 +148,12 @@ class Cut:
                 are not embeddings, or any, of a rank that does not know of deletes: where a full part does not
                 name them, only embeddings are deleted, and only by who knows it.
             ResyncRequired: the part must hold every row, and does not claim to; or it lacks some that were never
-                published.
+                published, or were after the version that the rank goes on from.
         """
         if rows != part.rows:
-            raise InvalidInput(f"rank {part.rank} closed a part of {rows} rows, but {part.rows} arrived")
+            raise InvalidInput(
+                f"rank {part.rank} closed a part of {counted(rows, 'row')}, but {part.rows} arrived"
+            )
         if full:
             _check_full(part)
         if part.must_be_full and not full:
@@ -139,6 +163,7 @@ class Cut:
             )
         if not full:
             _check_new(part)
+            _check_missing(part)
         part.step_end_unix_ns, part.event_time_unix_ns, part.deletes = (
             step_end_unix_ns,
             event_time_unix_ns,
@@ -151,12 +176,13 @@ class Cut:
         return rank in self.parts and self.parts[rank].closed
 
     def check_coverage(self) -> None:
-        """Check that the shards of a complete cut make up the tables of which it brings what was never published.
+        """Check that the shards of a complete cut make up the tables of which it brings what was never published,
+        or all that came after a version.
 
         Raises:
             Contradiction: some values of a table belong to no rank's shard.
         """
-        everything = self.must_be_full
+        everything = self.must_be_full or any(part.missing for part in self.parts.values())
         names = [n for n, table in self.tables.items() if everything or self.published.get(n, 0) < table.rows]
         for name, gap in self._gaps(names).items():
             if gap:
@@ -171,6 +197,20 @@ class Cut:
                 if shard.table.name in shards:
                     shards[shard.table.name].append(shard)
         return {name: _gap(self.tables[name], held) for name, held in shards.items()}
+
+    @property
+    def largest_norms(self) -> dict[str, float]:
+        """The largest norms of rows of all parts, by table, as far as they are looked at."""
+        largest: dict[str, float] = {}
+        for part in self.parts.values():
+            for name, norm in part.largest_norms.items():
+                largest[name] = max(norm, largest.get(name, 0.0))
+        return largest
+
+    @property
+    def excess(self) -> str:
+        """Why the norm of a row of it is too much; empty if none is."""
+        return next((part.excess for part in self.parts.values() if part.excess), "")
 
     @property
     def must_be_full(self) -> bool:
@@ -237,8 +277,8 @@ def _check_full(part: RankPart) -> None:
         every = kind.complete or not part.knows_deletes
         if rows > shard.rows or (every and rows < shard.rows):
             raise InvalidInput(
-                f"rank {part.rank} closed a full part with {rows} rows of {kind.value} {shard.table.name!r}, but "
-                f"its shard has {shard.rows}"
+                f"rank {part.rank} closed a full part with {counted(rows, 'row')} of {kind.value} "
+                f"{shard.table.name!r}, but its shard has {shard.rows}"
             )
 
 
@@ -251,6 +291,16 @@ def _check_new(part: RankPart) -> None:
                 f"rank {part.rank} sent {sent} of its {new} rows of table {shard.table.name!r} that were never "
                 "published: publish every row first"
             )
+
+
+def _check_missing(part: RankPart) -> None:
+    if part.missing is None:
+        return
+    for slot, count in part.missing.counts.items():
+        raise ResyncRequired(
+            f"rank {part.rank} left out rows of table {part.shards[slot].table.name!r} that were published after "
+            f"version {part.missing.since}, {count} of them: publish every row first"
+        )
 
 
 def _gap(table: TableSpec, shards: Iterable[Shard]) -> str | None:

@@ -5,12 +5,14 @@ from dataclasses import dataclass
 from deltasync.core.errors import InvalidInput
 from deltasync.core.names import check_name
 from deltasync.core.tables import Shard, TableSpec
+from deltasync.core.words import counted
 from deltasync.publish.runs import Run
 from deltasync.v1 import publish_pb2
 from deltasync.wire.messages import shards_from_open, table_from_message
 from deltasync.wire.protocol import DELETES_PROTOCOL, OURS, Protocols
 
 MAX_WORLD_SIZE = 65_536
+_LONGEST_PROCESS = 200
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,9 @@ def _checked_run(message: publish_pb2.PublishOpen) -> Run:
         raise InvalidInput(f"world size {message.world_size}: expected 1 to {MAX_WORLD_SIZE}")
     if message.rank >= message.world_size:
         raise InvalidInput(f"rank {message.rank} of a world of {message.world_size}: ranks count from 0")
-    return Run(message.run, message.run_started_unix_ns, message.world_size)
+    if len(message.process) > _LONGEST_PROCESS or not message.process.isprintable():
+        raise InvalidInput(f"process: use at most {_LONGEST_PROCESS} printable characters")
+    return Run(message.run, message.run_started_unix_ns, message.world_size, message.process)
 
 
 def _checked_tables(message: publish_pb2.PublishOpen) -> list[TableSpec]:
@@ -67,5 +71,6 @@ def _check_map(table: TableSpec, rows: TableSpec | None) -> None:
         raise InvalidInput(f"table {table.name!r} is of {table.of!r}, which is no embedding table of the run")
     if rows.rows != table.rows:
         raise InvalidInput(
-            f"table {table.name!r} has {table.rows} rows, but {table.of!r}, to which it belongs, has {rows.rows}"
+            f"table {table.name!r} has {counted(table.rows, 'row')}, but {table.of!r}, to which it "
+            f"belongs, has {rows.rows}"
         )

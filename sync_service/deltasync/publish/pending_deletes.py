@@ -1,8 +1,8 @@
 """Deletes that operators have asked for, until a sealed cut carries them.
 
-Only ranks make versions: a request is written down, handed to all ranks of the run that publishes, and forgotten
+Only ranks make versions: a request is written down, handed to all ranks of the run that publishes, and done
 once all ranks have said, with their parts of one cut, that they have met it. A run that comes later is handed what
-is left. Used in the event loop.
+is left, and what was done after the version that it goes on from. Used in the event loop.
 """
 
 import asyncio
@@ -16,7 +16,10 @@ from deltasync.core.delete_request import DeleteRequest
 from deltasync.core.errors import Contradiction, InvalidInput, NotFound
 from deltasync.core.events import EventKind, Events
 from deltasync.core.id_sets import distinct
+from deltasync.core.rows import Ids
 from deltasync.core.tables import ID_TYPE, TableSpec
+from deltasync.core.words import are, counted
+from deltasync.publish.done_deletes import DoneDeletes
 from deltasync.storage.log_store import LogStore
 from deltasync.storage.records import pack_json, reading, unpack_json
 
@@ -32,11 +35,13 @@ class PendingDeletes:
 
     Attributes:
         requests: by number, in ascending order.
+        done: requests that were met.
     """
 
     def __init__(self, log: LogStore, model: str, events: Events) -> None:
         self._log, self._model, self._events = log, model, events
         self.requests: dict[int, DeleteRequest] = {}
+        self.done = DoneDeletes(log, model)
 
     def recover(self) -> None:
         """Take up what is written down.
@@ -50,14 +55,16 @@ class PendingDeletes:
                 ids = np.array(found["ids"], ID_TYPE)
                 self.requests[int(number)] = DeleteRequest(int(number), found["table"], ids)
         self.requests = dict(sorted(self.requests.items()))
+        self.done.recover()
 
-    async def ask(self, table: str, ids: Sequence[int], tables: Sequence[TableSpec]) -> DeleteRequest:
+    async def ask(self, table: str, ids: Sequence[int], tables: Sequence[TableSpec], by: str) -> DeleteRequest:
         """Write down a request.
 
         Args:
             table: the table's name.
             ids: global row ids, in any order.
             tables: those of the model.
+            by: who asks.
 
         Raises:
             NotFound: the model has no table of that name.
@@ -66,6 +73,22 @@ class PendingDeletes:
         """
         rows = _checked(self._model, _find(self._model, table, tables), ids)
         self._check_room(len(rows))
+        return await self._ask(table, rows, f"{are(len(rows), 'row')} to be deleted", by)
+
+    async def ask_again(self, done: DeleteRequest, rows: Ids, version: int, by: str) -> None:
+        """Write down that rows of a request that is done, those that are still deleted, are to be deleted again: a
+        run goes on from `version`, which was before. Until then the one that is done is written down.
+
+        Raises:
+            StorageFailed: it could not be written down, and is to be asked for again.
+        """
+        with self.done.replaced(done.number):
+            if len(rows):
+                found = f"{are(len(rows), 'row')} to be deleted again"
+                text = f"{found}: a run goes on from version {version}, which has them"
+                await self._ask(done.table, rows, text, by)
+
+    async def _ask(self, table: str, rows: Ids, text: str, by: str) -> DeleteRequest:
         number = max(time.time_ns(), *(number + 1 for number in self.requests), 0)
         request = self.requests[number] = DeleteRequest(number, table, rows)
         try:
@@ -74,8 +97,7 @@ class PendingDeletes:
         except Exception:  # Not who asks being gone: what the log was given comes back after a restart.
             self.requests.pop(number, None)
             raise
-        text = f"{len(rows)} rows are to be deleted"
-        self._events.emit(EventKind.DELETE_REQUESTED, text, model=self._model, table=table, request=number)
+        self._events.emit(EventKind.DELETE_REQUESTED, text, model=self._model, table=table, request=number, by=by)
         return request
 
     def handed(self, tables: Sequence[TableSpec]) -> list[DeleteRequest]:
@@ -100,9 +122,10 @@ class PendingDeletes:
         """
         for number in sorted(self.requests.keys() & set(numbers)):
             request = self.requests.pop(number)
+            self.done.note(request, version).add_done_callback(partial(self._report, number))
             forgotten = asyncio.wrap_future(self._log.put(self._record_name(number), None))
             forgotten.add_done_callback(partial(self._report, number))
-            text = f"{len(request.ids)} rows are deleted"
+            text = f"{are(len(request.ids), 'row')} deleted"
             self._events.emit(
                 EventKind.ROWS_DELETED,
                 text,
@@ -112,12 +135,20 @@ class PendingDeletes:
                 version=version,
             )
 
+    def forget(self, table: str) -> None:
+        """Forget the requests of a table that is no more, without waiting for the disk."""
+        for number in [each.number for each in self.requests.values() if each.table == table]:
+            del self.requests[number]
+            forgotten = asyncio.wrap_future(self._log.put(self._record_name(number), None))
+            forgotten.add_done_callback(partial(self._report, number))
+        self.done.forget(table)
+
     def _check_room(self, rows: int) -> None:
         pending = sum(len(request.ids) for request in self.requests.values())
         if pending + rows > _MOST_PENDING_IDS:
             raise Contradiction(
-                f"{pending} rows of model {self._model!r} wait to be deleted, {rows} more would be over "
-                f"{_MOST_PENDING_IDS}: is its trainer publishing?"
+                f"{counted(pending, 'row')} of model {self._model!r} wait to be deleted, {rows} more would be "
+                f"over {_MOST_PENDING_IDS}: is its trainer publishing?"
             )
 
     def _record_name(self, number: object) -> str:
@@ -125,7 +156,9 @@ class PendingDeletes:
 
     def _report(self, number: int, forgotten: asyncio.Future[None]) -> None:
         if isinstance(error := forgotten.exception(), Exception):
-            text = "a delete that is done could not be forgotten; it is done again after a restart"
+            text = (
+                "what becomes of a delete that is done could not be written; it may be done again after a restart"
+            )
             self._events.emit(EventKind.FAILED, text, error, model=self._model, request=number)
 
 

@@ -6,15 +6,18 @@ from deltasync.core.delete_request import DeleteRequest
 from deltasync.core.errors import Contradiction, InvalidInput, Superseded
 from deltasync.core.event_time import check_event_time
 from deltasync.core.events import EventKind
-from deltasync.core.position import Decision, Position
+from deltasync.core.position import Position
 from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.seal import Seal
+from deltasync.core.steady_clock import steady_ns
 from deltasync.feeds.damage import IdsByTable, without
+from deltasync.publish.changed_rows import ChangedRows, MissingRows
 from deltasync.publish.coordinator import CutCoordinator, OpenCut
-from deltasync.publish.cut import Cut, RankPart
+from deltasync.publish.cut import RankPart
 from deltasync.publish.opening import Opening
-from deltasync.publish.runs import continues
+from deltasync.publish.runs import Continuation, continues
 from deltasync.publish.unwritten import UnwrittenChunks
+from deltasync.storage.log_store import LogFull
 from deltasync.storage.records import pack_layout, packed_bytes
 from deltasync.v1 import publish_pb2, tables_pb2
 from deltasync.wire.messages import event_time_from_message, position_from_message
@@ -31,11 +34,17 @@ async def open_session(coordinator: CutCoordinator, opening: Opening) -> "Publis
     Raises:
         Contradiction: the run, its size or a table differs from what the service holds.
         StorageFailed: there is no room for a table.
+        ServiceUnavailable: the model's tables are at no version now.
     """
     layout = await asyncio.to_thread(pack_layout, opening.tables, opening.shards)
     await coordinator.admit(opening.run, opening.tables)
     session = PublishSession(coordinator, opening, layout)
     coordinator.sessions[session.rank] = session
+    try:
+        await session.find_changes()
+    except BaseException as error:  # Or it would be taken for one that is there.
+        session.ended, session.since_ns, session.left = True, steady_ns(), str(error) or "its stream has ended"
+        raise
     session.say(EventKind.RANK_JOINED, session.decision.reason)
     return session
 
@@ -49,7 +58,8 @@ class PublishSession:
         self.tables = opening.tables
         self.slots = {table.name: slot for slot, table in enumerate(opening.tables)}
         self.takes_deletes = opening.message.takes_deletes
-        self.ended = False
+        self._takes_changes = opening.message.takes_changes
+        self.ended, self.since_ns, self.left = False, steady_ns(), ""
         self._coordinator = coordinator
         self._model = coordinator.model
         self._layout = layout
@@ -58,22 +68,56 @@ class PublishSession:
         self._knows_deletes = opening.knows_deletes
         self._part: tuple[OpenCut, RankPart] | None = None
         self._asked: IdsByTable = {}
+        self.changed: ChangedRows | None = None
         self._unwritten = UnwrittenChunks()
 
-    def say(self, kind: EventKind, text: str) -> None:
+    def say(self, kind: EventKind, text: str, error: Exception | None = None) -> None:
         """Tell what happens to this rank."""
-        self._coordinator.events.emit(kind, text, model=self._model.name, rank=self.rank, run=self.run.id)
+        self._coordinator.events.emit(kind, text, error, model=self._model.name, rank=self.rank, run=self.run.id)
 
-    def end(self, text: str) -> None:
-        """Note that the stream is over, and why."""
-        self.ended = True
-        self.say(EventKind.RANK_LEFT, text)
+    def end(self, text: str, refusal: Exception | None = None) -> None:
+        """Note that the stream is over, and why: perhaps for what a part of it was."""
+        if isinstance(refusal, InvalidInput):
+            self._coordinator.sealer.note_refusal(refusal)
+        self.ended, self.since_ns, self.left = True, steady_ns(), text
+        self.say(EventKind.RANK_LEFT, "" if refusal else text, refusal)
 
     @property
-    def decision(self) -> Decision:
+    def decision(self) -> Continuation:
         """Whether the run continues the published history as it is now."""
-        model = self._model
-        return continues(self.run, self._claim, model.history, model.seals.newest)
+        model, claim = self._model, self._claim
+        seal = model.seals.checksum_of(claim.number)
+        takes_changes = self._takes_changes
+        return continues(self.run, claim, model.history, model.seals.newest, seal, takes_changes=takes_changes)
+
+    async def find_changes(self) -> None:
+        """Find what was published after the version that the run goes on from, if that is not the newest.
+
+        Raises:
+            ServiceUnavailable: the tables are at no version, since one could be applied only in part.
+        """
+        if self.decision.since is not None:
+            await self._coordinator.settled()
+        if (since := self.decision.since) is not None:
+            self.changed = await self._model.on_thread(self._changed_since, since)
+            await self._ask_again(since)
+
+    async def _ask_again(self, since: int) -> None:
+        """Have the run delete again what operators have had deleted after its version: it has these rows still."""
+        deletes = self._coordinator.deletes
+        for done in deletes.done.after(since):
+            rows = await self._model.on_thread(self._still_deleted, done)
+            if done.number in deletes.done:  # Otherwise another rank has come first.
+                await deletes.ask_again(done, rows, since, f"run {self.run.id}")
+
+    def _still_deleted(self, done: DeleteRequest) -> Ids:
+        """Those of its rows that have not come back since."""
+        found = [each for each in self._model.tables if each.spec.name == done.table]
+        return done.ids[found[0].deleted(done.ids)] if found else done.ids[:0]
+
+    def _changed_since(self, since: int) -> ChangedRows:
+        applied = self._model.applied
+        return ChangedRows.find(since, applied.version if applied else 0, self._model.tables, self._shards)
 
     @property
     def deletes(self) -> list[DeleteRequest]:
@@ -89,7 +133,9 @@ class PublishSession:
         """The same with the answer to a part, but for what the answer before has asked for: this part has brought
         it, and it may not be applied yet.
         """
-        self._asked = self._first(without(self._model.damage.rows, self._asked))
+        # The first ones suffice: to look at all takes long where a large table is damaged.
+        rows = {name: ids[: 2 * _WANTED_IDS] for name, ids in self._model.damage.rows.items()}
+        self._asked = self._first(without(rows, self._asked))
         return self._slotted(self._asked)
 
     def _first(self, damage: IdsByTable) -> IdsByTable:
@@ -103,9 +149,15 @@ class PublishSession:
         return [(self.slots[name], ids) for name, ids in rows.items() if len(ids)]
 
     @property
+    def quarantine(self) -> str:
+        """Why replicas are kept from what is published; empty if they are not."""
+        return self._coordinator.sealer.quarantine
+
+    @property
     def sealed(self) -> Position:
         """The last sealed position."""
-        return Position(self._model.history, self._model.seals.newest_version)
+        newest = self._model.seals.newest_version
+        return Position(self._model.history, newest, self._model.seals.checksum_of(newest))
 
     async def take(self, part: publish_pb2.WholePart) -> Position:
         """Take this rank's part, whole: see `add` and `close`."""
@@ -121,21 +173,29 @@ class PublishSession:
 
         Raises:
             InvalidInput: the rows do not fit what the rank announced.
+            Contradiction: the cut does not fit the log, however empty that is.
             Superseded: a newer stream, run or cut has taken over.
         """
         batch = decode_rows(rows, self._shards)
         _check_size("chunk", batch.nbytes)
         batch.check()
         batch.check_digests()
-        batch = batch.digested()
+        batch, norms = batch.digested(), self._coordinator.sealer.guard.look(batch)
+        if norms.excess and not self._coordinator.sealer.guard.quarantines:
+            raise InvalidInput(f"{norms.excess}: the cut of step {step} is refused")
         if self._sealed_before(step) or self._closed_before(step):
             return
         open_cut, part = self._part_of(step)
         part.add(rows.slot, batch)
+        part.note_norms(batch.table.name, norms)
         open_cut.cut.keep(part, batch)
-        self._append(open_cut.cut, part, rows.slot, batch)
+        self._append(open_cut, part, rows.slot, batch)
         # Last: while this waits, another stream may begin the part anew.
-        await self._unwritten.wait_for_room()
+        try:
+            await self._unwritten.wait_for_room()
+        except LogFull as error:
+            self._coordinator.check_room(open_cut, error)
+            raise
 
     async def close(self, close: publish_pb2.PartClose) -> Position:
         """End this rank's part; the position the cut was sealed at, once it is durable.
@@ -147,11 +207,12 @@ class PublishSession:
             Superseded: a newer stream, run or cut has taken over.
         """
         self._claim = await self._closed(close)
+        self.changed = None  # All of it was in the part.
         return self._claim
 
     async def _closed(self, close: publish_pb2.PartClose) -> Position:
         if sealed := self._sealed_before(close.step):
-            return Position(self._model.history, sealed.version)
+            return Position(self._model.history, sealed.version, sealed.checksum)
         if open_cut := self._closed_before(close.step):
             return await asyncio.shield(open_cut.sealed)
         open_cut, part = self._part_of(close.step)
@@ -197,9 +258,15 @@ class PublishSession:
     def _part_of(self, step: int) -> tuple[OpenCut, RankPart]:
         open_cut = self._coordinator.cut_of(self.run, step)
         if self._part is None or self._part[0] is not open_cut:
+            decision = self.decision
+            missing = self._missing(decision.since)
             open_cut.cut.announce(self.tables)
             part = open_cut.cut.begin(
-                self.rank, self._shards, must_be_full=not self.decision.yes, knows_deletes=self._knows_deletes
+                self.rank,
+                self._shards,
+                must_be_full=not decision.yes,
+                knows_deletes=self._knows_deletes,
+                missing=missing,
             )
             self._part = (open_cut, part)
             dropped = self._model.store.drop_part(open_cut.cut.version, self.rank)
@@ -209,11 +276,21 @@ class PublishSession:
             part.layout, part.log_bytes = layout.number, layout.log_bytes
         return self._part
 
-    def _append(self, cut: Cut, part: RankPart, slot: int, rows: RowBatch) -> None:
+    def _missing(self, since: int | None) -> MissingRows | None:
+        """What the part is to have although this run, which goes on from version `since`, has not changed it."""
+        newest = self._model.seals.newest_version
+        if since is None:
+            return None
+        if self.changed is None or (self.changed.since, self.changed.upto) != (since, newest):
+            raise Superseded(f"version {newest} was sealed since this stream was opened: open it again")
+        return MissingRows(self.changed)
+
+    def _append(self, current: OpenCut, part: RankPart, slot: int, rows: RowBatch) -> None:
         index, part.records = part.records, part.records + 1
         size = packed_bytes(rows)
         part.log_bytes += size
-        appended = self._model.store.append(cut.version, self.rank, index, slot, rows, part.layout)
+        self._coordinator.check_room(current)
+        appended = self._model.store.append(current.cut.version, self.rank, index, slot, rows, part.layout)
         self._unwritten.add(appended, size)
 
     def _check_current(self) -> None:

@@ -1,8 +1,10 @@
-"""What is done every second: flushing tables before the log grows too large, looking for damaged rows, forgetting
-replicas long gone, and telling the system what new threads are called.
+"""What is done every second: flushing tables before the log grows too large, looking for damaged rows and whether
+volumes take writes again, giving up cuts and replicas of which nobody is there, and telling
+the system what new threads are called.
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 
@@ -18,24 +20,38 @@ async def housekeeping(service: Service) -> None:
     """Keep the service in order, until cancelled."""
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(_repeat(partial(_keep, service), service))
+        tasks.create_task(_repeat(service.volumes.look_after, service))
         tasks.create_task(_look_after_models(service, tasks))
 
 
 async def _look_after_models(service: Service, tasks: asyncio.TaskGroup) -> None:
     """Look after the rows of each model in a task of its own: its thread, or the disk, may be busy for long."""
-    known = set[str]()
+    known = set[Model]()
     while True:
-        for name in service.models.keys() - known:
-            known.add(name)
-            tasks.create_task(_repeat(partial(_look_after_rows, service, service.models[name]), service))
+        for model in set(service.models.values()) - known:
+            tasks.create_task(_look_after_model(service, model))
+            tasks.create_task(_look_at_all(service, model))
+        known = set(service.models.values())
         await service.model_added.changed()
 
 
-async def _repeat(what: Callable[[], Awaitable[None]], service: Service) -> None:
-    while True:
+async def _look_after_model(service: Service, model: Model) -> None:
+    there = partial(_has, service, model)
+    await _repeat(partial(_look_after_rows, service, model), service, there)
+
+
+def _has(service: Service, model: Model) -> bool:
+    return service.models.get(model.name) is model
+
+
+async def _repeat(
+    what: Callable[[], Awaitable[None]], service: Service, wanted: Callable[[], bool] = lambda: True
+) -> None:
+    while wanted():
         await asyncio.sleep(_SECONDS)
         try:
-            await what()
+            if wanted():
+                await what()
         except Exception as error:  # noqa: BLE001  # it must not end the service
             service.events.emit(EventKind.FAILED, "housekeeping, which comes again", error)
 
@@ -43,8 +59,14 @@ async def _repeat(what: Callable[[], Awaitable[None]], service: Service) -> None
 async def _keep(service: Service) -> None:
     name_threads()
     service.registry.forget_the_gone()
-    full = service.log.refusing
-    await _flush(service, 0 if full else service.options.flush_bytes)
+    full = service.log.refusing and not service.backing_up  # Which makes no room, and is broken off for that.
+    await _flush(service, 0 if full else service.options.most_unflushed_bytes)
+    for coordinator in service.coordinators.values():
+        coordinator.abandon_forsaken(time.monotonic())
+        if full:
+            coordinator.note_room()
+    if not service.volumes.trouble:
+        await service.configuration.take_unwritten()
     if full:
         service.log.refusing = False  # If there is still no room, the next write is refused again.
 
@@ -55,8 +77,24 @@ async def _look_after_rows(service: Service, model: Model) -> None:
     await service.views.look_after_rows(model)
 
 
+async def _look_at_all(service: Service, model: Model) -> None:
+    """Look at all rows once, now: what has changed while the service was down is known long before the sweep comes
+    to it. What is found is told, and mended, by who looks after rows.
+    """
+    try:
+        await model.damage.look_at_all(f"model {model.name!r}")
+        for consumer, view in service.views.by_consumer().items():
+            if view.model is model:
+                await view.damage.look_at_all(f"consumer {consumer!r}")
+                await view.find_lost()
+    except Exception as error:  # noqa: BLE001  # the sweep comes to them
+        service.events.emit(EventKind.FAILED, "its rows are looked at slowly", error, model=model.name)
+
+
 async def _flush(service: Service, flush_bytes: int) -> None:
     """Flush the models and views of which the log holds so many bytes."""
+    if service.backing_up:
+        return
     for model in list(service.models.values()):
         if flush_bytes == 0 or model.should_flush(flush_bytes):
             await _flush_model(service, model)

@@ -2,31 +2,40 @@
 
 import asyncio
 import contextlib
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from deltasync.consumers.consumer import Consumer, ConsumerOptions
+from deltasync.consumers.pause import ITSELF
 from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.core.delete_request import DeleteRequest
 from deltasync.core.errors import NotFound, ServiceUnavailable
-from deltasync.core.events import EventCounts, EventKind, Events, log_event
+from deltasync.core.events import EventCounts, EventKind, EventLog, Events
 from deltasync.core.policy import Policy
 from deltasync.core.signals import Signal
 from deltasync.core.tables import TableSpec
 from deltasync.feeds.feed import Feed
 from deltasync.feeds.model import Model
 from deltasync.publish.coordinator import CutCoordinator
+from deltasync.publish.norm_guard import NormGuard, NormLimit
 from deltasync.publish.pending_deletes import PendingDeletes
+from deltasync.publish.sealing import CutSealer
+from deltasync.service.configuration import Configuration
+from deltasync.service.recovery import recover_model
+from deltasync.service.volumes import Volumes
 from deltasync.storage.data_directory import lock_data_directory
 from deltasync.storage.lmdb_store import LmdbStore
 from deltasync.storage.log_format import check_log
 from deltasync.storage.log_store import LogOptions, LogStore
 from deltasync.storage.model_store import recorded_models
 from deltasync.storage.records import reading, spec_of_record
+from deltasync.storage.removal import finish_removal, finish_removals
+from deltasync.storage.unused_files import remove_unknown
 from deltasync.views.registry import ViewRegistry
+
+# Unless `flush_bytes` says more, or less.
+_FLUSH_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -45,30 +54,40 @@ class ServiceOptions:
     Attributes:
         data_dir: folder of everything the service keeps; made if missing.
         log_max_bytes: hard cap of the log's file.
-        flush_bytes: tables are flushed, and the log is cut, once it holds this many bytes of newer rows.
+        flush_bytes: tables are flushed, and the log is cut, once it holds this many bytes of newer rows; None is
+            1 GiB, or half of `log_max_bytes` if that is less.
         replica_retention_seconds: a replica away for longer no longer holds its consumer's offset.
+        norm_limit: what a row's norm may be at most; None = anything that is finite.
     """
 
     data_dir: Path
     log_max_bytes: int = 64 << 30
-    flush_bytes: int = 1 << 30
+    flush_bytes: int | None = None
     replica_retention_seconds: float = 3600.0
+    norm_limit: NormLimit | None = None
 
     def __post_init__(self) -> None:
-        if not 1 <= self.flush_bytes <= self.log_max_bytes // 2:
-            raise ValueError(
-                f"flush_bytes: {self.flush_bytes}, expected 1 to {self.log_max_bytes // 2}, half of log_max_bytes"
-            )
+        half = self.log_max_bytes // 2
+        if self.flush_bytes is not None and not 1 <= self.flush_bytes <= half:
+            raise ValueError(f"flush_bytes: {self.flush_bytes}, expected 1 to {half}, half of log_max_bytes")
         if self.replica_retention_seconds < 0:
             raise ValueError(f"replica_retention_seconds: {self.replica_retention_seconds}, expected 0 or more")
+
+    @property
+    def most_unflushed_bytes(self) -> int:
+        """How many bytes of rows that the tables' files do not have the log is to hold."""
+        return self.flush_bytes or min(_FLUSH_BYTES, self.log_max_bytes // 2)
 
 
 class Service:
     """Everything the APIs work on. Made and used in one event loop.
 
+    Whatever changes something is told `by` whom it is asked for.
+
     Attributes:
         options: what it keeps, and where.
         log: what outlives the process.
+        volumes: where it writes to.
         events: what happens, told to all who listen.
         event_counts: how often what has happened since the service started.
         models: those that were ever published, by name; but for those that are still recovering.
@@ -77,57 +96,80 @@ class Service:
         coordinators: of the ranks that publish them, by the model's name.
         registry: the consumers.
         views: of the consumers that ever had a policy.
+        configuration: the consumers that its configuration names.
         compiling: whether kernels are still compiled, and no streams taken.
+        backing_up: whether a backup is being made: nothing is flushed.
         draining: set once the service is to end.
+        changing: held while consumers, with their views, or models are made and removed: one at a time.
     """
 
     def __init__(self, options: ServiceOptions, tasks: asyncio.TaskGroup) -> None:
         self.options = options
         self._tasks = tasks
         self.event_counts = EventCounts()
-        self.events = Events(log_event, self.event_counts)
+        # That a volume has failed is said before what comes of it.
+        self.events = Events(lambda event: self.volumes.hear(event), EventLog(), self.event_counts)
         with contextlib.ExitStack() as undo:
             self._lock = undo.enter_context(lock_data_directory(options.data_dir))
             self.log = undo.enter_context(contextlib.closing(_open_log(options)))
+            removed = finish_removals(self.log, options.data_dir / "models")
+            self.volumes = Volumes(self.log, options.data_dir / "models", self.events)
             self.registry = ConsumerRegistry(self.log, options.replica_retention_seconds, self.events)
-            self.recovering: dict[str, Mapping[str, Any]] = recorded_models(self.log)
+            recorded = recorded_models(self.log)
+            self.recovering = {name: record for name, record in recorded.items() if name not in removed}
+            remove_unknown(options.data_dir / "models", self._recorded_views())
             undo.pop_all()
         self.views = ViewRegistry(self.log, tasks, self.events)
-        self.models: dict[str, Model] = {}
-        self.coordinators: dict[str, CutCoordinator] = {}
+        self.models, self.coordinators = dict[str, Model](), dict[str, CutCoordinator]()
         self.model_added = Signal()
+        self.configuration = Configuration(self)
         self.compiling = False
+        self.backing_up = False
         self.draining = asyncio.Event()
-        self._changing = asyncio.Lock()  # A consumer and its view are made and removed together.
+        self.changing = asyncio.Lock()
 
-    async def recover(self) -> None:
-        """Come back as of the last sealed cut of every model: all at once, and each is there once it has.
+    def _recorded_views(self) -> dict[str, set[str]]:
+        """Names of the consumers that have a view written down, by those of all models that are."""
+        names = self.log.items("view/").keys()
+        return {each: {c.name for c in self.registry.of_model(each)} & names for each in self.recovering}
+
+    async def recover(self, *, patient: bool = True) -> None:
+        """Come back as of the last sealed cut of every model: all at once, and each is there once it has. One that
+        needs what a volume refuses waits until it takes it, if `patient`.
 
         Raises:
-            StorageFailed: a file is damaged or missing.
+            StorageFailed: a file is damaged or missing; or a volume refuses something.
         """
-        records = dict(self.recovering)
-        ended = await asyncio.gather(*(self._recover(*each) for each in records.items()), return_exceptions=True)
+        recoveries = (recover_model(self, *each, patient=patient) for each in dict(self.recovering).items())
+        ended = await asyncio.gather(*recoveries, return_exceptions=True)
         for error in ended:  # Now: none of them reads the log any more.
             if error:
                 raise error
 
-    async def _recover(self, name: str, record: Mapping[str, Any]) -> None:
-        """Have a model, with the views of its consumers."""
-        started = time.monotonic()
-        model = Model(name, self.log, self._directory(name))
-        await model.recover(record)
-        for consumer in self.registry.of_model(name):
+    async def have(self, model: Model) -> None:
+        """Have a model that has recovered, with the views of its consumers.
+
+        Raises:
+            StorageFailed: a view's records could not be written.
+        """
+        for consumer in self.registry.of_model(model.name):
             await self._have_view(consumer, model)
-        async with self._changing:
-            for consumer in self.registry.of_model(name):  # Of these, some may have come or changed meanwhile.
+        async with self.changing:
+            for consumer in self.registry.of_model(model.name):  # Some may have come or changed meanwhile.
                 await self._have_view(consumer, model)
             self._add(model)
-            self.coordinators[name].deletes.recover()
-            del self.recovering[name]
-        took = f"in {time.monotonic() - started:.2f} s"
-        self.events.emit(EventKind.MODEL_RECOVERED, took, model=name, version=model.seals.newest_version)
+            self.coordinators[model.name].deletes.recover()
+            del self.recovering[model.name]
         self.model_added.wake()
+
+    def check_no_backup(self) -> None:
+        """Check that what is kept may be removed.
+
+        Raises:
+            ServiceUnavailable: it is being copied.
+        """
+        if self.backing_up:
+            raise ServiceUnavailable("a backup is being made; try again when it is complete")
 
     def check_recovered(self, model: str) -> None:
         """Check that a model, if there is one, can be used.
@@ -136,18 +178,33 @@ class Service:
             ServiceUnavailable: it is still recovering.
         """
         if model in self.recovering:
-            raise ServiceUnavailable(f"model {model!r} is still recovering; try again")
+            trouble = f": {self.volumes.trouble}" if self.volumes.trouble else ""
+            raise ServiceUnavailable(f"model {model!r} is still recovering; try again{trouble}")
+
+    def model(self, name: str) -> Model:
+        """The model of that name.
+
+        Raises:
+            NotFound: there is none; the message names those that exist.
+            ServiceUnavailable: it is still recovering.
+        """
+        self.check_recovered(name)
+        if name not in self.models:
+            raise NotFound(f"no model {name!r}; models: {', '.join(sorted(self.models)) or 'none yet'}")
+        return self.models[name]
 
     async def open_model(self, name: str) -> CutCoordinator:
         """Where the ranks of a model publish. The model is made if there is none of that (checked) name.
 
         Raises:
             ServiceUnavailable: it is still recovering.
+            StorageFailed: another of that name was deleted, and what is left of it cannot be removed.
         """
         self.check_recovered(name)
-        async with self._changing:
+        async with self.changing:
             if name not in self.models:
-                self._add(Model(name, self.log, self._directory(name)))
+                await asyncio.to_thread(finish_removal, self.log, name, self.directory(name))
+                self._add(Model(name, self.log, self.directory(name)))
                 self.model_added.wake()
             # Each time: where that failed before, replicas would be sent the model's tables, without their policy.
             for consumer in self.registry.of_model(name):
@@ -158,56 +215,66 @@ class Service:
         """What a consumer's replicas are fed from: its view, or the model itself; None while there is no model."""
         return self.views.get(consumer) or self.models.get(consumer.model)
 
-    async def create_consumer(self, name: str, model: str, policy: Policy) -> Consumer:
+    async def create_consumer(self, name: str, model: str, policy: Policy, by: str = ITSELF) -> Consumer:
         """Make a consumer; making an equal one again changes nothing.
 
         Raises:
             InvalidInput: a name that cannot be one, or a policy that the model's tables cannot meet.
             Contradiction: it exists for another model, or with another policy.
         """
-        async with self._changing:
-            return await self._create(name, model, policy)
+        async with self.changing:
+            return await self._create(name, model, policy, by)
 
-    async def ensure_consumer(self, wanted: ConsumerOptions) -> Consumer:
+    async def ensure_consumer(self, wanted: ConsumerOptions, by: str = ITSELF) -> Consumer:
         """Make a consumer if it is missing; give one that exists the policy, if there is one.
 
         Raises:
             InvalidInput: a name that cannot be one, or a policy that the model's tables cannot meet.
             Contradiction: it exists for another model.
         """
-        async with self._changing:
+        async with self.changing:
             existing = self.registry.consumers.get(wanted.name)
             policy = wanted.policy or (existing.policy if existing else Policy())
             if existing and existing.model == wanted.model:
-                return await self._update(wanted.name, policy)
-            return await self._create(wanted.name, wanted.model, policy)
+                return await self._update(wanted.name, policy, by)
+            return await self._create(wanted.name, wanted.model, policy, by)
 
-    async def update_consumer(self, name: str, policy: Policy) -> Consumer:
+    @property
+    def shortcomings(self) -> list[str]:
+        """What only one model, or one consumer, lacks, in words."""
+        models = [f"model {name!r}: {each.failure}" for name, each in sorted(self.models.items()) if each.failure]
+        return models + [
+            f"consumer {name!r}: {text}" for name, text in sorted(self.configuration.shortcomings.items())
+        ]
+
+    async def update_consumer(self, name: str, policy: Policy, by: str = ITSELF) -> Consumer:
         """Give a consumer another policy; its replicas keep their place.
 
         Raises:
             NotFound: there is none of that name.
             InvalidInput: a policy that the model's tables cannot meet.
         """
-        async with self._changing:
-            return await self._update(name, policy)
+        async with self.changing:
+            return await self._update(name, policy, by)
 
-    async def delete_consumer(self, name: str) -> None:
+    async def delete_consumer(self, name: str, by: str = ITSELF) -> None:
         """Forget a consumer, its offsets and its view.
 
         Raises:
             NotFound: there is none of that name.
             ServiceUnavailable: its model is still recovering.
         """
-        async with self._changing:
+        async with self.changing:
             self.check_recovered(self.registry.get(name).model)
+            self.check_no_backup()
             try:
                 await self.registry.delete(name)
             finally:  # Else a new consumer of that name would have a view that serves the old one.
                 await self.views.forget(name)
-        self.events.emit(EventKind.CONSUMER_CHANGED, "deleted", consumer=name)
+        self.configuration.forget(name)
+        self.events.emit(EventKind.CONSUMER_CHANGED, "deleted", consumer=name, by=by)
 
-    async def delete_rows(self, model: str, table: str, ids: Sequence[int]) -> PendingDelete:
+    async def delete_rows(self, model: str, table: str, ids: Sequence[int], by: str = ITSELF) -> PendingDelete:
         """Ask the trainer of a model to delete rows; durable once this returns.
 
         Raises:
@@ -216,12 +283,9 @@ class Service:
             Contradiction: too many deletes of the model are pending.
             ServiceUnavailable: the model is still recovering.
         """
-        self.check_recovered(model)
-        if model not in self.models:
-            raise NotFound(f"no model {model!r}; models: {', '.join(sorted(self.models)) or 'none yet'}")
-        tables = [each.spec for each in self.models[model].tables]
+        tables = [each.spec for each in self.model(model).tables]
         coordinator = self.coordinators[model]
-        request = await coordinator.deletes.ask(table, ids, tables)
+        request = await coordinator.deletes.ask(table, ids, tables, by)
         return PendingDelete(model, request, coordinator.waits_for(request))
 
     def pending_deletes(self) -> list[PendingDelete]:
@@ -247,14 +311,15 @@ class Service:
         await asyncio.to_thread(self.log.close)
         self._lock.close()
 
-    async def _create(self, name: str, model: str, policy: Policy) -> Consumer:
+    async def _create(self, name: str, model: str, policy: Policy, by: str) -> Consumer:
         self._check(policy, model)
         consumer = await self.registry.create(name, model, policy)
         await self._follow(consumer)
-        self.events.emit(EventKind.CONSUMER_CHANGED, f"sent {_words(policy)}", consumer=name, model=consumer.model)
+        text = f"sent {_words(policy)}"
+        self.events.emit(EventKind.CONSUMER_CHANGED, text, consumer=name, model=consumer.model, by=by)
         return consumer
 
-    async def _update(self, name: str, policy: Policy) -> Consumer:
+    async def _update(self, name: str, policy: Policy, by: str) -> Consumer:
         before = self.registry.get(name).policy
         if policy != before:  # A policy accepted earlier goes on, whatever tables were added since.
             self._check(policy, self.registry.get(name).model)
@@ -262,7 +327,7 @@ class Service:
         await self._follow(consumer)
         if policy != before:
             text = f"sent {_words(policy)}, before that {_words(before)}"
-            self.events.emit(EventKind.CONSUMER_CHANGED, text, consumer=name, model=consumer.model)
+            self.events.emit(EventKind.CONSUMER_CHANGED, text, consumer=name, model=consumer.model, by=by)
         return consumer
 
     def _check(self, policy: Policy, model: str) -> None:
@@ -281,15 +346,18 @@ class Service:
             await self._have_view(consumer, model)
 
     async def _have_view(self, consumer: Consumer, model: Model) -> None:
-        await self.views.follow(consumer, model, self._directory(model.name) / "views" / consumer.name)
+        await self.views.follow(consumer, model, self.directory(model.name) / "views" / consumer.name)
 
-    def _directory(self, model: str) -> Path:
+    def directory(self, model: str) -> Path:
+        """Where a model's files are."""
         return self.options.data_dir / "models" / model
 
     def _add(self, model: Model) -> None:
         self.models[model.name] = model
         deletes = PendingDeletes(self.log, model.name, self.events)
-        self.coordinators[model.name] = CutCoordinator(model, deletes, self._tasks, self.events)
+        guard = NormGuard(self.options.norm_limit)
+        sealer = CutSealer(model, deletes, self._tasks, self.events, guard, self.registry)
+        self.coordinators[model.name] = CutCoordinator(sealer, self._tasks)
 
 
 def _words(policy: Policy) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 
 from deltasync.consumers.consumer import Consumer
 from deltasync.core.events import EventCounts
@@ -13,6 +14,7 @@ from deltasync.status.report import report
 
 # For so long all who ask are given the same metrics: at most, they are computed ten times a second.
 _SHARED_SECONDS = 0.1
+_NOTHING_NEW = "what there is goes on being served, and nothing new can be written"
 
 
 class Answers:
@@ -51,28 +53,40 @@ class Answers:
 
     def _figures(self) -> Figures:
         service = self._service
+        consumers = [
+            (each.copy(), self._standing(each))
+            for each in service.registry.consumers.values()
+            if each.model not in service.recovering
+        ]
         return Figures(
-            consumers=[
-                (each.copy(), self._standing(each))
-                for each in service.registry.consumers.values()
-                if each.model not in service.recovering
-            ],
+            consumers=consumers,
             models=[
                 ModelFigures(
                     name=model.name,
                     newest_version=model.seals.newest_version,
-                    published_rows=service.coordinators[model.name].rows,
-                    published_bytes=service.coordinators[model.name].bytes,
+                    published_rows=service.coordinators[model.name].sealer.rows,
+                    published_bytes=service.coordinators[model.name].sealer.bytes,
                     tables=[table.spec for table in model.tables],
                     failed=bool(model.failure),
                     event_time_unix_ns=model.event_time_of(model.seals.newest_version),
+                    spilled_bytes=model.releases.spilled_bytes + service.views.spilled_bytes(model),
+                    ranks=[not each.ended for each in service.coordinators[model.name].sessions.values()],
                 )
                 for model in service.models.values()
             ],
             events=EventCounts(service.event_counts),
             log_bytes=service.log.used_bytes(),
+            commits=service.log.commits,
+            volumes=service.volumes.all,
         )
 
     def _standing(self, consumer: Consumer) -> Standing:
-        feed = self._service.feed(consumer)
-        return feed.standing(consumer.policy) if feed else nothing_published(consumer.model, self._service.models)
+        feed, service = self._service.feed(consumer), self._service
+        found = feed.standing(consumer.policy) if feed else nothing_published(consumer.model, service.models)
+        if trouble := service.volumes.trouble:  # Whatever they hold, nothing newer can come.
+            found = replace(found, failure=found.failure or f"{_NOTHING_NEW}: {trouble}")
+        coordinator = service.coordinators.get(consumer.model)
+        refusal = coordinator.sealer.refusal if coordinator else None
+        if refusal:
+            found = replace(found, refused=refusal.reason)
+        return replace(found, trouble=found.trouble or service.configuration.shortcomings.get(consumer.name, ""))

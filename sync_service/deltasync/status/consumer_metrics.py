@@ -196,13 +196,24 @@ def _replica_metrics(lags: list[ConsumerLag]) -> list[Metric]:
             "consumer_failed",
             "Whether an error keeps the consumer's replicas from what is new.",
             ["consumer"],
-            [([each.consumer], each.state == "failed") for each in lags],
+            [([each.consumer], _failed(each)) for each in lags],
+        ),
+        gauge(
+            "consumer_paused",
+            "Whether the consumer is paused: its replicas are held at what they have.",
+            ["consumer"],
+            [([each.consumer], each.paused is not None) for each in lags],
         ),
         gauge("consumer_damaged_tables", "Tables of replicas that are damaged now.", ["consumer"], damaged),
         gauge(
             "consumer_unbound_tables", "Tables that replicas of the consumer do not hold.", ["consumer"], unbound
         ),
     ]
+
+
+def _failed(lag: ConsumerLag) -> bool:
+    # A pause hides no damage: who lets the consumer go on is to know of it before.
+    return (lag.paused.otherwise if lag.paused else lag.state) == "failed"
 
 
 def _count(replicas: list[ReplicaLag], *, connected: bool) -> int:
@@ -228,5 +239,11 @@ def _counters(consumers: list[Consumer]) -> list[Metric]:
             "How often a table of a replica was found to be damaged since the service started.",
             ["consumer"],
             [([each.name], each.damages) for each in consumers],
+        ),
+        counter(
+            "consumer_rewinds",
+            "How often a replica was found to hold rows of a discarded past since the service started.",
+            ["consumer"],
+            [([each.name], each.rewinds) for each in consumers],
         ),
     ]

@@ -8,11 +8,22 @@ from typing import Any, Literal
 from deltasync.consumers.consumer import Replica
 from deltasync.core.event_time import seconds_behind
 from deltasync.core.seal import Seal, event_time_of, seconds_since_sealed
+from deltasync.core.words import are, counted
 from deltasync.feeds.standing import Standing
 from deltasync.feeds.statistics import Backlog
 
 State = Literal[
-    "in sync", "current", "delivered", "partial", "behind", "waiting", "damaged", "failed", "away", "empty"
+    "in sync",
+    "current",
+    "delivered",
+    "partial",
+    "behind",
+    "waiting",
+    "damaged",
+    "failed",
+    "away",
+    "empty",
+    "paused",
 ]
 
 
@@ -54,6 +65,17 @@ class TableLag:
 
 
 @dataclass(frozen=True)
+class RewindLag:
+    """That a replica has rows of a discarded past: the version, or release, of which history it came with, and for
+    how long it has been given what there is instead.
+    """
+
+    held: int
+    history: str
+    seconds: float
+
+
+@dataclass(frozen=True)
 class ReplicaLag:
     """How far one replica is behind.
 
@@ -62,10 +84,14 @@ class ReplicaLag:
         connected: whether it is there.
         offset: the last version, or release, it has applied.
         lag: how far that is behind.
-        seconds_since_ack: when it last said so.
+        seconds_since_ack: when it last said so; 0 if the service's clock was set back since.
         checked: whether it then showed by checksums that it holds the right rows.
         damaged: tables of which it holds other rows than it was sent; these are being sent to it again.
         unbound: tables that the consumer follows and that it does not hold.
+        rewound: where it came with rows of a discarded past, until it holds others.
+        since_seconds: for how long it has been connected, or away; at most since the service started.
+        left: why its last stream ended; empty where it has had none since.
+        waits_for: what keeps the service from sending it what it lacks; empty if nothing does.
     """
 
     replica: str
@@ -76,6 +102,10 @@ class ReplicaLag:
     checked: bool
     damaged: list[str]
     unbound: list[str]
+    rewound: RewindLag | None = None
+    since_seconds: float = 0.0
+    left: str = ""
+    waits_for: str = ""
 
 
 @dataclass(frozen=True)
@@ -95,6 +125,18 @@ class ReleaseLag:
 
 
 @dataclass(frozen=True)
+class PauseLag:
+    """Since when a consumer is paused (UTC), by whom, and why; `reason` may be empty. `otherwise` is the state in
+    which it would be if it were not.
+    """
+
+    since: str
+    by: str
+    reason: str
+    otherwise: State
+
+
+@dataclass(frozen=True)
 class ConsumerLag:
     """How far a consumer's fleet is behind: as far as the last of its replicas.
 
@@ -102,6 +144,7 @@ class ConsumerLag:
     `release` says what the newest one took and left.
     `head_seconds_behind_events` is to the head what `seconds_behind_events` is to what replicas hold: what lies
     between the two is the way from the trainer to them, the rest is the trainer's.
+    `paused` says since when, by whom and why it is; None if it is not.
     `damages` is how often a table of a replica was found to be damaged since the service started.
     """
 
@@ -121,6 +164,7 @@ class ConsumerLag:
     release: ReleaseLag | None
     policy: dict[str, Any]
     head_seconds_behind_events: float | None = None
+    paused: PauseLag | None = None
 
 
 def measure(
@@ -169,13 +213,14 @@ def state(replicas: Sequence[Replica], lag: Lag, standing: Standing, offset: int
     """
     away = [replica.name for replica in replicas if replica.stream is None]
     if not replicas:
-        return "empty", standing.unpublished or "no replica has ever subscribed"
+        text = standing.unpublished or "no replica subscribes, or is expected back"
+        return "empty", f"{text}; {standing.failure}" if standing.failure else text
     if standing.failure:
         return "failed", standing.failure
     if standing.unpublished:
         return "empty", standing.unpublished
     if len(away) == len(replicas):
-        return "away", f"none of {len(replicas)} replicas is connected"
+        return "away", f"none of {counted(len(replicas), 'replica')} is connected"
     if damaged := [replica for replica in replicas if replica.damaged]:
         names = ", ".join(f"{replica.name} ({', '.join(replica.damaged)})" for replica in damaged)
         return "damaged", f"other rows than were sent, which are being sent again, in {names}"
@@ -187,15 +232,25 @@ def state(replicas: Sequence[Replica], lag: Lag, standing: Standing, offset: int
 
 def _held(replicas: Sequence[Replica], lag: Lag, standing: Standing, offset: int) -> tuple[State, str]:
     """How much of what there is the replicas of a fleet hold, and how well that is known."""
+    if rewound := [f"{each.name} (held {each.rewind.held.number})" for each in replicas if each.rewind]:
+        return "behind", f"rows of a past that was discarded are being replaced in {', '.join(rewound)}"
     everything = lag.versions == 0 and lag.rows == 0
     # Before the first release nobody holds it.
     if not everything and not (standing.newest_release and offset == standing.newest_release):
-        return "behind", f"{lag.rows} rows of {lag.versions} versions are still to be applied by the last replica"
+        lacking = f"{counted(lag.rows, 'row')} of {counted(lag.versions, 'version')}"
+        left = f"the last replica is still to apply {lacking}"
+        waiting = [each.name for each in replicas if each.waits and standing.crowded]
+        text = f"; {', '.join(waiting)} wait for room on disk: {standing.crowded}" if waiting else ""
+        return "behind", f"{left}{text}"
     newest = "the newest version" if everything else "the newest release"
-    left = "" if everything else f"; {lag.rows} rows are left for later"
+    left = "" if everything else f"; {are(lag.rows, 'row')} left for later"
     if partial := [f"{each.name} lacks {', '.join(each.unbound)}" for each in replicas if each.unbound]:
         return "partial", f"of {newest} some replicas follow only a part: {'; '.join(partial)}{left}"
     if unchecked := [each.name for each in replicas if not each.checked]:
         shown = f"no checksums show yet what is held by {', '.join(unchecked)}"
-        return "delivered", f"all {len(replicas)} replicas have taken {newest}; {shown}{left}"
-    return "in sync" if everything else "current", f"all {len(replicas)} replicas hold {newest}{left}"
+        return "delivered", f"{_all(replicas, 'has', 'have')} taken {newest}; {shown}{left}"
+    return "in sync" if everything else "current", f"{_all(replicas, 'holds', 'hold')} {newest}{left}"
+
+
+def _all(replicas: Sequence[Replica], one: str, many: str) -> str:
+    return f"all {len(replicas)} replicas {many}" if len(replicas) > 1 else f"the one replica {one}"

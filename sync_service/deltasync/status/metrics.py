@@ -12,15 +12,18 @@ from deltasync.core.events import EventCounts, EventKind
 from deltasync.core.tables import TableSpec
 from deltasync.feeds.standing import Standing
 from deltasync.status.consumer_metrics import consumer_metrics
-from deltasync.status.metric_families import counter, gauge
+from deltasync.status.metric_families import counter, gauge, histogram
 from deltasync.status.report import report
+from deltasync.storage.durations import Durations
+from deltasync.storage.volume import Volume
 
 
 @dataclass(frozen=True)
 class ModelFigures:
     """What is shown of a model: its newest version, what was published since the service started, its tables,
-    whether cuts cannot be sealed or applied, and the time of the newest event it was trained on (nanoseconds since
-    1970; None where nobody has said it).
+    whether cuts cannot be sealed or applied, the time of the newest event it was trained on (nanoseconds since
+    1970; None where nobody has said it), the bytes of releases in files, also of its views, and of each
+    rank of the run that publishes it whether it is connected.
     """
 
     name: str
@@ -30,6 +33,8 @@ class ModelFigures:
     tables: Sequence[TableSpec]
     failed: bool
     event_time_unix_ns: int | None
+    spilled_bytes: int = 0
+    ranks: Sequence[bool] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +45,8 @@ class Figures:
     models: Sequence[ModelFigures]
     events: EventCounts
     log_bytes: int
+    commits: Durations
+    volumes: Sequence[Volume]
 
 
 def exposition(figures: Figures, now_unix_ns: int) -> bytes:
@@ -116,6 +123,22 @@ def _model_metrics(figures: Figures) -> list[Metric]:
             ["model"],
             [([model.name], model.failed) for model in models],
         ),
+        gauge(
+            "spilled_bytes",
+            "Bytes of releases for slow replicas that are in files.",
+            ["model"],
+            [([model.name], model.spilled_bytes) for model in models],
+        ),
+        gauge(
+            "publishing_ranks",
+            "Ranks of the run that publishes the model.",
+            ["model", "state"],
+            [
+                ([model.name, state], model.ranks.count(state == "connected"))
+                for model in models
+                for state in ("connected", "away")
+            ],
+        ),
         counter(
             "events",
             "How often what has happened since the service started.",
@@ -123,4 +146,23 @@ def _model_metrics(figures: Figures) -> list[Metric]:
             [([kind.value], figures.events[kind]) for kind in EventKind],
         ),
         gauge("log_bytes", "Bytes the log holds.", [], [([], figures.log_bytes)]),
+        histogram("log_commit_seconds", "How long commits of the log took.", figures.commits),
+        *_volume_metrics(figures.volumes),
+    ]
+
+
+def _volume_metrics(volumes: Sequence[Volume]) -> list[Metric]:
+    return [
+        gauge(
+            "volume_free_bytes",
+            "Bytes that the volume has left for the service.",
+            ["volume"],
+            [([volume.name], volume.free_bytes) for volume in volumes],
+        ),
+        gauge(
+            "volume_failed",
+            "Whether the volume refuses what the service writes, which is tried again.",
+            ["volume"],
+            [([volume.name], volume.refusal is not None) for volume in volumes],
+        ),
     ]

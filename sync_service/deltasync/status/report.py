@@ -1,15 +1,27 @@
-"""The lag of a consumer, put together from where its replicas and its feed stand. A pure function."""
+"""The lag of a consumer, put together from where its replicas and its feed stand."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from deltasync.consumers.consumer import Consumer, Replica
+from deltasync.consumers.consumer import Consumer, Replica, Rewind
 from deltasync.consumers.fleet import consumer_offset, offset_in
 from deltasync.core.event_time import seconds_behind
-from deltasync.core.seal import Seal, seconds_since_sealed
+from deltasync.core.seal import seconds_since_sealed
+from deltasync.core.steady_clock import Moment, steady_ns
 from deltasync.feeds.standing import Standing, TableStanding
 from deltasync.feeds.statistics import ReleaseStatistics
-from deltasync.status.lag import ConsumerLag, Lag, ReleaseLag, ReplicaLag, TableLag, measure, state, unsent
+from deltasync.status.lag import (
+    ConsumerLag,
+    Lag,
+    PauseLag,
+    ReleaseLag,
+    ReplicaLag,
+    RewindLag,
+    TableLag,
+    measure,
+    state,
+    unsent,
+)
 
 
 def report(consumer: Consumer, standing: Standing, now_unix_ns: int) -> ConsumerLag:
@@ -21,16 +33,22 @@ def report(consumer: Consumer, standing: Standing, now_unix_ns: int) -> Consumer
         now_unix_ns: the time, nanoseconds since 1970.
     """
     replicas = sorted(consumer.replicas.values(), key=lambda replica: replica.name)
-    offset = consumer_offset(replicas, standing.history)
-    offsets = [offset_in(standing.history, replica.applied) for replica in replicas]
+    offset = consumer_offset(replicas, standing.history, standing.seal_of)
+    offsets = [offset_in(standing.history, standing.seal_of, replica.applied) for replica in replicas]
     tables, seals = _tables(standing, replicas), standing.seals
     counts = {each: [table.lacking(each) for table in tables] for each in {offset, *offsets}}
     lags = {each: _lag(each, rows, tables, standing, now_unix_ns) for each, rows in counts.items()}
     found, reason = state(replicas, lags[offset], _with_unfit(standing, tables, consumer), offset)
     if standing.trouble:
         reason = f"{reason}; the policy is not in force: {standing.trouble}"
+    if standing.refused:
+        reason = f"{reason}; the last cut was refused: {standing.refused}"
+    paused = None
+    if pause := consumer.pause:  # Before all others: nothing is sent, whatever else is true.
+        paused = PauseLag(pause.since, pause.by, pause.why, found)
+        found, reason = "paused", f"{pause.words}; otherwise {found}: {reason}"
     pairs = zip(tables, counts[offset], strict=True)
-    lines = [_table_line(table, rows, seals, now_unix_ns) for table, rows in pairs]
+    lines = [_table_line(table, rows, standing, now_unix_ns) for table, rows in pairs]
     return ConsumerLag(
         consumer=consumer.name,
         model=consumer.model,
@@ -42,13 +60,15 @@ def report(consumer: Consumer, standing: Standing, now_unix_ns: int) -> Consumer
         offset=offset,
         lag=lags[offset],
         replicas=[
-            _line(replica, each, lags[each], now_unix_ns) for replica, each in zip(replicas, offsets, strict=True)
+            _line(replica, each, lags[each], standing, now_unix_ns)
+            for replica, each in zip(replicas, offsets, strict=True)
         ],
         tables=lines,
         oldest_row_seconds=max((line.oldest_row_seconds for line in lines), default=0.0),
         damages=consumer.damages,
-        release=_release_lag(standing.release, now_unix_ns) if standing.release else None,
+        release=_release_lag(standing.release, standing.released, now_unix_ns) if standing.release else None,
         policy=consumer.policy.as_dict(),
+        paused=paused,
         head_seconds_behind_events=seconds_behind(seals[-1].event_time_unix_ns, now_unix_ns) if seals else None,
     )
 
@@ -70,20 +90,21 @@ def _tables(standing: Standing, replicas: Sequence[Replica]) -> list[TableStandi
 
 
 def _lag(offset: int, rows: Sequence[int], tables: Sequence[TableStanding], standing: Standing, now: int) -> Lag:
-    version = standing.version_of(offset)
-    lag = measure(
-        version,
-        standing.seals,
-        [table.row_bytes for table in tables],
-        rows,
-        now,
-        _oldest_unapplied_version(offset, standing),
-    )
+    version, oldest = standing.version_of(offset), _oldest_unapplied_version(offset, standing)
+    lag = measure(version, standing.seals, [table.row_bytes for table in tables], rows, now, oldest)
+    if lag.versions or lag.rows:
+        lag = replace(lag, seconds=_seconds_since(version + 1 if oldest is None else oldest, standing, now))
     backlogs = [table.backlog for table in tables if table.backlog]
     if offset != standing.newest_release or len(backlogs) < len(tables):
         return lag
     norm, share = unsent(backlogs)
     return replace(lag, unsent_norm=norm, unsent_share=share)
+
+
+def _seconds_since(version: int, standing: Standing, now: int) -> float:
+    """Seconds since a version was sealed: also where the service's clock was set since."""
+    steady = standing.seconds_since(version)
+    return seconds_since_sealed(version, standing.seals, now) if steady is None else steady
 
 
 def _oldest_unapplied_version(offset: int, standing: Standing) -> int | None:
@@ -92,33 +113,44 @@ def _oldest_unapplied_version(offset: int, standing: Standing) -> int | None:
     return None if standing.newest_release in (None, offset) else standing.version_of(offset)
 
 
-def _table_line(table: TableStanding, rows: int, seals: Sequence[Seal], now: int) -> TableLag:
+def _table_line(table: TableStanding, rows: int, standing: Standing, now: int) -> TableLag:
     line = TableLag(table.name, rows, rows * table.row_bytes)
     if table.backlog is None:
         return line
     norm, share = unsent([table.backlog])
-    oldest = seconds_since_sealed(table.backlog.oldest_version, seals, now) if table.backlog.amount.rows else 0.0
+    oldest = _seconds_since(table.backlog.oldest_version, standing, now) if table.backlog.amount.rows else 0.0
     return replace(line, oldest_row_seconds=oldest, unsent_norm=norm, unsent_share=share)
 
 
-def _line(replica: Replica, offset: int, lag: Lag, now: int) -> ReplicaLag:
+def _line(replica: Replica, offset: int, lag: Lag, standing: Standing, now: int) -> ReplicaLag:
+    now_ns = steady_ns()
+    since_ack_ns = now - replica.acked_unix_ns if replica.acked_ns is None else now_ns - replica.acked_ns
     return ReplicaLag(
         replica=replica.name,
         connected=replica.stream is not None,
         offset=offset,
         lag=lag,
-        seconds_since_ack=round((now - replica.acked_unix_ns) / 1e9, 3),
+        seconds_since_ack=round(max(0, since_ack_ns) / 1e9, 3),
         checked=replica.checked,
         damaged=list(replica.damaged),
         unbound=list(replica.unbound),
+        rewound=_rewound(replica.rewind, now_ns) if replica.rewind else None,
+        since_seconds=round((now_ns - replica.since_ns) / 1e9, 3),
+        left=replica.left,
+        waits_for=f"room on disk: {standing.crowded}" if replica.waits and standing.crowded else "",
     )
 
 
-def _release_lag(release: ReleaseStatistics, now: int) -> ReleaseLag:
+def _rewound(rewind: Rewind, now_ns: int) -> RewindLag:
+    return RewindLag(rewind.held.number, rewind.held.history, round((now_ns - rewind.since_ns) / 1e9, 3))
+
+
+def _release_lag(release: ReleaseStatistics, made: Moment | None, now: int) -> ReleaseLag:
+    ago_ns = Moment(now, steady_ns()).after_ns(made or Moment(release.made_unix_ns))
     return ReleaseLag(
         number=release.number,
         version=release.version,
-        seconds_ago=round(max(0, now - release.made_unix_ns) / 1e9, 3),
+        seconds_ago=round(max(0, ago_ns) / 1e9, 3),
         rows=release.taken.rows,
         bytes=release.taken.bytes,
         norm=release.taken.norm,

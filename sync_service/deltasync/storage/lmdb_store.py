@@ -6,19 +6,21 @@ Two databases, whose keys LMDB keeps in order:
     meta     name                                         ->  checksum + value
 
 A checksum is of key and payload, so that a record under another key is found like one that was changed. What LMDB
-itself writes around them has none (heads and inner keys of its pages, its list of free pages): damage there is
-found as far as LMDB finds it, as keys out of order, or as records that are missing.
+itself writes around them has none: it is looked at when the log is opened, see `lmdb_pages`.
 
 One thread writes; it commits all that has gathered since its last commit together (group commit). It is not woken
 by what is patient.
 """
 
 import logging
+import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import lmdb
@@ -26,17 +28,26 @@ import lmdb
 from deltasync.core.errors import StorageFailed
 from deltasync.storage import format_1
 from deltasync.storage.data_directory import RESTORE
-from deltasync.storage.lmdb_file import is_truncated
+from deltasync.storage.durations import Durations
+from deltasync.storage.files import flush_folder, make_folder, writing
+from deltasync.storage.lmdb_errors import opening_failed, reading_failed, writing_failed
+from deltasync.storage.lmdb_pages import DamagedPages, MissingPages, check_pages
 from deltasync.storage.lmdb_records import address_of, damaged, key_of, with_checksum, without_checksum
-from deltasync.storage.log_store import LAST_NUMBER, LAST_PART, Buffer, LogOptions, Record
+from deltasync.storage.log_store import LAST_NUMBER, LAST_PART, Buffer, LogFull, LogOptions, Record
 from deltasync.storage.records import name_of
+from deltasync.storage.volume import Volume, VolumeFailed
 
 logger = logging.getLogger(__name__)
 
 _RECORDS, _META = b"records", b"meta"
 # Bound what one transaction holds in memory.
 _COMMIT_BYTES, _COMMIT_OPERATIONS = 32 << 20, 4096
+_READ_BYTES = 64 << 10  # So many, or one record, are read in one transaction.
+_MAX_READERS = 512
+_LOCK_BYTES = 36 << 10  # More than LMDB takes for as many.
 _WAITING_OPERATIONS = 8  # So many that may wait for others do not wait any longer.
+# A commit that takes longer is said in the log, so often at most.
+_SLOW_SECONDS, _SAID_SECONDS = 1.0, 60.0
 
 Write = Callable[[lmdb.Transaction], None]
 
@@ -49,16 +60,21 @@ class LmdbStore:
 
     Attributes:
         refusing: a write was refused for want of room; cleared once there is room again.
+        capacity: bytes of rows that it takes, at most.
+        volume: where its file is.
+        commits: how long it took to bring what was submitted to the disk.
 
     Raises:
         StorageFailed: the file is not a log, is damaged, or cannot be brought to this version's format.
     """
 
     def __init__(self, options: LogOptions) -> None:
-        options.directory.mkdir(parents=True, exist_ok=True)
         self._env = _open(options)
-        self._full_bytes = options.max_bytes - _reserve(options.max_bytes)
+        self._file = options.directory / "data.mdb"
+        self.capacity = options.max_bytes - _reserve(options.max_bytes)
         self.refusing = False
+        self.volume, self.commits = Volume("log", options.directory), Durations()
+        self._said_slow = -_SAID_SECONDS
         self._records, self._meta = (self._env.open_db(name) for name in (_RECORDS, _META))
         self._queue: queue.SimpleQueue[list[_Submitted] | None] = queue.SimpleQueue()
         self._waiting: list[_Submitted] = []  # Patient ones, of which the writer knows nothing yet.
@@ -113,16 +129,16 @@ class LmdbStore:
     # Reading.
 
     def read(self, stream: str, first: int = 0, last: int = LAST_NUMBER) -> Iterator[Record]:
-        """The records with numbers from `first` to `last`, each read in a transaction of its own: one held open
-        would make the file grow.
+        """The records with numbers from `first` to `last`, a few in one transaction: one held open would make the
+        file grow.
         """
         start, end = key_of(stream, first, 0, 0), key_of(stream, last, LAST_PART, LAST_PART)
-        while found := self._next_record(start, end):
-            key, value = found
-            _, number, part, index = address_of(key)
-            payload = without_checksum(key, value, name_of(stream, number, part, index))
-            yield Record(number, part, index, payload)
-            start = key + b"\0"
+        while found := self._next_records(start, end):
+            start = found[-1][0] + b"\0"
+            for key, value in found:
+                _, number, part, index = address_of(key)
+                payload = without_checksum(key, value, name_of(stream, number, part, index))
+                yield Record(number, part, index, payload)
 
     def items(self, prefix: str) -> dict[str, bytes]:
         """The small records whose names begin with `prefix`, by the rest of their names."""
@@ -149,21 +165,36 @@ class LmdbStore:
                 before = key
         return sorted(names)
 
+    def copy(self, directory: Path) -> None:
+        """Copy the log as it is at one moment into an empty folder, without the room that is free in it."""
+        try:
+            self._env.copy(str(directory), compact=True)
+        except lmdb.Error as error:
+            raise StorageFailed(f"the log cannot be copied into {directory}: {error}") from error
+
     def used_bytes(self) -> int:
         """Bytes of the log's file that hold records."""
-        with self._env.begin() as txn:
-            return self._used(txn)
+        try:
+            with self._env.begin() as txn:
+                return self._used(txn)
+        except lmdb.Error as error:
+            raise reading_failed(error) from error
 
     def _used(self, txn: lmdb.Transaction) -> int:
         stats = [txn.stat(db) for db in (self._records, self._meta)]
         pages = sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
         return int(pages * stats[0]["psize"])
 
-    def _next_record(self, start: bytes, end: bytes) -> tuple[bytes, bytes] | None:
+    def _next_records(self, start: bytes, end: bytes) -> list[tuple[bytes, bytes]]:
+        """The next records of a few kilobytes together, or the next one that has more."""
+        found, size = list[tuple[bytes, bytes]](), 0
         with self._cursor(self._records) as cursor:
-            if cursor.set_range(start) and cursor.key() <= end:
-                return bytes(cursor.key()), bytes(cursor.value())
-        return None
+            more = cursor.set_range(start)
+            while more and cursor.key() <= end and size < _READ_BYTES:
+                found.append((bytes(cursor.key()), bytes(cursor.value())))
+                size += len(found[-1][1])
+                more = cursor.next()
+        return found
 
     @contextmanager
     def _cursor(self, database: Any) -> Iterator["lmdb.Cursor[bytes]"]:
@@ -171,7 +202,7 @@ class LmdbStore:
             with self._env.begin(db=database) as txn, txn.cursor() as cursor:
                 yield cursor
         except lmdb.Error as error:
-            raise StorageFailed(f"the log cannot be read ({error}): {RESTORE}") from error
+            raise reading_failed(error) from error
 
     # The writer's thread.
 
@@ -180,7 +211,7 @@ class LmdbStore:
     ) -> None:
         _check_written(after)
         value = with_checksum(key, *payload)
-        if self._used(txn) + len(value) > self._full_bytes:
+        if self._used(txn) + len(value) > self.capacity:
             raise lmdb.MapFullError("full, but for what deleting needs")
         _put(txn, key, value, self._records)
 
@@ -229,62 +260,89 @@ class LmdbStore:
         return batch, True
 
     def _commit(self, batch: list[_Submitted]) -> None:
+        begun = time.monotonic()
         try:
             with self._env.begin(write=True) as txn:
                 for write, _, _ in batch:
                     write(txn)
         except Exception as error:  # noqa: BLE001  # Whatever it is, its waiter is told, and the thread goes on.
             if len(batch) == 1:
-                self._fail(batch[0][1], error)
+                self._fail(*batch[0][1:], error)
                 return
             middle = len(batch) // 2
             for half in (batch[:middle], batch[middle:]):  # A write that fails must not fail the others.
                 self._commit(half)
             return
+        self._note_commit(time.monotonic() - begun, sum(size for _, _, size in batch))
         for _, done, _ in batch:
             done.set_result(None)
 
-    def _fail(self, done: Future[None], error: Exception) -> None:
+    def _note_commit(self, seconds: float, size: int) -> None:
+        self.commits.add(seconds)
+        self.volume.take(size)
+        if seconds > _SLOW_SECONDS and time.monotonic() >= self._said_slow + _SAID_SECONDS:
+            self._said_slow = time.monotonic()
+            logger.warning("a commit of %d bytes took %.1f s: %s is slow", size, seconds, self._file.parent)
+
+    def _fail(self, done: Future[None], size: int, error: Exception) -> None:
         if isinstance(error, StorageFailed):  # Of a write that this one was to come after, told already.
             done.set_exception(error)
             return
-        logger.error("the log could not be written: %r", error, exc_info=not isinstance(error, lmdb.Error))
-        self.refusing |= isinstance(error, lmdb.MapFullError)
-        failure = _storage_failed(error)
+        failure = writing_failed(error, self._file, size)
+        if not (self.refusing or self.volume.refusal):  # Once, and not for every write until it is over.
+            logger.error("%s", failure, exc_info=None if isinstance(error, lmdb.Error) else error)
+        self.refusing |= isinstance(failure, LogFull)
+        if isinstance(failure, VolumeFailed):
+            self.volume.refuse(failure.refusal)
         failure.__cause__ = error
         done.set_exception(failure)
 
 
 def _open(options: LogOptions) -> lmdb.Environment:
     directory = options.directory
-    with ExitStack() as undo:
+    with ExitStack() as undo, writing(f"the log in {directory} cannot be opened", directory):
+        make_folder(directory)
+        _check_pages(directory)
+        _reserve_lock(directory / "lock.mdb")
+        if not (file := directory / "data.mdb").exists() or not file.stat().st_size:
+            # Where there was room for some of its heads alone, the next start would take it for a damaged one.
+            undo.callback(file.unlink, missing_ok=True)
         try:
             env = lmdb.open(
-                str(directory), map_size=options.max_bytes, max_dbs=4, max_readers=512, readahead=False
+                str(directory), map_size=options.max_bytes, max_dbs=4, max_readers=_MAX_READERS, readahead=False
             )
             undo.callback(env.close)
-            if is_truncated(directory / "data.mdb"):
-                raise StorageFailed(
-                    f"the log in {directory} is cut off: pages are missing at the end of data.mdb: {RESTORE}"
-                )
             format_1.migrate(env, options.max_bytes)
             for database in (_RECORDS, _META):
                 env.open_db(database)
+            flush_folder(directory)  # LMDB flushes its files, and not that they are there.
         except lmdb.Error as error:
-            raise StorageFailed(f"the log in {directory} cannot be opened ({error}): {RESTORE}") from error
+            raise opening_failed(error, directory) from error
         undo.pop_all()
     return env
 
 
-def _storage_failed(error: Exception) -> StorageFailed:
-    if isinstance(error, lmdb.MapFullError):
-        return StorageFailed(
-            "the log is full until the tables are flushed; if it stays so, raise --log-max-bytes and restart the "
-            "service; nothing was lost"
-        )
-    return StorageFailed(
-        f"the log could not be written: {error if isinstance(error, lmdb.Error) else repr(error)}"
-    )
+def _check_pages(directory: Path) -> None:
+    try:
+        check_pages(directory / "data.mdb")
+    except MissingPages as error:
+        text = "is cut off: pages are missing at the end of data.mdb"
+        raise StorageFailed(f"the log in {directory} {text}: {RESTORE}") from error
+    except DamagedPages as error:
+        raise StorageFailed(f"the log in {directory} cannot be opened (data.mdb: {error}): {RESTORE}") from error
+
+
+def _reserve_lock(path: Path) -> None:
+    """Have room for the file that LMDB maps for its readers: where the disk is full, its first write to that would
+    end the process.
+    """
+    with path.open("ab") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, _LOCK_BYTES)
+        except OSError:
+            if os.fstat(file.fileno()).st_blocks == 0:
+                file.truncate(0)
+                raise
 
 
 def _reserve(max_bytes: int) -> int:

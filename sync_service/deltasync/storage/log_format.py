@@ -1,17 +1,20 @@
 """Whether a log can be read: its format, and every record that nobody else looks at when the service starts."""
 
+from concurrent.futures import Future
 from pathlib import Path
 
 from deltasync.core.errors import StorageFailed
+from deltasync.storage.data_directory import RESTORE
 from deltasync.storage.log_store import LogStore
+from deltasync.storage.made_files import has_models
 from deltasync.storage.records import reading
 
-FORMAT = 4
+FORMAT = 5
 # Of which a log holds nothing that this version reads in another way.
-_READ_AS_THEY_ARE = (2, 3, FORMAT)
+_READ_AS_THEY_ARE = (2, 3, 4, FORMAT)
 _NAME = "format"
 # Streams that their owner reads as a whole at the start, by the small record that says that there is an owner.
-_READ_BY_OWNERS = {"seals": "model", "layouts": "model", "cuts": "model", "releases": "view"}
+_READ_BY_OWNERS = {"seals": "model", "layouts": "model", "cuts": "model", "releases": "view", "heads": "view"}
 
 
 def check_log(log: LogStore, models: Path) -> None:
@@ -23,11 +26,8 @@ def check_log(log: LogStore, models: Path) -> None:
     """
     found = log.items(_NAME).get("")
     if found is None and not log.items("") and not log.streams():
-        if models.exists() and any(models.iterdir()):
-            raise StorageFailed(
-                f"{models} has tables, but the log beside it is missing: restore the data directory whole from a "
-                "copy, or start an empty one for a full resync"
-            )
+        if has_models(models):
+            raise StorageFailed(f"{models} has tables, but the log beside it is missing: {RESTORE}")
         log.put(_NAME, b"%d" % FORMAT).result()
         return
     with reading(f"record {_NAME}"):
@@ -40,6 +40,11 @@ def check_log(log: LogStore, models: Path) -> None:
     _check_records(log)
     if number != FORMAT:  # Now: a service of that format would not read what this one writes.
         log.put(_NAME, b"%d" % FORMAT).result()
+
+
+def write_again(log: LogStore) -> Future[None]:
+    """Write what the log has already: done if it takes writes."""
+    return log.put(_NAME, log.items(_NAME).get("", b"%d" % FORMAT))
 
 
 def _check_records(log: LogStore) -> None:

@@ -12,6 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from deltasync.core.errors import StorageFailed
+from deltasync.storage.durations import Durations
+from deltasync.storage.volume import Volume
+
 Buffer = bytes | memoryview
 # The largest number, part and index of a record.
 LAST_NUMBER = 2**64 - 1
@@ -45,6 +49,10 @@ class Record:
     payload: memoryview
 
 
+class LogFull(StorageFailed):
+    """The log has no room for rows before others are dropped; nothing was lost."""
+
+
 class LogStore(Protocol):
     """A log. Used from any thread.
 
@@ -54,9 +62,15 @@ class LogStore(Protocol):
 
     Attributes:
         refusing: a write was refused for want of room; whoever has made room sets it to False.
+        capacity: bytes of rows that it takes, at most: `LogFull` is for more.
+        volume: where its file is.
+        commits: how long it took to bring what was submitted to the disk.
     """
 
     refusing: bool
+    capacity: int
+    volume: Volume
+    commits: Durations
 
     def append(
         self,
@@ -105,6 +119,13 @@ class LogStore(Protocol):
 
         Raises:
             StorageFailed: the log's own order is damaged.
+        """
+
+    def copy(self, directory: Path) -> None:
+        """Copy the log as it is at one moment into an empty folder, while writes go on.
+
+        Raises:
+            StorageFailed: it could not be read, or the copy not be written.
         """
 
     def used_bytes(self) -> int:

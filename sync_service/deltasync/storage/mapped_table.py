@@ -14,7 +14,13 @@ from deltasync.core.digests import RowDigests, Squares
 from deltasync.core.rows import Ids
 from deltasync.core.stamps import StampedTable, has_norm
 from deltasync.core.tables import TableSpec
-from deltasync.storage.table_files import ArraySpec, TableFiles, flush
+from deltasync.storage.table_files import ArraySpec, Place, TableFiles, flush, make_anew
+
+# Where the tags of a small table are, as records say it: those of earlier versions had none.
+ALONE, INSIDE = "alone", "inside"
+_TAGS_SUFFIX = ".tags"
+# The arrays from here on are by segment.
+_FIRST_BY_SEGMENT = 3
 
 
 @dataclass(frozen=True)
@@ -25,11 +31,13 @@ class TableLayout:
         spec: the table.
         columns: where segments of its columns end, see `StampedTable`.
         normed: whether squared norms are kept.
+        tags_alone: whether tags have a file of their own in a small table, too: of tables that had none at first.
     """
 
     spec: TableSpec
     columns: tuple[int, ...]
     normed: bool
+    tags_alone: bool = False
 
     @classmethod
     def of(cls, spec: TableSpec, columns: Sequence[int] = (), *, normed: bool | None = None) -> "TableLayout":
@@ -37,11 +45,12 @@ class TableLayout:
         return cls(spec, tuple(columns) or (0, spec.dim), has_norm(spec) if normed is None else normed)
 
     def arrays(self, folder: str = "") -> list[ArraySpec]:
-        """Rows, stamps, digests, and squares if they are kept; the folder of their files is below the table's."""
+        """Rows, stamps, tags, digests, and squares if they are kept; their files' folder is below the table's."""
         rows, dim, segments = self.spec.rows, self.spec.dim, len(self.columns) - 1
         arrays = [
             ArraySpec(folder + file_of(self.spec, "rows"), self.spec.dtype, (rows, dim)),
             ArraySpec(folder + file_of(self.spec, "stamps"), np.dtype(np.int64), (rows,)),
+            ArraySpec(folder + file_of(self.spec, "tags"), np.dtype(np.uint16), (rows,), alone=self.tags_alone),
             self._by_segment(folder, "digests", np.dtype(np.uint64), (rows, segments)),
         ]
         if self.normed:
@@ -63,7 +72,7 @@ class MappedArrays:
     files: TableFiles
 
     def plain(self) -> list[NDArray[Any]]:
-        """Rows, stamps, digests and squares as `StampedTable` has them."""
+        """Rows, stamps, tags, digests and squares as `StampedTable` has them."""
         none = np.empty((0, len(self.layout.columns) - 1), np.float32)
         return [*self.files.arrays, *([] if self.layout.normed else [none])]
 
@@ -86,13 +95,14 @@ class MappedTable(StampedTable):
         mapped: the arrays, as they may be flushed. Replaced whole: any thread may read it.
     """
 
-    def __init__(self, layout: TableLayout, files: TableFiles) -> None:
+    def __init__(self, layout: TableLayout, files: TableFiles, removed_before: int = 0) -> None:
+        self.removed_before = removed_before
         self.mapped = MappedArrays(layout, files)
         self._split: MappedArrays | None = None  # To be filled.
         self._written = files  # What the table's arrays are in; they are not flushed before they are `mapped`.
         self._stale = list[ArraySpec]()
-        rows, stamps, digests, squares = self.mapped.plain()
-        super().__init__(layout.spec, rows, stamps, digests, squares, layout.columns)
+        rows, stamps, tags, digests, squares = self.mapped.plain()
+        super().__init__(layout.spec, rows, stamps, digests, squares, layout.columns, tags)
         if files.unnamed:
             self.make_digests()
             files.name()
@@ -137,7 +147,7 @@ class MappedTable(StampedTable):
         mapped.files.begin_with(self.mapped.files, len(mapped.files.arrays))
         self.counts = self.counts.plus_unchanged(mapped.layout.spec.rows - self.spec.rows)
         self.spec = mapped.layout.spec
-        self.rows, self.stamps, self.digests, self.squares = mapped.plain()
+        self.rows, self.stamps, self.tags, self.digests, self.squares = mapped.plain()
         self.index.extend(self.stamps)
         self._written, self.mapped = mapped.files, mapped
 
@@ -146,7 +156,7 @@ class MappedTable(StampedTable):
         if mapped.files.place == self.mapped.files.place:
             return self._extended(mapped.layout.spec)
         layout = replace(mapped.layout, columns=self.columns)
-        return MappedArrays(layout, mapped.files.with_others(layout.arrays(), start=2))
+        return MappedArrays(layout, mapped.files.with_others(layout.arrays(), start=_FIRST_BY_SEGMENT))
 
     def split(self, *edges: int) -> None:
         """See `StampedTable.split`."""
@@ -154,7 +164,7 @@ class MappedTable(StampedTable):
         try:
             super().split(*edges)
             if self._split:  # Now: what is flushed before is what there was.
-                self._split.files.begin_with(before.files, 2)
+                self._split.files.begin_with(before.files, _FIRST_BY_SEGMENT)
                 self.mapped = self._split
                 self._stale += [each for each in before.layout.arrays() if each.derived]
         finally:
@@ -164,9 +174,9 @@ class MappedTable(StampedTable):
         """Files of other segments. Those of before stay as long as the log may name them."""
         before = self.mapped
         layout = replace(before.layout, columns=columns)
-        self._split = MappedArrays(layout, before.files.with_others(layout.arrays(), start=2))
+        self._split = MappedArrays(layout, before.files.with_others(layout.arrays(), start=_FIRST_BY_SEGMENT))
         self._written = self._split.files
-        _, _, digests, squares = self._split.plain()
+        *_, digests, squares = self._split.plain()
         return digests, squares
 
     def wrote(self, ids: Ids | None, arrays: int) -> None:
@@ -189,6 +199,19 @@ class MappedTable(StampedTable):
             if each.file not in files:  # Room may have been made before a split, and be used after it.
                 named.files.remove(each)
             self._stale.remove(each)
+
+
+def have_tags(place: Place, arrays: Sequence[ArraySpec], recorded: str | None) -> bool:
+    """Whether the files of a table that is to be opened have its tags, of which the table's record says where they
+    are. If not, there are files for them now, all zero.
+
+    Raises:
+        StorageFailed: there is no room.
+    """
+    for each in () if recorded else arrays:
+        if each.file.endswith(_TAGS_SUFFIX):
+            make_anew(place, each)
+    return bool(recorded)
 
 
 def file_of(table: TableSpec, kind: str) -> str:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from deltasync.core.errors import StorageFailed
 from deltasync.kernels import touched as kernels
 from deltasync.kernels.touched import Bytes, Marks
+from deltasync.storage.files import writing
 from deltasync.storage.private_memory import PrivateMemory, memory_bytes
 
 PRIVATE = PrivateMemory(memory_bytes())
@@ -85,13 +86,11 @@ class Mapping:
         Raises:
             StorageFailed: the disk refused it.
         """
-        try:
+        with writing(f"{self.name} cannot be flushed", Path(self.name)):
             if self.private:
                 self._write(touched)
             elif _c.msync(self._address, self.size, _MS_SYNC):
                 raise OSError(number := ctypes.get_errno(), os.strerror(number))
-        except OSError as error:
-            raise StorageFailed(f"{self.name} cannot be flushed: {error.strerror}") from error
 
     def _write(self, touched: "Sequence[TouchedArray]") -> None:
         with open(self.name, "r+b", buffering=0) as file:

@@ -11,6 +11,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -21,10 +22,11 @@ from deltasync.core.progress import Progress
 from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.seal import Seal
 from deltasync.core.tables import Shard, TableSpec
+from deltasync.core.words import counted
 from deltasync.storage.data_directory import RESTORE
 from deltasync.storage.layouts import Layouts, LayoutUse
-from deltasync.storage.log_store import LogStore
-from deltasync.storage.mapped_table import MappedArrays, MappedTable, TableLayout
+from deltasync.storage.log_store import LogFull, LogStore
+from deltasync.storage.mapped_table import ALONE, INSIDE, MappedArrays, MappedTable, TableLayout, have_tags
 from deltasync.storage.records import (
     name_of,
     pack_json,
@@ -37,14 +39,16 @@ from deltasync.storage.records import (
     unpack_json,
     unpack_rows,
 )
-from deltasync.storage.table_files import Place, TableFiles, flush, make_tables, open_tables
-from deltasync.storage.unused_files import remove_unused
+from deltasync.storage.table_files import ArraySpecs, Place, TableFiles, flush, make_tables, open_tables
+from deltasync.storage.unused_files import remove_left_behind, remove_unused
+from deltasync.storage.volume import VolumeFailed
 
 # Seals are kept this long after their rows, so that lag in seconds is known for old offsets too; fewer of them in
 # a log that is full although it has no rows that could be dropped.
 KEPT_SEALS = 100_000
 
-_GROWN, _COLUMNS = "grown_from", "columns"
+_TABLES = "tables"  # The folder of the tables' files.
+_GROWN, _COLUMNS, _TAGS = "grown_from", "columns", "tags"
 # Where a table's arrays are, and how many of its rows, where it has moved to a larger place since the last flush.
 _FOLDER, _OFFSET, _ROWS = "folder", "offset", "flushed_rows"
 
@@ -70,6 +74,7 @@ class ModelStore:
         tables: the tables, in the order they were added; a table's index is its slot. Replaced when one is added.
         grown_from: how many rows were published of a table when it grew, by its name.
         flushed: the version up to which the tables' files need no record of the log.
+        removed: the version up to which there was no table of a name, or another one that was removed then.
     """
 
     def __init__(self, log: LogStore, model: str, directory: Path) -> None:
@@ -77,12 +82,13 @@ class ModelStore:
         self._model = model
         self._cuts, self._seals = f"cuts/{model}", f"seals/{model}"
         self._layouts = Layouts(log, model)
-        self._folder = directory / "tables"
-        self._flushing = threading.Lock()
+        self._folder = directory / _TABLES
+        self._flushing, self._retired = threading.Lock(), False
         self._describing = threading.Lock()  # So that a flush and a new table do not write over each other.
         self.history = uuid.uuid4().hex
         self.tables: list[MappedTable] = []
         self.grown_from: dict[str, int] = {}
+        self.removed: dict[str, int] = {}
         # As they are written down: the arrays are those of the last flush, which may have fewer rows.
         self._specs: dict[str, TableSpec] = {}
         self._flushed: dict[str, MappedArrays] = {}
@@ -101,23 +107,43 @@ class ModelStore:
             tables = record["tables"]
             self._specs = {each["name"]: spec_of_record(each) for each in tables}
             layouts = [_flushed_layout(each) for each in tables]
-            places = [self._place(each) for each in tables]
+            places = [_place(self._folder, each) for each in tables]
             self.grown_from = {each["name"]: each[_GROWN] for each in tables if _GROWN in each}
+            self.removed = record.get("removed", {})
         self._described_flushed = self.flushed
-        files = open_tables([(place, layout.arrays()) for place, layout in zip(places, layouts, strict=True)])
+        pairs = [(place, layout.arrays()) for place, layout in zip(places, layouts, strict=True)]
+        tagged = [have_tags(*pair, each.get(_TAGS)) for pair, each in zip(pairs, tables, strict=True)]
         progress = Progress(f"model {self._model!r}: opening tables", sum(each.spec.rows for each in layouts))
-        for layout, each in zip(layouts, files, strict=True):
-            self.tables.append(MappedTable(layout, each))
+        files = open_tables(pairs)
+        for layout, each, has_tags in zip(layouts, files, tagged, strict=True):
+            self.tables.append(self._table(layout, each))
+            if not has_tags:
+                self.tables[-1].make_tags()
             progress.add(layout.spec.rows)
         self._flushed = {table.spec.name: table.mapped for table in self.tables}
-        self.remove_unused()
+        remove_left_behind(self._folder, files)
         self._move_again()
+        if not all(tagged):  # Once: what is damaged later is to be found.
+            flush(each.files for each in self._flushed.values())
+            self._describe()
         self._layouts.recover()
 
     def remove_unused(self) -> None:
-        """Remove what the files have of tables that have moved. While nothing is changed."""
-        mapped = [*self._flushed.values(), *(table.mapped for table in self.tables)]
-        remove_unused(self._folder, [each.files for each in mapped])
+        """Remove what the files have of tables that have moved, or are no more. While nothing is changed."""
+        with self._flushing:
+            mapped = [*self._flushed.values(), *(table.mapped for table in self.tables)]
+            remove_unused(self._folder, [each.files for each in mapped])
+
+    def remove(self, name: str, version: int) -> MappedTable:
+        """Write down that a table is no more, of which the log has no rows: the next start does without it. Until
+        `remove_unused` the files have it, and whoever has asked takes it out of `tables`.
+
+        Raises:
+            StorageFailed: the log could not be written; nothing was changed.
+        """
+        (table,) = (each for each in self.tables if each.spec.name == name)
+        self._describe(removed={name: version})
+        return table
 
     def _move_again(self) -> None:
         """Give the tables that had moved, and were not flushed since, their room again."""
@@ -127,10 +153,9 @@ class ModelStore:
         for table, layout in zip(moved, layouts, strict=True):
             table.extend(layout, made[layout.spec.name])()
 
-    def _place(self, record: Mapping[str, Any]) -> Place:
-        return Place(self._folder / record.get(_FOLDER, ""), record.get(_OFFSET))
-
-    def change(self, specs: Sequence[TableSpec], published: Mapping[str, int]) -> list[Callable[[], None]]:
+    def change(
+        self, specs: Sequence[TableSpec], published: Mapping[str, int], version: int = 0
+    ) -> list[Callable[[], None]]:
         """Make tables, all zero, and make room in those that are there already for what they are to be.
 
         What is written down last is which tables there are: until then, a crash leaves them as they were.
@@ -138,6 +163,7 @@ class ModelStore:
         Args:
             specs: what tables are to be.
             published: how many rows were published of those that are there, by name.
+            version: the newest one, of which none has rows of those that are made.
 
         Returns:
             What makes those that are there what they are to be: for the thread that changes them.
@@ -148,16 +174,23 @@ class ModelStore:
         known = {table.spec.name: table for table in self.tables}
         grown = {each.name: published.get(each.name, 0) for each in specs if self._grows(each)}
         new = [TableLayout.of(each) for each in specs if each.name not in known]
+        again = {each.spec.name: version for each in new if each.spec.name in self.removed}
         changed = [(known[each.name], known[each.name].layout_as(each)) for each in specs if each.name in known]
         made = self._made([*new, *(layout for table, layout in changed if table.moves(layout.spec))])
         try:
             steps = [table.extend(layout, made.get(layout.spec.name)) for table, layout in changed]
-            self._describe(specs, [MappedTable(each, made[each.spec.name]) for each in new], grown)
+            tables = [self._table(each, made[each.spec.name], again) for each in new]
+            self._describe(specs, tables, grown, again=again)
         except BaseException:
             for folder in {files.place.folder for files in made.values()}:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
         return steps
+
+    def _table(
+        self, layout: TableLayout, files: TableFiles, again: Mapping[str, int] = MappingProxyType({})
+    ) -> MappedTable:
+        return MappedTable(layout, files, (self.removed | dict(again)).get(layout.spec.name, 0))
 
     def _grows(self, spec: TableSpec) -> bool:
         return spec.name in self._specs and spec.rows > self._specs[spec.name].rows
@@ -166,6 +199,10 @@ class ModelStore:
         """Files for tables, all zero, by the table's name."""
         files = make_tables(self._folder, [layout.arrays() for layout in layouts]) if layouts else []
         return {layout.spec.name: each for layout, each in zip(layouts, files, strict=True)}
+
+    def without_flush(self) -> AbstractContextManager[object]:
+        """While the block runs, the log has all that has come since the files were flushed. Waits for a flush."""
+        return self._flushing
 
     def flush(self, version: int) -> bool:
         """Put the tables, which are at `version` or later, on disk, and drop the log up to there.
@@ -177,6 +214,8 @@ class ModelStore:
             StorageFailed: the log could not be written; nothing was lost.
         """
         with self._flushing:
+            if self._retired:
+                return False
             mapped = {table: table.mapped for table in list(self.tables)}
             flush(each.files for each in mapped.values())  # What was mended, too, if nothing is newer.
             if version <= self.flushed:
@@ -194,6 +233,11 @@ class ModelStore:
             self.flushed = version
             return True
 
+    def retire(self) -> None:
+        """Write nothing down any more: the model is deleted. A flush that goes on is waited for."""
+        with self._flushing:
+            self._retired = True
+
     def _drop_old_seals(self, version: int) -> None:
         self._log.truncate(self._seals, max(0, version - self._kept_seals)).result()
 
@@ -210,10 +254,22 @@ class ModelStore:
         return seals
 
     def drop_unsealed(self, sealed: int) -> None:
-        """Forget the rows of cuts after version `sealed`, which were never finished."""
-        self._log.drop(self._cuts, sealed + 1).result()
+        """Forget the rows of cuts after version `sealed`, which were never finished. Where there is no room for
+        that, as the log tells, they do no harm: a part drops its own as it begins, and `rows` passes over others.
+        """
+        with contextlib.suppress(VolumeFailed, LogFull):
+            self._log.drop(self._cuts, sealed + 1).result()
 
     # Cuts, from their first part to their seal.
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of rows that the log takes, at most."""
+        return self._log.capacity
+
+    def drop_cut(self, version: int) -> Future[None]:
+        """Forget what was appended of a cut that is given up, which is not sealed."""
+        return self._log.drop(self._cuts, version)
 
     def drop_part(self, version: int, rank: int) -> Future[None]:
         """Forget what was appended of a rank's part of a cut that is not sealed yet; on disk with the seal."""
@@ -251,8 +307,8 @@ class ModelStore:
                 yield rows
         if count != seal.rows:
             raise StorageFailed(
-                f"the log has {count} rows of version {seal.version} of model {self._model!r}, expected "
-                f"{seal.rows}: {RESTORE}"
+                f"the log has {counted(count, 'row')} of version {seal.version} of model {self._model!r}, "
+                f"expected {seal.rows}: {RESTORE}"
             )
 
     def logged(self, wanted: Mapping[str, Ids], seals: Iterable[Seal]) -> list[tuple[int, RowBatch]]:
@@ -273,11 +329,15 @@ class ModelStore:
         grown_from: Mapping[str, int] = MappingProxyType({}),
         mapped: Mapping[str, MappedArrays] = MappingProxyType({}),
         flushed: int = 0,
+        removed: Mapping[str, int] = MappingProxyType({}),
+        again: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         """Write down which tables there are, and only then have them."""
         with self._describing:
             every = self._specs | {spec.name: spec for spec in specs}
+            every = {name: spec for name, spec in every.items() if name not in removed}
             grown = {**self.grown_from, **grown_from}
+            every_removed = self.removed | dict(removed) | dict(again)
             places = self._flushed | {table.spec.name: table.mapped for table in new} | dict(mapped)
             flushed = max(flushed, self._described_flushed)
             for name, spec in every.items():  # Room may have been made for other segments than are written down.
@@ -290,14 +350,19 @@ class ModelStore:
                     for name, spec in every.items()
                 ],
             }
+            record |= {"removed": every_removed} if every_removed else {}
             self._log.put(f"model/{self._model}", pack_json(record)).result()
-            self.tables, self._specs, self.grown_from = [*self.tables, *new], every, grown
-            self._flushed, self._described_flushed = places, flushed
+            if new:
+                self.tables = [*self.tables, *new]
+            self._specs, self.grown_from = every, {name: rows for name, rows in grown.items() if name in every}
+            self._flushed = {name: each for name, each in places.items() if name in every}
+            self._described_flushed, self.removed = flushed, every_removed
 
     def _place_record(self, spec: TableSpec, mapped: MappedArrays) -> dict[str, Any]:
         """Where a table is. What earlier versions have made, in files of its own beside all others, has none."""
         place, layout = mapped.files.place, mapped.layout
         record: dict[str, Any] = {} if place.folder == self._folder else {_FOLDER: place.folder.name}
+        record |= {_TAGS: ALONE if layout.tags_alone else INSIDE}
         record |= {_COLUMNS: list(layout.columns)} if len(layout.columns) > 2 else {}
         if place.offset is not None:
             record |= {_OFFSET: place.offset} | ({_ROWS: layout.spec.rows} if layout.spec.rows < spec.rows else {})
@@ -307,7 +372,20 @@ class ModelStore:
 def _flushed_layout(record: Mapping[str, Any]) -> TableLayout:
     """What arrays a table had when they were last flushed."""
     spec = spec_of_record(record)
-    return TableLayout.of(replace(spec, rows=record.get(_ROWS, spec.rows)), record.get(_COLUMNS, ()))
+    layout = TableLayout.of(replace(spec, rows=record.get(_ROWS, spec.rows)), record.get(_COLUMNS, ()))
+    return replace(layout, tags_alone=record.get(_TAGS) != INSIDE)
+
+
+def _place(folder: Path, record: Mapping[str, Any]) -> Place:
+    return Place(folder / record.get(_FOLDER, ""), record.get(_OFFSET))
+
+
+def recorded_files(directory: Path, record: Mapping[str, Any]) -> list[tuple[Place, ArraySpecs]]:
+    """Where the arrays are that a model's tables had when they were last flushed, as its record says; `directory`
+    is the model's.
+    """
+    tables = record["tables"]
+    return [(_place(directory / _TABLES, each), _flushed_layout(each).arrays()) for each in tables]
 
 
 def _grown_record(name: str, grown_from: Mapping[str, int]) -> dict[str, Any]:

@@ -33,6 +33,7 @@ _NAMES = {
     "seals": "seal of version {number} of model {owner!r}",
     "layouts": "layout {number} of model {owner!r}",
     "releases": "record {index} of table {part} of release {number} of consumer {owner!r}",
+    "heads": "head of release {number} of consumer {owner!r}",
 }
 
 
@@ -84,6 +85,7 @@ def seal_record(seal: Seal) -> dict[str, Any]:
         "sealed_unix_ns": seal.sealed_unix_ns,
         "resync": seal.resync,
         "whole": list(seal.whole),
+        "checksum": seal.checksum,
     }
     return record | event_time_record(seal.event_time_unix_ns)
 
@@ -104,6 +106,7 @@ def seal_of_record(record: Mapping[str, Any]) -> Seal:
         resync=record.get("resync", False),  # Seals of earlier versions lack these.
         whole=tuple(record.get("whole", ())),
         event_time_unix_ns=record.get("event_time_unix_ns"),
+        checksum=record.get("checksum", 0),
     )
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,7 @@ from deltasync.core.rows import Ids
 from deltasync.kernels import touched as kernels
 from deltasync.kernels.touched import Bytes, Marks
 from deltasync.storage.data_directory import RESTORE
+from deltasync.storage.files import allocate, extend, flush_folder, make_folder, writing
 from deltasync.storage.mapping import Mapping, TouchedArray, map_file
 from deltasync.storage.touched import MAX_ARRAYS, Touched
 
@@ -128,13 +129,14 @@ class TableFiles:
             StorageFailed: the disk refused them.
         """
         flush([self])
-        for path in self.unnamed:
-            path.rename(path.with_suffix(""))
-        for mapping in self.mappings:
-            if Path(mapping.name) in self.unnamed:
-                mapping.name = str(Path(mapping.name).with_suffix(""))
-        for folder in {path.parent for path in self.unnamed}:
-            _sync(folder)
+        with writing(f"{self.place.folder} cannot be written", self.place.folder):
+            for path in self.unnamed:
+                path.rename(path.with_suffix(""))
+            for mapping in self.mappings:
+                if Path(mapping.name) in self.unnamed:
+                    mapping.name = str(Path(mapping.name).with_suffix(""))
+            for folder in {path.parent for path in self.unnamed}:
+                flush_folder(folder)
 
     def with_others(self, arrays: ArraySpecs, start: int) -> "TableFiles":
         """With other arrays from array `start` on: in new files of their own, all zero.
@@ -143,8 +145,7 @@ class TableFiles:
             StorageFailed: there is no room.
         """
         for each in arrays[start:]:
-            (self.place.folder / each.file).unlink(missing_ok=True)  # Of a process that ended before it was named.
-            _allocate(self.place.folder / each.file, each.nbytes)
+            make_anew(self.place, each)  # One may be of a process that ended before it was named.
         mappings = [map_file(self.place.folder / each.file, empty=True) for each in arrays[start:]]
         others = [m.array(each.dtype, each.shape) for m, each in zip(mappings, arrays[start:], strict=True)]
         return TableFiles.of(self.place, (*self.arrays[:start], *others), (*self.mappings[:start], *mappings))
@@ -169,7 +170,7 @@ class TableFiles:
             StorageFailed: there is no room; the files are as they were, or longer.
         """
         for each in arrays:
-            _extend(self.place.folder / each.file, each.nbytes)
+            extend(self.place.folder / each.file, each.nbytes)
 
     def begin_with(self, others: "TableFiles", count: int) -> None:
         """Let the first arrays begin with what is in others, which are as long, or shorter. On the thread that
@@ -180,7 +181,7 @@ class TableFiles:
         if others.touched is self.touched:
             return
         bits = (1 << count) - 1
-        marks = others.touched.pending() & np.uint8(bits)
+        marks = others.touched.pending() & np.uint16(bits)
         if self.place != others.place:
             marks[:] = bits
         for number, (array, source) in enumerate(zip(self.arrays[:count], others.arrays, strict=False)):
@@ -194,7 +195,7 @@ class TableFiles:
         rows, found = 1 << self.touched.shift, list[tuple[Mapping, TouchedArray]]()
         for number, (array, mapping) in enumerate(zip(self.arrays, self.mappings, strict=True)):
             bit = 1 << self.first + number
-            if not mapping.private or (marks & np.uint8(bit)).any():
+            if not mapping.private or (marks & np.uint16(bit)).any():
                 found.append((mapping, TouchedArray(_bytes(array), marks, bit, _row_bytes(array) * rows)))
         return found
 
@@ -204,6 +205,16 @@ class TableFiles:
 
     def _bits(self, arrays: int) -> int:
         return (arrays & (1 << len(self.arrays)) - 1) << self.first
+
+
+def make_anew(place: Place, array: ArraySpec) -> None:
+    """Make an array's own file, all zero, instead of one that may be there.
+
+    Raises:
+        StorageFailed: there is no room.
+    """
+    (place.folder / array.file).unlink(missing_ok=True)
+    allocate(place.folder / array.file, array.nbytes)
 
 
 def flush(tables: Iterable[TableFiles]) -> None:
@@ -232,24 +243,25 @@ def make_tables(parent: Path, tables: Sequence[ArraySpecs]) -> list[TableFiles]:
     """
     folder = parent / uuid.uuid4().hex
     try:
-        folder.mkdir(parents=True)
-        sizes = [_room(each) if _is_small(each) else 0 for each in tables]
-        if any(sizes):
-            _allocate(folder / SHARED, sum(sizes))
-        for arrays in tables:
-            for each in arrays:
-                if each.alone or not _is_small(arrays):
-                    _allocate(folder / each.file, each.nbytes)
-        _sync(folder)
-        _sync(parent)
-        starts = accumulate(sizes, initial=0)
-        places = [Place(folder, start if size else None) for start, size in zip(starts, sizes, strict=False)]
-        return _opened(list(zip(places, tables, strict=True)), partial(map_file, empty=True))
-    except BaseException as error:
+        with writing(f"{folder} cannot be made", folder):
+            return _made(folder, tables)
+    except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise StorageFailed(f"{folder} cannot be made: {error.strerror}") from error
         raise
+
+
+def _made(folder: Path, tables: Sequence[ArraySpecs]) -> list[TableFiles]:
+    make_folder(folder)
+    sizes = [_room(each) if _is_small(each) else 0 for each in tables]
+    if any(sizes):
+        allocate(folder / SHARED, sum(sizes))
+    for arrays in tables:
+        for each in arrays:
+            if each.alone or not _is_small(arrays):
+                allocate(folder / each.file, each.nbytes)
+    starts = accumulate(sizes, initial=0)
+    places = [Place(folder, start if size else None) for start, size in zip(starts, sizes, strict=False)]
+    return _opened(list(zip(places, tables, strict=True)), partial(map_file, empty=True))
 
 
 def open_tables(tables: Sequence[tuple[Place, ArraySpecs]]) -> list[TableFiles]:
@@ -262,18 +274,6 @@ def open_tables(tables: Sequence[tuple[Place, ArraySpecs]]) -> list[TableFiles]:
         StorageFailed: a file is missing or of another size, or there is no room in the process's memory.
     """
     return _opened(tables, map_file)
-
-
-def reserve(file: BinaryIO, size: int, what: str) -> None:
-    """Reserve a file's blocks at once: a full disk is then an error here, not a crash at a later write.
-
-    Raises:
-        StorageFailed: there is no room.
-    """
-    try:
-        os.posix_fallocate(file.fileno(), 0, size)
-    except OSError as error:
-        raise StorageFailed(f"{what}: cannot reserve {size} bytes: {error.strerror}") from error
 
 
 def offsets(sizes: Iterable[int], start: int = 0) -> list[int]:
@@ -296,28 +296,6 @@ def _is_small(arrays: ArraySpecs) -> bool:
 def _room(arrays: ArraySpecs) -> int:
     """Bytes of a small table in a shared file."""
     return offsets(0 if each.alone else each.nbytes for each in arrays)[-1]
-
-
-def _allocate(path: Path, size: int) -> None:
-    path.parent.mkdir(exist_ok=True)
-    with path.open("xb") as file:
-        reserve(file, size, str(path))
-        os.fsync(file.fileno())
-    _sync(path.parent)
-
-
-def _extend(path: Path, size: int) -> None:
-    """Make room in a file for so many bytes, the new ones zero; one that is as long stays so."""
-    before = path.stat().st_size
-    if before >= size:
-        return
-    with path.open("r+b") as file:
-        try:
-            reserve(file, size, str(path))
-            os.fsync(file.fileno())
-        except BaseException:
-            file.truncate(before)
-            raise
 
 
 def _opened(tables: Sequence[tuple[Place, ArraySpecs]], map_path: Map) -> list[TableFiles]:
@@ -350,7 +328,7 @@ def _opened_alone(place: Place, arrays: ArraySpecs, map_path: Map) -> TableFiles
     for each, path in zip(arrays, paths, strict=True):
         if path in unnamed:
             path.unlink(missing_ok=True)
-            _allocate(path, each.nbytes)
+            allocate(path, each.nbytes)
     mappings = [_map(path, each.nbytes, map_path) for path, each in zip(paths, arrays, strict=True)]
     found = [m.array(each.dtype, each.shape) for m, each in zip(mappings, arrays, strict=True)]
     return TableFiles.of(place, found, mappings, unnamed)
@@ -362,7 +340,7 @@ def _unnamed(path: Path) -> Path:
 
 def _map(path: Path, size: int, map_path: Map) -> Mapping:
     """A file of one array, which has so many bytes."""
-    if path.exists() and path.stat().st_size > size and not _anything_after(path, size):
+    if path.exists() and path.stat().st_size > size and not anything_after(path, size):
         os.truncate(path, size)
     found = path.stat().st_size if path.exists() else None
     if found != size:
@@ -383,17 +361,8 @@ def _damaged(path: Path, found: int | None, expected: str) -> StorageFailed:
     return StorageFailed(f"{path} {has}, expected {expected} bytes: {RESTORE}")
 
 
-def _anything_after(path: Path, size: int) -> bool:
+def anything_after(path: Path, size: int) -> bool:
     """Whether a file has anything but zeros after so many bytes."""
     with path.open("rb") as file:
         file.seek(size)
         return any(block.count(0) < len(block) for block in iter(partial(file.read, _BLOCK_BYTES), b""))
-
-
-def _sync(folder: Path) -> None:
-    """Flush a folder's entries: a table's files must not be lost once the log names the table."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -10,14 +10,14 @@ from deltasync.core.rows import Ids
 from deltasync.kernels import touched as kernels
 from deltasync.kernels.touched import Marks
 
-MAX_ARRAYS = 8
+MAX_ARRAYS = 16
 # What a row that is written may take to the disk with it.
 _BLOCK_BYTES = 4096
 _LARGEST_SHIFT = 6
 
 
 class Touched:
-    """The blocks of rows that were written, for up to eight arrays of as many rows: an array is a bit. Any thread.
+    """The blocks of rows that were written, for up to 16 arrays of as many rows: an array is a bit. Any thread.
 
     A row is noted after it was written. A flush takes the notes before it reads rows: of one that is written
     meanwhile it may put a part into the file, which is noted once more, and which the log has whole.
@@ -30,7 +30,7 @@ class Touched:
         """For arrays of `rows` rows, which take `row_bytes` bytes in the largest of them, or about so many."""
         self.shift = min(_LARGEST_SHIFT, max(0, (_BLOCK_BYTES // max(1, row_bytes)).bit_length() - 1))
         self._flushing = threading.Lock()
-        self._marks = np.zeros(-(-rows >> self.shift), np.uint8)
+        self._marks = np.zeros(-(-rows >> self.shift), np.uint16)
         self._taken = np.zeros_like(self._marks[:0])
         self._lock = threading.Lock()
 
@@ -43,7 +43,7 @@ class Touched:
     def note_all(self, bits: int) -> None:
         """Note that all rows of some arrays were written."""
         with self._lock:
-            self._marks |= np.uint8(bits)
+            self._marks |= np.uint16(bits)
 
     def add(self, marks: Marks) -> None:
         """Note what was noted of arrays that had as many rows, or fewer."""
@@ -57,8 +57,8 @@ class Touched:
         """
         with self._flushing:
             with self._lock:
-                self._taken = self._marks & np.uint8(bits)
-                self._marks &= np.uint8(~bits & 0xFF)
+                self._taken = self._marks & np.uint16(bits)
+                self._marks &= np.uint16(~bits & 0xFFFF)
             try:
                 yield self._taken
             except BaseException:

@@ -1,13 +1,25 @@
-"""What files have that no table uses: of tables that have moved, or were never written down."""
+"""What folders and files have that nobody uses: of tables that have moved, or of what a process was making when it
+ended.
+"""
 
+import logging
 import os
-import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 
+from deltasync.storage.made_files import (
+    entries,
+    foreign_to_models,
+    remove_folder_of_tables,
+    remove_made,
+    remove_made_for_tables,
+)
 from deltasync.storage.table_files import SHARED, TableFiles, offsets
 
+logger = logging.getLogger(__name__)
+
 _BLOCK_BYTES = 1 << 20
+_TOLD = 20
 
 
 def remove_unused(parent: Path, used: Iterable[TableFiles]) -> None:
@@ -15,11 +27,40 @@ def remove_unused(parent: Path, used: Iterable[TableFiles]) -> None:
     folders: dict[Path, list[TableFiles]] = {}
     for table in used:
         folders.setdefault(table.place.folder, []).append(table)
-    for folder in parent.iterdir() if parent.exists() else ():
-        if folder.is_dir() and folder not in folders:
-            shutil.rmtree(folder, ignore_errors=True)  # Or at the next change.
+    for folder in entries(parent):
+        if folder not in folders:
+            remove_folder_of_tables(folder)  # Or at the next change.
     for tables in folders.values():
         _clear_between([table for table in tables if table.place.offset is not None])
+
+
+def remove_left_behind(parent: Path, used: Iterable[TableFiles]) -> None:
+    """Remove all that was made for tables, and that none uses. Before anybody makes another."""
+    tables = list(used)
+    remove_made_for_tables(parent, {mapping.name for table in tables for mapping in table.mappings})
+    remove_unused(parent, tables)
+
+
+def remove_unknown(models: Path, known: Mapping[str, Set[str]]) -> None:
+    """Remove what is left of models, and of views, that are not known. Before anybody makes one.
+
+    Args:
+        models: the folder of all models.
+        known: the consumers whose views are, by the model's name.
+    """
+    for model in entries(models):
+        views, consumers = model / "views", known.get(model.name)
+        if consumers is None:
+            remove_made(model, models)
+            continue
+        for each in entries(model):
+            if each not in (model / "tables", views):
+                remove_made(each, models)
+        for each in entries(views):
+            if each.name not in consumers:
+                remove_made(each, models)
+    if left := foreign_to_models(models):
+        logger.warning("left alone, since no service has made them: %s", ", ".join(map(str, left[:_TOLD])))
 
 
 def _clear_between(tables: Sequence[TableFiles]) -> None:

@@ -1,14 +1,18 @@
 """The history of a view: of which version each release was made, and from which positions replicas can go on."""
 
+import time
 import uuid
 from collections import deque
+from collections.abc import Iterable
+from dataclasses import replace
 
-from deltasync.core.position import Decision, Position, resume
+from deltasync.core.position import NOWHERE, Decision, Position, resume
+from deltasync.core.seal import Seal, release_checksum
 from deltasync.core.steady_clock import Succession
 from deltasync.feeds.frozen_release import Head
 
-# Of releases older than these, which version they were made of is no longer known.
-_REMEMBERED_RELEASES = 10_000
+# Of releases older than these it is no longer known which version they were made of, nor what their seals are.
+KEPT_HEADS = 10_000
 
 
 class ReleaseHistory:
@@ -22,36 +26,73 @@ class ReleaseHistory:
         succession: when each release became the newest.
     """
 
-    def __init__(self, history_id: str | None = None, first_version: int = 0) -> None:
+    def __init__(self, history_id: str | None = None, first_version: int = 0, heads: Iterable[Head] = ()) -> None:
+        """Begin with the releases that are known, oldest first; without an id, a new history."""
         self.id = history_id or uuid.uuid4().hex
         self.first_version = first_version
         self.succession = Succession()
-        self._heads: deque[Head] = deque(maxlen=_REMEMBERED_RELEASES)
+        self._heads: deque[Head] = deque(heads, maxlen=KEPT_HEADS)
 
     def add(self, head: Head, at_ns: int) -> None:
         """Note that a release is the newest one, since a time by `steady_ns`."""
         self._heads.append(head)
         self.succession.add(head.number, at_ns)
 
+    @property
+    def newest_seal(self) -> int:
+        """The checksum of the newest release's seal; 0 if there is none."""
+        return self._newest.seal if self._newest else 0
+
+    @property
+    def _newest(self) -> Head | None:
+        return self._heads[-1] if self._heads else None
+
+    def sealed(self, head: Head, of: Seal) -> Head:
+        """The head of the release that is to be the next one, made now of a version, with its seal."""
+        before = self._newest.seal if self._newest else self.id
+        return replace(head, seal=release_checksum(before, head.number, of, time.time_ns()))
+
     def version_of(self, number: int) -> int:
         """The version of the rows that a replica at `number` holds.
 
-        Of releases made before a restart nothing is known but that they are not older than the view.
+        Of releases that are no longer known, nothing is but that they are not older than the view.
         """
-        newest_first = reversed(tuple(self._heads))  # A copy: more may be added meanwhile.
-        known = next((head.version for head in newest_first if head.number <= number), self.first_version)
+        newest = self._newest
+        head = newest if newest and number >= newest.number else self._head(number)
+        known = head.version if head else self.first_version
         return min(number, known) if number <= self.first_version else known
 
-    def resume(self, held: Position, newest: int, model_history: str) -> tuple[Decision, Position]:
+    def seal_of(self, number: int) -> int:
+        """The checksum of a release's seal; 0 where it is not known."""
+        head = self._head(number)
+        return head.seal if head else 0
+
+    def _head(self, number: int) -> Head | None:
+        """The head of a release, if it is known. All that are known have successive numbers."""
+        while newest := self._newest:
+            back = newest.number - number
+            found = self._heads[-1 - back] if 0 <= back < len(self._heads) else None
+            if found is None or found.number == number:
+                return found
+            if newest is self._newest:  # Otherwise, one was added meanwhile.
+                return None
+        return None
+
+    def resume(
+        self, held: Position, newest: int, of_model: Decision, acknowledged: Position = NOWHERE
+    ) -> tuple[Decision, Position]:
         """Whether a replica that holds `held` can go on from there, and what that position is in this history.
 
         Args:
             held: what the replica says that it holds.
             newest: the number of the newest release; 0 = there is none.
-            model_history: the id of the history of the view's model.
+            of_model: whether `held` is a version of the model, of its past. One from after the view began is no
+                number of the view's.
+            acknowledged: the replica's offset.
         """
-        if held.history == model_history and 0 < held.number <= self.first_version:
+        seal = self.seal_of(held.number)
+        if of_model.yes and held.number <= self.first_version:
             decision = Decision(True, f"the replica holds version {held.number}, from before the policy")
-            return decision, Position(self.id, held.number)
-        decision = resume(held, self.id, newest, unit="release")
-        return decision, held if decision.yes else Position(self.id)
+            return decision, Position(self.id, held.number, seal)
+        decision = resume(held, self.id, newest, seal, unit="release", acknowledged=acknowledged)
+        return decision, Position(self.id, held.number, held.seal) if decision.yes else Position(self.id)

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import median
+from statistics import median_low
 
 from deltasync.core.policy import Policy
+from deltasync.core.words import are
 
 # Bounds of the pause between two releases while nothing new is published: versions may have come in one burst, or
 # hours apart.
@@ -24,15 +25,15 @@ class Due:
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
-    """What there is to decide on. Times are nanoseconds since 1970.
+    """What there is to decide on. Times are nanoseconds by `steady_ns`.
 
     Attributes:
         newest_version: the model's newest version.
         compared_version: the version at which rows were last picked for a release.
         backlog_rows: dirty rows that were left then.
-        oldest_dirty_unix_ns: when the version was sealed since which the oldest of these is dirty.
-        released_unix_ns: when the last release was made; 0 = never.
-        sealed_unix_ns: when the last few versions were sealed, oldest first.
+        oldest_dirty_ns: when the version was sealed since which the oldest of these is dirty.
+        released_ns: when the last release was made; None = never.
+        sealed_ns: when the last few versions were sealed, oldest first.
         ready: whether a connected replica holds the last release.
         damaged: whether rows of it cannot be sent: the next one has them.
     """
@@ -40,14 +41,14 @@ class Situation:
     newest_version: int
     compared_version: int
     backlog_rows: int
-    oldest_dirty_unix_ns: int
-    released_unix_ns: int
-    sealed_unix_ns: Sequence[int]
+    oldest_dirty_ns: int
+    released_ns: int | None
+    sealed_ns: Sequence[int]
     ready: bool
     damaged: bool = False
 
 
-def due(policy: Policy, now: Situation, now_unix_ns: int) -> Due:
+def due(policy: Policy, now: Situation, now_ns: int) -> Due:
     """When the next release is due.
 
     One release is made for each new version, no sooner than the policy's minimum interval after the last one.
@@ -56,31 +57,33 @@ def due(policy: Policy, now: Situation, now_unix_ns: int) -> Due:
     would get both at once anyway. Where rows of that are damaged, the next one is due soon.
     """
     if now.damaged:
-        seconds = _wait(_SHORTEST_SECONDS, now.released_unix_ns, now_unix_ns)
+        seconds = _wait(_SHORTEST_SECONDS, now.released_ns, now_ns)
         return Due(seconds, "rows of the last release are damaged, and replaced")
     if not now.ready:
         return Due(None, "no connected replica holds the last release yet")
     if now.newest_version == now.compared_version and not now.backlog_rows:
         return Due(None, "nothing has changed since the last release")
-    at_once = _wait(policy.min_interval_seconds, now.released_unix_ns, now_unix_ns)
+    at_once = _wait(policy.min_interval_seconds, now.released_ns, now_ns)
     if now.newest_version != now.compared_version:
         return Due(at_once, f"version {now.newest_version} is new")
-    paced = _wait(_pace(now.sealed_unix_ns), now.released_unix_ns, now_unix_ns)
+    paced = _wait(_pace(now.sealed_ns), now.released_ns, now_ns)
     if policy.max_age_seconds is not None:
-        paced = min(paced, _wait(policy.max_age_seconds, now.oldest_dirty_unix_ns, now_unix_ns))
-    return Due(max(at_once, paced), f"{now.backlog_rows} rows are left of the last release")
+        paced = min(paced, _wait(policy.max_age_seconds, now.oldest_dirty_ns, now_ns))
+    return Due(max(at_once, paced), f"{are(now.backlog_rows, 'row')} left of the last release")
 
 
-def _wait(seconds: float, since_unix_ns: int, now_unix_ns: int) -> float:
-    """What remains of a pause; nothing where the clock was set back, since the pause would then not end."""
-    waited = (now_unix_ns - since_unix_ns) / 1e9
+def _wait(seconds: float, since_ns: int | None, now_ns: int) -> float:
+    """What remains of a pause; nothing of one that begins later: by a clock that was set back since."""
+    if since_ns is None:
+        return 0.0
+    waited = (now_ns - since_ns) / 1e9
     return max(0.0, seconds - waited) if waited >= 0 else 0.0
 
 
-def _pace(sealed_unix_ns: Sequence[int]) -> float:
-    """Twice the median time between the last versions, within bounds: one outage among them does not count."""
-    recent = sealed_unix_ns[-PACE_VERSIONS:]
+def _pace(sealed_ns: Sequence[int]) -> float:
+    """Twice the median time between the last versions, within bounds, so that one outage does not count."""
+    recent = sealed_ns[-PACE_VERSIONS:]
     if len(recent) < 2:
         return _SHORTEST_SECONDS
-    between = median(later - earlier for earlier, later in pairwise(recent)) / 1e9
+    between = median_low(later - earlier for earlier, later in pairwise(recent)) / 1e9
     return min(max(2 * between, _SHORTEST_SECONDS), LONGEST_SECONDS)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from deltasync.core.policy import Policy
 from deltasync.core.rows import Ids
+from deltasync.core.words import counted
 from deltasync.kernels.ranking import rank_rows, take_largest
 
 Mask = NDArray[np.bool_]
@@ -130,14 +131,14 @@ class _Candidates:
     def reason(self, wanted: Mask, taken: Mask, policy: Policy) -> str:
         dirty, took, fit = _count(self.free), _count(taken), _count(wanted)
         if took == dirty:
-            return f"took all {dirty} dirty rows"
+            return f"took all {counted(dirty, 'dirty row')}"
         new, old = _count(self.never_sent & taken), _count(self.overdue & taken)
         ranked = policy.top_k and fit < dirty
         why = [f"top_k {_amount(policy)} takes those that have changed most"] if ranked else []
         why += [f"no more than {took} of {fit} fit max_bytes {policy.max_bytes}"] if took < fit else []
         why += [f"{new} were never sent before"] if new else []
         why += [f"{old} were older than max_age_seconds {policy.max_age_seconds:g}"] if old else []
-        return f"took {took} of {dirty} dirty rows: {'; '.join(why)}"
+        return f"took {took} of {counted(dirty, 'dirty row')}: {'; '.join(why)}"
 
 
 def _top(ranks: Ranks, free: Mask, top_k: float) -> Mask:

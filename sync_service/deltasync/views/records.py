@@ -1,6 +1,6 @@
 """The small records of a view in the log: their names and keys are part of the data directory's format."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from deltasync.core.value_types import ValueType
 from deltasync.feeds.frozen_release import Head
 from deltasync.feeds.statistics import Amount, ReleaseStatistics
 from deltasync.storage.log_store import LogStore
+from deltasync.storage.mapped_table import ALONE, INSIDE
 from deltasync.storage.records import event_time_record, reading, unpack_json
 from deltasync.storage.table_files import Place
 from deltasync.views.table import ViewTable
@@ -30,6 +31,11 @@ def release_name(consumer: str) -> str:
 def releases_stream(consumer: str) -> str:
     """The stream of the rows of its releases, by release, slot and index."""
     return f"releases/{consumer}"
+
+
+def heads_stream(consumer: str) -> str:
+    """The stream of the heads of its newest releases, by release."""
+    return f"heads/{consumer}"
 
 
 def recorded_view(log: LogStore, consumer: str) -> Mapping[str, Any] | None:
@@ -63,6 +69,7 @@ def head_record(head: Head) -> dict[str, Any]:
         "version": head.version,
         "step": head.step,
         "step_end_unix_ns": head.step_end_unix_ns,
+        "seal": head.seal,
     }
     return record | event_time_record(head.event_time_unix_ns)
 
@@ -74,7 +81,8 @@ def head_of_record(record: Mapping[str, Any]) -> Head:
         version=record["version"],
         step=record["step"],
         step_end_unix_ns=record["step_end_unix_ns"],
-        event_time_unix_ns=record.get("event_time_unix_ns"),  # Heads of earlier versions lack it.
+        event_time_unix_ns=record.get("event_time_unix_ns"),  # Heads of earlier versions lack these.
+        seal=record.get("seal", 0),
     )
 
 
@@ -116,8 +124,24 @@ def table_record(table: ViewTable) -> dict[str, Any]:
         "mode": table.delivery.mode.value,
         "folder": place.folder.name,
         "rows": table.delivery.spec.rows,
+        "tags": ALONE if table.tags_alone else INSIDE,
     }
+    record |= {"replaces": table.sent.removed_before} if table.sent.removed_before else {}
+    record |= {"removed_before": table.source.removed_before} if table.source.removed_before else {}
     return record | ({} if place.offset is None else {"offset": place.offset})
+
+
+def is_of_removed(record: Mapping[str, Any], tables: Container[str], removed: Mapping[str, int]) -> bool:
+    """Whether a table that was written down is of one that its model has no more, though it may have another of
+    that name.
+
+    Args:
+        record: what was written down.
+        tables: the names of those that the model has.
+        removed: at which version one was removed, by its name.
+    """
+    name = record["table"]
+    return name not in tables or record.get("removed_before", 0) != removed.get(name, 0)
 
 
 def place_of_record(record: Mapping[str, Any], directory: Path) -> Place:

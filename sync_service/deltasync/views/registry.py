@@ -10,7 +10,9 @@ from deltasync.consumers.consumer import Consumer
 from deltasync.core.errors import StorageFailed
 from deltasync.core.events import EventKind, Events
 from deltasync.feeds.model import Model
+from deltasync.storage.data_directory import RESTORE
 from deltasync.storage.log_store import LogStore
+from deltasync.storage.volume import VolumeFailed
 from deltasync.views.records import recorded_view
 from deltasync.views.release_loop import ReleaseLoop
 from deltasync.views.view import View
@@ -40,17 +42,37 @@ class ViewRegistry:
         entry = self._entries.get(consumer.name)
         return entry.view if entry else None
 
+    def spilled_bytes(self, model: Model) -> int:
+        """Bytes of releases in files, of all views of a model."""
+        return sum(each.view.spilled_bytes for each in self._entries.values() if each.view.model is model)
+
     async def follow(self, consumer: Consumer, model: Model, directory: Path) -> None:
         """Have a view of a consumer, if it needs one: the one there was before a restart, or else a new one.
 
+        A consumer that is paused goes on without one it does not have: see `begin`.
+
         Raises:
-            StorageFailed: the log could not be written.
+            StorageFailed: the log, or a file, could not be written.
         """
         if consumer.name in self._entries:
             return
         record = recorded_view(self._log, consumer.name)
-        if consumer.policy.sends_everything and record is None:
+        if record is None and (consumer.pause or consumer.policy.sends_everything):
             return
+        await self._add(consumer, model, directory, record)
+
+    async def begin(self, consumer: Consumer, model: Model, directory: Path) -> None:
+        """Have the view that a consumer lacks which got its first policy while it was paused.
+
+        Raises:
+            StorageFailed: the log could not be written.
+        """
+        if consumer.name not in self._entries and not consumer.policy.sends_everything:
+            await self._add(consumer, model, directory, None)
+
+    async def _add(
+        self, consumer: Consumer, model: Model, directory: Path, record: Mapping[str, Any] | None
+    ) -> None:
         view = await self._view(consumer.name, model, directory, record)
         loop = ReleaseLoop(consumer, view, self._events)
         self._entries[consumer.name] = _Entry(view, loop, self._tasks.create_task(loop.run()))
@@ -62,15 +84,22 @@ class ViewRegistry:
             view = View(name, model, self._log, directory)
             try:
                 await asyncio.to_thread(view.recover, record)
+            except VolumeFailed:  # What there is of it is as it was.
+                raise
             except StorageFailed as error:
                 # What replicas hold is not known any more.
-                text = "its view cannot be read, so its replicas get every row"
-                self._events.emit(EventKind.FAILED, text, error, consumer=name)
+                text = "its view cannot be read, so its replicas get every row, and nothing has to be restored"
+                reason = str(error).removesuffix(f": {RESTORE}")
+                self._events.emit(EventKind.FAILED, f"{text}: {reason}", consumer=name)
             else:
                 return view
         view = View(name, model, self._log, directory)
         await asyncio.to_thread(view.discard)  # Removes what an earlier one has left.
         return view
+
+    def by_consumer(self) -> dict[str, View]:
+        """All views."""
+        return {name: entry.view for name, entry in self._entries.items()}
 
     async def forget(self, name: str) -> None:
         """Remove the view of a consumer, if it has one."""

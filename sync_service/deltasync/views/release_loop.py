@@ -11,8 +11,8 @@ from deltasync.core.backoff import backoff
 from deltasync.core.errors import InvalidInput, StorageFailed
 from deltasync.core.events import EventKind, Events, described
 from deltasync.core.policy import Policy
-from deltasync.core.seal import seal_of
 from deltasync.core.signals import first_of
+from deltasync.core.steady_clock import Moment, steady_ns
 from deltasync.views.pacing import PACE_VERSIONS, Situation, due
 from deltasync.views.view import View
 
@@ -30,7 +30,7 @@ class ReleaseLoop:
         self._view = view
         self._events = events
         self._pauses = backoff()
-        self._stopping = asyncio.Event()
+        self._stopping, self._began_ns = asyncio.Event(), steady_ns()
         self._prepare_at = 0.0
         self._refused: Policy | None = None  # The policy whose tables could not be made.
 
@@ -57,15 +57,20 @@ class ReleaseLoop:
 
     async def _advance(self) -> float | None:
         """Do what is due. In how many seconds to look again; None = once something changes."""
+        if self._view.has_removed:  # Now: after a restart, it would not be known what these were.
+            await self._prepare()
         if not self._connected():
             self._view.drop_newest()
             return None
+        if not self._goes_on():
+            return None
         await self._prepare()
-        decision = due(self._consumer.policy, self._situation(), time.time_ns())
+        decision = due(self._consumer.policy, self._situation(), steady_ns())
         if decision.seconds == 0:
             logger.debug("consumer %s: a release is due: %s", self._consumer.name, decision.reason)
             before = self._view.position
-            await self._view.make_release(self._consumer.policy, self._overdue_version())
+            # A pause may come meanwhile, for a version that is then the newest: nobody is to be sent its rows.
+            await self._view.make_release(self._consumer.policy, self._overdue_version(), self._goes_on)
             if self._view.position != before:
                 self._emit(EventKind.RELEASE_MADE, number=self._view.position.number)
         if self._view.trouble:
@@ -85,20 +90,24 @@ class ReleaseLoop:
     def _emit(self, kind: EventKind, text: str = "", error: Exception | None = None, **subject: object) -> None:
         self._events.emit(kind, text, error, consumer=self._consumer.name, **subject)
 
+    def _goes_on(self) -> bool:
+        """Whether it is not paused. Any thread."""
+        return self._consumer.pause is None
+
     def _connected(self) -> bool:
         return any(replica.stream for replica in self._consumer.replicas.values())
 
     def _situation(self) -> Situation:
         state, seals, position = self._view.state, self._view.model.seals, self._view.position
         oldest, recent = state.oldest_dirty_version, islice(reversed(seals), PACE_VERSIONS)
-        replicas = self._consumer.replicas.values()
+        replicas, released = self._consumer.replicas.values(), self._view.released
         return Situation(
             newest_version=self._view.model.position.number,
             compared_version=state.compared_version,
-            backlog_rows=state.backlog_rows,
-            oldest_dirty_unix_ns=seal_of(oldest, seals).sealed_unix_ns if oldest else 0,
-            released_unix_ns=state.newest.statistics.made_unix_ns if state.newest else 0,
-            sealed_unix_ns=[seal.sealed_unix_ns for seal in recent][::-1],
+            backlog_rows=state.backlog_rows + self._view.lost,
+            oldest_dirty_ns=self._sealed_ns(oldest) if oldest else 0,
+            released_ns=_steady_ns(released) if released else None,
+            sealed_ns=[self._sealed_ns(seal.version) for seal in recent][::-1],
             ready=state.newest is not None and any(r.stream and r.applied == position for r in replicas),
             damaged=bool(self._view.damage.rows),
         )
@@ -108,11 +117,22 @@ class ReleaseLoop:
         age = self._consumer.policy.max_age_seconds
         if age is None:
             return 0
-        limit = time.time_ns() - int(age * 1e9)
+        limit = steady_ns() - int(age * 1e9)
         seals = self._view.model.seals
-        older = bisect_right(seals, limit, key=lambda seal: seal.sealed_unix_ns)
+        older = bisect_right(seals, limit, key=lambda seal: self._sealed_ns(seal.version))
         return seals[older - 1].version if older else 0
+
+    def _sealed_ns(self, version: int) -> int:
+        """When a version was sealed, by `steady_ns`; one that was there when this began, not later than that."""
+        moment = self._view.model.sealed_at(version)
+        return _steady_ns(moment) if moment.steady_ns is not None else min(self._began_ns, _steady_ns(moment))
 
     async def _wait(self, seconds: float | None) -> None:
         events = (self._consumer.signal.changed(), self._view.model.changed(), self._stopping.wait())
         await first_of(*events, seconds=seconds)
+
+
+def _steady_ns(moment: Moment) -> int:
+    """A time by `steady_ns`; where only the wall clock knows it, as that says now."""
+    now = Moment.now()
+    return steady_ns() - now.after_ns(moment)

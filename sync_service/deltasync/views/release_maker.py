@@ -10,7 +10,7 @@ version than the one at which the rows were drawn.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,8 +22,9 @@ from deltasync.core.policy import Policy
 from deltasync.core.progress import Progress
 from deltasync.core.tables import TableKind
 from deltasync.feeds.damage import IdsByTable, without
-from deltasync.feeds.frozen_release import FrozenRelease, Head, Releases
+from deltasync.feeds.frozen_release import FrozenRelease, Head
 from deltasync.feeds.model import Model
+from deltasync.feeds.releases import Releases
 from deltasync.views.ranking import DirtyRows
 from deltasync.views.release_draft import ReleaseDraft, draw
 from deltasync.views.release_log import ReleaseLog
@@ -45,8 +46,12 @@ class ReleaseMaker:
         self._scratch = scratch
         self._logged: tuple[ReleaseDraft, ViewState] | None = None  # Its rows are in the log.
 
-    async def make(self, policy: Policy, overdue_version: int) -> None:
-        """Make the next release. Rows that are dirty since `overdue_version` or before are overdue.
+    async def make(self, policy: Policy, overdue_version: int, wanted: Callable[[], bool] = lambda: True) -> bool:
+        """Make the next release, if it is `wanted` still as its rows are drawn, which is asked on the model's
+        thread. Rows that are dirty since `overdue_version` or before are overdue.
+
+        Returns:
+            Whether rows were drawn, though there may have been none that were dirty.
 
         Raises:
             StorageFailed: not all of it could be written. Rows that were not written are still dirty; if only the
@@ -56,14 +61,15 @@ class ReleaseMaker:
         """
         await self.finish()
         await self._look_ahead()
-        draft = await self._drawn(policy, overdue_version)
+        draft = await self._drawn(policy, overdue_version, wanted)
         if draft is None:
-            return
+            return False
         state, failure = await asyncio.to_thread(draft.settle, self._store.state)
         self._logged = draft, state
         await self.finish()
         if failure:
             raise failure
+        return True
 
     async def finish(self) -> None:
         """Write down the release whose rows are in the log, if there is one, and make it visible.
@@ -97,12 +103,14 @@ class ReleaseMaker:
                     progress.at(look.done)
                 await self._model.on_thread(table.finish, look)
 
-    async def _drawn(self, policy: Policy, overdue_version: int) -> ReleaseDraft | None:
+    async def _drawn(
+        self, policy: Policy, overdue_version: int, wanted: Callable[[], bool]
+    ) -> ReleaseDraft | None:
         """A release without rows that are damaged, also if that is only found as they are read."""
         while True:
             resync, known = self._resyncs, self._model.damage.rows
             try:
-                return await self._model.on_thread(self._draw, policy, overdue_version, known, resync)
+                return await self._model.on_thread(self._draw, policy, overdue_version, known, resync, wanted)
             except DamagedRows as error:
                 self._model.damage.note(error)  # So that they are mended.
                 if resync or not without({error.table: error.ids}, known):
@@ -117,16 +125,23 @@ class ReleaseMaker:
         _ = self._model.applied  # Raises while a version is there in part: the table is then at none.
         return table.begin(compared_version)
 
-    def _draw(self, policy: Policy, overdue_version: int, damage: IdsByTable, resync: bool) -> ReleaseDraft | None:
+    def _draw(
+        self,
+        policy: Policy,
+        overdue_version: int,
+        damage: IdsByTable,
+        resync: bool,
+        wanted: Callable[[], bool],
+    ) -> ReleaseDraft | None:
         seal, state = self._model.applied, self._store.state
-        if seal is None or state.head is None:
+        if seal is None or state.head is None or not wanted():
             return None
         # The newest cut may be applied before the event loop knows of its seal.
         if resync or (seal.resync and seal.version > state.compared_version):
             policy, damage = replace(policy, top_k=None, top_k_per_table=False, max_bytes=None), {}
         dirty = find_dirty(state.tables, state.compared_version, overdue_version)
         dirty, picked = pick_sound(state.tables, dirty, damage, policy)
-        head = Head.of(seal, state.head.number + 1)
+        head = self._store.history.sealed(Head.of(seal, state.head.number + 1), seal)
         log = ReleaseLog(self._store, head.number)
         try:
             return draw(state.tables, dirty, picked, head, log, self._scratch)

@@ -4,31 +4,43 @@ Rows of a release are in the log before they are in the view's files, and the re
 replica can be given it: what a replica holds is never lost to the view in a crash.
 """
 
-import shutil
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from deltasync.core.delivery import Delivery
+from deltasync.core.errors import StorageFailed
 from deltasync.core.rows import RowBatch
 from deltasync.core.steady_clock import FOREVER_NS, steady_ns
 from deltasync.core.tables import Shard
 from deltasync.feeds.frozen_release import Head
 from deltasync.feeds.model import Model
 from deltasync.feeds.statistics import Backlog, ReleaseStatistics
-from deltasync.storage.log_store import LAST_NUMBER, LogStore
-from deltasync.storage.mapped_table import MappedTable
-from deltasync.storage.records import name_of, pack_json, pack_rows, packed_bytes, reading, unpack_rows
+from deltasync.storage.log_store import LAST_NUMBER, LogFull, LogStore
+from deltasync.storage.mapped_table import INSIDE, MappedTable, have_tags
+from deltasync.storage.records import (
+    name_of,
+    pack_json,
+    pack_rows,
+    packed_bytes,
+    reading,
+    unpack_json,
+    unpack_rows,
+)
 from deltasync.storage.table_files import flush, make_tables, open_tables
-from deltasync.storage.unused_files import remove_unused
-from deltasync.views.history import ReleaseHistory
+from deltasync.storage.unused_files import remove_left_behind, remove_unused
+from deltasync.storage.volume import VolumeFailed
+from deltasync.views.history import KEPT_HEADS, ReleaseHistory
 from deltasync.views.records import (
     delivery_of_record,
     head_of_record,
     head_record,
+    heads_stream,
+    is_of_removed,
     place_of_record,
     recorded_release,
     release_name,
@@ -103,7 +115,7 @@ class ViewStore:
         self._log = log
         self._directory = directory
         self.consumer = consumer
-        self._stream = releases_stream(consumer)
+        self._stream, self._heads = releases_stream(consumer), heads_stream(consumer)
         self._flushed = 0
         self._flushing = threading.Lock()
         self._appended_bytes = 0  # Written by one release at a time.
@@ -146,7 +158,11 @@ class ViewStore:
         Raises:
             StorageFailed: the log could not be written, or has not all of these.
         """
-        record = {"head": head_record(release.head), "account": statistics_record(release.statistics)}
+        head = head_record(release.head)
+        chained = pack_json(head | {"after": self.history.newest_seal})
+        # Where the log is full it goes without: after a restart, replicas of older releases are sent everything.
+        self._log.append(self._heads, release.head.number, 0, 0, chained, after=after, patient=True)
+        record = {"head": head, "account": statistics_record(release.statistics)}
         self._log.put(release_name(self.consumer), pack_json(record), after=after).result()
 
     # Tables and their files, on any thread.
@@ -175,8 +191,10 @@ class ViewStore:
         """The table that is as a delivery wants it, but has room for fewer rows; None if there is none."""
         for table in self.state.tables:
             rows = table.delivery.spec.rows
-            if rows < delivery.spec.rows and table.delivery == replace(
-                delivery, spec=replace(delivery.spec, rows=rows)
+            if (
+                not table.source.removed
+                and rows < delivery.spec.rows
+                and table.delivery == replace(delivery, spec=replace(delivery.spec, rows=rows))
             ):
                 return table
         return None
@@ -186,8 +204,13 @@ class ViewStore:
         remove_unused(self._directory, [table.files for table in self.state.tables])
 
     def should_flush(self, flush_bytes: int) -> bool:
-        """Whether the log holds so many bytes of releases that are not flushed."""
-        return self._appended_bytes - self._dropped_bytes >= flush_bytes
+        """Whether the log holds so many bytes of unflushed releases, or half as many of them as heads are kept."""
+        unflushed = self.state.head.number - self._flushed if self.state.head else 0
+        return self._appended_bytes - self._dropped_bytes >= flush_bytes or unflushed >= KEPT_HEADS // 2
+
+    def without_flush(self) -> AbstractContextManager[object]:
+        """While the block runs, the log has all that has come since the files were flushed. Waits for a flush."""
+        return self._flushing
 
     def flush(self) -> bool:
         """Put the view's files on disk and drop its rows from the log; whether there was anything to flush.
@@ -213,8 +236,11 @@ class ViewStore:
             self.state = replace(self.state, newest=None)
             self._log.put(view_name(self.consumer), None).result()
             self._log.put(release_name(self.consumer), None).result()
+            self._log.truncate(self._heads, LAST_NUMBER).result()
             self._log.truncate(self._stream, LAST_NUMBER).result()
-            shutil.rmtree(self._directory, ignore_errors=True)
+            remove_left_behind(self._directory, ())
+            with suppress(OSError):  # Or at the next start; or it has a file that no service has made.
+                self._directory.rmdir()
 
     def _write_view(self, state: ViewState, number: int) -> None:
         """Write down that the files are at release `number`, or later; the log need not hold the rows up to it."""
@@ -231,6 +257,7 @@ class ViewStore:
 
     def _cut_log(self, number: int) -> None:
         self._log.truncate(self._stream, number).result()
+        self._log.truncate(self._heads, max(0, number - KEPT_HEADS)).result()
         self._flushed = number
 
     # Coming back.
@@ -245,26 +272,52 @@ class ViewStore:
             if record["model_history"] != self._model.history:
                 self.discard()  # What replicas hold is of another model: they need everything anyway.
                 return
-            self.history = ReleaseHistory(record["history"], record["forked"])
+            history, forked = record["history"], record["forked"]
             self._flushed, compared_version = record["flushed"], record["seen"]
             mixed = record.get("mixed", False)
-            tables = self._open_tables(record["tables"])
-        newest = self._recover_release()
+            tables, tagged = self._open_tables(record["tables"])
+        newest, model_version = self._recover_release(), self._model.position.number
+        if (version := max(compared_version, newest.head.version if newest else 0)) > model_version:
+            raise StorageFailed(f"it is made of version {version}, and the model's newest one is {model_version}")
+        self.history = ReleaseHistory(history, forked, self._heads_before(newest.head) if newest else ())
         self._replay(tables, newest.head.number if newest else 0)
         mixed = bool(mixed and newest and newest.head.number == self._flushed)
         self.state = ViewState(tables=tables, newest=newest, compared_version=compared_version, mixed=mixed)
+        if not tagged:  # Once: what is damaged later is to be found.
+            flush(table.files for table in tables)
+            self._write_view(self.state, self._flushed)
+        for table in tables:
+            table.retag(newest.head.number if newest else 0)
+            table.check_marks(model_version)
         if newest:
             self.history.add(newest.head, -FOREVER_NS)
-        self.remove_unused()
+        remove_left_behind(self._directory, [table.files for table in tables])
 
-    def _open_tables(self, records: Sequence[Mapping[str, Any]]) -> tuple[ViewTable, ...]:
-        by_name = {table.spec.name: table for table in self._model.tables}
-        sources = [by_name[each["table"]] for each in records]
+    def _open_tables(self, records: Sequence[Mapping[str, Any]]) -> tuple[tuple[ViewTable, ...], bool]:
+        """The tables, and whether all had tags, which are made where there are none."""
+        sources = self._sources(records)
         deliveries = [delivery_of_record(each, source.spec) for each, source in zip(records, sources, strict=True)]
         places = [place_of_record(each, self._directory) for each in records]
-        arrays = map(view_arrays, deliveries)
-        files = open_tables(list(zip(places, arrays, strict=True)))
-        return tuple(ViewTable(*each) for each in zip(sources, deliveries, files, strict=True))
+        arrays = [
+            view_arrays(delivery, tags_alone=each.get("tags") != INSIDE)
+            for delivery, each in zip(deliveries, records, strict=True)
+        ]
+        pairs = list(zip(places, arrays, strict=True))
+        tagged = [have_tags(*pair, each.get("tags")) for pair, each in zip(pairs, records, strict=True)]
+        files = open_tables(pairs)
+        tables = tuple(ViewTable(*each) for each in zip(sources, deliveries, files, strict=True))
+        for table, each, has_tags in zip(tables, records, tagged, strict=True):
+            table.sent.removed_before = each.get("replaces", 0)
+            for mapped in table.mapped if not has_tags else ():
+                mapped.make_tags()
+        return tables, all(tagged)
+
+    def _sources(self, records: Sequence[Mapping[str, Any]]) -> list[MappedTable]:
+        by_name = {table.spec.name: table for table in self._model.tables}
+        for each in records:
+            if is_of_removed(each, by_name, self._model.store.removed):
+                raise StorageFailed(f"table {each['table']!r}, which it has, was deleted")
+        return [by_name[each["table"]] for each in records]
 
     def _replay(self, tables: Sequence[ViewTable], newest: int) -> None:
         """Write the rows that the log has of releases up to the newest one into the tables.
@@ -280,9 +333,27 @@ class ViewStore:
                 self._appended_bytes += len(record.payload)
             last = max(last, record.number)
         if last > newest:
-            self.drop(newest + 1).result()
+            with suppress(VolumeFailed, LogFull):  # As the log tells. Each release begins with it, too.
+                self.drop(newest + 1).result()
         for table in tables:
             table.find_marked()
+
+    def _heads_before(self, newest: Head) -> list[Head]:
+        """The heads of releases before the newest one, oldest first, back to where the chain of seals breaks off:
+        what an earlier version of the service has released has none.
+        """
+        records = {}
+        for each in self._log.read(self._heads, last=newest.number):
+            with reading(name_of(self._heads, each.number)):
+                record = unpack_json(each.payload)
+                records[head_of_record(record)] = record["after"]
+        heads, seal = list[Head](), newest.seal
+        for head in reversed(records):
+            if not seal or head.seal != seal:
+                break
+            heads.append(head)
+            seal = records[head]
+        return heads[:0:-1]
 
     def _recover_release(self) -> NewestRelease | None:
         record = recorded_release(self._log, self.consumer)

@@ -22,6 +22,7 @@ from deltasync.views.dirty_set import DirtySet, Findings, Floats
 
 _MARK_TYPE = np.dtype(np.int64)
 _NO_IDS = np.zeros(0, np.int64)
+_TAGS = 2  # Which of a table's arrays these are.
 
 
 class EncodedTable(MappedTable):
@@ -29,6 +30,8 @@ class EncodedTable(MappedTable):
 
     Its digests are of the rows as replicas hold them: decoded, or as they are sent.
     """
+
+    role = "held"
 
     def __init__(self, delivery: Delivery, files: TableFiles) -> None:
         self._delivery = delivery
@@ -199,6 +202,22 @@ class ViewTable:
         self._marks_files.touch(ids, 1)
         self._clean = clean
 
+    def find_lost(self, first: int, last: int, compared_version: int) -> Ids:
+        """Those of the rows from `first` to before `last` that the last look, at `compared_version` or later, must
+        have found dirty, and that are not marked: the disk has lost that. They are dirty from here on.
+        """
+        version = max(self._compared_version, compared_version)
+        numbers = np.abs(self.source.stamps[first : min(last, self.delivery.spec.rows)])
+        compared = (numbers > 0) & (numbers <= version)
+        ids = first + np.flatnonzero(compared & (self._marks[first : first + len(numbers)] == 0))
+        found = Findings.to_come(ids)
+        self.compare(found, version)
+        if found.dirty.any():
+            self.dirty = self.dirty.after(found, version)
+        lost = ids[found.dirty]
+        # Of a damaged row nobody knows whether it differs.
+        return difference(lost, union(self.source.damaged(lost), self.held.damaged(lost)))
+
     # What a release does.
 
     def deletes(self, ids: Ids) -> RowBatch:
@@ -297,6 +316,11 @@ class ViewTable:
         return min(rows, rows - clean.rows + clean.after(number) + changed)
 
     @property
+    def tags_alone(self) -> bool:
+        """Whether its tags have files of their own, though it is small."""
+        return self.files.mappings[0] is not self.files.mappings[_TAGS] and self.files.place.offset is not None
+
+    @property
     def mapped(self) -> list[MappedTable]:
         """What is held, and what is sent where that is something else."""
         return [self.held] if self.sent is self.held else [self.held, self.sent]
@@ -305,11 +329,24 @@ class ViewTable:
         """Wait until everything written before the call is on disk. Blocks; any thread."""
         flush([self.files])
 
+    def retag(self, number: int) -> None:
+        """See `StampedTable.retag_all`; `number` is that of the newest release."""
+        for mapped in self.mapped:
+            mapped.retag_all(number)
+        self._clean = self.sent.counts.without(self.sent.numbers(self.dirty.ids))
+
     def find_marked(self) -> None:
         """Find the dirty rows anew, those marked on disk: after a restart, and what the log had to be written."""
         self.dirty = DirtySet.of_marks(self._marks)
         self._clean = self.sent.counts.without(self.sent.numbers(self.dirty.ids))
         self._seen = not len(self.dirty)
+
+    def check_marks(self, newest: int) -> None:
+        """Take marks that cannot be, while `newest` is the model's version, for those of the first version."""
+        wrong = self.dirty.ids[(self.dirty.since < 1) | (self.dirty.since > newest)]
+        if len(wrong):
+            self._mark(wrong, 1)
+            self.find_marked()
 
     def _norms_of(self, ids: Ids) -> Floats:
         """How far rows of the source are from nothing, which is what a new replica has; 0 where nobody is told."""
@@ -318,11 +355,12 @@ class ViewTable:
         return distances(self.source.rows_of(ids), np.zeros(1, self.source.spec.dtype))
 
 
-def view_arrays(delivery: Delivery) -> list[ArraySpec]:
-    """The arrays of a table of a view."""
-    norms = _wire_layout(delivery).arrays("norms/") if delivery.mode is Mode.IDS else ()
-    marks = ArraySpec(file_of(delivery.spec, "since"), _MARK_TYPE, (delivery.spec.rows,))
-    return [*_held_layout(delivery).arrays(), *norms, marks]
+def view_arrays(delivery: Delivery, *, tags_alone: bool = False) -> list[ArraySpec]:
+    """The arrays of a table of a view; `tags_alone` as in `TableLayout`."""
+    layouts = [(_held_layout(delivery), "")]
+    layouts += [(_wire_layout(delivery), "norms/")] if delivery.mode is Mode.IDS else []
+    arrays = [each for layout, folder in layouts for each in replace(layout, tags_alone=tags_alone).arrays(folder)]
+    return [*arrays, ArraySpec(file_of(delivery.spec, "since"), _MARK_TYPE, (delivery.spec.rows,))]
 
 
 def _held_layout(delivery: Delivery) -> TableLayout:

@@ -9,6 +9,7 @@ from deltasync.core.delivery import Delivery
 from deltasync.core.policy import Policy
 from deltasync.core.progress import Progress
 from deltasync.core.seal import seal_of
+from deltasync.core.words import counted
 from deltasync.feeds.frozen_release import Head
 from deltasync.feeds.model import Model
 from deltasync.feeds.statistics import Amount, Backlog, total
@@ -69,14 +70,17 @@ class TableMaker:
         await asyncio.to_thread(self._store.install, after, replace(release, head=self._dated(release.head)))
 
     def _dated(self, head: Head) -> Head:
-        """A head with the step and the times of its version, and not of a later one that was applied meanwhile."""
+        """A head with its seal, and with the step and the times of its version, not of a later one that was
+        applied meanwhile.
+        """
         seal = seal_of(head.version, self._model.seals)
-        return replace(Head.of(seal, head.number), version=head.version)
+        dated = replace(Head.of(seal, head.number), version=head.version)
+        return self._store.history.sealed(dated, seal)
 
     def _found_or_made(
         self, sources: Sequence[MappedTable], deliveries: Sequence[Delivery]
     ) -> tuple[ViewTable, ...]:
-        tables = {table.delivery: table for table in self._store.state.tables}
+        tables = {table.delivery: table for table in self._store.state.tables if not table.source.removed}
         pairs = zip(deliveries, sources, strict=True)
         lacking = {delivery: source for delivery, source in pairs if delivery not in tables}
         tables |= {table.delivery: table for table in self._store.make_tables(lacking)}
@@ -113,19 +117,26 @@ class TableMaker:
             self._store.history.first_version, number = version, max(number, seal.version)
         version = min([version, *(table.follow(earlier) for table, earlier in grown.items())])
         copied = [table for table in tables if table not in before.tables and table not in grown]
+        for table in copied:
+            at = table.source.removed_before
+            table.sent.removed_before = number - 1 if at and before.head else at
+        for table, earlier in grown.items():
+            table.sent.removed_before = earlier.sent.removed_before
         taken, reason = _taken(copied)
         backlog = {table.source.spec.name: _backlog(table, before, grown) for table in tables}
         left = total(each.amount for each in backlog.values())
         mixed = bool(copied) and seal.version != version and any(not t.source.spec.kind.ranked for t in tables)
         after = replace(before, tables=tables, compared_version=version, backlog=backlog, mixed=mixed)
-        head = replace(Head.of(seal, number), version=version)
+        made_of = max(version, before.head.version) if before.head else version
+        head = replace(Head.of(seal, number), version=made_of)
         return after, new_release(head, taken, left, reason)
 
 
 def _taken(tables: Sequence[ViewTable]) -> tuple[Amount, str]:
     """What a release takes that has these tables whole, and why."""
     taken = total(_whole(table) for table in tables)
-    reason = f"took all {taken.rows} rows of {len(tables)} tables that the replicas did not have in this form"
+    what = f"{counted(taken.rows, 'row')} of {counted(len(tables), 'table')}"
+    reason = f"took all of {what} that the replicas did not have in this form"
     return taken, reason
 
 

@@ -1,23 +1,28 @@
 """A consumer's view: what its replicas hold of a model, and what they can be given of it."""
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from deltasync.core.delivery import Delivery
 from deltasync.core.errors import InvalidInput, StorageFailed
 from deltasync.core.policy import Policy
-from deltasync.core.position import Decision, Position
+from deltasync.core.position import NOWHERE, Decision, Position, is_discarded, line_of, resume
+from deltasync.core.rows import Ids
 from deltasync.core.signals import Signal
 from deltasync.core.stamps import StampedTable
-from deltasync.core.steady_clock import steady_ns
+from deltasync.core.steady_clock import Moment, steady_ns
 from deltasync.core.threads import EVENT_LOOP, confined, not_shared_yet
-from deltasync.feeds.damage import Damage, IdsByTable
-from deltasync.feeds.frozen_release import FrozenRelease, Head, Releases
+from deltasync.feeds.damage import Damage, IdsByTable, joined
+from deltasync.feeds.frozen_release import FrozenRelease, Head
 from deltasync.feeds.model import Model
+from deltasync.feeds.releases import Releases
 from deltasync.feeds.repair import NO_REPAIR, Repair
 from deltasync.feeds.standing import Standing, TableStanding
 from deltasync.storage.log_store import LogStore
@@ -28,8 +33,11 @@ from deltasync.views.store import ViewState, ViewStore
 from deltasync.views.table import ViewTable
 from deltasync.views.table_maker import TableMaker, followed
 
+# Compared with the model's at once on its thread; between two of them cuts may be applied.
+_COMPARED_ROWS = 1 << 16
 
-@confined(trouble=EVENT_LOOP, failure=EVENT_LOOP)
+
+@confined(trouble=EVENT_LOOP, failure=EVENT_LOOP, lost=EVENT_LOOP)
 class View:
     """What the replicas of one consumer are fed from. The text of the package says which thread may touch what.
 
@@ -38,18 +46,22 @@ class View:
         trouble: why it does not have the tables that the policy wants; empty if it does.
         failure: what keeps releases from being made, which is tried again; empty if nothing does.
         damage: rows of which what is held does not fit the digests.
+        lost: how many dirty rows were found since the last release that were not known to be dirty.
     """
 
     def __init__(self, consumer: str, model: Model, log: LogStore, directory: Path) -> None:
         self.model = model
         self.trouble = ""
         self.failure = ""
-        self.damage = Damage(self._mapped, model.on_thread, self._mend)
+        self.lost = 0
+        self.damage = Damage(self._mapped, model.on_thread, self._mend, lambda: self.position.number)
         self._store = ViewStore(consumer, model, log, directory)
         self._tables = TableMaker(model, self._store)
         self._releases = Releases(model.on_thread, self._freezable, directory)
         self._maker = ReleaseMaker(model, self._store, self._releases, directory)
         self._signal = Signal()
+        # Held where other tables are made: of these, the log has not all rows. Also while files are to stay.
+        self.making_tables = asyncio.Lock()
 
     @property
     def state(self) -> ViewState:
@@ -82,7 +94,7 @@ class View:
     def position(self) -> Position:
         """What a replica that has every release holds."""
         head = self.state.head
-        return Position(self.history, head.number if head else 0)
+        return Position(self.history, head.number, head.seal) if head else Position(self.history)
 
     def release(self, after: int, repair: Repair = NO_REPAIR) -> "asyncio.Future[FrozenRelease]":
         """What a replica at number `after` lacks, and what is to be repaired."""
@@ -94,9 +106,30 @@ class View:
         """To be awaited: a new head, other tables or trouble, from this call on."""
         return self._signal.changed()
 
-    def resume(self, held: Position) -> tuple[Decision, Position]:
-        """Whether a replica that holds `held` can go on from there, and what that position is in this history."""
-        return self._store.history.resume(held, self.position.number, self.model.history)
+    def resume(self, held: Position, acknowledged: Position = NOWHERE) -> tuple[Decision, Position]:
+        """Whether a replica that holds `held` can go on from there, and what that position is in this history.
+
+        `acknowledged` is its offset.
+        """
+        history, model = self._store.history, self.model
+        sealed = model.seal_of(held.number)
+        of_model = resume(held, model.history, history.first_version, sealed, acknowledged=acknowledged)
+        return history.resume(held, self.position.number, of_model, acknowledged)
+
+    def discards(self, held: Position, version: Position) -> bool:
+        """Whether what a replica holds is of a discarded past, or the model's version that it was made of."""
+        ours = line_of(held.history) == line_of(self.history)
+        if ours and is_discarded(held, self.history, self.position.number, self.seal_of(held.number)):
+            return True
+        return self.model.discards(held, version)
+
+    def model_position(self, version: int) -> Position:
+        """A version as a position of the model's history, with its seal where that is known."""
+        return self.model.model_position(version)
+
+    def seal_of(self, number: int) -> int:
+        """The checksum of a release's seal; 0 where it is not known."""
+        return self._store.history.seal_of(number)
 
     def version_of(self, number: int) -> int:
         """The version of the rows that a replica at `number` holds, as far as it is known."""
@@ -116,13 +149,26 @@ class View:
             due_ns = max(due_ns, _beyond(max(policy.min_interval_seconds, LONGEST_SECONDS), age_ns))
         return max(later_release_ns, due_ns)
 
+    def outdated(self, number: int) -> Moment | None:
+        """When the version was sealed that comes after the one of which release `number` was made, or None."""
+        return self.model.outdated(self.version_of(number))
+
+    @property
+    def released(self) -> Moment | None:
+        """When the newest release was made; None before the first one."""
+        newest = self.state.newest
+        if newest is None:
+            return None
+        return Moment(newest.statistics.made_unix_ns, self._store.history.succession.since_ns(newest.head.number))
+
     def event_time_of(self, version: int) -> int | None:
         """The time of the newest event that the model had been trained on at a version, or None."""
         return self.model.event_time_of(version)
 
     def _version_at(self, state: ViewState, number: int) -> int:
         if state.head and number == state.head.number:
-            return state.compared_version
+            # After a restart, rows are compared from an earlier version on than that of the newest release.
+            return max(state.compared_version, state.head.version)
         return self._store.history.version_of(number)
 
     def may_serve(self, policy: Policy) -> bool:
@@ -135,8 +181,15 @@ class View:
             bool(self.trouble) and all(each.mode is policy.mode for each in self.deliveries)
         )
 
+    @property
+    def has_removed(self) -> bool:
+        """Whether it has a table that its model has no more."""
+        return any(table.source.removed for table in self.state.tables)
+
     def fits(self, policy: Policy) -> bool:
         """Whether it has the tables that the policy follows, in the form that the policy wants."""
+        if self.has_removed:
+            return False
         return self.deliveries == [policy.delivery_of(table.spec) for table in followed(self.model, policy)]
 
     def standing(self, policy: Policy) -> Standing:
@@ -147,6 +200,7 @@ class View:
             history=self.history,
             newest_release=state.head.number if state.head else 0,
             trouble=self.trouble,
+            crowded=self._releases.crowded,
             failure=self.failure or of_model.failure or self.damage.in_words("the next release replaces them"),
         )
         if state.newest is None:
@@ -155,7 +209,9 @@ class View:
             standing,
             tables=partial(_tables, state, self.model, policy),
             version_of=partial(self._version_at, state),
+            seal_of=self._store.history.seal_of,
             release=state.newest.statistics,
+            released=self.released,
             compared=state.compared_version == self.model.position.number,
         )
 
@@ -168,6 +224,10 @@ class View:
             InvalidInput: the policy cannot be kept with a table that has come since; the view is as it was.
             StorageFailed: there is no room; likewise.
         """
+        async with self.making_tables:
+            await self._prepare(policy)
+
+    async def _prepare(self, policy: Policy) -> None:
         try:
             if self.model.head and not self.fits(policy):
                 await self._maker.finish()  # So that its number is not used twice.
@@ -182,17 +242,43 @@ class View:
             raise
         self.trouble = ""
 
-    async def make_release(self, policy: Policy, overdue_version: int) -> None:
-        """Make the next release, by the policy; rows dirty since `overdue_version` or before are overdue.
+    async def make_release(
+        self, policy: Policy, overdue_version: int, wanted: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Make the next release, by the policy, if it is `wanted` still when its rows are drawn, on the model's
+        thread; rows dirty since `overdue_version` or before are overdue.
 
         Raises:
             StorageFailed: not all of it could be written; rows that were not are still dirty.
         """
+        lost = self.lost
         try:
-            await self._maker.make(policy, overdue_version)
+            if await self._maker.make(policy, overdue_version, wanted):
+                self.lost -= lost  # Not those that were found meanwhile.
             await self.damage.mend()
         finally:
             self._signal.wake()
+
+    async def find_lost(self) -> IdsByTable:
+        """Compare all rows that are not dirty with the model's. Those that differ are dirty from here on.
+
+        The disk has lost that they were. They are told as those with another stamp, and go with the next release.
+        """
+        found: IdsByTable = {}
+        for table in self.state.tables:
+            for first in range(0, table.delivery.spec.rows, _COMPARED_ROWS):
+                ids = await self.model.on_thread(self._find_lost, table, first)
+                found = joined(found, {table.held.spec.name: ids}) if len(ids) else found
+        self.damage.restamped = joined(self.damage.restamped, found)
+        if found:
+            self.lost += sum(map(len, found.values()))
+            self.model.signal.wake()
+        return found
+
+    @property
+    def spilled_bytes(self) -> int:
+        """Bytes of releases in files."""
+        return self._releases.spilled_bytes
 
     def drop_newest(self) -> None:
         """Keep no release in memory that no replica uses: none is connected."""
@@ -221,6 +307,10 @@ class View:
         """
         return self._store.flush()
 
+    def without_flush(self) -> AbstractContextManager[object]:
+        """See `ViewStore`."""
+        return self._store.without_flush()
+
     def discard(self) -> None:
         """Remove everything there is of it."""
         self._store.discard()
@@ -237,6 +327,11 @@ class View:
 
     def _mapped(self) -> list[MappedTable]:
         return [mapped for table in self.state.tables for mapped in table.mapped]
+
+    def _find_lost(self, table: ViewTable, first: int) -> Ids:
+        if table not in self.state.tables:  # Others were made meanwhile.
+            return np.empty(0, np.int64)
+        return table.find_lost(first, first + _COMPARED_ROWS, self.state.compared_version)
 
     def _mend_tables(self, rows: IdsByTable) -> IdsByTable:
         version = self.state.compared_version

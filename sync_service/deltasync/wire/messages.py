@@ -15,6 +15,7 @@ from deltasync.core.policy_fields import OneOf, Patterns, PolicyField
 from deltasync.core.position import Position
 from deltasync.core.tables import STATE_TYPES, Shard, TableKind, TableSpec
 from deltasync.core.value_types import ValueType
+from deltasync.core.words import counted
 from deltasync.v1 import admin_pb2, publish_pb2, subscribe_pb2, tables_pb2
 
 N = TypeVar("N", bound=Numbered)
@@ -99,7 +100,9 @@ def shards_from_open(message: publish_pb2.PublishOpen, tables: list[TableSpec]) 
     """
     for number, shard in enumerate(message.shards):
         if shard.table >= len(tables):
-            raise InvalidInput(f"shard {number} names table {shard.table}, the message has {len(tables)} tables")
+            raise InvalidInput(
+                f"shard {number} names table {shard.table}, the message has {counted(len(tables), 'table')}"
+            )
     return [Shard(tables[s.table], s.row_offset, s.rows, s.col_offset, s.cols) for s in message.shards]
 
 
@@ -123,12 +126,12 @@ def event_time_from_message(
 
 def position_from_message(message: tables_pb2.Position) -> Position:
     """The position a message names."""
-    return Position(message.history, message.version)
+    return Position(message.history, message.version, message.seal)
 
 
 def position_to_message(position: Position) -> tables_pb2.Position:
     """The message that names a position."""
-    return tables_pb2.Position(history=position.history, version=position.number)
+    return tables_pb2.Position(history=position.history, version=position.number, seal=position.seal)
 
 
 def policy_from_message(message: admin_pb2.Policy) -> Policy:

@@ -102,7 +102,7 @@ BAD_OPENS = {
         INVALID,
         f"{ITEM.name!r}: columns 4 to 7, the table has 6",
     ),
-    "size of the run": (opening(world_size=2), CONTRADICTION, "run run-1 has 1 ranks, this one says 2"),
+    "size of the run": (opening(world_size=2), CONTRADICTION, "run run-1 has 1 rank, this one says 2"),
     "older run": (publish_open(run="run-0", started=0), CONTRADICTION, "run run-0 began before run run-1"),
     "other rows": (
         publish_open(tables=[TableSpec(USER.name, 41, 4), ITEM], shards=[]),
@@ -160,11 +160,11 @@ BAD_PARTS = {
         INVALID,
         "row id 3 came after 3",
     ),
-    "wrong dim": ([chunk(11, 0, [3], rows(1, 5))], INVALID, "20 bytes of values for 1 rows of 4 float32"),
+    "wrong dim": ([chunk(11, 0, [3], rows(1, 5))], INVALID, "20 bytes of values for 1 row of 4 float32"),
     "wrong type": (
         [chunk(11, 1, [3], rows(1, 6))],
         INVALID,
-        f"{ITEM.name!r}: 24 bytes of values for 1 rows of 6 float16",
+        f"{ITEM.name!r}: 24 bytes of values for 1 row of 6 float16",
     ),
     "no such shard": ([chunk(11, 2, [3], rows(1, 4))], INVALID, "slot 2, but only 2"),
     "no rows": ([chunk(11, 0, [], rows(0, 4))], INVALID, "a chunk without rows"),
@@ -199,7 +199,7 @@ BAD_PARTS = {
     "a whole part of fewer rows": (
         [publish_pb2.PublishRequest(part=publish_pb2.WholePart(close=publish_pb2.PartClose(step=11, rows=1)))],
         INVALID,
-        "of 1 rows, but 0 arrived",
+        "of 1 row, but 0 arrived",
     ),
     "a row twice in a whole part": (
         [whole_part(11, [(0, [3], rows(1, 4)), (0, [3], rows(1, 4))])],
@@ -227,7 +227,7 @@ def test_who_does_not_know_of_deletes_names_every_row_of_a_full_part(
         stream.send(chunk(11, 0, [5], rows(1, 4)), close(11, 1, full=True))
         code, details = stream.refusal()
     assert code is INVALID
-    assert f"a full part with 1 rows of embedding {USER.name!r}, but its shard has 40" in details
+    assert f"a full part with 1 row of embedding {USER.name!r}, but its shard has 40" in details
     assert state_of(service) == before
 
 

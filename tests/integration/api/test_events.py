@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 from tests.support.fleet import WAIT, Recorder, Trainer, admin_of, follow, wait_until_in_sync
-from tests.support.server import RunningService
+from tests.support.server import TOKEN, RunningService
 from tests.support.wire import RankStream, ReplicaStream, Stream
 
+from deltasync.client import Admin, Endpoint
 from deltasync.core.policy import Policy
 from deltasync.core.value_types import ValueType
 from deltasync.v1 import publish_pb2_grpc
@@ -47,7 +48,7 @@ def test_trainers_and_replicas_that_come_and_go_are_told(
     wait_for_line(caplog, r"cut sealed: model=clicks version=1 rows=\d+")
     wait_for_line(caplog, r"replica joined: consumer=top replica=a the replica holds nothing")
     wait_for_line(caplog, r"release made: consumer=top number=\d+")
-    wait_for_line(caplog, r"replica left: consumer=top replica=a its stream has ended")
+    wait_for_line(caplog, r"replica left: consumer=top replica=a it has said goodbye")
     wait_for_line(caplog, r"rank left: model=clicks rank=0 run=\w+ its stream has ended")
 
 
@@ -86,14 +87,15 @@ def test_who_goes_without_a_word_was_not_refused(
 
 
 def test_changes_of_consumers_are_told(service: RunningService, caplog: pytest.LogCaptureFixture) -> None:
-    admin = admin_of(service)
+    admin = Admin(Endpoint(service.grpc, TOKEN, by="anna"))
     admin.create_consumer("new", "clicks", Policy())
     admin.update_consumer("new", Policy(top_k=3))
     admin.delete_consumer("new")
-    assert [line for line in lines(caplog) if "consumer=new" in line] == [
-        "consumer changed: consumer=new model=clicks sent everything",
-        "consumer changed: consumer=new model=clicks sent top_k=3, before that everything",
-        "consumer changed: consumer=new deleted",
+    told = [line for line in lines(caplog) if "consumer=new" in line]
+    assert [re.sub(r"127\.0\.0\.1:\d+", "HERE", line) for line in told] == [
+        "consumer changed: consumer=new model=clicks by=anna (HERE) sent everything",
+        "consumer changed: consumer=new model=clicks by=anna (HERE) sent top_k=3, before that everything",
+        "consumer changed: consumer=new by=anna (HERE) deleted",
     ]
 
 

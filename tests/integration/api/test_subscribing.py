@@ -367,7 +367,7 @@ def test_an_idle_replica_keeps_no_release_alive(
         releases.append(weakref.ref(frozen))
         return frozen
 
-    monkeypatch.setattr("deltasync.feeds.frozen_release.freeze", noted)
+    monkeypatch.setattr("deltasync.feeds.releases.freeze", noted)
     with ReplicaStream(running.grpc) as replica:
         replica.release()
         replica.until("progress")

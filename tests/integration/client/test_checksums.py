@@ -122,7 +122,7 @@ def test_a_row_changed_behind_its_back_that_is_released_again_is_right_again(
         assert target.bytes() == expected(trainer, consumer)
         assert not any(release.whole for release in target.releases)
         assert {"user": [9]} in [rows_sent(release) for release in target.releases], "sent again, and nothing else"
-        assert damages(caplog) == [damaged(consumer, " (rows 9)")]
+        assert damages(caplog) == [damaged(consumer, " (row 9)")]
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
@@ -135,7 +135,7 @@ def test_a_row_changed_behind_its_back_is_found_in_the_end_though_only_others_ar
         damage(target, 7)
         for step in range(4):  # Two blocks, one of each table; the sweep may be in the middle.
             wait_until_in_sync(service, "top", trainer.set(USER, 8, 1.5 + step))
-        assert damages(caplog) == [damaged("top", " (rows 7)")]
+        assert damages(caplog) == [damaged("top", " (row 7)")]
         assert target.bytes() == expected(trainer, "top")
 
 

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import grpc
 import numpy as np
 import pytest
+from tests.support.fleet import lost
 from tests.support.server import RunningService
 from tests.support.state import lag_of
 from tests.support.wire import TABLES, USER, WHOLE, block, random_rows
@@ -96,7 +97,7 @@ def test_a_run_that_does_not_continue_is_told_to_publish_everything(running: Run
     with publisher(running.grpc, run="s", started=2, continues=Position(head.history, 2)) as trainer:
         assert trainer.publish(part(4, rows, [3])).result(WAIT).number == 3
     with publisher(running.grpc, run="t", started=3, continues=head) as trainer:
-        with pytest.raises(ResyncRequired, match="the run holds version 1, the newest one is 3"):
+        with pytest.raises(ResyncRequired, match="publish what came after version 1: the run holds version 1"):
             trainer.publish(part(5, rows, [3])).result(WAIT)
         assert trainer.publish(full(5, rows)).result(WAIT).number == 4
 
@@ -321,7 +322,7 @@ def test_rows_that_outlived_the_process_are_not_sent_again(running: RunningServi
     with publisher(running.grpc) as trainer:
         held = trainer.publish(full(1, rows)).result(WAIT)
         trainer.publish(part(2, rows, [4, 5], [])).result(WAIT)
-        with subscriber(running.grpc, CallbackTarget(taken.append), held=held) as replica:
+        with lost(subscriber(running.grpc, CallbackTarget(taken.append), held=held)) as replica:
             replica.wait_for(2, WAIT)
         replica.close()
         assert lag_of(running)["offset"] == 2
@@ -381,6 +382,9 @@ def misbehaving(answers: list[Answers]) -> Iterator[str]:
     class Servicer(publish_pb2_grpc.PublishServiceServicer):
         def Publish(self, request_iterator: Any, context: Any) -> Any:  # noqa: N802
             return left.get_nowait()(request_iterator)
+
+        def Wanted(self, request: Any, context: Any) -> Any:  # noqa: N802
+            return publish_pb2.WantedResponse()
 
     server = grpc.server(ThreadPoolExecutor(4))
     publish_pb2_grpc.add_PublishServiceServicer_to_server(Servicer(), server)

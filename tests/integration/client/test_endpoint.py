@@ -4,7 +4,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
@@ -110,3 +110,52 @@ def test_a_service_that_says_nothing_is_not_waited_for_for_ever() -> None:
             Admin(Endpoint(address, timeout_seconds=0.1)).consumers()
         with pytest.raises(ServiceUnavailable, match=f"http://{address}/consumers/c/lag"):
             fetch_lag(Endpoint(f"http://{address}", timeout_seconds=0.1), "c")
+
+
+@pytest.mark.parametrize(
+    ("begin", "piece", "said"),
+    [
+        (b"", b"H", "timed out"),
+        (b"HTTP/1.1 200 OK\r\nX: ", b"x", "timed out"),
+        (b"HTTP/1.1 200 OK\r\n\r\n", b" ", "timed out"),
+        (b"HTTP/1.1 503 Busy\r\n\r\n", b"x", "HTTP 503: Busy, and then timed out"),
+    ],
+    ids=["status", "head", "body", "error"],
+)
+def test_an_answer_that_drips_is_not_waited_for_for_ever(begin: bytes, piece: bytes, said: str) -> None:
+    """Each byte comes in time; the answer does not."""
+    given_up = threading.Event()
+
+    def drip(listener: socket.socket) -> None:
+        peer, _ = listener.accept()
+        with peer, suppress(OSError):
+            peer.sendall(begin)
+            while not given_up.wait(0.02):
+                peer.sendall(piece)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=drip, args=(listener,))
+        thread.start()
+        endpoint = Endpoint(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout_seconds=0.5)
+        with pytest.raises(ServiceUnavailable, match=said):
+            fetch_lag(endpoint, "c")
+        given_up.set()
+        thread.join()
+
+
+def test_an_answer_that_does_not_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltasync.client.http_answer._MOST_BYTES", 1 << 20)
+
+    def flood(listener: socket.socket) -> None:
+        peer, _ = listener.accept()
+        with peer, suppress(OSError):
+            peer.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+            while True:
+                peer.sendall(bytes(1 << 16))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=flood, args=(listener,))
+        thread.start()
+        with pytest.raises(ServiceUnavailable, match="more than 1048576 bytes"):
+            fetch_lag(f"http://127.0.0.1:{listener.getsockname()[1]}", "c")
+        thread.join()

@@ -33,6 +33,7 @@ from tests.support.fleet import (
     admin_of,
     checked_ack,
     follow,
+    lost,
     release_at_once,
     wait_for_lag,
     wait_until_delivered,
@@ -315,7 +316,7 @@ def test_a_service_that_starts_anew_takes_nobody_for_checked(tmp_path: Path) -> 
         RunningService(tmp_path / "data") as service,
         Trainer(service.grpc) as trainer,
         follow(service, "predictors", "a", Recorder()) as first,
-        follow(service, "predictors", "b", Recorder()),
+        lost(follow(service, "predictors", "b", Recorder())),
     ):
         head = trainer.publish_all()
         wait_for_lag(service, "predictors", lambda lag: len(lag["replicas"]) == 2)
@@ -340,8 +341,8 @@ def test_the_state_is_that_of_the_worst_replica(service: RunningService) -> None
             with follow(service, "predictors", "c", Part()):
                 lag = wait_for_lag(service, "predictors", lambda lag: lag["state"] == "partial")
                 assert "c lacks item" in lag["reason"]
-    _, metrics = service.get("/metrics")
-    assert 'deltasync_consumer_unbound_tables{consumer="predictors"} 1.0' in metrics
+                _, metrics = service.get("/metrics")
+                assert 'deltasync_consumer_unbound_tables{consumer="predictors"} 1.0' in metrics
 
 
 @pytest.mark.parametrize("policy", [Policy(), Policy(top_k=3)], ids=["plain", "ranked"])

@@ -34,10 +34,12 @@ from tests.support.fleet import (
     Trainer,
     admin_of,
     follow,
+    lost,
     release_at_once,
     wait_for_lag,
 )
 from tests.support.process import environment
+from tests.support.programs import killed
 from tests.support.server import RunningService
 from tests.support.state import Reachable
 from tests.support.wire import ReplicaStream, ack
@@ -242,7 +244,7 @@ def test_a_replica_that_was_away_is_not_ready_before_it_holds_what_came_meanwhil
 ) -> None:
     """With its whole fleet away, the release it holds is still the newest when it comes back."""
     with Trainer(service.grpc) as trainer:
-        with follow(service, consumer, "a", NumpyTarget()) as replica:
+        with lost(follow(service, consumer, "a", NumpyTarget())) as replica:
             replica.wait_for(trainer.publish_all(), WAIT)
         wait_for_lag(service, consumer, lambda lag: not lag["replicas"][0]["connected"])
         tables = {name: rows.copy() for name, rows in trainer.rows.items()}
@@ -327,19 +329,16 @@ def test_a_process_that_was_frozen_does_not_wake_up_ready(tmp_path: Path) -> Non
             text=True,
             env=environment(),
         )
-        with process:
-            try:
+        with killed(process):
+            assert ask(process, "wait") == "True"
+            process.send_signal(signal.SIGSTOP)
+            wait_for_lag(service, "quick", lambda lag: lag["replicas"][0]["seconds_since_ack"] > 1.5)
+            service.stop()
+            process.send_signal(signal.SIGCONT)
+            assert ask(process, "now") == "False"
+            port = int(service.grpc.rpartition(":")[2])
+            with RunningService(tmp_path / "data", policies=POLICIES, grpc_port=port):
                 assert ask(process, "wait") == "True"
-                process.send_signal(signal.SIGSTOP)
-                wait_for_lag(service, "quick", lambda lag: lag["replicas"][0]["seconds_since_ack"] > 1.5)
-                service.stop()
-                process.send_signal(signal.SIGCONT)
-                assert ask(process, "now") == "False"
-                port = int(service.grpc.rpartition(":")[2])
-                with RunningService(tmp_path / "data", policies=POLICIES, grpc_port=port):
-                    assert ask(process, "wait") == "True"
-            finally:
-                process.kill()
 
 
 def ask(process: "subprocess.Popen[str]", what: str) -> str:

@@ -79,7 +79,7 @@ def topped(tmp_path: Path) -> Iterator[RunningService]:
 
 def test_a_consumer_is_made_changed_and_deleted_by_http(running: RunningService) -> None:
     made = put(running, "new", model="clicks", policy={"top_k": 0.1})
-    line = {"consumer": "new", "model": "clicks", "replicas": 0, "connected": 0}
+    line = {"consumer": "new", "model": "clicks", "replicas": 0, "connected": 0, "paused": ""}
     assert made == (201, {**line, "policy": {**DEFAULT, "top_k": 0.1}})
     assert policies_of(running) == {"new": {"top_k": 0.1}, "predictors": {}, "probes": {}}
     changed = put(running, "new", model="clicks", policy={"value_type": "int8"})
@@ -248,16 +248,19 @@ def test_the_file_gives_its_policies_at_every_start(tmp_path: Path) -> None:
         assert policies_of(service) == {"plain": {"top_k": 3}, "top": {}}
 
 
-def test_a_file_at_odds_with_what_there_is_keeps_the_service_from_starting(tmp_path: Path) -> None:
+def test_a_file_at_odds_with_what_there_is_changes_nothing_and_one_that_is_wrong_keeps_it_from_starting(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     config = tmp_path / "c.toml"
     config.write_text('[consumers.top]\nmodel = "clicks"\n')
     service = ServiceProcess(tmp_path / "data", "--config", str(config))
     with service:
         assert service.terminate() == 0
     config.write_text('[consumers.top]\nmodel = "other"\n')
-    done = service.run_to_end()
-    assert done.returncode == 1
-    assert "Error: consumer 'top' exists for model 'clicks': delete it first" in done.stderr
+    with service:
+        assert service.get_json("/consumers/top/lag")["model"] == "clicks"
+        assert service.terminate() == 0
+    assert "consumer 'top' exists for model 'clicks': delete it first" in capfd.readouterr().err
     config.write_text('[consumers.top]\nmodel = "clicks"\ntop_k = 1.5\n')
     done = service.run_to_end()
     assert done.returncode == 2

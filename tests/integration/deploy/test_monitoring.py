@@ -12,7 +12,20 @@ from tests.support.metrics import POLICY_METRICS
 
 # What Prometheus itself adds.
 BUILT_IN = {"up": {"job", "instance"}}
-FUNCTIONS = {"min_over_time", "deriv", "changes", "increase", "rate", "sum", "by", "and", "or", "on", "max"}
+FUNCTIONS = {
+    "min_over_time",
+    "deriv",
+    "changes",
+    "increase",
+    "rate",
+    "sum",
+    "by",
+    "and",
+    "or",
+    "unless",
+    "on",
+    "max",
+}
 
 # What the example predictor says, as its own tests show.
 PREDICTOR = {"predictor_version": {"job", "instance"}}

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.support.programs import killed
 
 START = "from deltasync.cli.main import main; main()"
 
@@ -27,12 +28,14 @@ def service(root: Path, deploy: Path, tmp_path: Path) -> Iterator[tuple[subproce
         env=os.environ | {f"DELTASYNC_{name}": value for name, value in place.items()},
     )
     endpoints = tmp_path / "endpoints.json"
-    while not endpoints.exists():
-        assert process.poll() is None, "the service has ended"
-        time.sleep(0.05)
-    yield process, json.loads(endpoints.read_text())["http"]
-    process.kill()
-    process.wait()
+    with killed(process):
+        while not endpoints.exists():
+            assert process.poll() is None, "the service has ended"
+            time.sleep(0.05)
+        yield process, json.loads(endpoints.read_text())["http"]
+
+
+_HISTOGRAM = ("_bucket", "_count", "_sum")
 
 
 def _get(url: str) -> str:
@@ -56,7 +59,9 @@ def test_metrics_are_those_the_alerts_and_the_dashboard_know(
     service: tuple[subprocess.Popen[bytes], str], metrics: dict[str, set[str]]
 ) -> None:
     exposition = _get(f"{service[1]}/metrics")
-    assert set(re.findall(r"(?m)^# TYPE (\w+)", exposition)) == metrics.keys()
+    families = re.findall(r"(?m)^# TYPE (\w+) (\w+)", exposition)
+    samples = {name + end for name, kind in families for end in (_HISTOGRAM if kind == "histogram" else ("",))}
+    assert samples == metrics.keys()
     labelled = re.findall(r"(?m)^(\w+)\{(.*)\} ", exposition)
     assert labelled
     for name, labels in labelled:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.fleet import lost
 from tests.support.metrics import EVENT_METRICS, samples_of
 from tests.support.server import TOKEN, RunningService
 from tests.support.wire import (
@@ -93,7 +94,7 @@ def test_lag_and_metrics_tell_how_old_the_newest_event_is(running: RunningServic
     now = time.time_ns()
     with RankStream(running.grpc) as rank:
         rank.opened()
-        with subscriber(running, NumpyTarget()) as replica:
+        with lost(subscriber(running, NumpyTarget())) as replica:
             rank.send(*at(full_part(1, random_rows(0), WHOLE), now - 100 * SECOND))
             replica.wait_for(rank.sealed(), 20)
         rank.send(*at(changes(2), now - 40 * SECOND))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.support.fleet import wait_until_in_sync
 from tests.support.process import ServiceProcess
 from tests.support.state import lag_of
 from tests.support.wire import block
@@ -162,8 +163,10 @@ def test_nothing_acknowledged_is_lost(tmp_path: Path, private: bool, kills: int)
             assert replica.wait_for(head.number, WAIT) == head
             for table, rows in zip(TABLES, trainer.rows, strict=True):
                 assert target.tables[table.name].tobytes() == rows.tobytes()
-            replica.close()
+        wait_until_in_sync(service, "predictors", head, len(replicas))
         assert {line["offset"] for line in lag_of(service)["replicas"]} == {head.number}
+        for replica in replicas:
+            replica.close()
         assert service.terminate() == 0
     # The log was cut: most cuts of so many would be in it otherwise.
     log = LmdbStore(LogOptions(directory=tmp_path / "data" / "log"))

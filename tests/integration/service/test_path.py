@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 import pytest
+from tests.support.fleet import lost
 from tests.support.process import ServiceProcess
 
 from deltasync.client import (
@@ -86,7 +87,7 @@ def test_rows_reach_a_replica_and_survive_kill_9(service: ServiceProcess, run_id
 def test_lag_is_reported_over_http(service: ServiceProcess, run_id: tuple[str, int]) -> None:
     rows, target = random_rows(0), NumpyTarget()
     with publisher(service, run_id) as trainer:
-        with subscriber(service, target) as replica:
+        with lost(subscriber(service, target)) as replica:
             trainer.publish(part(1, rows, *everything(), full=True)).result(30)
             replica.wait_for(1, 30)
         trainer.publish(part(5, rows, np.array([3, 4]), np.array([7]))).result(30)

@@ -32,6 +32,8 @@ from tests.support.wire import (
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.wire.messages import position_from_message
 
+WIDE = TableSpec("wide", 1 << 16, 1)
+
 
 def refusal(data_dir: Path, *arguments: str) -> str:
     """What a service that does not start says: one line, after what it logs."""
@@ -41,6 +43,19 @@ def refusal(data_dir: Path, *arguments: str) -> str:
     assert done.stderr.rstrip().endswith(said[0]), done.stderr
     assert len(said) == 1
     return said[0]
+
+
+def publishing_wide(service: RunningService, model: str) -> RankStream:
+    """A rank that publishes a cut of 1.3 MB, of which it has heard nothing yet."""
+    rank = RankStream(service.grpc, model=model, tables=[WIDE], shards=[Shard.whole(WIDE)])
+    rank.opened()
+    rank.send(chunk(1, 0, range(WIDE.rows), np.ones((WIDE.rows, 1), "<f4")), close(1, WIDE.rows, full=True))
+    return rank
+
+
+def publish_wide(service: RunningService, model: str) -> None:
+    with publishing_wide(service, model) as rank:
+        rank.sealed()
 
 
 def test_two_services_do_not_share_a_folder(running: RunningService) -> None:
@@ -56,6 +71,15 @@ def test_a_port_in_use_is_an_error_that_says_which(running: RunningService, tmp_
     port = address.rpartition(":")[2]
     said = refusal(tmp_path / "other", option, port)
     assert said == f"Error: cannot listen on 127.0.0.1:{port}: choose another {option}, or 0 for any free one"
+
+
+@pytest.mark.parametrize("port", ["0", "18080"])
+def test_an_address_that_this_machine_does_not_have_is_an_error_that_says_so(tmp_path: Path, port: str) -> None:
+    said = refusal(tmp_path, "--host", "192.0.2.1", "--http-port", port)
+    assert said == (
+        "Error: cannot listen on 192.0.2.1: Cannot assign requested address: choose a --host that is an address "
+        "of this machine"
+    )
 
 
 def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
@@ -78,7 +102,7 @@ def test_a_table_that_is_missing_is_an_error(tmp_path: Path, shared_file: bool) 
     rows.unlink()
     said = refusal(tmp_path / "data")
     assert said.startswith(f"Error: {rows} is missing")
-    assert "restore the data directory from a copy" in said
+    assert "restore a backup with deltasync restore" in said
 
 
 def test_a_damaged_log_is_an_error(tmp_path: Path) -> None:
@@ -140,21 +164,17 @@ def test_a_drain_does_not_wait_for_ever(tmp_path: Path) -> None:
 
 
 def test_a_full_log_refuses_parts_and_everything_else_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr("deltasync.service.housekeeping._SECONDS", 1000)
     rows = random_rows(0)
     with RunningService(tmp_path / "data", log_max_bytes=2 << 20, flush_bytes=1 << 20) as service:
         with RankStream(service.grpc) as rank:
             rank.opened()
             rank.send(*full_part(1, rows, WHOLE))
             position = rank.sealed()
-        wide = TableSpec("wide", 2**20, 1)
-        with RankStream(service.grpc, model="wide", tables=[wide], shards=[Shard.whole(wide)]) as rank:
-            rank.opened()
-            values = random_rows(1, [wide])[0][: 1 << 16]
-            for first in range(0, 1 << 20, 1 << 16):
-                rank.send(chunk(2, 0, range(first, first + (1 << 16)), values))
-            rank.send(close(2, 1 << 20, full=True))
+        publish_wide(service, "first")
+        with publishing_wide(service, "second") as rank:
             code, details = rank.refusal()
             assert code.name == "RESOURCE_EXHAUSTED"
             assert "raise --log-max-bytes" in details
@@ -195,14 +215,10 @@ def test_the_service_writes_down_where_it_listens(tmp_path: Path) -> None:
 
 def test_a_service_whose_log_is_full_is_not_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deltasync.service.housekeeping._SECONDS", 1000)
-    wide = TableSpec("wide", 2**18, 1)
-    with RunningService(tmp_path / "data", log_max_bytes=2 << 20, flush_bytes=1 << 20) as service:
+    with RunningService(tmp_path / "data", log_max_bytes=2 << 20) as service:
         assert service.get("/readyz") == (200, "ok\n")
-        with RankStream(service.grpc, tables=[wide], shards=[Shard.whole(wide)]) as rank:
-            rank.opened()
-            for first in range(0, 1 << 18, 1 << 16):
-                rank.send(chunk(1, 0, range(first, first + (1 << 16)), np.ones((1 << 16, 1), "<f4")))
-            rank.send(close(1, 1 << 18, full=True))
+        publish_wide(service, "first")
+        with publishing_wide(service, "second") as rank:
             assert rank.refusal()[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
         status, body = service.get("/readyz")
         assert status == 503

@@ -16,7 +16,7 @@ from deltasync.storage.lmdb_store import LmdbStore
 from deltasync.storage.log_store import LogOptions
 
 # Oldest first: folders are named after commits, whose names have no order.
-VERSIONS = ["5ad1623", "301de71", "7304674", "b856f98"]
+VERSIONS = ["5ad1623", "301de71", "7304674", "b856f98", "d3dae6b", "950ed75"]
 REPLICAS = [f"{consumer}/{replica}" for consumer in ("plain", "ranked") for replica in ("early", "late")]
 
 
@@ -96,7 +96,7 @@ def _shapes(folder: Path) -> dict[str, Any]:
         for record in log.read(stream):
             if stream.startswith("seals/"):
                 found[f"{stream}/{record.number}"] = _shape(json.loads(bytes(record.payload)))
-            elif stream.startswith("layouts/"):
+            elif stream.startswith(("layouts/", "heads/")):
                 found[stream] = _shape(json.loads(bytes(record.payload)))
             else:
                 found.setdefault(stream, set()).add(bytes(record.payload[:4]))

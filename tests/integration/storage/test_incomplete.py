@@ -19,7 +19,7 @@ def test_a_log_that_is_cut_off_is_missed_before_it_is_read(tmp_path: Path, name:
     ended = ServiceProcess(tmp_path).run_to_end()
     assert ended.returncode == 1
     assert f"the log in {log.parent} is cut off: pages are missing at the end of data.mdb" in ended.stderr
-    assert "restore the data directory from a copy, or start an empty one" in ended.stderr
+    assert "restore a backup with deltasync restore" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 

@@ -14,6 +14,7 @@ from tests.support.fleet import (
     Recorder,
     Trainer,
     follow,
+    lost,
     release_at_once,
     wait_for_lag,
     wait_until_delivered,
@@ -160,7 +161,7 @@ def test_a_target_that_can_be_read_is_not_asked_for_rows_it_was_not_given(servic
 def test_from_ids_to_values_while_nobody_is_connected(service: RunningService, admin: Admin) -> None:
     target, seen = Recorder(), list[Release]()
     with Trainer(service.grpc) as trainer:
-        with follow(service, "ids", "a", CallbackTarget(seen.append)):
+        with lost(follow(service, "ids", "a", CallbackTarget(seen.append))):
             wait_until_delivered(service, "ids", trainer.publish_all())
         wait_for_lag(service, "ids", lambda lag: lag["state"] == "away")
         admin.update_consumer("ids", Policy(top_k=5))

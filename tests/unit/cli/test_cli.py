@@ -11,6 +11,7 @@ from deltasync.cli.endpoint_options import service_options
 from deltasync.cli.main import cli
 from deltasync.client import Endpoint
 from deltasync.consumers.consumer import ConsumerOptions
+from deltasync.publish.norm_guard import NormLimit
 
 FLAG, FILE = "--grpc-port", "grpc_port"
 
@@ -68,6 +69,8 @@ def test_every_setting_may_be_in_the_file(served: list[ServerOptions], tmp_path:
         flush_bytes = 3
         replica_retention_seconds = 4.5
         drain_seconds = 6
+        max_norm_growth = 50
+        poisoned = "quarantine"
         """
     )
     done = serve(env={"DELTASYNC_CONFIG": str(tmp_path / "c.toml")})
@@ -81,12 +84,20 @@ def test_every_setting_may_be_in_the_file(served: list[ServerOptions], tmp_path:
     )
     kept = options.service
     assert (kept.data_dir, kept.log_max_bytes, kept.flush_bytes) == (Path("/data"), 8_000_000, 3)
+    assert kept.norm_limit == NormLimit(50.0, quarantine=True)
     assert kept.replica_retention_seconds == 4.5
     settings = {option.name for option in cli.get_command(click.Context(cli), "serve").params}  # type: ignore[union-attr]
     assert settings - {"config"} == {
         "data_dir", "host", "grpc_port", "http_port", "consumer", "admin_token", "log_max_bytes", "flush_bytes",
-        "replica_retention_seconds", "drain_seconds",
+        "replica_retention_seconds", "drain_seconds", "max_norm_growth", "poisoned",
     }  # fmt: skip
+
+
+def test_what_is_flushed_follows_the_size_of_the_log(served: list[ServerOptions]) -> None:
+    serve("--log-max-bytes", "8000000")
+    serve()
+    serve("--flush-bytes", "5")
+    assert [options.service.most_unflushed_bytes for options in served] == [4_000_000, 1 << 30, 5]
 
 
 def test_several_consumers_come_from_flags_or_the_environment(served: list[ServerOptions]) -> None:

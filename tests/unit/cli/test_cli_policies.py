@@ -21,7 +21,7 @@ from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.core.mode import Mode
 from deltasync.core.policy import Policy
 from deltasync.core.value_types import ValueType
-from deltasync.status.lag import ConsumerLag, Lag, ReleaseLag, ReplicaLag, TableLag
+from deltasync.status.lag import ConsumerLag, Lag, ReleaseLag, ReplicaLag, RewindLag, TableLag
 from deltasync.v1 import admin_pb2
 from deltasync.wire.messages import policy_to_message
 
@@ -113,8 +113,10 @@ class RecordedAdmin:
     def __init__(self, service: Endpoint) -> None:
         self._at = (service.address, service.token)
 
-    def create_consumer(self, name: str, model: str, policy: Policy) -> None:
+    def create_consumer(self, name: str, model: str, policy: Policy) -> admin_pb2.Consumer:
         self.calls.append(("create", *self._at, name, model, policy))
+        pause = admin_pb2.Pause(by="the service itself") if model == "held" else None
+        return admin_pb2.Consumer(name=name, pause=pause)
 
     def update_consumer(self, name: str, policy: Policy) -> None:
         self.calls.append(("update", *self._at, name, policy))
@@ -143,6 +145,8 @@ def test_a_consumer_is_made_with_the_policy_of_the_flags(calls: list[tuple[Any, 
     done = run("consumers", "create", "c", "--model", "m", *flags, "--admin-token", "t", service="s:1")
     assert done == (0, f"consumer c follows model m: {EVERYTHING.words}\n")
     assert calls == [("create", "s:1", "t", "c", "m", EVERYTHING)]
+    _, said = run("consumers", "create", "c", "--model", "held", "--admin-token", "t", service="s:1")
+    assert said == "consumer c follows model held: paused since 1970-01-01T00:00:00Z by the service itself\n"
 
 
 def test_an_update_replaces_the_policy_whole_and_says_so(calls: list[tuple[Any, ...]]) -> None:
@@ -341,8 +345,16 @@ def test_the_lag_says_how_old_the_newest_event_is(held: float | None, shown: str
     assert newest + shown in lines
 
 
+def test_the_lag_says_which_replica_was_rewound() -> None:
+    rewound = replace(RANKED.replicas[0], rewound=RewindLag(held=20, history="h", seconds=2.5))
+    lines = [" ".join(line.split()) for line in lag_text(asdict(replace(RANKED, replicas=[rewound]))).splitlines()]
+    assert "rewound p0 held 20 of history h, 2.5 s ago" in lines
+
+
 def test_the_lag_of_a_service_of_before_is_shown() -> None:
     lag = asdict(RANKED)
+    for replica in lag["replicas"]:
+        del replica["rewound"]
     del lag["head_seconds_behind_events"], lag["lag"]["seconds_behind_events"]
     assert not any(line.startswith("events") for line in lag_text(lag).splitlines())
 
@@ -388,8 +400,11 @@ def test_columns_of_a_lag_stand_under_their_titles() -> None:
 
 
 def test_what_is_unsent_and_not_known_is_not_told_as_nothing() -> None:
-    text = lag_text(asdict(replace(RANKED, lag=UNKNOWN)))
+    text = lag_text(asdict(replace(RANKED, lag=UNKNOWN, offset=8)))
     assert "unsent      not known before the newest release is applied" in text
+    # After a restart, or while no replica is connected.
+    text = lag_text(asdict(replace(RANKED, lag=UNKNOWN, offset=9)))
+    assert "unsent      not known before the next release is made" in text
 
 
 def test_the_lag_of_a_consumer_without_a_policy_has_nothing_of_releases() -> None:

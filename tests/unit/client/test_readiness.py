@@ -228,6 +228,23 @@ def test_each_change_is_told_once_and_the_end_too() -> None:
     assert told.decisions.empty()
 
 
+def test_a_change_that_is_over_by_then_is_told_too() -> None:
+    told, go_on = Told(), threading.Event()
+
+    def slowly(decision: Decision) -> None:
+        assert go_on.wait(WAIT)
+        told(decision)
+
+    readiness = Readiness("a", slowly, Clock())
+    readiness.holds(100 * SECOND)
+    readiness.differs(["user"])
+    readiness.differs([])
+    go_on.set()
+    assert [told.next().yes for _ in range(3)] == [True, False, True]
+    readiness.end("done")
+    readiness.close()
+
+
 def test_the_end_of_the_limit_is_told_though_nothing_comes() -> None:
     """By the real clock: nobody wakes the thread."""
     told, started = Told(), itertools.count(1)

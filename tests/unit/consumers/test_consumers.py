@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from tests.support.local_service import run
 from tests.support.seals import sealed
 
-from deltasync.consumers.consumer import Replica
-from deltasync.consumers.fleet import consumer_offset, forgettable, offset_in
+from deltasync.consumers.consumer import Consumer, Replica
+from deltasync.consumers.fleet import consumer_offset, forgettable, may_leave, offset_in
+from deltasync.consumers.pause import Pause
+from deltasync.core.errors import NotFound
 from deltasync.core.policy import Policy
-from deltasync.core.position import Position
+from deltasync.core.position import Position, resume
 from deltasync.core.seal import Seal
 from deltasync.core.tables import TableSpec
 from deltasync.feeds.standing import Standing
@@ -22,7 +24,7 @@ from deltasync.service.service import Service
 from deltasync.status.lag import Lag, measure, state
 
 ROW_BYTES = [TableSpec("a", 10, 2).row_bytes, TableSpec("b", 10, 4).row_bytes]
-NONE, SOME = Lag(0, 0, 0, 0.0), Lag(2, 7, 100, 1.5)
+NONE, SOME, ONE = Lag(0, 0, 0, 0.0), Lag(2, 7, 100, 1.5), Lag(1, 1, 100, 1.5)
 
 
 def seals(first: int, last: int) -> list[Seal]:
@@ -32,7 +34,7 @@ def seals(first: int, last: int) -> list[Seal]:
 
 def replica(name: str, version: int = 0, history: str = "h", *, away: int | None = None, **known: Any) -> Replica:
     stream = None if away is not None else asyncio.Event()
-    return Replica(name, Position(history, version), stream=stream, away_since_unix_ns=away or 0, **known)
+    return Replica(name, Position(history, version), stream=stream, since_ns=away or 0, **known)
 
 
 @given(st.integers(1, 30), st.integers(0, 30), st.integers(0, 40))
@@ -59,10 +61,10 @@ def test_a_clock_that_was_set_back_gives_no_negative_lag() -> None:
 @pytest.mark.parametrize(
     ("replicas", "lag", "standing", "expected", "said"),
     [
-        ([], NONE, {}, "empty", "no replica has ever subscribed"),
+        ([], NONE, {}, "empty", "no replica subscribes, or is expected back"),
         ([], NONE, {"unpublished": "nothing is published"}, "empty", "nothing is published"),
         ([replica("a", away=1), replica("b", away=1)], SOME, {}, "away", "none of 2 replicas is connected"),
-        ([replica("a", checked=True)], NONE, {}, "in sync", "all 1 replicas"),
+        ([replica("a", checked=True)], NONE, {}, "in sync", "the one replica holds the newest version"),
         (
             [replica("a", checked=True), replica("b")],
             NONE,
@@ -86,6 +88,14 @@ def test_a_clock_that_was_set_back_gives_no_negative_lag() -> None:
         ([replica("a", away=1), replica("b", checked=True)], NONE, {}, "delivered", "held by a; away: a"),
         ([replica("a")], NONE, {"failure": "no luck"}, "failed", "no luck"),
         ([replica("a", away=1)], NONE, {"failure": "no luck"}, "failed", "no luck"),
+        (
+            [replica("a", checked=True)],
+            ONE,
+            {"newest_release": 3},
+            "current",
+            "one replica holds the newest release; 1 row is left",
+        ),
+        ([replica("a")], ONE, {}, "behind", "still to apply 1 row of 1 version"),
         ([replica("a", checked=True)], SOME, {"newest_release": 3}, "current", "7 rows are left for later"),
         ([replica("a")], SOME, {}, "behind", "7 rows of 2 versions"),
         ([replica("a"), replica("b", away=1)], SOME, {}, "behind", "away: b"),
@@ -94,7 +104,7 @@ def test_a_clock_that_was_set_back_gives_no_negative_lag() -> None:
 def test_state_says_why(
     replicas: list[Replica], lag: Lag, standing: dict[str, Any], expected: str, said: str
 ) -> None:
-    where = Standing(history="h", seals=(), tables=list, version_of=lambda number: number)
+    where = Standing(history="h", seals=(), tables=list, version_of=lambda number: number, seal_of=lambda _: 0)
     found, reason = state(replicas, lag, replace(where, **standing), offset=3)
     assert found == expected
     assert said in reason
@@ -104,8 +114,8 @@ def test_state_says_why(
 def test_a_fleet_has_what_the_last_of_it_has(positions: list[tuple[str, int]]) -> None:
     replicas = [replica(str(number), version, history) for number, (history, version) in enumerate(positions)]
     versions = [version if history == "h" else 0 for history, version in positions]
-    assert [offset_in("h", each.applied) for each in replicas] == versions
-    assert consumer_offset(replicas, "h") == min(versions, default=0)
+    assert [offset_in("h", lambda _: 0, each.applied) for each in replicas] == versions
+    assert consumer_offset(replicas, "h", lambda _: 0) == min(versions, default=0)
 
 
 def test_replicas_away_for_long_are_forgotten() -> None:
@@ -142,3 +152,78 @@ def test_an_ack_of_what_a_replica_holds_already_wakes_nobody(tmp_path: Path) -> 
         await asyncio.wait_for(woken, 20)
 
     run(tmp_path, scenario)
+
+
+def test_an_offset_keeps_its_seal_when_the_history_no_longer_has_that(tmp_path: Path) -> None:
+    """Of a fleet that is held for long, who comes back goes on from there by its offset alone."""
+
+    async def scenario(service: Service) -> None:
+        consumer = await service.create_consumer("held", "clicks", Policy())
+        of_it = service.registry.connect(consumer, "a", asyncio.Event())
+        service.registry.acknowledge(consumer, of_it, Position("h", 1, 7))
+        service.registry.acknowledge(consumer, of_it, Position("h", 1))
+        assert of_it.applied.seal == 7
+        assert resume(Position("h", 1, 7), "h", 200_000, 0, acknowledged=of_it.applied).yes
+
+    run(tmp_path, scenario)
+
+
+def test_a_pause_does_not_bring_back_a_consumer_that_is_deleted_meanwhile(tmp_path: Path) -> None:
+    async def before(service: Service) -> None:
+        await service.create_consumer("gone", "clicks", Policy())
+        async with service.registry._creating:  # Another one is just being made.
+            pausing = asyncio.create_task(service.registry.pause("gone", Pause(1, "test")))
+            await asyncio.sleep(0)
+            await service.delete_consumer("gone")
+        with pytest.raises(NotFound):
+            await pausing
+
+    async def after(service: Service) -> None:
+        assert not service.registry.consumers
+
+    run(tmp_path, before)
+    run(tmp_path, after)
+
+
+def test_a_pause_that_comes_while_another_is_ended_holds(tmp_path: Path) -> None:
+    async def nothing(_: Consumer) -> None: ...
+
+    async def before(service: Service) -> None:
+        await service.create_consumer("held", "clicks", Policy())
+        await service.registry.pause("held", Pause(1, "first"))
+        async with service.registry._creating:
+            resuming = asyncio.create_task(service.registry.resume("held", nothing))
+            await asyncio.sleep(0)
+            pausing = asyncio.create_task(service.registry.pause("held", Pause(2, "second")))
+            await asyncio.sleep(0)
+        await asyncio.gather(resuming, pausing)
+        assert service.registry.get("held").pause
+
+    async def after(service: Service) -> None:
+        pause = service.registry.get("held").pause
+        assert pause
+        assert pause.by == "second"
+
+    run(tmp_path, before)
+    run(tmp_path, after)
+
+
+@pytest.mark.parametrize(
+    ("known", "connected", "leaves"),
+    [
+        ("me", False, True),
+        ("me", True, True),  # By a stream that is lost, which the service has yet to find out.
+        ("", False, True),  # Before a restart of the service.
+        ("", True, False),
+        ("other", False, False),
+        ("other", True, False),
+    ],
+)
+def test_a_goodbye_without_a_stream_counts_for_the_instance_that_says_it(
+    known: str, connected: bool, leaves: bool
+) -> None:
+    found = replica("a", away=None if connected else 1, instance=known)
+    assert may_leave(found, "me").yes is leaves
+    assert not may_leave(None, "me").yes
+    assert not may_leave(replace(found, instance=""), "").yes
+    assert not may_leave(replace(found, instance="", left="its stream broke off"), "me").yes, "of an older client"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.releases import deleted_rows, live_rows
+from tests.support.releases import deleted_rows, frozen_at, live_rows
 from tests.support.stamped import stamped_table
 
 from deltasync.core.digests import checksum_of
@@ -14,7 +14,6 @@ from deltasync.core.errors import InvalidInput
 from deltasync.core.rows import RowBatch
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import Shard, TableKind, TableSpec
-from deltasync.feeds.frozen_release import freeze
 from deltasync.feeds.repair import NO_REPAIR, Repair
 from deltasync.storage import records
 from deltasync.v1 import subscribe_pb2, tables_pb2
@@ -90,7 +89,7 @@ def test_who_was_away_learns_of_deletes_and_who_is_new_need_not(tmp_path: Path) 
     stamped.apply(live(np.array([3]), 7.0), 3)  # A row that comes back is a new row.
 
     def frozen(after: int, repair: Repair = NO_REPAIR) -> tuple[list[int], list[int]]:
-        release = freeze([stamped], after, None, tmp_path, 1 << 20, repair)
+        release = frozen_at([stamped], after, None, tmp_path, 1 << 20, repair)
         batches = live_rows(release), deleted_rows(release)
         live_ids, deleted = ([row for rows in each.values() for row in rows.ids.tolist()] for each in batches)
         assert release.rows == len(live_ids) + len(deleted)

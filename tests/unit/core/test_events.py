@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltasync.core.errors import StorageFailed
-from deltasync.core.events import Event, EventCounts, EventKind, Events, line_of, log_event
+from deltasync.core.events import Event, EventCounts, EventKind, EventLog, Events, line_of
 
 
 def test_all_who_listen_are_told() -> None:
@@ -41,7 +41,7 @@ def test_what_peers_say_stays_one_line_of_bounded_length(name: str, text: str) -
 def test_only_what_was_not_foreseen_comes_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, "deltasync"):
         for error in (StorageFailed("no room"), KeyError("x")):
-            log_event(Event(EventKind.FAILED, error=error))
+            EventLog()(Event(EventKind.FAILED, error=error))
     foreseen, unforeseen = caplog.records
     assert foreseen.exc_info is None
     assert unforeseen.exc_info
@@ -50,3 +50,80 @@ def test_only_what_was_not_foreseen_comes_with_its_traceback(caplog: pytest.LogC
 
 def test_kinds_are_names_of_metrics() -> None:
     assert all(kind.value.replace("_", "").isalpha() and kind.value.islower() for kind in EventKind)
+
+
+def test_who_is_refused_again_and_again_has_a_line_in_ten_minutes(caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    log = EventLog(lambda: now[0])
+    refused = [Event(EventKind.PUBLISHER_REFUSED, {"model": "m"}, f"run {each} began before") for each in "ab"]
+    for second in (0, 5, 599, 600, 1199):
+        now[0] = float(second)
+        for event in refused:
+            log(event)
+    assert [each.getMessage() for each in caplog.records] == [line_of(event) for event in refused * 2]
+
+
+def test_the_log_remembers_no_more_than_some_lines(caplog: pytest.LogCaptureFixture) -> None:
+    log = EventLog(lambda: 0.0)
+    refused = [Event(EventKind.REPLICA_REFUSED, {"replica": each}) for each in range(1001)]
+    for event in [*refused, refused[-1], refused[0]]:
+        log(event)
+    assert len(caplog.records) == 1002  # The oldest was forgotten.
+    other = Event(EventKind.REPLICA_REPLACED, {"replica": 1})
+    log(other)
+    log(other)
+    assert len(caplog.records) == 1004
+
+
+def test_versions_in_quarantine_have_a_line_a_model_in_ten_minutes(caplog: pytest.LogCaptureFixture) -> None:
+    log = EventLog(lambda: 0.0)
+    for version in (2, 3, 4):
+        for model in ("a", "b"):
+            log(Event(EventKind.CUT_QUARANTINED, {"model": model, "version": version}, f"row {version} has norm"))
+    assert [record.args for record in caplog.records] == [
+        (f"cut quarantined: model={model} version=2 row 2 has norm",) for model in ("a", "b")
+    ]
+
+
+def lines(caplog: pytest.LogCaptureFixture, *events: Event) -> list[str]:
+    log, counts = EventLog(lambda: 0.0), EventCounts()
+    with caplog.at_level(logging.INFO, "deltasync"):
+        for event in events:
+            for listener in (log, counts):
+                listener(event)
+    assert counts.total() == len(events)
+    return [each.getMessage() for each in caplog.records]
+
+
+FULL = Event(EventKind.VOLUME_FAILED, {"volume": "log"}, "no room")
+FILES_FULL = Event(EventKind.VOLUME_FAILED, {"volume": "models"}, "no room")
+ROOM = Event(EventKind.VOLUME_RECOVERED, {"volume": "log"})
+ROOM_FOR_FILES = Event(EventKind.VOLUME_RECOVERED, {"volume": "models"})
+JOINED = Event(EventKind.RANK_JOINED, {"model": "m", "rank": 0}, "it goes on")
+OTHER = Event(EventKind.RANK_JOINED, {"model": "m", "rank": 1}, "it goes on")
+
+
+def of_no_room(kind: EventKind, free: int, **subject: object) -> Event:
+    return Event(kind, subject, error=StorageFailed(f"no room, {free} bytes are free"))
+
+
+def left(free: int) -> Event:
+    return of_no_room(EventKind.RANK_LEFT, free, model="m", rank=0)
+
+
+def test_while_a_volume_refuses_writes_what_comes_again_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """The figures in it may be others; what is of another kind, or of somebody else, is said."""
+    refused = [of_no_room(EventKind.PUBLISHER_REFUSED, free, model="m") for free in range(3)]
+    failed = [of_no_room(EventKind.FAILED, free, consumer="c") for free in range(3)]
+    bug = Event(EventKind.FAILED, {"consumer": "c"}, error=KeyError("x"))
+    first, after = [*refused[:2], FULL, left(0), failed[0]], [failed[0], left(0)]
+    again = [JOINED, left(1), refused[2], failed[1], JOINED, left(2), failed[2]]
+    said = lines(caplog, *first, *again, bug, OTHER, *again, ROOM, *after)
+    expected = [*first, JOINED, refused[2], bug, OTHER, ROOM, left(2), *after]
+    assert said == [line_of(each) for each in expected]
+
+
+def test_a_rank_that_has_come_back_before_is_the_last_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    said = lines(caplog, FULL, FILES_FULL, JOINED, left(1), JOINED, ROOM, ROOM_FOR_FILES, JOINED)
+    expected = [FULL, FILES_FULL, JOINED, left(1), ROOM, ROOM_FOR_FILES, JOINED, JOINED]
+    assert said == [line_of(each) for each in expected]

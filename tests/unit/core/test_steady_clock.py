@@ -25,6 +25,12 @@ def test_nobody_knows_since_when_there_is_something_later_than_what_is_older_tha
     assert succession().behind_ns(2, 1000) == 0
 
 
+def test_of_what_was_found_at_the_start_it_is_not_known_when_it_came() -> None:
+    numbers = succession((3, -FOREVER_NS), (5, 200))
+    assert (numbers.since_ns(3), numbers.seconds_since(3, 1000)) == (None, None)
+    assert numbers.since_ns(5) == 200
+
+
 def test_repeating_a_number_changes_nothing() -> None:
     numbers = succession((3, 100), (3, 200), (2, 300))
     assert (numbers.age_ns(3, 1000), numbers.behind_ns(3, 1000)) == (900, 0)

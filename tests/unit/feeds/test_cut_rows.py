@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.releases import frozen_at
 
 from deltasync.core.rows import RowBatch
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.feeds.cut_rows import cut_rows
-from deltasync.feeds.frozen_release import freeze
 
 TABLES = [TableSpec("a", 12, 2), TableSpec("b", 6, 3, np.dtype("<f2"))]
 SLOTS = {table.name: slot for slot, table in enumerate(TABLES)}
@@ -51,7 +51,7 @@ def test_a_cut_is_what_the_tables_hold_of_it_or_is_not_used(before: list[RowBatc
             tables[SLOTS[batch.table.name]].apply(batch, version)
     found = cut_rows(cut, SLOTS)
     with tempfile.TemporaryDirectory() as folder:
-        frozen = freeze(tables, 1, None, Path(folder), 1 << 20)
+        frozen = frozen_at(tables, 1, None, Path(folder), 1 << 20)
     named = [(batch.table.name, row) for batch in cut for row in batch.ids.tolist()]
     if found is not None:
         assert rows_of(found) == rows_of([(chunk.slot, chunk.rows) for chunk in frozen.chunks])

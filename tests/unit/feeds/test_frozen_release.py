@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.mapping import in_a_file, mapping_of
-from tests.support.releases import deleted_rows, live_rows
+from tests.support.releases import deleted_rows, frozen_at, live_rows
 from tests.support.stamped import stamped_table
 from tests.support.wire import random_rows
 
@@ -16,7 +16,7 @@ from deltasync.core.errors import StorageFailed
 from deltasync.core.rows import RowBatch, Values
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import Shard, TableSpec
-from deltasync.feeds.frozen_release import FrozenRelease, freeze
+from deltasync.feeds.frozen_release import FrozenRelease
 
 TABLES = [TableSpec("a", 40, 3), TableSpec("b", 20, 2, np.dtype("<f2")), TableSpec("c", 5, 1)]
 
@@ -42,8 +42,8 @@ def arrays(frozen: FrozenRelease) -> list[Values]:
 def test_a_spilled_release_is_the_same_as_one_in_memory(seed: int, after: int) -> None:
     tables = stamped(seed, 4)
     with tempfile.TemporaryDirectory() as folder:
-        in_memory = freeze(tables, after, None, Path(folder), 1 << 20)
-        spilled = freeze(tables, after, None, Path(folder), 0)
+        in_memory = frozen_at(tables, after, None, Path(folder), 1 << 20)
+        spilled = frozen_at(tables, after, None, Path(folder), 0)
         assert not list(Path(folder).iterdir())
     assert all(in_a_file(array) for array in arrays(spilled))
     assert not any(in_a_file(array) for array in arrays(in_memory))
@@ -61,14 +61,14 @@ def test_a_spilled_release_is_the_same_as_one_in_memory(seed: int, after: int) -
 
 def test_a_spilled_release_is_mapped_once(tmp_path: Path) -> None:
     """Each subscriber may lack something else, of thousands of tables."""
-    release = freeze(stamped(0, 4), 0, None, tmp_path, 0)
+    release = frozen_at(stamped(0, 4), 0, None, tmp_path, 0)
     bases = {id(mapping_of(array)) for array in arrays(release)}
     assert len(release.chunks) > len(bases) == 1
 
 
 def test_a_release_does_not_change_with_its_tables(tmp_path: Path) -> None:
     tables = stamped(0, 4)
-    frozen = freeze(tables, 0, None, tmp_path, 1 << 20)
+    frozen = frozen_at(tables, 0, None, tmp_path, 1 << 20)
     before = content(frozen)
     for table in tables:
         table.apply(RowBatch.of_table(table.spec, np.arange(table.spec.rows), np.zeros_like(table.rows)), 9)
@@ -81,14 +81,14 @@ def test_no_room_for_a_spilled_release_is_an_error(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr("os.posix_fallocate", full)
     with pytest.raises(StorageFailed, match=r"a release of 3 tables: cannot reserve .*No space left"):
-        freeze(stamped(0, 4), 0, None, tmp_path, 0)
+        frozen_at(stamped(0, 4), 0, None, tmp_path, 0)
 
 
 def test_deletes_take_no_more_memory_than_is_allowed(tmp_path: Path) -> None:
     table = StampedTable.zeros(TABLES[0])
     table.apply(RowBatch.of_table(table.spec, np.arange(9), np.ones((9, 3), np.float32)), 1)
     table.apply(RowBatch.deletes(Shard.whole(table.spec), np.arange(2, 8)), 2)
-    in_memory, spilled = (freeze([table], 1, None, tmp_path, size) for size in (48, 47))
+    in_memory, spilled = (frozen_at([table], 1, None, tmp_path, size) for size in (48, 47))
     assert (in_memory.memory_bytes, spilled.memory_bytes) == (48, 0)
     assert [in_a_file(each.chunks[0].rows.ids) for each in (in_memory, spilled)] == [False, True]
     assert [deleted_rows(each)[0].ids.tolist() for each in (in_memory, spilled)] == [[2, 3, 4, 5, 6, 7]] * 2
@@ -102,7 +102,7 @@ def test_what_a_spilled_release_takes_is_freed_in_a_thread_of_its_own(tmp_path: 
         by.append(threading.current_thread().name)
         freed.set()
 
-    release = freeze(stamped(0, 4), 0, None, tmp_path, 0)
+    release = frozen_at(stamped(0, 4), 0, None, tmp_path, 0)
     weakref.finalize(release.chunks[0].rows.values.base, note)
     del release
     assert freed.wait(20)

@@ -18,7 +18,7 @@ from tests.support.wire import WHOLE, full_part, part, publish_open, random_rows
 
 from deltasync.core.errors import ServiceUnavailable, StorageFailed
 from deltasync.core.tables import Shard, TableSpec
-from deltasync.feeds import frozen_release as releases
+from deltasync.feeds import releases
 from deltasync.feeds.frozen_release import FrozenRelease
 from deltasync.publish.opening import check_open
 from deltasync.publish.session import PublishSession, open_session

@@ -155,6 +155,8 @@ class Play:
                 check_noted(table.mapped.files, table.mapped.layout.arrays())
             np.testing.assert_array_equal(table.rows, plain.rows)
             np.testing.assert_array_equal(table.stamps, plain.stamps)
+            assert not len(table.untagged()), "no crash looks like damage"
+            assert not table.restamped
             np.testing.assert_array_equal(table.digests.sum(axis=1), plain.digests.sum(axis=1))
             assert table.checksum == plain.checksum
             assert not len(table.damaged(np.arange(plain.spec.rows)))

@@ -19,7 +19,8 @@ from deltasync.api.subscribe import ReplicaStream
 from deltasync.core.policy import Policy
 from deltasync.core.rows import RowBatch
 from deltasync.core.seal import Seal
-from deltasync.feeds import frozen_release
+from deltasync.feeds import releases
+from deltasync.feeds.frozen_release import freeze
 from deltasync.feeds.model import Model
 from deltasync.feeds.repair import Repair
 from deltasync.publish.session import PublishSession
@@ -68,18 +69,18 @@ def test_forty_replicas_cost_one_freeze_and_one_message(
 ) -> None:
     """Rows are written once; where they go with the end of the release, in a copy for each replica."""
     written = list[int]()
-    frozen, freeze = list[int](), frozen_release.freeze
+    frozen = list[int]()
 
     def counted(slot: int, rows: RowBatch) -> bytes:
         written.append(slot)
         return release_chunk(slot, rows)
 
     def noted(*arguments: Any) -> Any:
-        frozen.append(arguments[1])
+        frozen.append(arguments[0].after)
         return freeze(*arguments)
 
     monkeypatch.setattr("deltasync.feeds.frozen_release.release_chunk", counted)
-    monkeypatch.setattr(frozen_release, "freeze", noted)
+    monkeypatch.setattr(releases, "freeze", noted)
 
     async def scenario(service: Service) -> None:
         await service.create_consumer("plain", "clicks", Policy())
@@ -98,7 +99,7 @@ def test_forty_replicas_cost_one_freeze_and_one_message(
             written.clear()
         assert frozen == [0]  # Later cuts were sent as they came.
         for stream in streams:
-            await stream.aclose()  # type: ignore[attr-defined]
+            await stream.aclose()
 
     run(tmp_path, scenario)
 
@@ -137,7 +138,7 @@ def test_a_cut_that_there_is_no_memory_for_is_read_from_the_tables(
         session = await join(service)
         model = await published(session, service, full_part(1, random_rows(0), WHOLE))
         await model.release(0)
-        monkeypatch.setattr(frozen_release, "RELEASES_IN_MEMORY_BYTES", USER.row_bytes - 1)
+        monkeypatch.setattr(releases, "RELEASES_IN_MEMORY_BYTES", USER.row_bytes - 1)
         await published(session, service, changed(2, 7))
         release = await model.release(1)
         assert release.memory_bytes == 0

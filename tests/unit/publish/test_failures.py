@@ -37,7 +37,7 @@ def test_a_cut_that_cannot_be_sealed_is_sent_again(tmp_path: Path, monkeypatch: 
     async def scenario(service: Service) -> None:
         session = await join(service)
         with monkeypatch.context() as patch:
-            patch.setattr("deltasync.publish.coordinator._seal_of", broken)
+            patch.setattr("deltasync.publish.sealing._seal_of", broken)
             with pytest.raises(
                 ServiceUnavailable, match=r"step 1 could not be sealed, and is to be sent again: ZeroDivisionError"
             ):

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ from tests.support.local_service import join, run, send
 from tests.support.wire import ITEM, USER, WHOLE, full_part, part, random_rows
 
 from deltasync.core.errors import Contradiction, DeltasyncError, InvalidInput, NotFound
+from deltasync.core.position import Position
 from deltasync.core.tables import Shard, TableKind, TableSpec
-from deltasync.publish import pending_deletes
+from deltasync.publish import done_deletes, pending_deletes
 from deltasync.publish.session import PublishSession
 from deltasync.service.service import Service
+from deltasync.storage.log_store import LogFull
 
 HALVES = [[WHOLE[0]], [WHOLE[1]]]
 
@@ -72,6 +75,92 @@ def test_a_request_outlives_the_service(tmp_path: Path) -> None:
 
     run(tmp_path, before)
     run(tmp_path, after)
+
+
+def deleting(step: int, ids: list[int], number: int) -> list[Any]:
+    """A part of a rank that has met a request, with what it has deleted."""
+    requests = part(step, [(0, ids, np.zeros((len(ids), USER.dim), "<f4"))])
+    requests[0].chunk.rows.deleted, requests[0].chunk.rows.values = True, b""
+    return meeting(requests, number)
+
+
+def test_a_run_that_goes_back_before_a_delete_is_asked_for_it_again(tmp_path: Path) -> None:
+    """But not for rows that were trained afterwards; over restarts, and once it has met it, no more."""
+    held = list[Position]()
+
+    async def before(service: Service) -> None:
+        rank = await join(service, takes_deletes=True)
+        held.append(await send(rank, full_part(1, random_rows(0), WHOLE)) or Position())
+        number = await ask(service, [3, 5, 7])
+        held.append(await send(rank, deleting(2, [3, 5, 7], number)) or Position())
+        await send(rank, part(3, [(0, [7], np.ones((1, USER.dim), "<f4"))]))
+        await service.coordinators["clicks"].drain()
+
+    async def after(service: Service) -> None:
+        again: dict[str, Any] = {"takes_deletes": True, "takes_changes": True}
+        rank = await join(service, run="late", started=2, continues=held[1], **again)
+        assert numbers(rank) == [], "it has met it before"
+        rank = await join(service, run="back", started=3, continues=held[0], **again)
+        (request,) = rank.deletes
+        assert (request.table, request.ids.tolist()) == (USER.name, [3, 5])
+        part_of_all = part(2, [(0, [3, 5, 7], np.ones((3, USER.dim), "<f4"))])
+        await send(rank, part_of_all)
+        await send(rank, deleting(3, [3, 5], request.number))
+        await service.coordinators["clicks"].drain()
+        assert service.models["clicks"].tables[0].deleted(np.array([3, 5, 7])).tolist() == [True, True, False]
+        rank = await join(service, run="further back", started=4, continues=held[0], **again)
+        assert [each.ids.tolist() for each in rank.deletes] == [[3, 5]]
+
+    run(tmp_path, before)
+    run(tmp_path, after)
+
+
+def test_a_delete_that_is_asked_for_again_is_forgotten_only_once_that_is_written_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(service: Service) -> None:
+        rank = await join(service, takes_deletes=True)
+        held = await send(rank, full_part(1, random_rows(0), WHOLE)) or Position()
+        await send(rank, deleting(2, [3, 5], await ask(service, [3, 5])))
+        await service.coordinators["clicks"].settled()
+        back: dict[str, Any] = {"continues": held, "takes_deletes": True, "takes_changes": True}
+        done, put, refused = service.coordinators["clicks"].deletes.done, service.log.put, Future[None]()
+        refused.set_exception(LogFull("the log is full"))
+        with monkeypatch.context() as patch:
+            patch.setattr(service.log, "put", lambda name, value: refused if value else put(name, value))
+            with pytest.raises(LogFull):
+                await join(service, run="back", started=2, **back)
+        await asyncio.to_thread(put("x", None).result)
+        assert (len(done.after(1)), len(service.log.items("deleted/clicks/"))) == (1, 1)
+        caplog.set_level("INFO")
+        rank = await join(service, run="back", started=2, **back)
+        assert [each.ids.tolist() for each in rank.deletes] == [[3, 5]]
+        assert "2 rows are to be deleted again: a run goes on from version 1, which has them" in caplog.text
+        await asyncio.to_thread(put("x", None).result)
+        assert (done.after(1), service.log.items("deleted/clicks/")) == ([], {})
+
+    run(tmp_path, scenario)
+
+
+def test_so_many_that_are_done_are_kept_and_none_of_a_table_that_is_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(done_deletes, "_MOST_IDS", 3)
+
+    async def scenario(service: Service) -> None:
+        rank = await join(service, takes_deletes=True)
+        await send(rank, full_part(1, random_rows(0), WHOLE))
+        for step, (table, ids) in enumerate(((USER, [1, 2]), (ITEM, [1]), (USER, [3])), start=2):
+            await send(rank, meeting(part(step, []), await ask(service, ids, table)))
+        done = service.coordinators["clicks"].deletes.done
+        assert [(each.table, each.ids.tolist()) for each in done.after(0)] == [(ITEM.name, [1]), (USER.name, [3])]
+        assert [each.ids.tolist() for each in done.after(3)] == [[3]]
+        service.coordinators["clicks"].deletes.forget(ITEM.name)
+        assert [each.table for each in done.after(0)] == [USER.name]
+        await asyncio.to_thread(service.log.put("x", None).result)
+        assert len(service.log.items("deleted/clicks/")) == 1
+
+    run(tmp_path, scenario)
 
 
 def test_all_ranks_have_to_meet_a_request_with_the_same_cut(tmp_path: Path) -> None:

@@ -1,3 +1,5 @@
+from typing import Literal
+
 import pytest
 from tests.support.seals import sealed
 
@@ -34,6 +36,54 @@ def test_who_may_publish(run: Run, current: Run | None, yes: bool, said: str) ->
 
 
 @pytest.mark.parametrize(
+    ("gone", "earlier", "yes", "later", "said"),
+    [
+        (None, (), False, False, "run b began before run a, which has taken over: stop it"),
+        (59.0, (), False, True, "once all ranks of that have been gone for 60 s, by now 59"),
+        (60.0, (), True, False, "run b follows run a, whose ranks have been gone for 60 s"),
+        (60.0, ("b",), False, False, "run b began before run a, which has taken over: stop it ("),
+    ],
+)
+def test_a_run_whose_clock_is_an_hour_behind_follows_one_that_is_gone(
+    gone: float | None, earlier: tuple[str, ...], yes: bool, later: bool, said: str
+) -> None:
+    hour = 3600 * 10**9
+    decision = may_publish(Run("b", NOW - hour, 1), Run("a", NOW, 1), NOW, gone_seconds=gone, earlier=earlier)
+    assert (decision.yes, decision.later) == (yes, later)
+    assert said in decision.reason
+
+
+A, B = "a" * 32, "b" * 32
+
+
+@pytest.mark.parametrize(
+    ("run", "current", "earlier", "yes"),
+    [
+        (Run(f"{A}+1", 2, 1), Run(B, 5, 1), [A], False),  # It was resharded, and has another id.
+        (Run(f"{A}+2", 9, 1), Run(f"{B}+1", 5, 1), [f"{A}+1", B], False),  # The clock of the later one is behind.
+        (Run(A, 1, 1), Run(f"{A}+1", 2, 1), [A], False),
+        (Run(f"{A}+2", 3, 1), Run(f"{A}+1", 2, 1), [A], True),  # Nobody else has taken over.
+        (Run(f"{A}+1", 2, 1), Run(B, 5, 1), [], True),
+        # Ids that others have chosen say nothing of each other.
+        (Run("job+3", 2, 1), Run("else", 5, 1), ["job", "job+1"], True),
+        (Run(f"{A}+01", 2, 1), Run("else", 5, 1), [A], True),
+    ],
+)
+def test_a_trainer_that_was_taken_over_stays_out_whatever_runs_it_begins(
+    run: Run, current: Run, earlier: list[str], yes: bool
+) -> None:
+    decision = may_publish(run, current, NOW, gone_seconds=1e9, earlier=earlier)
+    assert (decision.yes, decision.later) == (yes, False)
+    assert yes or "which has taken over: stop it" in decision.reason
+
+
+def test_a_run_that_was_taken_over_stays_out_whatever_its_clock_says() -> None:
+    decision = may_publish(Run("b", NOW, 1), Run("a", 1, 1), NOW, gone_seconds=1e9, earlier=["b"])
+    assert (decision.yes, decision.later) == (False, False)
+    assert "run b was there before run a, which has taken over: stop it" in decision.reason
+
+
+@pytest.mark.parametrize(
     ("run", "claim", "head", "yes", "said"),
     [
         ("b", Position("h", 5), None, False, "nothing is published yet"),
@@ -59,6 +109,41 @@ def test_whether_a_run_continues(run: str, claim: Position, head: Seal | None, y
 
 
 @pytest.mark.parametrize(
+    ("run", "claim", "seal", "since", "said"),
+    [
+        ("c", Position("h", 3, seal=7), 7, 3, "holds version 3, and learns what came after"),
+        ("c", Position("before the restore", 3, seal=7), 7, 3, "holds version 3, and learns what came after"),
+        ("c", Position("before the restore", 5, seal=7), 7, None, "the run holds version 5, the newest one"),
+        ("b", Position("h", 3, seal=7), 7, None, "run b published version 5 itself"),
+        ("c", Position("h", 3, seal=7), 8, False, "version 3 of a past that this history does not have"),
+        ("b", Position("h", 3, seal=7), 8, False, "version 3 of a past that this history does not have"),
+        ("c", Position("h", 5, seal=7), 8, False, "version 5 of a past that this history does not have"),
+        # Which past it is, nobody can tell.
+        ("c", Position("h", 3), 8, False, "holds version 3, the newest one is 5"),
+        ("c", Position("h", 3, seal=7), 0, False, "holds version 3, the newest one is 5"),
+        ("c", Position("h", 6, seal=7), 0, False, "the newest one is only 5"),
+    ],
+)
+def test_from_which_version_a_run_goes_on(
+    run: str, claim: Position, seal: int, since: int | Literal[False] | None, said: str
+) -> None:
+    decision = continues(Run(run, 1, 2), claim, "h", HEAD, seal, takes_changes=True)
+    assert (decision.yes, decision.since) == (since is not False, since or None)
+    assert said in decision.reason
+    if since:  # A client that cannot be told.
+        assert not continues(Run(run, 1, 2), claim, "h", HEAD, seal).yes
+
+
+def test_who_is_refused_learns_of_whom_and_what_of_itself() -> None:
+    ours = Run("a", 10**18, 2, "process 12 of box-1")
+    theirs = Run("b", 10**18 + 10**9, 2, "process 7 of box-2")
+    said = may_publish(ours, theirs, NOW).reason
+    assert "run a: process 12 of box-1, begun 2001-09-09T01:46:40Z" in said
+    assert "run b: process 7 of box-2, begun 2001-09-09T01:46:41Z" in said
+    assert "run a: a process not known" in may_publish(theirs, Run("a", 1, 1), NOW).reason
+
+
+@pytest.mark.parametrize(
     ("held", "head", "yes", "said"),
     [
         (Position(), 5, False, "holds nothing"),
@@ -71,6 +156,15 @@ def test_whether_a_run_continues(run: str, claim: Position, head: Seal | None, y
     ],
 )
 def test_whether_a_replica_goes_on(held: Position, head: int, yes: bool, said: str) -> None:
-    decision = resume(held, "h", head)
+    decision = resume(held, "h", head, 0)
     assert decision.yes is yes
     assert said in decision.reason
+
+
+def test_the_seal_of_a_position_says_whether_the_past_is_the_same() -> None:
+    assert resume(Position("h", 3, seal=7), "h", 5, 7).yes
+    assert resume(Position("before the restore", 3, seal=7), "h", 5, 7).yes
+    other = resume(Position("h", 3, seal=7), "h", 5, 8)
+    assert not other.yes
+    assert "of a past that this history does not have" in other.reason
+    assert resume(Position("h", 3), "h", 5, 8).yes  # A client of before knows no seals.

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.local_service import join, run, send
-from tests.support.releases import live_rows
+from tests.support.releases import deleted_rows, live_rows
 from tests.support.stamped import stamped_table
 from tests.support.wire import ITEM, USER, WHOLE, full_part, part, random_rows
 
@@ -21,12 +21,14 @@ from deltasync.core.digests import checksum_of, row_digests
 from deltasync.core.errors import ServiceUnavailable
 from deltasync.core.events import Event, EventKind
 from deltasync.core.policy import Policy
-from deltasync.core.stamps import StampedTable
+from deltasync.core.stamps import STAMPS, StampedTable
 from deltasync.core.tables import Shard, TableSpec
-from deltasync.feeds import sweep
+from deltasync.feeds import damage, sweep
+from deltasync.feeds.damage import RESTAMPED
 from deltasync.feeds.model import Model
 from deltasync.service.housekeeping import _look_after_rows as look_after_rows
 from deltasync.service.housekeeping import housekeeping
+from deltasync.service.inspection import inspect
 from deltasync.service.service import Service
 
 ROWS = random_rows(0)
@@ -44,6 +46,12 @@ async def published(service: Service) -> tuple[Any, Model]:
 def flip(table: StampedTable, *rows: int) -> None:
     """Change a bit of each of these rows behind the service's back."""
     table.rows.view(np.uint8)[list(rows), 1] ^= 16
+
+
+def lose_digest(table: StampedTable, row: int) -> None:
+    """Change a row's digest, and the tag that would show that the row is sound."""
+    table.digests[row] ^= 1
+    table.tags[row] ^= 2
 
 
 def said_of_rows(service: Service) -> list[Event]:
@@ -136,6 +144,22 @@ def test_a_row_is_asked_for_again_only_where_the_part_that_followed_did_not_brin
     run(tmp_path, scenario)
 
 
+def test_many_rows_are_asked_for_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltasync.publish.session._WANTED_IDS", 4)
+
+    async def scenario(service: Service) -> None:
+        session, model = await published(service)
+        model.flush()
+        for row in range(3, 14):
+            flip(model.tables[0], row)
+        await model.damage.sweep()
+        assert [ids.tolist() for _, ids in session.wanted] == [[3, 4, 5, 6]]
+        asked = [[ids.tolist() for _, ids in session.ask()] for _ in range(3)]
+        assert asked == [[[3, 4, 5, 6]], [[7, 8, 9, 10]], [[3, 4, 5, 6]]], "not what is on its way"
+
+    run(tmp_path, scenario)
+
+
 def test_a_deleted_row_is_zeros_again(tmp_path: Path) -> None:
     async def scenario(service: Service) -> None:
         session, model = await published(service)
@@ -175,10 +199,105 @@ def test_the_log_mends_a_digest_of_a_sound_row(tmp_path: Path) -> None:
     async def scenario(service: Service) -> None:
         _, model = await published(service)
         right = model.tables[0].digests.copy()
-        model.tables[0].digests[7] ^= 1
+        lose_digest(model.tables[0], 7)
         await model.damage.sweep()
         assert {name: ids.tolist() for name, ids in (await model.damage.mend()).items()} == {USER.name: [7]}
         assert model.tables[0].digests.tolist() == right.tolist()
+
+    run(tmp_path, scenario)
+
+
+def test_a_digest_that_has_changed_is_made_again_of_its_sound_row(tmp_path: Path) -> None:
+    async def scenario(service: Service) -> None:
+        _, model = await published(service)
+        model.flush()
+        right = model.tables[0].digests.copy(), model.tables[0].checksum
+        model.tables[0].digests[7] ^= 1
+        await model.damage.sweep()
+        assert (model.damage.rows, model.tables[0].restamped) == ({}, [])
+        assert model.tables[0].digests.tolist() == right[0].tolist()
+        assert model.tables[0].checksum == right[1]
+
+    run(tmp_path, scenario)
+
+
+def test_a_look_at_all_rows_says_what_was_found_and_mended_while_it_went_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_at = damage._may_be_damaged
+
+    async def scenario(service: Service) -> None:
+        _, model = await published(service)
+        loop = asyncio.get_running_loop()
+
+        def look(table: StampedTable, first: int, last: int) -> bool:
+            if table is model.tables[1]:
+                tidied = asyncio.run_coroutine_threadsafe(model.damage.look_after(service.events), loop)
+                tidied.result(10)
+            return looked_at(table, first, last)
+
+        monkeypatch.setattr(damage, "_may_be_damaged", look)
+        flip(model.tables[0], 3, 4)
+        model.tables[0].stamps[7] = 5
+        said = list[Event]()
+        service.events._listeners = (*service.events._listeners, said.append)
+        user, _ = await inspect(service, "who asks")
+        assert (user.damaged, user.mended, user.restamped, user.left) == (2, 2, 1, 0)
+        (event,) = (each for each in said if each.kind is EventKind.ROWS_INSPECTED)
+        assert event.subject == {"by": "who asks"}
+        assert event.text == "of all rows, 70 looked at, 2 damaged, 1 with another stamp, 0 left"
+
+    run(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("bit", [0, 3, 40, 63])
+def test_a_row_whose_stamp_has_changed_is_sent_to_whoever_may_lack_it(tmp_path: Path, bit: int) -> None:
+    """Also after a restart, before anybody is served; and it is told."""
+
+    async def before(service: Service) -> None:
+        session, model = await published(service)
+        await send(session, part(2, [(0, [7, 8], np.full((2, 4), 2, "<f4"))]))
+        await service.coordinators["clicks"].drain()
+        model.flush()
+        model.tables[0].stamps.view(np.uint64)[7] ^= np.uint64(1 << bit)
+        model.tables[0].wrote(None, STAMPS)
+
+    async def after(service: Service) -> None:
+        model, said = service.models["clicks"], said_of_rows(service)
+        release = await model.release(1)
+        assert live_rows(release)[0].ids.tolist() == [7, 8]
+        assert not deleted_rows(release)
+        await look_after_rows(service, model)
+        assert [(each.kind, each.text) for each in said] == [
+            (EventKind.ROWS_DAMAGED, f"{RESTAMPED}row 7"),
+        ]
+
+    run(tmp_path, before)
+    run(tmp_path, after)
+
+
+def test_a_row_that_only_seems_to_be_deleted_is_sent_as_it_is(tmp_path: Path) -> None:
+    async def scenario(service: Service) -> None:
+        _, model = await published(service)
+        model.tables[0].stamps[7] *= -1
+        release = await model.release(0)
+        assert live_rows(release)[0].ids.tolist() == list(range(USER.rows))
+        assert not deleted_rows(release)
+
+    run(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("wrong", [1e30, np.nan, -1.0])
+def test_a_squared_norm_that_has_changed_is_made_again_of_its_row(tmp_path: Path, wrong: float) -> None:
+    async def scenario(service: Service) -> None:
+        _, model = await published(service)
+        table = model.tables[0]
+        right, norm = table.squares.copy(), table.norm
+        table.squares[7] = wrong
+        table.count()  # As a start does.
+        await model.damage.sweep()
+        assert table.squares.tolist() == right.tolist()
+        assert (table.norm, model.damage.rows) == (norm, {})
 
     run(tmp_path, scenario)
 
@@ -203,7 +322,7 @@ def test_a_digest_that_was_damaged_leaves_nothing_in_the_checksum(tmp_path: Path
     async def scenario(service: Service) -> None:
         session, model = await published(service)
         model.flush()
-        model.tables[0].digests[7] ^= 1
+        lose_digest(model.tables[0], 7)
         if known:
             await model.damage.sweep()
             assert await model.damage.mend() == {}, "the log does not have the row any more"
@@ -225,7 +344,7 @@ def test_a_digest_that_is_still_damaged_is_not_counted(tmp_path: Path) -> None:
         session, model = await published(service)
         model.flush()
         right = model.tables[0].checksum
-        model.tables[0].digests[7] ^= 1
+        lose_digest(model.tables[0], 7)
         await send(session, part(2, [(0, [9], ROWS[0][9:10])]))
         await service.coordinators["clicks"].drain()
         flip(model.tables[0], 9)
@@ -268,7 +387,7 @@ def test_the_sweep_comes_to_every_row_that_ever_changed(data: st.DataObject, byt
     with mock.patch.object(sweep, "_BYTES", bytes_at_once):
         for _ in range(9 + 1 + 30):  # As many rows as there are, at one a time.
             try:
-                swept.go_on(tables)
+                swept.go_on(tables, 1)
             except DamagedRows as error:
                 found.append((error.owner, error.ids.tolist()))
     assert found[0] == (table, [row])
@@ -283,8 +402,8 @@ def test_housekeeping_finds_damage_that_nobody_asks_for_says_so_and_mends_it(tmp
         said = [(each.kind, dict(each.subject), each.text) for each in events]
         subject = {"model": "clicks", "table": ITEM.name}
         assert said == [
-            (EventKind.ROWS_DAMAGED, subject, "other bits than were stored in rows 2"),
-            (EventKind.ROWS_MENDED, subject, "rows 2"),
+            (EventKind.ROWS_DAMAGED, subject, "other bits than were stored in row 2"),
+            (EventKind.ROWS_MENDED, subject, "row 2"),
         ]
         assert model.tables[1].rows.tobytes() == ROWS[1].tobytes()
 
@@ -389,7 +508,7 @@ def test_damage_of_before_a_restart_is_found_after_it(tmp_path: Path) -> None:
         model.flush()
 
     async def after(service: Service) -> None:
-        with pytest.raises(DamagedRows, match="rows 11"):
+        with pytest.raises(DamagedRows, match="row 11"):
             await service.models["clicks"].release(0)
 
     run(tmp_path, before)
@@ -467,7 +586,7 @@ def test_rows_that_a_cut_has_brought_since_the_log_was_read_are_not_mended_with_
 @pytest.mark.parametrize(
     ("ids", "words"),
     [
-        ([3], "rows 3"),
+        ([3], "row 3"),
         ([3, 4], "rows 3 to 4"),
         ([0, 2, 3, 9], "rows 0, 2 to 3, 9"),
         (range(0, 14, 2), "rows 0, 2, 4, 6, 8 and 2 other ranges"),

@@ -1,7 +1,10 @@
 """While one model recovers, others are served, and who asks for that one is told so."""
 
 import asyncio
+import errno
 import json
+import os
+import re
 import threading
 import urllib.error
 import urllib.request
@@ -24,6 +27,7 @@ from deltasync.core.policy import Policy
 from deltasync.core.progress import Progress
 from deltasync.service.service import Service, ServiceOptions
 from deltasync.status.answers import Answers
+from deltasync.storage import volume
 from deltasync.storage.model_store import ModelStore
 from deltasync.v1 import subscribe_pb2
 from deltasync.views.view import View
@@ -198,6 +202,42 @@ def test_the_service_listens_and_is_ready_once_all_are_there(
         held.let_go()
         while not stopped and (await asyncio.to_thread(get, f"{url}/readyz"))[0] != 200:
             await asyncio.sleep(0)
+        stopping.set()
+        await serving
+
+    asyncio.run(asyncio.wait_for(main(), WAIT))
+
+
+def test_one_that_waits_for_its_volume_says_so_and_keeps_no_service_from_ending(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recover, path = ModelStore.recover, data_dir / "models" / "slow"
+
+    def refusing(store: ModelStore, record: Mapping[str, Any]) -> None:
+        if store._model == "slow":
+            raise volume.refused("no room", path, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), 1 << 60)
+        recover(store, record)
+
+    monkeypatch.setattr(ModelStore, "recover", refusing)
+    monkeypatch.setattr(server, "_SOON_SECONDS", 0)
+    http = free_port()
+    options = ServerOptions(service=ServiceOptions(data_dir=data_dir), grpc_port=0, http_port=http)
+    listening = asyncio.Event()
+    monkeypatch.setattr(server.logger, "info", lambda said, *_: listening.set() if "listening" in said else None)
+
+    async def main() -> None:
+        stopping = asyncio.Event()
+        serving = asyncio.create_task(server.run(options, stopping))
+        await listening.wait()
+        trouble = rf"{path} on volume 'models': No space left on device .* make room on it"
+        for where, said in (
+            ("/readyz", "still recovering: slow; nothing new can be written"),
+            ("/consumers/top/lag", "model 'slow' is still recovering; try again"),
+        ):
+            status, answer = await asyncio.to_thread(get, f"http://127.0.0.1:{http}{where}")
+            assert status == 503
+            assert re.fullmatch(f"{said}: {trouble}", json.loads(answer)["message"])
+        assert (await asyncio.to_thread(get, f"http://127.0.0.1:{http}/tables"))[1].count('"model":"fast"')
         stopping.set()
         await serving
 

@@ -20,6 +20,7 @@ from deltasync.core.position import Position
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.feeds import model as models
 from deltasync.feeds.damage import Damage
+from deltasync.service.backups import Backups
 from deltasync.service.housekeeping import housekeeping
 from deltasync.service.service import Service
 from deltasync.status.report import report
@@ -115,7 +116,7 @@ def test_offsets_come_back_and_replicas_have_time_to(tmp_path: Path) -> None:
             "q": Position("h", 6),
         }
         for replica in consumer.replicas.values():
-            replica.away_since_unix_ns = 1
+            replica.since_ns = -(10**18)
         consumer.replicas["q"].acked_unix_ns = 0
         service.registry.forget_the_gone()
         assert list(consumer.replicas) == ["p"]
@@ -262,3 +263,54 @@ def test_an_offset_that_could_not_be_kept_is_reported(
     run(tmp_path, scenario)
     assert "offset/c/p could not be written" in caplog.text
     assert "the disk is gone" in caplog.text
+
+
+def test_a_log_that_is_full_while_a_backup_is_made_stays_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backup is broken off for that; and a cut that finds no room meanwhile is not too large for the log."""
+    monkeypatch.setattr("deltasync.service.housekeeping._SECONDS", 0.001)
+
+    async def scenario(service: Service) -> None:
+        await join(service)
+        notes, passes = list[object](), asyncio.Semaphore(0)
+        monkeypatch.setattr(service.coordinators["clicks"], "note_room", lambda: notes.append(None))
+        monkeypatch.setattr(service.registry, "forget_the_gone", passes.release)
+        service.backing_up = service.log.refusing = True
+        keeper = asyncio.create_task(housekeeping(service))
+        for _ in range(2):
+            await passes.acquire()
+        assert service.log.refusing
+        assert not notes
+        service.backing_up = False
+        for _ in range(2):
+            await passes.acquire()
+        assert not service.log.refusing
+        assert notes
+        keeper.cancel()
+
+    run(tmp_path, scenario)
+
+
+def test_a_backup_waits_for_what_is_being_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the removal would wait for the backup, and everybody who opens a model for the removal."""
+
+    async def scenario(service: Service) -> None:
+        await service.create_consumer("gone", "clicks", Policy())
+        forgetting, go = asyncio.Event(), asyncio.Event()
+
+        async def forget(_: str) -> None:
+            forgetting.set()
+            await go.wait()
+
+        monkeypatch.setattr(service.views, "forget", forget)
+        removal = asyncio.create_task(service.delete_consumer("gone"))
+        await forgetting.wait()
+        backup = asyncio.create_task(Backups(service).make(tmp_path / "backup", "test"))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert not service.backing_up
+        go.set()
+        await asyncio.gather(removal, backup)
+
+    run(tmp_path / "data", scenario)

@@ -3,15 +3,21 @@
 import asyncio
 import time
 from dataclasses import asdict
+from functools import partial
+from itertools import count
 from pathlib import Path
 
+import pytest
 from tests.support.local_model import LocalModel
 from tests.support.view_scenarios import ITEM, TOP, USER, changed, run, run_again
 
 from deltasync.consumers.consumer import Consumer, Replica
+from deltasync.consumers.pause import Pause
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
+from deltasync.core.steady_clock import steady_ns
 from deltasync.core.tables import TableSpec
+from deltasync.status.consumer_metrics import consumer_metrics
 from deltasync.status.lag import ConsumerLag
 from deltasync.status.report import report
 from deltasync.views.view import View
@@ -27,7 +33,7 @@ async def lag_at(view: View, release: int, *, connected: bool = True) -> Consume
 
 
 ANSWER = ["consumer", "model", "history", "state", "reason", "head", "head_step", "offset", "lag", "replicas"]
-ANSWER += ["tables", "oldest_row_seconds", "damages", "release", "policy", "head_seconds_behind_events"]
+ANSWER += ["tables", "oldest_row_seconds", "damages", "release", "policy", "head_seconds_behind_events", "paused"]
 RELEASE = ["number", "version", "seconds_ago", "rows", "bytes", "norm", "left_rows", "left_bytes", "left_norm"]
 RELEASE += ["reason"]
 
@@ -92,8 +98,12 @@ def test_what_is_unsent_is_known_only_while_somebody_looks(tmp_path: Path) -> No
     run(tmp_path, scenario)
 
 
-def test_who_has_every_release_is_as_late_as_what_was_published_since(tmp_path: Path) -> None:
+def test_who_has_every_release_is_as_late_as_what_was_published_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not as old as the rows that the policy left; these have an age of their own."""
+    # A second from one look at the clock to the next: how fast this machine is does not matter.
+    monkeypatch.setattr("deltasync.feeds.model.steady_ns", partial(next, count(steady_ns(), 10**9)))
 
     async def scenario(local: LocalModel) -> None:
         view = await local.prepared_view(TOP)
@@ -152,5 +162,21 @@ def test_the_answer_has_the_keys_that_tools_read_in_their_order(tmp_path: Path) 
         assert (answer["release"]["rows"], answer["release"]["left_rows"]) == (1, 1)
         assert (answer["release"]["bytes"], answer["release"]["left_bytes"]) == (40, 40)
         assert answer["release"]["norm"] >= answer["release"]["left_norm"] > 0
+
+    run(tmp_path, scenario)
+
+
+def test_a_pause_hides_no_failure(tmp_path: Path) -> None:
+    """Whoever is alerted to it is alerted meanwhile."""
+
+    async def scenario(local: LocalModel) -> None:
+        view = await local.prepared_view(TOP)
+        view.failure = "its releases cannot be made"
+        replica = Replica("a", stream=asyncio.Event())
+        consumer = Consumer("top", "clicks", 0, replicas={"a": replica}, pause=Pause(0, "anna"))
+        lag = report(consumer, view.standing(consumer.policy), time.time_ns())
+        assert (lag.state, lag.paused and lag.paused.otherwise) == ("paused", "failed")
+        (failed,) = (each for each in consumer_metrics([consumer], [lag]) if each.name.endswith("consumer_failed"))
+        assert [sample.value for sample in failed.samples] == [1]
 
     run(tmp_path, scenario)

@@ -34,6 +34,43 @@ def numbers(log: LmdbStore, stream: str) -> list[tuple[int, int]]:
     return [(record.number, record.index) for record in log.read(stream)]
 
 
+@pytest.mark.parametrize("before", [None, b""])
+def test_a_log_that_could_not_be_made_is_made_at_the_next_start(
+    options: LogOptions, monkeypatch: pytest.MonkeyPatch, before: bytes | None
+) -> None:
+    file = options.directory / "data.mdb"
+    if before is not None:
+        options.directory.mkdir()
+        file.write_bytes(before)
+
+    def full(*_: object, **__: object) -> lmdb.Environment:
+        file.write_bytes(bytes(4096))  # Of the two heads, there was room for one.
+        raise lmdb.DiskError("data.mdb: No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("deltasync.storage.lmdb_store.lmdb.open", full)
+        with pytest.raises(StorageFailed, match="No space left on device"):
+            LmdbStore(options)
+    LmdbStore(options).close()
+
+
+def test_a_log_that_could_not_be_opened_stays(options: LogOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = LmdbStore(options)
+    log.append("cuts/m", 4, 1, 0, b"first").result(TIMEOUT)
+    log.close()
+
+    def full(*_: object, **__: object) -> lmdb.Environment:
+        raise lmdb.DiskError("data.mdb: No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("deltasync.storage.lmdb_store.lmdb.open", full)
+        with pytest.raises(StorageFailed, match="No space left on device"):
+            LmdbStore(options)
+    log = LmdbStore(options)
+    assert numbers(log, "cuts/m") == [(4, 0)]
+    log.close()
+
+
 def test_a_changed_byte_of_the_file_is_an_error_that_names_its_record(options: LogOptions) -> None:
     log = LmdbStore(options)
     log.append("cuts/m", 4, 1, 0, b"first")
@@ -51,10 +88,10 @@ def test_a_changed_byte_of_the_file_is_an_error_that_names_its_record(options: L
     assert bytes(next(records).payload) == b"first"
     with pytest.raises(
         StorageFailed,
-        match="the log's record 1 of rank 1 of version 4 of model 'm' is damaged: restore the data directory",
+        match="the log's record 1 of rank 1 of version 4 of model 'm' is damaged: restore a backup",
     ):
         next(records)
-    with pytest.raises(StorageFailed, match="the log's record consumer/a is damaged: restore the data directory"):
+    with pytest.raises(StorageFailed, match="the log's record consumer/a is damaged: restore a backup"):
         log.items("consumer/")
     assert log.items("d") == {}
     log.close()
@@ -248,3 +285,14 @@ def test_whatever_a_write_dies_of_reaches_who_waits_and_the_next_one_is_done(
     assert not log.refusing
     log.append("m", 1, 0, 0, b"x").result(TIMEOUT)
     assert log.items("") == {}
+
+
+@pytest.mark.parametrize("head", [0, 4096])
+def test_a_head_that_would_end_the_process_is_an_error(options: LogOptions, head: int) -> None:
+    """LMDB takes what it says of the list of free pages as it is, and aborts."""
+    LmdbStore(options).close()
+    with (options.directory / "data.mdb").open("r+b") as file:
+        file.seek(head + 44)
+        file.write(b"\x7f")
+    with pytest.raises(StorageFailed, match=r"data\.mdb: a tree has the flags"):
+        LmdbStore(options)

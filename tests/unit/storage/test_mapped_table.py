@@ -94,7 +94,7 @@ def test_a_new_table_is_zero_whatever_lay_there(tmp_path: Path) -> None:
     assert not larger.stamps.any()
 
 
-@pytest.mark.parametrize("kind", ["rows", "stamps"])
+@pytest.mark.parametrize("kind", ["rows", "stamps", "tags"])
 @pytest.mark.parametrize("change", ["longer", "shorter", "missing"])
 def test_a_damaged_file_is_an_error_that_says_which(
     tmp_path: Path, kind: str, change: str, shared_file: bool
@@ -102,7 +102,7 @@ def test_a_damaged_file_is_an_error_that_says_which(
     table = written(tmp_path)
     ((path,),) = (table.mapped.files.place.folder.glob("shared" if shared_file else f"*user*.{kind}"),)
     content = path.read_bytes()
-    end = len(content) - 4 * 64 if shared_file else len(content)  # What comes after is another table's.
+    end = len(content) - 5 * 64 if shared_file else len(content)  # What comes after is another table's.
     if change == "missing":
         path.unlink()
     else:
@@ -117,7 +117,7 @@ def test_a_damaged_file_is_an_error_that_says_which(
     assert path.exists() is (change != "missing")
 
 
-@pytest.mark.parametrize("refused", [1, 2, 3, 4])
+@pytest.mark.parametrize("refused", [1, 2, 3, 4, 5])
 def test_a_full_disk_is_an_error_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: int, shared_file: bool
 ) -> None:
@@ -131,7 +131,7 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(
     monkeypatch.setattr("os.posix_fallocate", full)
     with pytest.raises(StorageFailed, match=r"cannot reserve [0-9]+ bytes: No space left on device"):
         made(tmp_path, TABLE)
-    assert sizes == ([64 * 8] if shared_file else [160, 80, 80, 40][:refused])
+    assert sizes == ([64 * 9] if shared_file else [160, 80, 20, 80, 40][:refused])
     assert not list(tmp_path.iterdir())
 
 
@@ -139,7 +139,7 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(
 def test_any_table_name_makes_a_file_in_the_folder(tmp_path: Path, name: str, shared_file: bool) -> None:
     folder = tmp_path / "tables"
     (table,) = made(folder, TableSpec(name, 10, 4))
-    assert len(list(table.mapped.files.place.folder.iterdir())) == (1 if shared_file else 4)
+    assert len(list(table.mapped.files.place.folder.iterdir())) == (1 if shared_file else 5)
     assert list(tmp_path.iterdir()) == [folder]
     assert list(folder.iterdir()) == [table.mapped.files.place.folder]
 
@@ -153,17 +153,17 @@ def test_alike_names_are_tables_of_their_own(tmp_path: Path) -> None:
     backs = open_tables([(table.mapped.files.place, TableLayout.of(table.spec).arrays()) for table in tables])
     for number, (files, table) in enumerate(zip(backs, tables, strict=True), start=1):
         assert [np.unique(array).tolist() for array in files.arrays[:2]] == [[number], [number]]
-        np.testing.assert_array_equal(files.arrays[2], table.digests)
+        np.testing.assert_array_equal(files.arrays[3], table.digests)
 
 
 def test_many_small_tables_take_one_file_and_one_mapping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deltasync.storage.table_files.SMALL_BYTES", 1000)
     before = len(os.listdir("/proc/self/fd"))
     tables = made(tmp_path, *(TableSpec(str(number), 10 + 990 * (number == 7), 4) for number in range(50)))
-    assert len({mapping for table in tables for mapping in table.mapped.files.mappings}) == 1 + 4, (
+    assert len({mapping for table in tables for mapping in table.mapped.files.mappings}) == 1 + 5, (
         "one table is large"
     )
-    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 1 + 4
+    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 1 + 5
     assert len(os.listdir("/proc/self/fd")) == before
     assert [table.mapped.files.place.offset is None for table in tables] == [number == 7 for number in range(50)]
 
@@ -191,8 +191,8 @@ def test_a_table_is_flushed_whole_once_it_has_grown(tmp_path: Path) -> None:
     table = extended(written(tmp_path), tmp_path)
     table.apply(RowBatch.of_table(LARGER, np.array([2999]), np.ones((1, 4), np.float32)), 3)
     table.flush()
-    assert [len(array) for array in table.mapped.files.arrays] == [3000] * 4
-    arrays = table.rows, table.stamps, table.digests, table.squares
+    assert [len(array) for array in table.mapped.files.arrays] == [3000] * 5
+    arrays = table.rows, table.stamps, table.tags, table.digests, table.squares
     assert all(a is b for a, b in zip(table.mapped.files.arrays, arrays, strict=True))
 
 
@@ -206,7 +206,7 @@ def test_room_that_nobody_has_written_down_is_given_back(tmp_path: Path, shared_
     assert list(tmp_path.iterdir()) == [table.mapped.files.place.folder]
     if not shared_file:
         sizes = [path.stat().st_size for path in table.mapped.files.place.folder.glob("*user*")]
-        assert sorted(sizes) == [10 * 4, 10 * 8, 10 * 8, 10 * 4 * 4]
+        assert sorted(sizes) == [10 * 2, 10 * 4, 10 * 8, 10 * 8, 10 * 4 * 4]
 
 
 def test_what_a_table_has_left_in_a_shared_file_is_cleared(tmp_path: Path, shared_file: bool) -> None:
@@ -225,7 +225,7 @@ def test_what_a_table_has_left_in_a_shared_file_is_cleared(tmp_path: Path, share
         assert not any(on_disk(before, TABLE))
         assert table.changed_since(0).tolist() == [0, 1, 2]
         for each in (first, last):
-            assert on_disk(each.mapped.files, each.spec) == [each in kept] * 4
+            assert on_disk(each.mapped.files, each.spec) == [each in kept] * 5
     remove_unused(tmp_path, [table.mapped.files])
     assert list(tmp_path.iterdir()) == [table.mapped.files.place.folder]
 
@@ -245,7 +245,7 @@ def test_more_than_room_is_damage(tmp_path: Path, kind: str, shared_file: bool) 
         reopened(table, TABLE)
 
 
-@pytest.mark.parametrize("refused", [1, 2, 3, 4])
+@pytest.mark.parametrize("refused", [1, 2, 3, 4, 5])
 def test_no_room_to_grow_is_an_error_and_the_table_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: int, shared_file: bool
 ) -> None:
@@ -280,6 +280,7 @@ def test_a_split_table_comes_back_split_also_once_it_has_grown(tmp_path: Path) -
     assert [array is other for array, other in zip(before.plain(), table.mapped.plain(), strict=True)] == [
         True,
         True,
+        True,
         False,
         False,
     ]
@@ -292,7 +293,7 @@ def test_a_split_table_comes_back_split_also_once_it_has_grown(tmp_path: Path) -
     back = reopened(table)
     assert back.columns == (0, 1, 3, 4)
     for array, other in zip(
-        back.mapped.plain(), (plain.rows, plain.stamps, plain.digests, plain.squares), strict=True
+        back.mapped.plain(), (plain.rows, plain.stamps, plain.tags, plain.digests, plain.squares), strict=True
     ):
         np.testing.assert_array_equal(array, other)
     assert back.checksum == plain.checksum
@@ -400,7 +401,7 @@ def test_what_a_split_table_had_in_a_shared_file_stays_while_the_log_names_it(tm
     before, kept = tables[0].mapped, tables[0].digests.tolist()
     tables[0].split(2)
     remove_unused(tmp_path, [before.files, *(table.mapped.files for table in tables)])
-    assert before.plain()[2].tolist() == kept
+    assert before.plain()[3].tolist() == kept
 
 
 def test_digests_that_an_older_version_did_not_keep_are_made_of_the_rows(

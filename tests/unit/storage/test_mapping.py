@@ -29,7 +29,7 @@ def file_of(folder: Path, size: int = 5000) -> Path:
 
 def touched(*arrays: NDArray[Any]) -> list[TouchedArray]:
     """The arrays as they are flushed, if all of them was written."""
-    return [TouchedArray(each.reshape(-1).view("u1"), np.ones(1, np.uint8), 1, each.nbytes) for each in arrays]
+    return [TouchedArray(each.reshape(-1).view("u1"), np.ones(1, np.uint16), 1, each.nbytes) for each in arrays]
 
 
 @pytest.fixture(params=["private", "shared"])

@@ -16,7 +16,7 @@ from tests.support.memory_store import MemoryDisk, MemoryStore
 
 from deltasync.core.rows import RowBatch
 from deltasync.core.tables import Shard, TableKind, TableSpec
-from deltasync.storage import model_store, table_files
+from deltasync.storage import files, model_store, table_files
 from deltasync.storage.mapped_table import MappedTable
 from deltasync.storage.model_store import ModelStore, recorded_models
 
@@ -144,7 +144,7 @@ def test_a_table_that_is_split_while_its_files_are_made_longer_grows(
 ) -> None:
     """For large ones that takes seconds, and the files of before the split may be removed meanwhile."""
     monkeypatch.setattr(table_files, "SMALL_BYTES", 0)
-    story, extend = Story(tmp_path), table_files._extend
+    story, extend = Story(tmp_path), files.extend
     story.write((0, 4))
 
     def extending(path: Path, size: int) -> None:
@@ -154,7 +154,7 @@ def test_a_table_that_is_split_while_its_files_are_made_longer_grows(
                 story.flush()
         extend(path, size)
 
-    monkeypatch.setattr(table_files, "_extend", extending)
+    monkeypatch.setattr("deltasync.storage.table_files.extend", extending)
     story.grow((0, 4))
     story.become()
     story.write((3, 4))

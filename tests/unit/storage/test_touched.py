@@ -12,9 +12,10 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from tests.support.folders import fast_folder
 
 from deltasync.core.errors import StorageFailed
 from deltasync.core.rows import Ids, RowBatch, Values
@@ -106,11 +107,12 @@ class Play:
             pairs = zip(self.flushed[2], layout.arrays(), strict=True)
             self.flushed = self.flushed[0], layout, [content.ljust(each.nbytes, b"\0") for content, each in pairs]
         become()
-        arrays = self.plain.rows, self.plain.stamps, self.plain.digests, self.plain.squares
-        rows, stamps, digests, squares = (
+        plain = self.plain
+        arrays = plain.rows, plain.stamps, plain.tags, plain.digests, plain.squares
+        rows, stamps, tags, digests, squares = (
             np.concatenate([each, np.zeros((100, *each.shape[1:]), each.dtype)]) for each in arrays
         )
-        self.plain = StampedTable(self.table.spec, rows, stamps, digests, squares, self.plain.columns)
+        self.plain = StampedTable(self.table.spec, rows, stamps, digests, squares, plain.columns, tags)
 
     def flush(self, *_: Any) -> None:
         for table in self.tables:
@@ -156,8 +158,8 @@ class Play:
 
     def check(self, private: bool) -> None:
         mapped = self.table.mapped.plain()
-        arrays = self.table.rows, self.table.stamps, self.table.digests, self.table.squares
-        plain = self.plain.rows, self.plain.stamps, self.plain.digests, self.plain.squares
+        arrays = self.table.rows, self.table.stamps, self.table.tags, self.table.digests, self.table.squares
+        plain = self.plain.rows, self.plain.stamps, self.plain.tags, self.plain.digests, self.plain.squares
         assert all(a is b for a, b in zip(mapped, arrays, strict=True) if len(a))
         assert contents(arrays) == contents(plain)
         if private and self.known:
@@ -185,12 +187,13 @@ class Play:
         max_size=12,
     )
 )
+@example(history=[("make_digests", {1}, 0), ("grow", {0}, 0)])
 def test_files_are_as_of_the_last_flush(
     spec: TableSpec, private: bool, small_bytes: int, history: list[tuple[str, set[int], int]]
 ) -> None:
     memory = mock.patch.object(mapping, "PRIVATE", PrivateMemory(1 << 40 if private else 0))
     small = mock.patch.object(table_files, "SMALL_BYTES", small_bytes)
-    with tempfile.TemporaryDirectory() as folder, memory, small:
+    with fast_folder() as folder, memory, small:
         play = Play(Path(folder), spec)
         for call, some, kind in history:
             ids = np.array(sorted({each % play.table.spec.rows for each in some}), np.int64)
@@ -210,12 +213,12 @@ def test_of_a_large_table_a_flush_writes_what_was_touched(tmp_path: Path, monkey
     table = MappedTable(layout, make_tables(tmp_path, [layout.arrays()])[0])
     table.flush()
     table.apply(RowBatch.of_table(spec, np.array([0, 70, 99_999]), np.ones((3, 16), np.float32)), 1)
-    for each in ("rows", "stamps", "digests", "squares"):
+    for each in ("rows", "stamps", "tags", "digests", "squares"):
         (path,) = tmp_path.rglob(f"*.{each}")
         with path.open("r+b") as file:  # So that it shows what is not written.
             file.write(bytes([255]) * path.stat().st_size)
     table.flush()
-    for array, row_bytes in zip(layout.arrays(), (64, 8, 8, 4), strict=True):
+    for array, row_bytes in zip(layout.arrays(), (64, 8, 2, 8, 4), strict=True):
         content = np.fromfile(table.mapped.files.place.folder / array.file, np.uint8)
         written = np.flatnonzero((content.reshape(-1, row_bytes) != 255).any(axis=1))
         sizes.append(len(written) * row_bytes)
@@ -264,13 +267,13 @@ def test_what_is_written_is_whole_pages_of_the_array_and_short_gaps(
     start = min(start, size)
     content = np.random.default_rng(size).integers(1, 256, size).astype(np.uint8)
     with tempfile.TemporaryFile() as file:
-        arguments = file.fileno(), offset, content, np.array(marks, np.uint8), 2, block_bytes, start
+        arguments = file.fileno(), offset, content, np.array(marks, np.uint16), 2, block_bytes, start
         assert kernels.write(*arguments) == size
         file.seek(0)
         found = np.frombuffer(file.read().ljust(offset + size, b"\0"), np.uint8)
     assert not found[:offset].any()
     assert len(found) == offset + size
-    blocks = np.array(marks, np.uint8)
+    blocks = np.array(marks, np.uint16)
     blocks[: start // block_bytes] = 0
     touched = np.repeat(blocks & 2, block_bytes)[:size] > 0
     pages = (offset + np.arange(size)) // 4096

@@ -10,10 +10,10 @@ import torch
 from tests.support.embedding_parameters import embedding_parameters
 from torch import nn
 
-from deltasync.client import Part, Position
+from deltasync.client import Connection, Part, Position
 from deltasync.core.delete_request import DeleteRequest
 from deltasync.core.rows import Ids
-from deltasync.trainer import sync as trainer_sync
+from deltasync.trainer import run as trainer_run
 from deltasync.trainer.row_requests import WantedRows
 from deltasync.trainer.sync import DeltaSync, SyncOptions
 
@@ -29,6 +29,7 @@ class AnsweringPublisher:
 
     parts: list[Part]
     always: tuple[int, ...] = ()
+    connection = Connection(True, 0, 0.0, 0, "")
 
     def __init__(self, *_: Any) -> None:
         self.deletes: tuple[DeleteRequest, ...] = ()
@@ -59,7 +60,7 @@ def model() -> Rows:
 
 @pytest.fixture
 def sync(model: Rows, monkeypatch: pytest.MonkeyPatch) -> Iterator[DeltaSync]:
-    monkeypatch.setattr(trainer_sync, "Publisher", AnsweringPublisher)
+    monkeypatch.setattr(trainer_run, "Publisher", AnsweringPublisher)
     with embedding_parameters():
         sync = DeltaSync(model, SyncOptions(service="localhost:1", model="m", publish_every=1))
     sync.flush()
@@ -68,7 +69,7 @@ def sync(model: Rows, monkeypatch: pytest.MonkeyPatch) -> Iterator[DeltaSync]:
 
 
 def publisher_of(sync: DeltaSync) -> Any:
-    return sync._publisher
+    return sync._run.publisher
 
 
 def published(part: Part) -> list[tuple[bool, list[int]]]:

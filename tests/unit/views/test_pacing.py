@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from deltasync.core.policy import Policy
-from deltasync.views.pacing import PACE_VERSIONS, Situation, due
+from deltasync.views.pacing import PACE_VERSIONS, Situation, _pace, due
 
 SECOND = 10**9
 NOW = 1_700_000_000 * SECOND
@@ -30,9 +30,9 @@ def situation(
         newest_version=newest,
         compared_version=compared,
         backlog_rows=left,
-        oldest_dirty_unix_ns=NOW - round(left_since * SECOND),
-        released_unix_ns=NOW - round(released * SECOND) if released else 0,
-        sealed_unix_ns=[NOW - round(ago * SECOND) for ago in sealed],
+        oldest_dirty_ns=NOW - round(left_since * SECOND),
+        released_ns=NOW - round(released * SECOND) if released else None,
+        sealed_ns=[NOW - round(ago * SECOND) for ago in sealed],
         ready=ready,
     )
 
@@ -41,7 +41,7 @@ def test_damaged_rows_of_the_last_release_wait_for_nobody() -> None:
     """Nobody can be given that release."""
     damaged = replace(situation(released=60, ready=False), damaged=True)
     assert seconds(damaged, interval=3600) == 0
-    assert 0 < (seconds(replace(damaged, released_unix_ns=NOW)) or 0) < 1, "but not one after the other"
+    assert 0 < (seconds(replace(damaged, released_ns=NOW)) or 0) < 1, "but not one after the other"
 
 
 def seconds(now: Situation, interval: float = 0.0, age: float | None = None) -> float | None:
@@ -92,6 +92,25 @@ def test_rows_that_were_left_go_out_at_the_pace_at_which_versions_came(sealed: l
     found = due(Policy(), situation(left=7, released=0.001, sealed=sealed), NOW)
     assert found.seconds == pytest.approx(pause - 0.001)
     assert found.reason == "7 rows are left of the last release"
+
+
+@given(
+    st.integers(3, PACE_VERSIONS),
+    st.floats(0.06, 4.9),
+    st.floats(0, 1e6),
+    st.integers(0, PACE_VERSIONS),
+)
+def test_an_outage_among_the_last_versions_changes_no_pace(
+    versions: int, between: float, outage: float, place: int
+) -> None:
+    """Wherever it was, and however long: the tail goes out as fast as it would have."""
+    sealed = [number * between + (outage if number > place else 0) for number in range(versions)]
+    assert _pace([round(1e9 * each) for each in sealed]) == pytest.approx(2 * between, abs=1e-6)
+
+
+@given(st.lists(st.integers(0, 2**62)))
+def test_a_pace_is_within_bounds_whatever_clocks_said(sealed: list[int]) -> None:
+    assert 0.1 <= _pace(sealed) <= 10
 
 
 def test_rows_that_were_left_wait_for_the_longer_of_interval_and_pace() -> None:
@@ -200,9 +219,9 @@ class Feed:
             newest_version=newest,
             compared_version=self.compared,
             backlog_rows=self.left,
-            oldest_dirty_unix_ns=self._clock,
-            released_unix_ns=self.releases[-1][0] if self.releases else 0,
-            sealed_unix_ns=self._sealed[:newest],
+            oldest_dirty_ns=self._clock,
+            released_ns=self.releases[-1][0] if self.releases else None,
+            sealed_ns=self._sealed[:newest],
             ready=True,
         )
 

@@ -159,7 +159,7 @@ def test_the_reason_names_the_numbers_of_what_was_taken(tables: list[DirtyRows],
     every, want, took = rows_of(tables), wanted(rows_of(tables), policy), expected(tables, policy)
     reason = pick(tables, policy).reason
     if took == set(every):
-        assert reason == f"took all {len(every)} dirty rows"
+        assert reason == f"took all {len(every)} dirty row{'s' * (len(every) != 1)}"
         return
     new, old = (sum(flags) for flags in zip(*((not row.sent_before, row.overdue) for row in took), strict=True))
     numbers = {

@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.local_model import LocalModel
+from tests.support.releases import live_rows
 from tests.support.seals import sealed
 from tests.support.view_scenarios import TOP, USER, changed, held_by_a_replica, run, same_as_the_model
 
 from deltasync.consumers.consumer import Consumer, Replica
+from deltasync.consumers.pause import Pause
 from deltasync.core.errors import ServiceUnavailable
 from deltasync.core.events import Event, EventKind, Events
 from deltasync.core.policy import Policy
@@ -280,10 +282,10 @@ def test_a_release_that_nobody_has_taken_is_not_kept_for_a_replica_that_has_gone
         await local.cut(changed(1, USER, 3))
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(loop.run())
-            await _becomes(lambda: bool(view._releases._tasks))
+            await _becomes(lambda: bool(view._releases._found))
             replica.stream = None
             await local.cut(changed(2, USER, 3))
-            await _becomes(lambda: not view._releases._tasks)
+            await _becomes(lambda: not view._releases._found)
             loop.stop()
 
     run(tmp_path, scenario)
@@ -335,3 +337,37 @@ async def _becomes(wanted: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
         while not wanted():
             await asyncio.sleep(0.001)
+
+
+def test_a_release_under_way_takes_no_rows_of_a_version_that_a_pause_has_come_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To look at what has changed may take long: by then the newest version may be one in quarantine."""
+    policy = Policy(top_k=1000)
+
+    async def scenario() -> None:
+        local = LocalModel(tmp_path)
+        await local.model.add_tables([USER])
+        await local.cut({USER.name: {7: np.zeros(USER.dim, "<f4")}})
+        view = await local.prepared_view(policy)
+        consumer = Consumer("top", "clicks", 1, policy)
+        consumer.replicas["a"] = Replica("a", view.position, stream=asyncio.Event())
+        loop, before = ReleaseLoop(consumer, view, Events()), view.position
+        await local.cut({USER.name: {7: np.ones(USER.dim, "<f4")}})
+
+        async def poisoned_meanwhile() -> None:
+            consumer.pause = Pause.now("the service itself")
+            await local.cut({USER.name: {7: np.full(USER.dim, 1e6, "<f4")}})
+
+        with monkeypatch.context() as patch:
+            patch.setattr(view._maker, "_look_ahead", poisoned_meanwhile)
+            await loop._advance()
+        assert (consumer.pause is None, view.position) == (False, before)
+        consumer.pause = None
+        await local.cut({USER.name: {7: np.full(USER.dim, 2, "<f4")}})
+        await loop._advance()
+        assert live_rows(await view.release(before.number))[0].values.tolist() == [[2] * USER.dim]
+        await local.model.close()
+        local.log.close()
+
+    asyncio.run(scenario())

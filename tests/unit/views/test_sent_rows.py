@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.support.local_model import LocalModel
+from tests.support.releases import frozen_at
 from tests.support.wire import USER
 
 from deltasync.core.mode import Mode
@@ -15,7 +16,7 @@ from deltasync.core.policy import Policy
 from deltasync.core.rows import RowBatch
 from deltasync.core.tables import Shard
 from deltasync.core.value_types import ValueType
-from deltasync.feeds.frozen_release import FrozenRelease, freeze
+from deltasync.feeds.frozen_release import FrozenRelease
 from deltasync.views.view import View
 
 POLICIES = [
@@ -61,7 +62,7 @@ def test_they_are_sent_what_the_tables_hold(
             release = await view.release(before)
             assert view.position.number == before + 1
             assert release.head == view.state.head
-            expected = freeze(view.tables, before, view.state.head, tmp_path, 1 << 30)
+            expected = frozen_at(view.tables, before, view.state.head, tmp_path, 1 << 30)
             assert messages(release) == messages(expected)
             assert release.checksums == expected.checksums
             assert release.rows > 1
@@ -77,7 +78,7 @@ def test_they_are_kept_until_a_replica_has_them_and_only_where_some_follow(tmp_p
         local, view = await made(tmp_path, POLICIES[0])
         await changed(local, 1)
         await view.make_release(POLICIES[0], 0)
-        assert not view._releases._tasks, "nobody follows"
+        assert not view._releases._found, "nobody follows"
         first = await view.release(view.position.number - 1)
         await changed(local, 2)
         await view.make_release(POLICIES[0], 0)

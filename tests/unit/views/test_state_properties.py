@@ -18,7 +18,7 @@ from tests.support.releases import deleted_rows, live_rows
 
 from deltasync.core.digests import checksum_of
 from deltasync.core.policy import Policy
-from deltasync.core.position import Position
+from deltasync.core.position import NOWHERE, Position
 from deltasync.core.rows import RowBatch, Values
 from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.core.value_types import ValueType
@@ -174,7 +174,7 @@ class Play:
     async def _serve(self, feed: Feed, replica: Replica) -> None:
         if not feed.position.number:
             return
-        decision, after = feed.resume(replica.position)
+        decision, after = feed.resume(replica.position, NOWHERE)
         specs = {each.spec.name: each.spec for each in feed.deliveries}
         if not decision.yes or not replica.tables:
             replica.tables = {name: np.zeros((each.rows, each.dim), each.dtype) for name, each in specs.items()}

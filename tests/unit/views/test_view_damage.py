@@ -9,7 +9,10 @@ from tests.support.local_model import LocalModel
 from tests.support.releases import live_rows
 from tests.support.wire import USER
 
+from deltasync.consumers.consumer import Consumer
 from deltasync.core.damage import DamagedRows
+from deltasync.core.errors import StorageFailed
+from deltasync.core.events import Events
 from deltasync.core.mode import Mode
 from deltasync.core.policy import Policy
 from deltasync.core.rows import RowBatch
@@ -17,8 +20,10 @@ from deltasync.core.stamps import ROWS as ROWS_BIT
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.core.value_types import ValueType
+from deltasync.storage.records import pack_json, unpack_json
 from deltasync.storage.table_files import open_tables
-from deltasync.views.table import view_arrays
+from deltasync.views.release_loop import ReleaseLoop
+from deltasync.views.table import ViewTable, view_arrays
 from deltasync.views.view import View
 
 ROWS = {row: np.arange(4, dtype=np.float32) + row for row in range(USER.rows)}
@@ -51,11 +56,11 @@ def test_a_held_row_that_the_source_still_has_is_encoded_again(tmp_path: Path, p
         right = (await view.release(0)).checksums
         before = table.held.rows.copy()
         flip(table.held, 7)
-        view._releases._tasks.clear()
-        with pytest.raises(DamagedRows, match="rows 7"):
+        view._releases._found.clear()
+        with pytest.raises(DamagedRows, match="row 7"):
             await view.release(0)
         await asyncio.sleep(0)
-        assert view.standing(policy).failure.startswith("other bits than were stored in rows 7 of table")
+        assert view.standing(policy).failure.startswith("other bits than were stored in row 7 of table")
         assert not local.model.damage.rows, "the model's row is whole"
         assert [ids.tolist() for ids in (await view.damage.mend()).values()] == [[7]]
         assert table.held.rows.tobytes() == before.tobytes()
@@ -262,6 +267,7 @@ def test_a_digest_that_was_damaged_leaves_nothing_in_the_checksum(tmp_path: Path
         (table,) = view.state.tables
         right = table.held.checksum
         table.held.digests[7] ^= 1
+        table.held.tags[7] ^= 2
         await view.damage.sweep()
         assert await view.damage.mend() == {}
         await view.make_release(INT8, 0)
@@ -290,5 +296,114 @@ def test_a_damaged_row_of_the_model_is_compared_again_once_it_is_mended(tmp_path
         assert view.state.newest
         assert view.state.newest.statistics.taken.norm == pytest.approx(2)
         await ended(local, view)
+
+    asyncio.run(scenario())
+
+
+async def left_rows(folder: Path, policy: Policy) -> tuple[LocalModel, View]:
+    """A view of which a release has left row 7, since row 9 had changed more."""
+    local, view = await made(folder, policy)
+    await local.cut({USER.name: {7: ROWS[7] + 1, 9: ROWS[9] + 5}})
+    await view.make_release(policy, 0)
+    assert view.state.backlog_rows == 1
+    return local, view
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_a_row_of_which_the_disk_has_lost_that_it_was_left_is_found_and_sent(tmp_path: Path, mode: Mode) -> None:
+    policy = Policy(top_k=1, mode=mode)
+
+    async def scenario() -> None:
+        local, view = await left_rows(tmp_path, policy)
+        view.state.tables[0]._mark(np.array([7]), 0)
+        await ended(local, view)
+        again = await LocalModel.opened(tmp_path)
+        view = again.view()
+        number = view.position.number
+        assert {name: ids.tolist() for name, ids in (await view.find_lost()).items()} == {USER.name: [7]}
+        assert (view.lost, await view.find_lost()) == (1, {})
+        assert view.damage.restamped[USER.name].tolist() == [7]
+        await view.make_release(policy, 0)
+        assert live_rows(await view.release(number))[0].ids.tolist() == [7]
+        assert (view.lost, view.damage.rows, await view.find_lost()) == (0, {}, {})
+        await ended(again, view)
+
+    asyncio.run(scenario())
+
+
+def test_a_lost_row_is_due_until_a_release_has_been_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing new may come for hours: else it would wait for that."""
+
+    async def scenario() -> None:
+        local, view = await made(tmp_path, INT8)
+        view.lost = 1
+
+        async def fails(*_: object) -> None:
+            view.lost += 1  # It is found meanwhile.
+            raise StorageFailed("no room")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(view._maker, "make", fails)
+            with pytest.raises(StorageFailed):
+                await view.make_release(INT8, 0)
+        assert view.lost == 2
+        await view.make_release(INT8, 0)
+        assert view.lost == 0
+        await ended(local, view)
+
+    asyncio.run(scenario())
+
+
+def test_a_lost_row_makes_a_release_due_although_nothing_is_new(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        local, view = await made(tmp_path, INT8)
+        consumer = Consumer("top", "clicks", 1, INT8)
+        loop = ReleaseLoop(consumer, view, Events())
+        assert loop._situation().backlog_rows == 0
+        view.lost = 1
+        assert loop._situation().backlog_rows == 1
+        await ended(local, view)
+
+    asyncio.run(scenario())
+
+
+def test_whatever_byte_of_the_marks_changes_the_same_rows_are_dirty_after_the_next_look(tmp_path: Path) -> None:
+    """In memory, as a restart finds them: a mark too many is one that a look takes away."""
+    policy = Policy(top_k=1)
+
+    async def scenario() -> None:
+        local, view = await left_rows(tmp_path, policy)
+        (table,) = view.state.tables
+        right, version = table._marks.copy(), view.state.compared_version
+
+        def change(byte: int, mask: int) -> None:
+            table._marks[:] = right
+            table._marks.view(np.uint8)[byte] ^= mask
+            again = ViewTable(table.source, table.delivery, table.files)
+            again.check_marks(version)
+            again.find_lost(0, USER.rows, version)
+            dirty = again.find_dirty(version)
+            assert dirty.ids.tolist() == [7], (byte, mask)
+            assert 1 <= dirty.since[0] <= version
+            assert np.flatnonzero(table._marks).tolist() == [7]
+
+        for byte in range(right.nbytes):
+            for mask in (1, 2, 64, 128, 255):
+                await local.model.on_thread(change, byte, mask)
+        await ended(local, view)
+
+    asyncio.run(scenario())
+
+
+def test_a_view_of_a_version_that_is_no_more_is_not_gone_on_from(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        local, view = await made(tmp_path, INT8)
+        await ended(local, view)
+        again = await LocalModel.opened(tmp_path)
+        record = dict(unpack_json(again.log.items("view/top")[""]))
+        again.log.put("view/top", pack_json(record | {"seen": 9})).result()
+        with pytest.raises(StorageFailed, match="made of version 9, and the model's newest one is 1"):
+            again.view()
+        await again.close()
 
     asyncio.run(scenario())

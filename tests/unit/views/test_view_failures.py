@@ -5,6 +5,7 @@ import errno
 from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,7 @@ def test_a_damaged_row_is_not_released_but_told_and_goes_out_once_it_is_mended(
         assert live_rows(await view.release(number))[0].ids.tolist() == [4]
         assert view.state.newest
         assert view.state.newest.statistics.backlog.rows == 1
-        assert view.state.newest.statistics.reason == "took all 1 dirty rows; and not 1 that are damaged"
+        assert view.state.newest.statistics.reason == "took all 1 dirty row; and not 1 that are damaged"
         bits[3, 5] ^= 1
         await local.model.damage.mend()
         await view.make_release(replace(policy, top_k=None), 0)
@@ -172,7 +173,7 @@ def test_a_release_that_could_not_be_frozen_is_frozen_anew_for_the_next_who_asks
 ) -> None:
     async def scenario(local: LocalModel) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr("deltasync.feeds.frozen_release.freeze", refuse)
+            patch.setattr("deltasync.feeds.releases.freeze", refuse)
             failed = local.model.release(0)
             with pytest.raises(StorageFailed):
                 await failed
@@ -232,13 +233,13 @@ def test_versions_of_releases_are_found_while_others_are_made(tmp_path: Path) ->
 
     async def scenario(local: LocalModel) -> None:
         view = await local.prepared_view(TOP)
-        history = view._store.history
+        history, later = view._store.history, count(13)
 
         @dataclass(frozen=True)
         class Meanwhile(Head):
             def __getattribute__(self, name: str) -> Any:
                 if name == "number":
-                    history.add(Head(99, 9, 0, 0), 0)
+                    history.add(Head(next(later), 9, 0, 0), 0)
                 return super().__getattribute__(name)
 
         history._heads = deque([Head(10, 2, 0, 0), Meanwhile(11, 3, 0, 0), Meanwhile(12, 4, 0, 0)])

@@ -94,6 +94,26 @@ def test_checksums_and_lag_are_right_after_growing_and_after_a_restart(tmp_path:
     assert told[0] == told[1]
 
 
+def test_a_table_that_has_grown_takes_no_replica_back_after_a_restart(tmp_path: Path) -> None:
+    async def before(local: LocalModel) -> None:
+        view = await local.prepared_view(INT8)
+        await local.cut(changed(1, USER, 3))
+        await release_everything(view, INT8)
+        await grow(local, LARGER)
+
+    async def after(local: LocalModel) -> None:
+        view = local.view()
+        assert view.version_of(view.position.number) == 2
+        await view.prepare(INT8)
+        assert view.version_of(view.position.number) == 2
+        release = await view.release(view.position.number - 1)
+        assert release.head
+        assert release.head.version == 2
+
+    run(tmp_path, before)
+    run_again(tmp_path, after)
+
+
 def test_rows_that_came_before_there_was_room_for_them_go_out_once_there_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,7 +128,7 @@ def test_rows_that_came_before_there_was_room_for_them_go_out_once_there_is(
         await grow(local, LARGER)
         await local.cut(changed(2, LARGER, 5, 40, 89))
         with monkeypatch.context() as patch:
-            patch.setattr("deltasync.storage.table_files.reserve", full)
+            patch.setattr("deltasync.storage.files.reserve", full)
             with pytest.raises(StorageFailed, match="the disk is full"):
                 await view.prepare(INT8)
         before = view.position.number

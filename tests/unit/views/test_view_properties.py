@@ -17,7 +17,7 @@ from tests.support.folders import fast_folder
 from tests.support.local_model import LocalModel, Rows
 from tests.support.mapping import check_noted, files_on_disk
 from tests.support.plain_view import DirtyRow, PlainModel, PlainRelease, PlainTable, norm_of
-from tests.support.releases import live_rows
+from tests.support.releases import frozen_at, live_rows
 
 from deltasync.core.delivery import Delivery
 from deltasync.core.digests import checksum_of
@@ -29,7 +29,7 @@ from deltasync.core.rows import Values
 from deltasync.core.tables import TableSpec
 from deltasync.core.threads import not_shared_yet
 from deltasync.core.value_types import ValueType
-from deltasync.feeds.frozen_release import FrozenRelease, freeze
+from deltasync.feeds.frozen_release import FrozenRelease
 from deltasync.feeds.statistics import Amount
 from deltasync.storage import touched
 from deltasync.views.release_draft import ReleaseDraft
@@ -185,7 +185,7 @@ class Play:
     async def check_sent(self, before: int) -> None:
         """Replicas that follow are sent what the tables hold, also where it is sent as it was drawn."""
         sent = await self.view.release(before)
-        held = freeze(self.view.tables, before, self.view.state.head, self.directory, 1 << 20)
+        held = frozen_at(self.view.tables, before, self.view.state.head, self.directory, 1 << 20)
         assert (sent.head, sent.checksums) == (held.head, held.checksums)
         assert [each.sent(deletes=True) for each in sent.chunks] == [
             each.sent(deletes=True) for each in held.chunks

@@ -51,10 +51,34 @@ def test_what_was_left_is_not_forgotten_when_tables_are_added_after_a_restart(tm
     run_again(tmp_path, after)
 
 
+def test_neither_a_restart_nor_a_table_that_is_added_then_takes_replicas_back(tmp_path: Path) -> None:
+    """The releases since the last flush are known again, and what was left by them is looked for from that on."""
+    narrow, wide = Policy(tables=("user",), top_k=1), Policy(top_k=1)
+
+    async def before(local: LocalModel) -> None:
+        view = await local.prepared_view(narrow)
+        view.flush()
+        await local.cut(changed(1, USER, 3, 4, 5))
+        await view.make_release(narrow, 0)
+        assert view.version_of(view.position.number) == 2
+
+    async def after(local: LocalModel) -> None:
+        view = local.view()
+        assert view.version_of(view.position.number) == 2
+        await view.prepare(wide)
+        assert view.version_of(view.position.number) == 2
+        assert is_due(view, wide)
+        await view.make_release(Policy(), 0)
+        assert same_as_the_model(await held_by_a_replica(view), local)
+
+    run(tmp_path, before)
+    run_again(tmp_path, after)
+
+
 def test_files_that_a_crash_left_behind_are_removed(tmp_path: Path) -> None:
     async def before(local: LocalModel) -> None:
         await local.prepared_view(TOP)
-        (local.view_directory / "left-behind").mkdir()
+        (local.view_directory / "0123456789abcdef0123456789abcdef").mkdir()
 
     async def after(local: LocalModel) -> None:
         view = local.view()
@@ -247,3 +271,24 @@ def test_the_newest_release_and_what_it_took_are_known_again(tmp_path: Path) -> 
 
     run(tmp_path, before)
     run_again(tmp_path, after)
+
+
+def test_small_releases_are_flushed_before_the_log_has_more_heads_than_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltasync.views.store.KEPT_HEADS", 6)
+
+    async def scenario(local: LocalModel) -> None:
+        view = await local.prepared_view(TOP)
+        assert view.state.head
+        flushed, seed = view.state.head.number, 0
+        while not view.should_flush(1 << 30):
+            assert view.position.number < flushed + 3
+            seed += 1
+            await local.cut(changed(seed, USER, seed))
+            await view.make_release(TOP, 0)
+        assert view.position.number == flushed + 3
+        view.flush()
+        assert not view.should_flush(1 << 30)
+
+    run(tmp_path, scenario)

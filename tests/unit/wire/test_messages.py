@@ -175,7 +175,7 @@ TWO = np.ones((2, 2), "<f4")
         (tables_pb2.Rows(slot=0, ids=b"1234567", values=b""), "'user': 7 bytes of ids"),
         (rows_message(0, [10, 11], np.ones((2, 3), "<f4")), "'user': 24 bytes of values for 2 rows of 2 float32"),
         (rows_message(0, [10, 11], np.ones((2, 2), "<f2")), "expected 16"),
-        (rows_message(1, [1], np.ones((1, 3), "<f4")), "'half': 12 bytes of values for 1 rows of 3 float16"),
+        (rows_message(1, [1], np.ones((1, 3), "<f4")), "'half': 12 bytes of values for 1 row of 3 float16"),
         (rows_message(0, [], TWO[:0]), "'user': a chunk without rows"),
         (rows_message(0, [11, 10], TWO), "'user': ids must be strictly ascending"),
         (rows_message(0, [10, 10], TWO), "'user': ids must be strictly ascending"),

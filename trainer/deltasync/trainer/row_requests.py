@@ -5,12 +5,14 @@ one rank resets a step later than another would be that of another row. The serv
 has lost; each rank gives those that it holds.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
+import torch
 
 from deltasync.core.delete_request import DeleteRequest
 from deltasync.core.rows import Ids
+from deltasync.trainer.tracking.tracker import Tracker
 
 _NONE = np.empty(0, np.int64)
 
@@ -58,3 +60,12 @@ class WantedRows:
         due = {table: ids for table, ids in due.items() if len(ids)}
         self._taken |= {table: np.union1d(ids, self._taken.get(table, _NONE)) for table, ids in due.items()}
         return due
+
+
+def mark_held(tracker: Tracker, rows: Mapping[str, Ids]) -> dict[str, Ids]:
+    """Have rows published again that this rank holds now, which may have been resharded; by table, these."""
+    tracked = {table.name for table in tracker.tables} if rows else set()
+    held = {table: ids for table, ids in rows.items() if table in tracked}
+    for table, ids in held.items():
+        tracker.mark_held(table, torch.from_numpy(ids))
+    return held

@@ -10,39 +10,40 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from deltasync.client import Position, Publisher, PublisherOptions
+from deltasync.client import Connection, Position, Publisher
 from deltasync.core.delete_request import DeleteRequest
-from deltasync.core.errors import DeltasyncError, InvalidInput, NotFound, ResyncRequired, ServiceUnavailable
+from deltasync.core.errors import DeltasyncError, NotFound, ResyncRequired, ServiceUnavailable
 from deltasync.core.event_time import check_event_time, newest_event_time
-from deltasync.trainer.checks import check_format
-from deltasync.trainer.distributed.agreement import Agreement
-from deltasync.trainer.pending_cut import PendingCut, published
-from deltasync.trainer.row_requests import RowRequests, WantedRows
-from deltasync.trainer.sync_options import SyncOptions, SyncStats
+from deltasync.core.words import are
+from deltasync.trainer.buffer_differences import BufferDifferences
+from deltasync.trainer.distributed.agreement import Agreement, Consensus
+from deltasync.trainer.pending_cut import CutUnderWay, PendingCut
+from deltasync.trainer.published_versions import PublishedVersions
+from deltasync.trainer.row_requests import RowRequests, WantedRows, mark_held
+from deltasync.trainer.run import TrainingRun
+from deltasync.trainer.standstill import Standstill
+from deltasync.trainer.sync_metrics import metrics_of
+from deltasync.trainer.sync_options import OnRefusal, SyncOptions, SyncStats
+from deltasync.trainer.sync_state import FORMAT, SyncState, check_states
 from deltasync.trainer.tracking.mean_pooling import wrongly_divided
 from deltasync.trainer.tracking.modes import TrackingMode
-from deltasync.trainer.tracking.module_tensors import buffer_digests
 from deltasync.trainer.tracking.options import TrackerOptions
 from deltasync.trainer.tracking.shards import check_deletable, check_ids
 from deltasync.trainer.tracking.tracked_model import published_tables
 from deltasync.trainer.tracking.tracker import Tracker
+from deltasync.trainer.trouble import Trouble
 
-__all__ = ["DeltaSync", "SyncOptions", "SyncStats"]
+__all__ = ["DeltaSync", "OnRefusal", "SyncOptions", "SyncStats"]
 
 logger = logging.getLogger(__name__)
 
 _CONSUMER = "publisher"
 _PEER_POLL_SECONDS = 0.05
-# States that name no format are of the first.
-_STATE_FORMAT = 1
 
 
 class DeltaSync:
@@ -78,23 +79,40 @@ class DeltaSync:
         self._options = options
         self._model = model
         self._failure: DeltasyncError | None = None
-        self._parts = 0
-        self._differing = set[str]()
+        self._trouble = Trouble()
+        self._differences = BufferDifferences(model, self._agreement)
         self._tables = published_tables(model, dense=options.dense)
         for sentence in wrongly_divided(model) if first else ():
             logger.warning("%s", sentence)
-        self._publisher: Publisher | None = None
-        self._announced = 0
-        self._arrivals = ThreadPoolExecutor(1, "deltasync-arrivals")  # On a CPU, no thread is ever started.
-        self._launched: Future[PendingCut] | None = None
-        self._pending: PendingCut | None = None
-        self._position = Position()
+        self._run = TrainingRun(options.service, options.model, self._tables, self.tracker, self._agreement)
+        self._under_way = CutUnderWay()
+        self._versions = PublishedVersions()
         self._requests = RowRequests()
         self._wanted = WantedRows()
         self._resync = True
-        self._refused = False
-        self._published_step = self._published_changes = -1
+        self._refused: ResyncRequired | None = None
+        self._standstill = Standstill()
+        self._cut_step = self._published_changes = -1
         self._event_time: int | None = None
+
+    @property
+    def connection(self) -> Connection | None:
+        """This rank's connection to the service: since when, or why there is none. None before the first cut, and
+        between tries where publishing is refused: `trouble` says why.
+        """
+        return self._run.publisher.connection if self._run.publisher else None
+
+    @property
+    def trouble(self) -> str:
+        """Why what has changed is not published, as of the last try; empty where nothing has failed."""
+        publisher = self._run.publisher
+        if self._trouble.reason or not (publisher and self._under_way.pending):
+            return self._trouble.reason
+        return "" if publisher.connection.connected else publisher.connection.last_error
+
+    def metrics(self) -> dict[str, float]:
+        """How publishing goes on this rank, as numbers to log, by name. Takes next to no time."""
+        return metrics_of(self.stats, self._trouble, self._run, self.tracker.steps)
 
     def step(self, event_time_unix_ns: int | None = None) -> None:
         """Note that an optimizer step is complete; publish every `publish_every` of them.
@@ -105,18 +123,19 @@ class DeltaSync:
 
         Raises:
             InvalidInput: the event time is no whole number from 1 on.
-            DeltasyncError: the service has refused a part for good, on this rank or another.
+            DeltasyncError: publishing was refused, or is impossible, on this rank or another, and the options have
+                it raised; otherwise it is `trouble`, and tried again at a later step.
         """
         started = time.perf_counter()
         check_event_time(event_time_unix_ns)
         self._event_time = newest_event_time((self._event_time, event_time_unix_ns))
         self.tracker.step()
-        self._take_launched()
+        self._note_arrival()
         if self.tracker.steps % self._options.publish_every == 0:
-            before = self._under_way
+            before = self._under_way.pending
             self._mark_wanted(again=True)
             self._cut(time.time_ns())
-            self.stats.absorbed += self._under_way is before
+            self.stats.absorbed += self._under_way.pending is before
         if self.tracker.on_gpu and (self.tracker.steps + 1) % self._options.publish_every == 0:
             self.tracker.count_ahead(_CONSUMER)
         self.stats.step_seconds += time.perf_counter() - started
@@ -131,13 +150,13 @@ class DeltaSync:
             The position that holds the model as it is now.
 
         Raises:
-            DeltasyncError: the service has refused a part for good, or did not seal it in time, on this rank
-                or another.
+            DeltasyncError: publishing was refused, or is impossible, or the service did not seal the cut in time,
+                on this rank or another. Nothing is lost: the next cut has it.
         """
         deadline = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
-        while not self._cut(time.time_ns(), self._wait(deadline)):
+        while not self._cut(time.time_ns(), self._wait(deadline), flush=True):
             pass
-        return self._position
+        return self._run.position
 
     def mark_all(self) -> None:
         """Note that rows were changed from outside, say by a load: the next cut publishes all of them."""
@@ -178,9 +197,8 @@ class DeltaSync:
 
     def abort(self) -> None:
         """Close the connection at once: cuts that are not sealed may be lost."""
-        self._arrivals.shutdown(wait=False, cancel_futures=True)
-        if self._publisher:
-            self._publisher.close()
+        self._under_way.close()
+        self._run.disconnect()
 
     def __enter__(self) -> "DeltaSync":
         return self
@@ -195,17 +213,15 @@ class DeltaSync:
     def state_dict(self) -> dict[str, Any]:
         """What this rank adds to a checkpoint, so that a run from there need not publish every row anew."""
         return {
-            "format": _STATE_FORMAT,
+            "format": FORMAT,
             "rank": self._agreement.rank,
             "world_size": self._agreement.world_size,
             "tracker": self.tracker.state_dict(),
-            "history": self._position.history,
-            "version": self._position.number,
-            "event_time_unix_ns": self._event_time,
+            **SyncState(self._run.position, self._versions, self._event_time).save(),
         }
 
     def load_state_dict(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from a checkpoint, whose weights the model has by now. Before the first step.
+        """Go on from a checkpoint, whose weights the model has by now. Between steps, by all ranks together.
 
         Args:
             saved: the states of all ranks that saved it, whatever their number and their sharding.
@@ -213,185 +229,173 @@ class DeltaSync:
         Raises:
             InvalidInput: some are missing, of another checkpoint, or of a newer format.
         """
-        if isinstance(saved, Mapping):
-            raise InvalidInput("expected a list with the states of all ranks, got one state")
-        for state in saved:
-            check_format("a state of DeltaSync", state.get("format", 1), _STATE_FORMAT)
-        ranks = sorted((state["rank"], state["world_size"]) for state in saved)
-        if not ranks or ranks != [(rank, len(saved)) for rank in range(len(saved))]:
-            found = ", ".join(f"{rank} of {world_size}" for rank, world_size in ranks)
-            raise InvalidInput(f"expected the states of all ranks of one checkpoint, got rank {found or 'none'}")
+        check_states(saved)
         self.tracker.load_state_dict([state["tracker"] for state in saved])
-        # States of earlier versions lack it.
-        self._event_time = newest_event_time(state.get("event_time_unix_ns") for state in saved)
-        positions = {Position(state["history"], state["version"]) for state in saved}
-        # They differ in a checkpoint taken while a cut was being sealed.
-        self._position = positions.pop() if len(positions) == 1 else Position()
-        self._resync = self._position.number == 0
+        state = SyncState.of_all(saved)
+        self._give_up()
+        self._run.go_on_from(state.position)
+        self._versions, self._event_time = state.versions, state.event_time_unix_ns
+        self._requests, self._failure, self._refused = RowRequests(), None, None
+        self._cut_step = self._published_changes = -1
+        if cursor := self._versions.cursor_at(state.position):
+            self.tracker.resync(_CONSUMER, cursor)
+        self._resync, self.stats.published_step = state.position.number == 0, self.tracker.steps
+        self._trouble.try_again()
 
     def _wait(self, deadline: float) -> DeltasyncError | None:
         """Wait a moment for the pending cut, then let the ranks agree again; the error if it is too late."""
-        self._take_launched(wait=True)
-        if self._pending is None:
-            return None
-        wait_for([self._pending.sealed], max(0.0, min(_PEER_POLL_SECONDS, deadline - time.monotonic())))
-        if self._pending.sealed.done() or time.monotonic() < deadline:
+        self._note_arrival(wait=True)
+        left = deadline - time.monotonic()
+        if self._under_way.ends_within(max(0.0, min(_PEER_POLL_SECONDS, left))) or left > 0:
             return None
         return ServiceUnavailable(
-            f"{self._options.service} did not seal the cut of step {self._pending.part.step} in time; "
+            f"{self._options.service} did not seal the cut of step {self._under_way.step} in time; "
             f"its answers, if there were any, are in this process's log"
         )
 
-    def _cut(self, step_end_unix_ns: int, late: DeltasyncError | None = None) -> bool:
+    def _cut(self, step_end_unix_ns: int, late: DeltasyncError | None = None, *, flush: bool = False) -> bool:
         """Publish a cut if all ranks are ready for one; whether all of them had nothing to publish."""
-        failure = late or self._failure or self._settle()
+        failure, self._failure = self._failure or self._settle(), None
         self._mark_wanted(again=False)
+        agreed = self._agree(failure, late, flush=flush)
+        if agreed.failed:
+            self._stop(failure or DeltasyncError("another rank cannot publish: its log says why"), flush=flush)
+            return False
+        if agreed.late:
+            raise late or ServiceUnavailable("another rank waits no longer: its log says why")
+        ready = agreed.ready or agreed.refused
+        # Where something was refused, each rank has a pause of its own.
+        self._standstill.note(waits=not (self._under_way.pending or ready or self._trouble.reason))
+        if agreed.refused:
+            self._go_back()
+        if ready and (agreed.unpublished or agreed.deletes):
+            self._meet_requests(agreed.deletes)
+            if agreed.again:  # Marks from outside, or another try: each cut needs its own step, on all ranks.
+                self.tracker.step()
+            self._publish(step_end_unix_ns, full=agreed.resync or self._resync)
+        return ready and not agreed.unpublished and not agreed.deletes
+
+    def _agree(self, failure: Exception | None, late: DeltasyncError | None, *, flush: bool) -> Consensus:
         # A cut that is not full leaves what free rows of a map were.
         resync = self._resync or self.tracker.offers_all(_CONSUMER)
-        agreed = self._agreement.reach(
-            ready=self._under_way is None,
+        return self._agreement.reach(
+            ready=self._under_way.pending is None and (flush or self._trouble.over),
             resync=resync,
             unpublished=resync or self._published_changes != self.tracker.changes,
             failed=failure is not None,
             deletes=self._requests.newest(self._asked),
-            refused=self._refused,
+            refused=self._refused is not None or self._standstill.long,
+            late=late is not None,
+            again=self._cut_step == self.tracker.steps,
         )
-        self._refused = False
-        if failure:
-            raise failure
-        if agreed.failed:
-            raise DeltasyncError("another rank cannot publish: its log says why")
-        if agreed.refused and not agreed.ready:
-            self._give_up()
-            return False
-        if agreed.ready and (agreed.unpublished or agreed.deletes):
-            self._meet_requests(agreed.deletes)
-            if self._published_step == self.tracker.steps:  # Marks from outside: each cut needs its own step.
-                self.tracker.step()
-            self._publish(step_end_unix_ns, full=agreed.resync)
-        return agreed.ready and not agreed.unpublished and not agreed.deletes
 
-    @property
-    def _under_way(self) -> "Future[PendingCut] | PendingCut | None":
-        """The cut that is not sealed yet."""
-        return self._launched or self._pending
+    def _stop(self, error: Exception, *, flush: bool) -> None:
+        """Publish nothing for a while, on no rank: parts would wait for each other. No cursor has moved."""
+        self._give_up()
+        self._trouble.note(error)
+        self.stats.refusals += 1
+        if flush or self._options.verify or self._options.on_refusal is OnRefusal.RAISE:
+            raise error
+
+    def _give_up(self) -> None:
+        """Close the connection, with what is under way."""
+        self._run.disconnect()
+        self._under_way.drop()
+
+    def _go_back(self) -> None:
+        """The service does not hold what a rank builds on, or answers one no more: go on from the newest version
+        of ours that it has, with what has changed since, or with every row.
+        """
+        self._give_up()
+        refused, self._refused = self._refused, None
+        lowest = self._agreement.lowest(self._goes_on_from(refused))
+        if cursor := self._versions.cursor_at(lowest):
+            self.tracker.resync(_CONSUMER, cursor)
+        lost = not cursor or self.tracker.offers_all(_CONSUMER)
+        self._resync = self._agreement.any_of(lost)
+        if self._resync:
+            logger.warning("every row is published again: %s", refused or "another rank's log says why")
+        else:
+            self._run.position = Position(self._run.position.history, lowest.number, lowest.seal)
+            logger.warning("what came after version %d is lost, or an answer: it is sent again", lowest.number)
+
+    def _goes_on_from(self, refused: ResyncRequired | None) -> Position:
+        """The newest version that this rank can go on from; none where it is not known."""
+        if refused is None:
+            return self._run.position
+        # Whoever has claimed just that has nothing better to say.
+        return refused.head if refused.head and refused.head != self._run.position else Position()
 
     @property
     def _asked(self) -> Sequence[DeleteRequest]:
-        return self._publisher.deletes if self._publisher else ()
+        return self._run.publisher.deletes if self._run.publisher else ()
 
     def _meet_requests(self, upto: int) -> None:
         for request in self._requests.meet(self._asked, upto):
             self.delete(request.table, torch.from_numpy(request.ids))
-            logger.info("%d rows of table %r are deleted on request", len(request.ids), request.table)
+            logger.info("table %r: %s deleted on request", request.table, are(len(request.ids), "row"))
 
     def _mark_wanted(self, *, again: bool) -> None:
         """Have rows published again of which the service holds other bits than it was sent (`WantedRows.take`)."""
-        wanted = self._wanted.take(self._publisher.wanted, again=again) if self._publisher else {}
-        if not wanted:
-            return
-        tracked = {table.name for table in self.tracker.tables}
-        for table, ids in wanted.items():
-            if table in tracked:
-                self.tracker.mark_held(table, torch.from_numpy(ids))
-                logger.warning(
-                    "%d rows of table %r are published again: the service lost some bits", len(ids), table
-                )
+        publisher = self._run.publisher
+        wanted = self._wanted.take(publisher.wanted, again=again) if publisher else {}
+        for table, ids in mark_held(self.tracker, wanted).items():
+            text = "table %r: %s published again, since the service lost some bits"
+            logger.warning(text, table, are(len(ids), "row"))
 
     def _settle(self) -> Exception | None:
         """Take note of the pending cut's end, if it has come; the error, if it failed for good."""
-        if self._pending is None or not self._pending.sealed.done():
+        if (ended := self._under_way.take_ended()) is None:
             return None
-        ended, self._pending = self._pending, None
         error = ended.sealed.exception()
         if isinstance(error, ResyncRequired):
-            logger.warning("%s", error)
-            self._resync = self._refused = True
+            self._note_refusal(error)
             return None
         if isinstance(error, Exception):
             return error
         self._note_sealed(ended, ended.sealed.result())
         return None
 
-    def _give_up(self) -> None:
-        """Begin a new run: parts of this one wait for that of a rank which must publish every row instead."""
-        self._take_launched(wait=True)
-        if self._publisher:
-            self._publisher.close()
-        self._publisher = self._pending = None
-        self._resync = True
+    def _note_refusal(self, error: ResyncRequired) -> None:
+        if error.changed is None:
+            self._refused = error  # What becomes of it, all ranks find out together.
+            return
+        self._cut_step = -1  # Also where this rank has none: where no rank has sent its part, the step stays.
+        rows = sum(map(len, mark_held(self.tracker, dict(error.changed)).values()))
+        logger.info("%s published again, since others came after what this run goes on from", are(rows, "row"))
 
     def _note_sealed(self, ended: PendingCut, position: Position) -> None:
         self.tracker.acknowledge(ended.token)
-        self._position = position
-        part = ended.part
-        self._published_step, self._published_changes = part.step, ended.changes
-        self.stats.cuts.append((position.number, part.step, part.step_end_unix_ns))
-        for rows in part.rows:
-            self.stats.rows += len(rows.ids)
-            self.stats.bytes += rows.nbytes
+        self._run.position = position
+        self._versions.add(position, ended.token.cursor)
+        self._published_changes = ended.changes
+        self._trouble.end()
+        self.stats.add(position, ended.part)
 
     def _publish(self, step_end_unix_ns: int, *, full: bool) -> None:
+        self._cut_step = self.tracker.steps
         if full:
             self.tracker.resync(_CONSUMER)
             self._resync = False
-        self._parts += 1
-        if self._options.dense and self._parts.bit_count() == 1:  # 1, 2, 4, 8 and so on: at first, all are alike.
-            self._compare_buffers()
-        publisher = self._connected()  # All ranks do so, before what may fail on one alone.
+        if self._options.dense:
+            self._differences.note_cut()
+        publisher = self._run.connect()  # All ranks do so, before what may fail on one alone.
         try:
-            read = self.tracker.begin_delta(_CONSUMER)
+            self._begin(publisher, step_end_unix_ns, full=full)
         except DeltasyncError as error:  # The others learn of it when the ranks agree next.
             self._failure = error
-            return
+
+    def _begin(self, publisher: Publisher, step_end_unix_ns: int, *, full: bool) -> None:
+        read = self.tracker.begin_delta(_CONSUMER)
         what = {
             "step": self.tracker.steps,
             "step_end_unix_ns": step_end_unix_ns,
             "full": full,
             "deletes": sorted(self._requests.met),
             "event_time_unix_ns": self._event_time,
-            "differing": sorted(self._differing) if self._agreement.rank == 0 else (),
+            "differing": sorted(self._differences.names) if self._agreement.rank == 0 else (),
         }
-        publish = partial(published, publisher, read, self.tracker.changes, what)
-        if read.arrived:
-            self._pending = publish()
-        else:
-            self._launched = self._arrivals.submit(publish)
+        self._under_way.begin(publisher, read, self.tracker.changes, what)
 
-    def _take_launched(self, *, wait: bool = False) -> None:
-        """Take note that the cut whose rows were on their way is published, if it is."""
-        if self._launched and (wait or self._launched.done()):
-            launched, self._launched = self._launched, None
-            self._pending = launched.result()
-
-    def _compare_buffers(self) -> None:
-        """Say once of each buffer that it is not alike on all ranks: nothing but SyncBatchNorm keeps them so."""
-        if self._agreement.world_size == 1:
-            return
-        found = self._agreement.differing(buffer_digests(self._model))
-        new = [name for name in found if name not in self._differing]
-        self._differing.update(new)
-        if new and self._agreement.rank == 0:
-            logger.warning("buffers differ between ranks; those of rank 0 are published: %s", ", ".join(new))
-
-    def _connected(self) -> Publisher:
-        if self._publisher and self._announced != self.tracker.attachments:
-            # The model was resharded: ranks hold other shards, which a new run announces. No cut is pending.
-            self._publisher.close()
-            self._publisher = None
-        if self._publisher is None:
-            self._announced = self.tracker.attachments
-            shards = [tracked.shard for tracked in self.tracker.shards]
-            run, started = self._agreement.new_run()
-            options = PublisherOptions(
-                service=self._options.service,
-                model=self._options.model,
-                run=run,
-                run_started_unix_ns=started,
-                rank=self._agreement.rank,
-                world_size=self._agreement.world_size,
-                continues=self._position,
-                takes_deletes=True,
-            )
-            self._publisher = Publisher(options, self._tables, shards)
-        return self._publisher
+    def _note_arrival(self, *, wait: bool = False) -> None:
+        self._failure = self._under_way.arrive(wait=wait) or self._failure

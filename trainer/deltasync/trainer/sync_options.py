@@ -2,11 +2,23 @@
 
 from collections import deque
 from dataclasses import dataclass, field
+from enum import Enum
 
-from deltasync.client import Endpoint
+from deltasync.client import Endpoint, Part, Position
+from deltasync.core.errors import InvalidInput
+from deltasync.core.names import check_name
 from deltasync.trainer.checks import check_whole
 
 _CUTS_IN_STATS = 100_000
+
+
+class OnRefusal(Enum):
+    """What a step does where publishing is refused, or impossible: by a row of NaN, say, or by another run."""
+
+    CONTINUE = "continue"
+    """Training goes on, rows are marked, and a later step publishes them if it can (`DeltaSync.trouble`)."""
+    RAISE = "raise"
+    """The step raises what has failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,20 +30,25 @@ class SyncOptions:
         model: name of the set of tables.
         publish_every: steps between cuts. Where the last cut is not sealed by then, this one is left out: the next
             one publishes its rows.
+        on_refusal: what a step does where publishing is refused, or impossible; `flush` and `close` raise.
         dense: whether to publish the parameters and buffers outside of embedding tables too.
         verify: to debug a model: compare all rows with a copy at every cut, and raise where some have changed that
-            would not be published (`TrackerOptions.verify`).
+            would not be published (`TrackerOptions.verify`), whatever `on_refusal` is.
     """
 
     service: Endpoint | str
     model: str
     publish_every: int = 10
+    on_refusal: OnRefusal = OnRefusal.CONTINUE
     dense: bool = True
     verify: bool = False
 
     def __post_init__(self) -> None:
         Endpoint.of_grpc(self.service)
+        check_name("model", self.model)
         check_whole("publish_every", self.publish_every)
+        if not isinstance(self.on_refusal, OnRefusal):
+            raise InvalidInput(f"on_refusal: {self.on_refusal!r}, expected an OnRefusal")
 
 
 @dataclass
@@ -40,14 +57,27 @@ class SyncStats:
 
     Attributes:
         cuts: version, step and end of the step (nanoseconds since 1970) of the last 100,000 sealed cuts.
+        sealed: how many there were.
+        published_step: the last of their steps, or that of a checkpoint that was loaded after that; 0 before.
         absorbed: cuts that were left out because the one before was not sealed yet.
+        refusals: how often publishing was refused, or impossible.
         rows: rows of the sealed parts.
         bytes: bytes of their ids and values.
         step_seconds: time that the thread that trains has spent in `DeltaSync.step`.
     """
 
     cuts: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=_CUTS_IN_STATS))
+    sealed: int = 0
+    published_step: int = 0
     absorbed: int = 0
+    refusals: int = 0
     rows: int = 0
     bytes: int = 0
     step_seconds: float = 0.0
+
+    def add(self, position: Position, part: Part) -> None:
+        """Count a part of which the cut is sealed."""
+        self.cuts.append((position.number, part.step, part.step_end_unix_ns))
+        self.sealed, self.published_step = self.sealed + 1, part.step
+        self.rows += sum(map(len, part.rows))
+        self.bytes += part.nbytes

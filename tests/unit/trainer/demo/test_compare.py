@@ -53,3 +53,4 @@ def test_freshness_counts_every_step_by_the_release_that_brought_it() -> None:
     ends = [1_000_000_000, 2_000_000_000, 3_000_000_000]
     applied = [(1, 0, 100), (3, 2, 2_500_000_000)]
     assert freshness(ends, applied) == [1.5, 0.5]
+    assert freshness(ends, [(3, 3, 2_500_000_000)]) == [1.5, 0.5, 0.0], "the clock was set back"

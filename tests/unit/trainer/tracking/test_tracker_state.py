@@ -330,6 +330,8 @@ class TestDeltaSync:
             "tracker",
             "history",
             "version",
+            "seal",
+            "versions",
             "event_time_unix_ns",
         }
         assert state["format"] == 1

@@ -74,6 +74,10 @@ _add("memory", "What the service holds beside its tables and stamps.")
 _add("release", "Time of a release by a consumer's policy, against NumPy's gathers and norms of the same rows.")
 _add("apply", "Time to apply changed rows, in the service and in a replica, against a bare NumPy scatter.")
 _add("pause", "Pause of readers while releases are applied, against a bare NumPy scatter of the same rows.")
+_add(
+    "restart",
+    "Bytes that a trainer publishes which restarts behind what is published, over those of the rows it lacks.",
+)
 _add("scale", "Time of a cut into a large table, and of /lag, against the same with a small table.")
 _add("serve", "Lookups of a quantised predictor while its rows are replaced, against the same without updates.")
 _add("quality", "AUC of replicas with different policies, and the bytes each is sent.")

@@ -50,6 +50,14 @@ class Sink(publish_pb2_grpc.PublishServiceServicer):
             if request.WhichOneof("message") == "close":
                 yield publish_pb2.PublishResponse(sealed=publish_pb2.CutSealed(step=request.close.step))
 
+    async def Wanted(  # noqa: N802  # likewise
+        self,
+        request: publish_pb2.WantedRequest,  # noqa: ARG002
+        context: grpc.aio.ServicerContext[Any, Any],  # noqa: ARG002
+    ) -> publish_pb2.WantedResponse:
+        """Want nothing."""
+        return publish_pb2.WantedResponse()
+
 
 async def sink() -> None:
     """Serve until the end of the standard input."""

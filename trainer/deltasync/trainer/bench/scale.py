@@ -7,7 +7,6 @@ and a few far more often than others, as in Zipf's law with the exponent 0.9, wh
 figure is the worse of the two.
 """
 
-import http.client
 import secrets
 import statistics
 import time
@@ -34,7 +33,7 @@ from deltasync.client import (
 from deltasync.core.rows import Ids
 from deltasync.trainer.bench.children import Children, Peer
 from deltasync.trainer.bench.process import TICK_SECONDS, cpu_seconds
-from deltasync.trainer.bench.scraper import fetch
+from deltasync.trainer.bench.scraper import connection_to, fetch
 from deltasync.trainer.bench.timing import spread_of
 
 POLICIES = {"": Policy(), "topk_": Policy(top_k=0.1)}
@@ -99,7 +98,7 @@ class SizedTable:
     def __init__(self, spec: TableSpec, service: int, http_url: str, publisher: Publisher, replica: Peer) -> None:
         self.spec = spec
         self._service = service
-        self._connection = http.client.HTTPConnection(urlsplit(http_url).netloc)
+        self._connection = connection_to(urlsplit(http_url).netloc)
         self._publisher = publisher
         self._replica = replica
         self._generator = np.random.default_rng(0)

@@ -6,6 +6,8 @@ import threading
 import time
 from urllib.parse import urlsplit
 
+_ANSWER_SECONDS = 60.0
+
 
 class Scraper:
     """Asks for some pages, each over a connection of its own: so often a second together, if it can."""
@@ -28,13 +30,18 @@ class Scraper:
         return sum(self._answers) / (time.perf_counter() - self._started)
 
     def _scrape(self, number: int, path: str) -> None:
-        connection = http.client.HTTPConnection(self._address)
+        connection = connection_to(self._address)
         due = time.perf_counter()
         while not self._stopped.wait(max(0.0, due - time.perf_counter())):
             fetch(connection, path)
             self._answers[number] += 1
             due = max(due + self._seconds, time.perf_counter() - self._seconds)
         connection.close()
+
+
+def connection_to(address: str) -> http.client.HTTPConnection:
+    """A connection to HOST:PORT on which no answer is waited for for ever."""
+    return http.client.HTTPConnection(address, timeout=_ANSWER_SECONDS)
 
 
 def fetch(connection: http.client.HTTPConnection, path: str) -> float:
@@ -61,6 +68,6 @@ def scraper(url: str) -> None:
         elif verb == "stop" and running:
             answer = running.stop()
         else:
-            answer = fetch(http.client.HTTPConnection(address), words[0])
+            answer = fetch(connection_to(address), words[0])
         sys.stdout.write(f"{answer}\n")
         sys.stdout.flush()

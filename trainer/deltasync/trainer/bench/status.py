@@ -8,7 +8,6 @@ And a service with many tables and consumers: how long /metrics takes, and the l
 event loop, which is the longest time that /livez takes meanwhile, asked for again and again.
 """
 
-import http.client
 import statistics
 import time
 from collections.abc import Mapping
@@ -20,7 +19,7 @@ from rich.console import Console
 
 from deltasync.client import Part, Publisher, PublisherOptions, RowBatch, Shard, TableSpec
 from deltasync.trainer.bench.children import Children, Peer
-from deltasync.trainer.bench.scraper import fetch
+from deltasync.trainer.bench.scraper import connection_to, fetch
 from deltasync.trainer.bench.timing import spread_of
 
 PER_SECOND = 200
@@ -130,7 +129,7 @@ def _many(children: Children) -> dict[str, float]:
 
 def _longest(address: str, seconds: float) -> float:
     """The longest of the answers of /livez, asked for one after the other for so many seconds."""
-    connection, ends = http.client.HTTPConnection(address), time.perf_counter() + seconds
+    connection, ends = connection_to(address), time.perf_counter() + seconds
     longest = 0.0
     while time.perf_counter() < ends:
         longest = max(longest, fetch(connection, "/livez"))

@@ -131,7 +131,8 @@ def _sorted(parts: list[Tables]) -> Tables:
 
 
 def freshness(step_ends_unix_ns: list[int], applied: list[tuple[int, int, int]]) -> list[float]:
-    """Seconds from the end of every step of the trainer to a replica holding what it changed.
+    """Seconds from the end of every step of the trainer to a replica holding what it changed; 0 where the clock
+    was set back in between.
 
     Args:
         step_ends_unix_ns: when steps 1, 2, ... ended, nanoseconds since 1970.
@@ -141,7 +142,7 @@ def freshness(step_ends_unix_ns: list[int], applied: list[tuple[int, int, int]])
     steps = np.array([step for _, step, _ in applied])
     first = np.searchsorted(steps, np.arange(1, len(step_ends_unix_ns) + 1))
     return [
-        (applied[release][2] - end) / 1e9
+        max(0, applied[release][2] - end) / 1e9
         for release, end in zip(first, step_ends_unix_ns, strict=True)
         if release < len(applied)
     ]

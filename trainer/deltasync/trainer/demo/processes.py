@@ -67,6 +67,10 @@ class Processes:
             raise DemoFailed(f"{name} ended by itself; the end of its log:\n{self.tail(name)}")
         return False
 
+    def status(self, name: str) -> int | None:
+        """The status that a process has ended with; None while it runs."""
+        return self._running[name].poll()
+
     def pid(self, name: str) -> int:
         """The process id of a process."""
         return self._running[name].pid

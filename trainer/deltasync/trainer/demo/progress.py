@@ -8,6 +8,8 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from deltasync.core.words import counted
+
 _LINES = 10
 _WAIT_LINE_SECONDS = 2.0
 
@@ -33,7 +35,8 @@ class DemoProgress:
     def show(self, lag: dict[str, Any]) -> None:
         """Show the service's answer for the consumer."""
         step, behind = lag["head_step"], lag["lag"]
-        distance = f"{behind['versions']} versions, {behind['rows']} rows, {behind['seconds']:.1f} s"
+        lacking = f"{counted(behind['versions'], 'version')}, {counted(behind['rows'], 'row')}"
+        distance = f"{lacking}, {behind['seconds']:.1f} s"
         share = behind["unsent_share"]
         unsent = f", {100 * share:.1f} % of the norm unsent" if share else ""
         text = f"version {lag['head']}  lag {distance}{unsent}"
@@ -48,7 +51,7 @@ class DemoProgress:
         behind = lag["lag"]
         if not behind["rows"] and not behind["versions"]:
             return
-        text = f"the replicas lack {behind['rows']:,} rows, {behind['versions']} versions"
+        text = f"the replicas lack {behind['rows']:,} rows, {counted(behind['versions'], 'version')}"
         self._bar.update(self._task, completed=self._steps, description=text)
         if not self._console.is_terminal and self._clock() >= self._next_wait_line:
             self._next_wait_line = self._clock() + _WAIT_LINE_SECONDS

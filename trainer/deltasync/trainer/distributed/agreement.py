@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from deltasync.core.position import Position
+
 
 @dataclass(frozen=True)
 class Consensus:
@@ -20,7 +22,9 @@ class Consensus:
         unpublished: at least one rank has something to publish.
         failed: at least one rank cannot go on.
         deletes: up to this number, every rank has the requests to delete rows that were not met yet; 0 for none.
-        refused: the part of at least one rank was refused, since it must publish every row.
+        refused: the part of at least one rank was refused, since the service does not hold what it builds on.
+        late: at least one rank waits no longer.
+        again: at least one rank has made a part of this step already.
     """
 
     ready: bool
@@ -29,6 +33,8 @@ class Consensus:
     failed: bool
     deletes: int
     refused: bool = False
+    late: bool = False
+    again: bool = False
 
 
 def on_any_rank(
@@ -74,12 +80,27 @@ class Agreement:
         failed: bool,
         deletes: int = 0,
         refused: bool = False,
+        late: bool = False,
+        again: bool = False,
     ) -> Consensus:
         """The state of all ranks together, from this rank's. A collective: all ranks call it."""
-        flags = [not ready, resync, unpublished, failed, refused]
+        flags = [not ready, resync, unpublished, failed, refused, late, again]
         *found, largest = _largest([*map(int, flags), -deletes], self._group)
-        busy, any_resync, any_unpublished, any_failed, any_refused = map(bool, found)
-        return Consensus(not busy, any_resync, any_unpublished, any_failed, -largest, any_refused)
+        busy, any_resync, any_unpublished, any_failed, *others = map(bool, found)
+        return Consensus(not busy, any_resync, any_unpublished, any_failed, -largest, *others)
+
+    def any_of(self, flag: bool) -> bool:
+        """Whether a flag is set on any rank. A collective: all ranks call it."""
+        return on_any_rank([flag], self._group)[0]
+
+    def lowest(self, position: Position) -> Position:
+        """The lowest of the versions that ranks name, by its seal; none where one names none, or no seal. A
+        collective: all ranks call it.
+        """
+        named = position.number if position.seal else 0
+        every = self._every([named, int.from_bytes(position.seal.to_bytes(8), signed=True)])
+        number, seal = min((number, seal) for number, seal in every)
+        return Position("", number, int.from_bytes(seal.to_bytes(8, signed=True))) if number else Position()
 
     def differing(self, digests: Mapping[str, int]) -> list[str]:
         """The names of which ranks have different digests (signed, 64 bits). A collective: all ranks call it.
@@ -93,13 +114,17 @@ class Agreement:
         return [name for name, differs in zip(digests, differ, strict=True) if differs]
 
     def _differ(self, numbers: list[int]) -> list[bool]:
+        every = torch.tensor(self._every(numbers))
+        return [bool(differs) for differs in (every != every[0]).any(dim=0).tolist()]
+
+    def _every(self, numbers: list[int]) -> list[list[int]]:
+        """The numbers (signed, 64 bits) of each rank, which has as many as the others. A collective."""
+        if not self._group or not numbers:
+            return [numbers] * self.world_size
         values = torch.tensor(numbers, dtype=torch.int64)
         found = [torch.empty_like(values) for _ in range(self.world_size)]
-        if not self._group or not numbers:
-            return [False] * len(numbers)
         dist.all_gather(found, values, group=self._group)
-        every = torch.stack(found)
-        return [bool(differs) for differs in (every != every[0]).any(dim=0).tolist()]
+        return [each.tolist() for each in found]
 
     def new_run(self) -> tuple[str, int]:
         """The id of a new run and when it began (nanoseconds since 1970): the first rank's. A collective."""

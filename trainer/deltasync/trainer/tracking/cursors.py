@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from deltasync.core.errors import Contradiction, NotFound
+from deltasync.core.errors import Contradiction, InvalidInput, NotFound
 from deltasync.trainer.tracking.delta import Delta, Token
 from deltasync.trainer.tracking.host_memory import ReadMemory, replace_rows
 from deltasync.trainer.tracking.modes import TrackingMode, keeps_first, sources
@@ -58,6 +58,18 @@ class ConsumerCursor:
         for rows in self.first_values.values():
             forget(rows, slice(None))
         return self.moved_to(NOTHING)
+
+    def moved_back(self, cursor: int) -> "ConsumerCursor":
+        """A cursor for the same consumer, at most where it is now; tokens of this one do not move it.
+
+        Raises:
+            InvalidInput: first values are not known as they were then.
+        """
+        if self.first_values:
+            raise InvalidInput(
+                f"consumer {self.name!r} of mode {self.mode.value!r}: first values are not kept for long"
+            )
+        return replace(self.moved_to(min(cursor, self.cursor)), carried=self.carried)
 
     def moved_to(self, cursor: int) -> "ConsumerCursor":
         """Another cursor for the same consumer; tokens of this one do not move it."""
@@ -177,16 +189,20 @@ class Cursors:
         with self._gate:
             del self._cursors[self[name].name]
 
-    def resync(self, consumer: str | None) -> None:
-        """Move a consumer's cursor before every row. Tokens of earlier reads move nothing.
+    def resync(self, consumer: str | None, cursor: int = NOTHING) -> None:
+        """Move a consumer's cursor back: to where it was before, or before every row. Tokens of earlier reads move
+        nothing.
 
         Raises:
             NotFound: there is no such consumer.
+            InvalidInput: first values are not known as they were then.
         """
         with self._gate:
-            cursor = self[consumer]
-            with cursor.lock:
-                self._cursors[cursor.name] = cursor.emptied()
+            ours = self[consumer]
+            with ours.lock:
+                # A clock that has started over shows less than a cursor of before.
+                known = NOTHING < cursor < self._stamps.clock
+                self._cursors[ours.name] = ours.moved_back(cursor) if known else ours.emptied()
 
     def acknowledge(self, token: Token) -> bool:
         """Move a consumer's cursor to that of a token; whether it moved."""

@@ -1,7 +1,7 @@
 """What a read of the tracker returns."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import repeat
 
@@ -159,6 +159,11 @@ class Delta:
         tensors = [part for rows in self.rows.values() for part in (rows.ids, *rows.shard_values, rows.first)]
         tensors += [deleted.ids for deleted in self.deletes.values()]
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+    def without_values(self) -> "Delta":
+        """The same with ids alone."""
+        rows = {fqn: replace(rows, shard_values=[], first=None) for fqn, rows in self.rows.items()}
+        return replace(self, rows=rows)
 
     def batches(self) -> list[RowBatch]:
         """The current rows and the deletes of all tables, shard by shard, as they are published: no copies.

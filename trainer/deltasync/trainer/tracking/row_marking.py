@@ -21,6 +21,7 @@ from deltasync.trainer.tracking.dense_optimizers import DenseOptimizers
 from deltasync.trainer.tracking.lookup_marks import LookupMarks
 from deltasync.trainer.tracking.module_tensors import modules_with_buffers
 from deltasync.trainer.tracking.modules import table_fqn
+from deltasync.trainer.tracking.options import TrackerOptions
 from deltasync.trainer.tracking.rewrites import RewriteListener, listen_to_rewrites
 from deltasync.trainer.tracking.row_reset import reset_rows
 from deltasync.trainer.tracking.shards import TrackedTable, check_deletable, flush_caches, follow_replaced
@@ -89,19 +90,17 @@ class RowMarking:
         self.steps = 0
         self.changes = 0
 
-    def listen(
-        self, model: nn.Module, record_lookup: Callable[..., None], *, dense: bool, id_maps: bool = False
-    ) -> None:
+    def listen(self, model: nn.Module, record_lookup: Callable[..., None], options: TrackerOptions) -> None:
         """Have TorchRec tell of what happens: of lookups to `record_lookup`, of all else to this object."""
         listen_to_lookups(self._hooks, model, record_lookup)
         listen_to_evictions(self._hooks, model, self._mark_evicted)
         listen_to_rewrites(self._hooks, model, RewriteListener(self._begin_rewrite, self._end_rewrite))
         if not all(table.fused for table in (*self._tables, *self._replicas.values())):
             self._hooks.undo_with(self._dense_optimizers.listen())
-        if dense:
+        if options.dense:
             listen_to_gradients(self._hooks, model, self._begin_updates)
             listen_to_forwards(self._hooks, modules_with_buffers(model), self._begin_updates)
-        if id_maps:
+        if options.id_maps:
             listen_to_maps(self._hooks, model, self._begin_updates)
         if self._overlaps:
             listen_to_output_dists(self._hooks, model, self.compact)
@@ -184,7 +183,7 @@ class RowMarking:
             self.changes += 1
 
     def mark_held(self, table: str, ids: torch.Tensor) -> None:
-        """Stamp rows of a table, by global ids, but for deleted ones.
+        """Stamp rows of a table, by global ids, as what they are: there, or deleted.
 
         Raises:
             NotFound: there is no such table.
@@ -194,8 +193,11 @@ class RowMarking:
         local = self._tables[number].local_ids(ids)
         with self._gate:
             held = self._stamps.not_deleted(number, local)
+            deleted = self._stamps.deleted_of(number, local)
             self._stamps.stamp(number, held)
-            self.changes += len(held) > 0
+            if len(deleted):
+                self._stamps.stamp_deleted(number, deleted)
+            self.changes += len(local) > 0
 
     def holds(self, table: str) -> bool:
         """Whether this rank has rows of a table, tracked or a copy."""

@@ -187,6 +187,10 @@ class RowStamps:
         """Those of some local ids whose rows are not deleted."""
         return ids[self._stamps[table].stamps[ids] >= 0]
 
+    def deleted_of(self, table: int, ids: torch.Tensor) -> torch.Tensor:
+        """Those of some local ids whose rows are deleted."""
+        return ids[self._stamps[table].stamps[ids] < 0]
+
     def tick(self) -> int:
         """The cursor after all stamps so far; later ones are greater."""
         for each in self._stamps:

@@ -11,7 +11,6 @@ tracker.acknowledge(delta.token)
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -69,11 +68,7 @@ class Tracker:
         self._attach(tracked)
         for name in self._options.consumers:
             self.add_consumer(name)
-        self._listen()
-
-    def _listen(self) -> None:
-        options = self._options
-        self._marking.listen(self._model, self.record_lookup, dense=options.dense, id_maps=options.id_maps)
+        self._marking.listen(self._model, self.record_lookup, self._options)
 
     def _attach(self, tracked: TrackedModel) -> None:
         self.tables, self._modules = tracked.tables, tracked.modules
@@ -103,7 +98,7 @@ class Tracker:
             self._attach(tracked)
             self._restore([state])
             self._marking.changes = before.changes
-        self._listen()
+        self._marking.listen(self._model, self.record_lookup, self._options)
         prefixes = tuple(f"{name}." if name else "" for name in renewed)
         self._marking.mark_rewritten(table.name for table in self.tables if table.name.startswith(prefixes))
 
@@ -155,7 +150,7 @@ class Tracker:
         self._marking.mark(table, ids)
 
     def mark_held(self, table: str, ids: torch.Tensor) -> None:
-        """Have rows offered again that have not changed; those that are deleted stay so. Otherwise as `mark`."""
+        """Have rows offered again as they are, deleted ones as deletes. Otherwise as `mark`."""
         self._marking.mark_held(table, ids)
 
     def delete(self, table: str, ids: torch.Tensor) -> None:
@@ -230,13 +225,18 @@ class Tracker:
         """
         self._cursors.remove(name)
 
-    def resync(self, consumer: str | None = None) -> None:
+    def resync(self, consumer: str | None = None, cursor: int = NOTHING) -> None:
         """Offer every row to a consumer, as to one that has nothing. Tokens of earlier reads move nothing.
+
+        Args:
+            consumer: its name.
+            cursor: of an earlier token: what has changed since is enough, where that is still known.
 
         Raises:
             NotFound: there is no such consumer.
+            InvalidInput: rows are not known as they were at an earlier cursor, which the consumer's mode gives.
         """
-        self._cursors.resync(consumer)
+        self._cursors.resync(consumer, cursor)
 
     def offers_all(self, consumer: str | None = None) -> bool:
         """Whether a consumer is offered every row, as one that has nothing.
@@ -308,9 +308,7 @@ class Tracker:
 
     def get_delta_ids(self, consumer: str | None = None, timeout_seconds: float | None = None) -> Delta:
         """As `get_delta`, without values."""
-        delta = self._read(consumer, timeout_seconds, values=False)
-        rows = {fqn: replace(rows, shard_values=[], first=None) for fqn, rows in delta.rows.items()}
-        return self._handed_out(replace(delta, rows=rows))
+        return self._handed_out(self._read(consumer, timeout_seconds, values=False).without_values())
 
     def top_k(self, consumer: str | None = None, k: int = 1, timeout_seconds: float | None = None) -> Delta:
         """The `k` rows of this rank, over all tables, that have changed most by L2 norm (`DeltaRows.norms`).

@@ -1,0 +1,32 @@
+"""What a replica says with an acknowledgement, of tables by slot."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from deltasync.core.delivery import Delivery
+from deltasync.core.id_sets import distinct
+from deltasync.core.rows import Ids
+from deltasync.core.tables import ID_TYPE
+from deltasync.v1 import subscribe_pb2, tables_pb2
+
+
+def slots(ack: subscribe_pb2.Ack) -> list[int]:
+    """The slots that an ack names."""
+    return [*(each.slot for each in ack.sums), *(each.table for each in ack.wanted), *ack.unbound]
+
+
+def unbound(ack: subscribe_pb2.Ack, deliveries: Sequence[Delivery]) -> tuple[str, ...]:
+    """Names of the tables that a replica does not hold: those it names, and those of which alone it shows nothing,
+    as clients do that name none.
+    """
+    everything = range(len(deliveries))
+    shown = {each.slot for each in ack.sums} or everything
+    lacking = {*ack.unbound, *set(everything).difference(shown)}
+    return tuple(deliveries[slot].spec.name for slot in sorted(lacking))
+
+
+def rows_of(wanted: tables_pb2.WantedRows, deliveries: Sequence[Delivery]) -> Ids:
+    """The rows that a replica wants again, as far as its table has them."""
+    ids = np.array(wanted.ids, np.uint64)
+    return distinct(ids[ids < deliveries[wanted.table].spec.rows]).astype(ID_TYPE)

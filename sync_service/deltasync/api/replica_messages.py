@@ -1,0 +1,66 @@
+"""What a replica is told on its stream, but for the rows themselves."""
+
+from collections.abc import Sequence
+
+from deltasync.consumers.consumer import Consumer
+from deltasync.core.delivery import Delivery
+from deltasync.core.position import Decision, Position
+from deltasync.feeds.feed import Feed
+from deltasync.feeds.frozen_release import FrozenRelease, Head
+from deltasync.v1 import subscribe_pb2
+from deltasync.wire.messages import (
+    checksums_to_message,
+    delivery_to_message,
+    mode_to_message,
+    position_to_message,
+)
+
+
+def opened(
+    consumer: Consumer, feed: Feed, deliveries: Sequence[Delivery], decision: Decision
+) -> subscribe_pb2.SubscribeResponse:
+    """What it will be sent, and whether it goes on from what it holds."""
+    message = subscribe_pb2.SubscribeOpened(
+        model=consumer.model,
+        head=position_to_message(feed.position),
+        tables=[delivery_to_message(each) for each in deliveries],
+        resync=not decision.yes,
+        reason=decision.reason,
+        mode=mode_to_message(deliveries[0].mode),
+        model_history=feed.model_history,
+        ready_within_seconds=consumer.policy.ready_within_seconds or 0,
+    )
+    return subscribe_pb2.SubscribeResponse(opened=message)
+
+
+def no_news(feed: Feed, held: Position, token: int, behind_ns: int) -> subscribe_pb2.SubscribeResponse:
+    """That there is nothing to send to who holds what it was sent last."""
+    version = feed.version_of(held.number)
+    progress = subscribe_pb2.Progress(
+        head=position_to_message(held),
+        version=version,
+        event_time_unix_ns=feed.event_time_of(version) or 0,
+        token=token,
+        behind_ns=behind_ns,
+        version_seal=feed.model_position(version).seal,
+    )
+    return subscribe_pb2.SubscribeResponse(progress=progress)
+
+
+def release_end(
+    feed: Feed, release: FrozenRelease, head: Head, token: int, behind_ns: int
+) -> subscribe_pb2.ReleaseEnd:
+    """The end of a release that leads to `head`."""
+    return subscribe_pb2.ReleaseEnd(
+        position=position_to_message(Position(feed.history, head.number, head.seal)),
+        step=head.step,
+        step_end_unix_ns=head.step_end_unix_ns,
+        rows=release.rows,
+        version=head.version,
+        whole=sorted(release.whole),
+        sums=checksums_to_message(dict(enumerate(release.checksums))),
+        event_time_unix_ns=head.event_time_unix_ns or 0,
+        token=token,
+        behind_ns=behind_ns,
+        version_seal=feed.model_position(head.version).seal,
+    )

@@ -1,0 +1,59 @@
+"""`deltasync backup` and `deltasync restore`."""
+
+from pathlib import Path
+
+import click
+
+from deltasync.cli.config import CONTEXT
+from deltasync.cli.endpoint_options import service_options
+from deltasync.cli.needs import SERVICE, check_needs
+from deltasync.client.admin import Admin
+from deltasync.client.endpoint import Endpoint
+from deltasync.core.words import counted
+
+check_needs(*SERVICE)
+
+_FOLDER = click.Path(file_okay=False, path_type=Path)
+
+
+@click.command(context_settings=CONTEXT)
+@click.argument("directory", metavar="DIR", type=_FOLDER)
+@click.option(
+    "--data-dir",
+    type=_FOLDER,
+    default=None,
+    show_default=False,
+    allow_from_autoenv=False,  # There it names the data directory of the service that is asked.
+    help="Copy this data directory, of a service that is stopped, instead of asking one.",
+)
+@service_options(rights=True)
+def backup(directory: Path, data_dir: Path | None, service: Endpoint) -> None:
+    """Copy all that a running service keeps into DIR, on the service's machine: new, or empty.
+
+    Trainers and replicas go on meanwhile. The copy is complete once this says so: backup.json in it is written
+    last.
+    """
+    if data_dir is None:
+        made = Admin(service).backup(str(directory))
+        files, size = made.files, made.bytes
+    else:  # Imported only now: a call of a service needs none of it.
+        from deltasync.storage.offline import back_up_offline
+
+        copied = back_up_offline(data_dir, directory)
+        files, size = len(copied.files), copied.bytes
+    click.echo(f"backup {directory} is complete: {counted(files, 'file')}, {counted(size, 'byte')}")
+
+
+@click.command(context_settings=CONTEXT)
+@click.argument("directory", metavar="DIR", type=_FOLDER)
+@click.option("--data-dir", type=_FOLDER, required=True, help="The data directory to make: new, or empty.")
+def restore(directory: Path, data_dir: Path) -> None:
+    """Make a data directory of the backup DIR, every file of which is compared with its digest.
+
+    It begins a new epoch of every history: replicas and trainers that hold something later are told so.
+    """
+    from deltasync.storage import restore as restoring
+
+    made = restoring.restore(directory, data_dir)
+    what = f"{counted(len(made.files), 'file')}, {counted(made.bytes, 'byte')}"
+    click.echo(f"{data_dir} has what the backup {directory} has: {what}")

@@ -1,0 +1,25 @@
+"""`deltasync models`."""
+
+import click
+
+from deltasync.cli.config import CONTEXT
+from deltasync.cli.endpoint_options import service_options
+from deltasync.client.admin import Admin
+from deltasync.client.endpoint import Endpoint
+
+
+@click.group()
+def models() -> None:
+    """Delete models."""
+
+
+@models.command("delete", context_settings=CONTEXT)
+@click.argument("name")
+@service_options(rights=True)
+def delete_model(name: str, service: Endpoint) -> None:
+    """Delete model NAME, with its tables and all that is kept of it.
+
+    Refused while a rank is connected, or a consumer follows it.
+    """
+    Admin(service).delete_model(name)
+    click.echo(f"model {name} deleted")

@@ -1,0 +1,128 @@
+"""Whether a publisher or a subscriber is connected, since when, and what went wrong last."""
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+
+from deltasync.core.errors import DeltasyncError
+from deltasync.core.position import Decision
+from deltasync.core.steady_clock import steady_ns
+from deltasync.core.words import counted
+
+logger = logging.getLogger(__name__)
+
+# Of a service that is away for hours the log has few lines: so long after the last one, at least, where the error
+# is another, where there was a connection since, and else.
+_NEW_ERROR_SECONDS, _NEW_OUTAGE_SECONDS, _SAME_OUTAGE_SECONDS = 10.0, 60.0, 600.0
+
+
+@dataclass(frozen=True)
+class Connection:
+    """Whether there is a connection to the service, as far as this side knows.
+
+    A peer that has gone without a word is found out within half a minute.
+
+    Attributes:
+        connected: the service has answered on a stream that has not ended.
+        since_unix_ns: since when that is so, or is not so, nanoseconds since 1970.
+        seconds: for how long, by a clock that nobody sets.
+        attempts: how many have failed since then; 0 while connected.
+        last_error: what went wrong last, in words, also if that is over; empty if nothing ever did.
+        connections: how many there have been.
+    """
+
+    connected: bool
+    since_unix_ns: int
+    seconds: float
+    attempts: int
+    last_error: str
+    connections: int = 0
+
+    def __str__(self) -> str:
+        if self.connected:
+            return f"connected for {self.seconds:.1f} s"
+        error = f", last error: {self.last_error}" if self.last_error else ""
+        return f"not connected for {self.seconds:.1f} s, {counted(self.attempts, 'attempt')} failed{error}"
+
+
+class Connectivity:
+    """Notes what becomes of the connections of one client, and tells the log of it. Any thread."""
+
+    def __init__(self, who: str) -> None:
+        """`who` is what the log calls the client."""
+        self._who = who
+        self._lock = threading.Lock()
+        self._connected = False
+        self._since_ns, self._since_unix_ns = steady_ns(), time.time_ns()
+        self._attempts = self._connections = 0
+        self._error = ""
+        self._logged: tuple[str, int] | None = None  # The last line's error, and when it was.
+        self._told = False  # Of the outage that goes on, the log has a line.
+
+    @property
+    def now(self) -> Connection:
+        """How it is now."""
+        with self._lock:
+            since = self._since_unix_ns, self._seconds
+            return Connection(self._connected, *since, self._attempts, self._error, self._connections)
+
+    def note_connected(self) -> None:
+        """Note that the service has answered."""
+        with self._lock:
+            if self._told:
+                text = "%s is connected again, after %.1f s and %s"
+                logger.info(text, self._who, self._seconds, counted(self._attempts, "failed attempt"))
+            self._told = False
+            self._set(connected=True)
+
+    def note_lost(self, error: DeltasyncError) -> None:
+        """Note that the stream has ended, where nobody has tried anew yet."""
+        with self._lock:
+            self._set(connected=False)
+            self._error = str(error)
+
+    def note_failed(self, error: Exception, pause: float | None) -> None:
+        """Note that an attempt has failed; there is another one in so many seconds, unless that is None."""
+        with self._lock:
+            self._set(connected=False)
+            self._attempts, self._error = self._attempts + 1, str(error)
+            if pause is not None and self._should_log():
+                self._logged, self._told = (self._error, steady_ns()), True
+                text = "%s has not been connected for %.1f s, %s failed; the next one is in %.2f s: %s"
+                failed = counted(self._attempts, "attempt")
+                logger.warning(text, self._who, self._seconds, failed, pause, self._error)
+
+    @property
+    def _seconds(self) -> float:
+        return (steady_ns() - self._since_ns) / 1e9
+
+    def _should_log(self) -> bool:
+        if self._logged is None:
+            return True
+        error, at_ns = self._logged
+        seconds = (steady_ns() - at_ns) / 1e9
+        return should_log(seconds, new_error=error != self._error, new_outage=not self._told).yes
+
+    def _set(self, *, connected: bool) -> None:
+        if self._connected != connected:
+            self._connected, self._attempts = connected, 0
+            self._connections += connected
+            self._since_ns, self._since_unix_ns = steady_ns(), time.time_ns()
+
+
+def should_log(silent_seconds: float, *, new_error: bool, new_outage: bool) -> Decision:
+    """Whether a failed attempt is worth a line.
+
+    Args:
+        silent_seconds: how long ago the last line was.
+        new_error: whether that had another error.
+        new_outage: whether there was a connection since.
+    """
+    if new_error and silent_seconds >= _NEW_ERROR_SECONDS:
+        return Decision(True, "it fails with another error")
+    if new_outage and silent_seconds >= _NEW_OUTAGE_SECONDS:
+        return Decision(True, "there was a connection since the last line")
+    if silent_seconds >= _SAME_OUTAGE_SECONDS:
+        return Decision(True, "nothing was said for long")
+    return Decision(False, "it was said lately")

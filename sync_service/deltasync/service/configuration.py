@@ -1,0 +1,65 @@
+"""The consumers that the service's configuration names, as far as they can be as it says."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from deltasync.consumers.consumer import ConsumerOptions
+from deltasync.core.errors import Contradiction, InvalidInput
+from deltasync.core.events import EventKind
+from deltasync.core.names import check_name
+from deltasync.storage.volume import VolumeFailed
+
+if TYPE_CHECKING:
+    from deltasync.service.service import Service
+
+
+class Configuration:
+    """Has a service have these consumers. Used in the event loop.
+
+    Attributes:
+        shortcomings: what keeps a consumer from being as the configuration says, by its name.
+    """
+
+    def __init__(self, service: "Service") -> None:
+        self._service = service
+        self.shortcomings = dict[str, str]()
+        self._unwritten = dict[str, tuple[ConsumerOptions, str]]()  # And who has asked for each.
+
+    async def take(self, wanted: Sequence[ConsumerOptions], by: str) -> None:
+        """Have the consumers of a configuration, which is the only one from here on. One that cannot be as it says
+        stays as it is, the others go on; one that a volume does not take now is had by `take_unwritten`.
+
+        Raises:
+            InvalidInput: a name that cannot be one.
+            StorageFailed: one could not be written down, for another reason.
+        """
+        self.shortcomings, self._unwritten = {}, {}
+        for each in wanted:
+            check_name("consumer", each.name)
+            check_name("model", each.model)
+            await self._take(each, by)
+
+    async def take_unwritten(self) -> None:
+        """Try again to have those that a volume did not take."""
+        for name, (wanted, by) in list(self._unwritten.items()):
+            if self._unwritten.get(name) == (wanted, by):  # Not if there is another one by now.
+                await self._take(wanted, by)
+
+    def forget(self, name: str) -> None:
+        """Forget a consumer that was deleted."""
+        self.shortcomings.pop(name, None)
+        self._unwritten.pop(name, None)
+
+    async def _take(self, wanted: ConsumerOptions, by: str) -> None:
+        self.forget(wanted.name)
+        try:
+            await self._service.ensure_consumer(wanted, by)
+        except (Contradiction, InvalidInput) as error:
+            self._fall_short("its configuration is refused", wanted, error)
+        except VolumeFailed as error:
+            self._unwritten[wanted.name] = wanted, by
+            self._fall_short("its configuration waits to be written down", wanted, error)
+
+    def _fall_short(self, text: str, wanted: ConsumerOptions, error: Exception) -> None:
+        self.shortcomings[wanted.name] = f"{text}: {error}"
+        self._service.events.emit(EventKind.FAILED, text, error, consumer=wanted.name)

@@ -1,0 +1,69 @@
+"""The volumes that the service writes to: which of them refuses writes, and when one takes them again."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+from deltasync.core.errors import StorageFailed
+from deltasync.core.events import Event, EventKind, Events
+from deltasync.storage.log_format import write_again
+from deltasync.storage.log_store import LogStore
+from deltasync.storage.volume import Refusal, Volume, VolumeFailed
+
+
+class Volumes:
+    """The log's volume, and that of the files of tables, views and spilled releases. In the event loop.
+
+    Attributes:
+        all: the volumes.
+    """
+
+    def __init__(self, log: LogStore, models: Path, events: Events) -> None:
+        self._log, self._events = log, events
+        self.all: Sequence[Volume] = (log.volume, Volume("models", models))
+        self._told = set[str]()  # Names of volumes.
+
+    @property
+    def trouble(self) -> str:
+        """What is wrong with them, and what to do; empty if nothing is."""
+        return "; ".join(volume.trouble for volume in self.all if volume.refusal)
+
+    def hear(self, event: Event) -> None:
+        """Note an event's error, if a volume has refused something."""
+        self.note(event.error)
+
+    def note(self, error: BaseException | None) -> None:
+        """Note an error, if it is that a volume has refused something."""
+        if isinstance(error, VolumeFailed):
+            for volume in self.all:
+                if volume.has_file(error.refusal.path):
+                    volume.refuse(error.refusal)
+                    self._tell(volume, error.refusal)
+
+    async def look_after(self) -> None:
+        """Tell what has changed, and try whether those that refuse writes take them again."""
+        for volume in self.all:
+            if refusal := volume.refusal:
+                self._tell(volume, refusal)
+                if await self._takes(volume, refusal):
+                    volume.recover(refusal)
+            if volume.refusal is None and volume.name in self._told:
+                self._told.remove(volume.name)
+                self._events.emit(EventKind.VOLUME_RECOVERED, "it takes what is written", volume=volume.name)
+
+    def _tell(self, volume: Volume, refusal: Refusal) -> None:
+        if volume.name not in self._told:
+            self._told.add(volume.name)
+            text = f"{refusal.path}: {refusal.in_words}"
+            self._events.emit(EventKind.VOLUME_FAILED, text, volume=volume.name)
+
+    async def _takes(self, volume: Volume, refusal: Refusal) -> bool:
+        if not await asyncio.to_thread(volume.probe, refusal):
+            return False
+        if volume is not self._log.volume:
+            return True
+        try:
+            await asyncio.wrap_future(write_again(self._log))
+        except StorageFailed:
+            return False
+        return True

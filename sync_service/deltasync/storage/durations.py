@@ -1,0 +1,30 @@
+"""How long something took, again and again: counted by bounds, as a histogram has it."""
+
+import threading
+from bisect import bisect_left
+from collections.abc import Sequence
+
+# Seconds.
+BOUNDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+
+
+class Durations:
+    """Counts of durations. Any thread."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(BOUNDS) + 1)
+        self._seconds = 0.0
+        self._lock = threading.Lock()
+
+    def add(self, seconds: float) -> None:
+        """Count one."""
+        with self._lock:
+            self._counts[bisect_left(BOUNDS, seconds)] += 1
+            self._seconds += seconds
+
+    def read(self) -> tuple[Sequence[int], float]:
+        """How many took as long as each bound and longer than the one before; last, those longer than all of them.
+        And how many seconds all of them took.
+        """
+        with self._lock:
+            return tuple(self._counts), self._seconds

@@ -1,0 +1,218 @@
+"""Replicas that leave: with a goodbye, without one, in the middle of a release, and two of one name."""
+
+import logging
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import repeat
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from tests.support.fleet import Recorder, Trainer, follow, wait_for_lag, wait_until_in_sync
+from tests.support.metrics import samples_of
+from tests.support.process import environment
+from tests.support.proxy import Proxy
+from tests.support.server import RunningService
+from tests.support.wire import RankStream, ReplicaStream, chunk, close, subscribe_open
+
+from deltasync.client import Contradiction, NumpyTarget, Shard, Subscriber, TableSpec
+from deltasync.v1 import subscribe_pb2, subscribe_pb2_grpc
+
+_DIES_IN_A_RELEASE = """
+import os, signal, sys
+from tests.support.wire import ReplicaStream
+replica = ReplicaStream(sys.argv[1], budget=1 << 30, replica="dies")
+replica.until("chunk")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+_FORKED_INSIDE = """
+import os, signal, sys
+from deltasync.client import NumpyTarget, Subscriber, SubscriberOptions
+options = SubscriberOptions(service=sys.argv[1], consumer="predictors", replica="p0")
+with Subscriber(options, NumpyTarget()) as replica:
+    replica.wait_for(1, 20)
+    child = os.fork()
+    signal.alarm(0 if child else 10)
+if not child:
+    os._exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def events(service: RunningService, kind: str) -> float:
+    return samples_of(service)["deltasync_events_total", (("event", kind),)]
+
+
+def test_a_replica_that_says_goodbye_is_forgotten(tmp_path: Path) -> None:
+    with RunningService(tmp_path / "data") as service, Trainer(service.grpc) as trainer:
+        with follow(service, "predictors", "stays", Recorder()):
+            target = Recorder()
+            with follow(service, "predictors", "leaves", target) as leaves:
+                wait_until_in_sync(service, "predictors", trainer.publish_all(), 2)
+            wait_for_lag(service, "predictors", lambda lag: len(lag["replicas"]) == 1)
+            wait_until_in_sync(service, "predictors", trainer.change(3))
+            with follow(service, "predictors", "leaves", target, held=leaves.held) as back:
+                back.wait_for(2, 20)
+                assert target.received_rows == 106  # It goes on from what it holds.
+        lag = wait_for_lag(service, "predictors", lambda lag: not lag["replicas"])
+        assert lag["state"] == "empty"
+        assert events(service, "replica_left") == 3
+    with RunningService(tmp_path / "data") as service:
+        assert service.get_json("/consumers/predictors/lag")["replicas"] == []
+
+
+def test_one_that_is_lost_counts_as_away(running: RunningService, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "deltasync.events")
+    with Trainer(running.grpc) as trainer:
+        trainer.publish_all()
+        with ReplicaStream(running.grpc, replica="lost") as replica:
+            replica.until("opened")
+        lag = wait_for_lag(running, "predictors", lambda lag: not lag["replicas"][0]["connected"])
+        assert lag["state"] == "away"
+
+
+def test_one_that_dies_in_the_middle_of_a_release_is_a_line_with_a_reason(
+    running: RunningService, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And no error with a traceback: `running` looks for those."""
+    big = TableSpec("big", 60_000, 64)
+    values = np.ones((3000, 64), np.float32)
+    with RankStream(running.grpc, tables=[big], shards=[Shard.whole(big)]) as rank:
+        rank.opened()
+        rank.send(*(chunk(1, 0, np.arange(first, first + 3000), values) for first in range(0, big.rows, 3000)))
+        rank.send(close(1, big.rows, full=True))
+        rank.sealed()
+        for _ in range(3):
+            subprocess.run(
+                [sys.executable, "-c", _DIES_IN_A_RELEASE, running.grpc], env=environment(), check=False
+            )
+        wait_for_lag(running, "predictors", lambda lag: not lag["replicas"][0]["connected"])
+        assert events(running, "replica_joined") == events(running, "replica_left") + events(
+            running, "replica_lost"
+        ) + events(running, "replica_replaced")
+
+
+def test_of_two_replicas_of_one_name_the_older_one_stops(
+    running: RunningService, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Trainer(running.grpc) as trainer:
+        trainer.publish_all()
+        older = follow(running, "predictors", "twin", NumpyTarget())
+        older.wait_for(1, 20)
+        with follow(running, "predictors", "twin", NumpyTarget()) as newer:
+            newer.wait_for(1, 20)
+            with pytest.raises(
+                Contradiction, match=r"another replica named 'twin' of consumer 'predictors'.* name of its own"
+            ):
+                older.wait_for(2, 20)
+            with pytest.raises(Contradiction):
+                older.check()
+            assert not older.ready
+            trainer.change(3)
+            newer.wait_for(2, 20)
+            newer.check()
+            older.close()  # Has nothing to say any more.
+            assert events(running, "replica_replaced") == 1
+            assert len(running.get_json("/consumers/predictors/lag")["replicas"]) == 1
+
+
+def test_the_copy_in_a_forked_process_has_nothing_to_say(running: RunningService) -> None:
+    with Trainer(running.grpc) as trainer:
+        trainer.publish_all()
+        command = [sys.executable, "-c", _FORKED_INSIDE, running.grpc]
+        done = subprocess.run(command, env=environment(), check=False, capture_output=True, text=True, timeout=60)
+        assert done.stdout == "0\n", done.stderr
+        assert events(running, "replica_joined") == 1
+        assert events(running, "replica_left") == 1
+
+
+@pytest.fixture
+def waiting(running: RunningService, monkeypatch: pytest.MonkeyPatch) -> Iterator[Subscriber]:
+    """A replica whose connection is lost, and that tries again in an hour."""
+    monkeypatch.setattr("deltasync.client.subscriber.backoff", lambda: repeat(3600.0))
+    with Proxy(running.grpc) as proxy, Trainer(running.grpc) as trainer:
+        through = type("Through", (), {"grpc": proxy.address})()
+        with follow(through, "predictors", "leaves", Recorder()) as replica:
+            wait_until_in_sync(running, "predictors", trainer.publish_all())
+            proxy.cut()
+            wait_for_lag(running, "predictors", lambda lag: lag["state"] == "away")
+            yield replica
+
+
+def test_one_that_is_closed_while_it_is_not_connected_is_forgotten(
+    running: RunningService, waiting: Subscriber
+) -> None:
+    waiting.close()
+    wait_for_lag(running, "predictors", lambda lag: not lag["replicas"])
+    assert events(running, "replica_forgotten") == 1
+    waiting.close()  # Has nothing to say any more.
+
+
+def test_one_of_its_name_that_has_come_since_stays(running: RunningService, waiting: Subscriber) -> None:
+    with follow(running, "predictors", "leaves", NumpyTarget()) as newer:
+        newer.wait_for(1, 20)
+        waiting.close()
+        lag = running.get_json("/consumers/predictors/lag")
+        assert [each["connected"] for each in lag["replicas"]] == [True]
+        newer.check()
+        assert events(running, "replica_forgotten") == 0
+
+
+def test_whom_nobody_can_tell_is_not_waited_for(
+    running: RunningService, waiting: Subscriber, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "deltasync.client")
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # Takes connections, and says nothing.
+        host, port = silent.getsockname()
+        waiting._endpoint = replace(waiting._endpoint, address=f"{host}:{port}")
+        waiting.close()
+    assert "replica leaves of consumer predictors has ended, and counts as away" in caplog.text
+    assert running.get_json("/consumers/predictors/lag")["state"] == "away"
+
+
+def test_a_goodbye_overtakes_the_news_that_a_connection_is_lost(running: RunningService) -> None:
+    """The service does not know of that yet: for it there is a stream."""
+    leave = subscribe_pb2.LeaveRequest(consumer="predictors", replica="p0", instance="me")
+    with (
+        Trainer(running.grpc) as trainer,
+        ReplicaStream(running.grpc, bare=True) as lost,
+        grpc.insecure_channel(running.grpc) as channel,
+    ):
+        stub = subscribe_pb2_grpc.SubscribeServiceStub(channel)
+        trainer.publish_all()
+        opening = subscribe_open()
+        opening.open.instance = "me"
+        lost.send(opening)
+        lost.until("opened")
+        for other in ({"instance": "other"}, {"replica": "p1"}, {"consumer": "no"}):
+            changed = subscribe_pb2.LeaveRequest()
+            changed.CopyFrom(leave)
+            changed.MergeFrom(subscribe_pb2.LeaveRequest(**other))
+            stub.Leave(changed, timeout=20)
+        assert running.get_json("/consumers/predictors/lag")["replicas"][0]["connected"]
+        for _ in range(2):
+            stub.Leave(leave, timeout=20)
+        assert running.get_json("/consumers/predictors/lag")["replicas"] == []
+        lost.rest()
+        assert events(running, "replica_left") == 1
+    assert running.get_json("/consumers/predictors/lag")["replicas"] == []
+
+
+def test_one_that_reconnects_does_not_stop_itself(running: RunningService) -> None:
+    """Its old stream may still be there."""
+    with Trainer(running.grpc) as trainer, ReplicaStream(running.grpc, bare=True) as old:
+        trainer.publish_all()
+        opening = subscribe_open()
+        opening.open.instance = "me"
+        old.send(opening)
+        old.until("opened")
+        with ReplicaStream(running.grpc, bare=True) as again:
+            again.send(opening)
+            again.until("opened")
+            code, text = old.refusal()
+    assert (code.name, text) == ("ABORTED", "a newer stream of replica 'p0' has taken over")

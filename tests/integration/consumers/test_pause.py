@@ -1,0 +1,249 @@
+"""The brake: a paused consumer's replicas stay at what they have, whatever is published."""
+
+import json
+import re
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from tests.support.command import deltasync
+from tests.support.fleet import (
+    ITEM,
+    USER,
+    Recorder,
+    Trainer,
+    admin_of,
+    follow,
+    release_at_once,
+    wait_for_lag,
+    wait_until_in_sync,
+)
+from tests.support.metrics import samples_of
+from tests.support.process import ServiceProcess
+from tests.support.server import TOKEN, RunningService
+from tests.support.wire import ReplicaStream, ack
+
+from deltasync.client import Admin, Endpoint, InvalidInput, NotFound, NotPermitted, NumpyTarget, Policy
+from deltasync.v1 import subscribe_pb2
+
+TOP = Policy(top_k=3, ready_within_seconds=20)
+
+
+@pytest.fixture(autouse=True)
+def progress_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 0.02)
+    release_at_once(monkeypatch)
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[RunningService]:
+    with RunningService(tmp_path / "data", policies={"top": TOP}) as service:
+        yield service
+
+
+def news_of(replica: ReplicaStream) -> tuple[int, int]:
+    """What a replica is told to hold, without a row, and for how long that has not been the newest."""
+    message = replica.until("progress", "chunk", "release_end")
+    if isinstance(message, subscribe_pb2.Progress):
+        return message.head.version, message.behind_ns
+    assert message.rows == 0  # It is asked to show what it holds.
+    return message.position.version, message.behind_ns
+
+
+@pytest.mark.parametrize("consumer", ["predictors", "top"])
+def test_replicas_stay_at_what_they_have_and_then_lack_nothing(service: RunningService, consumer: str) -> None:
+    target, admin = Recorder(), admin_of(service)
+    with Trainer(service.grpc) as trainer, follow(service, consumer, "a", target) as replica:
+        wait_until_in_sync(service, consumer, trainer.publish_all())
+        admin.pause_consumer(consumer, "nonsense")
+        held, before = replica.held, target.bytes()
+        for _ in range(3):
+            head = trainer.change(20)
+        lag = wait_for_lag(service, consumer, lambda lag: lag["head"] == head.number)
+        assert re.fullmatch(
+            r"paused since \S+Z by 127.0.0.1:\d+: nonsense; otherwise (behind|current): .*", lag["reason"]
+        )
+        assert (lag["state"], lag["paused"]["reason"]) == ("paused", "nonsense")
+        with ReplicaStream(service.grpc, consumer=consumer, replica="b", held=held) as other:
+            other.until("opened")
+            assert {news_of(other) for _ in range(3)} == {(held.number, 0)}
+        assert replica.held == held
+        assert replica.ready
+        assert target.bytes() == before
+        admin.resume_consumer(consumer)
+        admin.resume_consumer(consumer)  # Again: nothing to do.
+        replica.wait_for(head, 20)
+        wait_for_lag(service, consumer, lambda lag: lag["replicas"][0]["lag"]["rows"] == 0)
+        assert target.bytes() == trainer.expected()
+        assert len(target.held) == len({release.position for release in target.releases})
+
+
+def test_a_release_that_is_half_sent_is_dropped(service: RunningService) -> None:
+    with Trainer(service.grpc) as trainer:
+        trainer.publish_all()
+        with ReplicaStream(service.grpc, budget=1) as replica:
+            replica.until("opened")
+            first = replica.until("chunk").rows
+            admin_of(service).pause_consumer("predictors")
+            replica.send(ack(len(first.ids) + len(first.values)))
+            code, text = replica.refusal()
+        assert code is grpc.StatusCode.ABORTED
+        assert re.match(r"consumer 'predictors' is paused since \S+ by \S+; reconnect", text)
+
+
+def test_what_goes_out_afterwards_is_what_the_rows_are_then(
+    service: RunningService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not what another consumer is still being sent of the version that is to be passed over."""
+    monkeypatch.setattr("deltasync.feeds.releases.RELEASES_IN_MEMORY_BYTES", 0)  # In files, which are shared.
+    target, admin = Recorder(), admin_of(service)
+    with Trainer(service.grpc) as trainer, follow(service, "predictors", "a", target) as replica:
+        good = trainer.publish_all()
+        wait_until_in_sync(service, "predictors", good)
+        admin.pause_consumer("predictors", "the next one is bad")
+        trainer.change(20)
+        with ReplicaStream(service.grpc, consumer="probes", held=good, budget=1) as slow:
+            slow.until("chunk")
+            head = trainer.change(1)
+            admin.resume_consumer("predictors")
+            replica.wait_for(head, 20)
+            assert [at.number for at in target.held] == [good.number, head.number]
+            assert target.bytes() == trainer.expected()
+
+
+def test_a_replica_with_nothing_waits_and_lag_says_why(service: RunningService) -> None:
+    admin, target = admin_of(service), NumpyTarget()
+    admin.pause_consumer("predictors")
+    with Trainer(service.grpc) as trainer, follow(service, "predictors", "new", target) as replica:
+        head = trainer.publish_all()
+        lag = wait_for_lag(service, "predictors", lambda lag: lag["replicas"] and lag["head"])
+        assert lag["state"] == "paused"
+        assert not replica.ready
+        with ReplicaStream(service.grpc, replica="newer") as other:
+            assert other.until("opened").resync
+            assert news_of(other)[0] == 0
+        assert target.tables == {}
+        admin.resume_consumer("predictors")
+        replica.wait_for(head, 20)
+        assert replica.ready
+
+
+def test_it_outlives_the_service_with_what_replicas_hold(tmp_path: Path) -> None:
+    arguments = ("--consumer", "predictors=clicks", "--admin-token", TOKEN)
+    target = Recorder()
+    with ServiceProcess(tmp_path / "data", *arguments) as service:
+        admin = Admin(Endpoint(service.grpc, TOKEN, by="anna"))
+        admin.update_consumer("predictors", Policy(ready_within_seconds=30))
+        with Trainer(service.grpc) as trainer, follow(service, "predictors", "a", target) as replica:
+            wait_until_in_sync(service, "predictors", trainer.publish_all())
+            admin.pause_consumer("predictors", "nonsense")
+            held, head = replica.held, trainer.change(5)
+            before = wait_for_lag(service, "predictors", lambda lag: lag["head"] == head.number)["paused"]
+            service.kill()
+            service.start()
+            lag = wait_for_lag(service, "predictors", lambda lag: lag["replicas"][0]["connected"])
+            assert (lag["state"], lag["paused"], lag["head"]) == ("paused", before, head.number)
+            assert re.fullmatch(r"anna \(127.0.0.1:\d+\)", before["by"])
+            with ReplicaStream(service.grpc, replica="b", held=held) as other:
+                assert news_of(other) == (held.number, 0)  # As ready as it was.
+            assert replica.held == held
+            admin.resume_consumer("predictors")
+            replica.wait_for(head, 20)
+            assert target.bytes() == trainer.expected()
+
+
+@pytest.mark.parametrize("policy", [Policy(top_k=2), Policy(tables=("user",)), Policy(ready_within_seconds=5)])
+@pytest.mark.parametrize("consumer", ["predictors", "top"])
+def test_another_policy_is_for_after_the_pause(service: RunningService, consumer: str, policy: Policy) -> None:
+    target, admin = Recorder(), admin_of(service)
+    with Trainer(service.grpc) as trainer, follow(service, consumer, "a", target) as replica:
+        wait_until_in_sync(service, consumer, trainer.publish_all())
+        admin.pause_consumer(consumer)
+        held, before = replica.held, target.bytes()
+        admin.update_consumer(consumer, policy)
+        head = trainer.change(20)
+        with ReplicaStream(service.grpc, consumer=consumer, replica="b", held=held) as other:
+            assert {news_of(other) for _ in range(3)} == {(held.number, 0)}
+        assert (replica.held, target.bytes()) == (held, before)
+        assert replica.readiness.yes or not policy.ready_within_seconds
+        admin.resume_consumer(consumer)
+        replica.wait_for(head, 20)
+        wait_for_lag(service, consumer, lambda lag: lag["replicas"][0]["lag"]["rows"] == 0)
+        expected = {name: rows for name, rows in trainer.expected().items() if name in target.tables}
+        assert target.bytes() == expected
+        assert expected.keys() == ({"user"} if policy.tables == ("user",) else {USER.name, ITEM.name})
+
+
+def test_damaged_rows_of_a_replica_that_lacks_nothing_are_repaired_meanwhile(service: RunningService) -> None:
+    target, admin = Recorder(), admin_of(service)
+    with Trainer(service.grpc) as trainer, follow(service, "predictors", "a", target):
+        wait_until_in_sync(service, "predictors", trainer.publish_all())
+        admin.pause_consumer("predictors")
+        target.tables["user"][7] += 1
+        wait_for_lag(service, "predictors", lambda lag: lag["damages"] > 0)
+        wait_for_lag(service, "predictors", lambda lag: not lag["replicas"][0]["damaged"])
+        assert target.bytes() == trainer.expected()
+
+
+def test_it_is_told_counted_and_shown(service: RunningService) -> None:
+    consumer, options = (("consumer", "probes"),), ("--service", service.grpc, "--admin-token", TOKEN)
+    _, text, _ = deltasync("consumers", "pause", "probes", "--reason", "a bad eval", "--by", "anna", *options)
+    assert text == "consumer probes is paused; go on with: deltasync consumers resume probes\n"
+    listed = deltasync("consumers", "list", "--service", service.grpc)[1]
+    assert re.search(
+        r"^probes\tclicks\tpaused since \S+ by anna \(127.0.0.1:\d+\): a bad eval$", listed, re.MULTILINE
+    )
+    shown = deltasync("lag", "probes", "--http", service.http)[1]
+    assert re.search(r"paused\npaused since \S+ by anna .*: a bad eval; otherwise empty: ", shown)
+    samples = samples_of(service)
+    assert samples["deltasync_consumer_paused", consumer] == 1
+    assert samples["deltasync_events_total", (("event", "consumer_paused"),)] == 1
+    assert deltasync("consumers", "resume", "probes", *options)[1] == "consumer probes goes on\n"
+    samples = samples_of(service)
+    assert samples["deltasync_consumer_paused", consumer] == 0
+    assert samples["deltasync_events_total", (("event", "consumer_resumed"),)] == 1
+
+
+def test_who_pauses_again_adds_a_reason_and_changes_neither_time_nor_name(service: RunningService) -> None:
+    admin = admin_of(service)
+    admin.pause_consumer("probes", "one")
+    first = service.get_json("/consumers/probes/lag")["paused"]
+    admin.pause_consumer("probes", "two")
+    assert service.get_json("/consumers/probes/lag")["paused"] == first | {"reason": "two; one"}
+    admin.pause_consumer("probes", "")
+    assert service.get_json("/consumers/probes/lag")["paused"]["reason"] == "two; one"
+
+
+def _request(service: RunningService, method: str, body: bytes | None, token: str = TOKEN) -> Any:
+    headers = {"Authorization": f"Bearer {token}", "Deltasync-By": "anna"}
+    url = f"{service.http}/consumers/probes/pause"
+    request = urllib.request.Request(url, body, headers, method=method)  # noqa: S310
+    with urllib.request.urlopen(request, timeout=10) as response:  # noqa: S310
+        return json.load(response)
+
+
+def test_it_is_pulled_over_http(service: RunningService) -> None:
+    line = _request(service, "PUT", b'{"reason": "nonsense"}')
+    assert re.fullmatch(r"paused since \S+ by anna \(127.0.0.1:\d+\): nonsense", line["paused"])
+    assert _request(service, "PUT", None)["paused"].startswith("paused since")
+    assert _request(service, "DELETE", None)["paused"] == ""
+    for body in (b"[]", b'{"reason": 1}', b'{"why": ""}'):
+        with pytest.raises(urllib.error.HTTPError, match="400"):
+            _request(service, "PUT", body)
+    for method in ("PUT", "DELETE"):
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            _request(service, method, None, token="wrong")  # noqa: S106
+
+
+def test_what_is_wrong_pauses_nothing(service: RunningService) -> None:
+    for change in (Admin.pause_consumer, Admin.resume_consumer):
+        with pytest.raises(NotPermitted):
+            change(Admin(Endpoint(service.grpc, "wrong")), "probes")
+        with pytest.raises(NotFound):
+            change(admin_of(service), "no")
+    with pytest.raises(InvalidInput, match="reason"):
+        admin_of(service).pause_consumer("probes", "x" * 500)
+    assert service.get_json("/consumers/probes/lag")["paused"] is None

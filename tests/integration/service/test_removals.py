@@ -1,0 +1,474 @@
+"""Forgetting replicas, and deleting tables and models: refused, done, and never half done."""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from tests.support.fleet import (
+    ITEM,
+    USER,
+    Recorder,
+    Trainer,
+    admin_of,
+    follow,
+    lost,
+    release_at_once,
+    wait_for_lag,
+    wait_until_in_sync,
+)
+from tests.support.metrics import samples_of
+from tests.support.server import TOKEN, RunningService
+from torch import nn
+
+from deltasync.cli.models import models
+from deltasync.cli.replicas import replicas
+from deltasync.cli.tables import tables
+from deltasync.client import (
+    Admin,
+    Contradiction,
+    Endpoint,
+    NotFound,
+    NotPermitted,
+    Policy,
+    Position,
+    ServiceFailed,
+    TableSpec,
+)
+from deltasync.client.torch_target import TorchTarget
+from deltasync.service.stored_state import check_data_directory
+from deltasync.storage import removal
+from deltasync.storage.model_store import ModelStore
+from deltasync.views.view import View
+
+EXTRA = TableSpec("extra", 5000, 8)
+ALL = [USER, EXTRA, ITEM]  # In the middle: slots after it move.
+CONSUMERS = ("predictors", "top")
+
+
+@pytest.fixture
+def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningService]:
+    release_at_once(monkeypatch)
+    with RunningService(tmp_path / "data", policies={"top": Policy(top_k=1000)}) as service:
+        yield service
+
+
+def test_a_replica_that_is_away_is_forgotten(service: RunningService) -> None:
+    admin = admin_of(service)
+    with Trainer(service.grpc) as trainer:
+        with (
+            lost(follow(service, "predictors", "gone", Recorder())),
+            follow(service, "predictors", "a", Recorder()),
+        ):
+            wait_until_in_sync(service, "predictors", trainer.publish_all(), 2)
+            with pytest.raises(Contradiction, match="replica 'gone' of consumer 'predictors' is connected"):
+                admin.forget_replica("predictors", "gone")
+        wait_for_lag(service, "predictors", lambda lag: lag["state"] == "away")
+        with pytest.raises(NotFound, match="replicas: gone"):
+            admin.forget_replica("predictors", "a")
+        with pytest.raises(NotPermitted):
+            Admin(Endpoint(service.grpc, "wrong")).forget_replica("predictors", "gone")
+        options = ["--service", service.grpc, "--admin-token", TOKEN]
+        done = CliRunner().invoke(replicas, ["forget", "predictors", "gone", *options])
+        assert done.output == "replica gone of consumer predictors is forgotten\n"
+        assert service.get_json("/consumers/predictors/lag")["replicas"] == []
+        assert samples_of(service)["deltasync_events_total", (("event", "replica_forgotten"),)] == 1
+
+
+@pytest.mark.parametrize("restart", [False, True], ids=["running", "restarted"])
+def test_a_table_disappears_and_the_others_stay(tmp_path: Path, service: RunningService, restart: bool) -> None:
+    admin, fleet = admin_of(service), {name: Recorder() for name in CONSUMERS}
+    with Trainer(service.grpc, ALL) as trainer:
+        for name, target in fleet.items():
+            with lost(follow(service, name, "a", target)):
+                wait_until_in_sync(
+                    service, name, trainer.publish_all() if name == "predictors" else _head(service)
+                )
+        with pytest.raises(Contradiction, match="table 'extra' is published by rank 0 of run r: stop"):
+            admin.delete_table("clicks", "extra")
+    left = Trainer(service.grpc, [USER, ITEM], run="s", started=2, seed=1)
+    with left:
+        held = left.publish_all()
+        done = CliRunner().invoke(
+            tables, ["delete", "clicks", "extra", "--service", service.grpc, "--admin-token", TOKEN]
+        )
+        assert done.output == "table extra of model clicks deleted\n"
+        assert [line["table"] for line in service.get_json("/tables")] == ["user", "item"]
+        _check_without(service, left, fleet)
+        left.change(4)
+        _check_without(service, left, fleet)
+    names = {path.name for path in (tmp_path / "data" / "models" / "clicks" / "tables").rglob("*")}
+    assert names
+    if restart:
+        service.stop()
+        service.start()
+        _check_without(service, left, fleet)
+    with Trainer(service.grpc, ALL, run="t", started=3, seed=2) as again:  # Made anew.
+        again.publish_all()
+        assert [line["table"] for line in service.get_json("/tables")] == ["user", "item", "extra"]
+        for name in CONSUMERS:
+            target = Recorder()
+            with follow(service, name, "a", target):
+                wait_until_in_sync(service, name, _head(service))
+                assert target.bytes() == again.expected()
+    assert held.number == 2
+
+
+def _head(service: RunningService) -> Position:
+    return Position("", service.get_json("/models")[0]["head"])
+
+
+def _check_without(service: RunningService, trainer: Trainer, fleet: dict[str, Recorder]) -> None:
+    for name, target in fleet.items():
+        with lost(follow(service, name, "a", target, held=target.position)):
+            wait_until_in_sync(service, name, _head(service))
+            wait_for_lag(service, name, lambda lag: len(lag["tables"]) == 2)
+            assert target.bytes() == trainer.expected()
+
+
+@pytest.mark.parametrize("restart", [False, True], ids=["running", "restarted"])
+@pytest.mark.parametrize("rows", [50, 5000, 6000])
+def test_a_replica_keeps_no_row_of_a_deleted_table_whose_name_has_come_again(
+    service: RunningService, rows: int, restart: bool
+) -> None:
+    """Also where it was away meanwhile; and nobody says that it was damaged."""
+    fleet, again = {name: Recorder() for name in CONSUMERS}, TableSpec("extra", rows, 8)
+    with Trainer(service.grpc, ALL) as trainer:
+        trainer.publish_all()
+        for name, target in fleet.items():
+            with lost(follow(service, name, "a", target)):
+                wait_until_in_sync(service, name, trainer.change(3))
+    _wait_until_nobody_publishes(service)
+    admin_of(service).delete_table("clicks", "extra")
+    with Trainer(service.grpc, [USER, ITEM, again], run="s", started=2, seed=1) as trainer:
+        trainer.publish_some({again: 2})
+        with follow(service, "top", "other", Recorder()) as other:
+            other.wait_for(trainer.change(3), 20)
+        if restart:
+            service.stop()
+            service.start()
+        for name, target in fleet.items():
+            with lost(follow(service, name, "a", target, held=target.position)):
+                wait_until_in_sync(service, name, _head(service))
+            assert target.bytes() == trainer.expected()
+            assert sum("extra" in each.whole for each in target.releases) == 1
+    assert samples_of(service)["deltasync_events_total", (("event", "replica_damaged"),)] == 0
+
+
+def test_connected_replicas_go_on_without_a_table(service: RunningService) -> None:
+    fleet = {name: Recorder() for name in CONSUMERS}
+    with Trainer(service.grpc, ALL) as trainer:
+        trainer.publish_all()
+    with (
+        follow(service, "predictors", "a", fleet["predictors"]),
+        follow(service, "top", "a", fleet["top"]),
+        Trainer(service.grpc, [USER, ITEM], run="s", started=2, seed=1) as left,
+    ):
+        for name in CONSUMERS:
+            wait_until_in_sync(service, name, left.publish_all())
+        admin_of(service).delete_table("clicks", "extra")
+        for count in (3, 5):
+            head = left.change(count)
+            for name in CONSUMERS:
+                wait_until_in_sync(service, name, head)
+                wait_for_lag(service, name, lambda lag: len(lag["tables"]) == 2)
+        for target in fleet.values():
+            assert target.bytes() == left.expected()
+    assert samples_of(service)["deltasync_events_total", (("event", "replica_damaged"),)] == 0
+
+
+@pytest.mark.parametrize("rows", [50, 5000, 6000])
+def test_connected_replicas_go_on_with_another_table_of_a_deleted_one_s_name(
+    service: RunningService, rows: int
+) -> None:
+    """Whether they have seen that it was gone, or not: and nobody says that they were damaged."""
+    fleet, again = {name: Recorder() for name in CONSUMERS}, TableSpec("extra", rows, 8)
+    with Trainer(service.grpc, ALL) as trainer:
+        trainer.publish_all()
+    with contextlib.ExitStack() as followers:
+        for name, target in fleet.items():
+            followers.enter_context(follow(service, name, "a", target))
+        for name in CONSUMERS:
+            wait_until_in_sync(service, name, _head(service))
+        _wait_until_nobody_publishes(service)
+        admin_of(service).delete_table("clicks", "extra")
+        with Trainer(service.grpc, [USER, ITEM, again], run="s", started=2, seed=1) as trainer:
+            trainer.publish_some({again: 2})
+            for _ in range(3):
+                trainer.change(3)
+                for name, target in fleet.items():
+                    wait_until_in_sync(service, name, _head(service))
+                    assert target.bytes() == trainer.expected()
+    assert samples_of(service)["deltasync_events_total", (("event", "replica_damaged"),)] == 0
+
+
+class Bags(nn.Module):
+    """A predictor: it has room for all tables, whichever there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for table in ALL:
+            dtype = torch.float16 if table is ITEM else torch.float32
+            setattr(self, table.name, nn.EmbeddingBag(table.rows, table.dim, dtype=dtype))
+
+    def bytes(self) -> dict[str, bytes]:
+        return {table.name: getattr(self, table.name).weight.detach().numpy().tobytes() for table in ALL}
+
+
+@pytest.mark.parametrize("stays", [True, False], ids=["connected", "comes back"])
+@pytest.mark.parametrize("versions", [0, 2])
+def test_a_module_keeps_no_row_of_a_deleted_table_whose_name_has_come_again(
+    service: RunningService, versions: int, stays: bool
+) -> None:
+    """Also where versions without it have come between; and nobody says that it was damaged."""
+    fleet = {name: Bags() for name in CONSUMERS}
+    with Trainer(service.grpc, ALL) as trainer:
+        trainer.publish_all()
+    with contextlib.ExitStack() as followers:
+        targets = {name: TorchTarget(module) for name, module in fleet.items()}
+        each = {name: followers.enter_context(follow(service, name, "a", targets[name])) for name in CONSUMERS}
+        for name in CONSUMERS:
+            wait_until_in_sync(service, name, _head(service))
+        _wait_until_nobody_publishes(service)
+        admin_of(service).delete_table("clicks", "extra")
+        with Trainer(service.grpc, [USER, ITEM], run="s", started=2, seed=1) as left:
+            for number in range(versions):
+                left.change(3) if number else left.publish_all()
+                for name in CONSUMERS:
+                    wait_until_in_sync(service, name, _head(service))
+        if not stays:
+            for subscriber in each.values():
+                subscriber.close()
+        with Trainer(service.grpc, ALL, run="t", started=3, seed=2) as again:
+            again.publish_some({EXTRA: 2})
+            again.change(3)
+            for name, module in fleet.items():
+                if not stays:
+                    held = each[name].held
+                    followers.enter_context(follow(service, name, "a", TorchTarget(module), held=held))
+                wait_until_in_sync(service, name, _head(service))
+                assert module.bytes() == again.expected()
+    assert samples_of(service)["deltasync_events_total", (("event", "replica_damaged"),)] == 0
+
+
+def test_a_table_of_a_wrong_shape_makes_room_for_the_right_one(service: RunningService) -> None:
+    wrong = TableSpec("extra", 9, 3)
+    with Trainer(service.grpc, [USER, wrong]):
+        wait = service.get_json("/tables")
+    assert [line["table"] for line in wait] in ([], ["user", "extra"])
+    with Trainer(service.grpc, [USER, wrong]) as trainer:
+        trainer.publish_all()
+    admin = admin_of(service)
+    _wait_until_nobody_publishes(service)
+    admin.delete_table("clicks", "extra")
+    with Trainer(service.grpc, ALL, run="s", started=2) as trainer:
+        assert trainer.publish_all().number == 2
+
+
+def test_a_table_is_deleted_though_the_last_cut_was_too_large(tmp_path: Path) -> None:
+    """That is no reason to keep it; it may be the table that was."""
+    wide = TableSpec("wide", 60_000, 16)
+    with RunningService(tmp_path / "data", log_max_bytes=2 << 20) as service:
+        with Trainer(service.grpc, [USER]) as trainer:
+            trainer.publish_all()
+        with (
+            Trainer(service.grpc, [USER, wide], run="s", started=2) as trainer,
+            pytest.raises(Contradiction, match="log-max-bytes"),
+        ):
+            trainer.publish_all()
+        _wait_until_nobody_publishes(service)
+        admin_of(service).delete_table("clicks", "wide")
+        assert {line["table"] for line in service.get_json("/tables")} == {"user"}
+
+
+def _wait_until_nobody_publishes(service: RunningService) -> None:
+    while any(rank["connected"] for rank in service.get_json("/models")[0]["ranks"]):
+        pass
+
+
+def _leave_to_nobody(service: RunningService) -> None:
+    """Wait until nobody publishes the model, and have nobody follow it."""
+    _wait_until_nobody_publishes(service)
+    for name in ("predictors", "probes"):
+        admin_of(service).delete_consumer(name)
+
+
+def test_a_model_is_deleted_whole(tmp_path: Path, service: RunningService) -> None:
+    admin = admin_of(service)
+    with Trainer(service.grpc) as trainer:
+        trainer.publish_all()
+        with pytest.raises(Contradiction, match="published by rank 0: stop the trainer first"):
+            admin.delete_model("clicks")
+    _wait_until_nobody_publishes(service)
+    with pytest.raises(Contradiction, match="consumers follow model 'clicks': predictors, probes, top: delete"):
+        admin.delete_model("clicks")
+    for name in ("predictors", "probes", "top"):
+        admin.delete_consumer(name)
+    with pytest.raises(NotFound, match="no model 'no'; models: clicks"):
+        admin.delete_model("no")
+    done = CliRunner().invoke(models, ["delete", "clicks", "--service", service.grpc, "--admin-token", TOKEN])
+    assert done.output == "model clicks deleted\n"
+    assert service.get_json("/models") == []
+    assert os.listdir(tmp_path / "data" / "models") == []
+    admin.create_consumer("predictors", "clicks", Policy())
+    target = Recorder()
+    with Trainer(service.grpc) as trainer, follow(service, "predictors", "a", target):  # Under its name, anew.
+        head = trainer.publish_all()
+        assert head.number == 1
+        wait_until_in_sync(service, "predictors", head)
+        assert target.bytes() == trainer.expected()
+
+
+@pytest.mark.parametrize("step", range(7))
+def test_a_deletion_that_is_cut_short_is_finished_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """Whichever of its steps is the last that was done."""
+    with RunningService(tmp_path / "data") as service:
+        with Trainer(service.grpc) as trainer:
+            trainer.publish_all()
+        _leave_to_nobody(service)
+        left = [step]
+
+        def cut_short(log: object, model: str, directory: Path) -> None:
+            removal.remove_model(_Fuse(log, left), model, directory)  # type: ignore[arg-type]
+
+        monkeypatch.setattr("deltasync.service.removals.remove_model", cut_short)
+        with contextlib.suppress(ServiceFailed):  # As long as it is cut short.
+            admin_of(service).delete_model("clicks")
+        assert left == [0] or step > 4
+    monkeypatch.undo()
+    with RunningService(tmp_path / "data") as service:
+        assert service.get_json("/models") == []
+        assert os.listdir(tmp_path / "data" / "models") == []
+        with Trainer(service.grpc) as trainer:
+            assert trainer.publish_all().number == 1
+
+
+@pytest.mark.parametrize("step", range(5))
+def test_a_model_that_is_made_anew_is_not_taken_for_the_one_whose_deletion_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """Whichever step the log has refused."""
+    with RunningService(tmp_path / "data") as service:
+        with Trainer(service.grpc) as trainer:
+            trainer.publish_all()
+            trainer.change(3)
+        _leave_to_nobody(service)
+
+        def refused(log: object, model: str, directory: Path) -> None:
+            removal.remove_model(_Fuse(log, [step]), model, directory)  # type: ignore[arg-type]
+
+        monkeypatch.setattr("deltasync.service.removals.remove_model", refused)
+        with pytest.raises(ServiceFailed):
+            admin_of(service).delete_model("clicks")
+        monkeypatch.undo()
+        with Trainer(service.grpc, run="s", started=2, seed=1) as trainer:
+            assert trainer.publish_all().number == 1
+    with RunningService(tmp_path / "data") as service:
+        assert [model["head"] for model in service.get_json("/models")] == [1]
+        target = Recorder()
+        with follow(service, "predictors", "a", target):
+            wait_until_in_sync(service, "predictors", _head(service))
+            assert target.bytes() == trainer.expected()
+
+
+def test_a_table_that_is_written_down_as_deleted_is_gone_after_a_crash(
+    tmp_path: Path, service: RunningService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files are still there, and a view has it."""
+    crashed, fleet = tmp_path / "crashed", {name: Recorder() for name in CONSUMERS}
+    with Trainer(service.grpc, ALL) as trainer:
+        trainer.publish_all()
+        for name, target in fleet.items():
+            with lost(follow(service, name, "a", target)):
+                wait_until_in_sync(service, name, trainer.change(3))
+    _wait_until_nobody_publishes(service)
+    remove_unused = ModelStore.remove_unused
+
+    def copied(store: ModelStore) -> None:
+        shutil.copytree(tmp_path / "data", crashed)
+        remove_unused(store)
+
+    monkeypatch.setattr(ModelStore, "remove_unused", copied)
+    monkeypatch.setattr(View, "has_removed", False)
+    admin_of(service).delete_table("clicks", "extra")
+    monkeypatch.undo()
+    with RunningService(crashed, policies={"top": Policy(top_k=1000)}) as again:
+        assert [line["table"] for line in again.get_json("/tables")] == ["user", "item"]
+        expected = {name: rows for name, rows in trainer.expected().items() if name != "extra"}
+        for name, target in fleet.items():
+            with follow(again, name, "a", target, held=target.position):
+                wait_until_in_sync(again, name, _head(again))
+                assert target.bytes() == expected
+    row = trainer.rows["extra"][7].tobytes()
+    files = [path for path in (crashed / "models").rglob("*") if path.is_file()]
+    assert files
+    assert not any(row in path.read_bytes() for path in files)
+
+
+def test_a_view_of_a_deleted_table_is_not_taken_for_one_of_another_of_its_name(
+    tmp_path: Path, service: RunningService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed before it had noticed: rows that the new table lacks were held by replicas."""
+    crashed, target = tmp_path / "crashed", Recorder()
+    with Trainer(service.grpc, ALL) as trainer:
+        head = trainer.publish_all()
+        with lost(follow(service, "top", "a", target)):
+            wait_until_in_sync(service, "top", head)
+    _wait_until_nobody_publishes(service)
+    monkeypatch.setattr(View, "has_removed", False)
+    admin_of(service).delete_table("clicks", "extra")
+    with Trainer(service.grpc, ALL, run="s", started=2, seed=1) as trainer:
+        trainer.rows["extra"][9:] = 0
+        trainer._publish([np.arange(USER.rows), np.arange(9), np.arange(ITEM.rows)], full=True)
+        shutil.copytree(tmp_path / "data", crashed)
+    monkeypatch.undo()
+    found = check_data_directory(crashed)
+    assert (found.problems, [path.name for path in found.unused]) == ([], ["top"])
+    with RunningService(crashed, policies={"top": Policy(top_k=1000)}) as again:
+        with follow(again, "top", "a", target, held=target.position):
+            wait_until_in_sync(again, "top", _head(again))
+            assert target.bytes() == trainer.expected()
+        assert samples_of(again)["deltasync_events_total", (("event", "replica_damaged"),)] == 0
+
+
+def test_a_flush_that_comes_late_does_not_bring_a_deleted_model_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores: list[ModelStore] = []
+    retire = ModelStore.retire
+
+    def noted(store: ModelStore) -> None:
+        stores.append(store)
+        retire(store)
+
+    monkeypatch.setattr(ModelStore, "retire", noted)
+    with RunningService(tmp_path / "data") as service:
+        with Trainer(service.grpc) as trainer:
+            trainer.publish_all()
+        _leave_to_nobody(service)
+        admin_of(service).delete_model("clicks")
+        (store,) = stores
+        assert not store.flush(1)
+    with RunningService(tmp_path / "data") as service:
+        assert service.get_json("/models") == []
+
+
+class _Fuse:
+    """A log that fails after so many writes."""
+
+    def __init__(self, log: object, left: list[int]) -> None:
+        self._log, self._left = log, left
+
+    def __getattr__(self, name: str) -> object:
+        if name in ("put", "truncate"):
+            if self._left[0] == 0:
+                raise OSError("the process ends here")
+            self._left[0] -= 1
+        return getattr(self._log, name)

@@ -1,0 +1,376 @@
+"""Backups of services that go on, and what is restored of them."""
+
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from tests.support.command import deltasync
+from tests.support.data_directory import TOKEN
+from tests.support.fleet import ITEM, TABLES, USER, WAIT, Recorder, Trainer, admin_of, follow, wait_until_in_sync
+from tests.support.process import ServiceProcess
+from tests.support.server import RunningService
+
+from deltasync.client import (
+    Admin,
+    Contradiction,
+    Endpoint,
+    InvalidInput,
+    NotPermitted,
+    Policy,
+    Position,
+    ServiceUnavailable,
+    TableSpec,
+)
+from deltasync.core.errors import StorageFailed
+from deltasync.storage import backup as backups
+from deltasync.storage.data_directory import BACKUP_MARKER
+from deltasync.storage.offline import back_up_offline
+from deltasync.storage.restore import restore
+
+LATER = TableSpec("later", 50, 4)
+GROWN = TableSpec("user", 90, 8)
+TOP = Policy(top_k=20, min_interval_seconds=0.01)
+POLICIES = {"ranked": TOP}
+
+
+class Past(Trainer):
+    """Remembers what it had at every version."""
+
+    def __init__(self, address: str, **fields: Any) -> None:
+        super().__init__(address, **fields)
+        self.versions: dict[int, dict[str, bytes]] = {}
+
+    def _publish(self, ids: list[Any], *, full: bool = False) -> Position:
+        rows = self.expected()
+        head = super()._publish(ids, full=full)
+        self.versions[head.number] = rows
+        return head
+
+
+class Window:
+    """A backup that has copied its first file, and waits."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.reached, self._go = threading.Event(), threading.Event()
+        self._copy_file = backups.copy_file
+        patch.setattr(backups, "copy_file", self._waiting)
+
+    def _waiting(self, *arguments: Any) -> backups.BackupFile:
+        copied = self._copy_file(*arguments)
+        self.reached.set()
+        while not self._go.wait(0.01):
+            arguments[-1]()  # Whether it is to be broken off.
+        return copied
+
+    @contextmanager
+    def open(self, service: RunningService, directory: Path) -> Iterator[None]:
+        """While a backup is being made; it is complete afterwards."""
+        made = list[object]()
+        thread = threading.Thread(target=lambda: made.append(admin_of(service).backup(str(directory))))
+        thread.start()
+        assert self.reached.wait(WAIT)
+        yield
+        self._go.set()
+        thread.join(WAIT)
+        assert made
+
+
+def held_by_newcomers(data_dir: Path, *consumers: str) -> tuple[int, list[dict[str, bytes]]]:
+    """The newest version that a service of a data directory has, and what new replicas of consumers are given."""
+    targets = [Recorder() for _ in consumers]
+    with RunningService(data_dir) as service:
+        head = service.get_json(f"/consumers/{consumers[0]}/lag")["head"]
+        for consumer, target in zip(consumers, targets, strict=True):
+            with follow(service, consumer, "newcomer", target) as follower:
+                follower.wait_for(head, WAIT)
+    return head, [target.bytes() for target in targets]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("private", [True, False])
+def test_a_backup_under_load_has_all_rows_of_one_version(tmp_path: Path, private: bool) -> None:
+    service = ServiceProcess(
+        tmp_path / "data", "--consumer", "predictors=clicks", "--admin-token", TOKEN, private=private
+    )
+    stopping = threading.Event()
+    with service, Past(service.grpc) as trainer:
+        admin_of(service).create_consumer("ranked", "clicks", TOP)
+        trainer.publish_all()
+        load = threading.Thread(target=lambda: [trainer.change(7) for _ in iter(stopping.is_set, True)])
+        load.start()
+        with follow(service, "ranked", "r", Recorder()):
+            for number in range(3):
+                made = admin_of(service).backup(str(tmp_path / f"backup-{number}"))
+                assert made.files >= 2
+        stopping.set()
+        load.join(WAIT)
+        service.kill()
+    for number in range(3):
+        restore(tmp_path / f"backup-{number}", tmp_path / f"restored-{number}")
+        head, (rows,) = held_by_newcomers(tmp_path / f"restored-{number}", "predictors")
+        assert rows == trainer.versions[head]
+
+
+def test_what_comes_while_files_are_copied_is_in_the_backup(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cuts, tables that are new or have grown, models, and consumers with a policy."""
+    window = Window(monkeypatch)
+    with RunningService(tmp_path / "data", policies=POLICIES) as service:
+        with Past(service.grpc) as trainer, follow(service, "ranked", "r", Recorder()) as early:
+            trainer.publish_all()
+            early.wait_for(trainer.change(7), WAIT)
+            with window.open(service, tmp_path / "backup"):
+                trainer.change(7)
+                later = Past(service.grpc, tables=[GROWN, ITEM, LATER], run="later", started=2, seed=3)
+                with later:
+                    later.publish_all()
+                    admin_of(service).create_consumer("new", "clicks", TOP)
+                    with follow(service, "new", "n", Recorder()) as new:
+                        head = later.change(5)
+                        new.wait_for(head, WAIT)
+                    with pytest.raises(ServiceUnavailable, match="a backup is being made"):
+                        admin_of(service).delete_consumer("ranked")
+                    with pytest.raises(Contradiction, match="another backup is being made"):
+                        admin_of(service).backup(str(tmp_path / "another"))
+        monkeypatch.undo()
+    restore(tmp_path / "backup", tmp_path / "restored")
+    found, rows = held_by_newcomers(tmp_path / "restored", "predictors", "ranked", "new")
+    assert found == head.number
+    assert rows[0] == later.versions[found]
+    assert rows[2] == rows[0]
+
+
+def test_a_backup_goes_on_as_a_new_epoch_of_the_same_past(tmp_path: Path) -> None:
+    """Also of a restored one; what a replica holds of it is not sent again."""
+    with RunningService(tmp_path / "0", policies=POLICIES) as service, Trainer(service.grpc) as trainer:
+        targets = {name: Recorder() for name in ("predictors", "ranked")}
+        followers = {name: follow(service, name, "r", target) for name, target in targets.items()}
+        trainer.publish_all()
+        head = trainer.change(3)
+        for name, each in followers.items():
+            each.wait_for(head, WAIT)
+            wait_until_in_sync(service, name, head)
+        admin_of(service).backup(str(tmp_path / "backup-0"))
+        for each in followers.values():
+            each.close()
+    held, histories = {name: each.held for name, each in followers.items()}, [head.history]
+    for number in (1, 2):
+        restore(tmp_path / f"backup-{number - 1}", tmp_path / str(number))
+        received = {name: target.received_rows for name, target in targets.items()}
+        with RunningService(tmp_path / str(number), policies=POLICIES) as service:
+            lag = service.get_json("/consumers/predictors/lag")
+            assert (lag["offset"], [each["replica"] for each in lag["replicas"]]) == (head.number, ["r"])
+            followers = {
+                name: follow(service, name, "r", target, held=held[name]) for name, target in targets.items()
+            }
+            for name, each in followers.items():
+                each.wait_for(head.number, WAIT)
+                while each.held.history == held[name].history:
+                    pass
+                held[name] = each.held
+                wait_until_in_sync(service, name, head)
+            histories.append(held["predictors"].history)
+            admin_of(service).backup(str(tmp_path / f"backup-{number}"))
+            for each in followers.values():
+                each.close()
+        assert {name: target.received_rows for name, target in targets.items()} == received
+    assert len(set(histories)) == 3
+    assert {each.partition(".")[0] for each in histories} == {head.history}
+
+
+@pytest.fixture
+def backup(tmp_path: Path) -> Path:
+    """A backup of a service that is stopped."""
+    with RunningService(tmp_path / "data") as service, Trainer(service.grpc) as trainer:
+        trainer.publish_all()
+    back_up_offline(tmp_path / "data", tmp_path / "backup")
+    return tmp_path / "backup"
+
+
+def test_a_backup_is_restored_into_an_empty_folder_alone(backup: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "something").touch()
+    with pytest.raises(InvalidInput, match="has something already: name a new or an empty folder"):
+        restore(backup, tmp_path / "other")
+    assert [each.name for each in (tmp_path / "other").iterdir()] == ["something"]
+    with pytest.raises(InvalidInput, match="has something already"):
+        back_up_offline(tmp_path / "data", backup)
+    (tmp_path / "empty").mkdir()
+    restore(backup, tmp_path / "empty")
+    assert held_by_newcomers(tmp_path / "empty", "predictors")[0] == 1
+
+
+def test_what_is_restored_has_the_room_that_zeros_do_not_take_in_a_backup(tmp_path: Path) -> None:
+    """On a disk that is full later, writing to a mapped file without it would end the process."""
+    table = TableSpec("zeros", 300_000, 8)
+    with RunningService(tmp_path / "data") as service, Trainer(service.grpc, [table]) as trainer:
+        trainer.rows["zeros"][:] = 0
+        trainer.publish_all()
+    back_up_offline(tmp_path / "data", tmp_path / "backup")
+    restore(tmp_path / "backup", tmp_path / "new")
+    assert _holes(tmp_path / "backup" / "models") > 4 << 20
+    assert _holes(tmp_path / "new" / "models") == 0
+
+
+def _holes(folder: Path) -> int:
+    """Bytes that files have no room for."""
+    found = [path.stat() for path in folder.rglob("*") if path.is_file()]
+    return sum(max(0, each.st_size - each.st_blocks * 512) for each in found)
+
+
+def test_a_damaged_backup_is_refused_by_name_and_leaves_nothing(backup: Path, tmp_path: Path) -> None:
+    files = [path for path in backup.rglob("*") if path.is_file() and path.name != BACKUP_MARKER]
+    assert {path.relative_to(backup).parts[0] for path in files} == {"log", "models"}
+    for path in files:
+        content = path.read_bytes()
+        for damaged in (_flipped(content), content[:-1], None):
+            if damaged is None:
+                path.unlink()
+            else:
+                path.write_bytes(damaged)
+            said = f"{path} is damaged: it (has|is not there).*: take another backup"
+            with pytest.raises(StorageFailed, match=said):
+                restore(backup, tmp_path / "new")
+            assert not any((tmp_path / "new").iterdir())
+        path.write_bytes(content)
+    restore(backup, tmp_path / "new")
+
+
+def _flipped(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+
+@pytest.mark.parametrize("damage", [None, b"{", b'{"format": 2}'])
+def test_a_backup_without_a_sound_marker_is_none(backup: Path, tmp_path: Path, damage: bytes | None) -> None:
+    marker = backup / BACKUP_MARKER
+    if damage is None:
+        marker.unlink()
+    else:
+        marker.write_bytes(damage)
+    with pytest.raises(StorageFailed, match=r"no complete backup|is damaged|of format 2"):
+        restore(backup, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_that_is_not_there_is_no_backup(tmp_path: Path) -> None:
+    with pytest.raises(StorageFailed, match=r"gone: there is no such folder$"):
+        restore(tmp_path / "gone", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_marker_that_was_changed_is_refused(backup: Path, tmp_path: Path) -> None:
+    marker = backup / BACKUP_MARKER
+    marker.write_text(marker.read_text().replace('"made_unix_ns": 1', '"made_unix_ns": 2'))
+    with pytest.raises(StorageFailed, match="is damaged"):
+        restore(backup, tmp_path / "new")
+
+
+def test_no_service_starts_on_a_backup(backup: Path) -> None:
+    """It would be one no more, and its histories no new epochs."""
+    status, _, said = deltasync("serve", "--data-dir", str(backup))
+    assert status == 1
+    assert f"{backup} is a backup: make a data directory of it with deltasync restore" in said
+
+
+def test_what_cannot_be_a_backup_is_refused(running: RunningService, tmp_path: Path) -> None:
+    admin, data = admin_of(running), tmp_path / "data"
+    with pytest.raises(NotPermitted):
+        Admin(Endpoint(running.grpc)).backup(str(tmp_path / "backup"))
+    with pytest.raises(InvalidInput, match="expected an absolute path"):
+        admin.backup("backup")
+    with pytest.raises(InvalidInput, match="inside of the data directory"):
+        admin.backup(str(data / "backup"))
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidInput, match="cannot be used"):
+        admin.backup(str(tmp_path / "file"))
+    with pytest.raises(StorageFailed, match="is in use by another service"):
+        back_up_offline(data, tmp_path / "backup")
+    with pytest.raises(InvalidInput, match="is no data directory"):
+        back_up_offline(tmp_path, tmp_path / "backup")
+    assert not (tmp_path / "backup").exists()
+    assert not list(data.rglob("backup*"))
+
+
+def test_a_backup_ends_with_who_has_asked_for_it(
+    running: RunningService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is left of it; the next one can be made at once."""
+    with Trainer(running.grpc) as trainer:
+        trainer.publish_all()
+    window = Window(monkeypatch)
+    with pytest.raises(ServiceUnavailable):
+        admin_of(running).backup(str(tmp_path / "left"), timeout_seconds=0.5)
+    assert window.reached.is_set()
+    with pytest.raises(StorageFailed, match="no complete backup"):
+        restore(tmp_path / "left", tmp_path / "new")
+    monkeypatch.undo()
+    _made_soon(admin_of(running), tmp_path)
+    assert list((tmp_path / "left").iterdir()) == []
+    restore(tmp_path / "next", tmp_path / "new")
+
+
+def _made_soon(admin: Admin, tmp_path: Path) -> None:
+    """The thread of the one before may not have looked yet."""
+    while True:
+        try:
+            admin.backup(str(tmp_path / "next"))
+        except Contradiction:
+            continue
+        return
+
+
+def test_a_service_that_is_stopped_breaks_a_backup_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    window = Window(monkeypatch)
+    errors = list[Exception]()
+
+    def make(service: RunningService) -> None:
+        try:
+            admin_of(service).backup(str(tmp_path / "backup"))
+        except (ServiceUnavailable, grpc.RpcError) as error:
+            errors.append(error)
+
+    with RunningService(tmp_path / "data") as service:
+        with Trainer(service.grpc) as trainer:
+            trainer.publish_all()
+        thread = threading.Thread(target=make, args=[service])
+        thread.start()
+        assert window.reached.wait(WAIT)
+    thread.join(WAIT)
+    assert errors
+    assert list((tmp_path / "backup").iterdir()) == []
+    monkeypatch.undo()
+    _, (rows,) = held_by_newcomers(tmp_path / "data", "predictors")
+    assert rows == trainer.expected()
+
+
+def test_the_commands(running: RunningService, tmp_path: Path) -> None:
+    with Trainer(running.grpc) as trainer:
+        trainer.publish_all()
+    made = deltasync("backup", str(tmp_path / "b"), "--service", running.grpc, "--admin-token", "secret")
+    assert made[0] == 0
+    assert f"backup {tmp_path / 'b'} is complete: " in made[1]
+    done = deltasync("restore", str(tmp_path / "b"), "--data-dir", str(tmp_path / "new"))
+    assert done[0] == 0
+    assert f"{tmp_path / 'new'} has what the backup {tmp_path / 'b'} has" in done[1]
+    status, _, said = deltasync("restore", str(tmp_path / "b"), "--data-dir", str(tmp_path / "new"))
+    assert (status, "has something already" in said) == (1, True)
+    # The environment of a container names the data directory of its service, which is not stopped.
+    made = deltasync(
+        "backup", str(tmp_path / "c"), "--service", running.grpc, "--admin-token", "secret",
+        data_dir=str(tmp_path / "data"),
+    )  # fmt: skip
+    assert made[0] == 0
+    copied = deltasync("backup", str(tmp_path / "d"), "--data-dir", str(tmp_path / "new"))
+    assert copied[0] == 0
+    shutil.rmtree(tmp_path / "new")
+    assert deltasync("restore", str(tmp_path / "d"), "--data-dir", str(tmp_path / "new"))[0] == 0
+    head, (rows,) = held_by_newcomers(tmp_path / "new", "predictors")
+    assert (head, rows) == (1, trainer.expected())
+    assert {table.name for table in TABLES} == rows.keys() == {USER.name, ITEM.name}

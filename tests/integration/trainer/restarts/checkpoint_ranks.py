@@ -1,0 +1,162 @@
+"""The ranks of test_checkpoints: checkpoints are written while training goes on, or not at all."""
+
+import shutil
+import sys
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.ranks import leave
+
+from deltasync.core.errors import StorageFailed
+from deltasync.trainer.clicks import checkpoints as module
+from deltasync.trainer.clicks.checkpoint import save_checkpoint, write_checkpoint
+from deltasync.trainer.clicks.checkpoints import Checkpoints, checkpoints_in
+from deltasync.trainer.clicks.model import ClickModel
+from deltasync.trainer.clicks.model_options import ModelOptions
+from deltasync.trainer.distributed.sharding import OptimizerOptions, click_tables, shard
+from deltasync.trainer.sync import DeltaSync, SyncOptions
+
+SIZES = ModelOptions(users=20, items=30, cross_buckets=10, dim=4, hidden=4)
+
+
+class Training:
+    """A model of which each step changes all rows of a table."""
+
+    def __init__(self, folder: Path, every: int = 1) -> None:
+        device = torch.device("cpu")
+        model = ClickModel(SIZES, torch.device("meta"))
+        self.model, self.optimizer = shard(model, click_tables(), OptimizerOptions(), device)
+        self.sync = DeltaSync(self.model, SyncOptions(service="localhost:1", model="m", publish_every=10**6))
+        self.checkpoints = Checkpoints(folder, every, self.model, self.optimizer, self.sync)
+
+    def step(self) -> None:
+        with torch.no_grad():
+            for weight in self._weights():
+                weight.fill_(self.sync.tracker.steps + 1)
+        self.sync.step()
+        self.checkpoints.step()
+
+    def values(self) -> set[float]:
+        return {float(value) for weight in self._weights() for value in weight.flatten().tolist()}
+
+    def _weights(self) -> list[torch.Tensor]:
+        """Of the table of which each rank has some rows."""
+        shards = self.sync.tracker.shards
+        return [tracked.weight for tracked in shards if tracked.shard.table.name.endswith("user")]
+
+
+def names(folder: Path) -> list[str]:
+    dist.barrier()
+    return sorted(each.name for each in folder.iterdir())
+
+
+def the_last_two_are_there(folder: Path) -> None:
+    training = Training(folder, every=2)
+    for _ in range(6):
+        training.step()
+        if training.checkpoints._written:
+            training.checkpoints._written.result()
+    training.checkpoints.finish()
+    assert names(folder) == ["step-000000000004", "step-000000000006"]
+    again = Training(folder)
+    assert again.checkpoints.load()
+    assert (again.sync.tracker.steps, again.values()) == (6, {6.0})
+
+
+def a_checkpoint_has_the_weights_of_its_step(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Though those of later steps are there when it is written."""
+    training, stepped = Training(folder), Future[None]()
+
+    def late(*arguments: object) -> None:
+        stepped.result()
+        write_checkpoint(*arguments)  # type: ignore[arg-type]
+
+    with patch.context() as patched:
+        patched.setattr(module, "write_checkpoint", late)
+        training.step()
+        for _ in range(3):  # None is begun meanwhile.
+            training.step()
+        stepped.set_result(None)
+        assert training.checkpoints._written
+        assert training.checkpoints._written.result()
+    assert names(folder) == ["step-000000000001"]
+    again = Training(folder)
+    assert again.checkpoints.load()
+    assert (again.sync.tracker.steps, again.values()) == (1, {1.0})
+
+
+def one_that_cannot_be_written_leaves_the_one_before(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    training = Training(folder)
+    training.step()
+    training.checkpoints.finish()
+
+    def refused(partial: Path, *_: object) -> None:
+        partial.mkdir(exist_ok=True)
+        if dist.get_rank() == 1:
+            raise OSError("no space left on device")
+
+    again = Training(folder)
+    assert again.checkpoints.load()
+    with patch.context() as patched:
+        patched.setattr(module, "write_checkpoint", refused)
+        again.step()
+        with pytest.raises(StorageFailed, match=f"no checkpoint of the end of the run is in {folder}"):
+            again.checkpoints.finish()
+    assert names(folder) == ["partial", "step-000000000001"]
+    third = Training(folder)
+    assert third.checkpoints.load()
+    assert third.values() == {1.0}
+    third.step()
+    third.checkpoints.finish()
+    assert names(folder) == ["step-000000000001", "step-000000000002"], "what was left is gone"
+
+
+def an_older_one_that_cannot_be_removed_does_no_harm(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    training, remove = Training(folder), shutil.rmtree
+
+    def refused(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise OSError("directory not empty")
+        remove(path, ignore_errors=True)
+
+    with patch.context() as patched:
+        patched.setattr(shutil, "rmtree", refused)
+        for _ in range(4):
+            training.step()
+            assert training.checkpoints._written
+            assert training.checkpoints._written.result()
+    assert [each.name for each in checkpoints_in(folder)] == ["step-000000000003", "step-000000000004"]
+
+
+def one_of_before_is_gone_on_from(folder: Path) -> None:
+    training = Training(folder, every=10)
+    training.step()
+    save_checkpoint(folder, training.model, training.optimizer, training.sync)
+    dist.barrier()
+    again = Training(folder)
+    assert again.checkpoints.load()
+    assert again.values() == {1.0}
+    again.step()
+    again.checkpoints.finish()
+    assert [each.name for each in checkpoints_in(folder)] == ["step-000000000002"]
+
+
+def main(folder: Path) -> None:
+    dist.init_process_group("gloo")
+    patch = pytest.MonkeyPatch()
+    assert not Training(folder / "none").checkpoints.load()
+    the_last_two_are_there(folder / "two")
+    a_checkpoint_has_the_weights_of_its_step(folder / "step", patch)
+    one_that_cannot_be_written_leaves_the_one_before(folder / "failed", patch)
+    an_older_one_that_cannot_be_removed_does_no_harm(folder / "stuck", patch)
+    one_of_before_is_gone_on_from(folder / "before")
+    dist.barrier()
+    dist.destroy_process_group()
+    leave()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

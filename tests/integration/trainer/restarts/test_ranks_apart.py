@@ -1,0 +1,11 @@
+"""Ranks of which one knows of a cut, or of a refusal, that another does not know of."""
+
+from pathlib import Path
+
+import pytest
+from tests.support.ranks import run_ranks
+
+
+@pytest.mark.slow
+def test_ranks_that_are_apart_come_together_again(tmp_path: Path) -> None:
+    run_ranks(str(Path(__file__).with_name("ranks_apart.py")), str(tmp_path))

@@ -1,0 +1,159 @@
+"""A data directory of which bits are flipped, and what a service then gives that is started on it."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import traceback
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tests.support.local_service import join, opened, send
+from tests.support.releases import deleted_rows, live_rows
+from tests.support.wire import WHOLE, full_part, part, random_rows
+
+from deltasync.core.damage import DamagedRows
+from deltasync.core.errors import StorageFailed
+from deltasync.core.events import Event, EventKind
+from deltasync.core.policy import Policy
+from deltasync.core.position import Position
+from deltasync.core.value_types import ValueType
+from deltasync.feeds.feed import Feed
+from deltasync.feeds.repair import NO_REPAIR
+from deltasync.service.service import Service
+from deltasync.views.view import View
+
+VERSIONS = 4
+VIEW_IS_LOST = "its view cannot be read"
+# What is given of a table, by id: the bits of rows, None for one that was deleted.
+Given = dict[str, dict[str, str | None]]
+
+
+def write(folder: Path, *, flushed: bool) -> None:
+    """A model of two tables, some of whose rows were deleted, its view, and consumers; newer rows in the log."""
+    asyncio.run(_write(folder, flushed=flushed))
+
+
+async def _write(folder: Path, *, flushed: bool) -> None:
+    async with opened(folder.with_suffix(".open")) as service:
+        await service.create_consumer("plain", "clicks", Policy())
+        await service.create_consumer("small", "clicks", Policy(value_type=ValueType.INT8))
+        session = await join(service)
+        await send(session, full_part(1, random_rows(0), WHOLE))
+        await service.coordinators["clicks"].drain()
+        rng = np.random.default_rng(0)
+        for step in range(2, VERSIONS + 1):
+            requests = part(step, [(0, [step, 9, 20 + step], rng.random((3, 4), np.float32))])
+            if step == 3:
+                requests = part(step, [(0, [3, 11], np.zeros((2, 4), "<f4"))])
+                requests[0].chunk.rows.deleted, requests[0].chunk.rows.values = True, b""
+            await send(session, requests)
+            await service.coordinators["clicks"].drain()
+            _acknowledge(service, step)
+            if step == 2 or flushed:
+                service.models["clicks"].flush()
+        view = service.views.get(service.registry.get("small"))
+        assert view
+        await _release(view)
+        view.flush()
+        shutil.copytree(folder.with_suffix(".open"), folder)
+
+
+async def _release(view: View) -> None:
+    policy = Policy(value_type=ValueType.INT8)
+    await view.prepare(policy)
+    await view.make_release(policy, 0)
+
+
+def _acknowledge(service: Service, version: int) -> None:
+    history, consumer = service.models["clicks"].history, service.registry.get("plain")
+    replica = service.registry.connect(consumer, f"replica-{version}", asyncio.Event())
+    service.registry.acknowledge(consumer, replica, Position(history, version))
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    """What a service gives that is started on a data directory, in a process of its own: a signal may end it."""
+    reading, writing = os.pipe()
+    if not (child := os.fork()):
+        try:
+            with os.fdopen(writing, "w") as pipe:
+                json.dump(_started(folder), pipe)
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        text = pipe.read()
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        return {"killed": signal.Signals(os.WTERMSIG(status)).name}
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def _started(folder: Path) -> dict[str, Any]:
+    signal.alarm(20)
+    try:
+        return asyncio.run(_given(folder))
+    except BaseException as error:  # noqa: BLE001  # told to the test
+        leaf = error
+        while isinstance(leaf, BaseExceptionGroup):
+            leaf = leaf.exceptions[0]
+        if isinstance(leaf, StorageFailed):
+            return {"refused": str(leaf)}
+        return {"unforeseen": "".join(traceback.format_exception(leaf))[-3000:]}
+
+
+async def _given(folder: Path) -> dict[str, Any]:
+    async with opened(folder) as service:
+        said = list[str]()
+        service.events._listeners = (lambda event: said.append(_line(event)),)
+        consumers = {
+            name: [
+                each.model,
+                each.policy.words,
+                *(f"{name} {line.applied}" for name, line in each.replicas.items()),
+            ]
+            for name, each in service.registry.consumers.items()
+        }
+        model = service.models.get("clicks")
+        if model is None:
+            return {"refused": "", "consumers": consumers}
+        given = {f"model {after}": await _of(model, after) for after in range(VERSIONS)}
+        view = service.views.get(service.registry.get("small"))
+        if view is not None:
+            if not view.position.number:  # It was made anew: as its loop does once a replica is there.
+                await _release(view)
+            given["view 0"] = await _of(view, 0)
+        return {
+            "consumers": consumers,
+            "position": [model.position.number, model.history],
+            "given": given,
+            "view": view.history if view else "",
+            "said": said,
+        }
+
+
+async def _of(feed: Feed, after: int) -> Any:
+    for _ in range(2):
+        try:
+            release = await feed.release(after, NO_REPAIR)
+        except DamagedRows as error:
+            found = str(error)
+            await feed.damage.mend()  # type: ignore[attr-defined]
+            continue
+        live = {
+            f"{slot}": {
+                f"{row}": values.tobytes().hex() for row, values in zip(each.ids, each.values, strict=True)
+            }
+            for slot, each in live_rows(release).items()
+        }
+        for slot, each in deleted_rows(release).items():
+            live.setdefault(f"{slot}", {}).update({f"{row}": None for row in each.ids})
+        return live
+    return found
+
+
+def _line(event: Event) -> str:
+    return f"{event.kind.value} {event.text}" if event.kind is not EventKind.FAILED else f"failed {event.text}"

@@ -1,0 +1,124 @@
+"""A TCP proxy whose network fails as a test says."""
+
+import contextlib
+import socket
+import struct
+import threading
+from types import TracebackType
+from typing import Literal, Self
+
+Direction = Literal["up", "down"]
+
+_RESET = struct.pack("ii", 1, 0)
+
+
+class Proxy:
+    """Forwards connections to a service, each way in a thread.
+
+    Attributes:
+        address: HOST:PORT that clients are to use.
+        delay_seconds: for how long every piece is kept back, each way.
+        twice: what a client sends first, up to so many bytes, is sent on a second connection too.
+        connections: how many were made.
+    """
+
+    def __init__(self, target: str) -> None:
+        host, _, port = target.rpartition(":")
+        self._target = host, int(port)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self.delay_seconds = 0.0
+        self.twice = 0
+        self.connections = 0
+        self._left: dict[Direction, int | None] = {"up": None, "down": None}
+        self._flowing, self._closed = threading.Event(), threading.Event()
+        self._flowing.set()
+        self._lock = threading.Lock()
+        self._sockets: list[socket.socket] = []
+        threading.Thread(target=self._accept, name="proxy", daemon=True).start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self._closed.set()
+        self._flowing.set()
+        self._listener.close()
+        self.cut()
+
+    def cut(self) -> None:
+        """Reset all connections."""
+        with self._lock:
+            sockets, self._sockets = self._sockets, []
+        for each in sockets:
+            with contextlib.suppress(OSError):
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+
+    def cut_after(self, direction: Direction, size: int) -> None:
+        """Reset all connections once so many more bytes have gone in one direction."""
+        with self._lock:
+            self._left[direction] = size
+
+    def stall(self) -> None:
+        """Forward nothing more, and keep all connections, as a network that is gone does."""
+        self._flowing.clear()
+
+    def go_on(self) -> None:
+        """Forward again, what has come meanwhile too."""
+        self._flowing.set()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # It is closed.
+            while True:
+                client, _ = self._listener.accept()
+                threading.Thread(target=self._connect, args=(client,), name="proxy", daemon=True).start()
+
+    def _connect(self, client: socket.socket) -> None:
+        self.connections += 1
+        with contextlib.suppress(OSError):
+            service = self._opened()
+            copy = self._opened() if self.twice else None
+            with self._lock:
+                self._sockets += [client, service, *([copy] if copy else [])]
+            for each in (client, service):
+                each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            arguments = ("down", service, client, None)
+            threading.Thread(target=self._pump, args=arguments, name="proxy", daemon=True).start()
+            self._pump("up", client, service, copy)
+
+    def _opened(self) -> socket.socket:
+        return socket.create_connection(self._target)
+
+    def _pump(
+        self, direction: Direction, source: socket.socket, sink: socket.socket, copy: socket.socket | None
+    ) -> None:
+        with contextlib.suppress(OSError):  # It was cut, or one end has closed.
+            while data := source.recv(1 << 16):
+                if self.delay_seconds:
+                    self._closed.wait(self.delay_seconds)
+                self._flowing.wait()
+                if copy:
+                    copy.sendall(data[: self.twice])
+                    self.twice = max(0, self.twice - len(data))
+                passed, cut = self._passed(direction, len(data))
+                sink.sendall(data[:passed])
+                if cut:
+                    self.cut()
+        self._flowing.wait()  # Nor does anybody hear that the other has closed.
+        for each in (source, sink):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def _passed(self, direction: Direction, size: int) -> tuple[int, bool]:
+        """How many of so many bytes go on, and whether that was the last."""
+        with self._lock:
+            left = self._left[direction]
+            if left is None:
+                return size, False
+            cut = size >= left
+            self._left[direction] = None if cut else left - size
+            return min(size, left), cut

@@ -1,0 +1,57 @@
+"""Small volumes of their own, in memory, that a test may fill."""
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+_MOUNT = 'mount -t tmpfs -o size="$1" none "$2" && echo ready && exec cat'
+_READ_ONLY = ["mount", "-o", "remount,ro"]
+
+
+@contextmanager
+def small_volume(size: int) -> Iterator[Path]:
+    """A volume of so many bytes, which every process of this user can reach. Skips where none can be mounted."""
+    if not shutil.which("unshare"):
+        pytest.skip("needs unshare")
+    with tempfile.TemporaryDirectory() as folder:
+        command = ["unshare", "--map-root-user", "--mount", "sh", "-c", _MOUNT, "sh", str(size), folder]
+        holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert holder.stdin
+        assert holder.stdout
+        try:
+            if holder.stdout.readline() != b"ready\n":
+                pytest.skip("no volume can be mounted here")
+            yield Path(f"/proc/{holder.pid}/root{folder}")
+        finally:
+            holder.stdin.close()
+            holder.wait()
+            holder.stdout.close()
+            if holder.stderr:
+                holder.stderr.close()
+
+
+def make_read_only(volume: Path) -> None:
+    """Have a volume take nothing more, while no file on it is open for writing."""
+    _, _, pid, _, *folder = volume.parts
+    inside = ["nsenter", "--target", pid, "--user", "--preserve-credentials", "--mount"]
+    subprocess.run([*inside, *_READ_ONLY, "/" + "/".join(folder)], check=True)
+
+
+def fill(volume: Path) -> Path:
+    """Fill a volume to its last byte; with what, to be removed again."""
+    filler = volume / "filler"
+    with filler.open("wb", buffering=0) as file:
+        size, step = 0, 1 << 20
+        while step:
+            try:
+                os.posix_fallocate(file.fileno(), size, step)
+                size += step
+            except OSError:
+                step //= 2
+    return filler

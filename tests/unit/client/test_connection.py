@@ -1,0 +1,82 @@
+"""What a client says of its connection, and how often the log does."""
+
+import logging
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deltasync.client.connection import Connectivity, should_log
+from deltasync.core.errors import ServiceUnavailable
+
+
+class Clock:
+    """Time as a test has it."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.seconds = 1_000.0
+        patch.setattr("deltasync.client.connection.steady_ns", lambda: round(self.seconds * 1e9))
+
+
+def failed(
+    link: Connectivity, clock: Clock, text: str = "nobody there", *, times: int = 1, pause: float = 5
+) -> None:
+    for _ in range(times):
+        link.note_failed(ServiceUnavailable(text), pause)
+        clock.seconds += pause
+
+
+def test_it_says_since_when_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    link = Connectivity("rank 0")
+    assert str(link.now) == "not connected for 0.0 s, 0 attempts failed"
+    failed(link, clock, times=3, pause=2)
+    assert (link.now.connected, link.now.attempts, link.now.last_error) == (False, 3, "nobody there")
+    assert str(link.now) == "not connected for 6.0 s, 3 attempts failed, last error: nobody there"
+    link.note_connected()
+    clock.seconds += 4
+    link.note_connected()
+    assert (str(link.now), link.now.attempts) == ("connected for 4.0 s", 0)
+    link.note_lost(ServiceUnavailable("gone"))
+    clock.seconds += 1
+    assert str(link.now) == "not connected for 1.0 s, 0 attempts failed, last error: gone"
+    failed(link, clock, pause=1)
+    assert (link.now.seconds, link.now.attempts) == (2, 1)
+
+
+def test_an_hour_without_a_service_has_few_lines(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    clock = Clock(monkeypatch)
+    link = Connectivity("rank 0")
+    failed(link, clock, times=720)
+    lines = [each.getMessage() for each in caplog.records]
+    assert len(lines) == 6
+    assert lines[0].startswith(
+        "rank 0 has not been connected for 0.0 s, 1 attempt failed; the next one is in 5.00"
+    )
+    assert "for 3000.0 s, 601 attempts" in lines[-1]
+    link.note_connected()
+    assert caplog.records[-1].getMessage() == "rank 0 is connected again, after 3600.0 s and 720 failed attempts"
+
+
+@pytest.mark.parametrize("errors", [1, 2])
+def test_one_that_comes_and_goes_has_few_lines(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, errors: int
+) -> None:
+    caplog.set_level(logging.INFO)
+    clock = Clock(monkeypatch)
+    link = Connectivity("rank 0")
+    for number in range(3_600):
+        link.note_connected()
+        failed(link, clock, f"error {number % errors}", pause=1)
+    assert len(caplog.records) <= 2 * 3_600 / (60 if errors == 1 else 10)
+
+
+@given(st.floats(0, 1e6), st.booleans(), st.booleans())
+def test_what_is_new_is_said_no_later(silent: float, new_error: bool, new_outage: bool) -> None:
+    said = should_log(silent, new_error=new_error, new_outage=new_outage).yes
+    assert said or silent < 600
+    assert not said or silent >= 10
+    assert should_log(silent, new_error=True, new_outage=new_outage).yes >= said

@@ -1,0 +1,92 @@
+"""A model of which a version is in quarantine: who follows it, from when on, until operators let it go on."""
+
+from pathlib import Path
+
+from tests.support.local_service import join, run
+
+from deltasync.consumers.consumer import ConsumerOptions
+from deltasync.consumers.registry import ConsumerRegistry
+from deltasync.core.events import EventKind
+from deltasync.core.policy import Policy
+from deltasync.service.brake import Brake
+from deltasync.service.removals import Removals
+from deltasync.service.service import Service
+
+WHY = "row 7 has norm 1e6"
+
+
+async def is_held(service: Service, name: str, model: str = "clicks") -> bool:
+    consumer = await service.create_consumer(name, model, Policy())
+    written = ConsumerRegistry(service.log, 1.0, service.events).get(name)
+    assert written.pause == consumer.pause
+    return consumer.pause is not None
+
+
+def test_a_consumer_is_held_from_its_beginning_also_after_a_restart(
+    tmp_path: Path,
+) -> None:
+    async def before(service: Service) -> None:
+        await join(service)
+        assert not await is_held(service, "other", "another")
+        await service.registry.hold_back("clicks", 2, WHY)
+        await service.configuration.take([ConsumerOptions("configured", "clicks", Policy(top_k=1))], "SIGHUP")
+        held = service.registry.get("configured").pause
+        assert held
+        assert (held.by, held.why) == ("the service itself", f"version 2 is in quarantine: {WHY}")
+        assert service.views.by_consumer() == {}  # A view would take the rows as they are.
+        assert not await is_held(service, "third", "clicks2")
+
+    async def after(service: Service) -> None:
+        assert await is_held(service, "late")
+        await service.delete_consumer("late", "anna")
+        assert await is_held(service, "late")
+        await Brake(service).release("late", "anna")
+        assert await is_held(service, "later")  # Of "configured" nobody has said that it may go on.
+        await Brake(service).release("configured", "anna")
+        await Brake(service).release("later", "anna")
+        assert not await is_held(service, "last")
+
+    run(tmp_path, before)
+    run(tmp_path, after)
+
+
+def test_a_pause_of_an_operator_keeps_no_other_consumer(tmp_path: Path) -> None:
+    async def scenario(service: Service) -> None:
+        for name in ("mine", "theirs"):
+            await service.create_consumer(name, "clicks", Policy())
+        await service.registry.hold_back("clicks", 2, WHY)
+        await Brake(service).release("theirs", "anna")
+        await Brake(service).pull("theirs", "a look", "anna")
+        await Brake(service).release("mine", "anna")
+        assert service.registry.get("theirs").pause
+        assert not await is_held(service, "late")
+
+    run(tmp_path, scenario)
+
+
+def test_many_versions_in_quarantine_are_one_pause_and_one_event(tmp_path: Path) -> None:
+    async def scenario(service: Service) -> None:
+        for name in ("a", "b"):
+            await service.create_consumer(name, "clicks", Policy())
+        await Brake(service).pull("b", "mine", "anna")
+        for version in range(2, 30):
+            await service.registry.hold_back("clicks", version, WHY)
+        words = f"28 versions from 2 to 29 are in quarantine: {WHY}"
+        assert reasons(service) == {"a": words, "b": f"{words}; mine"}
+        assert service.event_counts[EventKind.CONSUMER_PAUSED] == 3  # That of anna, and each for the quarantine.
+
+    run(tmp_path, scenario)
+
+
+def reasons(service: Service) -> dict[str, str]:
+    return {name: each.pause.why for name, each in service.registry.consumers.items() if each.pause}
+
+
+def test_with_a_model_its_quarantine_goes(tmp_path: Path) -> None:
+    async def scenario(service: Service) -> None:
+        (await join(service)).end("it has ended")
+        await service.registry.hold_back("clicks", 2, WHY)
+        await Removals(service).delete_model("clicks", "anna")
+        assert not await is_held(service, "late")
+
+    run(tmp_path, scenario)

@@ -1,0 +1,92 @@
+"""Which versions are known, by number and seal, in a run and in a checkpoint of several ranks."""
+
+import io
+from typing import Any
+
+import pytest
+import torch
+
+from deltasync.client import Position
+from deltasync.trainer.published_versions import PublishedVersions
+from deltasync.trainer.sync_state import SyncState
+
+BIG = 2**64 - 3  # A seal has 64 bits.
+
+
+def at(number: int, seal: int) -> Position:
+    return Position("h", number, seal)
+
+
+def known(*versions: tuple[int, int, int]) -> PublishedVersions:
+    """Of number, seal and cursor."""
+    versions_known = PublishedVersions()
+    for number, seal, cursor in versions:
+        versions_known.add(at(number, seal), cursor)
+    return versions_known
+
+
+def state(clock: int, position: Position, versions: PublishedVersions) -> dict[str, Any]:
+    """As it comes out of a file."""
+    file = io.BytesIO()
+    torch.save({"tracker": {"clock": clock}, **SyncState(position, versions, None).save()}, file)
+    file.seek(0)
+    loaded: dict[str, Any] = torch.load(file, weights_only=True)
+    return loaded
+
+
+def test_a_version_is_known_by_its_seal() -> None:
+    versions = known((1, BIG, 4), (2, 8, 6))
+    assert versions.cursor_at(Position("another name", 1, BIG)) == 4
+    assert versions.cursor_at(at(2, 8)) == 6
+    assert versions.cursor_at(at(2, 9)) is None, "another past"
+    assert versions.cursor_at(at(1, 0)) is None, "a service of before"
+    assert known((1, 0, 4)).cursor_at(at(1, 0)) is None
+
+
+def test_the_last_1024_are_kept() -> None:
+    versions = known(*((number, 7, number) for number in range(1, 1026)))
+    assert versions.cursor_at(at(1, 7)) is None
+    assert versions.cursor_at(at(2, 7)) == 2
+
+
+def test_none_is_known_once_the_clock_has_started_over() -> None:
+    versions = known((1, 7, 2**31 - 2), (2, 8, 1))
+    assert versions.cursor_at(at(1, 7)) is None
+    assert versions.cursor_at(at(2, 8)) == 1
+
+
+def test_ranks_know_what_all_of_them_do_by_the_clock_that_shows_the_most() -> None:
+    states = [
+        state(20, at(3, 9), known((1, BIG, 5), (2, 8, 10), (3, 9, 15))),
+        state(12, at(2, 8), known((1, BIG, 4), (2, 8, 11))),
+    ]
+    versions = PublishedVersions.of_all(states)
+    assert versions.cursor_at(at(1, BIG)) == min(5, 4 + 8)
+    assert versions.cursor_at(at(2, 8)) == min(10, 11 + 8)
+    assert versions.cursor_at(at(3, 9)) is None
+
+
+@pytest.mark.parametrize(
+    ("positions", "versions", "expected"),
+    [
+        ([at(2, 8), at(2, 8)], [known((2, 8, 4)), known((2, 8, 4))], at(2, 8)),
+        ([at(2, 8), at(3, 9)], [known((2, 8, 4)), known((2, 8, 4), (3, 9, 5))], at(2, 8)),
+        ([at(2, 8), at(3, 9)], [known((2, 8, 4)), known((3, 9, 5))], Position()),
+        ([at(2, 0), at(3, 0)], [known(), known()], Position()),
+        ([at(2, 0), at(2, 0)], [known(), known()], at(2, 0)),
+        ([at(2, 8), Position()], [known((2, 8, 4)), known()], Position()),
+    ],
+)
+def test_a_checkpoint_is_at_the_lowest_version_of_its_ranks(
+    positions: list[Position], versions: list[PublishedVersions], expected: Position
+) -> None:
+    states = [state(9, *each) for each in zip(positions, versions, strict=True)]
+    found = SyncState.of_all(states).position
+    assert (found, found.seal) == (expected, expected.seal)
+
+
+def test_a_state_of_before_knows_a_position_without_a_seal() -> None:
+    of_before = {"tracker": {"clock": 2}, "history": "h", "version": 3}
+    found = SyncState.of_all([of_before])
+    assert (found.position, found.position.seal, found.event_time_unix_ns) == (at(3, 0), 0, None)
+    assert found.versions.cursor_at(at(3, 0)) is None

@@ -1,0 +1,1 @@
+"""What can go wrong: one function for each kind of fault, and the table of them (`kinds.KINDS`)."""

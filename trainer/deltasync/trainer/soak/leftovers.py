@@ -1,0 +1,43 @@
+"""What lies in the data directory of a service that has ended, and that nothing in its log speaks of."""
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from deltasync.storage.lmdb_store import LmdbStore
+from deltasync.storage.log_store import LogOptions
+
+# What the service itself keeps beside its log and its tables.
+_OWN = {"lock", "endpoints.json"}
+_LOG = "log"
+
+
+def leftovers(data_dir: Path) -> list[str]:
+    """Files, relative to the data directory, that are neither the service's own nor in a folder of a table that a
+    model or a view has.
+    """
+    log = LmdbStore(LogOptions(directory=data_dir / _LOG))
+    try:
+        known = {folder for kind in ("model/", "view/") for folder in _folders(log.items(kind).values())}
+    finally:
+        log.close()
+    files = (path.relative_to(data_dir) for path in data_dir.rglob("*") if path.is_file())
+    return sorted(
+        str(file) for file in files if file.parts[0] not in {*_OWN, _LOG} and not known & set(file.parts)
+    )
+
+
+def _folders(records: Iterable[bytes]) -> Iterator[str]:
+    for record in records:
+        yield from (table["folder"] for table in json.loads(record)["tables"] if "folder" in table)
+
+
+def directory_bytes(folder: Path) -> int:
+    """Bytes that the files in a folder take; some may go meanwhile."""
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.stat().st_blocks * 512
+        except OSError:
+            continue
+    return total
