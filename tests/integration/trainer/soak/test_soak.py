@@ -20,7 +20,7 @@ def test_nothing_is_lost_in_a_short_soak(tmp_path: Path) -> None:
     for findings in ("leftovers", "mixed_versions", "steps_back", "not_recovered", "tracebacks", "troubles"):
         assert report[findings] == [], findings
     assert sum(report["faults"].values()) >= 10
-    assert report["versions"] > 50
+    assert report["versions"] > 10
     assert 0 < report["recover_seconds"]["p50"] <= report["recover_seconds"]["p99"]
     assert report["memory"]["service"] > 0
     assert 0 < report["directory_bytes"] <= report["directory_bytes_most"]
