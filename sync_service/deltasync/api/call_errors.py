@@ -7,12 +7,12 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from deltasync.core.errors import DeltasyncError, InvalidInput
-from deltasync.wire.error_codes import grpc_code
+from deltasync.wire.error_codes import ERROR_KEY, grpc_code
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: DeltasyncError) -> NoReturn:
     """End a call with an error."""
-    await context.abort(grpc_code(error), str(error))
+    await context.abort(grpc_code(error), str(error), ((ERROR_KEY, type(error).__name__),))
     raise error  # abort() itself raises; this tells the type checker so.
 
 

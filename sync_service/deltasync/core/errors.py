@@ -5,7 +5,8 @@
     ├── NotFound            a name that does not exist; the message lists those that do
     ├── Contradiction       right in itself, but not with what the service holds
     ├── Superseded          a newer stream, run or cut has taken this one's place
-    ├── NotPermitted        the admin token is missing or wrong
+    ├── NotPermitted        whoever calls lacks the role, or the token, that is needed
+    ├── LimitReached        more than the service lets peers take; the message names the limit
     ├── Damaged             rows are not those of which their digests were made; nothing was changed
     ├── StorageFailed       files or the log could not be written, or not be read back whole
     ├── ServiceFailed       (client) the service met an error of its own; its log says more
@@ -24,7 +25,19 @@ if TYPE_CHECKING:
 
 
 class DeltasyncError(Exception):
-    """Base of all errors raised on purpose."""
+    """Base of all errors raised on purpose.
+
+    Attributes:
+        detail: what the text goes on with for those who may read what the service knows: names, runs, counts.
+            Peers who may not are told the text without it.
+    """
+
+    def __init__(self, *text: object, detail: str = "") -> None:
+        super().__init__(*text)
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return super().__str__() + self.detail
 
 
 class InvalidInput(DeltasyncError, ValueError):
@@ -44,7 +57,11 @@ class Superseded(DeltasyncError):
 
 
 class NotPermitted(DeltasyncError):
-    """The admin token is missing or wrong."""
+    """Whoever calls lacks the role, or the token, that is needed."""
+
+
+class LimitReached(DeltasyncError):
+    """More than the service lets peers take; the message names the limit."""
 
 
 class Damaged(DeltasyncError):
@@ -77,9 +94,10 @@ class ResyncRequired(DeltasyncError):
     def __init__(
         self,
         *text: object,
+        detail: str = "",
         head: "Position | None" = None,
         changed: "Sequence[tuple[str, Ids]] | None" = None,
     ) -> None:
-        super().__init__(*text)
+        super().__init__(*text, detail=detail)
         self.head = head
         self.changed = changed

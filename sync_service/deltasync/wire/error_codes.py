@@ -7,6 +7,7 @@ from deltasync.core.errors import (
     Damaged,
     DeltasyncError,
     InvalidInput,
+    LimitReached,
     NotFound,
     NotPermitted,
     ResyncRequired,
@@ -27,7 +28,11 @@ _CODES: list[tuple[type[DeltasyncError], grpc.StatusCode, int]] = [
     (ServiceFailed, grpc.StatusCode.UNKNOWN, 500),  # What gRPC answers for an unforeseen exception.
     (ServiceUnavailable, grpc.StatusCode.UNAVAILABLE, 503),
     (StorageFailed, grpc.StatusCode.RESOURCE_EXHAUSTED, 507),
+    (LimitReached, grpc.StatusCode.RESOURCE_EXHAUSTED, 429),
 ]
+
+# Trailing metadata of an error: its name, since two may have one code. Without it a code means the first of them.
+ERROR_KEY = "deltasync-error"
 
 # gRPC's own answer to a message over the limit, which stays too large however often it is sent.
 _TOO_LARGE = "larger than max"
@@ -50,10 +55,12 @@ def from_rpc_error(error: grpc.RpcError, target: str) -> DeltasyncError:
     code, details = error.code(), error.details() or "no details"
     if _TOO_LARGE in details:
         return InvalidInput(f"{target}: {details}")
-    kind = next((kind for kind, known, _ in _CODES if known is code), ServiceUnavailable)
+    named = dict(error.trailing_metadata() or ()).get(ERROR_KEY, "")
+    kinds = [kind for kind, known, _ in _CODES if known is code] or [ServiceUnavailable]
+    kind = next((kind for kind in kinds if kind.__name__ == named), kinds[0])
     return kind(f"{target}: {details}" if kind in (ServiceFailed, ServiceUnavailable) else details)
 
 
 def is_final(error: DeltasyncError) -> bool:
     """Whether repeating the call cannot help."""
-    return not isinstance(error, Superseded | Damaged | StorageFailed | ServiceUnavailable)
+    return not isinstance(error, Superseded | Damaged | LimitReached | StorageFailed | ServiceUnavailable)
