@@ -1,4 +1,5 @@
 import re
+from typing import Any
 
 import grpc
 import pytest
@@ -23,7 +24,7 @@ class Failed(grpc.RpcError, grpc.Call):  # type: ignore[misc]
     def details(self) -> str:
         return self._details
 
-    def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
+    def trailing_metadata(self) -> Any:
         return ((api.ERROR_KEY, self._name),) if self._name else ()
 
 
