@@ -4,10 +4,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 from tests.attacks.target import Target
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an attack went, and what harm it knows to have done; empty if it knows of none."""
+
+    said: str
+    harm: str = ""
 
 
 @dataclass(frozen=True)
@@ -26,11 +34,16 @@ class Attack:
 
     name: str
     says: str
-    run: Callable[[Target], str]
+    run: Callable[[Target], Outcome]
     slow_disk: bool = False
     descriptors: int | None = None
     volume_bytes: int | None = None
     consumers: int = 0
+
+
+_Run: TypeAlias = Callable[[Target], Outcome]
+# Longer refusals may not reach whoever they are for: gRPC bounds what it carries beside messages.
+LONGEST_REFUSAL = 2_000
 
 
 @dataclass
@@ -39,10 +52,10 @@ class Family:
 
     attacks: list[Attack] = field(default_factory=list)
 
-    def attack(self, says: str, **conditions: Any) -> Callable[[Callable[[Target], str]], Callable[[Target], str]]:
+    def attack(self, says: str, **conditions: Any) -> Callable[[_Run], _Run]:
         """Make a function an attack of its name."""
 
-        def added(run: Callable[[Target], str]) -> Callable[[Target], str]:
+        def added(run: _Run) -> _Run:
             self.attacks.append(Attack(run.__name__.replace("_", "-"), says, run, **conditions))
             return run
 
@@ -73,10 +86,14 @@ class Answers:
         call: Any = error
         self.add(call.code().name, call.details() or "")
 
-    def __str__(self) -> str:
+    @property
+    def outcome(self) -> Outcome:
+        """All of it in words, and whether a refusal was too long."""
+        size = len(self.longest.encode())
         counts = ", ".join(f"{count} {name}" for name, count in self.counts.most_common())
-        said = f"; {len(self.longest.encode())} bytes: {self.longest[:160]!r}" if self.longest else ""
-        return (counts or "no answer") + said
+        said = f"; {size} bytes: {self.longest[:160]!r}" if self.longest else ""
+        harm = f"a refusal of {size:,} bytes" if size >= LONGEST_REFUSAL else ""
+        return Outcome((counts or "no answer") + said, harm)
 
 
 def until(seconds: float) -> Iterator[int]:

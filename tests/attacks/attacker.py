@@ -3,6 +3,7 @@
 python -m tests.attacks.attacker NAME       with the target as JSON on its standard input
 """
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ def main(name: str) -> None:
     """Attack, and print how that went."""
     found = json.load(sys.stdin)
     target = Target(**found | {"ca": Path(found["ca"]) if found["ca"] else None})
-    print(ATTACKS[name].run(target), flush=True)  # noqa: T201
+    print(json.dumps(dataclasses.asdict(ATTACKS[name].run(target))), flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

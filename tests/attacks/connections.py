@@ -4,14 +4,16 @@ import contextlib
 import socket
 import time
 
-from tests.attacks.attack import Answers, Family, until
+from tests.attacks import http2
+from tests.attacks.attack import Family, Outcome, until
+from tests.attacks.messages import PUBLISH
 from tests.attacks.target import Target, wait_until
 
 FAMILY = Family()
 _DESCRIPTORS = 1024
 
 
-def _idle(target: Target, port: str, number: int, first: bytes = b"", more: bytes = b"") -> str:
+def _idle(target: Target, port: str, number: int, first: bytes = b"", more: bytes = b"") -> Outcome:
     """So many connections that send something first, and a little more every now and then."""
     end = time.monotonic() + target.seconds
     with contextlib.ExitStack() as stack:
@@ -30,7 +32,9 @@ def _idle(target: Target, port: str, number: int, first: bytes = b"", more: byte
             wait_until(min(end, time.monotonic() + 0.5))
             held = [each for each in held if not more or _sent(each, more)]
         left = sum(map(_is_open, held))
-    return f"{len(held)} connections were made, {refused} refused; {left} are open after {target.seconds:.0f} s"
+    return Outcome(
+        f"{len(held)} connections were made, {refused} refused; {left} are open after {target.seconds:.0f} s"
+    )
 
 
 def _sent(connection: socket.socket, content: bytes) -> bool:
@@ -55,7 +59,7 @@ def _is_open(connection: socket.socket) -> bool:
     "1,100 HTTP connections that say nothing, where the service may have 1,024 descriptors",
     descriptors=_DESCRIPTORS,
 )
-def idle_http(target: Target) -> str:
+def idle_http(target: Target) -> Outcome:
     return _idle(target, "http", 1100)
 
 
@@ -63,24 +67,23 @@ def idle_http(target: Target) -> str:
     "1,100 gRPC connections that say nothing, where the service may have 1,024 descriptors",
     descriptors=_DESCRIPTORS,
 )
-def idle_grpc(target: Target) -> str:
+def idle_grpc(target: Target) -> Outcome:
     return _idle(target, "grpc", 1100)
 
 
 @FAMILY.attack("300 HTTP requests of which a header comes every half second")
-def slow_http(target: Target) -> str:
+def slow_http(target: Target) -> Outcome:
     return _idle(target, "http", 300, b"GET /metrics HTTP/1.1\r\nhost: x\r\n", b"x-slow: y\r\n")
 
 
 @FAMILY.attack("300 HTTP requests with a body of 1 GB, of which a byte comes every half second")
-def slow_body(target: Target) -> str:
+def slow_body(target: Target) -> Outcome:
     first = b"POST /consumers/predictors/pause HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000000\r\n\r\n"
     return _idle(target, "http", 300, first, b"x")
 
 
 @FAMILY.attack("HTTP requests with headers, lines and bodies without end")
-def large_http(target: Target) -> str:
-    answers = Answers()
+def large_http(target: Target) -> Outcome:
     starts = (
         b"GET /" + b"x" * (1 << 16),
         b"GET / HTTP/1.1\r\nx: ",
@@ -97,15 +100,11 @@ def large_http(target: Target) -> str:
             sent += len(held) << 16
             if not held:
                 break
-        answers.add("connections open at the end" if held else "connections open at the end: 0")
-    return f"{sent / 1e6:.0f} MB were taken; {len(held)} of 12 connections are open at the end"
+    return Outcome(f"{sent / 1e6:.0f} MB were taken; {len(held)} of 12 connections are open at the end")
 
 
 @FAMILY.attack("slow gRPC senders: 200 streams that send a byte of a message every half second")
-def slow_grpc(target: Target) -> str:
-    from tests.attacks import http2
-    from tests.attacks.messages import PUBLISH
-
+def slow_grpc(target: Target) -> Outcome:
     with contextlib.ExitStack() as stack:
         connections = [stack.enter_context(http2.Connection(target)) for _ in range(4)]
         streams = [(each, each.begin(f"/deltasync.v1.{PUBLISH}")) for each in connections for _ in range(50)]
@@ -118,4 +117,4 @@ def slow_grpc(target: Target) -> str:
             for connection in connections:
                 connection.take()
             wait_until(min(end, time.monotonic() + 0.5))
-        return "; ".join(sorted({each.told for each in connections}))
+        return Outcome("; ".join(sorted({each.told for each in connections})))

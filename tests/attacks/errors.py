@@ -2,7 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
-from tests.attacks.attack import Answers, Family
+from tests.attacks.attack import Answers, Family, Outcome
 from tests.attacks.messages import PUBLISH, SUBSCRIBE, Stream, opening, subscription
 from tests.attacks.target import Target
 
@@ -11,19 +11,22 @@ from deltasync.v1 import tables_pb2
 FAMILY = Family()
 
 
-@FAMILY.attack("a misspelt consumer, where there are 400", consumers=400)
-def misspelt_consumer(target: Target) -> str:
+@FAMILY.attack("a misspelt consumer, where there are 600", consumers=600)
+def misspelt_consumer(target: Target) -> Outcome:
     answers = Answers()
     with target.channel() as channel:
         stream = Stream(target, channel, SUBSCRIBE)
         stream.send(subscription("stranger", "misspelt"))
         stream.end()
         answers.take(stream.answers)
-    return str(answers)
+    wrong = (
+        "" if answers.counts["NOT_FOUND"] or answers.counts["PERMISSION_DENIED"] else "a refusal of another kind"
+    )
+    return Outcome(answers.outcome.said, wrong or answers.outcome.harm)
 
 
 @FAMILY.attack("20 subscriptions whose history is 3 MB of forged lines of log")
-def forged_lines(target: Target) -> str:
+def forged_lines(target: Target) -> Outcome:
     forged, answers = (
         "\n2026-01-01 00:00:00 INFO deltasync.core.events admin deleted the model" * 43_000,
         Answers(),
@@ -38,11 +41,11 @@ def forged_lines(target: Target) -> str:
             answers.take(stream.answers)
 
         list(pool.map(attack, range(20)))
-    return str(answers)
+    return answers.outcome
 
 
 @FAMILY.attack("100 opens whose names are each 1 MB of forged lines of log")
-def long_names(target: Target) -> str:
+def long_names(target: Target) -> Outcome:
     forged, answers = "\nERROR all is lost" * 60_000, Answers()
     with target.channels(4) as channels, ThreadPoolExecutor(4) as pool:
 
@@ -54,4 +57,4 @@ def long_names(target: Target) -> str:
             answers.take(stream.answers)
 
         list(pool.map(attack, range(100)))
-    return str(answers)
+    return answers.outcome

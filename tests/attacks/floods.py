@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 
 import grpc
-from tests.attacks.attack import Answers, Family, until
+from tests.attacks.attack import Answers, Family, Outcome, until
 from tests.attacks.messages import PUBLISH, SUBSCRIBE, Stream, opening, subscription
 from tests.attacks.target import MODEL, Target
 
@@ -29,7 +29,7 @@ def _flood(target: Target, call: Callable[[grpc.Channel, int], None], senders: i
 
 
 @FAMILY.attack("opens of ever new models")
-def opens_of_models(target: Target) -> str:
+def opens_of_models(target: Target) -> Outcome:
     answers = Answers()
 
     def call(channel: grpc.Channel, number: int) -> None:
@@ -39,11 +39,11 @@ def opens_of_models(target: Target) -> str:
         answers.take(stream.answers)
 
     _flood(target, call)
-    return str(answers)
+    return answers.outcome
 
 
 @FAMILY.attack("subscriptions to consumers that there are not")
-def opens_of_no_consumer(target: Target) -> str:
+def opens_of_no_consumer(target: Target) -> Outcome:
     answers = Answers()
 
     def call(channel: grpc.Channel, number: int) -> None:
@@ -53,11 +53,11 @@ def opens_of_no_consumer(target: Target) -> str:
         answers.take(stream.answers)
 
     _flood(target, call)
-    return str(answers)
+    return answers.outcome
 
 
 @FAMILY.attack("calls without a token that would change something, and lists")
-def calls(target: Target) -> str:
+def calls(target: Target) -> Outcome:
     answers = Answers()
     made = (
         ("AdminService/DeleteConsumer", admin_pb2.DeleteConsumerRequest(name="predictors")),
@@ -76,11 +76,11 @@ def calls(target: Target) -> str:
             answers.refused(error)
 
     _flood(target, call)
-    return str(answers)
+    return answers.outcome
 
 
 @FAMILY.attack("streams that are opened and cancelled, by a client's library")
-def cancelled_streams(target: Target) -> str:
+def cancelled_streams(target: Target) -> Outcome:
     count = 0
 
     def call(channel: grpc.Channel, number: int) -> None:
@@ -92,11 +92,11 @@ def cancelled_streams(target: Target) -> str:
         count += 1
 
     _flood(target, call)
-    return f"{count} streams"
+    return Outcome(f"{count} streams")
 
 
 @FAMILY.attack("HTTP requests of all that can be read, without a pause")
-def http_requests(target: Target) -> str:
+def http_requests(target: Target) -> Outcome:
     answers = Answers()
     paths = (
         "/metrics",
@@ -125,4 +125,4 @@ def http_requests(target: Target) -> str:
         thread.start()
     for thread in threads:
         thread.join()
-    return str(answers)
+    return answers.outcome

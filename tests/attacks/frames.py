@@ -3,7 +3,7 @@
 import random
 
 from tests.attacks import http2
-from tests.attacks.attack import Family, until
+from tests.attacks.attack import Family, Outcome, until
 from tests.attacks.messages import PUBLISH
 from tests.attacks.target import Target
 
@@ -18,7 +18,7 @@ def frame(kind: int, flags: int, stream: int, content: bytes = b"") -> bytes:
 
 
 @FAMILY.attack("connections of random bytes and random frames, to both ports")
-def garbage(target: Target) -> str:
+def garbage(target: Target) -> Outcome:
     source, made = random.Random(0), 0
     for number in until(target.seconds / 2):
         content = source.randbytes(source.randrange(1, 4000))
@@ -31,11 +31,11 @@ def garbage(target: Target) -> str:
                 made += 1
         except OSError:
             continue
-    return f"{made} connections"
+    return Outcome(f"{made} connections")
 
 
 @FAMILY.attack("rapid reset: streams that are opened and cancelled at once")
-def rapid_reset(target: Target) -> str:
+def rapid_reset(target: Target) -> Outcome:
     opened, connections = 0, 0
     for _ in until(target.seconds):
         with http2.Connection(target) as connection:
@@ -51,11 +51,11 @@ def rapid_reset(target: Target) -> str:
                     if not connection.take():
                         break
             told = connection.told
-    return f"{opened} streams on {connections} connections; {told}"
+    return Outcome(f"{opened} streams on {connections} connections; {told}")
 
 
 @FAMILY.attack("pings and settings, as many as go through")
-def pings_and_settings(target: Target) -> str:
+def pings_and_settings(target: Target) -> Outcome:
     sent, connections, told = 0, 0, ""
     content = (frame(6, 0, 0, bytes(8)) + frame(4, 0, 0, b"\0\x04\0\x01\0\0")) * 500
     for _ in until(target.seconds):
@@ -67,11 +67,11 @@ def pings_and_settings(target: Target) -> str:
                 sent += 1000
                 connection.take()
             told = connection.told
-    return f"{sent} frames on {connections} connections; {told}"
+    return Outcome(f"{sent} frames on {connections} connections; {told}")
 
 
 @FAMILY.attack("headers that are small as they are sent, and large as they are read (HPACK)")
-def large_headers(target: Target) -> str:
+def large_headers(target: Target) -> Outcome:
     sent, connections, told = 0, 0, ""
     for _ in until(target.seconds):
         with http2.Connection(target) as connection:
@@ -84,11 +84,11 @@ def large_headers(target: Target) -> str:
                 if not connection.take():
                     break
             told = connection.told
-    return f"headers of {sent / 1e6:.0f} MB, unpacked, on {connections} connections; {told}"
+    return Outcome(f"headers of {sent / 1e6:.0f} MB, unpacked, on {connections} connections; {told}")
 
 
 @FAMILY.attack("headers that go on for ever, in continuations")
-def endless_headers(target: Target) -> str:
+def endless_headers(target: Target) -> Outcome:
     sent, connections, told = 0, 0, ""
     literal = b"\0\x01x\x7f\x81\x7f" + b"y" * 16_000
     for _ in until(target.seconds):
@@ -101,4 +101,4 @@ def endless_headers(target: Target) -> str:
                 sent += len(literal)
                 connection.take()
             told = connection.told
-    return f"{sent / 1e6:.0f} MB on {connections} connections; {told}"
+    return Outcome(f"{sent / 1e6:.0f} MB on {connections} connections; {told}")

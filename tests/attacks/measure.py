@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-from tests.attacks.attack import Attack
+from tests.attacks.attack import Attack, Outcome
 from tests.attacks.service import Served, serving
 from tests.attacks.target import Target, wait_until
 from tests.attacks.watch import Watch
@@ -35,7 +35,7 @@ def measured(attack: Attack, seconds: float, *, roles: bool, stranger: bool) -> 
         with Watch(served.pid, served.process.data_dir, served.log) as watch, _honest(served) as honest:
             wait_until(time.monotonic() + _CALM_SECONDS)
             before, begun = watch.anew(), time.monotonic()
-            said = _attacked(attack, target)
+            outcome = _attacked(attack, target)
             wait_until(begun + _LEAST_SECONDS)
             ended, most = time.monotonic(), watch.most
             wait_until(ended + _REST_SECONDS)
@@ -46,7 +46,8 @@ def measured(attack: Attack, seconds: float, *, roles: bool, stranger: bool) -> 
     return {
         "attack": attack.name,
         "says": attack.says,
-        "went": said,
+        "went": outcome.said,
+        "harm": outcome.harm,
         "alive": alive,
         "usage": {name: dataclasses.asdict(each) for name, each in usage.items()},
         "cuts": _cuts(told, begun, ended),
@@ -80,7 +81,7 @@ def _told(honest: "subprocess.Popen[str]") -> dict[str, Any]:
     return told
 
 
-def _attacked(attack: Attack, target: Target) -> str:
+def _attacked(attack: Attack, target: Target) -> Outcome:
     command = [sys.executable, "-m", "tests.attacks.attacker", attack.name]
     described = json.dumps(dataclasses.asdict(target) | {"ca": str(target.ca) if target.ca else None})
     try:
@@ -88,9 +89,11 @@ def _attacked(attack: Attack, target: Target) -> str:
             command, input=described, capture_output=True, text=True, check=False, timeout=_DEADLINE_SECONDS
         )
     except subprocess.TimeoutExpired:
-        return f"went on for more than {_DEADLINE_SECONDS:.0f} s"
-    lines = done.stderr.strip().splitlines() or ["no reason"]
-    return done.stdout.strip() or f"ended with status {done.returncode}: {lines[-1]}"
+        return Outcome(f"went on for more than {_DEADLINE_SECONDS:.0f} s")
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["no reason"]
+        return Outcome(f"ended with status {done.returncode}: {lines[-1]}")
+    return Outcome(**json.loads(done.stdout))
 
 
 def _cuts(told: dict[str, Any], begun: float, ended: float) -> dict[str, float]:

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tests.attacks import http2
-from tests.attacks.attack import Answers, Family
+from tests.attacks.attack import Answers, Family, Outcome
 from tests.attacks.messages import PUBLISH, SUBSCRIBE, Stream, full_part, opening, subscription
 from tests.attacks.target import CONSUMER, Target
 
@@ -17,7 +17,7 @@ FAMILY = Family()
 
 
 @FAMILY.attack("one message of 82 kB announces 8,192 shards without rows")
-def zero_shards(target: Target) -> str:
+def zero_shards(target: Target) -> Outcome:
     count, answers = 8192, Answers()
     shards = [publish_pb2.Shard(row_offset=n, col_offset=n, cols=1 + n) for n in range(count)]
     request = opening("strange-shards", 2 * count, 2 * count + 2, shards=shards)
@@ -27,11 +27,11 @@ def zero_shards(target: Target) -> str:
         stream.send(request, publish_pb2.PublishRequest(close=publish_pb2.PartClose(step=1, full=True)))
         stream.end()
         answers.take(stream.answers)
-    return f"a message of {request.ByteSize():,} bytes: {answers}"
+    return Outcome(f"a message of {request.ByteSize():,} bytes: {answers.outcome.said}")
 
 
 @FAMILY.attack("one message of 4.4 MB announces 300,000 tables")
-def many_tables(target: Target) -> str:
+def many_tables(target: Target) -> Outcome:
     answers = Answers()
     tables = [
         tables_pb2.Table(name=f"t{n}", rows=1, dim=1, value_type=tables_pb2.VALUE_TYPE_FP32)
@@ -43,11 +43,11 @@ def many_tables(target: Target) -> str:
         stream.send(request)
         stream.end()
         answers.take(stream.answers)
-    return f"a message of {request.ByteSize():,} bytes: {answers}"
+    return Outcome(f"a message of {request.ByteSize():,} bytes: {answers.outcome.said}")
 
 
 @FAMILY.attack("30 opens with 15 MiB of fields that nobody knows")
-def unknown_fields(target: Target) -> str:
+def unknown_fields(target: Target) -> Outcome:
     answers, unknown = Answers(), b"\xfa\x3f" + _varint(15 << 20) + bytes(15 << 20)
     with target.channels(6) as channels, ThreadPoolExecutor(6) as pool:
 
@@ -60,11 +60,11 @@ def unknown_fields(target: Target) -> str:
             answers.take(stream.answers)
 
         list(pool.map(attack, range(30)))
-    return str(answers)
+    return answers.outcome
 
 
 @FAMILY.attack("60 messages of 15 MiB on one connection, none of which is ever finished")
-def unfinished_messages(target: Target) -> str:
+def unfinished_messages(target: Target) -> Outcome:
     with http2.Connection(target) as connection:
         size, piece, sent = 15 << 20, bytes(16_000), 0
         streams = [connection.begin(f"/deltasync.v1.{PUBLISH}") for _ in range(60)]
@@ -77,11 +77,11 @@ def unfinished_messages(target: Target) -> str:
             if not connection.take(0.01):
                 break
         connection.take(2.0)
-        return f"{sent / 1e6:.0f} MB sent of {60 * size / 1e6:.0f}; {connection.told}"
+        return Outcome(f"{sent / 1e6:.0f} MB sent of {60 * size / 1e6:.0f}; {connection.told}")
 
 
 @FAMILY.attack("500 subscriptions whose replicas return no credit, each with a budget without end")
-def no_credit(target: Target) -> str:
+def no_credit(target: Target) -> Outcome:
     answers, lock = Answers(), threading.Lock()
     with target.channels(10) as channels:
         streams = []
@@ -103,11 +103,11 @@ def no_credit(target: Target) -> str:
                 if error:
                     answers.refused(error)
         time.sleep(max(0.0, deadline - time.monotonic()))
-    return str(answers)
+    return answers.outcome
 
 
 @FAMILY.attack("parts of 1 MiB that are never closed, for a cut that is never sealed")
-def unsealed_parts(target: Target) -> str:
+def unsealed_parts(target: Target) -> Outcome:
     answers, rows, dim = Answers(), 200_000, 250
 
     def requests() -> Iterator[Any]:
@@ -123,11 +123,11 @@ def unsealed_parts(target: Target) -> str:
 
     with target.channel() as channel:
         answers.take(target.streams(channel, PUBLISH, requests()))
-    return str(answers)
+    return answers.outcome
 
 
 @FAMILY.attack("2,000 names of replicas, each of which says hello and leaves without a goodbye")
-def replica_names(target: Target) -> str:
+def replica_names(target: Target) -> Outcome:
     answers = Answers()
     with target.channels(4) as channels, ThreadPoolExecutor(8) as pool:
 
@@ -143,7 +143,7 @@ def replica_names(target: Target) -> str:
             stream.end()
 
         list(pool.map(attack, range(2000)))
-    return str(answers)
+    return answers.outcome
 
 
 def _varint(number: int) -> bytes:

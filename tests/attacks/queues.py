@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import grpc
-from tests.attacks.attack import Answers, Family, until
+from tests.attacks.attack import Answers, Family, Outcome, until
 from tests.attacks.messages import SUBSCRIBE, subscription
 from tests.attacks.target import Target
 
@@ -45,7 +45,7 @@ def _acking(target: Target, replica: str, answers: Answers, pause_seconds: float
             answers.refused(error)
 
 
-def _replicas(target: Target, number: int, pause_seconds: float) -> str:
+def _replicas(target: Target, number: int, pause_seconds: float) -> Outcome:
     answers = Answers()
     threads = [
         threading.Thread(target=_acking, args=(target, f"stranger-{n}", answers, pause_seconds), daemon=True)
@@ -55,14 +55,14 @@ def _replicas(target: Target, number: int, pause_seconds: float) -> str:
         thread.start()
     for thread in threads:
         thread.join(target.seconds + 10)
-    return str(answers)
+    return answers.outcome
 
 
 @FAMILY.attack("two replicas that repeat one ack for ever, on a disk that takes 10 ms", slow_disk=True)
-def repeated_acks(target: Target) -> str:
+def repeated_acks(target: Target) -> Outcome:
     return _replicas(target, 2, 0.0)
 
 
 @FAMILY.attack("40 replicas that ack every 50 ms, on a disk that takes 10 ms", slow_disk=True)
-def many_acks(target: Target) -> str:
+def many_acks(target: Target) -> Outcome:
     return _replicas(target, 40, 0.05)

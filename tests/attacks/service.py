@@ -88,7 +88,10 @@ class _Logged(ServiceProcess):
 
 
 def _consumers(attack: Attack) -> list[str]:
-    named = [f"{CONSUMER}={MODEL}", *(f"consumer-{number:04}=other" for number in range(attack.consumers))]
+    named = [
+        f"{CONSUMER}={MODEL}",
+        *(f"consumer-of-somebody-else-{number:04}=other" for number in range(attack.consumers)),
+    ]
     return [argument for name in named for argument in ("--consumer", name)]
 
 

@@ -15,6 +15,8 @@ def harms(figures: Mapping[str, Any]) -> list[str]:
     if not figures["alive"]:
         return ["the service has ended"]
     found = [*_taken(figures["usage"]), *_slowed(figures["cuts"])]
+    if figures["harm"]:
+        found.append(figures["harm"])
     if figures["failure"]:
         found.append(f"those who are honest were refused: {figures['failure'][:120]}")
     elif not figures["same_rows"]:

@@ -4,7 +4,7 @@ import re
 import time
 
 import grpc
-from tests.attacks.attack import Answers, Family
+from tests.attacks.attack import Answers, Family, Outcome
 from tests.attacks.honest import TABLE
 from tests.attacks.messages import PUBLISH, Stream, full_part, opening
 from tests.attacks.target import MODEL, Target
@@ -15,7 +15,7 @@ FAMILY = Family()
 
 
 @FAMILY.attack("a later run of the same model takes over, and replaces all rows")
-def takeover(target: Target) -> str:
+def takeover(target: Target) -> Outcome:
     shape = {"rows": TABLE.rows, "dim": TABLE.dim, "table": TABLE.name}
     with target.channel() as channel:
         stream, answers = Stream(target, channel, PUBLISH), Answers()
@@ -30,7 +30,7 @@ def takeover(target: Target) -> str:
             answers.take(stream.answers)
         except grpc.RpcError as error:
             answers.refused(error)
-    return str(answers)
+    return answers.outcome
 
 
 def _chunk(step: int, first: int, rows: int) -> publish_pb2.PublishRequest:
@@ -46,7 +46,7 @@ def _close(step: int, rows: int) -> publish_pb2.PublishRequest:
 
 
 @FAMILY.attack("the run's id is asked for by a refusal, and then joined with one poisoned row")
-def joined_run(target: Target) -> str:
+def joined_run(target: Target) -> Outcome:
     with target.channel() as channel:
         told, answers = Answers(), Answers()
         asking = Stream(target, channel, PUBLISH)
@@ -56,7 +56,7 @@ def joined_run(target: Target) -> str:
         told.take(asking.answers)
         found = re.search(r"before run ([^,; ]+)", told.longest)
         if not found:
-            return f"the refusal tells no run: {told}"
+            return Outcome(f"the refusal tells no run: {told.outcome.said}")
         stream = Stream(target, channel, PUBLISH)
         try:
             stream.send(opening(MODEL, run=found[1], **shape))  # type: ignore[arg-type]
@@ -69,18 +69,19 @@ def joined_run(target: Target) -> str:
             answers.take(stream.answers)
         except grpc.RpcError as error:
             answers.refused(error)
-            return f"run {found[1]!r} was told; {answers}"
-    return f"run {found[1]!r} was told, continues: {opened.continues}; {answers}"
+            return Outcome(f"run {found[1]!r} was told; {answers.outcome.said}")
+    return Outcome(f"run {found[1]!r} was told, continues: {opened.continues}; {answers.outcome.said}")
 
 
 @FAMILY.attack("the model's table is announced in another shape, before its trainer does")
-def other_shape(target: Target) -> str:
-    """What the honest ones would do next: a model of their own, whose name was taken."""
+def other_shape(target: Target) -> Outcome:
+    """Of a model that is to come, whose name is taken then."""
     with target.channel() as channel:
         answers = Answers()
-        for rows in (5, TABLE.rows):
+        for rows, dim in ((5, 4), (TABLE.rows, TABLE.dim)):
             stream = Stream(target, channel, PUBLISH)
-            stream.send(opening("strange-next", rows, 4 if rows == 5 else 16, run=f"run-{rows}"))
+            stream.send(opening("strange-next", rows, dim, run=f"run-{rows}"))
             stream.end()
             answers.take(stream.answers)
-    return str(answers)
+    taken = answers.counts["answers"] == 1 and "float32, the run has" in answers.longest
+    return Outcome(answers.outcome.said, "the table keeps the shape that a stranger has given it" if taken else "")

@@ -42,10 +42,10 @@ class Target:
     seconds: float = 10.0
 
     @property
-    def metadata(self) -> list[tuple[str, str]]:
+    def metadata(self) -> tuple[tuple[str, str], ...]:
         """What a call begins with."""
-        rights = [("authorization", f"Bearer {self.token}")] if self.token else []
-        return [protocols_to_metadata(OURS), *rights]
+        rights = (("authorization", f"Bearer {self.token}"),) if self.token else ()
+        return (protocols_to_metadata(OURS), *rights)
 
     @contextmanager
     def channel(self) -> Iterator[Channel]:
@@ -77,7 +77,7 @@ class Target:
 
     def streams(self, channel: Channel, method: str, requests: Any) -> Any:
         """The answers to a stream of messages that are bytes already, or of a type of their own."""
-        call = channel.stream_stream(f"/deltasync.v1.{method}", request_serializer=_serialized)
+        call: Any = channel.stream_stream(f"/deltasync.v1.{method}", request_serializer=_serialized)
         return call(requests, timeout=self.seconds + 10, metadata=self.metadata)
 
     def unary(self, channel: Channel, method: str) -> Any:
