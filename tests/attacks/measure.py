@@ -32,7 +32,10 @@ def measured(attack: Attack, seconds: float, *, roles: bool, stranger: bool) -> 
     with serving(attack, roles=roles or stranger) as served:
         token = served.stranger if stranger else ""
         target = Target(served.process.grpc, served.process.http, token, seconds=seconds)
-        with Watch(served.pid, served.process.data_dir, served.log) as watch, _honest(served) as honest:
+        with (
+            Watch(served.process.pid, served.process.data_dir, served.process.log) as watch,
+            _honest(served) as honest,
+        ):
             wait_until(time.monotonic() + _CALM_SECONDS)
             before, begun = watch.anew(), time.monotonic()
             outcome = _attacked(attack, target)

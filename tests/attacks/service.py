@@ -37,15 +37,9 @@ class Served:
         stranger: of somebody who may publish and subscribe, but only to models and consumers of another name.
     """
 
-    process: ServiceProcess
-    log: Path
+    process: "LoggedService"
     honest: str = field(default="", repr=False)
     stranger: str = field(default="", repr=False)
-
-    @property
-    def pid(self) -> int:
-        assert self.process.process
-        return self.process.process.pid
 
 
 @contextmanager
@@ -58,31 +52,35 @@ def serving(attack: Attack, *, roles: bool) -> Iterator[Served]:
         if roles:
             tokens = {name: secrets.token_urlsafe(32) for name in tokens}
             arguments += ["--roles", str(_roles_file(folder, tokens))]
-        log = folder / "service.log"
-        process = _Logged(volume / "data", *arguments, log=log)
+        process = LoggedService(volume / "data", *arguments, log=folder / "service.log")
         if attack.slow_disk:
             process.preload(_slow_disk(folder))
         stack.enter_context(process)
-        assert process.process
         if attack.descriptors:
             most = (attack.descriptors, attack.descriptors)
-            resource.prlimit(process.process.pid, resource.RLIMIT_NOFILE, most)
-        yield Served(process, log, **tokens)
+            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, most)
+        yield Served(process, **tokens)
 
 
-class _Logged(ServiceProcess):
+class LoggedService(ServiceProcess):
     """A service whose log is a file."""
 
     def __init__(self, data_dir: Path, *arguments: str, log: Path) -> None:
         super().__init__(data_dir, *arguments)
-        self._log = log
+        self.log = log
+
+    @property
+    def pid(self) -> int:
+        """Its process's id."""
+        assert self.process
+        return self.process.pid
 
     def preload(self, library: Path) -> None:
         """Start it with a library before all others."""
         self._environment = self._environment | {"LD_PRELOAD": str(library)}
 
     def start(self, *, announced: bool = True, largest_file: int | None = None) -> None:
-        with self._log.open("wb") as log:
+        with self.log.open("wb") as log:
             self.process = subprocess.Popen(self._command(), env=self._environment, stdout=log, stderr=log)
         self.wait_until_announced()
 

@@ -34,6 +34,11 @@ class Usage:
         """The larger of each."""
         return Usage(**{name: max(value, getattr(other, name)) for name, value in vars(self).items()})
 
+    def more(self, later: "Usage", spare: "Usage") -> list[str]:
+        """What there is more of later, by more than what is to spare; lines of the log do not count."""
+        kinds = ("memory", "disk", "threads", "descriptors")
+        return [name for name in kinds if getattr(later, name) > getattr(self, name) + getattr(spare, name)]
+
 
 class Watch:
     """Looks at a service every now and then, while the block runs.
