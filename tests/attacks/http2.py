@@ -11,6 +11,7 @@ import h2.connection
 import h2.events
 import h2.exceptions
 import h2.settings
+from google.protobuf.message import Message
 from tests.attacks.target import Target
 
 
@@ -122,3 +123,9 @@ class Connection:
                 self.seen[f"status {status}"] += 1
             elif isinstance(event, h2.events.ConnectionTerminated | h2.events.StreamReset):
                 self.seen[f"{type(event).__name__} {int(event.error_code or 0)}"] += 1
+
+
+def message(content: Message) -> bytes:
+    """A message as gRPC frames it."""
+    written = content.SerializeToString()
+    return b"\0" + len(written).to_bytes(4, "big") + written

@@ -16,7 +16,7 @@ from tests.attacks.service import Served, serving
 from tests.attacks.target import Target, wait_until
 from tests.attacks.watch import Watch
 
-_CALM_SECONDS, _LEAST_SECONDS, _REST_SECONDS = 3.0, 3.0, 3.0
+_WARM_SECONDS, _CALM_SECONDS, _LEAST_SECONDS, _REST_SECONDS = 1.0, 3.0, 3.0, 3.0
 _DEADLINE_SECONDS = 45.0
 
 
@@ -36,7 +36,9 @@ def measured(attack: Attack, seconds: float, *, roles: bool, stranger: bool) -> 
             Watch(served.process.pid, served.process.data_dir, served.process.log) as watch,
             _honest(served) as honest,
         ):
-            wait_until(time.monotonic() + _CALM_SECONDS)
+            wait_until(time.monotonic() + _WARM_SECONDS)
+            calm = time.monotonic()
+            wait_until(calm + _CALM_SECONDS)
             before, begun = watch.anew(), time.monotonic()
             outcome = _attacked(attack, target)
             wait_until(begun + _LEAST_SECONDS)
@@ -53,7 +55,7 @@ def measured(attack: Attack, seconds: float, *, roles: bool, stranger: bool) -> 
         "harm": outcome.harm,
         "alive": alive,
         "usage": {name: dataclasses.asdict(each) for name, each in usage.items()},
-        "cuts": _cuts(told, begun, ended),
+        "cuts": _cuts(told, calm, begun, ended),
         "failure": told["failure"] or told["replica"],
         "same_rows": told["same_rows"],
     }
@@ -99,9 +101,9 @@ def _attacked(attack: Attack, target: Target) -> Outcome:
     return Outcome(**json.loads(done.stdout))
 
 
-def _cuts(told: dict[str, Any], begun: float, ended: float) -> dict[str, float]:
+def _cuts(told: dict[str, Any], calm: float, begun: float, ended: float) -> dict[str, float]:
     """Milliseconds that cuts took: 50 and 99 of 100, and the longest, without the attack and during it."""
-    without = [took for at, took in told["cuts"] if at + took < begun]
+    without = [took for at, took in told["cuts"] if at > calm and at + took < begun]
     during = [took for at, took in told["cuts"] if at + took >= begun and at <= ended]
     figures: dict[str, float] = {}
     for name, times in (("without", without), ("during", during or [_DEADLINE_SECONDS])):

@@ -4,14 +4,16 @@ import itertools
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import grpc
+from tests.attacks import http2
 from tests.attacks.attack import Answers, Family, Outcome, until
-from tests.attacks.messages import SUBSCRIBE, subscription
+from tests.attacks.messages import SUBSCRIBE, Stream, subscription
 from tests.attacks.target import Target
 
-from deltasync.v1 import subscribe_pb2
+from deltasync.v1 import subscribe_pb2, tables_pb2
 
 FAMILY = Family()
 
@@ -58,9 +60,38 @@ def _replicas(target: Target, number: int, pause_seconds: float) -> Outcome:
     return answers.outcome
 
 
-@FAMILY.attack("two replicas that repeat one ack for ever, on a disk that takes 10 ms", slow_disk=True)
+@FAMILY.attack("two replicas that repeat one ack without a pause, on a disk that takes 10 ms", slow_disk=True)
 def repeated_acks(target: Target) -> Outcome:
-    return _replicas(target, 2, 0.0)
+    with ExitStack() as stack:
+        try:
+            head = _head(target)
+        except grpc.RpcError as error:
+            answers = Answers()
+            answers.refused(error)
+            return answers.outcome
+        opened = http2.message(subscription("stranger", held=head, max_outstanding_bytes=1))
+        connections = [stack.enter_context(http2.Connection(target)) for _ in range(2)]
+        streams = [(each, each.begin(f"/deltasync.v1.{SUBSCRIBE}")) for each in connections]
+        for number, (connection, stream) in enumerate(streams):
+            connection.data(stream, opened.replace(b"stranger", b"strang-%d" % number))
+        ack = http2.message(subscribe_pb2.SubscribeRequest(ack=subscribe_pb2.Ack(applied=head, token=1)))
+        many, sent = ack * (16_000 // len(ack)), 0
+        for _ in until(target.seconds):
+            for connection, stream in streams:
+                sent += connection.data_if_room(stream, many) // len(ack)
+                connection.take(0.001)
+        return Outcome(f"{sent} acks; {connections[0].told}")
+
+
+def _head(target: Target) -> tables_pb2.Position:
+    """The newest position, as a replica is told it."""
+    with target.channel() as channel:
+        stream = Stream(target, channel, SUBSCRIBE)
+        stream.send(subscription("stranger"))
+        opened = subscribe_pb2.SubscribeResponse.FromString(next(stream.answers)).opened
+        stream.answers.cancel()
+        stream.end()
+        return opened.head
 
 
 @FAMILY.attack("40 replicas that ack every 50 ms, on a disk that takes 10 ms", slow_disk=True)
