@@ -22,6 +22,7 @@ from grpc_reflection.v1alpha import reflection
 from deltasync.api.admin import AdminServicer
 from deltasync.api.call_errors import ErrorInterceptor
 from deltasync.api.http import create_app
+from deltasync.api.http_protocol import HttpProtocol
 from deltasync.api.protocol import ProtocolInterceptor
 from deltasync.api.publish import PublishServicer
 from deltasync.api.reload import Reader, reload_on
@@ -179,7 +180,7 @@ async def _listen(
     listener = _bind(options.host, options.http_port)
     server, healthy, grpc_port = _bind_grpc(service, options)
     app = create_app(service, options.admin_token)
-    http = _Http(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))
+    http = _Http(uvicorn.Config(app, http=HttpProtocol, log_config=None, access_log=False, lifespan="off"))
     http_task = tasks.create_task(http.serve(sockets=[listener]))
     await _compile(service, stopping)
     await server.start()
