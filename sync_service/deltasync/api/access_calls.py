@@ -80,7 +80,7 @@ class _Requests:
     """A call's messages, the first of which says what its role is needed for."""
 
     def __init__(self, requests: AsyncIterator[Any], opened: OpenCall) -> None:
-        self._requests = aiter(requests)
+        self._requests = requests
         self._opened, self._first = opened, True
 
     def __aiter__(self) -> Self:
