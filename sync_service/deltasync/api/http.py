@@ -2,17 +2,17 @@
 
 from dataclasses import dataclass
 
-from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi import FastAPI, Response
+from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from deltasync.api.consumer_routes import consumer_routes
 from deltasync.api.delete_routes import delete_routes
+from deltasync.api.http_errors import answer_errors, error_responses
 from deltasync.api.model_routes import model_routes
-from deltasync.core.errors import DeltasyncError, ServiceUnavailable
+from deltasync.core.errors import ServiceUnavailable
 from deltasync.service.service import Service
 from deltasync.status.answers import Answers
-from deltasync.wire.error_codes import http_status
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,21 @@ class TableLine:
     refused: str
 
 
+class _Metrics(Response):
+    """Metrics, as Prometheus reads them."""
+
+    media_type = CONTENT_TYPE_LATEST
+
+
 def create_app(service: Service, token: str | None) -> FastAPI:
     """The application; it shares the service's event loop. `token` is the admin token."""
-    app = FastAPI(title="deltasync", description="How far every consumer is behind.", docs_url="/docs")
-
-    @app.exception_handler(DeltasyncError)
-    async def on_error(_request: Request, error: DeltasyncError) -> JSONResponse:
-        return JSONResponse({"error": type(error).__name__, "message": str(error)}, http_status(error))
-
+    app = FastAPI(
+        title="deltasync",
+        description="How far every consumer is behind.",
+        docs_url="/docs",
+        responses=error_responses(),
+    )
+    answer_errors(app)
     answers = Answers(service)
     app.include_router(consumer_routes(service, answers, token))
     app.include_router(delete_routes(service, token))
@@ -65,10 +72,10 @@ def create_app(service: Service, token: str | None) -> FastAPI:
             raise ServiceUnavailable(reason)
         return "".join(f"{line}\n" for line in ("ok", *service.shortcomings))
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=_Metrics)
     async def metrics() -> Response:
         """Everything above as Prometheus metrics."""
-        return Response(await answers.metrics(), media_type=CONTENT_TYPE_LATEST)
+        return _Metrics(await answers.metrics())
 
     return app
 
