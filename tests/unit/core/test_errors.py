@@ -12,7 +12,7 @@ from deltasync.wire import error_codes as api
 KINDS = [kind for kind in DeltasyncError.__subclasses__() if kind.__module__ == errors.__name__]
 
 
-class Failed(grpc.RpcError, grpc.Call):  # type: ignore[misc]
+class Failed(grpc.RpcError, grpc.Call):
     """A failed call, as gRPC raises it."""
 
     def __init__(self, code: grpc.StatusCode, details: str, name: str) -> None:
