@@ -66,11 +66,12 @@ class Besieged(LoggedService):
         watch = Watch(self.pid, self.data_dir, self.log)
         before = watch.look()
         yield
-        self._check_honest()
+        self.check_honest()
         _wait_until_no_more(watch, before)
         self._check_log(before.log)
 
-    def _check_honest(self) -> None:
+    def check_honest(self) -> None:
+        """Check that what the trainer publishes arrives."""
         head: Position = self.trainer.change(5)
         self._subscriber.wait_for(head.number, _WAIT_SECONDS)
         assert self.replica.bytes() == self.trainer.expected()
