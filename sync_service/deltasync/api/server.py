@@ -85,7 +85,7 @@ class ServerOptions:
         consumers: consumers to make at the start if missing; those that exist get these policies.
         admin_token: token for calls that change something; None, or an empty one, refuses them all.
         drain_seconds: how long open cuts may take to finish on SIGTERM.
-        read_consumers: reads the consumers of the configuration anew, on SIGHUP; None where there is no file.
+        read_settings: reads what it takes of the configuration on SIGHUP; None where there is no file.
     """
 
     service: ServiceOptions
@@ -95,7 +95,7 @@ class ServerOptions:
     consumers: tuple[ConsumerOptions, ...] = ()
     admin_token: str | None = None
     drain_seconds: float = 5.0
-    read_consumers: Reader | None = None
+    read_settings: Reader | None = None
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class _Http(uvicorn.Server):
 
 
 async def serve(options: ServerOptions) -> None:
-    """Run the service until SIGTERM or SIGINT; on SIGHUP, have the consumers that its configuration now names.
+    """Run the service until SIGTERM or SIGINT; on SIGHUP, take the consumers and limits of its configuration.
 
     Raises:
         StorageFailed: the data directory is damaged or in use.
@@ -147,7 +147,7 @@ def _on_hangup(loop: asyncio.AbstractEventLoop, do: Callable[[], None]) -> None:
 async def run(options: ServerOptions, stopping: asyncio.Event, reloading: asyncio.Event | None = None) -> None:
     """Run the service until `stopping` is set, in a process that has other things to do too.
 
-    Whenever `reloading` is set, the consumers of the configuration are read again.
+    Whenever `reloading` is set, the consumers and limits of the configuration are read again.
 
     Raises:
         StorageFailed: the data directory is damaged or in use.
@@ -162,7 +162,7 @@ async def run(options: ServerOptions, stopping: asyncio.Event, reloading: asynci
         if recovery.done():  # Who has failed need not listen.
             await recovery
         keeper = tasks.create_task(housekeeping(service))
-        reloads = tasks.create_task(reload_on(reloading or asyncio.Event(), service, options.read_consumers))
+        reloads = tasks.create_task(reload_on(reloading or asyncio.Event(), service, options.read_settings))
         await _listen(service, options, tasks, stopping, recovery)
         keeper.cancel()
         reloads.cancel()

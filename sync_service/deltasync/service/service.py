@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from deltasync.consumers.consumer import Consumer, ConsumerOptions
@@ -12,6 +12,7 @@ from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.core.delete_request import DeleteRequest
 from deltasync.core.errors import NotFound, ServiceUnavailable
 from deltasync.core.events import EventCounts, EventKind, EventLog, Events
+from deltasync.core.limits import LimitOptions, Limits
 from deltasync.core.policy import Policy
 from deltasync.core.signals import Signal
 from deltasync.core.tables import TableSpec
@@ -58,6 +59,7 @@ class ServiceOptions:
             1 GiB, or half of `log_max_bytes` if that is less.
         replica_retention_seconds: a replica away for longer no longer holds its consumer's offset.
         norm_limit: what a row's norm may be at most; None = anything that is finite.
+        limits: what peers may take.
     """
 
     data_dir: Path
@@ -65,6 +67,7 @@ class ServiceOptions:
     flush_bytes: int | None = None
     replica_retention_seconds: float = 3600.0
     norm_limit: NormLimit | None = None
+    limits: LimitOptions = field(default_factory=LimitOptions)
 
     def __post_init__(self) -> None:
         half = self.log_max_bytes // 2
@@ -88,6 +91,7 @@ class Service:
         options: what it keeps, and where.
         log: what outlives the process.
         volumes: where it writes to.
+        limits: what peers may take, and what is taken.
         events: what happens, told to all who listen.
         event_counts: how often what has happened since the service started.
         models: those that were ever published, by name; but for those that are still recovering.
@@ -106,6 +110,7 @@ class Service:
     def __init__(self, options: ServiceOptions, tasks: asyncio.TaskGroup) -> None:
         self.options = options
         self._tasks = tasks
+        self.limits = Limits(options.limits)
         self.event_counts = EventCounts()
         # That a volume has failed is said before what comes of it.
         self.events = Events(lambda event: self.volumes.hear(event), EventLog(), self.event_counts)
