@@ -49,6 +49,13 @@ def spare_imports() -> None:
     gc.freeze()
 
 
+def raise_descriptor_limit() -> int:
+    """Take as many file descriptors as this process may have; how many those are."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
+
+
 def this_process() -> str:
     """This process in words, for people at another machine."""
     return f"process {os.getpid()} of {socket.gethostname()[:100]}"
