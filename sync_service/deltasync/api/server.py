@@ -16,17 +16,20 @@ from typing import Literal
 import grpc.aio
 import numba  # noqa: F401  # kernels would import it later than garbage collection is told what to pass over
 import uvicorn
+from fastapi import FastAPI
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from deltasync.api.admin import AdminServicer
 from deltasync.api.call_errors import ErrorInterceptor
+from deltasync.api.certificates import CertificateFiles
 from deltasync.api.http import create_app
 from deltasync.api.http_protocol import HttpProtocol
 from deltasync.api.protocol import ProtocolInterceptor
 from deltasync.api.publish import PublishServicer
 from deltasync.api.reload import Reader, reload_on
 from deltasync.api.subscribe_calls import SubscribeServicer
+from deltasync.api.tls_options import TlsOptions
 from deltasync.api.written_messages import WrittenMessages
 from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.core.errors import ServiceUnavailable
@@ -86,6 +89,7 @@ class ServerOptions:
         admin_token: token for calls that change something; None, or an empty one, refuses them all.
         drain_seconds: how long open cuts may take to finish on SIGTERM.
         read_consumers: reads the consumers of the configuration anew, on SIGHUP; None where there is no file.
+        tls: what TLS is spoken with on both ports; None = plain text.
     """
 
     service: ServiceOptions
@@ -96,6 +100,7 @@ class ServerOptions:
     admin_token: str | None = None
     drain_seconds: float = 5.0
     read_consumers: Reader | None = None
+    tls: TlsOptions | None = None
 
 
 @dataclass(frozen=True)
@@ -150,9 +155,11 @@ async def run(options: ServerOptions, stopping: asyncio.Event, reloading: asynci
     Whenever `reloading` is set, the consumers of the configuration are read again.
 
     Raises:
+        InvalidInput: the files for TLS are not there, or do not fit each other.
         StorageFailed: the data directory is damaged or in use.
         ServiceUnavailable: a port is in use.
     """
+    certificates = CertificateFiles(options.tls) if options.tls else None
     async with asyncio.TaskGroup() as tasks:
         service = Service(options.service, tasks)
         keep_in(options.service.data_dir / "kernels")
@@ -163,9 +170,12 @@ async def run(options: ServerOptions, stopping: asyncio.Event, reloading: asynci
             await recovery
         keeper = tasks.create_task(housekeeping(service))
         reloads = tasks.create_task(reload_on(reloading or asyncio.Event(), service, options.read_consumers))
-        await _listen(service, options, tasks, stopping, recovery)
+        renewal = tasks.create_task(certificates.follow(service)) if certificates else None
+        await _listen(service, options, tasks, stopping, recovery, certificates)
         keeper.cancel()
         reloads.cancel()
+        if renewal:
+            renewal.cancel()
         await service.drain()
     logger.info("stopped")
 
@@ -176,16 +186,18 @@ async def _listen(
     tasks: asyncio.TaskGroup,
     stopping: asyncio.Event,
     recovery: asyncio.Task[None],
+    certificates: CertificateFiles | None,
 ) -> None:
     listener = _bind(options.host, options.http_port)
-    server, healthy, grpc_port = _bind_grpc(service, options)
+    server, healthy, grpc_port = _bind_grpc(service, options, certificates)
     app = create_app(service, options.admin_token)
-    http = _Http(uvicorn.Config(app, http=HttpProtocol, log_config=None, access_log=False, lifespan="off"))
+    http = _Http(_http_config(app, certificates))
     http_task = tasks.create_task(http.serve(sockets=[listener]))
     await _compile(service, stopping)
     await server.start()
     await _set_health(healthy, health_pb2.HealthCheckResponse.NOT_SERVING)
-    where = _Addresses(f"{options.host}:{grpc_port}", f"http://{options.host}:{listener.getsockname()[1]}")
+    scheme = "https" if certificates else "http"
+    where = _Addresses(f"{options.host}:{grpc_port}", f"{scheme}://{options.host}:{listener.getsockname()[1]}")
     logger.info("listening: grpc=%s http=%s data=%s", where.grpc, where.http, options.service.data_dir)
     stopped = asyncio.create_task(stopping.wait())
     await asyncio.wait({stopped, recovery}, return_when=asyncio.FIRST_COMPLETED)
@@ -216,7 +228,20 @@ async def _compile(service: Service, stopping: asyncio.Event) -> None:
     service.compiling = False
 
 
-def _bind_grpc(service: Service, options: ServerOptions) -> tuple[grpc.aio.Server, health.aio.HealthServicer, int]:
+def _http_config(app: FastAPI, certificates: CertificateFiles | None) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=HttpProtocol,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        ssl_context_factory=(lambda *_: certificates.http_context()) if certificates else None,
+    )
+
+
+def _bind_grpc(
+    service: Service, options: ServerOptions, certificates: CertificateFiles | None
+) -> tuple[grpc.aio.Server, health.aio.HealthServicer, int]:
     server = grpc.aio.server(
         interceptors=[ProtocolInterceptor(), ErrorInterceptor(), WrittenMessages()],
         options=[
@@ -229,6 +254,8 @@ def _bind_grpc(service: Service, options: ServerOptions) -> tuple[grpc.aio.Serve
             ("grpc.keepalive_time_ms", 20_000),
             ("grpc.keepalive_timeout_ms", 5_000),
             ("grpc.http2.ping_timeout_ms", 5_000),
+            # Who connects and then says nothing of TLS would otherwise be waited for for two minutes.
+            ("grpc.server_handshake_timeout_ms", 10_000),
         ],
     )
     publish_pb2_grpc.add_PublishServiceServicer_to_server(PublishServicer(service), server)
@@ -237,8 +264,12 @@ def _bind_grpc(service: Service, options: ServerOptions) -> tuple[grpc.aio.Serve
     healthy = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    address = f"{options.host}:{options.grpc_port}"
     try:
-        port = server.add_insecure_port(f"{options.host}:{options.grpc_port}")
+        if certificates:
+            port = server.add_secure_port(address, certificates.grpc_credentials())
+        else:
+            port = server.add_insecure_port(address)
     except RuntimeError as error:
         raise ServiceUnavailable(_not_bound("--grpc-port", options.host, options.grpc_port)) from error
     return server, healthy, port

@@ -11,6 +11,7 @@ from deltasync.cli.config import CONTEXT, config_option, from_config, reader_of_
 from deltasync.cli.consumer_settings import consumers_of_file, consumers_of_flags, merged
 from deltasync.cli.endpoint_options import listening_options
 from deltasync.cli.needs import SERVICE, check_needs
+from deltasync.cli.tls_options import take_tls_options, tls_options
 from deltasync.consumers.consumer import ConsumerOptions
 
 check_needs(*SERVICE)
@@ -25,6 +26,7 @@ check_needs(*SERVICE)
     help="Folder of everything the service keeps; made if missing.",
 )
 @listening_options
+@tls_options
 @click.option(
     "--consumer",
     "consumer",
@@ -97,11 +99,14 @@ def serve(consumer: tuple[ConsumerOptions, ...], **settings: Any) -> None:
         growth, quarantine = settings.pop("max_norm_growth"), settings.pop("poisoned") == "quarantine"
         limit = NormLimit(growth, quarantine) if growth else None
         service = ServiceOptions(norm_limit=limit, **{name: settings.pop(name) for name in kept})
+        tls = take_tls_options(settings)
         wanted, read = merged(consumer, from_config("consumers", ())), reader_of_config()
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     read_consumers = (lambda: merged(consumer, read("consumers", ()))) if read else None
-    options = server.ServerOptions(service=service, consumers=wanted, read_consumers=read_consumers, **settings)
+    options = server.ServerOptions(
+        service=service, consumers=wanted, read_consumers=read_consumers, tls=tls, **settings
+    )
     try:
         asyncio.run(server.serve(options))
     finally:

@@ -78,6 +78,7 @@ class Answers:
             log_bytes=service.log.used_bytes(),
             commits=service.log.commits,
             volumes=service.volumes.all,
+            certificates_expire=service.certificates_expire,
         )
 
     def _standing(self, consumer: Consumer) -> Standing:
