@@ -10,6 +10,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -20,7 +21,10 @@ from fastapi import FastAPI
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from deltasync.api.access import Access
+from deltasync.api.access_calls import AccessInterceptor
 from deltasync.api.admin import AdminServicer
+from deltasync.api.audit import Audit
 from deltasync.api.call_errors import ErrorInterceptor
 from deltasync.api.certificates import CertificateFiles
 from deltasync.api.http import create_app
@@ -28,12 +32,14 @@ from deltasync.api.http_protocol import HttpProtocol
 from deltasync.api.protocol import ProtocolInterceptor
 from deltasync.api.publish import PublishServicer
 from deltasync.api.reload import Reader, reload_on
+from deltasync.api.roles_file import RolesFile
 from deltasync.api.subscribe_calls import SubscribeServicer
 from deltasync.api.tls_options import TlsOptions
 from deltasync.api.written_messages import WrittenMessages
 from deltasync.consumers.consumer import ConsumerOptions
-from deltasync.core.errors import ServiceUnavailable
+from deltasync.core.errors import InvalidInput, ServiceUnavailable
 from deltasync.core.events import EventKind
+from deltasync.core.exposure import may_listen
 from deltasync.core.listener import listening_socket
 from deltasync.core.process import keep_freed_memory, spare_imports
 from deltasync.core.progress import Progress
@@ -86,7 +92,9 @@ class ServerOptions:
         grpc_port: port for trainers and replicas; 0 = any free one.
         http_port: port for operators; 0 = any free one.
         consumers: consumers to make at the start if missing; those that exist get these policies.
-        admin_token: token for calls that change something; None, or an empty one, refuses them all.
+        admin_token: token with role admin, beside those of `roles`; None, or an empty one, is none.
+        roles: file that says who has which roles, see `core.roles`; None = anyone may publish, subscribe and read.
+        insecure: listen on an address that others reach, whatever protects it.
         drain_seconds: how long open cuts may take to finish on SIGTERM.
         read_consumers: reads the consumers of the configuration anew, on SIGHUP; None where there is no file.
         tls: what TLS is spoken with on both ports; None = plain text.
@@ -98,6 +106,8 @@ class ServerOptions:
     http_port: int = 8080
     consumers: tuple[ConsumerOptions, ...] = ()
     admin_token: str | None = None
+    roles: Path | None = None
+    insecure: bool = False
     drain_seconds: float = 5.0
     read_consumers: Reader | None = None
     tls: TlsOptions | None = None
@@ -155,10 +165,13 @@ async def run(options: ServerOptions, stopping: asyncio.Event, reloading: asynci
     Whenever `reloading` is set, the consumers of the configuration are read again.
 
     Raises:
-        InvalidInput: the files for TLS are not there, or do not fit each other.
+        InvalidInput: others reach the address and nothing protects it, the roles file is not right, or the files
+            for TLS are not there or do not fit each other.
         StorageFailed: the data directory is damaged or in use.
         ServiceUnavailable: a port is in use.
     """
+    exposure = _checked_exposure(options)
+    roles = RolesFile(options.roles) if options.roles else None
     certificates = CertificateFiles(options.tls) if options.tls else None
     async with asyncio.TaskGroup() as tasks:
         service = Service(options.service, tasks)
@@ -168,16 +181,39 @@ async def run(options: ServerOptions, stopping: asyncio.Event, reloading: asynci
         await asyncio.wait({recovery}, timeout=_SOON_SECONDS)
         if recovery.done():  # Who has failed need not listen.
             await recovery
-        keeper = tasks.create_task(housekeeping(service))
-        reloads = tasks.create_task(reload_on(reloading or asyncio.Event(), service, options.read_consumers))
-        renewal = tasks.create_task(certificates.follow(service)) if certificates else None
-        await _listen(service, options, tasks, stopping, recovery, certificates)
-        keeper.cancel()
-        reloads.cancel()
-        if renewal:
-            renewal.cancel()
+        access = _access(options, service, roles, exposure)
+        also = [tasks.create_task(housekeeping(service))]
+        if roles:
+            also.append(tasks.create_task(roles.follow(access, service.events)))
+        if certificates:
+            also.append(tasks.create_task(certificates.follow(service)))
+        reload_roles = partial(roles.reload, access, service.events) if roles else None
+        hung_up = reloading or asyncio.Event()
+        also.append(tasks.create_task(reload_on(hung_up, service, options.read_consumers, reload_roles)))
+        await _listen(service, options, tasks, stopping, recovery, access, certificates)
+        for each in also:
+            each.cancel()
         await service.drain()
     logger.info("stopped")
+
+
+def _checked_exposure(options: ServerOptions) -> str:
+    """What is to be known of where the service listens; empty if nothing is."""
+    roles, insecure = options.roles is not None, options.insecure
+    decision = may_listen(options.host, tls=options.tls is not None, roles=roles, insecure=insecure)
+    if not decision.yes:
+        raise InvalidInput(decision.reason)
+    if decision.reason:
+        logger.warning("%s", decision.reason)
+    return decision.reason
+
+
+def _access(options: ServerOptions, service: Service, roles: RolesFile | None, exposure: str) -> Access:
+    audit = Audit()
+    service.events.listen(audit)
+    access = Access(options.admin_token, roles.roles if roles else None, audit)
+    access.exposure = exposure
+    return access
 
 
 async def _listen(
@@ -186,11 +222,12 @@ async def _listen(
     tasks: asyncio.TaskGroup,
     stopping: asyncio.Event,
     recovery: asyncio.Task[None],
+    access: Access,
     certificates: CertificateFiles | None,
 ) -> None:
     listener = _bind(options.host, options.http_port)
-    server, healthy, grpc_port = _bind_grpc(service, options, certificates)
-    app = create_app(service, options.admin_token)
+    server, healthy, grpc_port = _bind_grpc(service, options, access, certificates)
+    app = create_app(service, access)
     http = _Http(_http_config(app, certificates))
     http_task = tasks.create_task(http.serve(sockets=[listener]))
     await _compile(service, stopping)
@@ -235,15 +272,16 @@ def _http_config(app: FastAPI, certificates: CertificateFiles | None) -> uvicorn
         log_config=None,
         access_log=False,
         lifespan="off",
+        ws="none",
         ssl_context_factory=(lambda *_: certificates.http_context()) if certificates else None,
     )
 
 
 def _bind_grpc(
-    service: Service, options: ServerOptions, certificates: CertificateFiles | None
+    service: Service, options: ServerOptions, access: Access, certificates: CertificateFiles | None
 ) -> tuple[grpc.aio.Server, health.aio.HealthServicer, int]:
     server = grpc.aio.server(
-        interceptors=[ProtocolInterceptor(), ErrorInterceptor(), WrittenMessages()],
+        interceptors=[AccessInterceptor(access), ProtocolInterceptor(), ErrorInterceptor(), WrittenMessages()],
         options=[
             ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
             # Otherwise a second service on the same port would take half of the streams.
@@ -260,7 +298,7 @@ def _bind_grpc(
     )
     publish_pb2_grpc.add_PublishServiceServicer_to_server(PublishServicer(service), server)
     subscribe_pb2_grpc.add_SubscribeServiceServicer_to_server(SubscribeServicer(service), server)
-    admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(service, options.admin_token), server)
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(service), server)
     healthy = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)

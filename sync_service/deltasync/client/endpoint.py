@@ -14,8 +14,8 @@ from deltasync.client.endpoint_settings import endpoint_settings, file_settings
 from deltasync.client.http_answer import Tls, get_json
 from deltasync.client.tls_files import TlsFiles
 from deltasync.client.tls_troubles import meaning
-from deltasync.core.addresses import is_loopback
 from deltasync.core.errors import DeltasyncError, InvalidInput, ServiceUnavailable
+from deltasync.core.exposure import is_loopback
 from deltasync.wire.error_codes import from_rpc_error
 from deltasync.wire.protocol import OURS, protocols_to_metadata
 
@@ -242,7 +242,7 @@ class Endpoint:
     def _host(self) -> str:
         if self.address.startswith(_HTTP):
             return urllib.parse.urlsplit(self.address).hostname or ""
-        return self.address.rpartition(":")[0]
+        return self.address.rpartition(":")[0].strip("[]")
 
 
 @contextmanager
