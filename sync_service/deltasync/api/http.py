@@ -2,18 +2,18 @@
 
 from dataclasses import dataclass
 
-from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi import FastAPI, Response
+from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from deltasync.api.access import Access
 from deltasync.api.access_routes import AccessMiddleware
-from deltasync.api.call_errors import error_response
 from deltasync.api.caller import may_read
 from deltasync.api.consumer_routes import consumer_routes
 from deltasync.api.delete_routes import delete_routes
+from deltasync.api.http_errors import answer_errors, error_responses
 from deltasync.api.model_routes import model_routes
-from deltasync.core.errors import DeltasyncError, ServiceUnavailable
+from deltasync.core.errors import ServiceUnavailable
 from deltasync.core.words import listed
 from deltasync.service.service import Service
 from deltasync.status.answers import Answers
@@ -39,15 +39,22 @@ class TableLine:
     refused: str
 
 
+class _Metrics(Response):
+    """Metrics, as Prometheus reads them."""
+
+    media_type = CONTENT_TYPE_LATEST
+
+
 def create_app(service: Service, access: Access) -> FastAPI:
     """The application; it shares the service's event loop."""
-    app = FastAPI(title="deltasync", description="How far every consumer is behind.", docs_url="/docs")
+    app = FastAPI(
+        title="deltasync",
+        description="How far every consumer is behind.",
+        docs_url="/docs",
+        responses=error_responses(),
+    )
     app.add_middleware(AccessMiddleware, access=access)
-
-    @app.exception_handler(DeltasyncError)
-    async def on_error(_request: Request, error: DeltasyncError) -> JSONResponse:
-        return error_response(error)
-
+    answer_errors(app)
     answers = Answers(service)
     app.include_router(consumer_routes(service, answers))
     app.include_router(delete_routes(service))
@@ -73,10 +80,10 @@ def create_app(service: Service, access: Access) -> FastAPI:
         lacks = (access.trouble, *service.shortcomings) if may_read() else ()
         return "".join(f"{line}\n" for line in ("ok", access.exposure, *lacks) if line)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=_Metrics)
     async def metrics() -> Response:
         """Everything above as Prometheus metrics."""
-        return Response(await answers.metrics(), media_type=CONTENT_TYPE_LATEST)
+        return _Metrics(await answers.metrics())
 
     return app
 
