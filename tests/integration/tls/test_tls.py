@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import trustme
+from cryptography import x509
 from tests.support.certificates import Pki
 from tests.support.fleet import Recorder, Trainer, follow
 from tests.support.process import ServiceProcess
@@ -54,17 +55,18 @@ def until(said: str, ask: Callable[[], object]) -> None:
         time.sleep(0.005)
 
 
-def events(service: RunningService, pki: Pki) -> dict[str, int]:
-    """How often each thing has happened, as its metrics say."""
+def metrics(service: RunningService, pki: Pki) -> str:
     context = ssl.create_default_context(cafile=pki.path("services-ca"))
     host, port = service.http.removeprefix("https://").split(":")
-    with (
-        socket.create_connection((host, int(port))) as plain,
-        context.wrap_socket(plain, server_hostname=host) as s,
-    ):
-        s.sendall(b"GET /metrics HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n")
-        text = b"".join(iter(lambda: s.recv(1 << 16), b"")).decode()
-    found = re.findall(r'^deltasync_events_total\{event="(\w+)"\} (\d+)', text, re.MULTILINE)
+    plain = socket.create_connection((host, int(port)))
+    with context.wrap_socket(plain, server_hostname=host) as secure:
+        secure.sendall(b"GET /metrics HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n")
+        return b"".join(iter(lambda: secure.recv(1 << 16), b"")).decode()
+
+
+def events(service: RunningService, pki: Pki) -> dict[str, int]:
+    """How often each thing has happened, as its metrics say."""
+    found = re.findall(r'^deltasync_events_total\{event="(\w+)"\} (\d+)', metrics(service, pki), re.MULTILINE)
     return {name: int(number) for name, number in found}
 
 
@@ -243,6 +245,11 @@ def test_when_certificates_expire_is_a_metric_and_an_open_key_a_warning(
     service.options = replace(service.options, tls=pki.options)
     with service:
         assert events(service, pki)["key_exposed"] == 1
+        shown = re.findall(
+            r'^deltasync_certificate_expires_seconds\{setting="(\w+)"\} (.+)', metrics(service, pki), re.M
+        )
+        (leaf,) = x509.load_pem_x509_certificates(pki.path("service").read_bytes())
+        assert {name: float(at) for name, at in shown}["tls_cert"] == leaf.not_valid_after_utc.timestamp()
     assert "can be read by every user of this machine: chmod o-rwx" in caplog.text
 
 
