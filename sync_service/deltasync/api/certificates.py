@@ -3,6 +3,7 @@
 import asyncio
 import ssl
 import time
+from asyncio import constants
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from deltasync.service.service import Service
 
 # Between two looks whether they have changed.
 LOOK_SECONDS = 1.0
+# Who connects and then does not get to the end of the handshake is hung up on after so long.
+HANDSHAKE_SECONDS = 10.0
 # A file that is written in the middle of being read is read again, so often.
 _TRIES = 3
 
@@ -110,6 +113,8 @@ class CertificateFiles:
 
     def http_context(self) -> ssl.SSLContext:
         """What connections to HTTP are made with: each with the newest certificates."""
+        # In the whole process: uvicorn has no setting for it.
+        constants.SSL_HANDSHAKE_TIMEOUT = HANDSHAKE_SECONDS  # type: ignore[misc]
         return _NewestContext(self)
 
     def grpc_credentials(self) -> grpc.ServerCredentials:

@@ -21,6 +21,7 @@ from fastapi import FastAPI
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from deltasync.api import certificates as tls
 from deltasync.api.access import Access
 from deltasync.api.access_calls import AccessInterceptor
 from deltasync.api.admin import AdminServicer
@@ -293,8 +294,7 @@ def _bind_grpc(
             ("grpc.keepalive_time_ms", 20_000),
             ("grpc.keepalive_timeout_ms", 5_000),
             ("grpc.http2.ping_timeout_ms", 5_000),
-            # Who connects and then says nothing of TLS would otherwise be waited for for two minutes.
-            ("grpc.server_handshake_timeout_ms", 10_000),
+            ("grpc.server_handshake_timeout_ms", int(tls.HANDSHAKE_SECONDS * 1000)),
         ],
     )
     publish_pb2_grpc.add_PublishServiceServicer_to_server(PublishServicer(service), server)

@@ -4,6 +4,7 @@ import re
 import socket
 import ssl
 import time
+from asyncio import constants
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -301,6 +302,25 @@ def test_peers_that_fail_in_the_handshake_leave_no_line_in_the_log(
         said = capfd.readouterr().err
     # Of this process, the client of which gRPC's C library says so, and not of the service's.
     assert [line for line in said.splitlines() if "deltasync" in line or "Handshake" in line] == []
+
+
+def test_who_connects_and_does_not_get_to_the_end_of_a_handshake_is_hung_up_on(
+    tmp_path: Path, pki: Pki, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise after a minute, and after two: so long each would hold a descriptor."""
+    monkeypatch.setattr(certificates, "HANDSHAKE_SECONDS", 0.1)
+    monkeypatch.setattr(constants, "SSL_HANDSHAKE_TIMEOUT", 60.0)
+    service = RunningService(tmp_path / "data")
+    service.options = replace(service.options, tls=pki.options)
+    hello = b"\x16\x03\x01\x02\x00\x01"
+    with service:
+        for address in (service.grpc, service.http.removeprefix("https://")):
+            host, port = address.split(":")
+            for begun in (b"", hello):
+                with socket.create_connection((host, int(port)), timeout=WAIT) as peer, suppress(ConnectionError):
+                    peer.sendall(begun)
+                    while peer.recv(1000):
+                        pass
 
 
 def test_tls_of_before_1_2_is_not_spoken(service: RunningService, pki: Pki) -> None:
