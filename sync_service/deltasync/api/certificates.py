@@ -114,7 +114,7 @@ class CertificateFiles:
     def http_context(self) -> ssl.SSLContext:
         """What connections to HTTP are made with: each with the newest certificates."""
         # In the whole process: uvicorn has no setting for it.
-        constants.SSL_HANDSHAKE_TIMEOUT = HANDSHAKE_SECONDS  # type: ignore[misc]
+        constants.SSL_HANDSHAKE_TIMEOUT = HANDSHAKE_SECONDS
         return _NewestContext(self)
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
