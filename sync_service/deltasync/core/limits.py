@@ -21,6 +21,7 @@ class LimitOptions:
     tables_per_model: int = _limit(10_000, "tables of a model")
     consumers: int = _limit(2_000, "consumers")
     replicas_per_consumer: int = _limit(5_000, "replicas of a consumer")
+    log_queue_bytes: int = _limit(128 << 20, "bytes that wait to be written to the log")
 
     def __post_init__(self) -> None:
         for name, most in vars(self).items():

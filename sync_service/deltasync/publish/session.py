@@ -69,7 +69,7 @@ class PublishSession:
         self._part: tuple[OpenCut, RankPart] | None = None
         self._asked: IdsByTable = {}
         self.changed: ChangedRows | None = None
-        self._unwritten = UnwrittenChunks()
+        self._unwritten = UnwrittenChunks(self._model.store.queue)
 
     def say(self, kind: EventKind, text: str, error: Exception | None = None) -> None:
         """Tell what happens to this rank."""

@@ -75,10 +75,11 @@ class ModelStore:
         grown_from: how many rows were published of a table when it grew, by its name.
         flushed: the version up to which the tables' files need no record of the log.
         removed: the version up to which there was no table of a name, or another one that was removed then.
+        queue: what all have submitted to the log that is not on disk yet.
     """
 
     def __init__(self, log: LogStore, model: str, directory: Path) -> None:
-        self._log = log
+        self._log, self.queue = log, log.queue
         self._model = model
         self._cuts, self._seals = f"cuts/{model}", f"seals/{model}"
         self._layouts = Layouts(log, model)
