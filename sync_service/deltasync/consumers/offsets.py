@@ -15,7 +15,7 @@ from deltasync.storage.records import pack_json, reading, unpack_json
 
 # So many are written together: they take a millisecond of the event loop, and as much of a commit.
 _AT_ONCE = 128
-# After a write there is a pause of so many times what it took: cuts find the log's thread free. At most so long.
+# Times what a write took; at most.
 _PAUSES, _LONGEST_PAUSE_SECONDS = 9, 1.0
 
 
@@ -70,8 +70,7 @@ class OffsetLog:
         self._submit().add_done_callback(lambda _: self._rest(time.monotonic() - begun))
 
     def _rest(self, seconds: float) -> None:
-        pause = min(_PAUSES * seconds, _LONGEST_PAUSE_SECONDS)
-        asyncio.get_running_loop().call_later(pause, self._go_on)
+        asyncio.get_running_loop().call_later(pause_after(seconds), self._go_on)
 
     def _go_on(self) -> None:
         self._resting = False
@@ -90,9 +89,14 @@ class OffsetLog:
 
     def _report(self, names: tuple[str, ...], written: "asyncio.Future[None]") -> None:
         if isinstance(error := written.exception(), Exception):
-            others = f" and {len(names) - 1} others" if len(names) > 1 else ""
+            others = f", nor could {len(names) - 1} others" if len(names) > 1 else ""
             text = f"could not be written{others}; after a restart the one written before counts"
             self._events.emit(EventKind.FAILED, text, error, record=names[0])
+
+
+def pause_after(seconds: float) -> float:
+    """Seconds to wait after a write that took so many: a tenth of the time is taken, and no offset gets old."""
+    return min(_PAUSES * seconds, _LONGEST_PAUSE_SECONDS)
 
 
 def offset_name(consumer: str, replica: str) -> str:

@@ -14,7 +14,7 @@ from deltasync.feeds.damage import IdsByTable, without
 from deltasync.publish.changed_rows import ChangedRows, MissingRows
 from deltasync.publish.coordinator import CutCoordinator, OpenCut
 from deltasync.publish.cut import RankPart
-from deltasync.publish.opening import Opening
+from deltasync.publish.opening import OPENS, Opening
 from deltasync.publish.runs import Continuation, continues
 from deltasync.publish.unwritten import UnwrittenChunks
 from deltasync.storage.log_store import LogFull
@@ -36,7 +36,8 @@ async def open_session(coordinator: CutCoordinator, opening: Opening) -> "Publis
         StorageFailed: there is no room for a table.
         ServiceUnavailable: the model's tables are at no version now.
     """
-    layout = await asyncio.to_thread(pack_layout, opening.tables, opening.shards)
+    loop = asyncio.get_running_loop()
+    layout = await loop.run_in_executor(OPENS, pack_layout, opening.tables, opening.shards)
     await coordinator.admit(opening.run, opening.tables)
     session = PublishSession(coordinator, opening, layout)
     coordinator.sessions[session.rank] = session

@@ -3,12 +3,12 @@ import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from pathlib import Path
 
 import lmdb
 import pytest
 from tests.support.damage import flipped
+from tests.support.log import held_up
 
 from deltasync.core.errors import StorageFailed
 from deltasync.storage import write_queue
@@ -29,23 +29,6 @@ def log(options: LogOptions) -> Iterator[LmdbStore]:
     log = LmdbStore(options)
     yield log
     log.close()
-
-
-@contextmanager
-def held_up(log: LmdbStore) -> Iterator[None]:
-    """While the block runs, nothing that is submitted is written."""
-    begun, go = threading.Event(), threading.Event()
-
-    def wait(_: object) -> None:
-        begun.set()
-        assert go.wait(TIMEOUT)
-
-    log.queue.submit(wait, 0)
-    assert begun.wait(TIMEOUT)
-    try:
-        yield
-    finally:
-        go.set()
 
 
 def numbers(log: LmdbStore, stream: str) -> list[tuple[int, int]]:

@@ -40,6 +40,11 @@ class AckingReplica:
             elif kind == "release_end":
                 self._acknowledge(response.release_end)
 
+    def end(self) -> None:
+        """Send nothing any more."""
+        for task in self._later:
+            task.cancel()
+
     def _count(self, rows: Any) -> None:
         self._received_bytes += len(rows.ids) + len(rows.values)
 
@@ -67,8 +72,10 @@ async def acking_fleet(service: str, count: int, seconds: float) -> None:
         _answer("ready")
         while await asyncio.to_thread(sys.stdin.readline):
             _answer(str(sum(each.acks for each in replicas)))
-        for task in running:
+        for each, task in zip(replicas, running, strict=True):
+            each.end()
             task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
 
 def _answer(text: str) -> None:

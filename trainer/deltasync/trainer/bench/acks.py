@@ -21,8 +21,8 @@ from deltasync.trainer.bench.timing import spread_of
 
 ROWS, DIM, CUT_ROWS, REPLICAS = 10_000, 16, 200, 200
 # From a cut of one of the services to the next one of it.
-_INTERVAL_SECONDS = 1.0
-WARM_UP, ROUNDS, CUTS = 1, 9, 6
+_INTERVAL_SECONDS = 0.5
+WARM_UP, CUTS = 5, 60
 _TABLE = TableSpec("bench", ROWS, DIM)
 
 
@@ -30,18 +30,22 @@ def acks_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options."""
     for option in (
         click.option("--replicas", default=REPLICAS, show_default=True, type=click.IntRange(1)),
-        click.option("--rounds", default=ROUNDS, show_default=True, type=click.IntRange(1)),
+        click.option("--cuts", default=CUTS, show_default=True, type=click.IntRange(1)),
     ):
         command = option(command)
     return command
 
 
-def run(console: Console, replicas: int, rounds: int) -> dict[str, Any]:
+def run(console: Console, replicas: int, cuts: int) -> dict[str, Any]:
     """Measure, print and return the figures."""
     with ExitStack() as stack:
         without, with_acks = (_Cuts(stack, stack.enter_context(Children()), count) for count in (0, replicas))
-        found = [_round(without, with_acks) for _ in range(WARM_UP + rounds)][WARM_UP:]
-    return _report(console, found, replicas)
+        _by_turns(without, with_acks, WARM_UP)
+        begun, acks, cpu = time.perf_counter(), with_acks.acks, with_acks.cpu_seconds
+        pairs = _by_turns(without, with_acks, cuts)
+        passed = time.perf_counter() - begun
+        acks, cpu = with_acks.acks - acks, with_acks.cpu_seconds - cpu
+    return _report(console, pairs, replicas, acks / passed, cpu / passed)
 
 
 class _Cuts:
@@ -84,39 +88,31 @@ class _Cuts:
         return time.perf_counter() - started
 
 
-def _round(without: _Cuts, with_acks: _Cuts) -> dict[str, float]:
-    """The median time of a seal of both, and what the acknowledgements are meanwhile."""
-    begun, acks, cpu = time.perf_counter(), with_acks.acks, with_acks.cpu_seconds
-    seconds = list[tuple[float, float]]()
-    for number in range(CUTS):
-        taken = list[float]()
-        for half, each in enumerate((without, with_acks)):
-            due = begun + (number + half / 2) * _INTERVAL_SECONDS
-            time.sleep(max(0.0, due - time.perf_counter()))
-            taken.append(each.seal())
-        seconds.append((taken[0], taken[1]))
-    passed = time.perf_counter() - begun
-    medians = [float(np.median(each)) for each in zip(*seconds, strict=True)]
-    return {
-        "without": medians[0],
-        "with": medians[1],
-        "acks": (with_acks.acks - acks) / passed,
-        "cpu": (with_acks.cpu_seconds - cpu) / passed,
-    }
+def _by_turns(without: _Cuts, with_acks: _Cuts, cuts: int) -> list[tuple[float, float]]:
+    """Seconds of so many seals of both, each at its time."""
+    begun, pairs = time.perf_counter(), list[tuple[float, float]]()
+    for number in range(cuts):
+        time.sleep(max(0.0, begun + number * _INTERVAL_SECONDS - time.perf_counter()))
+        alone = without.seal()
+        time.sleep(_INTERVAL_SECONDS / 2)
+        pairs.append((alone, with_acks.seal()))
+    return pairs
 
 
-def _report(console: Console, found: list[dict[str, float]], replicas: int) -> dict[str, Any]:
+def _report(
+    console: Console, pairs: list[tuple[float, float]], replicas: int, acks: float, cpu: float
+) -> dict[str, Any]:
     figures = {
-        **spread_of("seal_ratio", (each["with"] / each["without"] for each in found)),
-        **spread_of("seal_ms", (1e3 * each["with"] for each in found)),
-        **spread_of("seal_ms_without", (1e3 * each["without"] for each in found)),
-        **spread_of("acks_per_second", (each["acks"] for each in found)),
-        **spread_of("service_cpu_share", (each["cpu"] for each in found)),
+        **spread_of("seal_ratio", (with_acks / alone for alone, with_acks in pairs)),
+        **spread_of("seal_ms", (1e3 * with_acks for _, with_acks in pairs)),
+        **spread_of("seal_ms_without", (1e3 * alone for alone, _ in pairs)),
+        "acks_per_second": acks,
+        "service_cpu_share": cpu,
         "replicas": replicas,
-        "rounds": len(found),
+        "cuts": len(pairs),
     }
     console.print(
-        f"acks: cuts of {CUT_ROWS} rows x {DIM}, one every {_INTERVAL_SECONDS:g} s; median of {len(found)} rounds"
+        f"acks: cuts of {CUT_ROWS} rows x {DIM}, one every {_INTERVAL_SECONDS:g} s; {len(pairs)} of them"
     )
     console.print(f"  no replicas             {figures['seal_ms_without']:8.2f} ms until it is sealed")
     console.print(f"  {replicas} replicas            {figures['seal_ms']:8.2f} ms")
@@ -125,7 +121,6 @@ def _report(console: Console, found: list[dict[str, float]], replicas: int) -> d
         f"{figures['seal_ratio_high']:.2f}; aim: at most 1.2)"
     )
     console.print(
-        f"  meanwhile {figures['acks_per_second']:.0f} acknowledgements a second come, and the service takes "
-        f"{100 * figures['service_cpu_share']:.0f} % of a core"
+        f"  meanwhile {acks:.0f} acknowledgements a second come, and the service takes {100 * cpu:.0f} % of a core"
     )
     return figures
