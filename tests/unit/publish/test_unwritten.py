@@ -60,3 +60,30 @@ def test_what_is_taken_is_no_longer_counted() -> None:
         await asyncio.wait_for(chunks.wait_for_room(), 20)
 
     asyncio.run(scenario())
+
+
+def test_while_the_log_has_too_much_of_all_streams_one_that_submits_waits_for_what_it_has_there() -> None:
+    """And for nothing else: what others have there may be what only it can bring to its end."""
+
+    async def scenario() -> None:
+        queue = WriteQueue(most_bytes=MIB)
+        streams = [UnwrittenChunks(queue) for _ in range(2)]
+        writes = list[Future[None]]()
+        for each in streams:
+            writes.append(queue.submit(lambda _: None, MIB, patient=True))
+            each.add(writes[-1], MIB)
+        batch, _ = queue.take()
+        assert [each.done for each in batch] == writes  # Though they are patient.
+        second = asyncio.create_task(streams[1].wait_for_room())
+        await asyncio.sleep(0)
+        assert not second.done()
+        writes[1].set_result(None)
+        await asyncio.wait_for(second, 20)  # The queue is full still.
+        assert queue.full
+        first = asyncio.create_task(streams[0].wait_for_room())
+        queue.end(batch)
+        writes[0].set_result(None)
+        await asyncio.wait_for(first, 20)
+        assert not queue.full
+
+    asyncio.run(scenario())
