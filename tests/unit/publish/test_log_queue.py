@@ -15,10 +15,10 @@ from deltasync.core.tables import Shard, TableSpec
 from deltasync.service.service import Service
 from deltasync.storage.records import pack_layout
 
-RANKS, CHUNKS, BOUND = 6, 12, 1 << 20
-WIDE = TableSpec("wide", RANKS * 6000, 64)
-SHARDS = [Shard(WIDE, rank * 6000, 6000, 0, WIDE.dim) for rank in range(RANKS)]
-CHUNK_BYTES = 6000 // CHUNKS * (WIDE.row_bytes + 8)
+RANKS, CHUNKS, CHUNK_ROWS, BOUND = 6, 12, 500, 1 << 20
+WIDE = TableSpec("wide", RANKS * CHUNKS * CHUNK_ROWS, 64)
+SHARDS = [Shard(WIDE, rank * CHUNKS * CHUNK_ROWS, CHUNKS * CHUNK_ROWS, 0, WIDE.dim) for rank in range(RANKS)]
+CHUNK_BYTES = CHUNK_ROWS * (WIDE.row_bytes + 8)
 
 
 def test_ranks_that_publish_faster_than_the_disk_takes_it_wait_together(tmp_path: Path) -> None:
@@ -29,13 +29,13 @@ def test_ranks_that_publish_faster_than_the_disk_takes_it_wait_together(tmp_path
             for rank in range(RANKS)
         ]
 
-        def requests(step: int, shard: Shard) -> list[Any]:
-            ids = range(shard.row_offset, shard.row_offset + shard.rows)
-            values = np.full((shard.rows, WIDE.dim), step, "<f4")
-            return part(step, [(0, ids[n::CHUNKS], values[n::CHUNKS]) for n in range(CHUNKS)], full=True)
+        def requests(shard: Shard) -> list[Any]:
+            firsts = range(shard.row_offset, shard.row_offset + shard.rows, CHUNK_ROWS)
+            rows = np.ones((CHUNK_ROWS, WIDE.dim), "<f4")
+            return part(1, [(0, range(first, first + CHUNK_ROWS), rows) for first in firsts], full=True)
 
         with held_up(service.log):
-            sending = [asyncio.create_task(send(each, requests(1, SHARDS[each.rank]))) for each in sessions]
+            sending = [asyncio.create_task(send(each, requests(SHARDS[each.rank]))) for each in sessions]
             for _ in range(500):
                 await asyncio.sleep(0)
             assert BOUND < service.log.queue.bytes < BOUND + (RANKS + 1) * (CHUNK_BYTES + 4096)
@@ -52,15 +52,19 @@ def test_ranks_that_publish_faster_than_the_disk_takes_it_wait_together(tmp_path
 def test_many_opens_leave_the_loops_threads_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which flush, and write releases down."""
 
-    go = threading.Event()
+    begun, go = threading.Event(), threading.Event()
 
     def slow(*arguments: Any) -> bytes:
+        begun.set()
         assert go.wait(20)
         return pack_layout(*arguments)
 
     async def scenario(service: Service) -> None:
+        await service.open_model("clicks")
         opens = [asyncio.create_task(join(service)) for _ in range(50)]
-        await asyncio.sleep(0)
+        await asyncio.to_thread(begun.wait, 20)
+        for _ in range(200):
+            await asyncio.sleep(0)
         try:
             await asyncio.wait_for(asyncio.to_thread(lambda: None), 10)
         finally:
