@@ -38,6 +38,7 @@ class LimitOptions:
     http_connections_per_peer: int = _limit(256, "connections of HTTP from one address")
     http_idle_seconds: int = _limit(30, "seconds that a connection of HTTP may wait for its peer")
     grpc_idle_seconds: int = _limit(300, "seconds that a connection of gRPC may have no call", fixed=True)
+    log_queue_bytes: int = _limit(128 << 20, "bytes that wait to be written to the log")
 
     def __post_init__(self) -> None:
         for name, most in vars(self).items():

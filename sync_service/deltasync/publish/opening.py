@@ -1,5 +1,6 @@
 """What a rank says of itself when it opens a stream, checked."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from deltasync.core.errors import InvalidInput
@@ -11,6 +12,8 @@ from deltasync.v1 import publish_pb2
 from deltasync.wire.messages import shards_from_open, table_from_message
 from deltasync.wire.protocol import DELETES_PROTOCOL, OURS, Protocols
 
+# What takes long of an open, one after the other: the event loop's own threads are for those who are in.
+OPENS = ThreadPoolExecutor(1, thread_name_prefix="opens")
 MAX_WORLD_SIZE = 65_536
 _LONGEST_PROCESS = 200
 

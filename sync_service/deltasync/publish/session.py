@@ -14,7 +14,7 @@ from deltasync.feeds.damage import IdsByTable, without
 from deltasync.publish.changed_rows import ChangedRows, MissingRows
 from deltasync.publish.coordinator import CutCoordinator, OpenCut
 from deltasync.publish.cut import RankPart
-from deltasync.publish.opening import Opening
+from deltasync.publish.opening import OPENS, Opening
 from deltasync.publish.runs import Continuation, continues
 from deltasync.publish.unwritten import UnwrittenChunks
 from deltasync.storage.log_store import LogFull
@@ -37,7 +37,8 @@ async def open_session(coordinator: CutCoordinator, opening: Opening) -> "Publis
         StorageFailed: there is no room for a table.
         ServiceUnavailable: the model's tables are at no version now.
     """
-    layout = await asyncio.to_thread(pack_layout, opening.tables, opening.shards)
+    loop = asyncio.get_running_loop()
+    layout = await loop.run_in_executor(OPENS, pack_layout, opening.tables, opening.shards)
     await coordinator.admit(opening.run, opening.tables)
     session = PublishSession(coordinator, opening, layout)
     coordinator.sessions[session.rank] = session
@@ -70,7 +71,7 @@ class PublishSession:
         self._part: tuple[OpenCut, RankPart] | None = None
         self._asked: IdsByTable = {}
         self.changed: ChangedRows | None = None
-        self._unwritten = UnwrittenChunks()
+        self._unwritten = UnwrittenChunks(self._model.store.queue)
 
     def say(self, kind: EventKind, text: str, error: Exception | None = None) -> None:
         """Tell what happens to this rank."""

@@ -324,6 +324,7 @@ class Service:
         for name, model in self.models.items():
             await self.coordinators[name].drain()
             await model.close()
+        self.registry.write_offsets()
         await asyncio.to_thread(self.log.close)
         self._lock.close()
 
