@@ -53,9 +53,9 @@ async def publish(service: Service, step: int = 1, **fields: Any) -> PublishSess
     """A rank that joins, and publishes every row of its tables, drawn with the step as the seed: they are there
     from then on. Applied once this returns.
     """
-    fields = {"tables": TABLES} | fields
-    fields = {"shards": [Shard.whole(table) for table in fields["tables"]]} | fields
-    session, rows = await join(service, **fields), random_rows(step, fields["tables"])
+    tables = list(fields.pop("tables", TABLES))
+    shards = fields.pop("shards", [Shard.whole(table) for table in tables])
+    session, rows = await join(service, tables=tables, shards=shards, **fields), random_rows(step, tables)
     await send(session, part(step, [(slot, range(len(some)), some) for slot, some in enumerate(rows)], full=True))
     await session.coordinator.settled()
     return session
