@@ -44,7 +44,8 @@ def stages(deploy: Path) -> dict[str, list[tuple[str, str]]]:
     text = (deploy / "Dockerfile").read_text().replace("\\\n", " ")
     lines = [line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")]
     stages: dict[str, list[tuple[str, str]]] = {}
-    for word, rest in lines:
+    before = [word for word, _ in lines].index("FROM")
+    for word, rest in lines[before:]:
         if word == "FROM":
             parent, _, name = rest.split()
             stages[name] = list(stages.get(parent, []))
