@@ -14,7 +14,7 @@ from deltasync.core.tables import Shard, TableSpec
 from deltasync.feeds.model import Model
 from deltasync.storage.lmdb_store import LmdbStore
 from deltasync.storage.log_store import LogOptions, LogStore
-from deltasync.storage.model_store import recorded_models
+from deltasync.storage.model_records import recorded_models
 from deltasync.views.records import recorded_view
 from deltasync.views.view import View
 

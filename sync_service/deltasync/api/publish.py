@@ -12,6 +12,7 @@ from deltasync.core.errors import DeltasyncError, InvalidInput
 from deltasync.core.events import EventKind
 from deltasync.core.position import Position
 from deltasync.core.rows import Ids
+from deltasync.publish.coordinator import CutCoordinator
 from deltasync.publish.opening import check_open
 from deltasync.publish.session import PublishSession, open_session
 from deltasync.service.service import Service
@@ -59,6 +60,7 @@ class _RankStream:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._coordinator: CutCoordinator | None = None
         self._session: PublishSession | None = None
         self._model = ""
 
@@ -86,6 +88,8 @@ class _RankStream:
 
     def end(self, refusal: DeltasyncError | None) -> None:
         """Tell that the rank has left, or was refused; whoever went before it was let in was neither."""
+        if self._coordinator:
+            self._service.unpublished.leave(self._coordinator)
         if self._session:
             self._session.end(str(refusal or "its stream has ended"), refusal)
         elif refusal:
@@ -94,7 +98,8 @@ class _RankStream:
     async def _open(self, message: publish_pb2.PublishOpen, protocols: Protocols) -> PublishSession:
         self._model = message.model
         opening = check_open(message, protocols)
-        self._session = await open_session(await self._service.open_model(message.model), opening)
+        self._coordinator = await self._service.open_model(message.model)
+        self._session = await open_session(self._coordinator, opening)
         return self._session
 
 

@@ -1,7 +1,7 @@
 """Taking over the consumers of a configuration that has changed, while the service runs."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.core.errors import DeltasyncError
@@ -11,17 +11,25 @@ from deltasync.service.service import Service
 
 # Reads the consumers of the configuration anew; blocks, and raises InvalidInput where it says what cannot be.
 Reader = Callable[[], Sequence[ConsumerOptions]]
+# Takes over the roles; raises nothing.
+RolesReload = Callable[[], Awaitable[None]]
 # Model and policy, by the consumer's name.
 Known = Mapping[str, tuple[str, Policy]]
 
 _BY = "SIGHUP"
 
 
-async def reload_on(wanted: asyncio.Event, service: Service, read: Reader | None) -> None:
-    """Take over the configuration whenever it is wanted, until cancelled. What goes wrong ends nothing."""
+async def reload_on(
+    wanted: asyncio.Event, service: Service, read: Reader | None, reload_roles: RolesReload | None = None
+) -> None:
+    """Take over the roles and the configuration whenever it is wanted, until cancelled. What goes wrong ends
+    nothing.
+    """
     while True:
         await wanted.wait()
         wanted.clear()
+        if reload_roles:
+            await reload_roles()
         if read is None:
             text = "there is no file: start the service with --config to have its consumers read again"
             service.events.emit(EventKind.CONFIGURATION_RELOADED, text)

@@ -10,6 +10,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -19,17 +20,23 @@ import uvicorn
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from deltasync.api.access import Access
+from deltasync.api.access_calls import AccessInterceptor
 from deltasync.api.admin import AdminServicer
+from deltasync.api.audit import Audit
 from deltasync.api.call_errors import ErrorInterceptor
 from deltasync.api.http import create_app
+from deltasync.api.http_protocol import HttpProtocol
 from deltasync.api.protocol import ProtocolInterceptor
 from deltasync.api.publish import PublishServicer
 from deltasync.api.reload import Reader, reload_on
+from deltasync.api.roles_file import RolesFile
 from deltasync.api.subscribe_calls import SubscribeServicer
 from deltasync.api.written_messages import WrittenMessages
 from deltasync.consumers.consumer import ConsumerOptions
-from deltasync.core.errors import ServiceUnavailable
+from deltasync.core.errors import InvalidInput, ServiceUnavailable
 from deltasync.core.events import EventKind
+from deltasync.core.exposure import may_listen
 from deltasync.core.listener import listening_socket
 from deltasync.core.process import keep_freed_memory, spare_imports
 from deltasync.core.progress import Progress
@@ -82,7 +89,9 @@ class ServerOptions:
         grpc_port: port for trainers and replicas; 0 = any free one.
         http_port: port for operators; 0 = any free one.
         consumers: consumers to make at the start if missing; those that exist get these policies.
-        admin_token: token for calls that change something; None, or an empty one, refuses them all.
+        admin_token: token with role admin, beside those of `roles`; None, or an empty one, is none.
+        roles: file that says who has which roles, see `core.roles`; None = anyone may publish, subscribe and read.
+        insecure: listen on an address that others reach, whatever protects it.
         drain_seconds: how long open cuts may take to finish on SIGTERM.
         read_consumers: reads the consumers of the configuration anew, on SIGHUP; None where there is no file.
     """
@@ -93,6 +102,8 @@ class ServerOptions:
     http_port: int = 8080
     consumers: tuple[ConsumerOptions, ...] = ()
     admin_token: str | None = None
+    roles: Path | None = None
+    insecure: bool = False
     drain_seconds: float = 5.0
     read_consumers: Reader | None = None
 
@@ -149,9 +160,12 @@ async def run(options: ServerOptions, stopping: asyncio.Event, reloading: asynci
     Whenever `reloading` is set, the consumers of the configuration are read again.
 
     Raises:
+        InvalidInput: others reach the address and nothing protects it, or the roles file is not right.
         StorageFailed: the data directory is damaged or in use.
         ServiceUnavailable: a port is in use.
     """
+    exposure = _checked_exposure(options)
+    roles = RolesFile(options.roles) if options.roles else None
     async with asyncio.TaskGroup() as tasks:
         service = Service(options.service, tasks)
         keep_in(options.service.data_dir / "kernels")
@@ -160,13 +174,37 @@ async def run(options: ServerOptions, stopping: asyncio.Event, reloading: asynci
         await asyncio.wait({recovery}, timeout=_SOON_SECONDS)
         if recovery.done():  # Who has failed need not listen.
             await recovery
-        keeper = tasks.create_task(housekeeping(service))
-        reloads = tasks.create_task(reload_on(reloading or asyncio.Event(), service, options.read_consumers))
-        await _listen(service, options, tasks, stopping, recovery)
-        keeper.cancel()
-        reloads.cancel()
+        access = _access(options, service, roles, exposure)
+        also = [tasks.create_task(housekeeping(service))]
+        if roles:
+            also.append(tasks.create_task(roles.follow(access, service.events)))
+        reload_roles = partial(roles.reload, access, service.events) if roles else None
+        hung_up = reloading or asyncio.Event()
+        also.append(tasks.create_task(reload_on(hung_up, service, options.read_consumers, reload_roles)))
+        await _listen(service, options, tasks, stopping, recovery, access)
+        for each in also:
+            each.cancel()
         await service.drain()
     logger.info("stopped")
+
+
+def _checked_exposure(options: ServerOptions) -> str:
+    """What is to be known of where the service listens; empty if nothing is."""
+    roles, insecure = options.roles is not None, options.insecure
+    decision = may_listen(options.host, tls=False, roles=roles, insecure=insecure)
+    if not decision.yes:
+        raise InvalidInput(decision.reason)
+    if decision.reason:
+        logger.warning("%s", decision.reason)
+    return decision.reason
+
+
+def _access(options: ServerOptions, service: Service, roles: RolesFile | None, exposure: str) -> Access:
+    audit = Audit()
+    service.events.listen(audit)
+    access = Access(options.admin_token, roles.roles if roles else None, audit)
+    access.exposure = exposure
+    return access
 
 
 async def _listen(
@@ -175,11 +213,14 @@ async def _listen(
     tasks: asyncio.TaskGroup,
     stopping: asyncio.Event,
     recovery: asyncio.Task[None],
+    access: Access,
 ) -> None:
     listener = _bind(options.host, options.http_port)
-    server, healthy, grpc_port = _bind_grpc(service, options)
-    app = create_app(service, options.admin_token)
-    http = _Http(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))
+    server, healthy, grpc_port = _bind_grpc(service, options, access)
+    app = create_app(service, access)
+    http = _Http(
+        uvicorn.Config(app, http=HttpProtocol, log_config=None, access_log=False, lifespan="off", ws="none")
+    )
     http_task = tasks.create_task(http.serve(sockets=[listener]))
     await _compile(service, stopping)
     await server.start()
@@ -215,9 +256,11 @@ async def _compile(service: Service, stopping: asyncio.Event) -> None:
     service.compiling = False
 
 
-def _bind_grpc(service: Service, options: ServerOptions) -> tuple[grpc.aio.Server, health.aio.HealthServicer, int]:
+def _bind_grpc(
+    service: Service, options: ServerOptions, access: Access
+) -> tuple[grpc.aio.Server, health.aio.HealthServicer, int]:
     server = grpc.aio.server(
-        interceptors=[ProtocolInterceptor(), ErrorInterceptor(), WrittenMessages()],
+        interceptors=[AccessInterceptor(access), ProtocolInterceptor(), ErrorInterceptor(), WrittenMessages()],
         options=[
             ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
             # Otherwise a second service on the same port would take half of the streams.
@@ -232,7 +275,7 @@ def _bind_grpc(service: Service, options: ServerOptions) -> tuple[grpc.aio.Serve
     )
     publish_pb2_grpc.add_PublishServiceServicer_to_server(PublishServicer(service), server)
     subscribe_pb2_grpc.add_SubscribeServiceServicer_to_server(SubscribeServicer(service), server)
-    admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(service, options.admin_token), server)
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(service), server)
     healthy = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)

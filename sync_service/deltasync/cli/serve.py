@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from deltasync.cli.access_options import access_options, admin_token_of_file, take_admin_token
 from deltasync.cli.config import CONTEXT, config_option, from_config, reader_of_config
 from deltasync.cli.consumer_settings import consumers_of_file, consumers_of_flags, merged
 from deltasync.cli.endpoint_options import listening_options
@@ -17,7 +18,7 @@ check_needs(*SERVICE)
 
 
 @click.command(context_settings=CONTEXT)
-@config_option(consumers=consumers_of_file)
+@config_option(consumers=consumers_of_file, admin_token=admin_token_of_file)
 @click.option(
     "--data-dir",
     type=click.Path(file_okay=False, path_type=Path),
@@ -33,12 +34,7 @@ check_needs(*SERVICE)
     metavar="NAME=MODEL",
     help="Consumer to make at the start if missing. May be repeated.",
 )
-@click.option(
-    "--admin-token",
-    default=None,
-    show_default=False,
-    help="Token for calls that change something; without one they are refused.",
-)
+@access_options
 @click.option(
     "--log-max-bytes",
     type=click.IntRange(1 << 20),
@@ -97,6 +93,7 @@ def serve(consumer: tuple[ConsumerOptions, ...], **settings: Any) -> None:
         growth, quarantine = settings.pop("max_norm_growth"), settings.pop("poisoned") == "quarantine"
         limit = NormLimit(growth, quarantine) if growth else None
         service = ServiceOptions(norm_limit=limit, **{name: settings.pop(name) for name in kept})
+        settings["admin_token"] = take_admin_token(settings)
         wanted, read = merged(consumer, from_config("consumers", ())), reader_of_config()
     except ValueError as error:
         raise click.UsageError(str(error)) from error

@@ -19,6 +19,8 @@ class LimitOptions:
 
     models: int = _limit(1_000, "models")
     tables_per_model: int = _limit(10_000, "tables of a model")
+    bytes_per_model: int = _limit(16 << 40, "bytes of a model's tables")
+    bytes_in_all: int = _limit(64 << 40, "bytes of all models' tables")
     consumers: int = _limit(2_000, "consumers")
     replicas_per_consumer: int = _limit(5_000, "replicas of a consumer")
 

@@ -190,7 +190,7 @@ class Model:
             self.damage.forget(name)
             self.releases.forget()
             self.signal.wake()
-            await self.on_thread(_call, ())  # What was begun with the table is done.
+            await self.on_thread(lambda: None)  # What was begun with the table is done.
             await asyncio.to_thread(self.store.remove_unused)
 
     def apply_after(
@@ -350,7 +350,8 @@ class Model:
         return await self._mender.mend(rows, self.seals.after(self.store.flushed))
 
     def _changes(self, announced: list[TableSpec], later_run: bool) -> list[TableSpec]:
-        known = {table.spec.name: table.spec for table in self.tables}
+        # Of which nothing was published is not fixed yet.
+        known = {each.spec.name: each.spec for each in self.tables if self.published.get(each.spec.name)}
         return changes(self.name, known, announced, later_run=later_run)
 
     def _prepared(self, seal: Seal, rows: Sequence[RowBatch] | None) -> FrozenRelease | None:
@@ -384,16 +385,14 @@ class Model:
         async with self._adding:
             if self._closed:  # So is the log, soon: who waits for it to write would wait for ever.
                 raise ServiceUnavailable("the service is shutting down; reconnect")
-            changed = self._changes(tables, later_run)
+            changed, before = self._changes(tables, later_run), self.tables
             published, version = dict(self.published), self.position.number
             steps = await asyncio.to_thread(self.store.change, changed, published, version)
-            await self.on_thread(_call, steps)
+            await self.on_thread(lambda: [step() for step in steps])
+            if any(table.removed for table in before):
+                self.releases.forget()
+                await asyncio.to_thread(self.store.remove_unused)
             self.signal.wake()
-
-
-def _call(steps: Iterable[Callable[[], None]]) -> None:
-    for step in steps:
-        step()
 
 
 def _head(seal: Seal | None) -> Head | None:

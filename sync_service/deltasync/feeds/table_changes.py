@@ -34,7 +34,7 @@ def changes(
 
 def _wanted(model: str, known: TableSpec | None, announced: TableSpec, *, later_run: bool) -> TableSpec:
     """What a table is to be."""
-    if known is None:
+    if known is None or known == announced:
         return announced
     kind = _kind(known.kind, announced.kind)
     if kind and (known.rows == announced.rows or (later_run and known.rows < announced.rows)):

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Protocol
@@ -11,10 +12,12 @@ from typing import Protocol
 from deltasync.core.delete_request import DeleteRequest
 from deltasync.core.errors import Contradiction, DeltasyncError, ServiceUnavailable, Superseded
 from deltasync.core.events import EventKind
+from deltasync.core.limits import Limits
 from deltasync.core.position import Decision, Position
 from deltasync.core.seal import Seal
 from deltasync.core.steady_clock import steady_ns
 from deltasync.core.tables import TableSpec
+from deltasync.publish.announced import AnnouncedTables
 from deltasync.publish.cut import Cut
 from deltasync.publish.log_room import Tries, cut_fits, first_cut_fits
 from deltasync.publish.runs import Run, may_publish
@@ -55,11 +58,23 @@ class OpenCut:
     sealed: asyncio.Future[Position]
 
 
-class CutCoordinator:
-    """The ranks that publish one model."""
+async def _nothing() -> None:
+    """Nobody waits for the first version of a model that is there."""
 
-    def __init__(self, sealer: CutSealer, tasks: asyncio.TaskGroup) -> None:
+
+class CutCoordinator:
+    """The ranks that publish one model.
+
+    Attributes:
+        streams: how many there are of ranks, let in or not, of a model of which nothing is published.
+        whenever_sealed: awaited after each cut that is sealed, before its ranks are told; raises nothing.
+    """
+
+    def __init__(self, sealer: CutSealer, tasks: asyncio.TaskGroup, limits: Limits) -> None:
         self.sealer = sealer
+        self.streams = 0
+        self.whenever_sealed: Callable[[], Awaitable[None]] = _nothing
+        self.announced = AnnouncedTables(sealer.model, limits)
         self.model, self.deletes, self.events = sealer.model, sealer.deletes, sealer.events
         self._tasks = tasks
         self._retired = False
@@ -76,18 +91,21 @@ class CutCoordinator:
         self._sealing: asyncio.Task[None] | None = None
 
     async def admit(self, run: Run, specs: list[TableSpec]) -> None:
-        """Let a run in, which may take over from another, and have its tables.
+        """Let a run in, which may take over from another. Its tables are made with its first cut.
 
         Raises:
-            Contradiction: the run, its size or a table differs from what the service holds, or the log has no room
-                for all rows of a model of which nothing is published.
+            Contradiction: the run, its size or a table differs from what the service holds, or from what others of
+                its ranks announce; or the log has no room for all rows of a model of which nothing is published.
+            LimitReached: the limits do not allow the tables.
             StorageFailed: there is no room for a table.
         """
         self._check(run)
         self._check_first_cut(specs)
         await self.sealer.guard.learn(self.model, specs)
-        await self.model.add_tables(specs, later_run=self.run is None or self.run.id != run.id)
+        await self.announced.look_for_room(specs)
+        tables = self.announced.check(run, specs)
         self._take_over(run)
+        self.announced.add(run, tables)
 
     def cut_of(self, run: Run, step: int) -> OpenCut:
         """The cut after `step`; a cut of an earlier step that was never finished is abandoned.
@@ -113,6 +131,11 @@ class CutCoordinator:
         """Give up the cut under way, if any; nothing is lost, since no rank's cursor has moved."""
         if self.open_cut and not self.open_cut.cut.complete:
             self._give_up(self.open_cut, Superseded(f"cut of step {self.open_cut.cut.step}: {reason}"))
+
+    def note_left(self) -> None:
+        """Note that a rank has left: what nobody publishes any more is not announced."""
+        if self.open_cut is None and all(session.ended for session in self.sessions.values()):
+            self.announced.forget()
 
     def abandon_forsaken(self, now: float) -> None:
         """Give up the cut under way where none of its run's ranks has been there for long.
@@ -223,6 +246,7 @@ class CutCoordinator:
             self.model.store.drop_cut(current.cut.version)
         if self.open_cut is current:
             self.open_cut = None
+        self.note_left()
 
     def _check(self, run: Run) -> Decision:
         if self._retired:
@@ -255,7 +279,7 @@ class CutCoordinator:
 
     async def _seal(self, current: OpenCut) -> None:
         try:
-            position = await self.sealer.seal(current.cut)
+            position = await self.sealer.seal(current.cut, self.announced)
         except LogFull as error:
             with contextlib.suppress(Contradiction):  # Which is told to those that wait, instead.
                 self.check_room(current, error)
@@ -268,9 +292,11 @@ class CutCoordinator:
             _fail(current, ServiceUnavailable(self.model.failure))
         else:
             self.model.failure = ""
+            await self.whenever_sealed()
             current.sealed.set_result(position)
         finally:
             self.open_cut = None
+            self.note_left()
 
 
 def _fail(open_cut: OpenCut, error: Exception) -> None:

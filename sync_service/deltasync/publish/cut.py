@@ -114,8 +114,11 @@ class Cut:
         return [rows for _, part in sorted(self.parts.items()) for rows in part.kept]
 
     def announce(self, tables: list[TableSpec]) -> None:
-        """Note that a rank's run has these tables."""
-        self.tables |= {table.name: table for table in tables}
+        """Note that a rank's run has these tables. Of two that say so, one may not know what kind a table is."""
+        known = self.tables
+        self.tables = known | {
+            table.name: table for table in tables if table.name not in known or not table.kind.ranked
+        }
 
     def begin(
         self,

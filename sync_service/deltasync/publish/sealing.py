@@ -17,6 +17,7 @@ from deltasync.core.seal import Seal
 from deltasync.core.signals import first_of
 from deltasync.feeds.frozen_release import FrozenRelease
 from deltasync.feeds.model import Model
+from deltasync.publish.announced import AnnouncedTables
 from deltasync.publish.cut import Cut
 from deltasync.publish.norm_guard import NormGuard
 from deltasync.publish.pending_deletes import PendingDeletes
@@ -55,16 +56,18 @@ class CutSealer:
         self._ending = asyncio.Event()
         self._applying: asyncio.Task[None] | None = None
 
-    async def seal(self, cut: Cut) -> Position:
-        """Make a complete cut the next version, durably; it is applied after that.
+    async def seal(self, cut: Cut, announced: AnnouncedTables) -> Position:
+        """Make a complete cut the next version, durably, and before that the tables that it is the first to have;
+        it is applied after that.
 
         Raises:
-            Contradiction: its parts do not make up whole tables.
-            StorageFailed: the log cannot take it.
+            Contradiction: its parts do not make up whole tables, or one is something else.
+            LimitReached: the limits do not allow its tables.
+            StorageFailed: the log cannot take it, or there is no room for its tables.
             ServiceUnavailable: an earlier version is not applied, since the service ends.
         """
         async with self._order:
-            return await self._sealed(cut)
+            return await self._sealed(cut, announced)
 
     @property
     def quarantine(self) -> str:
@@ -98,12 +101,13 @@ class CutSealer:
         self.model.failure = f"{what}: {described(error)}"
         self.events.emit(EventKind.FAILED, what, error, model=self.model.name)
 
-    async def _sealed(self, cut: Cut) -> Position:
+    async def _sealed(self, cut: Cut, announced: AnnouncedTables) -> Position:
         cut.check_coverage()
         await self.applied()
         if self.model.position.number < (newest := self.model.seals.newest_version):
             # The service ends. A flush at the later version would cut the log of rows that are only there.
             raise ServiceUnavailable(f"version {newest} is not applied yet; send step {cut.step} again")
+        await announced.make(cut)
         if cut.excess:
             await self._hold_back(cut)  # Before anybody can be given a row of it.
         seal = _seal_of(cut, self.model.seals.newest)

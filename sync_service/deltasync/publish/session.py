@@ -33,6 +33,7 @@ async def open_session(coordinator: CutCoordinator, opening: Opening) -> "Publis
 
     Raises:
         Contradiction: the run, its size or a table differs from what the service holds.
+        LimitReached: the limits do not allow its tables.
         StorageFailed: there is no room for a table.
         ServiceUnavailable: the model's tables are at no version now.
     """
@@ -43,7 +44,7 @@ async def open_session(coordinator: CutCoordinator, opening: Opening) -> "Publis
     try:
         await session.find_changes()
     except BaseException as error:  # Or it would be taken for one that is there.
-        session.ended, session.since_ns, session.left = True, steady_ns(), str(error) or "its stream has ended"
+        session.leave(str(error) or "its stream has ended")
         raise
     session.say(EventKind.RANK_JOINED, session.decision.reason)
     return session
@@ -79,8 +80,13 @@ class PublishSession:
         """Note that the stream is over, and why: perhaps for what a part of it was."""
         if isinstance(refusal, InvalidInput):
             self._coordinator.sealer.note_refusal(refusal)
-        self.ended, self.since_ns, self.left = True, steady_ns(), text
+        self.leave(text)
         self.say(EventKind.RANK_LEFT, "" if refusal else text, refusal)
+
+    def leave(self, text: str) -> None:
+        """Be there no more, for a reason."""
+        self.ended, self.since_ns, self.left = True, steady_ns(), text
+        self._coordinator.note_left()
 
     @property
     def decision(self) -> Continuation:

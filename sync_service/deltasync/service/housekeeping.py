@@ -65,6 +65,7 @@ async def _keep(service: Service) -> None:
         coordinator.abandon_forsaken(time.monotonic())
         if full:
             coordinator.note_room()
+    await service.unpublished.look_after()
     if not service.volumes.trouble:
         await service.configuration.take_unwritten()
     if full:

@@ -70,6 +70,7 @@ class Removals:
             await coordinator.retire()
             await model.stop()
             await asyncio.to_thread(model.store.retire)
+            service.limits.taken["bytes_in_all"] -= model.store.table_bytes
             await asyncio.to_thread(remove_model, service.log, name, service.directory(name))
 
     async def _delete_table(self, name: str, table: str, by: str) -> None:
@@ -88,7 +89,9 @@ class Removals:
                     said = f"table {table!r} is published by {_ranks(ranks)} of run {coordinator.run_id}"
                     raise Contradiction(f"{said}: stop the trainer first")
                 coordinator.forget_table(table)
+                before = model.store.table_bytes
                 await model.remove_table(table)
+                service.limits.taken["bytes_in_all"] -= before - model.store.table_bytes
             service.events.emit(EventKind.TABLE_DELETED, model=name, table=table, by=by)
 
 

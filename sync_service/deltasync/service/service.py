@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from deltasync.consumers.consumer import Consumer, ConsumerOptions
@@ -12,6 +12,7 @@ from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.core.delete_request import DeleteRequest
 from deltasync.core.errors import NotFound, ServiceUnavailable
 from deltasync.core.events import EventCounts, EventKind, EventLog, Events
+from deltasync.core.limits import LimitOptions, Limits
 from deltasync.core.policy import Policy
 from deltasync.core.signals import Signal
 from deltasync.core.tables import TableSpec
@@ -23,14 +24,15 @@ from deltasync.publish.pending_deletes import PendingDeletes
 from deltasync.publish.sealing import CutSealer
 from deltasync.service.configuration import Configuration
 from deltasync.service.recovery import recover_model
+from deltasync.service.unpublished import UnpublishedModels
 from deltasync.service.volumes import Volumes
 from deltasync.storage.data_directory import lock_data_directory
 from deltasync.storage.lmdb_store import LmdbStore
 from deltasync.storage.log_format import check_log
 from deltasync.storage.log_store import LogOptions, LogStore
-from deltasync.storage.model_store import recorded_models
+from deltasync.storage.model_records import recorded_models
 from deltasync.storage.records import reading, spec_of_record
-from deltasync.storage.removal import finish_removal, finish_removals
+from deltasync.storage.removal import finish_removals, remove_unpublished
 from deltasync.storage.unused_files import remove_unknown
 from deltasync.views.registry import ViewRegistry
 
@@ -58,6 +60,7 @@ class ServiceOptions:
             1 GiB, or half of `log_max_bytes` if that is less.
         replica_retention_seconds: a replica away for longer no longer holds its consumer's offset.
         norm_limit: what a row's norm may be at most; None = anything that is finite.
+        limits: what peers may take.
     """
 
     data_dir: Path
@@ -65,6 +68,7 @@ class ServiceOptions:
     flush_bytes: int | None = None
     replica_retention_seconds: float = 3600.0
     norm_limit: NormLimit | None = None
+    limits: LimitOptions = field(default_factory=LimitOptions)
 
     def __post_init__(self) -> None:
         half = self.log_max_bytes // 2
@@ -88,9 +92,11 @@ class Service:
         options: what it keeps, and where.
         log: what outlives the process.
         volumes: where it writes to.
+        limits: what peers may take, and what is taken.
         events: what happens, told to all who listen.
         event_counts: how often what has happened since the service started.
         models: those that were ever published, by name; but for those that are still recovering.
+        unpublished: those that ranks have opened, and of which nothing is published yet.
         recovering: what is written down of these, by name.
         model_added: wakes who waits for a model to be there.
         coordinators: of the ranks that publish them, by the model's name.
@@ -106,6 +112,7 @@ class Service:
     def __init__(self, options: ServiceOptions, tasks: asyncio.TaskGroup) -> None:
         self.options = options
         self._tasks = tasks
+        self.limits = Limits(options.limits)
         self.event_counts = EventCounts()
         # That a volume has failed is said before what comes of it.
         self.events = Events(lambda event: self.volumes.hear(event), EventLog(), self.event_counts)
@@ -113,6 +120,7 @@ class Service:
             self._lock = undo.enter_context(lock_data_directory(options.data_dir))
             self.log = undo.enter_context(contextlib.closing(_open_log(options)))
             removed = finish_removals(self.log, options.data_dir / "models")
+            removed += remove_unpublished(self.log, options.data_dir / "models")
             self.volumes = Volumes(self.log, options.data_dir / "models", self.events)
             self.registry = ConsumerRegistry(self.log, options.replica_retention_seconds, self.events)
             recorded = recorded_models(self.log)
@@ -121,6 +129,7 @@ class Service:
             undo.pop_all()
         self.views = ViewRegistry(self.log, tasks, self.events)
         self.models, self.coordinators = dict[str, Model](), dict[str, CutCoordinator]()
+        self.unpublished = UnpublishedModels(self, tasks)
         self.model_added = Signal()
         self.configuration = Configuration(self)
         self.compiling = False
@@ -153,14 +162,15 @@ class Service:
             StorageFailed: a view's records could not be written.
         """
         for consumer in self.registry.of_model(model.name):
-            await self._have_view(consumer, model)
+            await self.have_view(consumer, model)
         async with self.changing:
             for consumer in self.registry.of_model(model.name):  # Some may have come or changed meanwhile.
-                await self._have_view(consumer, model)
-            self._add(model)
-            self.coordinators[model.name].deletes.recover()
+                await self.have_view(consumer, model)
+            coordinator = self.coordinator(model)
+            coordinator.deletes.recover()
             del self.recovering[model.name]
-        self.model_added.wake()
+            self.limits.taken["bytes_in_all"] += model.store.table_bytes
+            self.add(coordinator)
 
     def check_no_backup(self) -> None:
         """Check that what is kept may be removed.
@@ -194,18 +204,19 @@ class Service:
         return self.models[name]
 
     async def open_model(self, name: str) -> CutCoordinator:
-        """Where the ranks of a model publish. The model is made if there is none of that (checked) name.
+        """Where the ranks of a model publish, which is there once its first cut is sealed. The name is checked.
+
+        Whoever has opened it tells `unpublished` once its stream has ended.
 
         Raises:
             ServiceUnavailable: it is still recovering.
+            LimitReached: there would be too many models.
             StorageFailed: another of that name was deleted, and what is left of it cannot be removed.
         """
         self.check_recovered(name)
         async with self.changing:
             if name not in self.models:
-                await asyncio.to_thread(finish_removal, self.log, name, self.directory(name))
-                self._add(Model(name, self.log, self.directory(name)))
-                self.model_added.wake()
+                return await self.unpublished.open(name)
             # Each time: where that failed before, replicas would be sent the model's tables, without their policy.
             for consumer in self.registry.of_model(name):
                 await self._follow(consumer)
@@ -298,12 +309,13 @@ class Service:
 
     async def wait_idle(self, seconds: float) -> None:
         """Wait until no cut is under way, but no longer than `seconds`."""
-        busy = [coordinator.idle() for coordinator in self.coordinators.values()]
+        busy = [self.unpublished.idle(), *(coordinator.idle() for coordinator in self.coordinators.values())]
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.gather(*busy), seconds)
 
     async def drain(self) -> None:
         """Finish what is under way and put everything on disk."""
+        await self.unpublished.drain()
         await self.views.drain()
         for name, model in self.models.items():
             await self.coordinators[name].drain()
@@ -343,21 +355,32 @@ class Service:
     async def _follow(self, consumer: Consumer) -> None:
         """Have the view that a consumer needs, if there is a model to have a view of."""
         if model := self.models.get(consumer.model):
-            await self._have_view(consumer, model)
+            await self.have_view(consumer, model)
 
-    async def _have_view(self, consumer: Consumer, model: Model) -> None:
+    async def have_view(self, consumer: Consumer, model: Model) -> None:
+        """Have the view that a consumer of a model needs, if it needs one. While `changing`.
+
+        Raises:
+            StorageFailed: the log, or a file, could not be written.
+        """
         await self.views.follow(consumer, model, self.directory(model.name) / "views" / consumer.name)
 
     def directory(self, model: str) -> Path:
         """Where a model's files are."""
         return self.options.data_dir / "models" / model
 
-    def _add(self, model: Model) -> None:
-        self.models[model.name] = model
+    def add(self, coordinator: CutCoordinator) -> None:
+        """Have a model that is published, and tell who waits for it."""
+        name = coordinator.model.name
+        self.models[name], self.coordinators[name] = coordinator.model, coordinator
+        self.model_added.wake()
+
+    def coordinator(self, model: Model) -> CutCoordinator:
+        """Where the ranks of a model publish."""
         deletes = PendingDeletes(self.log, model.name, self.events)
         guard = NormGuard(self.options.norm_limit)
         sealer = CutSealer(model, deletes, self._tasks, self.events, guard, self.registry)
-        self.coordinators[model.name] = CutCoordinator(sealer, self._tasks)
+        return CutCoordinator(sealer, self._tasks, self.limits)
 
 
 def _words(policy: Policy) -> str:

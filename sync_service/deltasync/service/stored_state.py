@@ -28,7 +28,7 @@ from deltasync.storage.lmdb_store import LmdbStore
 from deltasync.storage.log_format import FORMAT
 from deltasync.storage.log_store import LogOptions, LogStore
 from deltasync.storage.made_files import foreign, unused
-from deltasync.storage.model_store import recorded_files, recorded_models
+from deltasync.storage.model_records import recorded_files, recorded_models
 from deltasync.storage.records import (
     name_of,
     reading,

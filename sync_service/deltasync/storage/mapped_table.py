@@ -57,6 +57,11 @@ class TableLayout:
             arrays.append(self._by_segment(folder, "squares", np.dtype(np.float32), (rows, segments)))
         return arrays
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(each.nbytes for each in self.arrays())
+
     def _by_segment(self, folder: str, kind: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> ArraySpec:
         """An array whose shape changes with the segments: if there are several, it is alone."""
         if inner := self.columns[1:-1]:

@@ -9,10 +9,9 @@ import contextlib
 import shutil
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -26,7 +25,15 @@ from deltasync.core.words import counted
 from deltasync.storage.data_directory import RESTORE
 from deltasync.storage.layouts import Layouts, LayoutUse
 from deltasync.storage.log_store import LogFull, LogStore
-from deltasync.storage.mapped_table import ALONE, INSIDE, MappedArrays, MappedTable, TableLayout, have_tags
+from deltasync.storage.mapped_table import MappedArrays, MappedTable, TableLayout, have_tags
+from deltasync.storage.model_records import (
+    TABLES_FOLDER,
+    TAGS,
+    flushed_layout,
+    recorded_growth,
+    recorded_place,
+    table_record,
+)
 from deltasync.storage.records import (
     name_of,
     pack_json,
@@ -35,35 +42,17 @@ from deltasync.storage.records import (
     seal_of_record,
     seal_record,
     spec_of_record,
-    spec_record,
     unpack_json,
     unpack_rows,
 )
-from deltasync.storage.table_files import ArraySpecs, Place, TableFiles, flush, make_tables, open_tables
+from deltasync.storage.table_files import TableFiles, flush, make_tables, open_tables
+from deltasync.storage.table_room import ROOM
 from deltasync.storage.unused_files import remove_left_behind, remove_unused
 from deltasync.storage.volume import VolumeFailed
 
 # Seals are kept this long after their rows, so that lag in seconds is known for old offsets too; fewer of them in
 # a log that is full although it has no rows that could be dropped.
 KEPT_SEALS = 100_000
-
-_TABLES = "tables"  # The folder of the tables' files.
-_GROWN, _COLUMNS, _TAGS = "grown_from", "columns", "tags"
-# Where a table's arrays are, and how many of its rows, where it has moved to a larger place since the last flush.
-_FOLDER, _OFFSET, _ROWS = "folder", "offset", "flushed_rows"
-
-
-def recorded_models(log: LogStore) -> dict[str, Mapping[str, Any]]:
-    """What is written down of each model, by its name.
-
-    Raises:
-        StorageFailed: a record is damaged.
-    """
-    models = {}
-    for name, record in log.items("model/").items():
-        with reading(f"record model/{name}"):
-            models[name] = unpack_json(record)
-    return models
 
 
 class ModelStore:
@@ -75,6 +64,9 @@ class ModelStore:
         grown_from: how many rows were published of a table when it grew, by its name.
         flushed: the version up to which the tables' files need no record of the log.
         removed: the version up to which there was no table of a name, or another one that was removed then.
+        table_bytes: of all that their files have.
+        changes: how often tables were made, changed or removed.
+        written: whether anything was handed to the log, or to the disk.
     """
 
     def __init__(self, log: LogStore, model: str, directory: Path) -> None:
@@ -82,7 +74,7 @@ class ModelStore:
         self._model = model
         self._cuts, self._seals = f"cuts/{model}", f"seals/{model}"
         self._layouts = Layouts(log, model)
-        self._folder = directory / _TABLES
+        self._folder = directory / TABLES_FOLDER
         self._flushing, self._retired = threading.Lock(), False
         self._describing = threading.Lock()  # So that a flush and a new table do not write over each other.
         self.history = uuid.uuid4().hex
@@ -92,7 +84,8 @@ class ModelStore:
         # As they are written down: the arrays are those of the last flush, which may have fewer rows.
         self._specs: dict[str, TableSpec] = {}
         self._flushed: dict[str, MappedArrays] = {}
-        self.flushed = 0
+        self.flushed = self.table_bytes = self.changes = 0
+        self.written = False
         self._kept_seals = KEPT_SEALS
         self._described_flushed = 0  # The one that is written down, which is ahead until the log is cut.
 
@@ -106,13 +99,13 @@ class ModelStore:
             self.history, self.flushed = record["history"], record["flushed"]
             tables = record["tables"]
             self._specs = {each["name"]: spec_of_record(each) for each in tables}
-            layouts = [_flushed_layout(each) for each in tables]
-            places = [_place(self._folder, each) for each in tables]
-            self.grown_from = {each["name"]: each[_GROWN] for each in tables if _GROWN in each}
+            layouts = [flushed_layout(each) for each in tables]
+            places = [recorded_place(self._folder, each) for each in tables]
+            self.grown_from = recorded_growth(record)
             self.removed = record.get("removed", {})
         self._described_flushed = self.flushed
         pairs = [(place, layout.arrays()) for place, layout in zip(places, layouts, strict=True)]
-        tagged = [have_tags(*pair, each.get(_TAGS)) for pair, each in zip(pairs, tables, strict=True)]
+        tagged = [have_tags(*pair, each.get(TAGS)) for pair, each in zip(pairs, tables, strict=True)]
         progress = Progress(f"model {self._model!r}: opening tables", sum(each.spec.rows for each in layouts))
         files = open_tables(pairs)
         for layout, each, has_tags in zip(layouts, files, tagged, strict=True):
@@ -123,6 +116,7 @@ class ModelStore:
         self._flushed = {table.spec.name: table.mapped for table in self.tables}
         remove_left_behind(self._folder, files)
         self._move_again()
+        self.table_bytes = sum(table.mapped.layout.nbytes for table in self.tables)
         if not all(tagged):  # Once: what is damaged later is to be found.
             flush(each.files for each in self._flushed.values())
             self._describe()
@@ -143,6 +137,8 @@ class ModelStore:
         """
         (table,) = (each for each in self.tables if each.spec.name == name)
         self._describe(removed={name: version})
+        self.table_bytes -= table.mapped.layout.nbytes
+        self.changes += 1
         return table
 
     def _move_again(self) -> None:
@@ -156,7 +152,8 @@ class ModelStore:
     def change(
         self, specs: Sequence[TableSpec], published: Mapping[str, int], version: int = 0
     ) -> list[Callable[[], None]]:
-        """Make tables, all zero, and make room in those that are there already for what they are to be.
+        """Make tables, all zero, and make room in those that are there already for what they are to be. Of a name
+        of which nothing was published, the one that is there gives way to another.
 
         What is written down last is which tables there are: until then, a crash leaves them as they were.
 
@@ -169,9 +166,22 @@ class ModelStore:
             What makes those that are there what they are to be: for the thread that changes them.
 
         Raises:
-            StorageFailed: there is no room; nothing was changed.
+            StorageFailed: there is no room; nothing was changed, and but for a volume that refuses what it had
+                room for nothing was taken.
         """
-        known = {table.spec.name: table for table in self.tables}
+        added, stale = self.added_bytes(specs), self._stale(specs, published)
+        with ROOM.taking(f"tables of model {self._model!r}", self._folder, added), ExitStack() as stack:
+            if stale:  # A flush that has begun would write down where they were.
+                stack.enter_context(self._flushing)
+            steps = self._changed(specs, stale, published, version)
+        self.table_bytes += added
+        self.changes += 1
+        return steps
+
+    def _changed(
+        self, specs: Sequence[TableSpec], stale: Set[str], published: Mapping[str, int], version: int
+    ) -> list[Callable[[], None]]:
+        known = {table.spec.name: table for table in self.tables if table.spec.name not in stale}
         grown = {each.name: published.get(each.name, 0) for each in specs if self._grows(each)}
         new = [TableLayout.of(each) for each in specs if each.name not in known]
         again = {each.spec.name: version for each in new if each.spec.name in self.removed}
@@ -186,6 +196,33 @@ class ModelStore:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
         return steps
+
+    def _stale(self, specs: Sequence[TableSpec], published: Mapping[str, int]) -> set[str]:
+        """Names of tables that are there, are to be something else, and were never published: of a cut that was
+        given up as its tables were made, or of an open, which made them in earlier versions.
+        """
+        wanted = {each.name: each for each in specs}
+        there = (table.spec for table in self.tables if not published.get(table.spec.name))
+        return {each.name for each in there if wanted.get(each.name, each) != each}
+
+    def added_bytes(self, specs: Sequence[TableSpec]) -> int:
+        """How many bytes the files of all tables will have more once some are these, new or larger."""
+        there = {table.spec.name: table for table in self.tables}
+        return sum(
+            max(0, there[each.name].layout_as(each).nbytes - there[each.name].mapped.layout.nbytes)
+            if each.name in there
+            else TableLayout.of(each).nbytes
+            for each in specs
+            if each.name not in there or there[each.name].spec != each
+        )
+
+    def check_room(self, wanted: int) -> None:
+        """Check that there is room for so many bytes of tables now. Takes none.
+
+        Raises:
+            StorageFailed: there is not.
+        """
+        ROOM.check(f"tables of model {self._model!r}", self._folder, wanted)
 
     def _table(
         self, layout: TableLayout, files: TableFiles, again: Mapping[str, int] = MappingProxyType({})
@@ -277,6 +314,7 @@ class ModelStore:
 
     def use_layout(self, layout: bytes, shards: Sequence[Shard], version: int) -> LayoutUse:
         """Have a layout, packed, with these shards in it, for rows of a version that is not sealed yet."""
+        self.written = True
         return self._layouts.use(layout, shards, version)
 
     def append(self, version: int, rank: int, index: int, slot: int, rows: RowBatch, layout: int) -> Future[None]:
@@ -345,48 +383,19 @@ class ModelStore:
             record = {
                 "history": self.history,
                 "flushed": flushed,
-                "tables": [
-                    spec_record(spec) | self._place_record(spec, places[name]) | _grown_record(name, grown)
-                    for name, spec in every.items()
-                ],
+                "tables": [table_record(self._folder, spec, places[name], grown) for name, spec in every.items()],
             }
             record |= {"removed": every_removed} if every_removed else {}
             self._log.put(f"model/{self._model}", pack_json(record)).result()
             if new:
-                self.tables = [*self.tables, *new]
+                self._have(new)
             self._specs, self.grown_from = every, {name: rows for name, rows in grown.items() if name in every}
             self._flushed = {name: each for name, each in places.items() if name in every}
             self._described_flushed, self.removed = flushed, every_removed
 
-    def _place_record(self, spec: TableSpec, mapped: MappedArrays) -> dict[str, Any]:
-        """Where a table is. What earlier versions have made, in files of its own beside all others, has none."""
-        place, layout = mapped.files.place, mapped.layout
-        record: dict[str, Any] = {} if place.folder == self._folder else {_FOLDER: place.folder.name}
-        record |= {_TAGS: ALONE if layout.tags_alone else INSIDE}
-        record |= {_COLUMNS: list(layout.columns)} if len(layout.columns) > 2 else {}
-        if place.offset is not None:
-            record |= {_OFFSET: place.offset} | ({_ROWS: layout.spec.rows} if layout.spec.rows < spec.rows else {})
-        return record
-
-
-def _flushed_layout(record: Mapping[str, Any]) -> TableLayout:
-    """What arrays a table had when they were last flushed."""
-    spec = spec_of_record(record)
-    layout = TableLayout.of(replace(spec, rows=record.get(_ROWS, spec.rows)), record.get(_COLUMNS, ()))
-    return replace(layout, tags_alone=record.get(_TAGS) != INSIDE)
-
-
-def _place(folder: Path, record: Mapping[str, Any]) -> Place:
-    return Place(folder / record.get(_FOLDER, ""), record.get(_OFFSET))
-
-
-def recorded_files(directory: Path, record: Mapping[str, Any]) -> list[tuple[Place, ArraySpecs]]:
-    """Where the arrays are that a model's tables had when they were last flushed, as its record says; `directory`
-    is the model's.
-    """
-    tables = record["tables"]
-    return [(_place(directory / _TABLES, each), _flushed_layout(each).arrays()) for each in tables]
-
-
-def _grown_record(name: str, grown_from: Mapping[str, int]) -> dict[str, Any]:
-    return {_GROWN: grown_from[name]} if name in grown_from else {}
+    def _have(self, new: Sequence[MappedTable]) -> None:
+        """Have tables that are written down, instead of others of their names."""
+        names = {table.spec.name for table in new}
+        for table in self.tables:
+            table.removed = table.removed or table.spec.name in names
+        self.tables = [*(table for table in self.tables if table.spec.name not in names), *new]

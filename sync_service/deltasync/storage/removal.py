@@ -6,6 +6,8 @@ from pathlib import Path
 
 from deltasync.storage.log_store import LAST_NUMBER, LogStore
 from deltasync.storage.made_files import remove_made
+from deltasync.storage.model_records import recorded_models
+from deltasync.storage.records import reading
 from deltasync.storage.volume import VolumeFailed
 
 _NOTE = "removed/"
@@ -43,6 +45,34 @@ def finish_removal(log: LogStore, model: str, directory: Path) -> None:
     """
     if "" in log.items(f"{_NOTE}{model}"):
         remove_model(log, model, directory)
+
+
+def remove_unpublished(log: LogStore, directory: Path) -> list[str]:
+    """Remove what is left of models of which no version was ever sealed: their names. Before any model is read.
+
+    Of a first cut that was under way when its process ended the log has rows, and perhaps there are tables that
+    had just been made for it. Earlier versions of the service have made them as soon as a rank opened. Blocks.
+
+    Args:
+        log: the log.
+        directory: of all models.
+
+    Raises:
+        StorageFailed: a record is damaged, or the log could not be written, but for what a volume refuses: that
+            is left until the next start, and does no harm.
+    """
+    streams = [stream.partition("/") for stream in log.streams()]
+    sealed = {model for kind, _, model in streams if kind == "seals"}
+    known = dict[str, int]()
+    for name, record in recorded_models(log).items():
+        with reading(f"record model/{name}"):
+            known[name] = record["flushed"]
+    begun = {model for kind, _, model in streams if kind in _STREAMS} | known.keys()
+    names = sorted(model for model in begun - sealed if not known.get(model))
+    for model in names:
+        with contextlib.suppress(VolumeFailed):
+            remove_model(log, model, directory / model)
+    return names
 
 
 def finish_removals(log: LogStore, models: Path) -> list[str]:

@@ -25,7 +25,7 @@ from deltasync.storage.files import flush_folder, reserve
 from deltasync.storage.lmdb_store import LmdbStore
 from deltasync.storage.log_format import check_log
 from deltasync.storage.log_store import LogOptions, LogStore
-from deltasync.storage.model_store import recorded_files, recorded_models
+from deltasync.storage.model_records import recorded_files, recorded_models
 from deltasync.storage.records import pack_json, reading, unpack_json
 from deltasync.storage.table_files import SHARED, ArraySpecs, Place, offsets
 

@@ -162,20 +162,20 @@ class Volume:
     def _write(self, refusal: Refusal) -> None:
         path = refusal.path
         end = path.stat().st_size if path.is_file() else 0
-        with tempfile.TemporaryFile(dir=_existing(self.folder), buffering=0) as file:
+        with tempfile.TemporaryFile(dir=existing(self.folder), buffering=0) as file:
             os.ftruncate(file.fileno(), end + refusal.needed_bytes)  # Whether a file may be as large.
             os.pwrite(file.fileno(), bytes(_PROBE_BYTES), 0)
             os.fsync(file.fileno())
 
 
-def _existing(path: Path) -> Path:
+def existing(path: Path) -> Path:
     """The path, or the first above it that is there."""
     return next(each for each in (path, *path.parents) if each.exists())
 
 
 def _free_bytes(path: Path) -> int:
     try:
-        found = os.statvfs(_existing(path))
+        found = os.statvfs(existing(path))
     except OSError:  # A device that is gone says nothing any more.
         return 0
     return found.f_bavail * found.f_frsize

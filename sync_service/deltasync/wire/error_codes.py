@@ -48,6 +48,14 @@ def http_status(error: DeltasyncError) -> int:
     return next((status for kind, _, status in _CODES if isinstance(error, kind)), 500)
 
 
+def http_errors() -> dict[int, list[str]]:
+    """The names of the errors that have each HTTP status."""
+    found: dict[int, list[str]] = {}
+    for kind, _, status in _CODES:
+        found.setdefault(status, []).append(kind.__name__)
+    return found
+
+
 def from_rpc_error(error: grpc.RpcError, target: str) -> DeltasyncError:
     """The error a failed call to `target` stands for: what the service raised, or `ServiceUnavailable`."""
     if not isinstance(error, grpc.Call):

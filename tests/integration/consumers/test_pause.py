@@ -132,7 +132,7 @@ def test_a_replica_with_nothing_waits_and_lag_says_why(service: RunningService) 
 
 
 def test_it_outlives_the_service_with_what_replicas_hold(tmp_path: Path) -> None:
-    arguments = ("--consumer", "predictors=clicks", "--admin-token", TOKEN)
+    arguments = ("--consumer", "predictors=clicks")
     target = Recorder()
     with ServiceProcess(tmp_path / "data", *arguments) as service:
         admin = Admin(Endpoint(service.grpc, TOKEN, by="anna"))

@@ -10,7 +10,6 @@ from typing import Any
 import grpc
 import pytest
 from tests.support.command import deltasync
-from tests.support.data_directory import TOKEN
 from tests.support.fleet import ITEM, TABLES, USER, WAIT, Recorder, Trainer, admin_of, follow, wait_until_in_sync
 from tests.support.process import ServiceProcess
 from tests.support.server import RunningService
@@ -94,9 +93,7 @@ def held_by_newcomers(data_dir: Path, *consumers: str) -> tuple[int, list[dict[s
 @pytest.mark.slow
 @pytest.mark.parametrize("private", [True, False])
 def test_a_backup_under_load_has_all_rows_of_one_version(tmp_path: Path, private: bool) -> None:
-    service = ServiceProcess(
-        tmp_path / "data", "--consumer", "predictors=clicks", "--admin-token", TOKEN, private=private
-    )
+    service = ServiceProcess(tmp_path / "data", "--consumer", "predictors=clicks", private=private)
     stopping = threading.Event()
     with service, Past(service.grpc) as trainer:
         admin_of(service).create_consumer("ranked", "clicks", TOP)

@@ -21,7 +21,7 @@ TOKEN = "secret"  # noqa: S105
 
 @pytest.fixture
 def service(tmp_path: Path) -> ServiceProcess:
-    return ServiceProcess(tmp_path / "data", "--consumer", "plain=clicks", "--admin-token", TOKEN)
+    return ServiceProcess(tmp_path / "data", "--consumer", "plain=clicks")
 
 
 def run_fsck(*arguments: str) -> tuple[int, dict[str, Any]]:

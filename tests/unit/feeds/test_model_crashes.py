@@ -28,7 +28,7 @@ from deltasync.feeds.model import Model
 from deltasync.kernels import touched as kernels
 from deltasync.kernels.touched import Bytes, Marks
 from deltasync.storage import mapping, table_files
-from deltasync.storage.model_store import recorded_models
+from deltasync.storage.model_records import recorded_models
 from deltasync.storage.private_memory import PrivateMemory
 from deltasync.storage.records import pack_layout
 

@@ -19,7 +19,8 @@ from deltasync.core.tables import Shard, TableSpec
 from deltasync.storage import format_1
 from deltasync.storage.lmdb_store import LmdbStore
 from deltasync.storage.log_store import LogOptions
-from deltasync.storage.model_store import ModelStore, recorded_models
+from deltasync.storage.model_records import recorded_models
+from deltasync.storage.model_store import ModelStore
 
 USER, ITEM = TableSpec("user", 1000, 4), TableSpec("item", 500, 3, np.dtype("<f2"))
 HALVES = [Shard(USER, 0, 500, 0, 4), Shard(USER, 500, 500, 0, 4)]

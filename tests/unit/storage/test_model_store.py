@@ -15,7 +15,8 @@ from deltasync.core.rows import RowBatch
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.storage.lmdb_store import LmdbStore
 from deltasync.storage.log_store import LogOptions, LogStore
-from deltasync.storage.model_store import ModelStore, recorded_models
+from deltasync.storage.model_records import recorded_models
+from deltasync.storage.model_store import ModelStore
 from deltasync.storage.records import pack_layout
 
 TIMEOUT = 20

@@ -18,7 +18,8 @@ from deltasync.core.rows import RowBatch
 from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.storage import files, model_store, table_files
 from deltasync.storage.mapped_table import MappedTable
-from deltasync.storage.model_store import ModelStore, recorded_models
+from deltasync.storage.model_records import recorded_models
+from deltasync.storage.model_store import ModelStore
 
 SPEC = TableSpec("user", 20, 4)
 ROOM = 1 << 20

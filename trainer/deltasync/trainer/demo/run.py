@@ -175,7 +175,7 @@ class _DemoRun:
 
     def _start_service(self, processes: Processes, progress: DemoProgress) -> Service:
         token = secrets.token_hex()
-        service = Service(processes, ["--admin-token", token])
+        service = Service(processes, [], token)
         for fleet in self._fleets:
             Admin(Endpoint(service.grpc, token)).create_consumer(fleet.consumer, MODEL, fleet.policy)
         progress.say(f"service: pid {service.pid}, gRPC on {service.grpc}; try meanwhile")
