@@ -38,7 +38,7 @@ from deltasync.core.errors import InvalidInput, ServiceUnavailable
 from deltasync.core.events import EventKind
 from deltasync.core.exposure import may_listen
 from deltasync.core.listener import listening_socket
-from deltasync.core.process import keep_freed_memory, spare_imports
+from deltasync.core.process import keep_freed_memory, spare_imports, write_no_core
 from deltasync.core.progress import Progress
 from deltasync.kernels.compiled import imported_kernels, keep_in
 from deltasync.service.housekeeping import housekeeping
@@ -131,6 +131,7 @@ async def serve(options: ServerOptions) -> None:
         StorageFailed: the data directory is damaged or in use.
         ServiceUnavailable: a port is in use.
     """
+    write_no_core()
     keep_freed_memory()
     spare_imports()
     os.umask(0o077)  # Only the service's own user may read a model's rows.

@@ -4,6 +4,7 @@ import ctypes
 import gc
 import logging
 import os
+import resource
 import socket
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
@@ -25,6 +26,17 @@ def keep_freed_memory() -> bool:
     # All or none: the trim threshold alone switches off glibc's own adaptation.
     settings = (_M_MMAP_THRESHOLD, 32 << 20), (_M_TRIM_THRESHOLD, 512 << 20), (_M_ARENA_MAX, 1)
     return all(mallopt(*each) for each in settings)
+
+
+def write_no_core() -> None:
+    """Have the kernel write no core file of this process, nor hand one to a program: it would have rows and tokens.
+
+    Of 1 byte, for that is what keeps it from handing one to a program; 0 does not. Where not even that may be
+    asked for, none is what was asked for already.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    most = 1 if hard == resource.RLIM_INFINITY else min(hard, 1)
+    resource.setrlimit(resource.RLIMIT_CORE, (most, most))
 
 
 def spare_imports() -> None:

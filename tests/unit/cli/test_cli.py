@@ -65,6 +65,8 @@ def test_every_setting_may_be_in_the_file(served: list[ServerOptions], tmp_path:
         http_port = 2
         consumer = ["a=m", "b=m2"]
         admin_token = "t"
+        roles = "roles.toml"
+        insecure = true
         log_max_bytes = 8_000_000
         flush_bytes = 3
         replica_retention_seconds = 4.5
@@ -82,14 +84,16 @@ def test_every_setting_may_be_in_the_file(served: list[ServerOptions], tmp_path:
         "t",
         6,
     )
+    assert (options.roles, options.insecure) == (Path("roles.toml"), True)
     kept = options.service
     assert (kept.data_dir, kept.log_max_bytes, kept.flush_bytes) == (Path("/data"), 8_000_000, 3)
     assert kept.norm_limit == NormLimit(50.0, quarantine=True)
     assert kept.replica_retention_seconds == 4.5
     settings = {option.name for option in cli.get_command(click.Context(cli), "serve").params}  # type: ignore[union-attr]
     assert settings - {"config"} == {
-        "data_dir", "host", "grpc_port", "http_port", "consumer", "admin_token", "log_max_bytes", "flush_bytes",
-        "replica_retention_seconds", "drain_seconds", "max_norm_growth", "poisoned",
+        "data_dir", "host", "grpc_port", "http_port", "consumer", "admin_token_file", "log_max_bytes",
+        "flush_bytes", "replica_retention_seconds", "drain_seconds", "max_norm_growth", "poisoned", "roles",
+        "insecure",
     }  # fmt: skip
 
 
@@ -111,7 +115,10 @@ def test_several_consumers_come_from_flags_or_the_environment(served: list[Serve
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("grcp_port = 1", "unknown setting 'grcp_port'; settings: admin_token, consumer, consumers, data_dir"),
+        (
+            "grcp_port = 1",
+            "unknown setting 'grcp_port'; settings: admin_token, admin_token_file, ",
+        ),
         ("grpc-port = 1", "unknown setting 'grpc-port'"),
         ("grpc_port = ", "c.toml: Invalid value"),
         ('grpc_port = "many"', "Invalid value for '--grpc-port'"),
