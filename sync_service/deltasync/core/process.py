@@ -29,7 +29,7 @@ def keep_freed_memory() -> bool:
 
 
 def write_no_core() -> None:
-    """Have the kernel write no core file of this process, nor hand one to a program: it would have rows and tokens.
+    """Have the kernel write no core file of this process, nor hand one to a program: tokens are in it.
 
     Of 1 byte, for that is what keeps it from handing one to a program; 0 does not. Where not even that may be
     asked for, none is what was asked for already.
