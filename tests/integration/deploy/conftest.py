@@ -84,7 +84,7 @@ def containers(manifests: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @pytest.fixture(scope="session")
 def unit(deploy: Path) -> list[tuple[str, str]]:
     """The systemd unit's settings in order; a key may be there more than once."""
-    lines = (deploy / "systemd/deltasync.service").read_text().splitlines()
+    lines = (deploy / "systemd/deltasync.service").read_text().replace("\\\n", " ").splitlines()
     pairs = [line.partition("=") for line in lines if line and not line.startswith(("[", "#"))]
     return [(key, value) for key, _, value in pairs]
 

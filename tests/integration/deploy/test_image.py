@@ -61,13 +61,12 @@ def test_image_health_check_follows_livez(stages: Stages, probed: ThreadingHTTPS
     assert _probe(command, probed.server_port) != 0
 
 
-@pytest.mark.parametrize(("name", "path"), [("service", "/readyz"), ("predictor-1", "/ready")])
-def test_compose_health_checks_follow_readiness(
-    compose: dict[str, Any], probed: ThreadingHTTPServer, name: str, path: str
+def test_compose_asks_predictors_whether_they_are_ready(
+    compose: dict[str, Any], probed: ThreadingHTTPServer
 ) -> None:
-    command = compose["services"][name]["healthcheck"]["test"]
+    command = compose["services"]["predictor-1"]["healthcheck"]["test"]
     assert command[0] == "CMD"
-    probed.healthy = path  # type: ignore[attr-defined]
+    probed.healthy = "/ready"  # type: ignore[attr-defined]
     assert _probe(command[1:], probed.server_port) == 0
     probed.healthy = None  # type: ignore[attr-defined]
     assert _probe(command[1:], probed.server_port) != 0
