@@ -93,7 +93,7 @@ class ServerOptions:
         roles: file that says who has which roles, see `core.roles`; None = anyone may publish, subscribe and read.
         insecure: listen on an address that others reach, whatever protects it.
         drain_seconds: how long open cuts may take to finish on SIGTERM.
-        read_consumers: reads the consumers of the configuration anew, on SIGHUP; None where there is no file.
+        read_settings: reads what it takes of the configuration on SIGHUP; None where there is no file.
     """
 
     service: ServiceOptions
@@ -105,7 +105,7 @@ class ServerOptions:
     roles: Path | None = None
     insecure: bool = False
     drain_seconds: float = 5.0
-    read_consumers: Reader | None = None
+    read_settings: Reader | None = None
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class _Http(uvicorn.Server):
 
 
 async def serve(options: ServerOptions) -> None:
-    """Run the service until SIGTERM or SIGINT; on SIGHUP, have the consumers that its configuration now names.
+    """Run the service until SIGTERM or SIGINT; on SIGHUP, take the consumers and limits of its configuration.
 
     Raises:
         StorageFailed: the data directory is damaged or in use.
@@ -158,7 +158,7 @@ def _on_hangup(loop: asyncio.AbstractEventLoop, do: Callable[[], None]) -> None:
 async def run(options: ServerOptions, stopping: asyncio.Event, reloading: asyncio.Event | None = None) -> None:
     """Run the service until `stopping` is set, in a process that has other things to do too.
 
-    Whenever `reloading` is set, the consumers of the configuration are read again.
+    Whenever `reloading` is set, the consumers and limits of the configuration are read again.
 
     Raises:
         InvalidInput: others reach the address and nothing protects it, or the roles file is not right.
@@ -181,7 +181,7 @@ async def run(options: ServerOptions, stopping: asyncio.Event, reloading: asynci
             also.append(tasks.create_task(roles.follow(access, service.events)))
         reload_roles = partial(roles.reload, access, service.events) if roles else None
         hung_up = reloading or asyncio.Event()
-        also.append(tasks.create_task(reload_on(hung_up, service, options.read_consumers, reload_roles)))
+        also.append(tasks.create_task(reload_on(hung_up, service, options.read_settings, reload_roles)))
         await _listen(service, options, tasks, stopping, recovery, access)
         for each in also:
             each.cancel()

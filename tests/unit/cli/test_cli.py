@@ -73,6 +73,10 @@ def test_every_setting_may_be_in_the_file(served: list[ServerOptions], tmp_path:
         drain_seconds = 6
         max_norm_growth = 50
         poisoned = "quarantine"
+        limit = ["models=5"]
+        [limits]
+        models = 6
+        streams = 7
         """
     )
     done = serve(env={"DELTASYNC_CONFIG": str(tmp_path / "c.toml")})
@@ -89,11 +93,12 @@ def test_every_setting_may_be_in_the_file(served: list[ServerOptions], tmp_path:
     assert (kept.data_dir, kept.log_max_bytes, kept.flush_bytes) == (Path("/data"), 8_000_000, 3)
     assert kept.norm_limit == NormLimit(50.0, quarantine=True)
     assert kept.replica_retention_seconds == 4.5
+    assert (kept.limits.models, kept.limits.streams) == (5, 7)
     settings = {option.name for option in cli.get_command(click.Context(cli), "serve").params}  # type: ignore[union-attr]
     assert settings - {"config"} == {
         "data_dir", "host", "grpc_port", "http_port", "consumer", "admin_token_file", "log_max_bytes",
         "flush_bytes", "replica_retention_seconds", "drain_seconds", "max_norm_growth", "poisoned", "roles",
-        "insecure",
+        "insecure", "limit",
     }  # fmt: skip
 
 
@@ -140,6 +145,10 @@ def test_a_wrong_file_is_an_error_that_says_what(
     [
         (["--config", "/nowhere/c.toml"], "/nowhere/c.toml"),
         (["--consumer", "predictors"], "'predictors': expected NAME=MODEL"),
+        (["--limit", "streams"], "'streams': expected NAME=NUMBER"),
+        (["--limit", "streams=-1"], "'streams=-1': expected NAME=NUMBER"),
+        (["--limit", "streams=0"], "limit streams: 0, expected a whole number from 1 on"),
+        (["--limit", "colours=1"], "unknown limit 'colours'; limits: models"),
         (["--flush-bytes", "0"], "--flush-bytes"),
         (
             ["--flush-bytes", "9000000", "--log-max-bytes", "8000000"],
