@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -103,6 +103,8 @@ class Service:
         registry: the consumers.
         views: of the consumers that ever had a policy.
         configuration: the consumers that its configuration names.
+        certificates_expire: when the certificates do that it speaks TLS with, seconds since 1970, by the name of
+            their setting.
         compiling: whether kernels are still compiled, and no streams taken.
         backing_up: whether a backup is being made: nothing is flushed.
         draining: set once the service is to end.
@@ -132,6 +134,7 @@ class Service:
         self.unpublished = UnpublishedModels(self, tasks)
         self.model_added = Signal()
         self.configuration = Configuration(self)
+        self.certificates_expire: Mapping[str, float] = {}
         self.compiling = False
         self.backing_up = False
         self.draining = asyncio.Event()
