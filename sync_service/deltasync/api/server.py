@@ -223,9 +223,7 @@ def _checked_exposure(options: ServerOptions) -> str:
 
 
 def _access(options: ServerOptions, service: Service, roles: RolesFile | None, exposure: str) -> Access:
-    audit = Audit()
-    service.events.listen(audit)
-    access = Access(options.admin_token, roles.roles if roles else None, audit)
+    access = Access(options.admin_token, roles.roles if roles else None, Audit(service.events))
     access.exposure = exposure
     return access
 
