@@ -25,6 +25,7 @@ def main() -> int:
         found.append(figures)
         print(f"{name}: {figures['went']}\n    {'; '.join(harms(figures)) or 'no harm'}", flush=True)  # noqa: T201
         if wanted.json:
+            wanted.json.parent.mkdir(parents=True, exist_ok=True)
             wanted.json.write_text(json.dumps(found, indent=1) + "\n")
     return 0
 
