@@ -139,8 +139,10 @@ def streams(draw: Callable[..., Any], messages: Sequence[Message]) -> list[bytes
 def test_streams_of_ranks(channel: grpc.Channel, contents: list[bytes]) -> None:
     number = next(_numbers)
     run = b"r%04d" % (number % 10_000)
-    began = [_began(_STARTED), _began(_STARTED + number)]
-    call_stream(channel, "PublishService/Publish", [each.replace(_RUN, run).replace(*began) for each in contents])
+    before, began = _began(_STARTED), _began(_STARTED + number)
+    call_stream(
+        channel, "PublishService/Publish", [each.replace(_RUN, run).replace(before, began) for each in contents]
+    )
 
 
 def _began(unix_ns: int) -> bytes:
