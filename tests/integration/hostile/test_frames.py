@@ -1,4 +1,4 @@
-"""HTTP/2 and TCP as no library sends them: nothing of it reaches the log, and nothing waits for what never comes."""
+"""HTTP/2 and TCP as no library sends them: nothing of it reaches the log, nothing waits for what never comes."""
 
 import contextlib
 import random

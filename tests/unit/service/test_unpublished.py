@@ -1,4 +1,4 @@
-"""Models that ranks have opened and nothing is published of: nothing is left of them, whoever goes, fails or ends."""
+"""Models that were opened and never published: nothing is left of them, whoever goes, fails or ends."""
 
 import asyncio
 import threading
