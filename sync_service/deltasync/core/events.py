@@ -46,6 +46,8 @@ class EventKind(Enum):
     KEY_EXPOSED = "key_exposed", logging.WARNING
     ROLES_RELOADED = "roles_reloaded", logging.INFO
     ROLES_REFUSED = "roles_refused", logging.ERROR
+    # The log of the audit says who.
+    CALL_REFUSED = "call_refused", logging.DEBUG
     CUT_REFUSED = "cut_refused", logging.ERROR
     CUT_QUARANTINED = "cut_quarantined", logging.ERROR
     MODEL_DELETED = "model_deleted", logging.WARNING
