@@ -69,6 +69,9 @@ METRICS: dict[str, set[str]] = {
     "deltasync_consumer_failed": _CONSUMER,
     "deltasync_consumer_paused": _CONSUMER,
     "deltasync_events_total": {"event"},
+    "deltasync_limit": {"limit"},
+    "deltasync_limit_taken": {"limit"},
+    "deltasync_limit_refused_total": {"limit"},
     **EVENT_METRICS,
     **POLICY_METRICS,
 }

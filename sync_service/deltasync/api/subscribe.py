@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, S
 from typing import Any, TypeAlias
 
 from deltasync.api.acks import rows_of, slots, unbound
+from deltasync.api.caller import caller
 from deltasync.api.departure import StreamEnded, departure, superseded
 from deltasync.api.protocol import check_known
 from deltasync.api.replica_messages import no_news, opened, release_end
@@ -53,7 +54,7 @@ class ReplicaStream:
         self._ended = asyncio.Event()
         self._instance, self._goodbye = message.instance, False
         self._replica: Replica = self._registry.connect(
-            self._consumer, message.replica, self._ended, self._instance
+            self._consumer, message.replica, self._ended, self._instance, caller().name
         )
         self._audit = ReplicaAudit()
         self._protocols = protocols
@@ -361,7 +362,8 @@ class ReplicaStream:
     def _check_running(self, release: FrozenRelease) -> None:
         """Check that no pause has come while a release is sent: the replica drops what it has of it."""
         if (pause := self._consumer.pause) and self._kept_from(release):
-            raise Superseded(f"consumer {self._consumer.name!r} is {pause.words}; reconnect")
+            text = f"consumer {self._consumer.name!r} is paused: reconnect"
+            raise Superseded(text, detail=f" ({pause.words})")
 
     def _kept_from(self, release: FrozenRelease) -> bool:
         """Whether a pause keeps the replica from a release, which would bring it further."""

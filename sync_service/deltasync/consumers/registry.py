@@ -11,12 +11,20 @@ from deltasync.consumers.fleet import forgettable, may_leave
 from deltasync.consumers.offsets import OffsetLog, offset_name, recorded_offsets
 from deltasync.consumers.pause import ITSELF, Pause, joined, pause_of_record, pause_record
 from deltasync.consumers.quarantine import Quarantine, extended, quarantine_of_record, quarantine_record
-from deltasync.core.errors import Contradiction, InvalidInput, NotFound, StorageFailed
+from deltasync.core.errors import (
+    Contradiction,
+    InvalidInput,
+    NotFound,
+    NotPermitted,
+    ServiceUnavailable,
+    StorageFailed,
+)
 from deltasync.core.events import EventKind, Events
 from deltasync.core.names import check_name
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.core.steady_clock import steady_ns
+from deltasync.core.words import listed
 from deltasync.storage.log_store import LogStore
 from deltasync.storage.records import pack_json, reading, unpack_json
 
@@ -44,8 +52,7 @@ class ConsumerRegistry:
             NotFound: there is none; the message names those that exist.
         """
         if name not in self.consumers:
-            existing = ", ".join(sorted(self.consumers)) or "none yet"
-            raise NotFound(f"no consumer {name!r}; consumers: {existing}")
+            raise NotFound(f"no consumer {name!r}", detail=f"; consumers: {listed(self.consumers) or 'none yet'}")
         return self.consumers[name]
 
     def of_model(self, model: str) -> list[Consumer]:
@@ -188,17 +195,24 @@ class ConsumerRegistry:
         offsets = self._offsets.forgotten(name, consumer.replicas)
         await asyncio.wrap_future(self._log.put_all({**offsets, f"consumer/{name}": None}))
 
-    def connect(self, consumer: Consumer, name: str, stream: asyncio.Event, instance: str = "") -> Replica:
-        """Note that a replica has opened a stream, which replaces an older one of its name.
+    def connect(
+        self, consumer: Consumer, name: str, stream: asyncio.Event, instance: str = "", by: str = ""
+    ) -> Replica:
+        """Note that a replica, of the identity `by`, has opened a stream, which replaces an older one of its name.
 
         Raises:
             InvalidInput: a name that cannot be one, or an instance that is too long.
+            ServiceUnavailable: one of that name, of another identity, is connected.
         """
         if len(instance) > _LONGEST_INSTANCE:
             raise InvalidInput(f"instance: expected at most {_LONGEST_INSTANCE} characters")
-        replica = consumer.replicas.setdefault(check_name("replica", name), Replica(name))
+        replica = consumer.replicas.get(check_name("replica", name)) or Replica(name)
+        if replica.stream and replica.by != by:
+            text = f"replica {name!r} of consumer {consumer.name!r} is connected as another identity"
+            raise ServiceUnavailable(f"{text}: give this one another name, or wait until that has gone")
+        consumer.replicas[name] = replica
         _end_stream(replica)
-        replica.stream, replica.instance, replica.since_ns = stream, instance, steady_ns()
+        replica.stream, replica.instance, replica.since_ns, replica.by = stream, instance, steady_ns(), by
         consumer.signal.wake()
         return replica
 
@@ -227,17 +241,23 @@ class ConsumerRegistry:
         """
         consumer = self.get(name)
         if replica not in consumer.replicas:
-            known = ", ".join(sorted(consumer.replicas)) or "none"
-            raise NotFound(f"no replica {replica!r} of consumer {name!r}; replicas: {known}")
+            known = f"; replicas: {listed(consumer.replicas) or 'none'}"
+            raise NotFound(f"no replica {replica!r} of consumer {name!r}", detail=known)
         if consumer.replicas[replica].stream:
             raise Contradiction(f"replica {replica!r} of consumer {name!r} is connected: stop it first")
         self._remove(consumer, replica)
         await asyncio.wrap_future(self._log.put_all(self._offsets.forgotten(name, [replica])))
 
-    def leave(self, name: str, replica: str, instance: str) -> None:
-        """Forget a replica that says goodbye without a stream, unless another one of its name has come."""
+    def leave(self, name: str, replica: str, instance: str, by: str = "") -> None:
+        """Forget a replica that says goodbye without a stream, unless another one of its name has come.
+
+        Raises:
+            NotPermitted: it is not that of the identity `by`.
+        """
         consumer = self.consumers.get(name)
         found = consumer.replicas.get(replica) if consumer else None
+        if found and found.by not in (None, by):
+            raise NotPermitted(f"replica {replica!r} of consumer {name!r} is another identity's")
         decision = may_leave(found, instance)
         if consumer and found and decision.yes:
             if found.stream is None:  # Else that will tell.

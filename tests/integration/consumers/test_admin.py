@@ -209,11 +209,11 @@ def test_the_command_line_manages_consumers(running: RunningService) -> None:
     assert deltasync("consumers", "list", *at) == (0, "predictors\tclicks\nprobes\tclicks\n", "")
     made = deltasync("consumers", "create", "new", "--model", "m", *at, admin_token=TOKEN)
     assert made == (0, "consumer new follows model m\n", "")
-    assert deltasync("consumers", "delete", "new", "--admin-token", TOKEN, service=running.grpc)[:2] == (
+    assert deltasync("consumers", "delete", "new", admin_token=TOKEN, service=running.grpc)[:2] == (
         0,
         "consumer new deleted\n",
     )
-    code, _, said = deltasync("consumers", "delete", "new", *at, "--admin-token", TOKEN)
+    code, _, said = deltasync("consumers", "delete", "new", *at, admin_token=TOKEN)
     assert (code, said) == (1, "Error: no consumer 'new'; consumers: predictors, probes\n")
     code, _, said = deltasync("consumers", "delete", "probes", *at)
     assert code == 1

@@ -34,7 +34,10 @@ DIGEST = hashlib.sha256(b"token").hexdigest()
         ({"tokens": {"a": {"sha256": DIGEST, "roles": ["read:x"]}}}, "takes no pattern"),
         ({"tokens": {"a b": {"sha256": DIGEST, "roles": ["read"]}}}, "token name 'a b'"),
         ({"tokens": {"a": {"sha256": DIGEST, "roles": ["read"], "created": 3}}}, "created: expected a time"),
-        ({"tokens": {n: {"sha256": DIGEST, "roles": ["read"]} for n in "ab"}}, r"\[tokens.b\] has the same token as \[tokens.a\]"),
+        (
+            {"tokens": {n: {"sha256": DIGEST, "roles": ["read"]} for n in "ab"}},
+            r"\[tokens.b\] has the same token as \[tokens.a\]",
+        ),
         ({"certificates": {"": {"roles": ["read"]}}}, "1 to 256 printable"),
         ({"certificates": {"a": {"roles": ["read"], "sha256": DIGEST}}}, "unknown key 'sha256'"),
     ],

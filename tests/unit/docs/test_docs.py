@@ -4,7 +4,8 @@ import importlib
 import re
 import shlex
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
 
 import click
 import pytest
@@ -15,6 +16,7 @@ from tests.support.metrics import METRICS
 from deltasync.api.http import create_app
 from deltasync.cli.main import cli
 from deltasync.cli.serve import serve
+from deltasync.core.limits import LimitOptions
 
 VOCABULARY = (
     "model",
@@ -55,6 +57,19 @@ def test_every_command_is_documented() -> None:
     context = click.Context(cli)
     for name in cli.list_commands(context):
         assert f"`deltasync {name}" in EVERYTHING, name
+
+
+def test_the_table_of_limits_is_that_of_the_code() -> None:
+    service = (ROOT / "sync_service" / "README.md").read_text()
+    section = service.partition("\n### What peers may take\n")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `.*$", section, re.MULTILINE) == [
+        f"| `{each.name}` | {each.default:,} | {each.metadata['what']} | {_read_at(each.metadata)} |"
+        for each in fields(LimitOptions)
+    ]
+
+
+def _read_at(metadata: Mapping[str, object]) -> str:
+    return "start" if metadata["fixed"] else "SIGHUP"
 
 
 def _flags(command: click.Command) -> set[str]:

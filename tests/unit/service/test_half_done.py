@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.local_service import join, run
+from tests.support.local_service import publish, run
 
-from deltasync.api.reload import reload_on
+from deltasync.api.reload import Reloaded, reload_on
 from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.core.errors import StorageFailed
+from deltasync.core.limits import LimitOptions
 from deltasync.core.policy import Policy
 from deltasync.service.brake import Brake
 from deltasync.service.service import Service
@@ -27,7 +28,7 @@ def test_who_could_not_go_on_is_paused_after_a_restart_too(
         raise error
 
     async def scenario(service: Service) -> None:
-        await join(service)
+        await publish(service)
         await service.registry.create("c", "clicks", Policy())
         await Brake(service).pull("c", "", "anna")
         await service.update_consumer("c", Policy(top_k=3))
@@ -68,7 +69,8 @@ def test_a_configuration_that_is_taken_over_in_part_is_not_said_to_change_nothin
         return put(log, name, *arguments, **fields)
 
     async def scenario(service: Service) -> None:
-        wanted = [ConsumerOptions(name, "clicks", Policy()) for name in ("first", "second")]
+        consumers = tuple(ConsumerOptions(name, "clicks", Policy()) for name in ("first", "second"))
+        wanted = Reloaded(consumers, LimitOptions())
         reloading = asyncio.Event()
         reloads = asyncio.create_task(reload_on(reloading, service, lambda: wanted))
         monkeypatch.setattr(LmdbStore, "put", full)

@@ -65,6 +65,7 @@ def _add(name: str, says: str, module: str | None = None) -> None:
 
 
 _add("publish", "Throughput from a trainer's publish to a replica's rows, against a bare gRPC stream.")
+_add("tls", "Throughput from a trainer's publish to a replica's rows with mutual TLS, over that without.")
 _add(
     "freshness",
     "Time from a trainer's publish of a small cut to a replica's rows, against two bare gRPC hops and one write.",

@@ -10,8 +10,8 @@
     python -m deltasync.trainer.bench.peers source SINK ROWS DIM   a bare gRPC client that sends rows to a sink
     python -m deltasync.trainer.bench.peers scraper URL            one who asks for a service's status
 
-Each answers a line on its standard input with a line. `tuned-sink` and `tuned-source` keep freed memory, as
-the service and the replica do.
+Each answers a line on its standard input with a line. The replica's SERVICE may be the file of an endpoint.
+`tuned-sink` and `tuned-source` keep freed memory, as the service and the replica do.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from typing import Any
 import grpc.aio
 import numpy as np
 
-from deltasync.client import NumpyTarget, Release, Subscriber, SubscriberOptions, TableSpec
+from deltasync.client import Endpoint, NumpyTarget, Release, Subscriber, SubscriberOptions, TableSpec
 from deltasync.core.process import keep_freed_memory
 from deltasync.core.rows import Ids, RowBatch, Values
 from deltasync.trainer.bench.acking_fleet import acking_fleet
@@ -95,7 +95,8 @@ def _requests(ids: Any, values: Any, answered: "queue.SimpleQueue[None]") -> Ite
 
 def replica(service: str) -> None:
     """Follow consumer "bench"; at every line, wait for the version it names."""
-    options = SubscriberOptions(service=service, consumer="bench", replica="bench", max_outstanding_bytes=64 << 20)
+    where = Endpoint.from_file(service) if service.endswith(".toml") else service
+    options = SubscriberOptions(service=where, consumer="bench", replica="bench", max_outstanding_bytes=64 << 20)
     with Subscriber(options, NumpyTarget()) as subscriber:
         _answer("ready")
         for line in sys.stdin:
