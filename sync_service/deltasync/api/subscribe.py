@@ -56,7 +56,8 @@ class ReplicaStream:
         self._audit = ReplicaAudit()
         self._protocols = protocols
         self._token = 0  # The newest that the replica has sent.
-        self._budget = message.max_outstanding_bytes or _DEFAULT_OUTSTANDING_BYTES
+        budget = message.max_outstanding_bytes or _DEFAULT_OUTSTANDING_BYTES
+        self._budget = min(budget, service.limits.options.outstanding_bytes)
         self._sent_bytes = 0
         self._received_bytes = 0
         self._credited = asyncio.Event()
@@ -259,6 +260,7 @@ class ReplicaStream:
                 raise InvalidInput(f"an ack of table {unknown[0]}, but there are only {len(self._deliveries)}")
             if ack.HasField("applied"):
                 self._acknowledge(position_from_message(ack.applied), ack)
+            del request, ack  # Or they would stay until the next one has come.
 
     def _acknowledge(self, applied: Position, ack: subscribe_pb2.Ack) -> None:
         if applied.history != self._sent.history or applied.number > self._sent.number:
