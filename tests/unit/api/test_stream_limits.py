@@ -21,9 +21,8 @@ def test_a_peer_has_so_many_streams_and_all_have_so_many() -> None:
     with streams.taking("one"), streams.taking("one"):
         with pytest.raises(LimitReached, match=r"limit streams_per_peer"), streams.taking("one"):
             pass
-        with streams.taking("two"):
-            with pytest.raises(LimitReached, match=r"limit streams\)"), streams.taking("two"):
-                pass
+        with streams.taking("two"), pytest.raises(LimitReached, match=r"limit streams\)"), streams.taking("two"):
+            pass
     with streams.taking("one"), streams.taking("one"), streams.taking("two"):
         pass
 
