@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
@@ -15,8 +16,11 @@ from deltasync.api.call_errors import abort, as_stream
 from deltasync.api.peer_certificates import names_of_auth_context
 from deltasync.api.stream_limits import StreamLimits, peer_of
 from deltasync.core.access import Role
-from deltasync.core.errors import DeltasyncError, InvalidInput
+from deltasync.core.errors import DeltasyncError, InvalidInput, ServiceFailed
+from deltasync.core.events import described
 from deltasync.core.limits import Limits
+
+logger = logging.getLogger(__name__)
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -56,6 +60,12 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
                 await _let_in(handler, _Requests(context, opened), context)
         except DeltasyncError as error:
             await abort(context, error)
+        except grpc.aio.BaseError:  # Among them that the call was aborted, above or by its handler.
+            raise
+        except Exception as error:
+            logger.exception("%s has failed", opened.call.name)
+            text = "the service met an error of its own, which its log tells"
+            await abort(context, ServiceFailed(text, detail=f": {described(error)}"))
         except asyncio.CancelledError:
             if opened.revoked is None:
                 raise

@@ -8,8 +8,9 @@ import grpc.aio
 
 from deltasync.api.answers import answer
 from deltasync.api.call_errors import abort
+from deltasync.api.caller import caller
 from deltasync.api.protocol import protocols_of
-from deltasync.core.errors import DeltasyncError, InvalidInput
+from deltasync.core.errors import DeltasyncError, InvalidInput, NotPermitted
 from deltasync.core.events import EventKind
 from deltasync.core.position import Position
 from deltasync.core.rows import Ids
@@ -53,6 +54,8 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
         session = coordinator.sessions.get(request.rank) if coordinator else None
         if not isinstance(session, PublishSession) or session.ended or session.run.id != request.run:
             return publish_pb2.WantedResponse()
+        if session.run.by not in (None, caller().name):
+            raise NotPermitted("the run is another identity's")
         return publish_pb2.WantedResponse(wanted=_wanted(session.wanted))
 
 
@@ -100,7 +103,7 @@ class _RankStream:
     async def _open(self, message: publish_pb2.PublishOpen, protocols: Protocols) -> PublishSession:
         self._model = message.model
         check_counts(message, self._service.limits)
-        opening = await asyncio.to_thread(check_open, message, protocols)
+        opening = await asyncio.to_thread(check_open, message, protocols, caller().name)
         self._service.limits.check("rows_per_table", max(table.rows for table in opening.tables))
         self._coordinator = await self._service.open_model(message.model)
         self._session = await open_session(self._coordinator, opening)

@@ -79,6 +79,7 @@ class Answers:
             log_bytes=service.log.used_bytes(),
             commits=service.log.commits,
             volumes=service.volumes.all,
+            certificates_expire=service.certificates_expire,
             limits=self._limits(),
         )
 

@@ -1,6 +1,6 @@
 """Prometheus metrics, computed when they are asked for."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -49,6 +49,7 @@ class Figures:
     log_bytes: int
     commits: Durations
     volumes: Sequence[Volume]
+    certificates_expire: Mapping[str, float] = field(default_factory=dict)
     limits: Limits = field(default_factory=Limits)
 
 
@@ -151,6 +152,12 @@ def _model_metrics(figures: Figures) -> list[Metric]:
         ),
         gauge("log_bytes", "Bytes the log holds.", [], [([], figures.log_bytes)]),
         histogram("log_commit_seconds", "How long commits of the log took.", figures.commits),
+        gauge(
+            "certificate_expires_seconds",
+            "When the first certificate of a file expires, in seconds since 1970.",
+            ["setting"],
+            [([name], ends) for name, ends in figures.certificates_expire.items()],
+        ),
         *_volume_metrics(figures.volumes),
     ]
 
