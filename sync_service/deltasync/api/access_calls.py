@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Self
 from urllib.parse import unquote
@@ -12,7 +13,10 @@ from deltasync.api.access import Access, Credentials, OpenCall, check, check_nam
 from deltasync.api.access_table import need_of_call
 from deltasync.api.call_errors import abort, as_stream
 from deltasync.api.peer_certificates import names_of_auth_context
-from deltasync.core.errors import DeltasyncError, InvalidInput
+from deltasync.core.errors import DeltasyncError, InvalidInput, ServiceFailed
+from deltasync.core.events import described
+
+logger = logging.getLogger(__name__)
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -49,6 +53,12 @@ async def _answer(handler: Any, opened: OpenCall, requests: AsyncIterator[Any], 
         await _let_in(handler, _Requests(requests, opened), context)
     except DeltasyncError as error:
         await abort(context, error)
+    except grpc.aio.BaseError:  # Among them that the call was aborted, above or by its handler.
+        raise
+    except Exception as error:
+        logger.exception("%s has failed", opened.call.name)
+        text = "the service met an error of its own, which its log tells"
+        await abort(context, ServiceFailed(text, detail=f": {described(error)}"))
     except asyncio.CancelledError:
         if opened.revoked is None:
             raise

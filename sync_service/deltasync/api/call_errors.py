@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 from starlette.responses import JSONResponse
 
 from deltasync.api.caller import current_call, may_read
-from deltasync.core.errors import DeltasyncError, InvalidInput
+from deltasync.core.errors import DeltasyncError, InvalidInput, StorageFailed
 from deltasync.core.words import printable
 from deltasync.wire.error_codes import ERROR_KEY, grpc_code, http_status
 
@@ -23,8 +23,13 @@ _LONGEST_BYTES = 1_900
 def told(error: DeltasyncError) -> str:
     """What whoever calls is told of an error: less than 2 kB, as gRPC and JSON write it."""
     current_call().error = error
-    text = printable(str(error) if may_read() else error.text, _LONGEST_BYTES)
+    text = printable(str(error) if may_read() else _for_all(error), _LONGEST_BYTES)
     return text if _sent_bytes(text) <= _LONGEST_BYTES else _cut(text)
+
+
+def _for_all(error: DeltasyncError) -> str:
+    """What may be told to those who may not read: of a disk no folder, and no size."""
+    return "the service cannot keep this now; its log says why" if isinstance(error, StorageFailed) else error.text
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: DeltasyncError) -> NoReturn:

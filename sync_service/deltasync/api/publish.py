@@ -7,8 +7,9 @@ import grpc.aio
 
 from deltasync.api.answers import answer
 from deltasync.api.call_errors import abort
+from deltasync.api.caller import caller
 from deltasync.api.protocol import protocols_of
-from deltasync.core.errors import DeltasyncError, InvalidInput
+from deltasync.core.errors import DeltasyncError, InvalidInput, NotPermitted
 from deltasync.core.events import EventKind
 from deltasync.core.position import Position
 from deltasync.core.rows import Ids
@@ -52,6 +53,8 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
         session = coordinator.sessions.get(request.rank) if coordinator else None
         if not isinstance(session, PublishSession) or session.ended or session.run.id != request.run:
             return publish_pb2.WantedResponse()
+        if session.run.by not in (None, caller().name):
+            raise NotPermitted("the run is another identity's")
         return publish_pb2.WantedResponse(wanted=_wanted(session.wanted))
 
 
@@ -97,7 +100,7 @@ class _RankStream:
 
     async def _open(self, message: publish_pb2.PublishOpen, protocols: Protocols) -> PublishSession:
         self._model = message.model
-        opening = check_open(message, protocols)
+        opening = check_open(message, protocols, caller().name)
         self._coordinator = await self._service.open_model(message.model)
         self._session = await open_session(self._coordinator, opening)
         return self._session

@@ -29,6 +29,7 @@ from deltasync.api.audit import Audit
 from deltasync.api.call_errors import ErrorInterceptor
 from deltasync.api.certificates import CertificateFiles
 from deltasync.api.http import create_app
+from deltasync.api.http_connections import HttpListener, end_silent
 from deltasync.api.http_protocol import HttpProtocol
 from deltasync.api.protocol import ProtocolInterceptor
 from deltasync.api.publish import PublishServicer
@@ -41,8 +42,9 @@ from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.core.errors import InvalidInput, ServiceUnavailable
 from deltasync.core.events import EventKind
 from deltasync.core.exposure import may_listen
+from deltasync.core.limits import LimitOptions
 from deltasync.core.listener import listening_socket
-from deltasync.core.process import keep_freed_memory, spare_imports, write_no_core
+from deltasync.core.process import keep_freed_memory, raise_descriptor_limit, spare_imports, write_no_core
 from deltasync.core.progress import Progress
 from deltasync.kernels.compiled import imported_kernels, keep_in
 from deltasync.service.housekeeping import housekeeping
@@ -140,6 +142,7 @@ async def serve(options: ServerOptions) -> None:
     write_no_core()
     keep_freed_memory()
     spare_imports()
+    _check_descriptors(options.service.limits, raise_descriptor_limit())
     os.umask(0o077)  # Only the service's own user may read a model's rows.
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -159,6 +162,15 @@ def _on_hangup(loop: asyncio.AbstractEventLoop, do: Callable[[], None]) -> None:
             loop.call_soon_threadsafe(do)
 
     signal.signal(signal.SIGHUP, hang_up)
+
+
+def _check_descriptors(limits: LimitOptions, most: int) -> None:
+    wanted = limits.http_connections + limits.grpc_connections
+    if wanted > most:
+        text = (
+            "limits http_connections and grpc_connections are %d together, but this process may have %d files open"
+        )
+        logger.warning(f"{text}: raise that (ulimit -n), or lower those", wanted, most)
 
 
 async def run(options: ServerOptions, stopping: asyncio.Event, reloading: asyncio.Event | None = None) -> None:
@@ -225,11 +237,12 @@ async def _listen(
     access: Access,
     certificates: CertificateFiles | None,
 ) -> None:
-    listener = _bind(options.host, options.http_port)
+    listener = HttpListener(_bind(options.host, options.http_port), service.limits)
     server, healthy, grpc_port = _bind_grpc(service, options, access, certificates)
     app = create_app(service, access)
     http = _Http(_http_config(app, certificates))
     http_task = tasks.create_task(http.serve(sockets=[listener]))
+    silence = tasks.create_task(end_silent(http.server_state.connections, service.limits))
     await _compile(service, stopping)
     await server.start()
     await _set_health(healthy, health_pb2.HealthCheckResponse.NOT_SERVING)
@@ -249,6 +262,7 @@ async def _listen(
     await server.stop(grace=1.0)
     http.should_exit = True
     await http_task
+    silence.cancel()
     _withdraw(service, _endpoints(options))
     await recovery
 

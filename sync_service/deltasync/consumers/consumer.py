@@ -32,6 +32,7 @@ class Replica:
         applied: the position it last acknowledged.
         acked_unix_ns: when it last acknowledged, nanoseconds since 1970.
         instance: what tells it, as long as it lives, from others of its name; empty where it does not say.
+        by: the name of the identity that it last connected as; None if it has not since the service started.
         acked_ns: the same by `steady_ns`; None if it has not since the service started.
         stream: ends its open stream when set; None while it is away.
         since_ns: since when it is connected, or away, by `steady_ns`: at most since the service started.
@@ -48,6 +49,7 @@ class Replica:
     acked_unix_ns: int = 0
     acked_ns: int | None = None
     instance: str = ""
+    by: str | None = None
     stream: asyncio.Event | None = None
     since_ns: int = field(default_factory=steady_ns)
     left: str = ""

@@ -34,7 +34,11 @@ class LimitOptions:
     message_bytes: int = _limit(4 << 20, "bytes of a message", fixed=True)
     outstanding_bytes: int = _limit(64 << 20, "bytes sent to a replica that it has not acknowledged")
     grpc_connections: int = _limit(2_000, "connections of gRPC", fixed=True)
+    http_connections: int = _limit(512, "connections of HTTP")
+    http_connections_per_peer: int = _limit(256, "connections of HTTP from one address")
+    http_idle_seconds: int = _limit(30, "seconds that a connection of HTTP may wait for its peer")
     grpc_idle_seconds: int = _limit(300, "seconds that a connection of gRPC may have no call", fixed=True)
+    log_queue_bytes: int = _limit(128 << 20, "bytes that wait to be written to the log")
 
     def __post_init__(self) -> None:
         for name, most in vars(self).items():

@@ -16,6 +16,7 @@ from deltasync.core.limits import LimitOptions, Limits
 from deltasync.core.policy import Policy
 from deltasync.core.signals import Signal
 from deltasync.core.tables import TableSpec
+from deltasync.core.words import listed
 from deltasync.feeds.feed import Feed
 from deltasync.feeds.model import Model
 from deltasync.publish.coordinator import CutCoordinator
@@ -192,7 +193,7 @@ class Service:
         """
         if model in self.recovering:
             trouble = f": {self.volumes.trouble}" if self.volumes.trouble else ""
-            raise ServiceUnavailable(f"model {model!r} is still recovering; try again{trouble}")
+            raise ServiceUnavailable(f"model {model!r} is still recovering; try again", detail=trouble)
 
     def model(self, name: str) -> Model:
         """The model of that name.
@@ -203,7 +204,7 @@ class Service:
         """
         self.check_recovered(name)
         if name not in self.models:
-            raise NotFound(f"no model {name!r}; models: {', '.join(sorted(self.models)) or 'none yet'}")
+            raise NotFound(f"no model {name!r}", detail=f"; models: {listed(self.models) or 'none yet'}")
         return self.models[name]
 
     async def open_model(self, name: str) -> CutCoordinator:
@@ -323,6 +324,7 @@ class Service:
         for name, model in self.models.items():
             await self.coordinators[name].drain()
             await model.close()
+        self.registry.write_offsets()
         await asyncio.to_thread(self.log.close)
         self._lock.close()
 

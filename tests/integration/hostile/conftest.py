@@ -19,8 +19,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Besieged]:
         yield besieged
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def unharmed(service: Besieged) -> Iterator[None]:
-    """After each test the honest go on, and nothing is left of the attack."""
+    """After a test the honest go on, and nothing is left of the attack."""
     with service.unharmed():
         yield

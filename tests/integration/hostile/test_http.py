@@ -20,6 +20,8 @@ from schemathesis.specs.openapi.checks import (
 )
 from tests.support.besieged import LONGEST_REFUSAL, TOKEN, Besieged
 
+pytestmark = pytest.mark.usefixtures("unharmed")
+
 _CHECKS = [
     content_type_conformance,
     response_headers_conformance,

@@ -19,6 +19,8 @@ from deltasync.core.position import Position
 from deltasync.v1 import admin_pb2, publish_pb2, subscribe_pb2, tables_pb2
 from deltasync.wire.protocol import OURS, protocols_to_metadata
 
+pytestmark = pytest.mark.usefixtures("unharmed")
+
 # More with HOSTILE_EXAMPLES=5000, for a night.
 EXAMPLES = int(os.environ.get("HOSTILE_EXAMPLES", "120"))
 _many = settings(

@@ -71,6 +71,7 @@ _add(
     "Time from a trainer's publish of a small cut to a replica's rows, against two bare gRPC hops and one write.",
 )
 _add("fanout", "CPU time of the service for forty replicas of one consumer, against one replica.")
+_add("acks", "Time of a seal while 200 replicas acknowledge, against the same without any.")
 _add("memory", "What the service holds beside its tables and stamps.")
 _add("release", "Time of a release by a consumer's policy, against NumPy's gathers and norms of the same rows.")
 _add("apply", "Time to apply changed rows, in the service and in a replica, against a bare NumPy scatter.")
