@@ -72,6 +72,7 @@ METRICS: dict[str, set[str]] = {
     "deltasync_consumer_failed": _CONSUMER,
     "deltasync_consumer_paused": _CONSUMER,
     "deltasync_events_total": {"event"},
+    "deltasync_certificate_expires_seconds": {"setting"},
     "deltasync_limit": {"limit"},
     "deltasync_limit_taken": {"limit"},
     "deltasync_limit_refused_total": {"limit"},
