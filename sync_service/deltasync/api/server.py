@@ -70,8 +70,12 @@ _SERVICES = tuple(
     )
 )
 
-# Chunks are at most 1 MiB; an open with thousands of tables is larger.
-_MAX_MESSAGE_BYTES = 16 << 20
+# Of a call: its token, and what gRPC itself says of it.
+_METADATA_BYTES = 16 << 10
+# For who connects, until it speaks.
+_HANDSHAKE_MS = 10_000
+# More than a peer may have are let begin, so that the next one is told why it is not.
+_REFUSED_STREAMS = 16
 
 # Who makes and changes the consumers that it starts with.
 _SETTINGS = "the service's settings"
@@ -295,9 +299,14 @@ def _bind_grpc(
     service: Service, options: ServerOptions, access: Access, certificates: CertificateFiles | None
 ) -> tuple[grpc.aio.Server, health.aio.HealthServicer, int]:
     server = grpc.aio.server(
-        interceptors=[AccessInterceptor(access), ProtocolInterceptor(), ErrorInterceptor(), WrittenMessages()],
+        interceptors=[
+            AccessInterceptor(access, service.limits),
+            ProtocolInterceptor(),
+            ErrorInterceptor(),
+            WrittenMessages(),
+        ],
         options=[
-            ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+            *_limit_options(service.limits.options),
             # Otherwise a second service on the same port would take half of the streams.
             ("grpc.so_reuseport", 0),
             # Below the client's keepalive interval, or clients are refused for pinging too often.
@@ -324,6 +333,19 @@ def _bind_grpc(
     except RuntimeError as error:
         raise ServiceUnavailable(_not_bound("--grpc-port", options.host, options.grpc_port)) from error
     return server, healthy, port
+
+
+def _limit_options(limits: LimitOptions) -> list[tuple[str, int]]:
+    """What gRPC itself sees to, from the start on."""
+    return [
+        ("grpc.max_receive_message_length", limits.message_bytes),
+        ("grpc.max_concurrent_streams", limits.streams_per_peer + _REFUSED_STREAMS),
+        ("grpc.max_connection_idle_ms", 1_000 * limits.grpc_idle_seconds),
+        ("grpc.max_allowed_incoming_connections", limits.grpc_connections),
+        ("grpc.max_metadata_size", _METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", _METADATA_BYTES),
+        ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+    ]
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -59,7 +59,8 @@ class ReplicaStream:
         self._audit = ReplicaAudit()
         self._protocols = protocols
         self._token = 0  # The newest that the replica has sent.
-        self._budget = message.max_outstanding_bytes or _DEFAULT_OUTSTANDING_BYTES
+        budget = message.max_outstanding_bytes or _DEFAULT_OUTSTANDING_BYTES
+        self._budget = min(budget, service.limits.options.outstanding_bytes)
         self._sent_bytes = 0
         self._received_bytes = 0
         self._messages = 0  # That were sent.
@@ -254,6 +255,7 @@ class ReplicaStream:
                 raise InvalidInput("after the open message a replica sends only acks")
             self._take_ack(request.ack)
             taken += 1
+            del request  # Or it would stay until the next one has come.
             if taken > _FIRST_ACKS + _ACKS_OF_A_MESSAGE * self._messages:
                 await asyncio.sleep(_PACE_SECONDS)  # Meanwhile gRPC holds back who says more than it was told.
 

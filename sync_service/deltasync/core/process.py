@@ -82,9 +82,9 @@ class _Lines(logging.Formatter):
 
 
 def log_to_stderr() -> None:
-    """Log our own messages from INFO on, and warnings of other packages; of gRPC's core and of uvicorn no more than
-    failures: they write what any peer sends, as it is, and a line for each that makes no sense. Call it before gRPC
-    is used.
+    """Log our own messages from INFO on, and warnings of other packages; of gRPC's core and of uvicorn no more
+    than failures: they write what any peer sends, as it is, and a line for each that makes no sense. Call it
+    before gRPC is used.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
