@@ -58,7 +58,7 @@ async def _repeat(
 
 async def _keep(service: Service) -> None:
     name_threads()
-    service.bound_queue()
+    service.log.queue.limit(service.limits.options.log_queue_bytes)  # Which may have been read again.
     service.registry.forget_the_gone()
     full = service.log.refusing and not service.backing_up  # Which makes no room, and is broken off for that.
     await _flush(service, 0 if full else service.options.most_unflushed_bytes)

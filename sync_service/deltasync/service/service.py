@@ -130,7 +130,7 @@ class Service:
             self.recovering = {name: record for name, record in recorded.items() if name not in removed}
             remove_unknown(options.data_dir / "models", self._recorded_views())
             undo.pop_all()
-        self.bound_queue()
+        self.log.queue.limit(options.limits.log_queue_bytes)
         self.views = ViewRegistry(self.log, tasks, self.events)
         self.models, self.coordinators = dict[str, Model](), dict[str, CutCoordinator]()
         self.unpublished = UnpublishedModels(self, tasks)
@@ -176,10 +176,6 @@ class Service:
             del self.recovering[model.name]
             self.limits.taken["bytes_in_all"] += model.store.table_bytes
             self.add(coordinator)
-
-    def bound_queue(self) -> None:
-        """Have the log's queue take as much as the limits say by now."""
-        self.log.queue.limit(self.limits.options.log_queue_bytes)
 
     def check_no_backup(self) -> None:
         """Check that what is kept may be removed.

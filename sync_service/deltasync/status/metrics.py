@@ -47,7 +47,6 @@ class Figures:
     models: Sequence[ModelFigures]
     events: EventCounts
     log_bytes: int
-    log_queue_bytes: int
     commits: Durations
     volumes: Sequence[Volume]
     certificates_expire: Mapping[str, float] = field(default_factory=dict)
@@ -152,12 +151,6 @@ def _model_metrics(figures: Figures) -> list[Metric]:
             [([kind.value], figures.events[kind]) for kind in EventKind],
         ),
         gauge("log_bytes", "Bytes the log holds.", [], [([], figures.log_bytes)]),
-        gauge(
-            "log_queue_bytes",
-            "Bytes submitted to the log that are not on disk yet.",
-            [],
-            [([], figures.log_queue_bytes)],
-        ),
         histogram("log_commit_seconds", "How long commits of the log took.", figures.commits),
         gauge(
             "certificate_expires_seconds",
