@@ -85,7 +85,7 @@ class Visitor:
 
 def _arguments(code: str) -> list[str]:
     """The arguments of the `deltasync serve` line in a block, but for the folder of its data."""
-    words = shlex.split(code)
+    words = [word for word in shlex.split(code) if word != "DELTASYNC_ADMIN_TOKEN=secret"]  # Which it has anyway.
     assert words[:2] == ["deltasync", "serve"]
     found = words[2:]
     if "--data-dir" in found:
