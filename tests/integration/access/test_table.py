@@ -155,7 +155,5 @@ def test_the_readme_shows_the_table() -> None:
         role = f"{need.role.value}{of}" if need.role else "anyone"
         assert f"| `{method.removeprefix('/deltasync.v1.').removeprefix('/')}` | {role} |" in text
     for (method, route), need in ROUTES.items():
-        assert (
-            f"| `{method} {route.replace('{', '<').replace('}', '>')}` | {need.role.value if need.role else 'anyone'} |"
-            in text
-        )
+        path, role = route.replace("{", "<").replace("}", ">"), need.role.value if need.role else "anyone"
+        assert f"| `{method} {path}` | {role} |" in text
