@@ -81,6 +81,7 @@ class LocalModel:
         seal = seal.after(self.model.seals.newest)
         self.model.store.seal(seal).result()
         self.model.seals.append(seal)
+        self.model.published |= {mapped.spec.name: mapped.spec.rows for mapped in self.model.tables}
         await self.model.apply_cut(seal, rows)
         self.model.flush()  # So that it needs no records of its cuts to come back.
 

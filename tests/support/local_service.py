@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.wire import publish_open
+from tests.support.wire import TABLES, part, publish_open, random_rows
 
 from deltasync.core.position import Position
+from deltasync.core.tables import Shard
 from deltasync.publish.opening import check_open
 from deltasync.publish.session import PublishSession, open_session
 from deltasync.service.service import Service, ServiceOptions
@@ -46,6 +47,18 @@ def run(data_dir: Path, scenario: Scenario, **settings: Any) -> None:
 async def join(service: Service, **fields: Any) -> PublishSession:
     opening = check_open(publish_open(**fields).open)
     return await open_session(await service.open_model(opening.message.model), opening)
+
+
+async def publish(service: Service, step: int = 1, **fields: Any) -> PublishSession:
+    """A rank that joins, and publishes every row of its tables, drawn with the step as the seed: they are there
+    from then on. Applied once this returns.
+    """
+    tables = list(fields.pop("tables", TABLES))
+    shards = fields.pop("shards", [Shard.whole(table) for table in tables])
+    session, rows = await join(service, tables=tables, shards=shards, **fields), random_rows(step, tables)
+    await send(session, part(step, [(slot, range(len(some)), some) for slot, some in enumerate(rows)], full=True))
+    await session.coordinator.settled()
+    return session
 
 
 async def send(session: PublishSession, requests: list[Any]) -> Position | None:

@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 from urllib.parse import unquote
 
@@ -13,8 +14,11 @@ from deltasync.api.access import Access, Credentials, OpenCall, check, check_nam
 from deltasync.api.access_table import need_of_call
 from deltasync.api.call_errors import abort, as_stream
 from deltasync.api.peer_certificates import names_of_auth_context
+from deltasync.api.stream_limits import StreamLimits, peer_of
+from deltasync.core.access import Role
 from deltasync.core.errors import DeltasyncError, InvalidInput, ServiceFailed
 from deltasync.core.events import described
+from deltasync.core.limits import Limits
 
 logger = logging.getLogger(__name__)
 
@@ -22,10 +26,13 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class AccessInterceptor(grpc.aio.ServerInterceptor):
-    """Lets a call begin only if whoever makes it has the role that it needs, and ends it when that is revoked."""
+    """Lets a call begin only if whoever makes it has the role that it needs, and ends it when that is revoked; and
+    only if there are not too many. Who administers is not counted.
+    """
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, access: Access, limits: Limits) -> None:
         self._access = access
+        self._streams = StreamLimits(limits)
 
     async def intercept_service(
         self,
@@ -40,31 +47,36 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
             return None
         need = need_of_call(method)
 
-        async def checked(requests: AsyncIterator[Any], context: _Context) -> None:
+        async def checked(_requests: AsyncIterator[Any], context: _Context) -> None:
             with self._access.call(method.rpartition("/")[2], need, _credentials(context)) as opened:
-                await _answer(handler, opened, requests, context)
+                await self._answer(handler, opened, context)
 
         return as_stream(handler, checked)
 
-
-async def _answer(handler: Any, opened: OpenCall, requests: AsyncIterator[Any], context: _Context) -> None:
-    try:
-        check(opened)
-        await _let_in(handler, _Requests(requests, opened), context)
-    except DeltasyncError as error:
-        await abort(context, error)
-    except grpc.aio.BaseError:  # Among them that the call was aborted, above or by its handler.
-        raise
-    except Exception as error:
-        logger.exception("%s has failed", opened.call.name)
-        text = "the service met an error of its own, which its log tells"
-        await abort(context, ServiceFailed(text, detail=f": {described(error)}"))
-    except asyncio.CancelledError:
-        if opened.revoked is None:
+    async def _answer(self, handler: Any, opened: OpenCall, context: _Context) -> None:
+        try:
+            check(opened)
+            with self._counted(opened):
+                await _let_in(handler, _Requests(context, opened), context)
+        except DeltasyncError as error:
+            await abort(context, error)
+        except grpc.aio.BaseError:  # Among them that the call was aborted, above or by its handler.
             raise
-        if task := asyncio.current_task():
-            task.uncancel()
-        await abort(context, opened.revoked)
+        except Exception as error:
+            logger.exception("%s has failed", opened.call.name)
+            text = "the service met an error of its own, which its log tells"
+            await abort(context, ServiceFailed(text, detail=f": {described(error)}"))
+        except asyncio.CancelledError:
+            if opened.revoked is None:
+                raise
+            if task := asyncio.current_task():
+                task.uncancel()
+            await abort(context, opened.revoked)
+
+    def _counted(self, opened: OpenCall) -> AbstractContextManager[None]:
+        if opened.need.role is Role.ADMIN:
+            return nullcontext()
+        return self._streams.taking(peer_of(opened.call.identity))
 
 
 async def _let_in(handler: Any, requests: "_Requests", context: _Context) -> None:
@@ -87,17 +99,21 @@ async def _only(requests: "_Requests") -> Any:
 
 
 class _Requests:
-    """A call's messages, the first of which says what its role is needed for."""
+    """A call's messages, the first of which says what its role is needed for. gRPC's own iterator would keep each
+    until the next one has come.
+    """
 
-    def __init__(self, requests: AsyncIterator[Any], opened: OpenCall) -> None:
-        self._requests = requests
+    def __init__(self, context: _Context, opened: OpenCall) -> None:
+        self._context = context
         self._opened, self._first = opened, True
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Any:
-        request = await anext(self._requests)
+        request = await self._context.read()
+        if request is grpc.aio.EOF:
+            raise StopAsyncIteration
         if self._first:
             self._first = False
             check_name(self._opened, request)

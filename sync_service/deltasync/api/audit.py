@@ -7,7 +7,7 @@ from collections import Counter
 from deltasync.api.caller import CALL, Call
 from deltasync.core.access import Role
 from deltasync.core.errors import NotPermitted
-from deltasync.core.events import Event, EventKind, described, line_of
+from deltasync.core.events import Event, EventKind, Events, described, line_of
 from deltasync.core.words import printable
 
 logger = logging.getLogger("deltasync.audit")
@@ -21,10 +21,13 @@ _SECONDS = 60.0
 class Audit:
     """Writes down who did what. A listener to what happens; used in the event loop."""
 
-    def __init__(self, seconds: float = _SECONDS) -> None:
+    def __init__(self, events: Events, seconds: float = _SECONDS) -> None:
+        """Listen to what happens, and tell of refusals there, so that they are counted."""
+        self._events = events
         self._seconds = seconds
         self._refused = Counter[tuple[str, ...]]()
         self._others = 0
+        events.listen(self)
 
     def __call__(self, event: Event) -> None:
         """Note what a call has changed, by what it has told."""
@@ -50,6 +53,7 @@ class Audit:
         """Note a refusal. Of those alike that come within a while the first is written down, and how many more
         there were: a flood of them must not fill the disk.
         """
+        self._events.emit(EventKind.CALL_REFUSED)
         if not self._refused:
             asyncio.get_running_loop().call_later(self._seconds, self._sum_up)
         kind = call.identity.address.rpartition(":")[0], call.identity.name, call.role.value if call.role else ""

@@ -15,6 +15,7 @@ from deltasync.cli.consumer_settings import consumers_of_file, consumers_of_flag
 from deltasync.cli.endpoint_options import listening_options
 from deltasync.cli.limit_settings import limits_of_file, limits_of_flags
 from deltasync.cli.needs import SERVICE, check_needs
+from deltasync.cli.tls_options import take_tls_options, tls_options
 from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.core.limits import LimitOptions
 
@@ -33,6 +34,7 @@ check_needs(*SERVICE)
     help="Folder of everything the service keeps; made if missing.",
 )
 @listening_options
+@tls_options
 @click.option(
     "--consumer",
     "consumer",
@@ -111,12 +113,13 @@ def serve(consumer: tuple[ConsumerOptions, ...], limit: Mapping[str, int], **set
         found, read = _reloaded(consumer, limit, from_config), reader_of_config()
         of_service = {name: settings.pop(name) for name in kept}
         service = ServiceOptions(norm_limit=norm_limit, limits=found.limits, **of_service)
+        tls = take_tls_options(settings)
         settings["admin_token"] = take_admin_token(settings)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     read_settings = partial(_reloaded, consumer, limit, read) if read else None
     options = server.ServerOptions(
-        service=service, consumers=found.consumers, read_settings=read_settings, **settings
+        service=service, consumers=found.consumers, read_settings=read_settings, tls=tls, **settings
     )
     try:
         asyncio.run(server.serve(options))

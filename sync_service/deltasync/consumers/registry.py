@@ -1,15 +1,14 @@
 """The consumers that exist, and the offset of each of their replicas, kept in the log."""
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 from deltasync.consumers.consumer import Consumer, Replica
 from deltasync.consumers.fleet import forgettable, may_leave
+from deltasync.consumers.offsets import OffsetLog, offset_name, recorded_offsets
 from deltasync.consumers.pause import ITSELF, Pause, joined, pause_of_record, pause_record
 from deltasync.consumers.quarantine import Quarantine, extended, quarantine_of_record, quarantine_record
 from deltasync.core.errors import (
@@ -43,6 +42,8 @@ class ConsumerRegistry:
         self.consumers: dict[str, Consumer] = {
             name: _recorded_consumer(log, name, record) for name, record in log.items("consumer/").items()
         }
+        recorded = (offset_name(each.name, name) for each in self.consumers.values() for name in each.replicas)
+        self._offsets = OffsetLog(log, events, recorded)
 
     def get(self, name: str) -> Consumer:
         """The consumer of that name.
@@ -152,8 +153,11 @@ class ConsumerRegistry:
         """Let consumers that are made follow a model at once, if operators have let all that it has go on."""
         kept = any(each.pause and each.pause.quarantine for each in self.of_model(model))
         if not kept and self.quarantine_of(model):
-            with contextlib.suppress(StorageFailed):  # Which is told: whoever was let go on does.
-                await asyncio.wrap_future(self._put(f"quarantine/{model}", None))
+            try:
+                await asyncio.wrap_future(self._log.put(f"quarantine/{model}", None))
+            except StorageFailed as error:  # Whoever was let go on does.
+                text = "could not be removed; after a restart the one written before counts"
+                self._events.emit(EventKind.FAILED, text, error, record=f"quarantine/{model}")
 
     async def resume(self, name: str, prepare: Callable[[Consumer], Awaitable[None]]) -> Consumer:
         """Let a consumer go on, once `prepare` has made what its replicas are fed from.
@@ -188,9 +192,8 @@ class ConsumerRegistry:
         del self.consumers[name]
         for replica in consumer.replicas.values():
             _end_stream(replica)
-        forgotten = [self._log.put(f"offset/{name}/{replica}", None) for replica in consumer.replicas]
-        forgotten.append(self._log.put(f"consumer/{name}", None))
-        await asyncio.gather(*map(asyncio.wrap_future, forgotten))
+        offsets = self._offsets.forgotten(name, consumer.replicas)
+        await asyncio.wrap_future(self._log.put_all({**offsets, f"consumer/{name}": None}))
 
     def connect(
         self, consumer: Consumer, name: str, stream: asyncio.Event, instance: str = "", by: str = ""
@@ -242,7 +245,8 @@ class ConsumerRegistry:
             raise NotFound(f"no replica {replica!r} of consumer {name!r}", detail=known)
         if consumer.replicas[replica].stream:
             raise Contradiction(f"replica {replica!r} of consumer {name!r} is connected: stop it first")
-        await asyncio.wrap_future(self._forget(consumer, replica))
+        self._remove(consumer, replica)
+        await asyncio.wrap_future(self._log.put_all(self._offsets.forgotten(name, [replica])))
 
     def leave(self, name: str, replica: str, instance: str, by: str = "") -> None:
         """Forget a replica that says goodbye without a stream, unless another one of its name has come.
@@ -273,7 +277,11 @@ class ConsumerRegistry:
         consumer.signal.wake()
         if self.consumers.get(consumer.name) is not consumer:
             return  # Deleted meanwhile: nothing of it is to be written down.
-        self._put(f"offset/{consumer.name}/{replica.name}", _offset_record(replica))
+        self._offsets.note(consumer.name, replica)
+
+    def write_offsets(self) -> None:
+        """Submit to the log what replicas have acknowledged: it is about to be closed."""
+        self._offsets.write_all()
 
     def forget_the_gone(self) -> None:
         """Forget replicas that have been away for long, so that they no longer hold their consumer's offset."""
@@ -283,10 +291,13 @@ class ConsumerRegistry:
                 text = f"it was away for more than {self._retention_ns / 1e9:.15g} seconds"
                 self._events.emit(EventKind.REPLICA_FORGOTTEN, text, consumer=consumer.name, replica=name)
 
-    def _forget(self, consumer: Consumer, name: str) -> Future[None]:
-        del consumer.replicas[name]
+    def _forget(self, consumer: Consumer, name: str) -> None:
+        self._remove(consumer, name)
+        self._offsets.forget(consumer.name, name)
+
+    def _remove(self, consumer: Consumer, replica: str) -> None:
+        del consumer.replicas[replica]
         consumer.signal.wake()
-        return self._put(f"offset/{consumer.name}/{name}", None)
 
     async def _write(self, consumer: Consumer, policy: Policy, pause: Pause | None) -> None:
         await asyncio.wrap_future(self._put_consumer(consumer, policy, pause))
@@ -296,17 +307,6 @@ class ConsumerRegistry:
         record = {"model": consumer.model, "created_unix_ns": created, "policy": _policy_record(policy)}
         record |= pause_record(pause)
         return self._log.put(f"consumer/{consumer.name}", pack_json(record))
-
-    def _put(self, name: str, record: dict[str, Any] | None) -> Future[None]:
-        """Write down a record without waiting for the disk; None removes it."""
-        written = self._log.put(name, pack_json(record) if record else None)
-        asyncio.wrap_future(written).add_done_callback(partial(self._report, name))
-        return written
-
-    def _report(self, name: str, written: asyncio.Future[None]) -> None:
-        if isinstance(error := written.exception(), Exception):
-            text = "could not be written; after a restart the one written before counts"
-            self._events.emit(EventKind.FAILED, text, error, record=name)
 
 
 def _first_pause(quarantine: Quarantine | None) -> Pause | None:
@@ -319,20 +319,12 @@ def _end_stream(replica: Replica) -> None:
 
 
 def _recorded_consumer(log: LogStore, name: str, record: bytes) -> Consumer:
-    offsets = log.items(f"offset/{name}/")
-    replicas = {each: _recorded_replica(name, each, offset) for each, offset in offsets.items()}
+    replicas = recorded_offsets(log, name)
     with reading(f"record consumer/{name}"):
         found = unpack_json(record)
         policy = Policy.from_dict(found.get("policy", {}))
         pause = pause_of_record(found)
         return Consumer(name, found["model"], found["created_unix_ns"], policy, replicas, pause=pause)
-
-
-def _recorded_replica(consumer: str, name: str, record: bytes) -> Replica:
-    with reading(f"record offset/{consumer}/{name}"):
-        found = unpack_json(record)
-        position = Position(found["history"], found["version"], found.get("seal", 0))  # Earlier ones lack it.
-        return Replica(name, position, found["acked_unix_ns"])
 
 
 def _policy_record(policy: Policy) -> dict[str, Any]:
@@ -341,13 +333,3 @@ def _policy_record(policy: Policy) -> dict[str, Any]:
     if policy.ready_within_seconds is None:
         del record["ready_within_seconds"]
     return record
-
-
-def _offset_record(replica: Replica) -> dict[str, Any]:
-    applied = replica.applied
-    return {
-        "history": applied.history,
-        "version": applied.number,
-        "seal": applied.seal,
-        "acked_unix_ns": replica.acked_unix_ns,
-    }

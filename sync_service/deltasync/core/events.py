@@ -40,8 +40,14 @@ class EventKind(Enum):
     CONSUMER_RESUMED = "consumer_resumed", logging.WARNING
     CONFIGURATION_RELOADED = "configuration_reloaded", logging.INFO
     CONFIGURATION_REFUSED = "configuration_refused", logging.ERROR
+    CERTIFICATE_RELOADED = "certificate_reloaded", logging.INFO
+    CERTIFICATE_REFUSED = "certificate_refused", logging.ERROR
+    CERTIFICATE_EXPIRED = "certificate_expired", logging.WARNING
+    KEY_EXPOSED = "key_exposed", logging.WARNING
     ROLES_RELOADED = "roles_reloaded", logging.INFO
     ROLES_REFUSED = "roles_refused", logging.ERROR
+    # The log of the audit says who.
+    CALL_REFUSED = "call_refused", logging.DEBUG
     CUT_REFUSED = "cut_refused", logging.ERROR
     CUT_QUARANTINED = "cut_quarantined", logging.ERROR
     MODEL_DELETED = "model_deleted", logging.WARNING

@@ -27,14 +27,18 @@ class LimitOptions:
     replicas_per_consumer: int = _limit(5_000, "replicas of a consumer")
     rows_per_table: int = _limit(1 << 40, "rows of a table")
     shards_per_open: int = _limit(100_000, "shards of one open")
-    opens_per_second: int = _limit(200, "streams opened in a second")
-    opens_per_second_per_peer: int = _limit(100, "streams opened in a second by a peer")
+    opens_per_second: int = _limit(500, "streams opened in a second")
+    opens_per_second_per_peer: int = _limit(250, "streams opened in a second by a peer")
     streams: int = _limit(1_000, "streams")
     streams_per_peer: int = _limit(400, "streams of a peer")
     message_bytes: int = _limit(4 << 20, "bytes of a message", fixed=True)
     outstanding_bytes: int = _limit(64 << 20, "bytes sent to a replica that it has not acknowledged")
     grpc_connections: int = _limit(2_000, "connections of gRPC", fixed=True)
+    http_connections: int = _limit(512, "connections of HTTP")
+    http_connections_per_peer: int = _limit(256, "connections of HTTP from one address")
+    http_idle_seconds: int = _limit(30, "seconds that a connection of HTTP may wait for its peer")
     grpc_idle_seconds: int = _limit(300, "seconds that a connection of gRPC may have no call", fixed=True)
+    log_queue_bytes: int = _limit(128 << 20, "bytes that wait to be written to the log")
 
     def __post_init__(self) -> None:
         for name, most in vars(self).items():

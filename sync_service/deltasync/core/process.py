@@ -55,6 +55,13 @@ def spare_imports() -> None:
     gc.freeze()
 
 
+def raise_descriptor_limit() -> int:
+    """Take as many file descriptors as this process may have; how many those are."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
+
+
 def this_process() -> str:
     """This process in words, for people at another machine."""
     return f"process {os.getpid()} of {socket.gethostname()[:100]}"
@@ -75,7 +82,12 @@ class _Lines(logging.Formatter):
 
 
 def log_to_stderr() -> None:
-    """Log our own messages from INFO on, and warnings of other packages."""
+    """Log our own messages from INFO on, and warnings of other packages; of gRPC's core and of uvicorn no more
+    than failures: they write what any peer sends, as it is, and a line for each that makes no sense. Call it
+    before gRPC is used.
+    """
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     handler = logging.StreamHandler()
     handler.setFormatter(_Lines("%(asctime)s %(levelname)s %(name)s %(message)s"))
     logging.basicConfig(handlers=[handler])

@@ -80,18 +80,18 @@ class AnnouncedTables:
             return
         tables = list(cut.tables.values())
         added = await self._added_bytes(tables)
-        self._limits.taken["bytes_in_all"] += added  # Now: others look for room, too.
+        before, taken = self._model.store.table_bytes, self._limits.taken
+        taken["bytes_in_all"] += added  # Now: others look for room, too.
         try:
             await self._model.add_tables(tables, later_run=self._is_later(cut.run))
-        except BaseException:
-            self._limits.taken["bytes_in_all"] -= added
-            raise
+        finally:
+            taken["bytes_in_all"] += self._model.store.table_bytes - before - added
         self._made = opens, self._model.store.changes
 
     async def _added_bytes(self, tables: Sequence[TableSpec]) -> int:
         """How many bytes more there would be; the limits allow them."""
-        store = self._model.store
-        if added := await asyncio.to_thread(store.added_bytes, tables):
+        store, published = self._model.store, dict(self._model.published)
+        if added := await asyncio.to_thread(store.added_bytes, tables, published):
             self._limits.check("bytes_per_model", store.table_bytes + added)
             self._limits.check("bytes_in_all", self._limits.taken["bytes_in_all"] + added)
         return added

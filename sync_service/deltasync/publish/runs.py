@@ -51,8 +51,8 @@ class Admission(Decision):
 
 
 def may_join(run: Run, current: Run | None) -> Decision:
-    """Whether an identity may be a rank of a run: only that which has opened it. Who else may publish the model,
-    and has got hold of the run's id, is still none of its ranks.
+    """Whether an identity may be a rank of a run: only that which has opened it. Whoever else may publish the
+    model, and has got hold of the run's id, is still none of its ranks.
     """
     if current is None or run.id != current.id or None in (run.by, current.by) or run.by == current.by:
         return Decision(True, f"run {run.id} is its own")

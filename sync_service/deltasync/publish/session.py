@@ -14,7 +14,7 @@ from deltasync.feeds.damage import IdsByTable, without
 from deltasync.publish.changed_rows import ChangedRows, MissingRows
 from deltasync.publish.coordinator import CutCoordinator, OpenCut
 from deltasync.publish.cut import RankPart
-from deltasync.publish.opening import Opening
+from deltasync.publish.opening import OPENS, Opening
 from deltasync.publish.runs import Continuation, continues
 from deltasync.publish.unwritten import UnwrittenChunks
 from deltasync.storage.log_store import LogFull
@@ -37,7 +37,8 @@ async def open_session(coordinator: CutCoordinator, opening: Opening) -> "Publis
         StorageFailed: there is no room for a table.
         ServiceUnavailable: the model's tables are at no version now.
     """
-    layout = await asyncio.to_thread(pack_layout, opening.tables, opening.shards)
+    loop = asyncio.get_running_loop()
+    layout = await loop.run_in_executor(OPENS, pack_layout, opening.tables, opening.shards)
     await coordinator.admit(opening.run, opening.tables)
     session = PublishSession(coordinator, opening, layout)
     coordinator.sessions[session.rank] = session
@@ -51,7 +52,11 @@ async def open_session(coordinator: CutCoordinator, opening: Opening) -> "Publis
 
 
 class PublishSession:
-    """One rank's stream, once the rank has joined. Used in the event loop."""
+    """One rank's stream, once the rank has joined. Used in the event loop.
+
+    Attributes:
+        coordinator: of the ranks of its model.
+    """
 
     def __init__(self, coordinator: CutCoordinator, opening: Opening, layout: bytes) -> None:
         self.run = opening.run
@@ -61,7 +66,7 @@ class PublishSession:
         self.takes_deletes = opening.message.takes_deletes
         self._takes_changes = opening.message.takes_changes
         self.ended, self.since_ns, self.left = False, steady_ns(), ""
-        self._coordinator = coordinator
+        self.coordinator = coordinator
         self._model = coordinator.model
         self._layout = layout
         self._claim = position_from_message(opening.message.continues)
@@ -70,23 +75,23 @@ class PublishSession:
         self._part: tuple[OpenCut, RankPart] | None = None
         self._asked: IdsByTable = {}
         self.changed: ChangedRows | None = None
-        self._unwritten = UnwrittenChunks()
+        self._unwritten = UnwrittenChunks(self._model.store.queue)
 
     def say(self, kind: EventKind, text: str, error: Exception | None = None) -> None:
         """Tell what happens to this rank."""
-        self._coordinator.events.emit(kind, text, error, model=self._model.name, rank=self.rank, run=self.run.id)
+        self.coordinator.events.emit(kind, text, error, model=self._model.name, rank=self.rank, run=self.run.id)
 
     def end(self, text: str, refusal: Exception | None = None) -> None:
         """Note that the stream is over, and why: perhaps for what a part of it was."""
         if isinstance(refusal, InvalidInput):
-            self._coordinator.sealer.note_refusal(refusal)
+            self.coordinator.sealer.note_refusal(refusal)
         self.leave(text)
         self.say(EventKind.RANK_LEFT, "" if refusal else text, refusal)
 
     def leave(self, text: str) -> None:
         """Be there no more, for a reason."""
         self.ended, self.since_ns, self.left = True, steady_ns(), text
-        self._coordinator.note_left()
+        self.coordinator.note_left()
 
     @property
     def decision(self) -> Continuation:
@@ -103,14 +108,14 @@ class PublishSession:
             ServiceUnavailable: the tables are at no version, since one could be applied only in part.
         """
         if self.decision.since is not None:
-            await self._coordinator.settled()
+            await self.coordinator.settled()
         if (since := self.decision.since) is not None:
             self.changed = await self._model.on_thread(self._changed_since, since)
             await self._ask_again(since)
 
     async def _ask_again(self, since: int) -> None:
         """Have the run delete again what operators have had deleted after its version: it has these rows still."""
-        deletes = self._coordinator.deletes
+        deletes = self.coordinator.deletes
         for done in deletes.done.after(since):
             rows = await self._model.on_thread(self._still_deleted, done)
             if done.number in deletes.done:  # Otherwise another rank has come first.
@@ -128,7 +133,7 @@ class PublishSession:
     @property
     def deletes(self) -> list[DeleteRequest]:
         """What this rank is asked to delete by now."""
-        return self._coordinator.deletes.handed(self.tables) if self.takes_deletes else []
+        return self.coordinator.deletes.handed(self.tables) if self.takes_deletes else []
 
     @property
     def wanted(self) -> list[tuple[int, Ids]]:
@@ -157,7 +162,7 @@ class PublishSession:
     @property
     def quarantine(self) -> str:
         """Why replicas are kept from what is published; empty if they are not."""
-        return self._coordinator.sealer.quarantine
+        return self.coordinator.sealer.quarantine
 
     @property
     def sealed(self) -> Position:
@@ -186,8 +191,8 @@ class PublishSession:
         _check_size("chunk", batch.nbytes)
         batch.check()
         batch.check_digests()
-        batch, norms = batch.digested(), self._coordinator.sealer.guard.look(batch)
-        if norms.excess and not self._coordinator.sealer.guard.quarantines:
+        batch, norms = batch.digested(), self.coordinator.sealer.guard.look(batch)
+        if norms.excess and not self.coordinator.sealer.guard.quarantines:
             raise InvalidInput(f"{norms.excess}: the cut of step {step} is refused")
         if self._sealed_before(step) or self._closed_before(step):
             return
@@ -200,7 +205,7 @@ class PublishSession:
         try:
             await self._unwritten.wait_for_room()
         except LogFull as error:
-            self._coordinator.check_room(open_cut, error)
+            self.coordinator.check_room(open_cut, error)
             raise
 
     async def close(self, close: publish_pb2.PartClose) -> Position:
@@ -233,9 +238,9 @@ class PublishSession:
             event_time_unix_ns=event_time,
             unwritten=self._unwritten.take(),
         )
-        self._coordinator.differing |= differing
+        self.coordinator.differing |= differing
         self._part = None
-        self._coordinator.seal_when_complete()
+        self.coordinator.seal_when_complete()
         return await asyncio.shield(open_cut.sealed)
 
     def _differing(self, close: publish_pb2.PartClose) -> set[str]:
@@ -257,12 +262,12 @@ class PublishSession:
 
     def _closed_before(self, step: int) -> OpenCut | None:
         """The cut after `step`, if this rank closed its part of it on an earlier stream."""
-        current = self._coordinator.open_cut
+        current = self.coordinator.open_cut
         ours = current and current.cut.run == self.run and current.cut.step == step
         return current if current and ours and current.cut.closed_by(self.rank) else None
 
     def _part_of(self, step: int) -> tuple[OpenCut, RankPart]:
-        open_cut = self._coordinator.cut_of(self.run, step)
+        open_cut = self.coordinator.cut_of(self.run, step)
         if self._part is None or self._part[0] is not open_cut:
             decision = self.decision
             missing = self._missing(decision.since)
@@ -295,12 +300,12 @@ class PublishSession:
         index, part.records = part.records, part.records + 1
         size = packed_bytes(rows)
         part.log_bytes += size
-        self._coordinator.check_room(current)
+        self.coordinator.check_room(current)
         appended = self._model.store.append(current.cut.version, self.rank, index, slot, rows, part.layout)
         self._unwritten.add(appended, size)
 
     def _check_current(self) -> None:
-        if self._coordinator.sessions.get(self.rank) is not self:
+        if self.coordinator.sessions.get(self.rank) is not self:
             raise Superseded(f"a newer stream of rank {self.rank}, or a newer run, has taken over")
 
 

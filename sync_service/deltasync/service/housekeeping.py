@@ -58,10 +58,11 @@ async def _repeat(
 
 async def _keep(service: Service) -> None:
     name_threads()
+    service.bound_queue()
     service.registry.forget_the_gone()
     full = service.log.refusing and not service.backing_up  # Which makes no room, and is broken off for that.
     await _flush(service, 0 if full else service.options.most_unflushed_bytes)
-    for coordinator in service.coordinators.values():
+    for coordinator in (*service.coordinators.values(), *service.unpublished):
         coordinator.abandon_forsaken(time.monotonic())
         if full:
             coordinator.note_room()

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -104,6 +104,8 @@ class Service:
         registry: the consumers.
         views: of the consumers that ever had a policy.
         configuration: the consumers that its configuration names.
+        certificates_expire: when the certificates do that it speaks TLS with, seconds since 1970, by the name of
+            their setting.
         compiling: whether kernels are still compiled, and no streams taken.
         backing_up: whether a backup is being made: nothing is flushed.
         draining: set once the service is to end.
@@ -128,11 +130,13 @@ class Service:
             self.recovering = {name: record for name, record in recorded.items() if name not in removed}
             remove_unknown(options.data_dir / "models", self._recorded_views())
             undo.pop_all()
+        self.bound_queue()
         self.views = ViewRegistry(self.log, tasks, self.events)
         self.models, self.coordinators = dict[str, Model](), dict[str, CutCoordinator]()
         self.unpublished = UnpublishedModels(self, tasks)
         self.model_added = Signal()
         self.configuration = Configuration(self)
+        self.certificates_expire: Mapping[str, float] = {}
         self.compiling = False
         self.backing_up = False
         self.draining = asyncio.Event()
@@ -172,6 +176,10 @@ class Service:
             del self.recovering[model.name]
             self.limits.taken["bytes_in_all"] += model.store.table_bytes
             self.add(coordinator)
+
+    def bound_queue(self) -> None:
+        """Have the log's queue take as much as the limits say by now."""
+        self.log.queue.limit(self.limits.options.log_queue_bytes)
 
     def check_no_backup(self) -> None:
         """Check that what is kept may be removed.
@@ -321,6 +329,7 @@ class Service:
         for name, model in self.models.items():
             await self.coordinators[name].drain()
             await model.close()
+        self.registry.write_offsets()
         await asyncio.to_thread(self.log.close)
         self._lock.close()
 

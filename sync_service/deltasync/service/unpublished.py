@@ -1,6 +1,7 @@
 """Models of which nothing is published: ranks have opened them, and nobody else is told that they are there."""
 
 import asyncio
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from deltasync.core.events import EventKind
@@ -24,6 +25,10 @@ class UnpublishedModels:
         self._tasks = tasks
         self._coordinators = dict[str, CutCoordinator]()
         self._removals = dict[str, asyncio.Task[None]]()
+
+    def __iter__(self) -> Iterator[CutCoordinator]:
+        """Where their ranks publish."""
+        return iter(list(self._coordinators.values()))
 
     async def open(self, name: str) -> CutCoordinator:
         """Where the ranks of a model of that name publish, for one stream more; see `leave`. While `changing`.
@@ -52,7 +57,7 @@ class UnpublishedModels:
 
     async def look_after(self) -> None:
         """Have what is sealed, and could not be had; forget what was left as a cut was being sealed."""
-        for coordinator in list(self._coordinators.values()):
+        for coordinator in self:
             if coordinator.model.seals.newest:
                 await self._publish(coordinator)
             else:
@@ -60,16 +65,16 @@ class UnpublishedModels:
 
     async def idle(self) -> None:
         """Wait until no cut is under way."""
-        await asyncio.gather(*(each.idle() for each in list(self._coordinators.values())))
+        await asyncio.gather(*(each.idle() for each in self))
 
     async def drain(self) -> None:
         """Finish what is being sealed; of the others nothing is left."""
-        for coordinator in list(self._coordinators.values()):
+        for coordinator in self:
             await coordinator.drain()
             coordinator.streams = 0
             self._forget_if_left(coordinator)
         await asyncio.gather(*self._removals.values())
-        for coordinator in self._coordinators.values():  # Sealed, but not had: the next start has them.
+        for coordinator in self:  # Sealed, but not had: the next start has them.
             await coordinator.model.close()
 
     async def _publish(self, coordinator: CutCoordinator) -> None:

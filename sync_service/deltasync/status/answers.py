@@ -77,8 +77,10 @@ class Answers:
             ],
             events=EventCounts(service.event_counts),
             log_bytes=service.log.used_bytes(),
+            log_queue_bytes=service.log.queue.bytes,
             commits=service.log.commits,
             volumes=service.volumes.all,
+            certificates_expire=service.certificates_expire,
             limits=self._limits(),
         )
 

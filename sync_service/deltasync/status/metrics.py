@@ -1,6 +1,6 @@
 """Prometheus metrics, computed when they are asked for."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -47,8 +47,10 @@ class Figures:
     models: Sequence[ModelFigures]
     events: EventCounts
     log_bytes: int
+    log_queue_bytes: int
     commits: Durations
     volumes: Sequence[Volume]
+    certificates_expire: Mapping[str, float] = field(default_factory=dict)
     limits: Limits = field(default_factory=Limits)
 
 
@@ -150,7 +152,19 @@ def _model_metrics(figures: Figures) -> list[Metric]:
             [([kind.value], figures.events[kind]) for kind in EventKind],
         ),
         gauge("log_bytes", "Bytes the log holds.", [], [([], figures.log_bytes)]),
+        gauge(
+            "log_queue_bytes",
+            "Bytes submitted to the log that are not on disk yet.",
+            [],
+            [([], figures.log_queue_bytes)],
+        ),
         histogram("log_commit_seconds", "How long commits of the log took.", figures.commits),
+        gauge(
+            "certificate_expires_seconds",
+            "When the first certificate of a file expires, in seconds since 1970.",
+            ["setting"],
+            [([name], ends) for name, ends in figures.certificates_expire.items()],
+        ),
         *_volume_metrics(figures.volumes),
     ]
 

@@ -67,10 +67,11 @@ class ModelStore:
         table_bytes: of all that their files have.
         changes: how often tables were made, changed or removed.
         written: whether anything was handed to the log, or to the disk.
+        queue: what all have submitted to the log that is not on disk yet.
     """
 
     def __init__(self, log: LogStore, model: str, directory: Path) -> None:
-        self._log = log
+        self._log, self.queue = log, log.queue
         self._model = model
         self._cuts, self._seals = f"cuts/{model}", f"seals/{model}"
         self._layouts = Layouts(log, model)
@@ -166,15 +167,15 @@ class ModelStore:
             What makes those that are there what they are to be: for the thread that changes them.
 
         Raises:
-            StorageFailed: there is no room; nothing was changed, and but for a volume that refuses what it had
-                room for nothing was taken.
+            StorageFailed: there is no room; nothing was changed.
         """
-        added, stale = self.added_bytes(specs), self._stale(specs, published)
+        added, stale = self.added_bytes(specs, published), self._stale(specs, published)
+        replaced = sum(table.mapped.layout.nbytes for table in self.tables if table.spec.name in stale)
         with ROOM.taking(f"tables of model {self._model!r}", self._folder, added), ExitStack() as stack:
             if stale:  # A flush that has begun would write down where they were.
                 stack.enter_context(self._flushing)
             steps = self._changed(specs, stale, published, version)
-        self.table_bytes += added
+        self.table_bytes += added - replaced
         self.changes += 1
         return steps
 
@@ -205,9 +206,10 @@ class ModelStore:
         there = (table.spec for table in self.tables if not published.get(table.spec.name))
         return {each.name for each in there if wanted.get(each.name, each) != each}
 
-    def added_bytes(self, specs: Sequence[TableSpec]) -> int:
-        """How many bytes the files of all tables will have more once some are these, new or larger."""
-        there = {table.spec.name: table for table in self.tables}
+    def added_bytes(self, specs: Sequence[TableSpec], published: Mapping[str, int]) -> int:
+        """How many bytes of files it takes that some tables are these, new or larger; see `change`."""
+        stale = self._stale(specs, published)
+        there = {table.spec.name: table for table in self.tables if table.spec.name not in stale}
         return sum(
             max(0, there[each.name].layout_as(each).nbytes - there[each.name].mapped.layout.nbytes)
             if each.name in there
@@ -217,11 +219,7 @@ class ModelStore:
         )
 
     def check_room(self, wanted: int) -> None:
-        """Check that there is room for so many bytes of tables now. Takes none.
-
-        Raises:
-            StorageFailed: there is not.
-        """
+        """Check that there is room for so many bytes of tables now; StorageFailed if not. Takes none."""
         ROOM.check(f"tables of model {self._model!r}", self._folder, wanted)
 
     def _table(

@@ -17,6 +17,7 @@ from deltasync.api.access_table import CALLS, ROUTES, Need, need_of_call, need_o
 from deltasync.api.audit import Audit
 from deltasync.api.http import create_app
 from deltasync.core.access import Role, grants
+from deltasync.core.events import Events
 from deltasync.v1 import admin_pb2, publish_pb2, subscribe_pb2
 
 DENIED, OK = grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.OK
@@ -114,7 +115,7 @@ def test_a_name_that_is_too_long_to_be_one_is_not_compared(service: GuardedServi
 
 
 def test_all_that_there_is_is_in_the_table() -> None:
-    app = create_app(None, Access(None, None, Audit()))  # type: ignore[arg-type]
+    app = create_app(None, Access(None, None, Audit(Events())))  # type: ignore[arg-type]
     routes = {(method.upper(), path) for path, methods in app.openapi()["paths"].items() for method in methods}
     routes |= {("GET", each.path) for each in app.routes if type(each) is Route}  # Of the documentation.
     assert routes == ROUTES.keys()

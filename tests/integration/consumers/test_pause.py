@@ -189,8 +189,9 @@ def test_damaged_rows_of_a_replica_that_lacks_nothing_are_repaired_meanwhile(ser
         assert target.bytes() == trainer.expected()
 
 
-def test_it_is_told_counted_and_shown(service: RunningService) -> None:
-    consumer, options = (("consumer", "probes"),), ("--service", service.grpc, "--admin-token", TOKEN)
+def test_it_is_told_counted_and_shown(service: RunningService, monkeypatch: pytest.MonkeyPatch) -> None:
+    consumer, options = (("consumer", "probes"),), ("--service", service.grpc)
+    monkeypatch.setenv("DELTASYNC_TOKEN", TOKEN)
     _, text, _ = deltasync("consumers", "pause", "probes", "--reason", "a bad eval", "--by", "anna", *options)
     assert text == "consumer probes is paused; go on with: deltasync consumers resume probes\n"
     listed = deltasync("consumers", "list", "--service", service.grpc)[1]

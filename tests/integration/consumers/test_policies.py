@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.command import deltasync
-from tests.support.metrics import EVENT_METRICS, METRICS, samples_of
+from tests.support.metrics import EVENT_METRICS, METRICS, TLS_METRICS, samples_of
 from tests.support.process import ServiceProcess
 from tests.support.server import TOKEN, RunningService
 from tests.support.wire import (
@@ -192,8 +192,11 @@ def test_a_policy_the_tables_cannot_meet_is_refused_with_both_numbers(running: R
     assert "new" not in policies_of(running)
 
 
-def test_the_command_line_sets_changes_and_shows_policies(running: RunningService) -> None:
-    at = ("--service", running.grpc, "--admin-token", TOKEN)
+def test_the_command_line_sets_changes_and_shows_policies(
+    running: RunningService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DELTASYNC_TOKEN", TOKEN)
+    at = ("--service", running.grpc)
     made = deltasync("consumers", "create", "new", "--model", "clicks", "--top-k", "0.1", "--tables", "*user", *at)
     assert made == (0, "consumer new follows model clicks: tables=*user top_k=0.1\n", "")
     assert policies_of(running)["new"] == {"tables": ["*user"], "top_k": 0.1}
@@ -215,7 +218,7 @@ def test_the_command_line_sets_changes_and_shows_policies(running: RunningServic
 
 def test_the_command_line_says_why_a_policy_is_refused(running: RunningService) -> None:
     at = ("--service", running.grpc)
-    code, _, said = deltasync("consumers", "update", "nobody", *at, "--admin-token", TOKEN)
+    code, _, said = deltasync("consumers", "update", "nobody", *at, admin_token=TOKEN)
     assert (code, said) == (1, "Error: no consumer 'nobody'; consumers: predictors, probes\n")
     code, _, said = deltasync("consumers", "update", "probes", "--top-k", "3", *at)
     assert code == 1
@@ -232,9 +235,9 @@ def test_the_file_gives_its_policies_at_every_start(tmp_path: Path) -> None:
     service = ServiceProcess(tmp_path / "data", "--config", str(config))
     with service:
         assert policies_of(service) == {"plain": {}, "top": {"top_k": 0.1}}
-        at = ("--service", service.grpc, "--admin-token", TOKEN)
         for name in ("plain", "top"):
-            assert deltasync("consumers", "update", name, "--top-k", "3", *at)[0] == 0
+            at = ("--service", service.grpc)
+            assert deltasync("consumers", "update", name, "--top-k", "3", *at, admin_token=TOKEN)[0] == 0
         assert policies_of(service) == {"plain": {"top_k": 3}, "top": {"top_k": 3}}
         assert service.terminate() == 0
     with service:
@@ -319,7 +322,7 @@ def test_metrics_and_lag_show_what_a_release_took_and_left(topped: RunningServic
         follower.acknowledge(second)
         lag = lag_when(topped, lambda lag: lag["offset"] == second.position.version)
         samples = samples_of(topped)
-        assert {name for name, _ in samples} == METRICS.keys() - EVENT_METRICS.keys()
+        assert {name for name, _ in samples} == METRICS.keys() - EVENT_METRICS.keys() - TLS_METRICS.keys()
         shown = {
             name.removeprefix("deltasync_consumer_"): n
             for (name, labels), n in samples.items()

@@ -350,7 +350,7 @@ def test_a_service_that_is_stopped_breaks_a_backup_off(tmp_path: Path, monkeypat
 def test_the_commands(running: RunningService, tmp_path: Path) -> None:
     with Trainer(running.grpc) as trainer:
         trainer.publish_all()
-    made = deltasync("backup", str(tmp_path / "b"), "--service", running.grpc, "--admin-token", "secret")
+    made = deltasync("backup", str(tmp_path / "b"), "--service", running.grpc, admin_token="secret")  # noqa: S106
     assert made[0] == 0
     assert f"backup {tmp_path / 'b'} is complete: " in made[1]
     done = deltasync("restore", str(tmp_path / "b"), "--data-dir", str(tmp_path / "new"))
@@ -360,8 +360,8 @@ def test_the_commands(running: RunningService, tmp_path: Path) -> None:
     assert (status, "has something already" in said) == (1, True)
     # The environment of a container names the data directory of its service, which is not stopped.
     made = deltasync(
-        "backup", str(tmp_path / "c"), "--service", running.grpc, "--admin-token", "secret",
-        data_dir=str(tmp_path / "data"),
+        "backup", str(tmp_path / "c"), "--service", running.grpc,
+        data_dir=str(tmp_path / "data"), admin_token="secret",  # noqa: S106
     )  # fmt: skip
     assert made[0] == 0
     copied = deltasync("backup", str(tmp_path / "d"), "--data-dir", str(tmp_path / "new"))

@@ -7,6 +7,7 @@ from click.testing import CliRunner
 
 from deltasync.api import server
 from deltasync.api.server import ServerOptions
+from deltasync.api.tls_options import TlsOptions
 from deltasync.cli.endpoint_options import service_options
 from deltasync.cli.main import cli
 from deltasync.client import Endpoint
@@ -73,6 +74,9 @@ def test_every_setting_may_be_in_the_file(served: list[ServerOptions], tmp_path:
         drain_seconds = 6
         max_norm_growth = 50
         poisoned = "quarantine"
+        tls_cert = "c.pem"
+        tls_key = "k.pem"
+        tls_client_ca = "ca.pem"
         limit = ["models=5"]
         [limits]
         models = 6
@@ -93,12 +97,13 @@ def test_every_setting_may_be_in_the_file(served: list[ServerOptions], tmp_path:
     assert (kept.data_dir, kept.log_max_bytes, kept.flush_bytes) == (Path("/data"), 8_000_000, 3)
     assert kept.norm_limit == NormLimit(50.0, quarantine=True)
     assert kept.replica_retention_seconds == 4.5
+    assert options.tls == TlsOptions(cert=Path("c.pem"), key=Path("k.pem"), client_ca=Path("ca.pem"))
     assert (kept.limits.models, kept.limits.streams) == (5, 7)
     settings = {option.name for option in cli.get_command(click.Context(cli), "serve").params}  # type: ignore[union-attr]
     assert settings - {"config"} == {
         "data_dir", "host", "grpc_port", "http_port", "consumer", "admin_token_file", "log_max_bytes",
         "flush_bytes", "replica_retention_seconds", "drain_seconds", "max_norm_growth", "poisoned", "roles",
-        "insecure", "limit",
+        "insecure", "limit", "tls_cert", "tls_key", "tls_client_ca",
     }  # fmt: skip
 
 

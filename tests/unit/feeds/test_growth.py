@@ -4,6 +4,7 @@ harms nobody."""
 import asyncio
 import shutil
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.crashes import Crashes
 from tests.support.local_model import LocalModel
-from tests.support.local_service import join, run, send
+from tests.support.local_service import join, publish, run, send
 from tests.support.wire import ITEM, TABLES, USER, WHOLE, full_part, part, random_rows
 
 from deltasync.core.digests import checksum_of
@@ -25,6 +26,7 @@ from deltasync.feeds.model import Model
 from deltasync.publish.session import PublishSession
 from deltasync.service.service import Service
 from deltasync.storage.mapped_table import MappedTable
+from deltasync.storage.model_store import ModelStore
 
 pytestmark = pytest.mark.usefixtures("shared_file")
 
@@ -44,6 +46,26 @@ async def join_later(
     return await join(service, run=f"run-{number}", started=number, tables=tables, shards=shards, **fields)
 
 
+async def publish_later(
+    service: Service, tables: Sequence[TableSpec], number: int = 2, **fields: Any
+) -> PublishSession:
+    return await publish(service, number, run=f"run-{number}", started=number, tables=tables, **fields)
+
+
+async def grow_without_seal(service: Service, tables: Sequence[TableSpec], patch: pytest.MonkeyPatch) -> None:
+    """Have tables made, or made larger, for a cut that cannot be sealed then."""
+
+    def refused(*_: Any) -> Future[None]:
+        failed: Future[None] = Future()
+        failed.set_exception(StorageFailed("no seal"))
+        return failed
+
+    with patch.context() as sealing:
+        sealing.setattr(ModelStore, "seal", refused)
+        with pytest.raises(StorageFailed, match="no seal"):
+            await publish_later(service, tables)
+
+
 def tables_of(model: Model) -> dict[str, tuple[int, list[int], bytes]]:
     """Rows, stamps and values of each table."""
     return {
@@ -55,18 +77,18 @@ def test_what_tables_are_to_replicas_is_found_anew_only_for_those_that_have_grow
     """Every replica looks at it with every release, of thousands of tables."""
 
     async def scenario(service: Service) -> None:
-        await join(service)
+        await publish(service)
         model = service.models["clicks"]
         before = list(model.deliveries)
         assert all(each is again for each, again in zip(before, model.deliveries, strict=True))
-        await join_later(service, GROWN)
+        await publish_later(service, GROWN)
         assert [each.spec for each in before] == TABLES
         assert [each.spec for each in model.deliveries] == GROWN
 
     run(tmp_path, scenario)
 
 
-def test_old_rows_keep_their_values_and_stamps(tmp_path: Path) -> None:
+def test_old_rows_keep_their_values_and_stamps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(service: Service) -> None:
         session = await join(service)
         await send(session, full_part(1, random_rows(0), WHOLE))
@@ -75,6 +97,7 @@ def test_old_rows_keep_their_values_and_stamps(tmp_path: Path) -> None:
         model = service.models["clicks"]
         before = tables_of(model)
         table, checksum = model.tables[0], model.tables[0].checksum
+        await grow_without_seal(service, [*GROWN, NEW], monkeypatch)
         later = await join_later(service, [*GROWN, NEW])
         assert not later.decision.yes, "it claims to hold nothing"
         rows, stamps, values = tables_of(model)[USER.name]
@@ -96,13 +119,15 @@ def test_old_rows_keep_their_values_and_stamps(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
-def test_what_a_later_run_has_grown_by_is_known_to_be_unpublished_after_a_restart(tmp_path: Path) -> None:
+def test_what_a_later_run_has_grown_by_is_known_to_be_unpublished_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def grow(service: Service) -> None:
         await send(await join(service), full_part(1, random_rows(0), WHOLE))
         await service.coordinators["clicks"].drain()
-        await join_later(service, GROWN)
+        await grow_without_seal(service, GROWN, monkeypatch)
 
-    async def publish(service: Service) -> None:
+    async def go_on(service: Service) -> None:
         model = service.models["clicks"]
         assert [table.spec for table in model.tables] == GROWN
         later = await join_later(service, GROWN, continues=model.position)
@@ -119,7 +144,7 @@ def test_what_a_later_run_has_grown_by_is_known_to_be_unpublished_after_a_restar
         assert await send(later, part(5, []))
 
     run(tmp_path, grow)
-    run(tmp_path, publish)
+    run(tmp_path, go_on)
     run(tmp_path, again)
 
 
@@ -183,12 +208,13 @@ def test_a_kind_that_is_said_is_kept_over_restarts_and_by_older_trainers(tmp_pat
         await service.coordinators["clicks"].drain()
         later = await join_later(service, [said, ITEM], continues=service.models["clicks"].position)
         assert later.decision.yes, "its rows are what they were"
+        await send(later, part(2, []))
         assert service.models["clicks"].tables[0].spec == said
 
     async def second(service: Service) -> None:
         assert service.models["clicks"].tables[0].spec == said
         older = await join_later(service, TABLES, 3)
-        await send(older, grown_part(2, TABLES))
+        await send(older, grown_part(3, TABLES))
         await service.coordinators["clicks"].drain()
         assert service.models["clicks"].tables[0].spec == said
 
@@ -211,7 +237,7 @@ def test_a_flush_meanwhile_does_not_forget_the_new_size(tmp_path: Path, monkeypa
 
         with monkeypatch.context() as patch:
             patch.setattr(MappedTable, "_become", flushed)
-            await join_later(service, GROWN)
+            await publish_later(service, GROWN)
 
     async def second(service: Service) -> None:
         assert [table.spec for table in service.models["clicks"].tables] == GROWN
@@ -230,11 +256,9 @@ def test_where_there_is_no_room_nothing_has_grown(tmp_path: Path, monkeypatch: p
             with monkeypatch.context() as patch:
                 patch.setattr(name, full)
                 with pytest.raises(StorageFailed, match="No space left on device"):
-                    await join_later(service, [*GROWN, NEW])
+                    await publish_later(service, [*GROWN, NEW])
             assert tables_of(service.models["clicks"]) == before
-        assert await send(session, part(2, [(0, [39], np.ones((1, 4), "<f4"))])), "the run before goes on"
-        await service.coordinators["clicks"].drain()
-        await join_later(service, [*GROWN, NEW])
+        await publish_later(service, [*GROWN, NEW])
         assert [table.spec for table in service.models["clicks"].tables] == [*GROWN, NEW]
 
     def full(*_: object) -> None:
@@ -261,7 +285,7 @@ def test_a_crash_at_any_point_leaves_the_old_tables_or_the_new_ones(
         before.update(tables_of(service.models["clicks"]))
         with monkeypatch.context() as patch:
             crashes = Crashes(patch, data_dir, tmp_path)
-            await join_later(service, later)
+            await grow_without_seal(service, later, monkeypatch)
         after.update(tables_of(service.models["clicks"]))
         copies.extend(crashes.copies)
 

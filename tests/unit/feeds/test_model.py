@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.local_service import join, run, send
+from tests.support.local_service import join, publish, run, send
 from tests.support.mapping import in_a_file
 from tests.support.releases import deleted_rows
 from tests.support.wire import WHOLE, full_part, part, publish_open, random_rows
 
 from deltasync.core.errors import ServiceUnavailable, StorageFailed
-from deltasync.core.tables import Shard, TableSpec
+from deltasync.core.tables import TableSpec
 from deltasync.feeds import releases
 from deltasync.feeds.frozen_release import FrozenRelease
 from deltasync.publish.opening import check_open
@@ -64,7 +64,7 @@ def test_a_flush_meanwhile_does_not_forget_a_new_table(tmp_path: Path, monkeypat
 
         def slow(log: LmdbStore, *arguments: Any) -> Future[None]:
             if not joining:
-                another = join(service, run="run-2", started=2, tables=[extra], shards=[])
+                another = publish(service, 2, run="run-2", started=2, tables=[extra])
                 joining.append(asyncio.run_coroutine_threadsafe(another, loop))
                 # It either overtakes what is written here, or has to wait for it.
                 wait(joining, 0.2)
@@ -137,13 +137,12 @@ def test_a_table_that_finds_no_room_leaves_the_model_as_it_was(
         with monkeypatch.context() as patch:
             patch.setattr("os.posix_fallocate", full)
             with pytest.raises(StorageFailed, match="No space left on device"):
-                await join(service)
-        assert service.models["clicks"].tables == []
-        assert service.coordinators["clicks"].sessions == {}
+                await publish(service)
+        assert service.models == {}
         # Another shape of the same table: nothing of the failed try is in the way.
         small = TableSpec(WHOLE[0].table.name, 5, 1)
-        session = await join(service, tables=[small], shards=[Shard.whole(small)])
-        assert await send(session, part(1, [(0, range(5), np.ones((5, 1), "<f4"))], full=True))
+        await publish(service, tables=[small], run="run-2", started=2)
+        assert [table.spec for table in service.models["clicks"].tables] == [small]
 
     run(tmp_path, scenario)
 
@@ -161,8 +160,8 @@ def test_tables_that_are_not_written_down_are_not_there(tmp_path: Path, monkeypa
         with monkeypatch.context() as patch:
             patch.setattr(LmdbStore, "put", fails)
             with pytest.raises(StorageFailed, match="the log is full"):
-                await join(service)
-        assert service.models["clicks"].tables == []
+                await publish(service)
+        assert service.models == {}
         assert not [path for path in (tmp_path / "models").rglob("*") if path.is_file()]
         await send(await join(service), full_part(1, rows, WHOLE))
 
@@ -177,7 +176,7 @@ def test_tables_that_are_not_written_down_are_not_there(tmp_path: Path, monkeypa
 def test_tables_are_written_down_even_if_the_rank_has_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows, making, go = random_rows(0), threading.Event(), threading.Event()
+    rows, making, go = random_rows(1), threading.Event(), threading.Event()
     allocate = os.posix_fallocate
 
     def slow(*arguments: int) -> None:
@@ -187,13 +186,14 @@ def test_tables_are_written_down_even_if_the_rank_has_gone(
 
     async def first(service: Service) -> None:
         monkeypatch.setattr(os, "posix_fallocate", slow)
-        gone = asyncio.create_task(join(service))
+        gone = asyncio.create_task(publish(service))
         await asyncio.to_thread(making.wait)
         gone.cancel()
         with pytest.raises(asyncio.CancelledError):
             await gone
         go.set()
-        await send(await join(service), full_part(1, rows, WHOLE))
+        await service.wait_idle(20)
+        assert service.models["clicks"].seals.newest_version == 1
 
     async def second(service: Service) -> None:
         for table, expected in zip(service.models["clicks"].tables, rows, strict=True):
@@ -228,12 +228,13 @@ def test_no_table_is_made_once_the_service_ends(tmp_path: Path) -> None:
     """The log is closed by then: whoever waits for it would wait for ever, and the process with it."""
 
     async def scenario(service: Service) -> None:
-        model = (await service.open_model("clicks")).model
+        await publish(service)
+        model = service.models["clicks"]
         closing = asyncio.create_task(model.close())
         with pytest.raises(ServiceUnavailable, match="shutting down"):
-            await model.add_tables([WHOLE[0].table])
+            await model.add_tables([TableSpec("another", 2, 2)])
         await closing
-        assert not list(tmp_path.rglob("tables/*"))
+        assert not list(tmp_path.rglob("*another*"))
 
     run(tmp_path, scenario)
 

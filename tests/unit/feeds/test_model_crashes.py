@@ -121,12 +121,13 @@ class Play:
             await asyncio.to_thread(self.model.flush)
 
     async def grow(self, seed: int) -> None:
+        self.model.published = self._published
         await self.model.add_tables(self._grown(seed), later_run=True)
         self._expect_more(seed)
 
     async def grow_slowly(self, seed: int) -> None:
         """While room is made, a cut of the run before is applied, perhaps flushed, and the service may end."""
-        steps = await asyncio.to_thread(self.model.store.change, self._grown(seed), {})
+        steps = await asyncio.to_thread(self.model.store.change, self._grown(seed), self._published)
         await self.cut(seed // 2)
         if seed % 3:
             await self.flush(seed)
@@ -166,6 +167,11 @@ class Play:
     async def close(self) -> None:
         await asyncio.to_thread(self.model._thread.shutdown)
         self._log.close()
+
+    @property
+    def _published(self) -> dict[str, int]:
+        """Every table, whether it has rows by now or not: of those that were never published others may come."""
+        return {name: plain.spec.rows for name, plain in self.plain.items()}
 
     def _grown(self, seed: int) -> list[TableSpec]:
         return [

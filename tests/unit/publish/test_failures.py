@@ -42,7 +42,7 @@ def test_a_cut_that_cannot_be_sealed_is_sent_again(tmp_path: Path, monkeypatch: 
                 ServiceUnavailable, match=r"step 1 could not be sealed, and is to be sent again: ZeroDivisionError"
             ):
                 await send(session, full_part(1, random_rows(0), WHOLE))
-        model = service.models["clicks"]
+        model = session.coordinator.model
         assert model.failure == (
             "the cut of step 1 could not be sealed, and is to be sent again: ZeroDivisionError: a mistake of ours"
         )

@@ -40,7 +40,7 @@ async def logged(service: Service) -> int:
 def test_parts_of_ranks_that_have_gone_for_long_are_dropped(tmp_path: Path) -> None:
     async def scenario(service: Service) -> None:
         first, second = await begin(service), await begin(service, rank=1)
-        ranks = service.coordinators["clicks"]
+        ranks = first.coordinator
         assert await logged(service)
         used = service.log.used_bytes()
         first.end("gone")
@@ -61,7 +61,8 @@ def test_parts_of_ranks_that_have_gone_for_long_are_dropped(tmp_path: Path) -> N
 
 def test_a_rank_that_comes_back_has_all_the_time_again(tmp_path: Path) -> None:
     async def scenario(service: Service) -> None:
-        session, ranks = await begin(service), service.coordinators["clicks"]
+        session = await begin(service)
+        ranks = session.coordinator
         session.end("gone")
         ranks.abandon_forsaken(1000)
         again = await begin(service)

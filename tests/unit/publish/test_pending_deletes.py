@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.local_service import join, run, send
+from tests.support.local_service import join, publish, run, send
 from tests.support.wire import ITEM, USER, WHOLE, full_part, part, random_rows
 
 from deltasync.core.errors import Contradiction, DeltasyncError, InvalidInput, NotFound
@@ -266,7 +266,7 @@ def test_what_cannot_be_asked_for(
     bias = TableSpec("bias", 1, 4, np.dtype("<f4"), TableKind.PARAMETER)
 
     async def scenario(service: Service) -> None:
-        await join(service, tables=[USER, ITEM, bias])
+        await publish(service, tables=[USER, ITEM, bias])
         with pytest.raises(error, match=message):
             await service.delete_rows(model, table, ids)
         assert service.pending_deletes() == []
@@ -277,7 +277,7 @@ def test_what_cannot_be_asked_for(
 
 def test_a_request_whose_asker_is_gone_is_not_forgotten_and_then_remembered(tmp_path: Path) -> None:
     async def scenario(service: Service) -> None:
-        await join(service)
+        await publish(service)
         asking = asyncio.create_task(ask(service, [3]))
         while not service.pending_deletes():
             await asyncio.sleep(0)
@@ -298,7 +298,7 @@ def test_requests_that_pile_up_are_refused(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(pending_deletes, "_MOST_PENDING_IDS", 3)
 
     async def scenario(service: Service) -> None:
-        await join(service)
+        await publish(service)
         await ask(service, [1, 2])
         with pytest.raises(
             Contradiction, match="2 rows of model 'clicks' wait to be deleted, 2 more would be over 3"
@@ -312,11 +312,11 @@ def test_a_rank_is_handed_a_bounded_number_of_rows(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(pending_deletes, "_HANDED_IDS", 3)
 
     async def scenario(service: Service) -> None:
-        rank = await join(service, takes_deletes=True)
+        rank = await publish(service, takes_deletes=True)
         asked = [await ask(service, ids) for ids in ([1, 2, 3, 4], [5], [6, 7], [8])]
-        await send(rank, meeting(full_part(1, random_rows(0), WHOLE)))
+        await send(rank, meeting(part(2, [])))
         assert numbers(rank) == asked[:1], "one is handed out, however large it is"
-        await send(rank, meeting(part(2, []), asked[0]))
+        await send(rank, meeting(part(3, []), asked[0]))
         assert numbers(rank) == asked[1:3]
 
     run(tmp_path, scenario)
@@ -326,7 +326,7 @@ def test_a_clock_that_was_set_back_makes_no_number_twice(tmp_path: Path, monkeyp
     monkeypatch.setattr(time, "time_ns", lambda: 5)
 
     async def scenario(service: Service) -> None:
-        await join(service)
+        await publish(service)
         assert [await ask(service, [1]) for _ in range(3)] == [5, 6, 7]
 
     run(tmp_path, scenario)

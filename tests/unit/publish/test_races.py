@@ -132,7 +132,7 @@ def test_a_cut_given_up_while_its_last_part_reaches_the_disk_stays_given_up(
         appending.let_go()
         with pytest.raises(Superseded, match="cut of step 1: abandoned for the cut of step 2"):
             await slow
-        assert not service.models["clicks"].store.seals()
+        assert not ranks[0].coordinator.model.store.seals()
         position = await send(ranks[0], full_part(2, rows, shards[0]))
         assert await other == position == Position(ranks[0].sealed.history, 1)
 
@@ -157,7 +157,7 @@ def test_a_part_of_which_a_record_is_not_on_disk_is_not_sealed(
             patch.setattr(ModelStore, "append", first_chunk_fails)
             with pytest.raises(StorageFailed, match="the log is full"):
                 await send(session, full_part(1, random_rows(0), WHOLE))
-        assert not service.models["clicks"].store.seals()
+        assert not session.coordinator.model.store.seals()
         again = await join(service)
         assert await send(again, full_part(1, random_rows(0), WHOLE)) == Position(again.sealed.history, 1)
 

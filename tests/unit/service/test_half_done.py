@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.local_service import join, run
+from tests.support.local_service import publish, run
 
 from deltasync.api.reload import Reloaded, reload_on
 from deltasync.consumers.consumer import ConsumerOptions
@@ -28,7 +28,7 @@ def test_who_could_not_go_on_is_paused_after_a_restart_too(
         raise error
 
     async def scenario(service: Service) -> None:
-        await join(service)
+        await publish(service)
         await service.registry.create("c", "clicks", Policy())
         await Brake(service).pull("c", "", "anna")
         await service.update_consumer("c", Policy(top_k=3))

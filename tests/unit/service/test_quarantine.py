@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.support.local_service import join, run
+from tests.support.local_service import join, publish, run
 
 from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.consumers.registry import ConsumerRegistry
@@ -84,7 +84,7 @@ def reasons(service: Service) -> dict[str, str]:
 
 def test_with_a_model_its_quarantine_goes(tmp_path: Path) -> None:
     async def scenario(service: Service) -> None:
-        (await join(service)).end("it has ended")
+        (await publish(service)).end("it has ended")
         await service.registry.hold_back("clicks", 2, WHY)
         await Removals(service).delete_model("clicks", "anna")
         assert not await is_held(service, "late")

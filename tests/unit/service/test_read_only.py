@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from tests.support.local_service import join, opened, run, send
+from tests.support.local_service import join, opened, publish, run, send
 from tests.support.wire import WHOLE, full_part, random_rows
 
 from deltasync.api.subscribe import ReplicaStream, Responses
@@ -67,12 +67,11 @@ def test_a_consumer_that_came_before_its_model_is_fed_once_that_is_published(tmp
         plain = await service.create_consumer("plain", "clicks", Policy())
         added = asyncio.create_task(service.model_added.changed())
         await asyncio.sleep(0)
-        session = await join(service)
+        await publish(service)
         await added
         assert service.feed(plain) is service.models["clicks"]
         assert service.feed(consumer) is service.views.get(consumer) is not None
         assert await ask(service, "top") == "empty"
-        await send(session, full_part(1, random_rows(0), WHOLE))
 
     run(tmp_path, scenario)
 
@@ -102,7 +101,7 @@ def test_a_restart_finds_the_views_of_models_there_are_and_no_others(tmp_path: P
         async with opened(tmp_path) as service:
             await service.create_consumer("early", "later", Policy(top_k=1))
             await service.create_consumer("top", "clicks", Policy(top_k=1))
-            await join(service)
+            await publish(service)
         async with opened(tmp_path) as service:
             assert list(service.models) == ["clicks"]
             assert service.views.get(service.registry.get("early")) is None

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.local_service import join, run, send
+from tests.support.local_service import join, publish, run, send
 from tests.support.wire import ITEM, USER, WHOLE, full_part, part, random_rows
 
 from deltasync.core.errors import Contradiction, ServiceUnavailable
@@ -19,8 +19,7 @@ ROWS = random_rows(0)
 
 def test_a_table_of_a_model_whose_last_cut_was_too_large_is_deleted(tmp_path: Path) -> None:
     async def scenario(service: Service) -> None:
-        session = await join(service)
-        session.end("it has gone")
+        (await publish(service)).end("it has gone")
         coordinator = service.coordinators["clicks"]
         coordinator.sealer.say_failed("a cut is too large for the log", Contradiction("too large"))
         await Removals(service).delete_table("clicks", ITEM.name, "a test")

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.local_service import join, run, send
+from tests.support.local_service import join, publish, run, send
 from tests.support.wire import WHOLE, full_part, part, random_rows
 
 from deltasync.consumers.registry import ConsumerRegistry
@@ -134,9 +134,8 @@ def test_many_small_cuts_are_flushed_too(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setattr(module, "KEPT_SEALS", 4)
 
     async def scenario(service: Service) -> None:
-        session = await join(service)
+        session = await publish(service)
         model = service.models["clicks"]
-        await send(session, full_part(1, random_rows(0), WHOLE))
         assert not model.should_flush(1 << 30)
         await send(session, part(2, []))
         assert model.should_flush(1 << 30)
@@ -199,7 +198,7 @@ def test_a_model_s_busy_thread_keeps_no_model_from_being_flushed(
             await sweep(damage)
 
         monkeypatch.setattr(Damage, "sweep", sweeping)
-        await join(service, model="busy")
+        await publish(service, model="busy")
         busy = asyncio.create_task(service.models["busy"].on_thread(idle.wait))
         keeper = asyncio.create_task(housekeeping(service))
         try:
@@ -256,7 +255,7 @@ def test_an_offset_that_could_not_be_kept_is_reported(
     async def scenario(service: Service) -> None:
         consumer = await service.registry.create("c", "clicks", Policy())
         with monkeypatch.context() as patch:
-            patch.setattr(LmdbStore, "put", fails)
+            patch.setattr(LmdbStore, "put_all", fails)
             replica = service.registry.connect(consumer, "p", asyncio.Event())
             service.registry.acknowledge(consumer, replica, Position("h", 3))
 
@@ -272,7 +271,7 @@ def test_a_log_that_is_full_while_a_backup_is_made_stays_so(
     monkeypatch.setattr("deltasync.service.housekeeping._SECONDS", 0.001)
 
     async def scenario(service: Service) -> None:
-        await join(service)
+        await publish(service)
         notes, passes = list[object](), asyncio.Semaphore(0)
         monkeypatch.setattr(service.coordinators["clicks"], "note_room", lambda: notes.append(None))
         monkeypatch.setattr(service.registry, "forget_the_gone", passes.release)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.local_service import join, run, send
+from tests.support.local_service import join, publish, run, send
 from tests.support.wire import WHOLE, full_part, part, random_rows
 
 from deltasync.client import Policy
@@ -63,7 +63,7 @@ def test_a_consumer_without_replicas_says_too_that_nothing_new_can_come(
         with monkeypatch.context() as patch:
             patch.setattr("os.posix_fallocate", no_room)
             with pytest.raises(StorageFailed, match="No space left on device") as refused:
-                await join(service)
+                await publish(service)
         service.volumes.note(refused.value)  # As who answers the rank's stream does.
         lag = await Answers(service).lag("early")
         assert lag.state == "empty"

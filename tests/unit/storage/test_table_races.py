@@ -67,7 +67,8 @@ class Story:
         self._announce()
 
     def _announce(self) -> None:
-        self._steps = self.store.change([replace(SPEC, rows=self._rows, kind=self._kind)], {})
+        wanted = replace(SPEC, rows=self._rows, kind=self._kind)
+        self._steps = self.store.change([wanted], {SPEC.name: SPEC.rows})
 
     def become(self, _: tuple[int, int] = (0, 4)) -> None:
         self._take(self._steps)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from tests.support.fleet import release_at_once
 from tests.support.local_model import LocalModel
+from tests.support.local_service import publish
 from tests.support.releases import live_rows
 from tests.support.view_scenarios import (
     TOP,
@@ -209,7 +210,7 @@ def in_a_service(data_dir: Path, scenario: Callable[[Service], Coroutine[Any, An
         async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
             service = Service(ServiceOptions(data_dir=data_dir), tasks)
             await service.recover()
-            await service.open_model("clicks")
+            await publish(service)
             await scenario(service)
             await service.drain()
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.local_service import publish
 
 from deltasync.core.errors import StorageFailed
 from deltasync.core.policy import Policy
@@ -25,7 +26,7 @@ async def opened(data_dir: Path) -> AsyncIterator[Service]:
     async with asyncio.TaskGroup() as tasks:
         service = Service(ServiceOptions(data_dir=data_dir), tasks)
         await service.recover()
-        await service.open_model("clicks")
+        await publish(service)
         try:
             yield service
         finally:
@@ -129,6 +130,10 @@ def refused(*_: object) -> Future[None]:
     return failed
 
 
+def full(*_: object) -> None:
+    raise StorageFailed("the disk is full")
+
+
 def test_a_view_that_could_not_be_made_with_its_model_is_made_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,10 +142,10 @@ def test_a_view_that_could_not_be_made_with_its_model_is_made_later(
     async def scenario(service: Service) -> None:
         consumer = await service.create_consumer("top", "other", TOP)
         with monkeypatch.context() as patch:
-            patch.setattr(LmdbStore, "put", refused)
-            with pytest.raises(StorageFailed):
-                await service.open_model("other")
-        await service.open_model("other")
+            patch.setattr(View, "discard", full)
+            assert (await publish(service, model="other")).sealed.number == 1
+            assert service.feed(consumer) is None
+        await service.unpublished.look_after()
         assert isinstance(service.feed(consumer), View)
 
     run(tmp_path, scenario)

@@ -1,0 +1,406 @@
+"""Models that ranks have opened and nothing is published of: whoever goes, fails or ends, nothing is left."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.crashes import Crashes
+from tests.support.local_service import opened, publish, run, send
+from tests.support.wire import ITEM, TABLES, USER, WHOLE, full_part, part, publish_open, random_rows
+
+from deltasync.core.errors import Contradiction, DeltasyncError, LimitReached, StorageFailed
+from deltasync.core.limits import LimitOptions
+from deltasync.core.policy import Policy
+from deltasync.core.tables import Shard, TableSpec
+from deltasync.feeds.model import Model
+from deltasync.publish.coordinator import CutCoordinator
+from deltasync.publish.opening import check_open
+from deltasync.publish.session import PublishSession, open_session
+from deltasync.service.housekeeping import housekeeping
+from deltasync.service.service import Service
+from deltasync.storage.lmdb_store import LmdbStore
+from deltasync.storage.log_store import LogOptions
+from deltasync.storage.model_store import ModelStore
+from deltasync.storage.table_room import VolumeRoom
+
+HUGE = TableSpec("huge", 1 << 40, 1 << 10)
+ROWS = random_rows(0)
+
+
+@asynccontextmanager
+async def stream(service: Service, **fields: Any) -> AsyncIterator[PublishSession]:
+    """A rank's stream, as the API has it. With `tables`, it holds nothing of them unless it has `shards`."""
+    fields = {"shards": []} | fields if "tables" in fields else fields
+    opening = check_open(publish_open(**fields).open)
+    coordinator = await service.open_model(opening.message.model)
+    try:
+        session = await open_session(coordinator, opening)
+        try:
+            yield session
+        finally:
+            session.end("its stream has ended")
+    finally:
+        service.unpublished.leave(coordinator)
+
+
+async def left(service: Service) -> None:
+    """Once what is left behind is removed."""
+    await asyncio.gather(*service.unpublished._removals.values())
+
+
+def traces(service: Service) -> list[Any]:
+    """What there is of any model: names, threads, files and folders, records, streams."""
+    models, log = service.options.data_dir / "models", service.log
+    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("model-")]
+    records = [name for name in log.items("") if name.startswith(("model/", "removed/"))]
+    taken = [taken for taken in service.limits.taken.values() if taken]
+    there: list[Any] = [*service.models, *service.coordinators, *service.unpublished, *taken]
+    return [*there, *threads, *records, *log.streams(), *models.rglob("*")]
+
+
+def refused(*_: Any) -> Future[None]:
+    failed: Future[None] = Future()
+    failed.set_exception(StorageFailed("the disk is gone"))
+    return failed
+
+
+@pytest.mark.parametrize("number", [0, 3])
+def test_an_open_that_is_followed_by_nothing_leaves_nothing(tmp_path: Path, number: int) -> None:
+    """Nor does one of which a part came, however much."""
+
+    async def scenario(service: Service) -> None:
+        async with stream(service, world_size=2, shards=[WHOLE[0]]) as session:
+            assert await asyncio.wait_for(send(session, full_part(1, ROWS, WHOLE[:1])[:number][:1]), 20) is None
+            assert list(service.unpublished) == [session.coordinator]
+            assert not list((tmp_path / "models").rglob("*"))
+            assert not service.models
+        await left(service)
+        assert traces(service) == []
+        await publish(service)
+        assert list(service.models) == ["clicks"]
+
+    run(tmp_path, scenario)
+
+
+def test_ranks_that_have_closed_their_parts_and_gone_leave_nothing(tmp_path: Path) -> None:
+    async def scenario(service: Service) -> None:
+        async with stream(service, world_size=2, shards=[WHOLE[0]]) as session:
+            closed = asyncio.create_task(send(session, full_part(1, ROWS, WHOLE[:1])))
+            while not session.coordinator.open_cut or not session.coordinator.open_cut.cut.closed_by(0):
+                await asyncio.sleep(0)
+        with pytest.raises(DeltasyncError, match="all ranks of its run have gone"):
+            await closed
+        await left(service)
+        assert traces(service) == []
+
+    run(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(
+    ("tables", "error", "message"),
+    [
+        ([HUGE], Contradiction, "every row of its tables takes"),
+        ([replace(USER, rows=3_000_000)], StorageFailed, r"'m\d+': \d+ bytes are wanted, and 134217728 are free"),
+        ([USER, ITEM, TableSpec("third", 2, 2)], LimitReached, "limit tables_per_model"),
+    ],
+    ids=["log", "volume", "tables"],
+)
+def test_opens_that_are_refused_leave_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tables: list[TableSpec], error: Any, message: str
+) -> None:
+    monkeypatch.setattr(VolumeRoom, "of", lambda _: VolumeRoom(1 << 27, 1 << 30))
+
+    async def scenario(service: Service) -> None:
+        for number in range(100):
+            with pytest.raises(error, match=message):
+                async with stream(service, model=f"m{number}", tables=tables):
+                    pass
+        await left(service)
+        assert traces(service) == []
+
+    run(tmp_path, scenario, limits=LimitOptions(tables_per_model=2))
+
+
+def test_limits_of_models_and_of_bytes_are_kept(tmp_path: Path) -> None:
+    async def scenario(service: Service) -> None:
+        await publish(service)
+        taken = service.limits.taken["bytes_in_all"]
+        assert taken == service.models["clicks"].store.table_bytes > 0
+        async with stream(service, model="second"):
+            with pytest.raises(LimitReached, match=r"models: 3, at most 2 are allowed \(limit models\)"):
+                await service.open_model("third")
+        with pytest.raises(LimitReached, match="limit bytes_in_all"):
+            async with stream(service, model="second", tables=[replace(USER, rows=4000)]):
+                pass
+        with pytest.raises(LimitReached, match="limit bytes_per_model"):
+            async with stream(service, model="second", tables=[replace(USER, rows=8000)]):
+                pass
+        assert service.limits.taken["bytes_in_all"] == taken
+
+    limits = LimitOptions(models=2, bytes_per_model=200_000, bytes_in_all=150_000)
+    run(tmp_path, scenario, limits=limits)
+
+
+def test_room_that_is_gone_by_the_time_of_the_cut_is_said_and_the_cut_comes_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(service: Service) -> None:
+        async with stream(service) as session:
+            with monkeypatch.context() as patch:
+                patch.setattr(VolumeRoom, "of", lambda _: VolumeRoom(1 << 10, 1 << 30))
+                with pytest.raises(StorageFailed, match=r"bytes are wanted, and 1024 are free on the volume"):
+                    await send(session, full_part(1, ROWS, WHOLE))
+            assert not list((tmp_path / "models").rglob("*"))
+            assert not service.volumes.trouble, "it has refused nothing"
+            assert await send(session, full_part(1, ROWS, WHOLE))
+
+    run(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("gone", ["before", "while"])
+def test_tables_of_a_cut_that_could_not_be_sealed_go_with_its_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: str
+) -> None:
+    monkeypatch.setattr("deltasync.service.housekeeping._SECONDS", 0.001)
+    sealing, go = asyncio.Event(), asyncio.Event()
+
+    async def scenario(service: Service) -> None:
+        loop, keeper = asyncio.get_running_loop(), asyncio.create_task(housekeeping(service))
+
+        def slowly_refused(*_: Any) -> Future[None]:
+            async def later() -> None:
+                sealing.set()
+                await go.wait()
+                raise StorageFailed("the disk is gone")
+
+            return asyncio.run_coroutine_threadsafe(later(), loop)
+
+        monkeypatch.setattr(ModelStore, "seal", slowly_refused)
+        async with stream(service) as session:
+            cut = asyncio.create_task(send(session, full_part(1, ROWS, WHOLE)))
+            await sealing.wait()
+            assert service.log.items("model/")
+            assert service.limits.taken["bytes_in_all"]
+            if gone == "before":
+                go.set()
+                await asyncio.wait([cut])
+        go.set()
+        with pytest.raises(StorageFailed, match="the disk is gone"):
+            await cut
+        while list(service.unpublished):
+            await asyncio.sleep(0.001)
+        await left(service)
+        keeper.cancel()
+        assert traces(service) == []
+
+    run(tmp_path, scenario)
+
+
+def test_who_opens_what_is_just_being_removed_waits_for_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its rows would be removed with those of before."""
+    removing, go, stop = asyncio.Event(), asyncio.Event(), Model.stop
+
+    async def slow(model: Model) -> None:
+        removing.set()
+        await go.wait()
+        await stop(model)
+
+    async def scenario(service: Service) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(Model, "stop", slow)
+            async with stream(service, world_size=2) as session:
+                await send(session, full_part(1, ROWS, WHOLE)[:1])
+            await removing.wait()
+            published = asyncio.create_task(publish(service))
+            await asyncio.wait([published], timeout=0.05)
+            assert not published.done()
+            go.set()
+            await published
+        assert service.models["clicks"].seals.newest_version == 1
+
+    async def again(service: Service) -> None:
+        for table, rows in zip(service.models["clicks"].tables, random_rows(1), strict=True):
+            np.testing.assert_array_equal(table.rows, rows)
+
+    run(tmp_path, scenario)
+    run(tmp_path, again)
+
+
+def test_ranks_that_contradict_each_other_are_refused_before_anything_is_there(tmp_path: Path) -> None:
+    async def scenario(service: Service) -> None:
+        other = [replace(USER, rows=60), ITEM]
+        async with stream(service, world_size=2):
+            with pytest.raises(Contradiction, match="is 40 x 4 float32, the run has 60 x 4 float32"):
+                async with stream(service, world_size=2, rank=1, tables=other):
+                    pass
+        async with stream(service, world_size=2, rank=1, tables=other):
+            pass  # Of what the other has said nothing is left.
+        await left(service)
+        assert traces(service) == []
+
+    run(tmp_path, scenario)
+
+
+def test_an_open_with_another_shape_fixes_nothing_for_other_runs(tmp_path: Path) -> None:
+    larger = [replace(USER, rows=60), TableSpec("more", 5, 3)]
+
+    async def scenario(service: Service) -> None:
+        first = await publish(service)
+        async with stream(service, run="run-2", started=2, tables=larger):
+            assert [each.spec for each in service.models["clicks"].tables] == TABLES
+        await publish(service, 3, run="run-3", started=3, continues=first.sealed, tables=TABLES)
+        assert [each.spec for each in service.models["clicks"].tables] == TABLES
+        await publish(service, 4, run="run-4", started=4, tables=[*TABLES, TableSpec("more", 9, 9)])
+        assert service.models["clicks"].tables[2].spec == TableSpec("more", 9, 9)
+
+    run(tmp_path, scenario)
+
+
+def test_tables_that_earlier_versions_have_made_for_an_open_give_way(tmp_path: Path) -> None:
+    """Those of a model of which nothing is published are removed at the start; of others, when one publishes."""
+
+    async def make(service: Service) -> None:
+        await publish(service)
+        await asyncio.to_thread(service.models["clicks"].flush)
+        service.models["clicks"].store.change([TableSpec("more", 5, 3)], service.models["clicks"].published)
+
+    async def publish_another(service: Service) -> None:
+        assert list(service.models) == ["clicks"]
+        assert len(service.models["clicks"].tables) == 3
+        await publish(service, 2, run="run-2", started=2, tables=[*TABLES, TableSpec("more", 9, 9)])
+
+    async def check(service: Service) -> None:
+        (_, _, more) = service.models["clicks"].tables
+        np.testing.assert_array_equal(more.rows, random_rows(2, [*TABLES, TableSpec("more", 9, 9)])[2])
+
+    run(tmp_path, make)
+    log = LmdbStore(LogOptions(directory=tmp_path / "log"))
+    ModelStore(log, "opened", tmp_path / "models" / "opened").change(TABLES, {})
+    log.close()
+    for scenario in (publish_another, check):
+        run(tmp_path, scenario)
+    assert [each.name for each in (tmp_path / "models").iterdir()] == ["clicks"]
+
+
+def test_a_crash_at_any_point_of_the_first_cut_leaves_nothing_or_all_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data_dir, copies = tmp_path / "data", list[Path]()
+
+    async def first(service: Service) -> None:
+        with monkeypatch.context() as patch:
+            crashes = Crashes(patch, data_dir, tmp_path)
+            async with stream(service) as session:
+                crashes._copy("after the open")
+                *rows, close = full_part(1, ROWS, WHOLE)
+                await send(session, rows)
+                await asyncio.wrap_future(service.log.put("format", service.log.items("format")[""]))
+                await send(session, [close])
+                crashes._copy("after the seal")
+        copies.extend(crashes.copies)
+
+    found = list[bool]()
+
+    async def check(service: Service) -> None:
+        found.append("clicks" in service.models)
+        if found[-1]:
+            for table, rows in zip(service.models["clicks"].tables, ROWS, strict=True):
+                np.testing.assert_array_equal(table.rows, rows)
+        else:
+            assert traces(service) == []
+        await publish(service, 2, run="run-2", started=2)
+
+    run(data_dir, first)
+    assert len(copies) >= 8
+    for copy in copies:
+        run(copy, check)
+    assert found == sorted(found)
+    assert found.count(True) >= 1
+    assert found.count(False) >= 7
+
+
+def test_consumers_that_were_there_first_have_their_views_before_the_model_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(service: Service) -> None:
+        top = await service.create_consumer("top", "clicks", Policy(top_k=1))
+        fed, add = list[object](), service.add
+
+        def adding(coordinator: CutCoordinator) -> None:
+            fed.append(service.feed(top))
+            add(coordinator)
+
+        monkeypatch.setattr(service, "add", adding)
+        await publish(service)
+        assert fed == [service.views.get(top)] != [None]
+
+    run(tmp_path, scenario)
+
+
+SHAPES = [TableSpec("t", 4, 2), TableSpec("t", 4, 3), TableSpec("t", 6, 2)]
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["open", "begin", "publish", "fail", "restart"]),
+        st.sampled_from(["one", "two"]),
+        st.integers(0, len(SHAPES) - 1),
+    ),
+    max_size=10,
+)
+
+
+@given(STEPS)
+@settings(deadline=None, max_examples=40)
+def test_models_are_those_that_were_sealed_in_the_shape_that_was(
+    tmp_path_factory: pytest.TempPathFactory, steps: Sequence[tuple[str, str, int]]
+) -> None:
+    folder, plain, number = tmp_path_factory.mktemp("plain"), dict[str, TableSpec](), 0
+
+    async def play(service: Service, what: str, name: str, shape: TableSpec) -> None:
+        fields = {"model": name, "run": f"run-{number}", "started": number, "tables": [shape]}
+        with suppress(Contradiction, StorageFailed), pytest.MonkeyPatch.context() as patch:
+            async with stream(service, **fields, shards=[Shard.whole(shape)]) as session:
+                if what == "fail":
+                    patch.setattr(ModelStore, "seal", refused)
+                values = np.ones((shape.rows, shape.dim), "<f4")
+                messages = part(number, [(0, range(shape.rows), values)], full=True)
+                await send(session, messages[: {"open": 0, "begin": 1}.get(what, 2)])
+                if what == "publish":
+                    plain[name] = shape
+        await left(service)
+
+    async def scenario() -> None:
+        nonlocal number
+        todo = list(steps)
+        while todo:
+            async with asyncio.timeout(20), opened(folder) as service:
+                check(service)
+                while todo:
+                    number, (what, name, shape) = number + 1, todo.pop(0)
+                    if what == "restart":
+                        break
+                    await play(service, what, name, SHAPES[shape])
+                    check(service)
+
+    def check(service: Service) -> None:
+        there = {name: [each.spec for each in model.tables] for name, model in service.models.items()}
+        for name, specs in there.items():
+            (spec,) = specs
+            assert replace(spec, rows=plain[name].rows) == plain[name]
+            assert spec.rows >= plain[name].rows  # More, where a cut that grew it could not be sealed.
+        assert there.keys() == plain.keys()
+        assert {stream.partition("/")[2] for stream in service.log.streams()} <= plain.keys()
+        assert {each.name for each in (folder / "models").glob("*")} == plain.keys()
+        assert not list(service.unpublished)
+
+    asyncio.run(scenario())
