@@ -1,7 +1,6 @@
 """A service that knows who calls: of a process of its own, with a roles file and a log that a test reads."""
 
 import json
-import os
 import re
 import subprocess
 import time
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from tests.support.process import ADMIN_TOKEN, ServiceProcess
+from tests.support.process import ServiceProcess
 
 from deltasync.core.roles import token_digest
 
@@ -28,7 +27,7 @@ ROLES: Mapping[str, Sequence[str]] = {
 
 
 def token_of(name: str) -> str:
-    return f"{name}-XYZZY-0123456789" if name != "admin token" else ADMIN_TOKEN
+    return f"{name.replace(' ', '-')}-XYZZY-0123456789"
 
 
 def roles_text(roles: Mapping[str, Sequence[str]] = ROLES) -> str:
@@ -46,6 +45,7 @@ class GuardedService(ServiceProcess):
         self.write_roles()
         consumers = ("--consumer", "predictors=clicks", "--consumer", "others=clicks")
         super().__init__(folder / "data", "--roles", str(self.roles), *consumers, *arguments)
+        self._environment["DELTASYNC_ADMIN_TOKEN"] = token_of("admin token")
 
     def write_roles(self, roles: Mapping[str, Sequence[str]] = ROLES) -> None:
         new = self.roles.with_suffix(".new")
@@ -107,6 +107,10 @@ def command_line_of(pid: int) -> bytes:
     return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
-def core_limits_of(pid: int) -> list[str]:
-    text = Path(f"/proc/{pid}/limits").read_text()
-    return re.findall(r"Max core file size\s+(\S+)\s+(\S+)", text)[0] if os.path.exists(f"/proc/{pid}") else []
+def core_limits_of(pid: int) -> tuple[str, str]:
+    """How large a core file may be: the soft and the hard limit."""
+    found = re.search(
+        r"Max core file size +([0-9]+|unlimited) +([0-9]+|unlimited)", Path(f"/proc/{pid}/limits").read_text()
+    )
+    assert found
+    return found[1], found[2]
