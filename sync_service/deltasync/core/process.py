@@ -45,6 +45,45 @@ def write_no_core() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (most, most))
 
 
+class _Mallinfo(ctypes.Structure):
+    """`struct mallinfo2` of malloc.h; `fordblks` are the bytes that are free and kept."""
+
+    _fields_ = [
+        *((f"other_{number}", ctypes.c_size_t) for number in range(8)),
+        ("fordblks", ctypes.c_size_t),
+        ("keepcost", ctypes.c_size_t),
+    ]
+
+
+class FreedMemory:
+    """What malloc keeps of the memory that was freed: no more than so many bytes, wherever in the heap they are.
+
+    What is above `most` is returned to the system, once; all of it, since malloc tells no part of it apart.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._returned = 0  # Of what is free: as long as it is not used again.
+
+    def give_back(self) -> bool:
+        """Return it, if it is too much. While that lasts, whoever allocates waits. Any thread, one at a time.
+
+        Returns:
+            Whether it was too much; never where the C library is not glibc.
+        """
+        libc = ctypes.CDLL(None)
+        mallinfo = getattr(libc, "mallinfo2", None)
+        if mallinfo is None:
+            return False
+        mallinfo.restype = _Mallinfo
+        free = int(mallinfo().fordblks)
+        self._returned = min(self._returned, free)
+        if too_much := free > self._returned + self._most:
+            libc.malloc_trim(ctypes.c_size_t(0))
+            self._returned = free
+        return too_much
+
+
 def spare_imports() -> None:
     """Let garbage collection pass over the objects there are: for the most part modules, which are never freed.
 
