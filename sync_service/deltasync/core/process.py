@@ -6,6 +6,7 @@ import logging
 import os
 import resource
 import socket
+from pathlib import Path
 from typing import Any
 
 from deltasync.core.words import printable
@@ -58,12 +59,13 @@ class _Mallinfo(ctypes.Structure):
 class FreedMemory:
     """What malloc keeps of the memory that was freed: no more than so many bytes, wherever in the heap they are.
 
-    What is above `most` is returned to the system, once; all of it, since malloc tells no part of it apart.
+    What is above `most` is returned to the system, once: malloc counts it as free from then on too, so what counts
+    is how much memory the process has.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._returned = 0  # Of what is free: as long as it is not used again.
+        self._least = 0  # That the process had since it was last returned.
 
     def give_back(self) -> bool:
         """Return it, if it is too much. While that lasts, whoever allocates waits. Any thread, one at a time.
@@ -76,12 +78,17 @@ class FreedMemory:
         if mallinfo is None:
             return False
         mallinfo.restype = _Mallinfo
-        free = int(mallinfo().fordblks)
-        self._returned = min(self._returned, free)
-        if too_much := free > self._returned + self._most:
+        resident = _private_bytes()
+        self._least = min(self._least, resident)
+        if too_much := mallinfo().fordblks > self._most and resident > self._least + self._most:
             libc.malloc_trim(ctypes.c_size_t(0))
-            self._returned = free
+            self._least = _private_bytes()
         return too_much
+
+
+def _private_bytes() -> int:
+    _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 
 
 def spare_imports() -> None:
