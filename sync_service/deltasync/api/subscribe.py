@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from deltasync.api.acks import rows_of, slots, unbound
+from deltasync.api.acks import check_ack, rows_of, unbound
 from deltasync.api.caller import caller
 from deltasync.api.departure import StreamEnded, departure, superseded
 from deltasync.api.protocol import check_known
@@ -268,8 +268,7 @@ class ReplicaStream:
             self._sending.note_moved()
         self._credited.set()
         self._token = ack.token or self._token
-        if unknown := [slot for slot in slots(ack) if slot >= len(self._deliveries)]:
-            raise InvalidInput(f"an ack of table {unknown[0]}, but there are only {len(self._deliveries)}")
+        check_ack(ack, self._deliveries)
         if ack.HasField("applied"):
             self._acknowledge(position_from_message(ack.applied), ack)
 

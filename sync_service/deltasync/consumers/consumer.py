@@ -42,6 +42,7 @@ class Replica:
         unbound: tables that the consumer follows and that it does not hold.
         damaged: tables of which it holds other bits than it was sent; sent again, the rows or all.
         rewind: until it holds what it is given instead of rows of a discarded past; None if it came with none.
+        has_held: whether it has ever acknowledged a version, as far as that is known.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Replica:
     unbound: tuple[str, ...] = ()
     damaged: tuple[str, ...] = ()
     rewind: Rewind | None = None
+    has_held: bool = False
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ def _recorded_replica(consumer: str, name: str, record: bytes) -> Replica:
     with reading(f"record {offset_name(consumer, name)}"):
         found = unpack_json(record)
         position = Position(found["history"], found["version"], found.get("seal", 0))  # Earlier ones lack it.
-        return Replica(name, position, found["acked_unix_ns"])
+        return Replica(name, position, found["acked_unix_ns"], has_held=True)
 
 
 def _offset_record(replica: Replica) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from deltasync.core.errors import (
     StorageFailed,
 )
 from deltasync.core.events import EventKind, Events
+from deltasync.core.limits import Limits
 from deltasync.core.names import check_name
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
@@ -34,8 +35,11 @@ _LONGEST_INSTANCE = 64
 class ConsumerRegistry:
     """All consumers of the service."""
 
-    def __init__(self, log: LogStore, replica_retention_seconds: float, events: Events) -> None:
+    def __init__(
+        self, log: LogStore, replica_retention_seconds: float, events: Events, limits: Limits | None = None
+    ) -> None:
         self._log = log
+        self._limits = limits or Limits()
         self._events = events
         self._creating = asyncio.Lock()
         self._retention_ns = int(replica_retention_seconds * 1e9)
@@ -67,6 +71,7 @@ class ConsumerRegistry:
         Raises:
             InvalidInput: a name that cannot be one.
             Contradiction: it exists for another model, or with another policy.
+            LimitReached: there would be too many consumers.
         """
         check_name("consumer", name)
         check_name("model", model)
@@ -81,6 +86,7 @@ class ConsumerRegistry:
                 raise Contradiction(f"consumer {name!r} exists with another policy: update it instead")
             if existing:
                 return existing
+            self._limits.check("consumers", len(self.consumers) + 1)
             pause = _first_pause(self.quarantine_of(model))
             consumer = Consumer(name, model, time.time_ns(), policy, pause=pause)
             await self._write(consumer, policy, pause)
@@ -203,6 +209,7 @@ class ConsumerRegistry:
         Raises:
             InvalidInput: a name that cannot be one, or an instance that is too long.
             ServiceUnavailable: one of that name, of another identity, is connected.
+            LimitReached: the consumer would have too many replicas.
         """
         if len(instance) > _LONGEST_INSTANCE:
             raise InvalidInput(f"instance: expected at most {_LONGEST_INSTANCE} characters")
@@ -210,6 +217,8 @@ class ConsumerRegistry:
         if replica.stream and replica.by != by:
             text = f"replica {name!r} of consumer {consumer.name!r} is connected as another identity"
             raise ServiceUnavailable(f"{text}: give this one another name, or wait until that has gone")
+        if name not in consumer.replicas:
+            self._limits.check("replicas_per_consumer", len(consumer.replicas) + 1)
         consumer.replicas[name] = replica
         _end_stream(replica)
         replica.stream, replica.instance, replica.since_ns, replica.by = stream, instance, steady_ns(), by
@@ -225,11 +234,13 @@ class ConsumerRegistry:
         *,
         forget: bool = False,
     ) -> None:
-        """Note that a stream of a replica has ended, and why; `forget` one that will not come back."""
+        """Note that a stream of a replica has ended, and why; `forget` one that will not come back. So is one that
+        has never held anything: nobody is to leave names behind.
+        """
         if replica.stream is not stream:
             return
         replica.stream, replica.since_ns, replica.left = None, steady_ns(), why
-        if forget and self.consumers.get(consumer.name) is consumer:
+        if (forget or not replica.has_held) and self.consumers.get(consumer.name) is consumer:
             self._forget(consumer, replica.name)
 
     async def forget(self, name: str, replica: str) -> None:
@@ -271,6 +282,7 @@ class ConsumerRegistry:
         moved = replica.applied != applied
         if moved or applied.seal:  # Else one is known that the history no longer has.
             replica.applied = applied
+            replica.has_held |= applied.number > 0
         replica.acked_unix_ns, replica.acked_ns = time.time_ns(), steady_ns()
         if not moved:
             return  # Idle replicas show now and then what they hold: no reason to write, or to wake anybody.

@@ -6,6 +6,7 @@ import logging
 import os
 import resource
 import socket
+from pathlib import Path
 from typing import Any
 
 from deltasync.core.words import printable
@@ -43,6 +44,51 @@ def write_no_core() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_CORE)
     most = 1 if hard == resource.RLIM_INFINITY else min(hard, 1)
     resource.setrlimit(resource.RLIMIT_CORE, (most, most))
+
+
+class _Mallinfo(ctypes.Structure):
+    """`struct mallinfo2` of malloc.h; `fordblks` are the bytes that are free and kept."""
+
+    _fields_ = [
+        *((f"other_{number}", ctypes.c_size_t) for number in range(8)),
+        ("fordblks", ctypes.c_size_t),
+        ("keepcost", ctypes.c_size_t),
+    ]
+
+
+class FreedMemory:
+    """What malloc keeps of the memory that was freed: no more than so many bytes, wherever in the heap they are.
+
+    What is above `most` is returned to the system, once: malloc counts it as free from then on too, so what counts
+    is how much memory the process has.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._least = 0  # That the process had since it was last returned.
+
+    def give_back(self) -> bool:
+        """Return it, if it is too much. While that lasts, whoever allocates waits. Any thread, one at a time.
+
+        Returns:
+            Whether it was too much; never where the C library is not glibc.
+        """
+        libc = ctypes.CDLL(None)
+        mallinfo = getattr(libc, "mallinfo2", None)
+        if mallinfo is None:
+            return False
+        mallinfo.restype = _Mallinfo
+        resident = _private_bytes()
+        self._least = min(self._least, resident)
+        if too_much := mallinfo().fordblks > self._most and resident > self._least + self._most:
+            libc.malloc_trim(ctypes.c_size_t(0))
+            self._least = _private_bytes()
+        return too_much
+
+
+def _private_bytes() -> int:
+    _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 
 
 def spare_imports() -> None:

@@ -26,6 +26,8 @@ from deltasync.wire.row_messages import MAX_CHUNK_BYTES, decode_rows
 # Rows that a rank is asked for at once.
 _WANTED_IDS = 131_072
 _ROWS_AT_ONCE = 64
+# Requests that one part meets: no rank is handed so many.
+_MOST_DELETES = 131_072
 
 
 async def open_session(coordinator: CutCoordinator, opening: Opening) -> "PublishSession":
@@ -244,6 +246,9 @@ class PublishSession:
         return await asyncio.shield(open_cut.sealed)
 
     def _differing(self, close: publish_pb2.PartClose) -> set[str]:
+        if len(close.differing) > len(self.tables) or len(close.deletes) > _MOST_DELETES:
+            found = f"{len(close.differing)} tables that differ, and {len(close.deletes)} deletes"
+            raise InvalidInput(f"{found}: at most {len(self.tables)}, and {_MOST_DELETES}, can be")
         if unknown := [index for index in close.differing if index >= len(self.tables)]:
             raise InvalidInput(
                 f"table {unknown[0]} differs between ranks, but only {len(self.tables)} were announced"

@@ -125,7 +125,7 @@ class Service:
             removed = finish_removals(self.log, options.data_dir / "models")
             removed += remove_unpublished(self.log, options.data_dir / "models")
             self.volumes = Volumes(self.log, options.data_dir / "models", self.events)
-            self.registry = ConsumerRegistry(self.log, options.replica_retention_seconds, self.events)
+            self.registry = ConsumerRegistry(self.log, options.replica_retention_seconds, self.events, self.limits)
             recorded = recorded_models(self.log)
             self.recovering = {name: record for name, record in recorded.items() if name not in removed}
             remove_unknown(options.data_dir / "models", self._recorded_views())
