@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.crashes import Crashes
-from tests.support.local_service import join, run, send
+from tests.support.local_service import join, publish, run, send
 from tests.support.wire import TABLES, USER, WHOLE, full_part, part, random_rows
 
 from deltasync.client import Policy
@@ -154,8 +154,8 @@ def test_a_model_whose_removal_has_no_room_to_be_finished_does_not_come_back(
                 await service.recover()
                 assert service.volumes.trouble
             assert not service.models
-            assert await join(service)  # It is made anew.
-            assert service.models["clicks"].position.number == 0
+            await publish(service, run="run-2", started=2)  # It is made anew.
+            assert service.models["clicks"].position.number == 1
             await service.drain()
 
     asyncio.run(start_without_room())

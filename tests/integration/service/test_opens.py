@@ -19,7 +19,7 @@ from deltasync.storage.lmdb_store import LmdbStore
 from deltasync.storage.log_store import LogOptions
 from deltasync.storage.table_room import VolumeRoom
 
-CONSUMER = ("--consumer", "predictors=clicks")
+CONSUMER = ("--consumer", "predictors=clicks", "--consumer", "probes=clicks")
 # With room in the log for every row, so that it is the volume that has none.
 ENDLESS_LOG = ("--log-max-bytes", str(1 << 44))
 TERABYTES = TableSpec("terabytes", 1 << 32, 256)
@@ -89,7 +89,11 @@ def test_opens_that_are_refused_or_followed_by_nothing_leave_nothing() -> None:
         np.testing.assert_array_equal(rows_of(service)[USER.name], ROWS[0])
         assert service.get("/readyz") == (200, "ok\n")
         assert service.terminate() == 0
-        assert {each.partition("/")[2] for each in logged(service.data_dir)[0]} <= {"clicks", "predictors"}
+        assert {each.partition("/")[2] for each in logged(service.data_dir)[0]} <= {
+            "clicks",
+            "predictors",
+            "probes",
+        }
 
 
 @pytest.mark.parametrize("messages", [0, 1, 2])

@@ -142,7 +142,7 @@ def test_a_drain_lets_the_open_cut_finish(tmp_path: Path) -> None:
             while log_bytes(process) < before + rows[0].nbytes:
                 pass  # Until the cut has begun; the test's timeout bounds the wait.
             with ReplicaStream(process.grpc, consumer="probes") as replica:
-                replica.until("opened")
+                replica.until("progress")
                 ended = threading.Thread(target=process.terminate)
                 ended.start()
                 assert "shutting down" in replica.refusal()[1]

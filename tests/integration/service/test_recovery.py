@@ -131,6 +131,7 @@ async def train(data_dir: Path, versions: Versions, camera: Camera) -> None:
     async with asyncio.TaskGroup() as tasks:
         service = Service(ServiceOptions(data_dir=data_dir), tasks)
         coordinator: CutCoordinator = await service.open_model("clicks")
+        await coordinator.model.add_tables(TABLES)  # As for the first cut; what is on disk of them, it is then.
         sessions = []
         for rank, shards in enumerate(SHARDS):
             message: publish_pb2.PublishOpen = publish_open(rank=rank, world_size=2, shards=shards).open

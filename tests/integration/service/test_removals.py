@@ -271,9 +271,9 @@ def test_a_table_of_a_wrong_shape_makes_room_for_the_right_one(service: RunningS
 
 def test_a_table_is_deleted_though_the_last_cut_was_too_large(tmp_path: Path) -> None:
     """That is no reason to keep it; it may be the table that was."""
-    wide = TableSpec("wide", 60_000, 16)
+    narrow, wide = TableSpec("narrow", 10, 16), TableSpec("wide", 60_000, 16)
     with RunningService(tmp_path / "data", log_max_bytes=2 << 20) as service:
-        with Trainer(service.grpc, [USER]) as trainer:
+        with Trainer(service.grpc, [USER, narrow]) as trainer:
             trainer.publish_all()
         with (
             Trainer(service.grpc, [USER, wide], run="s", started=2) as trainer,
@@ -281,7 +281,7 @@ def test_a_table_is_deleted_though_the_last_cut_was_too_large(tmp_path: Path) ->
         ):
             trainer.publish_all()
         _wait_until_nobody_publishes(service)
-        admin_of(service).delete_table("clicks", "wide")
+        admin_of(service).delete_table("clicks", "narrow")
         assert {line["table"] for line in service.get_json("/tables")} == {"user"}
 
 
