@@ -17,7 +17,7 @@ from deltasync.client import Position, Subscriber
 TOKEN = "secret"  # noqa: S105
 _WAIT_SECONDS = 20.0
 # What may be left for a while: of allocators, of pools of threads, of connections that are just being closed.
-_SPARE = Usage(memory=48 << 20, disk=32 << 20, threads=8, descriptors=16)
+_SPARE = Usage(memory=128 << 20, disk=32 << 20, threads=8, descriptors=16)
 _LINE = re.compile(
     r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ((INFO|WARNING) deltasync[a-z_.]*|ERROR deltasync.events) "
 )
