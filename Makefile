@@ -6,8 +6,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TOOLS := build/tools
 # Nothing is installed that a lock does not name, or whose hash is another there.
 INSTALL := install -q --no-deps --require-hashes
-INSTALL_CUDA = $(PIP) $(INSTALL) -r locks/torch-cuda.lock
-INSTALL_CPU = $(PIP) $(INSTALL) -r locks/torch-cpu.lock || { echo "torch's build for CPUs is in no index that pip knows (PIP_EXTRA_INDEX_URL): taking that for CUDA"; $(INSTALL_CUDA); }
+INSTALL_CUDA = $(PIP) $(INSTALL) -r deploy/locks/torch-cuda.lock
+INSTALL_CPU = $(PIP) $(INSTALL) -r deploy/locks/torch-cpu.lock || { echo "torch's build for CPUs is in no index that pip knows (PIP_EXTRA_INDEX_URL): taking that for CUDA"; $(INSTALL_CUDA); }
 # `make install CUDA=1` takes the CUDA build of fbgemm; what is installed stays what later targets use.
 CUDA ?= $(if $(wildcard $(VENV)/.installed-fbgemm-gpu),1,0)
 FBGEMM := $(if $(filter 1,$(CUDA)),fbgemm-gpu,fbgemm-gpu-cpu)
@@ -84,23 +84,23 @@ format: install  ## format the code
 	$(BIN)/ruff format .
 
 # Versions stay where they are wanted still; ARGS=--upgrade takes the newest.
-lock: $(TOOLS)  ## write requirements.lock and locks/ anew from pyproject.toml
-	$(TOOLS)/bin/python locks/lock.py $(ARGS)
+lock: $(TOOLS)  ## write requirements.lock and deploy/locks/ anew from pyproject.toml
+	$(TOOLS)/bin/python deploy/locks/lock.py $(ARGS)
 
 audit: $(TOOLS)  ## look up known vulnerabilities of what is locked
-	$(TOOLS)/bin/python locks/audit.py requirements.lock $(wildcard locks/*.lock)
+	$(TOOLS)/bin/python deploy/locks/audit.py requirements.lock $(wildcard deploy/locks/*.lock)
 
 # The same locks make the same files, with no time and no serial number in them.
-SBOM_service = locks/service.lock
-SBOM_trainer = locks/trainer.lock locks/torch-cuda.lock locks/fbgemm-gpu.lock
-SBOM_development = requirements.lock locks/torch-cpu.lock locks/fbgemm-gpu-cpu.lock
+SBOM_service = deploy/locks/service.lock
+SBOM_trainer = deploy/locks/trainer.lock deploy/locks/torch-cuda.lock deploy/locks/fbgemm-gpu.lock
+SBOM_development = requirements.lock deploy/locks/torch-cpu.lock deploy/locks/fbgemm-gpu-cpu.lock
 sbom: $(foreach name,service trainer development,build/sbom/$(name).json)  ## list what the locks hold in build/sbom, as CycloneDX
-build/sbom/%.json: requirements.lock $(wildcard locks/*.lock) pyproject.toml | $(STAMP)
+build/sbom/%.json: requirements.lock $(wildcard deploy/locks/*.lock) pyproject.toml | $(STAMP)
 	@mkdir -p build/sbom
 	cat $(SBOM_$*) | PYTHONWARNINGS=ignore $(BIN)/cyclonedx-py requirements --output-reproducible --pyproject pyproject.toml -o $@ -
 
 # Apart from .venv, which what they need would make larger.
-$(TOOLS): locks/tools.lock
+$(TOOLS): deploy/locks/tools.lock
 	rm -rf $@ && $(PYTHON) -m venv $@
 	$@/bin/python -m pip --disable-pip-version-check $(INSTALL) -r $<
 	touch $@
@@ -109,13 +109,13 @@ clean:  ## remove .venv and what tools leave behind
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # A lock holds all that its packages ask for, but fbgemm-gpu, whose files would overwrite those of fbgemm-gpu-cpu.
-$(STAMP): requirements.lock locks/$(FBGEMM).lock locks/torch-cpu.lock locks/torch-cuda.lock pyproject.toml
+$(STAMP): requirements.lock deploy/locks/$(FBGEMM).lock deploy/locks/torch-cpu.lock deploy/locks/torch-cuda.lock pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "deltasync needs Python 3.11: install python3.11 with its venv module, or name one with PYTHON=..."; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { echo "$(PYTHON) is $$($(PYTHON) --version 2>&1), deltasync needs Python 3.11: name one with PYTHON=..."; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "$(PYTHON) lacks its venv module: install python3.11-venv"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	test -e $@ || $(PIP) uninstall -q -y torch fbgemm-gpu fbgemm-gpu-cpu 2>/dev/null
-	$(PIP) $(INSTALL) -r requirements.lock -r locks/$(FBGEMM).lock
+	$(PIP) $(INSTALL) -r requirements.lock -r deploy/locks/$(FBGEMM).lock
 	$(INSTALL_$(if $(filter 1,$(CUDA)),CUDA,CPU))
 	$(PIP) install -q --no-deps --no-build-isolation -e .
 	rm -f $(VENV)/.installed-* && touch $@

@@ -34,7 +34,7 @@ _SERVICE = "service"
 )
 @click.option("--days", type=click.IntRange(1), default=30, help="For so long they are valid.")
 def certs(folder: Path, hosts: Sequence[str], clients: Sequence[str], days: int) -> None:
-    """Make a CA, and certificates of it for the service and its clients, for a try-out.
+    """Make a CA, and certificates of it for the service and its clients, to try it out.
 
     DIR gets ca.pem, which all sides trust, service.pem and service-key.pem, and NAME.pem and NAME-key.pem for each
     client. The key of the CA is kept nowhere: another certificate takes another CA.

@@ -101,7 +101,7 @@ def test_images_install_what_locks_name_by_its_hash_and_nothing_else(
                 assert "--no-deps" in install
                 continue
             assert "--no-deps --require-hashes" in install
-            locks += re.findall(r"--requirement \"?/?locks/([^\s\"]+)", install)
+            locks += re.findall(r"--requirement \"?/?(?:deploy/)?locks/([^\s\"]+)", install)
     found = [re.sub(r"\$\{(\w+)\}", lambda name: arguments[name[1]], lock) for lock in locks]
     assert (
         found
@@ -111,14 +111,14 @@ def test_images_install_what_locks_name_by_its_hash_and_nothing_else(
             "trainer": ["torch-cuda.lock", "trainer.lock", "fbgemm-gpu.lock"],
         }[target]
     )
-    assert all((root / "locks" / lock).is_file() for lock in found)
+    assert all((root / "deploy/locks" / lock).is_file() for lock in found)
 
 
 def test_compose_builds_with_locks_that_exist(root: Path, compose: dict[str, Any]) -> None:
     arguments = [service["build"].get("args", {}) for service in compose["services"].values()]
     named = {value for each in arguments for name, value in each.items() if name in ("TORCH", "FBGEMM")}
     assert named
-    assert all((root / f"locks/{name}.lock").is_file() for name in named)
+    assert all((root / f"deploy/locks/{name}.lock").is_file() for name in named)
 
 
 def _ignored(path: str, patterns: list[str]) -> bool:
@@ -142,7 +142,7 @@ def test_context_holds_what_the_build_needs_and_little_else(
     needed |= {f"{package}/x.py" for package in project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]}
     for word, rest in (*stages["service"], *stages["trainer"]):
         needed |= set(rest.split()[:-1]) if word == "COPY" else set()
-    assert "locks/service.lock" in needed
+    assert "deploy/locks/service.lock" in needed
     assert not {path for path in needed if _ignored(path, patterns)}
     unwanted = {
         ".git/config",

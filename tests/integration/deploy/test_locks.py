@@ -18,12 +18,12 @@ from packaging.version import Version
 
 # Each with what it is installed beside.
 SETS = {
-    "development": ("requirements.lock", "locks/torch-cpu.lock", "locks/fbgemm-gpu-cpu.lock"),
-    "CUDA": ("requirements.lock", "locks/torch-cuda.lock", "locks/fbgemm-gpu.lock"),
-    "service": ("locks/service.lock",),
-    "trainer": ("locks/trainer.lock", "locks/torch-cpu.lock", "locks/fbgemm-gpu-cpu.lock"),
-    "tools": ("locks/tools.lock",),
-    "build": ("locks/build.lock",),
+    "development": ("requirements.lock", "deploy/locks/torch-cpu.lock", "deploy/locks/fbgemm-gpu-cpu.lock"),
+    "CUDA": ("requirements.lock", "deploy/locks/torch-cuda.lock", "deploy/locks/fbgemm-gpu.lock"),
+    "service": ("deploy/locks/service.lock",),
+    "trainer": ("deploy/locks/trainer.lock", "deploy/locks/torch-cpu.lock", "deploy/locks/fbgemm-gpu-cpu.lock"),
+    "tools": ("deploy/locks/tools.lock",),
+    "build": ("deploy/locks/build.lock",),
 }
 
 
@@ -51,7 +51,10 @@ def _missing(need: str, extras: set[str], lock: dict[str, Version]) -> bool:
 
 
 def test_every_file_is_held_to_hashes(root: Path) -> None:
-    files = {"requirements.lock", *(f"locks/{path.name}" for path in (root / "locks").glob("*.lock"))}
+    files = {
+        "requirements.lock",
+        *(f"deploy/locks/{path.name}" for path in (root / "deploy/locks").glob("*.lock")),
+    }
     assert files == {file for files in SETS.values() for file in files}
     for file in files:
         assert all(hashes for _, _, hashes in _locked((root / file).read_text())), file
@@ -115,7 +118,7 @@ def _sbom(root: Path, lock: Path, tool: Callable[[str], str]) -> str:
 def test_the_bill_of_materials_holds_the_lock_and_is_the_same_each_time(
     root: Path, tool: Callable[[str], str]
 ) -> None:
-    lock = root / "locks/build.lock"
+    lock = root / "deploy/locks/build.lock"
     text = _sbom(root, lock, tool)
     assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) is None
     assert _sbom(root, lock, tool) == text
@@ -134,6 +137,6 @@ def test_make_lists_every_lock_that_is_deployed(root: Path) -> None:
     listed = set(re.findall(r"(?m)^SBOM_\w+ = (.*)$", (root / "Makefile").read_text()))
     assert {tuple(line.split()) for line in listed} == {
         SETS["service"],
-        ("locks/trainer.lock", "locks/torch-cuda.lock", "locks/fbgemm-gpu.lock"),
+        ("deploy/locks/trainer.lock", "deploy/locks/torch-cuda.lock", "deploy/locks/fbgemm-gpu.lock"),
         SETS["development"],
     }

@@ -97,7 +97,7 @@ def test_no_room_for_a_new_table_is_said_by_the_service(
             published = pool.submit(trainer.publish_all)
             while not re.search(
                 r"no room for tables of model 'clicks': \d+ bytes are wanted, and \d+ are free",
-                trainer.publisher.connection.reason,
+                trainer.publisher.connection.last_error,
             ):
                 pass  # It tries again; the test's timeout bounds the wait.
             assert service.get("/readyz") == (200, "ok\n"), "the volume has refused nothing"

@@ -207,16 +207,16 @@ def test_shell_blocks_can_be_pasted(document: Document) -> None:
                 assert shlex.split(line, comments=True)
 
 
-def test_the_lines_that_install_a_trainer_name_what_the_makefile_installs() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    versions = dict(re.findall(r"^(TORCH|TORCHREC) := (.*)$", makefile, re.MULTILINE))
+def test_the_lines_that_install_a_trainer_name_what_the_project_asks_for() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extra = project["project"]["optional-dependencies"]["trainer"]
+    versions = dict(each.split("==") for each in extra if "==" in each)
     needed = {re.split("[<>=]", each)[0] for each in project["dependency-groups"]["torchrec-runtime"]}
     [lines] = [block.code for block in README.blocks() if "torch==" in block.code]
     torch, rest, torchrec = lines.splitlines()
-    assert torch == f"pip install torch=={versions['TORCH']}"
+    assert torch == f"pip install torch=={versions['torch']}"
     assert {name.partition("==")[0] for name in rest.split()[3:]} == needed
-    assert torchrec.split()[3:] == [f"{name}=={versions['TORCHREC']}" for name in ("torchrec", "fbgemm-gpu-cpu")]
+    assert torchrec.split()[3:] == [f"{name}=={versions['torchrec']}" for name in ("torchrec", "fbgemm-gpu-cpu")]
 
 
 def test_help_of_every_command_names_its_options() -> None:

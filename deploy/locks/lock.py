@@ -1,6 +1,6 @@
 """Writes the locks: versions of all that is installed, with the hashes of their files.
 
-python locks/lock.py [--upgrade]
+python deploy/locks/lock.py [--upgrade]
 
 What `make lock` runs. A version that a lock names stays until its needs change, or with `--upgrade`. They are for
 Linux on x86-64, as the wheels of fbgemm are. The index is uv's: `UV_DEFAULT_INDEX` names another.
@@ -13,8 +13,8 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-LOCKS = ROOT / "locks"
+ROOT = Path(__file__).parents[2]
+LOCKS = ROOT / "deploy/locks"
 WORK = ROOT / "build/lock"
 UV = Path(sys.executable).with_name("uv")
 HEADER = "# Made by `make lock`.\n"

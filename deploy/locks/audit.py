@@ -1,6 +1,6 @@
 """Looks up the known vulnerabilities of what locks name.
 
-python locks/audit.py requirements.lock
+python deploy/locks/audit.py requirements.lock
 
 What `make audit` runs. Ends with 1 if there are any. Where the index gives no data on vulnerabilities it says so,
 and ends with 0: that is no finding.
