@@ -92,7 +92,9 @@ def test_a_release_that_is_half_sent_is_dropped(service: RunningService) -> None
             replica.send(ack(len(first.ids) + len(first.values)))
             code, text = replica.refusal()
         assert code is grpc.StatusCode.ABORTED
-        assert re.match(r"consumer 'predictors' is paused since \S+ by admin token \(\S+\); reconnect", text)
+        assert re.match(
+            r"consumer 'predictors' is paused: reconnect \(paused since \S+ by admin token \(\S+\)\)", text
+        )
 
 
 def test_what_goes_out_afterwards_is_what_the_rows_are_then(
