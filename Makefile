@@ -19,7 +19,7 @@ WORKERS ?= 3
 PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo unit test check bench soak test-gpu bench-gpu protos lock audit sbom format clean
+.PHONY: help install demo unit test check bench soak attacks test-gpu bench-gpu protos lock audit sbom format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -49,6 +49,11 @@ SECONDS ?= 300
 SEED ?= 0
 soak: install  ## kill, freeze, cut and change everything, and compare the rows (SECONDS=300 SEED=0)
 	$(BIN)/deltasync soak --seconds $(SECONDS) --seed $(SEED) $(ARGS)
+
+attacks: install  ## attack a service in all ways that are known, and put what that did to it into its README
+	$(BIN)/python -m tests.attacks --json build/attacks.json $(ARGS)
+	$(BIN)/python -m tests.attacks --stranger --json build/attacks-roles.json $(ARGS)
+	$(BIN)/python -m tests.attacks --table tests/attacks/before.json build/attacks.json build/attacks-roles.json --into sync_service/README.md
 
 # On a machine with a GPU, by the environment of a PYTHON that is named, as it is, or else by .venv.
 GPU_PYTHON = $(if $(filter file,$(origin PYTHON)),$(BIN)/python,$(PYTHON))

@@ -11,12 +11,14 @@ from tests.attacks.table import harms, table
 
 from deltasync.kernels.compiled import warm
 
+_BEGIN, _END = "<!-- attacks -->", "<!-- end of attacks -->"
+
 
 def main() -> int:
     """Run the attacks that are named, or all."""
     wanted = _arguments()
     if wanted.table:
-        print(table(*(json.loads(Path(path).read_text()) for path in wanted.table)))  # noqa: T201
+        _write(table(*(json.loads(path.read_text()) for path in wanted.table)), wanted.into)
         return 0
     warm()  # Or every service would compile its kernels.
     found = []
@@ -25,8 +27,18 @@ def main() -> int:
         found.append(figures)
         print(f"{name}: {figures['went']}\n    {'; '.join(harms(figures)) or 'no harm'}", flush=True)  # noqa: T201
         if wanted.json:
+            wanted.json.parent.mkdir(parents=True, exist_ok=True)
             wanted.json.write_text(json.dumps(found, indent=1) + "\n")
     return 0
+
+
+def _write(text: str, into: Path | None) -> None:
+    """Print a table, or put it where a document has its place."""
+    if into is None:
+        print(text)  # noqa: T201
+        return
+    before, _, rest = into.read_text().partition(_BEGIN)
+    into.write_text(before + _BEGIN + "\n\n" + text + "\n\n" + _END + rest.partition(_END)[2])
 
 
 def _arguments() -> argparse.Namespace:
@@ -42,7 +54,10 @@ def _arguments() -> argparse.Namespace:
         action="store_true",
         help="likewise, but the attacker may publish and subscribe to models and consumers of another name",
     )
-    parser.add_argument("--table", nargs="+", metavar="FILE", help="a table of what earlier runs have found")
+    parser.add_argument(
+        "--table", nargs="+", type=Path, metavar="FILE", help="a table of what earlier runs have found"
+    )
+    parser.add_argument("--into", type=Path, metavar="FILE", help="the document that the table goes into")
     wanted = parser.parse_args()
     if unknown := sorted(set(wanted.names) - ATTACKS.keys()):
         parser.error(f"no attack {unknown[0]!r}; attacks: {', '.join(ATTACKS)}")

@@ -18,7 +18,7 @@ def harms(figures: Mapping[str, Any]) -> list[str]:
     if figures["harm"]:
         found.append(figures["harm"])
     if figures["failure"]:
-        found.append(f"those who are honest were refused: {figures['failure'][:120]}")
+        found.append(f"the honest were refused: {figures['failure'].split(':')[0]}")
     elif not figures["same_rows"]:
         found.append("the replica has other rows than the trainer")
     return found
@@ -41,8 +41,8 @@ def _taken(usage: Mapping[str, Mapping[str, int]]) -> list[str]:
 
 def _slowed(cuts: Mapping[str, float]) -> list[str]:
     longest, before = cuts["during_longest"], cuts["without_p99"]
-    slow = longest > max(_LONG_MS, _LONG_RATIO * before) or cuts["during_p99"] > _LONG_RATIO * before
-    return [f"cuts of up to {longest:.0f} ms, {before:.0f} ms before"] if slow else []
+    slow = longest > max(_LONG_MS, _LONG_RATIO * before)
+    return [f"cuts of up to {longest:,.0f} ms"] if slow else []
 
 
 def table(*runs: Sequence[Mapping[str, Any]]) -> str:
@@ -57,13 +57,14 @@ def table(*runs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _cell(figures: Mapping[str, Any]) -> str:
-    """Memory and disk before, at most and after; honest cuts without the attack and during it; and harms."""
+    """Memory and disk before, at most and after; 99 of 100 cuts without the attack and during it; and harms."""
     usage, cuts = figures["usage"], figures["cuts"]
-    memory, disk = (" → ".join(_size(usage[when][name]) for when in usage) for name in ("memory", "disk"))
-    half = f"{cuts['without_p50']:.1f} → {cuts['during_p50']:.1f} ms"
-    most = f"99 %: {cuts['without_p99']:.0f} → {cuts['during_p99']:.0f} ms"
+    memory, disk = (
+        " → ".join(f"{usage[when][name] / 1e6:,.0f}" for when in usage) + " MB" for name in ("memory", "disk")
+    )
+    times = f"{cuts['without_p99']:,.0f} → {cuts['during_p99']:,.0f} ms"
     done = "; ".join(harms(figures)).replace("|", "/") or "no harm"
-    return f"memory {memory}; disk {disk}; cuts {half}, {most}: **{done}**"
+    return f"memory {memory}, disk {disk}, cuts {times}: **{done}**"
 
 
 def _size(number: int) -> str:

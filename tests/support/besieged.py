@@ -38,18 +38,19 @@ class Besieged(LoggedService):
     Attributes:
         trainer: publishes model "clicks".
         replica: what the replica of consumer "predictors" holds.
+        head: the first position that the trainer has published.
     """
 
-    def __init__(self, folder: Path, log: Path) -> None:
+    def __init__(self, folder: Path, log: Path, *arguments: str) -> None:
         consumers = [f"--consumer={name}=clicks" for name in ("predictors", "probes")]
-        super().__init__(folder / "data", *consumers, log=log)
+        super().__init__(folder / "data", *consumers, *arguments, log=log)
         self._environment |= {"DELTASYNC_ADMIN_TOKEN": TOKEN}
         self.replica = Recorder()
 
     def __enter__(self) -> Self:
         super().__enter__()
         self.trainer = Trainer(self.grpc)
-        self._head = self.trainer.publish_all()
+        self.head = self.trainer.publish_all()
         self._subscriber: Subscriber = follow(self, "predictors", "honest", self.replica)
         return self
 

@@ -73,5 +73,5 @@ def deployed(
             assert process.poll() is None, "the service has ended"
             time.sleep(0.05)
         endpoints = json.loads((data / "endpoints.json").read_text())
-        ports = [int(endpoints[kind].rpartition(":")[2]) for kind in ("grpc", "http")]
-        yield Deployed(process, *ports, places)
+        grpc, http = (int(endpoints[kind].rpartition(":")[2]) for kind in ("grpc", "http"))
+        yield Deployed(process, grpc, http, places)

@@ -27,6 +27,9 @@ class ConsumerLine:
     paused: str
 
 
+_MADE: dict[int | str, dict[str, Any]] = {201: {"model": ConsumerLine, "description": "It was made."}}
+
+
 def consumer_routes(service: Service, answers: Answers) -> APIRouter:
     """The routes."""
     routes = APIRouter(prefix="/consumers")
@@ -41,7 +44,7 @@ def consumer_routes(service: Service, answers: Answers) -> APIRouter:
         """All consumers."""
         return [_line(consumer) for _, consumer in sorted(service.registry.consumers.items())]
 
-    @routes.put("/{name}", openapi_extra={"requestBody": BODY})
+    @routes.put("/{name}", openapi_extra={"requestBody": BODY}, responses=_MADE)
     async def put(name: str, request: Request, response: Response) -> ConsumerLine:
         """Make a consumer, or give the one there is this policy. Needs role admin."""
         by = author()

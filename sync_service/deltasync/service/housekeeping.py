@@ -62,6 +62,7 @@ async def _repeat(
 async def _keep(service: Service, freed: FreedMemory) -> None:
     name_threads()
     await asyncio.to_thread(freed.give_back)
+    service.log.queue.limit(service.limits.options.log_queue_bytes)  # Which may have been read again.
     service.registry.forget_the_gone()
     full = service.log.refusing and not service.backing_up  # Which makes no room, and is broken off for that.
     await _flush(service, 0 if full else service.options.most_unflushed_bytes)

@@ -130,6 +130,7 @@ class Service:
             self.recovering = {name: record for name, record in recorded.items() if name not in removed}
             remove_unknown(options.data_dir / "models", self._recorded_views())
             undo.pop_all()
+        self.log.queue.limit(options.limits.log_queue_bytes)
         self.views = ViewRegistry(self.log, tasks, self.events)
         self.models, self.coordinators = dict[str, Model](), dict[str, CutCoordinator]()
         self.unpublished = UnpublishedModels(self, tasks)

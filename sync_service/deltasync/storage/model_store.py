@@ -167,8 +167,7 @@ class ModelStore:
             What makes those that are there what they are to be: for the thread that changes them.
 
         Raises:
-            StorageFailed: there is no room; nothing was changed, and but for a volume that refuses what it had
-                room for nothing was taken.
+            StorageFailed: there is no room; nothing was changed.
         """
         added, stale = self.added_bytes(specs, published), self._stale(specs, published)
         replaced = sum(table.mapped.layout.nbytes for table in self.tables if table.spec.name in stale)
@@ -220,11 +219,7 @@ class ModelStore:
         )
 
     def check_room(self, wanted: int) -> None:
-        """Check that there is room for so many bytes of tables now. Takes none.
-
-        Raises:
-            StorageFailed: there is not.
-        """
+        """Check that there is room for so many bytes of tables now; StorageFailed if not. Takes none."""
         ROOM.check(f"tables of model {self._model!r}", self._folder, wanted)
 
     def _table(

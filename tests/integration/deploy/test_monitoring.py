@@ -78,7 +78,7 @@ def test_expressions_use_metrics_and_labels_that_exist(
         assert names
         assert names <= known.keys(), expression
         for name in names:
-            assert shown | set(_used_labels(expression)) <= known[name], expression
+            assert shown | set(_used_labels(expression)) <= known[name] | BUILT_IN["up"], expression
 
 
 def test_dashboard_and_alerts_show_every_lag_and_all_of_releases(

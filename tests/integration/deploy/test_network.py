@@ -23,7 +23,7 @@ PORTS = (50051, 8080, 29500, 40000, 53)
 
 def _fits(selector: Doc, labels: dict[str, str]) -> bool:
     assert selector.keys() <= {"matchLabels"}
-    return selector.get("matchLabels", {}).items() <= labels.items()
+    return bool(selector.get("matchLabels", {}).items() <= labels.items())
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,11 @@ _VOLUME_BYTES = 256 << 20
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Besieged]:
-    """The service, on a small volume."""
+def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Besieged]:
+    """The service, on a small volume, with what arguments the file has."""
+    arguments = getattr(request.module, "ARGUMENTS", ())
     folder: Path = tmp_path_factory.mktemp("besieged")
-    with small_volume(_VOLUME_BYTES) as volume, Besieged(volume, folder / "service.log") as besieged:
+    with small_volume(_VOLUME_BYTES) as volume, Besieged(volume, folder / "service.log", *arguments) as besieged:
         yield besieged
 
 

@@ -9,10 +9,11 @@ from tests.support.besieged import Besieged
 _ALLOWED = {"takeover", "joined-run"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(ATTACKS.keys() - _ALLOWED))
 def test_an_attack_leaves_nothing_behind(service: Besieged, name: str) -> None:
     """The second time: what is freed after the first one is kept for what comes next."""
-    target = Target(service.grpc, service.http, seconds=0.5)
+    target = Target(service.grpc, service.http, seconds=0.2)
     ATTACKS[name].run(target)
     with service.unharmed():
         outcome = ATTACKS[name].run(target)

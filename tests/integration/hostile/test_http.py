@@ -79,11 +79,11 @@ def test_errors_have_one_shape(service: Besieged, method: str, path: str, status
     check_error(answer.headers["content-type"], answer.content)
 
 
-@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])
+@pytest.mark.parametrize("method", ["PATCH", "PUT", "DELETE"])
 def test_without_a_token_nothing_is_changed(service: Besieged, method: str) -> None:
     """Whatever the body is, nobody reads it."""
     answer = httpx.request(method, service.http + "/consumers/predictors", content=b"{" * 10_000, timeout=20)
-    assert answer.status_code == (405 if method == "GET" else 403)
+    assert answer.status_code == 403
     check_error(answer.headers["content-type"], answer.content)
 
 

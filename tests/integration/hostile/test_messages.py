@@ -1,5 +1,6 @@
 """gRPC messages that are nearly right: every call answers them with a status of its own, and goes on."""
 
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.besieged import TOKEN, Besieged, check_refusal
 from tests.support.mutations import mutated_bytes, mutated_message, mutated_order
-from tests.support.wire import WHOLE, ack, chunk, close, full_part, part, publish_open, random_rows, subscribe_open
+from tests.support.wire import WHOLE, ack, close, full_part, part, publish_open, random_rows, subscribe_open
 from tests.support.wire import whole_part as whole
 
 from deltasync.core.position import Position
@@ -21,16 +22,27 @@ from deltasync.wire.protocol import OURS, protocols_to_metadata
 
 pytestmark = pytest.mark.usefixtures("unharmed")
 
+# All are to be read.
+ARGUMENTS = [f"--limit=opens_per_second{of}=1000000" for of in ("", "_per_peer")]
 # More with HOSTILE_EXAMPLES=5000, for a night.
 EXAMPLES = int(os.environ.get("HOSTILE_EXAMPLES", "120"))
 _many = settings(
     max_examples=EXAMPLES, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 )
-_POSITION = Position("0" * 32, 3)
+# These stand for the service's history, and for a run of its own for each example.
+_HISTORY, _RUN, _STARTED = "0" * 32, b"run-1", 300_000_000
+_POSITION = Position(_HISTORY, 3)
+_numbers = itertools.count(1)
 
 PUBLISHED: list[Message] = [
-    publish_open(model="fuzzed", continues=_POSITION, takes_deletes=True, takes_changes=True, process="host 1"),
-    chunk(1, 0, np.arange(5), np.ones((5, 4), "<f4")),
+    publish_open(
+        model="fuzzed",
+        started=_STARTED,
+        continues=_POSITION,
+        takes_deletes=True,
+        takes_changes=True,
+        process="host 1",
+    ),
     *full_part(1, random_rows(0), WHOLE),
     *part(2, [(0, [3, 4], np.ones((2, 4), "<f4")), (1, [1], np.ones((1, 6), "<f2"))]),
     whole(3, [(0, [7], np.ones((1, 4), "<f4"))]),
@@ -44,7 +56,7 @@ SUBSCRIBED: list[Message] = [
     subscribe_pb2.SubscribeRequest(
         ack=subscribe_pb2.Ack(
             received_bytes=5,
-            applied=tables_pb2.Position(history="0" * 32, version=1, seal=5),
+            applied=tables_pb2.Position(history=_HISTORY, version=1, seal=5),
             sums=[tables_pb2.Checksum(slot=0, sum=4)],
             wanted=[tables_pb2.WantedRows(table=0, ids=[1, 2])],
             unbound=[1],
@@ -125,13 +137,25 @@ def streams(draw: Callable[..., Any], messages: Sequence[Message]) -> list[bytes
 @_many
 @given(contents=streams(PUBLISHED))
 def test_streams_of_ranks(channel: grpc.Channel, contents: list[bytes]) -> None:
-    call_stream(channel, "PublishService/Publish", contents)
+    number = next(_numbers)
+    run = b"r%04d" % (number % 10_000)
+    before, began = _began(_STARTED), _began(_STARTED + number)
+    call_stream(
+        channel, "PublishService/Publish", [each.replace(_RUN, run).replace(before, began) for each in contents]
+    )
+
+
+def _began(unix_ns: int) -> bytes:
+    return publish_pb2.PublishOpen(run_started_unix_ns=unix_ns).SerializeToString()
 
 
 @_many
 @given(contents=streams(SUBSCRIBED))
-def test_streams_of_replicas(channel: grpc.Channel, contents: list[bytes]) -> None:
-    call_stream(channel, "SubscribeService/Subscribe", contents)
+def test_streams_of_replicas(service: Besieged, channel: grpc.Channel, contents: list[bytes]) -> None:
+    history = service.head.history.encode()
+    call_stream(
+        channel, "SubscribeService/Subscribe", [each.replace(_HISTORY.encode(), history) for each in contents]
+    )
 
 
 @_many

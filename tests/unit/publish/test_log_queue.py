@@ -11,8 +11,11 @@ from tests.support.local_service import join, run, send
 from tests.support.log import held_up
 from tests.support.wire import part
 
+from deltasync.core.limits import LimitOptions
 from deltasync.core.tables import Shard, TableSpec
+from deltasync.service.housekeeping import housekeeping
 from deltasync.service.service import Service
+from deltasync.status.answers import Answers
 from deltasync.storage.records import pack_layout
 
 RANKS, CHUNKS, CHUNK_ROWS, BOUND = 6, 12, 500, 1 << 20
@@ -74,3 +77,21 @@ def test_many_opens_leave_the_loops_threads_to_others(tmp_path: Path, monkeypatc
     monkeypatch.setattr("deltasync.publish.session.pack_layout", slow)
 
     run(tmp_path, scenario)
+
+
+def test_a_limit_that_is_read_again_counts_while_the_service_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltasync.service.housekeeping._SECONDS", 0.001)
+
+    async def scenario(service: Service) -> None:
+        assert service.log.queue.most_bytes == BOUND
+        service.limits.options = LimitOptions(log_queue_bytes=2 * BOUND)
+        keeper = asyncio.create_task(housekeeping(service))
+        while service.log.queue.most_bytes != 2 * BOUND:
+            await asyncio.sleep(0.001)
+        keeper.cancel()
+        with held_up(service.log):
+            assert b'deltasync_limit_taken{limit="log_queue_bytes"} 1024.0' in await Answers(service).metrics()
+
+    run(tmp_path, scenario, limits=LimitOptions(log_queue_bytes=BOUND))

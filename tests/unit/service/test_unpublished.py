@@ -1,4 +1,4 @@
-"""Models that were opened and never published: nothing is left of them, whoever goes, fails or ends."""
+"""Models that ranks have opened and nothing is published of: whoever goes, fails or ends, nothing is left."""
 
 import asyncio
 import threading
