@@ -338,9 +338,11 @@ def test_the_ack_of_a_replaced_stream_does_not_count(running: RunningService, ra
 
 
 def test_a_replica_that_vanishes_is_away(running: RunningService, rank: RankStream) -> None:
-    with ReplicaStream(running.grpc) as replica:
-        replica.release()
+    with ReplicaStream(running.grpc, replica="gone") as replica:
+        _, end = replica.release()
         assert running.get_json("/consumers/predictors/lag")["state"] == "behind"
+        replica.send(ack(0, Position(end.position.history, 1)))
+        offset_reached(running, "gone", 1)
     while running.get_json("/consumers/predictors/lag")["state"] != "away":
         pass
     assert rows_of(running).keys() == {USER.name, ITEM.name}
