@@ -3,8 +3,11 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-TORCH := 2.13.0
-TORCHREC := 1.8.0
+TOOLS := build/tools
+# Nothing is installed that a lock does not name, or whose hash is another there.
+INSTALL := install -q --no-deps --require-hashes
+INSTALL_CUDA = $(PIP) $(INSTALL) -r locks/torch-cuda.lock
+INSTALL_CPU = $(PIP) $(INSTALL) -r locks/torch-cpu.lock || { echo "torch's build for CPUs is in no index that pip knows (PIP_EXTRA_INDEX_URL): taking that for CUDA"; $(INSTALL_CUDA); }
 # `make install CUDA=1` takes the CUDA build of fbgemm; what is installed stays what later targets use.
 CUDA ?= $(if $(wildcard $(VENV)/.installed-fbgemm-gpu),1,0)
 FBGEMM := $(if $(filter 1,$(CUDA)),fbgemm-gpu,fbgemm-gpu-cpu)
@@ -16,7 +19,7 @@ WORKERS ?= 3
 PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo unit test check bench soak test-gpu bench-gpu protos lock format clean
+.PHONY: help install demo unit test check bench soak attacks test-gpu bench-gpu protos lock audit sbom format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -47,6 +50,11 @@ SEED ?= 0
 soak: install  ## kill, freeze, cut and change everything, and compare the rows (SECONDS=300 SEED=0)
 	$(BIN)/deltasync soak --seconds $(SECONDS) --seed $(SEED) $(ARGS)
 
+attacks: install  ## attack a service in all ways that are known, and put what that did to it into its README
+	$(BIN)/python -m tests.attacks --json build/attacks.json $(ARGS)
+	$(BIN)/python -m tests.attacks --stranger --json build/attacks-roles.json $(ARGS)
+	$(BIN)/python -m tests.attacks --table tests/attacks/before.json build/attacks.json build/attacks-roles.json --into sync_service/README.md
+
 # On a machine with a GPU, by the environment of a PYTHON that is named, as it is, or else by .venv.
 GPU_PYTHON = $(if $(filter file,$(origin PYTHON)),$(BIN)/python,$(PYTHON))
 GPU_PATH := $(CURDIR)/build/gpu:$(CURDIR):$(CURDIR)/sync_service:$(CURDIR)/trainer:$(CURDIR)/protos
@@ -75,27 +83,39 @@ format: install  ## format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-lock:  ## write requirements.lock anew from pyproject.toml
-	rm -rf build/lock && $(PYTHON) -m venv build/lock
-	$(PYTHON) -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb')); \
-		print(*p['project']['dependencies'], *p['project']['optional-dependencies']['service'], *sum(p['dependency-groups'].values(), []), sep='\n')" > build/lock/wanted.txt
-	build/lock/bin/pip install -q torch==$(TORCH)
-	build/lock/bin/pip install -q -r build/lock/wanted.txt
-	build/lock/bin/pip freeze --exclude torch --exclude pip --exclude setuptools | grep -vE '^(nvidia|cuda|triton)' > requirements.lock
+# Versions stay where they are wanted still; ARGS=--upgrade takes the newest.
+lock: $(TOOLS)  ## write requirements.lock and locks/ anew from pyproject.toml
+	$(TOOLS)/bin/python locks/lock.py $(ARGS)
+
+audit: $(TOOLS)  ## look up known vulnerabilities of what is locked
+	$(TOOLS)/bin/python locks/audit.py requirements.lock $(wildcard locks/*.lock)
+
+# The same locks make the same files, with no time and no serial number in them.
+SBOM_service = locks/service.lock
+SBOM_trainer = locks/trainer.lock locks/torch-cuda.lock locks/fbgemm-gpu.lock
+SBOM_development = requirements.lock locks/torch-cpu.lock locks/fbgemm-gpu-cpu.lock
+sbom: $(foreach name,service trainer development,build/sbom/$(name).json)  ## list what the locks hold in build/sbom, as CycloneDX
+build/sbom/%.json: requirements.lock $(wildcard locks/*.lock) pyproject.toml | $(STAMP)
+	@mkdir -p build/sbom
+	cat $(SBOM_$*) | PYTHONWARNINGS=ignore $(BIN)/cyclonedx-py requirements --output-reproducible --pyproject pyproject.toml -o $@ -
+
+# Apart from .venv, which what they need would make larger.
+$(TOOLS): locks/tools.lock
+	rm -rf $@ && $(PYTHON) -m venv $@
+	$@/bin/python -m pip --disable-pip-version-check $(INSTALL) -r $<
+	touch $@
 
 clean:  ## remove .venv and what tools leave behind
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-# torch goes first and by itself; torchrec asks for fbgemm-gpu, whose files would overwrite the CPU build,
-# so that both are installed without what they ask for, which requirements.lock holds.
-$(STAMP): requirements.lock pyproject.toml
+# A lock holds all that its packages ask for, but fbgemm-gpu, whose files would overwrite those of fbgemm-gpu-cpu.
+$(STAMP): requirements.lock locks/$(FBGEMM).lock locks/torch-cpu.lock locks/torch-cuda.lock pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "deltasync needs Python 3.11: install python3.11 with its venv module, or name one with PYTHON=..."; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { echo "$(PYTHON) is $$($(PYTHON) --version 2>&1), deltasync needs Python 3.11: name one with PYTHON=..."; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "$(PYTHON) lacks its venv module: install python3.11-venv"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install -q torch==$(TORCH)
-	$(PIP) install -q -r requirements.lock
-	$(PIP) uninstall -q -y fbgemm-gpu fbgemm-gpu-cpu 2>/dev/null || true
-	$(PIP) install -q --no-deps torchrec==$(TORCHREC) $(FBGEMM)==$(TORCHREC)
+	test -e $@ || $(PIP) uninstall -q -y torch fbgemm-gpu fbgemm-gpu-cpu 2>/dev/null
+	$(PIP) $(INSTALL) -r requirements.lock -r locks/$(FBGEMM).lock
+	$(INSTALL_$(if $(filter 1,$(CUDA)),CUDA,CPU))
 	$(PIP) install -q --no-deps --no-build-isolation -e .
 	rm -f $(VENV)/.installed-* && touch $@

@@ -62,7 +62,7 @@ def shared_file(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[ServiceProcess]:
     """A service of its own process, on free ports, with consumer "predictors" of model "clicks"."""
-    process = ServiceProcess(tmp_path / "data", "--consumer", "predictors=clicks", "--admin-token", "secret")
+    process = ServiceProcess(tmp_path / "data", "--consumer", "predictors=clicks")
     with process:
         yield process
 

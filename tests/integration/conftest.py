@@ -21,6 +21,7 @@ def running(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Runnin
         record.getMessage()
         for when in ("setup", "call", "teardown")
         for record in caplog.get_records(when)
-        if record.levelno >= logging.ERROR and record.name.startswith(("asyncio", "grpc", "uvicorn"))
+        if record.levelno >= logging.ERROR
+        and record.name.startswith(("asyncio", "grpc", "uvicorn", "deltasync.api"))
     ]
     assert not unforeseen

@@ -39,7 +39,7 @@ class Content:
 
 def write(folder: Path) -> Content:
     """Write one: tables flushed at one version and in the log at later ones, replicas at both, views likewise."""
-    service = ServiceProcess(folder, "--consumer", "plain=clicks", "--admin-token", TOKEN)
+    service = ServiceProcess(folder, "--consumer", "plain=clicks")
     with service, Trainer(service.grpc) as trainer:
         for name, policy in POLICIES.items():
             admin_of(service).create_consumer(name, "clicks", policy)

@@ -50,7 +50,7 @@ class Trainer:
 
     def __init__(
         self,
-        address: str,
+        address: str | Endpoint,
         tables: Sequence[TableSpec] = TABLES,
         *,
         run: str = "r",

@@ -18,10 +18,12 @@ class HttpStatus:
 
     http: str
 
-    def get(self, path: str) -> tuple[int, str]:
-        """HTTP status and body of a GET request."""
+    def get(self, path: str, token: str = "") -> tuple[int, str]:
+        """HTTP status and body of a GET request, with a token if it has one."""
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
         try:
-            with urllib.request.urlopen(self.http + path, timeout=10) as response:  # noqa: S310
+            request = urllib.request.Request(self.http + path, headers=headers)  # noqa: S310
+            with urllib.request.urlopen(request, timeout=10) as response:  # noqa: S310
                 return response.status, response.read().decode()
         except urllib.error.HTTPError as error:
             with error:

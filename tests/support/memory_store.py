@@ -1,6 +1,6 @@
 """The smallest log there can be: it shows that the tests of the protocol know nothing of LMDB."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +9,7 @@ from deltasync.core.errors import StorageFailed
 from deltasync.storage.durations import Durations
 from deltasync.storage.log_store import LAST_NUMBER, Buffer, LogFull, Record
 from deltasync.storage.volume import Volume
+from deltasync.storage.write_queue import WriteQueue
 
 Address = tuple[int, int, int]
 
@@ -29,6 +30,7 @@ class MemoryStore:
         self._max_bytes = max_bytes
         self.refusing = False
         self.capacity, self.volume, self.commits = max_bytes, Volume("log", Path("/")), Durations()
+        self.queue = WriteQueue()  # Always empty: what is submitted is there.
 
     def append(
         self,
@@ -67,9 +69,13 @@ class MemoryStore:
     def put(self, name: str, value: bytes | None, *, after: Sequence[Future[None]] = ()) -> Future[None]:
         if error := _first_error(after):
             return _done(error)
-        self._disk.small.pop(name, None)
-        if value is not None:
-            self._disk.small[name] = value
+        return self.put_all({name: value})
+
+    def put_all(self, records: Mapping[str, bytes | None]) -> Future[None]:
+        for name, value in records.items():
+            self._disk.small.pop(name, None)
+            if value is not None:
+                self._disk.small[name] = value
         return _done()
 
     def read(self, stream: str, first: int = 0, last: int = LAST_NUMBER) -> Iterator[Record]:

@@ -32,6 +32,9 @@ EVENT_METRICS: dict[str, set[str]] = {
     "deltasync_replica_seconds_behind_events": _REPLICA,
 }
 
+# Those that exist only where TLS is spoken.
+TLS_METRICS: dict[str, set[str]] = {"deltasync_certificate_expires_seconds": {"setting"}}
+
 # Each metric and its labels: what dashboards and alerts are built on.
 METRICS: dict[str, set[str]] = {
     "deltasync_head_version": {"model"},
@@ -69,7 +72,12 @@ METRICS: dict[str, set[str]] = {
     "deltasync_consumer_failed": _CONSUMER,
     "deltasync_consumer_paused": _CONSUMER,
     "deltasync_events_total": {"event"},
+    "deltasync_certificate_expires_seconds": {"setting"},
+    "deltasync_limit": {"limit"},
+    "deltasync_limit_taken": {"limit"},
+    "deltasync_limit_refused_total": {"limit"},
     **EVENT_METRICS,
+    **TLS_METRICS,
     **POLICY_METRICS,
 }
 

@@ -34,8 +34,13 @@ runpy.run_module("deltasync", run_name="__main__")
 """
 
 
+ADMIN_TOKEN = "secret"  # noqa: S105
+
+
 class ServiceProcess(HttpStatus):
     """`deltasync serve` on free ports, which it keeps over restarts: of today, or of the package in `code`.
+
+    Its admin token is `ADMIN_TOKEN`.
 
     Unless its tables are `private`, as if there were too little memory for that.
 
@@ -47,7 +52,7 @@ class ServiceProcess(HttpStatus):
         self.data_dir = data_dir
         self.ahead_seconds = 0
         self.program = ["-m", "deltasync"] if private else ["-c", _WITH_SHARED_FILES]
-        self._environment = environment(code)
+        self._environment = environment(code) | {"DELTASYNC_ADMIN_TOKEN": ADMIN_TOKEN}
         self.arguments = arguments
         self._ports = ("0", "0")
         self.process: subprocess.Popen[bytes] | None = None

@@ -31,6 +31,8 @@ class RunningService(HttpStatus):
         grpc_port: int = 0,
         http_port: int = 0,
         policies: Mapping[str, Policy] | None = None,
+        admin_token: str | None = TOKEN,
+        roles: Path | None = None,
         **settings: Any,
     ) -> None:
         named = [ConsumerOptions(name, "clicks", policy) for name, policy in (policies or {}).items()]
@@ -39,7 +41,8 @@ class RunningService(HttpStatus):
             grpc_port=grpc_port,
             http_port=http_port,
             consumers=(*CONSUMERS, *named),
-            admin_token=TOKEN,
+            admin_token=admin_token,
+            roles=roles,
             drain_seconds=0.1,
         )
         self._endpoints = data_dir / "endpoints.json"

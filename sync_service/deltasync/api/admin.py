@@ -6,8 +6,7 @@ from typing import Any
 import grpc.aio
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from deltasync.api.author import author, peer_address
-from deltasync.api.token import check_token
+from deltasync.api.caller import author
 from deltasync.consumers.consumer import Consumer
 from deltasync.consumers.pause import Pause
 from deltasync.service.backups import Backups
@@ -20,19 +19,18 @@ from deltasync.wire.messages import policy_from_message, policy_to_message
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
-    """Manages consumers, has rows deleted, and makes backups; all but lists needs the admin token."""
+    """Manages consumers, has rows deleted, and makes backups."""
 
-    def __init__(self, service: Service, token: str | None) -> None:
+    def __init__(self, service: Service) -> None:
         self._service = service
         self._removals, self._brake = Removals(service), Brake(service)
         self._backups = Backups(service)
-        self._token = token
 
     async def CreateConsumer(
         self, request: admin_pb2.CreateConsumerRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> admin_pb2.CreateConsumerResponse:
         """Make a consumer."""
-        by = self._author(context)
+        by = author()
         wanted = request.consumer
         policy = policy_from_message(wanted.policy)
         consumer = await self._service.create_consumer(wanted.name, wanted.model, policy, by)
@@ -42,7 +40,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self, request: admin_pb2.UpdateConsumerRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> admin_pb2.UpdateConsumerResponse:
         """Give a consumer another policy."""
-        by = self._author(context)
+        by = author()
         policy = policy_from_message(request.policy)
         consumer = await self._service.update_consumer(request.name, policy, by)
         return admin_pb2.UpdateConsumerResponse(consumer=_message(consumer))
@@ -51,14 +49,14 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self, request: admin_pb2.DeleteConsumerRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> admin_pb2.DeleteConsumerResponse:
         """Forget a consumer."""
-        await self._service.delete_consumer(request.name, self._author(context))
+        await self._service.delete_consumer(request.name, author())
         return admin_pb2.DeleteConsumerResponse()
 
     async def PauseConsumer(
         self, request: admin_pb2.PauseConsumerRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> admin_pb2.PauseConsumerResponse:
         """Hold a consumer's replicas at what they have."""
-        by = self._author(context)
+        by = author()
         consumer = await self._brake.pull(request.name, request.reason, by)
         return admin_pb2.PauseConsumerResponse(consumer=_message(consumer))
 
@@ -66,35 +64,35 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self, request: admin_pb2.ResumeConsumerRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> admin_pb2.ResumeConsumerResponse:
         """Let a paused consumer go on."""
-        consumer = await self._brake.release(request.name, self._author(context))
+        consumer = await self._brake.release(request.name, author())
         return admin_pb2.ResumeConsumerResponse(consumer=_message(consumer))
 
     async def Inspect(
         self, request: admin_pb2.InspectRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> admin_pb2.InspectResponse:
         """Look at all rows."""
-        found = await inspect(self._service, self._author(context))
+        found = await inspect(self._service, author())
         return admin_pb2.InspectResponse(tables=map(_inspected, found))
 
     async def ForgetReplica(
         self, request: admin_pb2.ForgetReplicaRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> admin_pb2.ForgetReplicaResponse:
         """Forget a replica that is away."""
-        await self._removals.forget_replica(request.consumer, request.replica, self._author(context))
+        await self._removals.forget_replica(request.consumer, request.replica, author())
         return admin_pb2.ForgetReplicaResponse()
 
     async def DeleteModel(
         self, request: admin_pb2.DeleteModelRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> admin_pb2.DeleteModelResponse:
         """Delete a model."""
-        await self._removals.delete_model(request.name, self._author(context))
+        await self._removals.delete_model(request.name, author())
         return admin_pb2.DeleteModelResponse()
 
     async def DeleteTable(
         self, request: admin_pb2.DeleteTableRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> admin_pb2.DeleteTableResponse:
         """Delete a table."""
-        await self._removals.delete_table(request.model, request.table, self._author(context))
+        await self._removals.delete_table(request.model, request.table, author())
         return admin_pb2.DeleteTableResponse()
 
     async def ListConsumers(
@@ -108,7 +106,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self, request: admin_pb2.DeleteRowsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> admin_pb2.DeleteRowsResponse:
         """Ask the trainer of a model to delete rows."""
-        by = self._author(context)
+        by = author()
         pending = await self._service.delete_rows(request.model, request.table, request.ids, by)
         return admin_pb2.DeleteRowsResponse(pending=_pending(pending))
 
@@ -122,15 +120,9 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self, request: admin_pb2.BackupRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> admin_pb2.BackupResponse:
         """Make a backup."""
-        by = self._author(context)
+        by = author()
         backup = await self._backups.make(Path(request.directory), by)
         return admin_pb2.BackupResponse(files=len(backup.files), bytes=backup.bytes)
-
-    def _author(self, context: grpc.aio.ServicerContext[Any, Any]) -> str:
-        """Who asks for a change, which needs the token."""
-        sent = dict(context.invocation_metadata() or ())
-        check_token(self._token, sent)
-        return author(sent, peer_address(context.peer()))
 
 
 def _inspected(table: InspectedTable) -> admin_pb2.InspectedTable:

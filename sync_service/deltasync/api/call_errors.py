@@ -1,25 +1,57 @@
-"""Ending gRPC calls with our errors: what was raised on purpose, and bytes that are no protobuf."""
+"""Ending gRPC calls and HTTP requests with our errors: what was raised on purpose, and bytes that are no protobuf.
+
+Here alone errors leave the service: what peers are told is bounded, on one line, and without what they may not
+read.
+"""
 
 from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn
 
 import grpc.aio
 from google.protobuf.message import DecodeError
+from starlette.responses import JSONResponse
 
-from deltasync.core.errors import DeltasyncError, InvalidInput
-from deltasync.wire.error_codes import ERROR_KEY, grpc_code
+from deltasync.api.caller import current_call, may_read
+from deltasync.core.errors import DeltasyncError, InvalidInput, StorageFailed
+from deltasync.core.words import printable
+from deltasync.wire.error_codes import ERROR_KEY, grpc_code, http_status
+
+# gRPC sends all metadata of an answer in at most 8 kB, and what is not ASCII in three bytes for each of its own.
+_LONGEST_BYTES = 1_900
+
+
+def told(error: DeltasyncError) -> str:
+    """What whoever calls is told of an error: less than 2 kB, as gRPC and JSON write it."""
+    current_call().error = error
+    text = printable(str(error) if may_read() else _for_all(error), _LONGEST_BYTES)
+    return text if _sent_bytes(text) <= _LONGEST_BYTES else _cut(text)
+
+
+def _for_all(error: DeltasyncError) -> str:
+    """What may be told to those who may not read: of a disk no folder, and no size."""
+    return "the service cannot keep this now; its log says why" if isinstance(error, StorageFailed) else error.text
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: DeltasyncError) -> NoReturn:
     """End a call with an error."""
-    await context.abort(grpc_code(error), str(error), ((ERROR_KEY, type(error).__name__),))
+    await context.abort(grpc_code(error), told(error), ((ERROR_KEY, type(error).__name__),))
     raise error  # abort() itself raises; this tells the type checker so.
 
 
-class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Ends a call of one message with the error that its handler raised.
+def error_response(error: DeltasyncError) -> JSONResponse:
+    """The answer to a request that ends with an error."""
+    return JSONResponse({"error": type(error).__name__, "message": told(error)}, http_status(error))
 
-    Makes bytes that cannot be decoded the sender's fault; gRPC by itself answers UNKNOWN, with a traceback.
+
+def as_stream(handler: Any, answer: Callable[..., Awaitable[None]]) -> Any:
+    """A handler that answers a call of any kind as one of streams: it receives a message once it asks for one."""
+    kinds = dict.fromkeys(("unary_unary", "unary_stream", "stream_unary"))
+    return handler._replace(request_streaming=True, response_streaming=True, stream_stream=answer, **kinds)
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Makes bytes that cannot be decoded the sender's fault, wherever the handler takes the next message; gRPC by
+    itself answers UNKNOWN, with a traceback.
     """
 
     async def intercept_service(
@@ -27,29 +59,34 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """The handler of a call, with another decoder, and an end of its own where it answers once."""
+        """The handler of a call, with another decoder."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        decode = _decoder(handler.request_deserializer, handler_call_details.method)
-        if handler.unary_unary is None:
-            # Raised where the handler takes the next message, and answered as any error there.
-            return handler._replace(request_deserializer=decode)
-
-        async def unary_unary(request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            try:
-                return await handler.unary_unary(decode(request), context)
-            except DeltasyncError as error:
-                await abort(context, error)
-
-        return handler._replace(request_deserializer=None, unary_unary=unary_unary)
+        return handler._replace(request_deserializer=_decoder(handler.request_deserializer, handler_call_details))
 
 
-def _decoder(decode: Callable[[bytes], Any], method: str) -> Callable[[bytes], Any]:
+def _decoder(decode: Callable[[bytes], Any], details: grpc.HandlerCallDetails) -> Callable[[bytes], Any]:
     def decoded(request: bytes) -> Any:
         try:
             return decode(request)
         except DecodeError as error:
-            raise InvalidInput(f"{method}: {len(request)} bytes that are no protobuf of its type") from error
+            text = f"{details.method}: {len(request)} bytes that are no protobuf of its type"
+            raise InvalidInput(text) from error
 
     return decoded
+
+
+def _cut(text: str) -> str:
+    room, kept = _LONGEST_BYTES - 3, 0
+    for each in text:
+        room -= _sent_bytes(each)
+        if room < 0:
+            break
+        kept += 1
+    return f"{text[:kept]}..."
+
+
+def _sent_bytes(text: str) -> int:
+    """How many bytes a text takes at most, where gRPC writes some as %XX, and JSON others with a backslash."""
+    return sum(1 if 32 <= byte < 127 and byte not in b'%"\\' else 3 for byte in text.encode(errors="replace"))

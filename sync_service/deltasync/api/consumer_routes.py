@@ -1,12 +1,12 @@
-"""Consumers over HTTP. What changes something needs the admin token."""
+"""Consumers over HTTP. What changes something needs role admin."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from deltasync.api.caller import author
 from deltasync.api.consumer_body import BODY, PAUSE_BODY, consumer_of, reason_of
-from deltasync.api.request_author import author_of
 from deltasync.consumers.consumer import Consumer
 from deltasync.service.brake import Brake
 from deltasync.service.removals import Removals
@@ -27,8 +27,11 @@ class ConsumerLine:
     paused: str
 
 
-def consumer_routes(service: Service, answers: Answers, token: str | None) -> APIRouter:
-    """The routes; `token` is the admin token."""
+_MADE: dict[int | str, dict[str, Any]] = {201: {"model": ConsumerLine, "description": "It was made."}}
+
+
+def consumer_routes(service: Service, answers: Answers) -> APIRouter:
+    """The routes."""
     routes = APIRouter(prefix="/consumers")
 
     @routes.get("/{name}/lag")
@@ -41,34 +44,34 @@ def consumer_routes(service: Service, answers: Answers, token: str | None) -> AP
         """All consumers."""
         return [_line(consumer) for _, consumer in sorted(service.registry.consumers.items())]
 
-    @routes.put("/{name}", openapi_extra={"requestBody": BODY})
+    @routes.put("/{name}", openapi_extra={"requestBody": BODY}, responses=_MADE)
     async def put(name: str, request: Request, response: Response) -> ConsumerLine:
-        """Make a consumer, or give the one there is this policy. Needs the admin token."""
-        by = author_of(token, request)
+        """Make a consumer, or give the one there is this policy. Needs role admin."""
+        by = author()
         wanted = await consumer_of(name, request)
         response.status_code = 200 if name in service.registry.consumers else 201
         return _line(await service.ensure_consumer(wanted, by))
 
     @routes.delete("/{name}", status_code=204)
-    async def delete(name: str, request: Request) -> None:
-        """Forget a consumer and its offsets. Needs the admin token."""
-        await service.delete_consumer(name, author_of(token, request))
+    async def delete(name: str) -> None:
+        """Forget a consumer and its offsets. Needs role admin."""
+        await service.delete_consumer(name, author())
 
     @routes.put("/{name}/pause", openapi_extra={"requestBody": PAUSE_BODY})
     async def pause(name: str, request: Request) -> ConsumerLine:
-        """Hold its replicas at what they have, whatever is published. Needs the admin token."""
-        by = author_of(token, request)
+        """Hold its replicas at what they have, whatever is published. Needs role admin."""
+        by = author()
         return _line(await Brake(service).pull(name, await reason_of(request), by))
 
     @routes.delete("/{name}/pause")
-    async def resume(name: str, request: Request) -> ConsumerLine:
-        """Let a paused consumer go on, with all that its replicas lack. Needs the admin token."""
-        return _line(await Brake(service).release(name, author_of(token, request)))
+    async def resume(name: str) -> ConsumerLine:
+        """Let a paused consumer go on, with all that its replicas lack. Needs role admin."""
+        return _line(await Brake(service).release(name, author()))
 
     @routes.delete("/{name}/replicas/{replica}", status_code=204)
-    async def forget_replica(name: str, replica: str, request: Request) -> None:
-        """Forget a replica that is away: no lag counts it any more. Needs the admin token."""
-        await Removals(service).forget_replica(name, replica, author_of(token, request))
+    async def forget_replica(name: str, replica: str) -> None:
+        """Forget a replica that is away: no lag counts it any more. Needs role admin."""
+        await Removals(service).forget_replica(name, replica, author())
 
     return routes
 

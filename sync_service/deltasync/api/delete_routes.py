@@ -1,12 +1,12 @@
-"""Deletes of rows over HTTP. What changes something needs the admin token."""
+"""Deletes of rows over HTTP. What changes something needs role admin."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request
 
+from deltasync.api.caller import author
 from deltasync.api.json_body import json_object
-from deltasync.api.request_author import author_of
 from deltasync.core.errors import InvalidInput
 from deltasync.service.service import PendingDelete, Service
 
@@ -47,8 +47,8 @@ class DeleteLine:
     reason: str
 
 
-def delete_routes(service: Service, token: str | None) -> APIRouter:
-    """The routes; `token` is the admin token."""
+def delete_routes(service: Service) -> APIRouter:
+    """The routes."""
     routes = APIRouter(prefix="/deletes")
 
     @routes.get("")
@@ -58,8 +58,8 @@ def delete_routes(service: Service, token: str | None) -> APIRouter:
 
     @routes.post("", status_code=202, openapi_extra={"requestBody": _BODY})
     async def delete(request: Request) -> DeleteLine:
-        """Ask a model's trainer to delete rows. Needs the admin token."""
-        by = author_of(token, request)
+        """Ask a model's trainer to delete rows. Needs role admin."""
+        by = author()
         return _line(await service.delete_rows(*await _wanted(request), by))
 
     return routes

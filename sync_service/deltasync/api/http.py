@@ -1,18 +1,22 @@
-"""The HTTP side, for operators and their tools. What changes something needs the admin token."""
+"""The HTTP side, for operators and their tools."""
 
 from dataclasses import dataclass
 
-from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi import FastAPI, Response
+from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from deltasync.api.access import Access
+from deltasync.api.access_routes import AccessMiddleware
+from deltasync.api.caller import may_read
 from deltasync.api.consumer_routes import consumer_routes
 from deltasync.api.delete_routes import delete_routes
+from deltasync.api.http_errors import answer_errors, error_responses
 from deltasync.api.model_routes import model_routes
-from deltasync.core.errors import DeltasyncError, ServiceUnavailable
+from deltasync.core.errors import ServiceUnavailable
+from deltasync.core.words import listed
 from deltasync.service.service import Service
 from deltasync.status.answers import Answers
-from deltasync.wire.error_codes import http_status
 
 
 @dataclass(frozen=True)
@@ -35,18 +39,26 @@ class TableLine:
     refused: str
 
 
-def create_app(service: Service, token: str | None) -> FastAPI:
-    """The application; it shares the service's event loop. `token` is the admin token."""
-    app = FastAPI(title="deltasync", description="How far every consumer is behind.", docs_url="/docs")
+class _Metrics(Response):
+    """Metrics, as Prometheus reads them."""
 
-    @app.exception_handler(DeltasyncError)
-    async def on_error(_request: Request, error: DeltasyncError) -> JSONResponse:
-        return JSONResponse({"error": type(error).__name__, "message": str(error)}, http_status(error))
+    media_type = CONTENT_TYPE_LATEST
 
+
+def create_app(service: Service, access: Access) -> FastAPI:
+    """The application; it shares the service's event loop."""
+    app = FastAPI(
+        title="deltasync",
+        description="How far every consumer is behind.",
+        docs_url="/docs",
+        responses=error_responses(),
+    )
+    app.add_middleware(AccessMiddleware, access=access)
+    answer_errors(app)
     answers = Answers(service)
-    app.include_router(consumer_routes(service, answers, token))
-    app.include_router(delete_routes(service, token))
-    app.include_router(model_routes(service, token))
+    app.include_router(consumer_routes(service, answers))
+    app.include_router(delete_routes(service))
+    app.include_router(model_routes(service))
 
     @app.get("/tables")
     async def tables() -> list[TableLine]:
@@ -60,15 +72,18 @@ def create_app(service: Service, token: str | None) -> FastAPI:
 
     @app.get("/readyz", response_class=PlainTextResponse)
     async def readyz() -> str:
-        """The service takes streams. What only one model or one consumer lacks is said after the ok."""
+        """The service takes streams. What only one model or one consumer lacks is said after the ok, to those who
+        may read; and where others reach the service although it lets in anybody, to all.
+        """
         if reason := _not_ready(service):
-            raise ServiceUnavailable(reason)
-        return "".join(f"{line}\n" for line in ("ok", *service.shortcomings))
+            raise ServiceUnavailable(reason if may_read() else "the service is not ready")
+        lacks = (access.trouble, *service.shortcomings) if may_read() else ()
+        return "".join(f"{line}\n" for line in ("ok", access.exposure, *lacks) if line)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=_Metrics)
     async def metrics() -> Response:
         """Everything above as Prometheus metrics."""
-        return Response(await answers.metrics(), media_type=CONTENT_TYPE_LATEST)
+        return _Metrics(await answers.metrics())
 
     return app
 
@@ -81,7 +96,7 @@ def _not_ready(service: Service) -> str:
         return "still compiling for this machine; the log says how far it is"
     trouble = service.volumes.trouble and f"nothing new can be written: {service.volumes.trouble}"
     if service.recovering:
-        return "; ".join(filter(None, [f"still recovering: {', '.join(sorted(service.recovering))}", trouble]))
+        return "; ".join(filter(None, [f"still recovering: {listed(service.recovering)}", trouble]))
     if trouble:
         return trouble
     return "the log is full: its tables are being flushed" if service.log.refusing else ""

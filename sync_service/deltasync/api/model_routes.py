@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 
-from deltasync.api.request_author import author_of
+from deltasync.api.caller import author
 from deltasync.core.steady_clock import steady_ns
 from deltasync.publish.refusal import Refusal
 from deltasync.service.removals import Removals
@@ -50,8 +50,8 @@ class ModelLine:
     quarantine: str
 
 
-def model_routes(service: Service, token: str | None) -> APIRouter:
-    """The routes; `token` is the admin token, which whatever changes something needs."""
+def model_routes(service: Service) -> APIRouter:
+    """The routes."""
     router, removals = APIRouter(), Removals(service)
 
     @router.get("/models")
@@ -60,14 +60,14 @@ def model_routes(service: Service, token: str | None) -> APIRouter:
         return [_line(service, name) for name in sorted(service.models)]
 
     @router.delete("/models/{name}", status_code=204)
-    async def delete_model(name: str, request: Request) -> None:
-        """Delete a model that nobody publishes and no consumer follows. Needs the admin token."""
-        await removals.delete_model(name, author_of(token, request))
+    async def delete_model(name: str) -> None:
+        """Delete a model that nobody publishes and no consumer follows. Needs role admin."""
+        await removals.delete_model(name, author())
 
     @router.delete("/models/{name}/tables/{table}", status_code=204)
-    async def delete_table(name: str, table: str, request: Request) -> None:
-        """Delete a table that no connected rank publishes. Needs the admin token."""
-        await removals.delete_table(name, table, author_of(token, request))
+    async def delete_table(name: str, table: str) -> None:
+        """Delete a table that no connected rank publishes. Needs role admin."""
+        await removals.delete_table(name, table, author())
 
     return router
 

@@ -5,14 +5,13 @@ from typing import Any
 
 import grpc.aio
 
-from deltasync.api.call_errors import abort
+from deltasync.api.call_errors import abort, as_stream
 from deltasync.core.delivery import Delivery
 from deltasync.core.errors import Contradiction, DeltasyncError
 from deltasync.wire.protocol import OURS, TBE_PROTOCOL, Protocols, agree, protocols_from_metadata
 
 # Health checks and reflection have a protocol of their own.
 _METHODS = "/deltasync."
-_KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
 
 def check_known(deliveries: Iterable[Delivery], client: Protocols) -> None:
@@ -63,6 +62,5 @@ def _refusing(handler: Any, error: DeltasyncError) -> Any:
     async def refuse(_requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         await abort(context, error)
 
-    kind = next(kind for kind in _KINDS if getattr(handler, kind))
-    # Without a decoder: a message that this service cannot read must not be answered in other words.
-    return handler._replace(request_deserializer=None, **{kind: refuse})
+    # It asks for no message: one that this service cannot read must not be answered in other words.
+    return as_stream(handler, refuse)

@@ -1,5 +1,6 @@
 """The gRPC side of publishing."""
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from typing import Any
 
@@ -7,13 +8,14 @@ import grpc.aio
 
 from deltasync.api.answers import answer
 from deltasync.api.call_errors import abort
+from deltasync.api.caller import caller
 from deltasync.api.protocol import protocols_of
-from deltasync.core.errors import DeltasyncError, InvalidInput
+from deltasync.core.errors import DeltasyncError, InvalidInput, NotPermitted
 from deltasync.core.events import EventKind
 from deltasync.core.position import Position
 from deltasync.core.rows import Ids
 from deltasync.publish.coordinator import CutCoordinator
-from deltasync.publish.opening import check_open
+from deltasync.publish.opening import check_counts, check_open
 from deltasync.publish.session import PublishSession, open_session
 from deltasync.service.service import Service
 from deltasync.v1 import publish_pb2, publish_pb2_grpc, tables_pb2
@@ -52,6 +54,8 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
         session = coordinator.sessions.get(request.rank) if coordinator else None
         if not isinstance(session, PublishSession) or session.ended or session.run.id != request.run:
             return publish_pb2.WantedResponse()
+        if session.run.by not in (None, caller().name):
+            raise NotPermitted("the run is another identity's")
         return publish_pb2.WantedResponse(wanted=_wanted(session.wanted))
 
 
@@ -85,6 +89,7 @@ class _RankStream:
             else:
                 position = await self._session.close(request.close)
                 yield _sealed(self._session, request.close.step, position)
+            del request  # Or it would stay until the next one has come.
 
     def end(self, refusal: DeltasyncError | None) -> None:
         """Tell that the rank has left, or was refused; whoever went before it was let in was neither."""
@@ -97,7 +102,9 @@ class _RankStream:
 
     async def _open(self, message: publish_pb2.PublishOpen, protocols: Protocols) -> PublishSession:
         self._model = message.model
-        opening = check_open(message, protocols)
+        check_counts(message, self._service.limits)
+        opening = await asyncio.to_thread(check_open, message, protocols, caller().name)
+        self._service.limits.check("rows_per_table", max(table.rows for table in opening.tables))
         self._coordinator = await self._service.open_model(message.model)
         self._session = await open_session(self._coordinator, opening)
         return self._session

@@ -1,48 +1,69 @@
-"""Taking over the consumers of a configuration that has changed, while the service runs."""
+"""Taking over the consumers and limits of a configuration that has changed, while the service runs."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.core.errors import DeltasyncError
 from deltasync.core.events import EventKind
+from deltasync.core.limits import LimitOptions
 from deltasync.core.policy import Policy
 from deltasync.service.service import Service
 
-# Reads the consumers of the configuration anew; blocks, and raises InvalidInput where it says what cannot be.
-Reader = Callable[[], Sequence[ConsumerOptions]]
+
+@dataclass(frozen=True)
+class Reloaded:
+    """What is taken of a configuration while the service runs."""
+
+    consumers: tuple[ConsumerOptions, ...]
+    limits: LimitOptions
+
+
+# Reads the configuration anew; blocks, and raises InvalidInput where it says what cannot be.
+Reader = Callable[[], Reloaded]
+# Takes over the roles; raises nothing.
+RolesReload = Callable[[], Awaitable[None]]
 # Model and policy, by the consumer's name.
 Known = Mapping[str, tuple[str, Policy]]
 
 _BY = "SIGHUP"
 
 
-async def reload_on(wanted: asyncio.Event, service: Service, read: Reader | None) -> None:
-    """Take over the configuration whenever it is wanted, until cancelled. What goes wrong ends nothing."""
+async def reload_on(
+    wanted: asyncio.Event, service: Service, read: Reader | None, reload_roles: RolesReload | None = None
+) -> None:
+    """Take over the roles and the configuration whenever it is wanted, until cancelled. What goes wrong ends
+    nothing.
+    """
     while True:
         await wanted.wait()
         wanted.clear()
+        if reload_roles:
+            await reload_roles()
         if read is None:
-            text = "there is no file: start the service with --config to have its consumers read again"
+            text = "there is no file: start the service with --config to have its consumers and limits read again"
             service.events.emit(EventKind.CONFIGURATION_RELOADED, text)
             continue
         try:
-            consumers = await asyncio.to_thread(read)
+            found = await asyncio.to_thread(read)
         except DeltasyncError as error:
             service.events.emit(EventKind.CONFIGURATION_REFUSED, "nothing has changed", error)
         except Exception as error:  # noqa: BLE001  # it must not end the service
             service.events.emit(EventKind.FAILED, "the configuration could not be read", error)
         else:
-            await _take_over(service, consumers)
+            limits = service.limits.take(found.limits)
+            await _take_over(service, found.consumers, limits)
 
 
-async def _take_over(service: Service, wanted: Sequence[ConsumerOptions]) -> None:
+async def _take_over(service: Service, wanted: Sequence[ConsumerOptions], limits: str) -> None:
     before, failure = _known(service), None
     try:
         await service.configuration.take(wanted, _BY)
     except Exception as error:  # noqa: BLE001  # likewise
         failure = error
-    text = outcome(before, _known(service), wanted, service.configuration.shortcomings)
+    consumers = outcome(before, _known(service), wanted, service.configuration.shortcomings)
+    text = "; ".join(filter(None, [limits, consumers]))
     if failure:
         service.events.emit(EventKind.FAILED, f"the configuration is taken over in part: {text}", failure)
     else:

@@ -10,28 +10,41 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import grpc.aio
 import numba  # noqa: F401  # kernels would import it later than garbage collection is told what to pass over
 import uvicorn
+from fastapi import FastAPI
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from deltasync.api import certificates as tls
+from deltasync.api.access import Access
+from deltasync.api.access_calls import AccessInterceptor
 from deltasync.api.admin import AdminServicer
+from deltasync.api.audit import Audit
 from deltasync.api.call_errors import ErrorInterceptor
+from deltasync.api.certificates import CertificateFiles
 from deltasync.api.http import create_app
+from deltasync.api.http_connections import HttpListener, end_silent
+from deltasync.api.http_protocol import HttpProtocol
 from deltasync.api.protocol import ProtocolInterceptor
 from deltasync.api.publish import PublishServicer
 from deltasync.api.reload import Reader, reload_on
+from deltasync.api.roles_file import RolesFile
 from deltasync.api.subscribe_calls import SubscribeServicer
+from deltasync.api.tls_options import TlsOptions
 from deltasync.api.written_messages import WrittenMessages
 from deltasync.consumers.consumer import ConsumerOptions
-from deltasync.core.errors import ServiceUnavailable
+from deltasync.core.errors import InvalidInput, ServiceUnavailable
 from deltasync.core.events import EventKind
+from deltasync.core.exposure import may_listen
+from deltasync.core.limits import LimitOptions
 from deltasync.core.listener import listening_socket
-from deltasync.core.process import keep_freed_memory, spare_imports
+from deltasync.core.process import keep_freed_memory, raise_descriptor_limit, spare_imports, write_no_core
 from deltasync.core.progress import Progress
 from deltasync.kernels.compiled import imported_kernels, keep_in
 from deltasync.service.housekeeping import housekeeping
@@ -57,8 +70,12 @@ _SERVICES = tuple(
     )
 )
 
-# Chunks are at most 1 MiB; an open with thousands of tables is larger.
-_MAX_MESSAGE_BYTES = 16 << 20
+# Of a call: its token, and what gRPC itself says of it.
+_METADATA_BYTES = 16 << 10
+# For who connects, until it speaks.
+_HANDSHAKE_MS = 10_000
+# More than a peer may have are let begin, so that the next one is told why it is not.
+_REFUSED_STREAMS = 16
 
 # Who makes and changes the consumers that it starts with.
 _SETTINGS = "the service's settings"
@@ -82,9 +99,12 @@ class ServerOptions:
         grpc_port: port for trainers and replicas; 0 = any free one.
         http_port: port for operators; 0 = any free one.
         consumers: consumers to make at the start if missing; those that exist get these policies.
-        admin_token: token for calls that change something; None, or an empty one, refuses them all.
+        admin_token: token with role admin, beside those of `roles`; None, or an empty one, is none.
+        roles: file that says who has which roles, see `core.roles`; None = anyone may publish, subscribe and read.
+        insecure: listen on an address that others reach, whatever protects it.
         drain_seconds: how long open cuts may take to finish on SIGTERM.
-        read_consumers: reads the consumers of the configuration anew, on SIGHUP; None where there is no file.
+        read_settings: reads what it takes of the configuration on SIGHUP; None where there is no file.
+        tls: what TLS is spoken with on both ports; None = plain text.
     """
 
     service: ServiceOptions
@@ -93,8 +113,11 @@ class ServerOptions:
     http_port: int = 8080
     consumers: tuple[ConsumerOptions, ...] = ()
     admin_token: str | None = None
+    roles: Path | None = None
+    insecure: bool = False
     drain_seconds: float = 5.0
-    read_consumers: Reader | None = None
+    read_settings: Reader | None = None
+    tls: TlsOptions | None = None
 
 
 @dataclass(frozen=True)
@@ -114,14 +137,16 @@ class _Http(uvicorn.Server):
 
 
 async def serve(options: ServerOptions) -> None:
-    """Run the service until SIGTERM or SIGINT; on SIGHUP, have the consumers that its configuration now names.
+    """Run the service until SIGTERM or SIGINT; on SIGHUP, take the consumers and limits of its configuration.
 
     Raises:
         StorageFailed: the data directory is damaged or in use.
         ServiceUnavailable: a port is in use.
     """
+    write_no_core()
     keep_freed_memory()
     spare_imports()
+    _check_descriptors(options.service.limits, raise_descriptor_limit())
     os.umask(0o077)  # Only the service's own user may read a model's rows.
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -143,15 +168,29 @@ def _on_hangup(loop: asyncio.AbstractEventLoop, do: Callable[[], None]) -> None:
     signal.signal(signal.SIGHUP, hang_up)
 
 
+def _check_descriptors(limits: LimitOptions, most: int) -> None:
+    wanted = limits.http_connections + limits.grpc_connections
+    if wanted > most:
+        text = (
+            "limits http_connections and grpc_connections are %d together, but this process may have %d files open"
+        )
+        logger.warning(f"{text}: raise that (ulimit -n), or lower those", wanted, most)
+
+
 async def run(options: ServerOptions, stopping: asyncio.Event, reloading: asyncio.Event | None = None) -> None:
     """Run the service until `stopping` is set, in a process that has other things to do too.
 
-    Whenever `reloading` is set, the consumers of the configuration are read again.
+    Whenever `reloading` is set, the consumers and limits of the configuration are read again.
 
     Raises:
+        InvalidInput: others reach the address and nothing protects it, the roles file is not right, or the files
+            for TLS are not there or do not fit each other.
         StorageFailed: the data directory is damaged or in use.
         ServiceUnavailable: a port is in use.
     """
+    exposure = _checked_exposure(options)
+    roles = RolesFile(options.roles) if options.roles else None
+    certificates = CertificateFiles(options.tls) if options.tls else None
     async with asyncio.TaskGroup() as tasks:
         service = Service(options.service, tasks)
         keep_in(options.service.data_dir / "kernels")
@@ -160,13 +199,37 @@ async def run(options: ServerOptions, stopping: asyncio.Event, reloading: asynci
         await asyncio.wait({recovery}, timeout=_SOON_SECONDS)
         if recovery.done():  # Who has failed need not listen.
             await recovery
-        keeper = tasks.create_task(housekeeping(service))
-        reloads = tasks.create_task(reload_on(reloading or asyncio.Event(), service, options.read_consumers))
-        await _listen(service, options, tasks, stopping, recovery)
-        keeper.cancel()
-        reloads.cancel()
+        access = _access(options, service, roles, exposure)
+        also = [tasks.create_task(housekeeping(service))]
+        if roles:
+            also.append(tasks.create_task(roles.follow(access, service.events)))
+        if certificates:
+            also.append(tasks.create_task(certificates.follow(service)))
+        reload_roles = partial(roles.reload, access, service.events) if roles else None
+        hung_up = reloading or asyncio.Event()
+        also.append(tasks.create_task(reload_on(hung_up, service, options.read_settings, reload_roles)))
+        await _listen(service, options, tasks, stopping, recovery, access, certificates)
+        for each in also:
+            each.cancel()
         await service.drain()
     logger.info("stopped")
+
+
+def _checked_exposure(options: ServerOptions) -> str:
+    """What is to be known of where the service listens; empty if nothing is."""
+    roles, insecure = options.roles is not None, options.insecure
+    decision = may_listen(options.host, tls=options.tls is not None, roles=roles, insecure=insecure)
+    if not decision.yes:
+        raise InvalidInput(decision.reason)
+    if decision.reason:
+        logger.warning("%s", decision.reason)
+    return decision.reason
+
+
+def _access(options: ServerOptions, service: Service, roles: RolesFile | None, exposure: str) -> Access:
+    access = Access(options.admin_token, roles.roles if roles else None, Audit(service.events))
+    access.exposure = exposure
+    return access
 
 
 async def _listen(
@@ -175,16 +238,20 @@ async def _listen(
     tasks: asyncio.TaskGroup,
     stopping: asyncio.Event,
     recovery: asyncio.Task[None],
+    access: Access,
+    certificates: CertificateFiles | None,
 ) -> None:
-    listener = _bind(options.host, options.http_port)
-    server, healthy, grpc_port = _bind_grpc(service, options)
-    app = create_app(service, options.admin_token)
-    http = _Http(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))
+    listener = HttpListener(_bind(options.host, options.http_port), service.limits)
+    server, healthy, grpc_port = _bind_grpc(service, options, access, certificates)
+    app = create_app(service, access)
+    http = _Http(_http_config(app, certificates))
     http_task = tasks.create_task(http.serve(sockets=[listener]))
+    silence = tasks.create_task(end_silent(http.server_state.connections, service.limits))
     await _compile(service, stopping)
     await server.start()
     await _set_health(healthy, health_pb2.HealthCheckResponse.NOT_SERVING)
-    where = _Addresses(f"{options.host}:{grpc_port}", f"http://{options.host}:{listener.getsockname()[1]}")
+    scheme = "https" if certificates else "http"
+    where = _Addresses(f"{options.host}:{grpc_port}", f"{scheme}://{options.host}:{listener.getsockname()[1]}")
     logger.info("listening: grpc=%s http=%s data=%s", where.grpc, where.http, options.service.data_dir)
     stopped = asyncio.create_task(stopping.wait())
     await asyncio.wait({stopped, recovery}, return_when=asyncio.FIRST_COMPLETED)
@@ -199,6 +266,7 @@ async def _listen(
     await server.stop(grace=1.0)
     http.should_exit = True
     await http_task
+    silence.cancel()
     _withdraw(service, _endpoints(options))
     await recovery
 
@@ -215,11 +283,30 @@ async def _compile(service: Service, stopping: asyncio.Event) -> None:
     service.compiling = False
 
 
-def _bind_grpc(service: Service, options: ServerOptions) -> tuple[grpc.aio.Server, health.aio.HealthServicer, int]:
+def _http_config(app: FastAPI, certificates: CertificateFiles | None) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=HttpProtocol,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        ssl_context_factory=(lambda *_: certificates.http_context()) if certificates else None,
+    )
+
+
+def _bind_grpc(
+    service: Service, options: ServerOptions, access: Access, certificates: CertificateFiles | None
+) -> tuple[grpc.aio.Server, health.aio.HealthServicer, int]:
     server = grpc.aio.server(
-        interceptors=[ProtocolInterceptor(), ErrorInterceptor(), WrittenMessages()],
+        interceptors=[
+            AccessInterceptor(access, service.limits),
+            ProtocolInterceptor(),
+            ErrorInterceptor(),
+            WrittenMessages(),
+        ],
         options=[
-            ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+            *_limit_options(service.limits.options),
             # Otherwise a second service on the same port would take half of the streams.
             ("grpc.so_reuseport", 0),
             # Below the client's keepalive interval, or clients are refused for pinging too often.
@@ -228,19 +315,37 @@ def _bind_grpc(service: Service, options: ServerOptions) -> tuple[grpc.aio.Serve
             ("grpc.keepalive_time_ms", 20_000),
             ("grpc.keepalive_timeout_ms", 5_000),
             ("grpc.http2.ping_timeout_ms", 5_000),
+            ("grpc.server_handshake_timeout_ms", int(tls.HANDSHAKE_SECONDS * 1000)),
         ],
     )
     publish_pb2_grpc.add_PublishServiceServicer_to_server(PublishServicer(service), server)
     subscribe_pb2_grpc.add_SubscribeServiceServicer_to_server(SubscribeServicer(service), server)
-    admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(service, options.admin_token), server)
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(service), server)
     healthy = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    address = f"{options.host}:{options.grpc_port}"
     try:
-        port = server.add_insecure_port(f"{options.host}:{options.grpc_port}")
+        if certificates:
+            port = server.add_secure_port(address, certificates.grpc_credentials())
+        else:
+            port = server.add_insecure_port(address)
     except RuntimeError as error:
         raise ServiceUnavailable(_not_bound("--grpc-port", options.host, options.grpc_port)) from error
     return server, healthy, port
+
+
+def _limit_options(limits: LimitOptions) -> list[tuple[str, int]]:
+    """What gRPC itself sees to, from the start on."""
+    return [
+        ("grpc.max_receive_message_length", limits.message_bytes),
+        ("grpc.max_concurrent_streams", limits.streams_per_peer + _REFUSED_STREAMS),
+        ("grpc.max_connection_idle_ms", 1_000 * limits.grpc_idle_seconds),
+        ("grpc.max_allowed_incoming_connections", limits.grpc_connections),
+        ("grpc.max_metadata_size", _METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", _METADATA_BYTES),
+        ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+    ]
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -5,7 +5,8 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from deltasync.api.acks import rows_of, slots, unbound
+from deltasync.api.acks import check_ack, rows_of, unbound
+from deltasync.api.caller import caller
 from deltasync.api.departure import StreamEnded, departure, superseded
 from deltasync.api.protocol import check_known
 from deltasync.api.replica_messages import no_news, opened, release_end
@@ -30,6 +31,8 @@ from deltasync.wire.row_messages import fits_message, whole_release
 
 _PROGRESS_SECONDS = 5.0
 _DEFAULT_OUTSTANDING_BYTES = 16 << 20
+# So many acks are taken as they come, and so many of each message sent; of others, one in so many seconds.
+_FIRST_ACKS, _ACKS_OF_A_MESSAGE, _PACE_SECONDS = 32, 2, 0.05
 # So often it is seen whether a replica still takes what it is sent.
 _WATCH_SECONDS = 5.0
 
@@ -51,14 +54,16 @@ class ReplicaStream:
         self._ended = asyncio.Event()
         self._instance, self._goodbye = message.instance, False
         self._replica: Replica = self._registry.connect(
-            self._consumer, message.replica, self._ended, self._instance
+            self._consumer, message.replica, self._ended, self._instance, caller().name
         )
         self._audit = ReplicaAudit()
         self._protocols = protocols
         self._token = 0  # The newest that the replica has sent.
-        self._budget = message.max_outstanding_bytes or _DEFAULT_OUTSTANDING_BYTES
+        budget = message.max_outstanding_bytes or _DEFAULT_OUTSTANDING_BYTES
+        self._budget = min(budget, service.limits.options.outstanding_bytes)
         self._sent_bytes = 0
         self._received_bytes = 0
+        self._messages = 0  # That were sent.
         self._credited = asyncio.Event()
         self._damaged = asyncio.Event()
         self._sending = Sending()
@@ -72,6 +77,7 @@ class ReplicaStream:
         watch = asyncio.create_task(self._watch(asyncio.current_task()))
         try:
             async for response in self._responses(acks):
+                self._messages += 1
                 yield response
         except StreamEnded as error:
             self._leave(error)  # All of its acks were taken; there is nothing more to say.
@@ -243,22 +249,28 @@ class ReplicaStream:
         return self._sent_bytes - self._received_bytes
 
     async def _take_acks(self, requests: AsyncIterator[subscribe_pb2.SubscribeRequest]) -> None:
+        taken = 0
         async for request in requests:
             if request.WhichOneof("message") != "ack":
                 raise InvalidInput("after the open message a replica sends only acks")
-            ack = request.ack
-            self._goodbye |= ack.goodbye
-            if ack.received_bytes > self._sent_bytes:
-                raise InvalidInput(f"acked {ack.received_bytes} bytes, only {self._sent_bytes} were sent")
-            if ack.received_bytes > self._received_bytes:
-                self._received_bytes = ack.received_bytes
-                self._sending.note_moved()
-            self._credited.set()
-            self._token = ack.token or self._token
-            if unknown := [slot for slot in slots(ack) if slot >= len(self._deliveries)]:
-                raise InvalidInput(f"an ack of table {unknown[0]}, but there are only {len(self._deliveries)}")
-            if ack.HasField("applied"):
-                self._acknowledge(position_from_message(ack.applied), ack)
+            self._take_ack(request.ack)
+            taken += 1
+            del request  # Or it would stay until the next one has come.
+            if taken > _FIRST_ACKS + _ACKS_OF_A_MESSAGE * self._messages:
+                await asyncio.sleep(_PACE_SECONDS)  # Meanwhile gRPC holds back who says more than it was told.
+
+    def _take_ack(self, ack: subscribe_pb2.Ack) -> None:
+        self._goodbye |= ack.goodbye
+        if ack.received_bytes > self._sent_bytes:
+            raise InvalidInput(f"acked {ack.received_bytes} bytes, only {self._sent_bytes} were sent")
+        if ack.received_bytes > self._received_bytes:
+            self._received_bytes = ack.received_bytes
+            self._sending.note_moved()
+        self._credited.set()
+        self._token = ack.token or self._token
+        check_ack(ack, self._deliveries)
+        if ack.HasField("applied"):
+            self._acknowledge(position_from_message(ack.applied), ack)
 
     def _acknowledge(self, applied: Position, ack: subscribe_pb2.Ack) -> None:
         if applied.history != self._sent.history or applied.number > self._sent.number:
@@ -351,7 +363,8 @@ class ReplicaStream:
     def _check_running(self, release: FrozenRelease) -> None:
         """Check that no pause has come while a release is sent: the replica drops what it has of it."""
         if (pause := self._consumer.pause) and self._kept_from(release):
-            raise Superseded(f"consumer {self._consumer.name!r} is {pause.words}; reconnect")
+            text = f"consumer {self._consumer.name!r} is paused: reconnect"
+            raise Superseded(text, detail=f" ({pause.words})")
 
     def _kept_from(self, release: FrozenRelease) -> bool:
         """Whether a pause keeps the replica from a release, which would bring it further."""

@@ -7,6 +7,7 @@ import grpc.aio
 
 from deltasync.api.answers import answer
 from deltasync.api.call_errors import abort
+from deltasync.api.caller import caller
 from deltasync.api.protocol import protocols_of
 from deltasync.api.subscribe import ReplicaStream
 from deltasync.core.errors import DeltasyncError, InvalidInput
@@ -40,7 +41,7 @@ class SubscribeServicer(subscribe_pb2_grpc.SubscribeServiceServicer):
         self, request: subscribe_pb2.LeaveRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> subscribe_pb2.LeaveResponse:
         """Forget a replica that has ended, and has no stream to say so."""
-        self._service.registry.leave(request.consumer, request.replica, request.instance)
+        self._service.registry.leave(request.consumer, request.replica, request.instance, caller().name)
         return subscribe_pb2.LeaveResponse()
 
     async def _open(

@@ -5,23 +5,36 @@ import os
 import socket
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import click
 
 from deltasync.client.endpoint import Endpoint
+from deltasync.client.endpoint_settings import endpoint_settings
 from deltasync.core.errors import InvalidInput
 
 Command = Callable[..., Any]
 F = TypeVar("F", bound=Command)
 
-_TOKEN = click.option(
-    "--admin-token",
-    default="",
-    show_default=False,
-    help="The service's admin token; also DELTASYNC_ADMIN_TOKEN.",
-)
+_FILE = click.Path(dir_okay=False, path_type=Path)
 
+
+def _option(flag: str, help_text: str, **settings: Any) -> Callable[[F], F]:
+    # `endpoint_settings` looks into the environment, and into the endpoint's file after that.
+    return click.option(flag, help=help_text, allow_from_autoenv=False, **settings)
+
+
+_RIGHTS = (
+    _option("--ca", "PEM file of the CA that the service's certificate is from: TLS is spoken.", type=_FILE),
+    _option("--cert", "PEM file of a certificate to show.", type=_FILE),
+    _option("--key", "PEM file of its key.", type=_FILE),
+    _option("--server-name", "The name that the service's certificate is for, where it is not the host."),
+    _option("--token-file", "File with a token to show; also DELTASYNC_TOKEN, with the token itself.", type=_FILE),
+    _option("--endpoint", "TOML file with any of these, and the address.", type=_FILE, metavar="FILE"),
+    _option("--insecure", "Send the token over plain text, which others can read.", is_flag=True),
+)
+_NAMES = ("ca", "cert", "key", "server_name", "token_file", "endpoint", "insecure")
 
 _BY = click.option(
     "--by",
@@ -39,24 +52,25 @@ def _user() -> str:
 
 
 def service_options(*, default: str | None = "127.0.0.1:50051", rights: bool = False) -> Callable[[F], Command]:
-    """`--service`, and with `rights` `--admin-token` and `--by`; the command is given all as `service`, an
+    """`--service` and what is shown there, and with `rights` `--by`; the command is given all as `service`, an
     `Endpoint`.
+
+    Each is also a variable of the environment, DELTASYNC_ and its name in capitals, and a key of the `--endpoint`
+    file, in this order.
 
     Args:
         default: the address unless one is given; None = one has to be.
         rights: whether the command changes something.
     """
-    help_text = "Where the service answers gRPC, as HOST:PORT."
-    # Click takes a None that it is given for a value.
-    value: dict[str, Any] = {"required": True} if default is None else {"default": default}
-    service = click.option("--service", help=help_text, **value)
-    return _endpoint_option("service", Endpoint.of_grpc, service, *([_TOKEN, _BY] if rights else []))
+    service = _option("--service", "Where the service answers gRPC, as HOST:PORT.", show_default=default or False)
+    return _endpoint_option("service", Endpoint.of_grpc, default, service, *([_BY] if rights else []))
 
 
 def http_options(command: F) -> Command:
-    """`--http`; the command is given it as `http`, an `Endpoint`."""
-    http = click.option("--http", default="http://127.0.0.1:8080", help="Where the service answers operators.")
-    return _endpoint_option("http", Endpoint.of_http, http)(command)
+    """`--http` and what is shown there; the command is given all as `http`, an `Endpoint`."""
+    default = "http://127.0.0.1:8080"
+    http = _option("--http", "Where the service answers operators.", show_default=default)
+    return _endpoint_option("http", Endpoint.of_http, default, http)(command)
 
 
 def listening_options(command: F) -> F:
@@ -77,21 +91,32 @@ def listening_options(command: F) -> F:
 
 
 def _endpoint_option(
-    name: str, check: Callable[[Endpoint], Endpoint], *options: Callable[[Command], Command]
+    name: str, check: Callable[[Endpoint], Endpoint], default: str | None, *options: Callable[[Command], Command]
 ) -> Callable[[F], Command]:
     def decorated(command: F) -> Command:
         @wraps(command)
         def with_endpoint(**settings: Any) -> Any:
-            address, token, by = settings.pop(name), settings.pop("admin_token", ""), settings.pop("by", "")
+            given = {each: settings.pop(each) for each in _NAMES} | {"by": settings.pop("by", "")}
             try:
-                endpoint = check(Endpoint(address, token, by=by))
+                endpoint = check(_endpoint(name, settings.pop(name), default, given))
             except InvalidInput as error:
                 raise click.UsageError(str(error)) from error
             return command(**settings, **{name: endpoint})
 
         wrapped: Command = with_endpoint
-        for option in reversed(options):
-            wrapped = option(wrapped)
+        for option in reversed((*options, *_RIGHTS)):
+            wrapped = cast("Command", option(wrapped))
         return wrapped
 
     return decorated
+
+
+def _endpoint(name: str, address: str | None, default: str | None, given: dict[str, Any]) -> Endpoint:
+    """The endpoint that is given, with the address of its kind."""
+    key = "http" if name == "http" else "address"
+    found = endpoint_settings({**given, key: address}, os.environ)
+    where = found.pop(key, None) or default
+    if where is None:
+        raise InvalidInput(f"Missing option '--{name}': where the service answers.")
+    found.pop("http", None)
+    return Endpoint(**found | {"address": where})

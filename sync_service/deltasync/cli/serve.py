@@ -2,22 +2,31 @@
 
 import asyncio
 import signal
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from deltasync.cli.access_options import access_options, admin_token_of_file, take_admin_token
 from deltasync.cli.config import CONTEXT, config_option, from_config, reader_of_config
 from deltasync.cli.consumer_settings import consumers_of_file, consumers_of_flags, merged
 from deltasync.cli.endpoint_options import listening_options
+from deltasync.cli.limit_settings import limits_of_file, limits_of_flags
 from deltasync.cli.needs import SERVICE, check_needs
+from deltasync.cli.tls_options import take_tls_options, tls_options
 from deltasync.consumers.consumer import ConsumerOptions
+from deltasync.core.limits import LimitOptions
+
+if TYPE_CHECKING:
+    from deltasync.api.reload import Reloaded
 
 check_needs(*SERVICE)
 
 
 @click.command(context_settings=CONTEXT)
-@config_option(consumers=consumers_of_file)
+@config_option(consumers=consumers_of_file, limits=limits_of_file, admin_token=admin_token_of_file)
 @click.option(
     "--data-dir",
     type=click.Path(file_okay=False, path_type=Path),
@@ -25,6 +34,7 @@ check_needs(*SERVICE)
     help="Folder of everything the service keeps; made if missing.",
 )
 @listening_options
+@tls_options
 @click.option(
     "--consumer",
     "consumer",
@@ -33,12 +43,7 @@ check_needs(*SERVICE)
     metavar="NAME=MODEL",
     help="Consumer to make at the start if missing. May be repeated.",
 )
-@click.option(
-    "--admin-token",
-    default=None,
-    show_default=False,
-    help="Token for calls that change something; without one they are refused.",
-)
+@access_options
 @click.option(
     "--log-max-bytes",
     type=click.IntRange(1 << 20),
@@ -78,14 +83,23 @@ check_needs(*SERVICE)
     default="refuse",
     help="What becomes of a cut with a row over that: refused, or sealed with its consumers paused before.",
 )
-def serve(consumer: tuple[ConsumerOptions, ...], **settings: Any) -> None:
+@click.option(
+    "--limit",
+    "limit",
+    multiple=True,
+    callback=limits_of_flags,
+    metavar="NAME=NUMBER",
+    help="Limit of what peers may take; the README of the service has all of them. May be repeated.",
+)
+def serve(consumer: tuple[ConsumerOptions, ...], limit: Mapping[str, int], **settings: Any) -> None:
     """Run the sync service until SIGTERM.
 
     Every option is also an environment variable, DELTASYNC_ and its name in capitals, and a key of the
     --config file. A flag wins over the environment, the environment over the file.
 
     A table [consumers.NAME] of the file, with a model and the keys of a policy, makes that consumer. One that
-    exists gets this policy at every start, and on SIGHUP, when these tables are read again.
+    exists gets this policy at every start, and on SIGHUP, when these tables are read again, and so is a table
+    [limits], of which a --limit wins.
     """
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # Which would end a process that does not listen to it yet.
     from deltasync.api import server
@@ -95,14 +109,29 @@ def serve(consumer: tuple[ConsumerOptions, ...], **settings: Any) -> None:
     kept = ("data_dir", "log_max_bytes", "flush_bytes", "replica_retention_seconds")
     try:
         growth, quarantine = settings.pop("max_norm_growth"), settings.pop("poisoned") == "quarantine"
-        limit = NormLimit(growth, quarantine) if growth else None
-        service = ServiceOptions(norm_limit=limit, **{name: settings.pop(name) for name in kept})
-        wanted, read = merged(consumer, from_config("consumers", ())), reader_of_config()
+        norm_limit = NormLimit(growth, quarantine) if growth else None
+        found, read = _reloaded(consumer, limit, from_config), reader_of_config()
+        of_service = {name: settings.pop(name) for name in kept}
+        service = ServiceOptions(norm_limit=norm_limit, limits=found.limits, **of_service)
+        tls = take_tls_options(settings)
+        settings["admin_token"] = take_admin_token(settings)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    read_consumers = (lambda: merged(consumer, read("consumers", ()))) if read else None
-    options = server.ServerOptions(service=service, consumers=wanted, read_consumers=read_consumers, **settings)
+    read_settings = partial(_reloaded, consumer, limit, read) if read else None
+    options = server.ServerOptions(
+        service=service, consumers=found.consumers, read_settings=read_settings, tls=tls, **settings
+    )
     try:
         asyncio.run(server.serve(options))
     finally:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # Likewise one that listens no more.
+
+
+def _reloaded(
+    consumers: tuple[ConsumerOptions, ...], limits: Mapping[str, int], read: Callable[[str, Any], Any]
+) -> "Reloaded":
+    """What flags and the file say of what is read again on SIGHUP; `read` reads a key of the file."""
+    from deltasync.api.reload import Reloaded
+
+    described = {**read("limits", {}), **limits}
+    return Reloaded(merged(consumers, read("consumers", ())), LimitOptions.described(described))

@@ -10,7 +10,6 @@ from deltasync.client.endpoint import Endpoint
 from deltasync.core.errors import InvalidInput
 from deltasync.core.policy import Policy
 from deltasync.v1 import admin_pb2, admin_pb2_grpc
-from deltasync.wire.error_codes import from_rpc_error
 from deltasync.wire.messages import policy_to_message
 
 T = TypeVar("T")
@@ -180,4 +179,4 @@ class Admin:
             try:
                 return call(admin_pb2_grpc.AdminServiceStub(channel))
             except grpc.RpcError as error:
-                raise from_rpc_error(error, self._endpoint.address) from error
+                raise self._endpoint.error_of(error) from error

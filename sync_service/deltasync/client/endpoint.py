@@ -1,14 +1,22 @@
 """Where a service is reached, and with which rights. Whatever connects to one does it here."""
 
+import os
 import urllib.parse
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import grpc
 
-from deltasync.client.http_answer import get_json
-from deltasync.core.errors import InvalidInput
+from deltasync.client.endpoint_settings import endpoint_settings, file_settings
+from deltasync.client.http_answer import Tls, get_json
+from deltasync.client.tls_files import TlsFiles
+from deltasync.client.tls_troubles import meaning
+from deltasync.core.errors import DeltasyncError, InvalidInput, ServiceUnavailable
+from deltasync.core.exposure import is_loopback
+from deltasync.wire.error_codes import from_rpc_error
 from deltasync.wire.protocol import OURS, protocols_to_metadata
 
 _Metadata: TypeAlias = tuple[tuple[str, str], ...]
@@ -36,62 +44,143 @@ _CHANNEL_OPTIONS = [
 class Endpoint:
     """Where a service is reached, and with which rights.
 
-    Where an endpoint is asked for, a string will do too: it is one without a token.
+    Where an endpoint is asked for, a string will do too: it is one without rights, in plain text. Files are read
+    anew for each connection: what is renewed in place is used from the next one on.
 
     Attributes:
-        address: HOST:PORT where the service answers gRPC, or http://HOST:PORT where it answers HTTP.
-        token: its admin token, for calls that change something; without one they are refused.
+        address: where it answers gRPC, as HOST:PORT; or HTTP, as http://HOST:PORT or https://HOST:PORT.
+        token: what shows who calls; without one, and without a certificate, a service that knows roles refuses
+            most calls.
         timeout_seconds: how long a call may take. Streams live as long as they are needed.
         by: who asks, told in the service's log beside what it changes.
+        ca: PEM file of the CA that the service's certificate is from. With it gRPC speaks TLS; HTTP does by its
+            address, without a file with the CAs of this machine.
+        cert: PEM file of the client's own certificate.
+        key: PEM file of its key.
+        server_name: the name that the service's certificate is for, where it is not the host of the address.
+        token_file: a file that has the token.
+        http: where the same service answers HTTP.
+        insecure: send a token over plain text to another machine, where anybody on the way can read it.
 
     Raises:
-        InvalidInput: a token or a name that cannot be sent, or no time.
+        InvalidInput: a token or a name that cannot be sent, no time, or files that do not go together. Whatever
+            connects raises it too, where a file cannot be used, or a token would be sent over plain text.
     """
 
     address: str
     token: str = field(default="", repr=False)
     timeout_seconds: float = 10.0
     by: str = ""
+    ca: Path | str | None = None
+    cert: Path | str | None = None
+    key: Path | str | None = None
+    server_name: str = ""
+    token_file: Path | str | None = None
+    http: str = ""
+    insecure: bool = False
 
     def __post_init__(self) -> None:
-        for name, text in (("token", self.token), ("by", self.by)):
-            if not (text.isascii() and text.isprintable()):  # Say, a file's last line break.
-                raise InvalidInput(f"{name}: expected only printable ASCII characters")
+        _check_text(token=self.token, by=self.by)
         if not self.timeout_seconds > 0:
             raise InvalidInput(f"timeout_seconds: {self.timeout_seconds}, expected more than 0")
+        if self.token and self.token_file:
+            raise InvalidInput(f"token and token_file {self.token_file}: give one of them")
+        if bool(self.cert) != bool(self.key):
+            raise InvalidInput("cert and key: give both, or none")
+
+    def _check_secrecy(self) -> None:
+        """Check that nothing secret would be sent over plain text."""
+        if self.tls:
+            return
+        if named := [name for name in ("ca", "cert", "server_name") if getattr(self, name)]:
+            how = "say https://" if _is_url(self.address) else "give ca, the file of the service's CA"
+            raise InvalidInput(f"service {self.address!r}: {named[0]} is for TLS: {how}, or leave {named[0]} out")
+        if (self.token or self.token_file) and not self.insecure and not is_loopback(self._host):
+            raise InvalidInput(
+                f"service {self.address!r}: a token is not sent over plain text to another machine: give ca, or "
+                "https://, or allow it with insecure"
+            )
 
     def __str__(self) -> str:
         return self.address
+
+    @classmethod
+    def from_environment(cls, address: str = "", **given: Any) -> "Endpoint":
+        """An endpoint from what is given, then from the environment, then from the file that `endpoint` or
+        DELTASYNC_ENDPOINT names: see `from_file`.
+
+        The variables are DELTASYNC_SERVICE (the address), _HTTP, _CA, _CERT, _KEY, _SERVER_NAME, _TOKEN,
+        _TOKEN_FILE and _ADMIN_TOKEN.
+
+        Raises:
+            InvalidInput: there is no address, the file cannot be read, or see `Endpoint`.
+        """
+        settings = endpoint_settings({"address": address, **given}, os.environ)
+        if not settings.get("address"):
+            raise InvalidInput(
+                "no address of the service: give it, or set DELTASYNC_SERVICE or DELTASYNC_ENDPOINT"
+            )
+        return cls(**settings)
+
+    @classmethod
+    def from_file(cls, path: Path | str) -> "Endpoint":
+        """The endpoint that a TOML file describes, by the keys address, http, ca, cert, key, server_name and
+        token_file. Paths are relative to its folder.
+
+        Raises:
+            InvalidInput: it cannot be read, has other keys or no address, or see `Endpoint`.
+        """
+        settings = file_settings(Path(path))
+        if "address" not in settings:
+            raise InvalidInput(f"endpoint {path}: there is no address")
+        return cls(**settings)
 
     @classmethod
     def of_grpc(cls, service: "Endpoint | str") -> "Endpoint":
         """Where a service answers gRPC.
 
         Raises:
-            InvalidInput: the address is not HOST:PORT.
+            InvalidInput: the address is not HOST:PORT, or a file cannot be used.
         """
         endpoint = service if isinstance(service, Endpoint) else cls(service)
         host, _, port = endpoint.address.rpartition(":")
         if not host or not port.isdigit() or host.startswith(_HTTP):
             raise InvalidInput(f"service {endpoint.address!r}: expected HOST:PORT")
+        endpoint._check_use()
         return endpoint
 
     @classmethod
     def of_http(cls, service: "Endpoint | str") -> "Endpoint":
-        """Where a service answers HTTP.
+        """Where a service answers HTTP: the address, or `http` beside one of gRPC.
 
         Raises:
-            InvalidInput: the address is not http://HOST:PORT.
+            InvalidInput: that is not http://HOST:PORT or https://HOST:PORT, or a file cannot be used.
         """
         endpoint = service if isinstance(service, Endpoint) else cls(service)
+        if endpoint.http and not _is_url(endpoint.address):
+            endpoint = replace(endpoint, address=endpoint.http, http="")
         if not _is_url(endpoint.address):
             raise InvalidInput(f"service {endpoint.address!r}: expected http://HOST:PORT")
+        endpoint._check_use()
         return endpoint
 
+    @property
+    def tls(self) -> bool:
+        """Whether TLS is spoken."""
+        if self.address.startswith(_HTTP):
+            return self.address.startswith("https://")
+        return self.ca is not None
+
     def channel(self) -> grpc.Channel:
-        """A gRPC channel, whose calls have these rights and say which protocol they speak."""
-        metadata = (protocols_to_metadata(OURS), *self._rights().items())
-        channel = grpc.insecure_channel(self.address, _CHANNEL_OPTIONS)
+        """A gRPC channel, whose calls have these rights and say which protocol they speak.
+
+        Raises:
+            ServiceUnavailable: a file cannot be used now: perhaps it is being renewed.
+        """
+        self._check_secrecy()
+        with _renewing():
+            metadata = (protocols_to_metadata(OURS), *self._rights().items())
+            channel = self._secure_channel() if self.tls else grpc.insecure_channel(self.address, _CHANNEL_OPTIONS)
         return grpc.intercept_channel(channel, _Calls(metadata, self.timeout_seconds))
 
     def get_json(self, path: str) -> Any:
@@ -99,14 +188,76 @@ class Endpoint:
 
         Raises:
             NotFound: the service knows no such thing.
-            ServiceUnavailable: it does not answer in time, or not with JSON.
+            NotPermitted: it does not let this endpoint ask.
+            ServiceUnavailable: it does not answer in time, or not with JSON; or a file cannot be used now.
         """
-        return get_json(self.address.rstrip("/") + path, self._rights(), self.timeout_seconds)
+        self._check_secrecy()
+        with _renewing():
+            context = self._files.context() if self.tls else None
+            rights = self._rights()
+        tls = Tls(context, self.server_name, self.cert is not None)
+        return get_json(self.address.rstrip("/") + path, rights, self.timeout_seconds, tls)
+
+    def error_of(self, failure: grpc.RpcError) -> DeltasyncError:
+        """The error that a failed call stands for: see `from_rpc_error`. Where there was no connection it says
+        what that may mean.
+        """
+        error = from_rpc_error(failure, self.address)
+        if isinstance(error, ServiceUnavailable):
+            means = meaning(str(error), tls=self.tls, certificate=self.cert is not None)
+            return ServiceUnavailable(f"{error}: {means}") if means else error
+        return error
+
+    def _secure_channel(self) -> grpc.Channel:
+        named = [("grpc.ssl_target_name_override", self.server_name)] if self.server_name else []
+        return grpc.secure_channel(self.address, self._files.credentials(), [*_CHANNEL_OPTIONS, *named])
 
     def _rights(self) -> dict[str, str]:
         """What a call sends of them, and of who asks, as metadata in gRPC and as headers in HTTP."""
-        rights = {"authorization": f"Bearer {self.token}"} if self.token else {}
+        token = self._read_token() if self.token_file else self.token
+        rights = {"authorization": f"Bearer {token}"} if token else {}
         return rights | ({"deltasync-by": self.by} if self.by else {})
+
+    def _read_token(self) -> str:
+        try:
+            token = Path(self.token_file or "").read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidInput(f"token_file {self.token_file}: {getattr(error, 'strerror', 'no text')}") from error
+        _check_text(**{f"token_file {self.token_file}": token})
+        return token
+
+    def _check_use(self) -> None:
+        """Check what it is needed with: that it can be read, and may be sent."""
+        self._check_secrecy()
+        if self.tls:
+            self._files.context()
+        if self.token_file:
+            self._read_token()
+
+    @property
+    def _files(self) -> TlsFiles:
+        return TlsFiles(*(Path(path) if path else None for path in (self.ca, self.cert, self.key)))
+
+    @property
+    def _host(self) -> str:
+        if self.address.startswith(_HTTP):
+            return urllib.parse.urlsplit(self.address).hostname or ""
+        return self.address.rpartition(":")[0].strip("[]")
+
+
+@contextmanager
+def _renewing() -> Iterator[None]:
+    """Make an error of files one of now: they were right before, and may be so again."""
+    try:
+        yield
+    except InvalidInput as error:
+        raise ServiceUnavailable(f"{error}; it is tried again") from error
+
+
+def _check_text(**texts: str) -> None:
+    for name, text in texts.items():
+        if not (text.isascii() and text.isprintable()):  # Say, a file's last line break.
+            raise InvalidInput(f"{name}: expected only printable ASCII characters")
 
 
 class _Calls(grpc.UnaryUnaryClientInterceptor, grpc.StreamStreamClientInterceptor):

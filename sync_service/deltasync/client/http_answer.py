@@ -4,36 +4,58 @@ import http.client
 import io
 import json
 import socket
+import ssl
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from deltasync.core.errors import DeltasyncError, NotFound, ServiceUnavailable
+from deltasync.client.tls_troubles import meaning
+from deltasync.core.errors import DeltasyncError, NotFound, NotPermitted, ServiceUnavailable
 
 # The lag of a hundred thousand replicas takes less.
 _MOST_BYTES = 256 << 20
 _MOST_ERROR_BYTES = 16 << 20
+# What is no trouble of the connection.
+_KINDS: Mapping[int, type[DeltasyncError]] = {401: NotPermitted, 403: NotPermitted, 404: NotFound}
 
 
-def get_json(url: str, headers: Mapping[str, str], timeout_seconds: float) -> Any:
+@dataclass(frozen=True)
+class Tls:
+    """What TLS is spoken with.
+
+    Attributes:
+        context: None = there is to be none.
+        server_name: the name that the service's certificate is for; empty = the host that is asked.
+        certificate: whether the context has one to show.
+    """
+
+    context: ssl.SSLContext | None = None
+    server_name: str = ""
+    certificate: bool = False
+
+
+def get_json(url: str, headers: Mapping[str, str], timeout_seconds: float, tls: Tls | None = None) -> Any:
     """The JSON that a GET of `url` is answered with: `timeout_seconds` after it is connected, whole.
 
     Raises:
         NotFound: the service knows no such thing.
+        NotPermitted: it does not let who asks see it.
         ServiceUnavailable: it does not answer in time, or not with JSON.
     """
+    tls = tls or Tls()
     request = urllib.request.Request(url, headers=dict(headers))  # noqa: S310  # the endpoint has seen it
     try:
-        with _OPENER.open(request, timeout=timeout_seconds) as answer:
+        with _opener(tls).open(request, timeout=timeout_seconds) as answer:
             return json.loads(_body(answer, _MOST_BYTES))
     except urllib.error.HTTPError as error:
         raise _refused(error, url) from error
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise ServiceUnavailable(
-            f"{url}: {_printable(error)}: is the service running, and is this its HTTP address?"
-        ) from error
+        means = meaning(_printable(error), tls=tls.context is not None, certificate=tls.certificate)
+        asked = "is the service running, and is this its HTTP address?"
+        raise ServiceUnavailable(f"{url}: {_printable(error)}: {means or asked}") from error
 
 
 class _Pieces(io.RawIOBase):
@@ -70,20 +92,43 @@ class _Http(http.client.HTTPConnection):
     response_class = _Answer
 
 
-class _Https(http.client.HTTPSConnection):
-    response_class = _Answer
+class _Https(_Http):
+    """A connection over TLS, whose peer shows a certificate for a name that need not be that of its host."""
+
+    default_port = http.client.HTTPS_PORT
+
+    def __init__(self, host: str, *, tls: Tls, **named: Any) -> None:
+        super().__init__(host, **named)
+        self._tls = tls
+
+    def connect(self) -> None:
+        super().connect()
+        context = self._tls.context or ssl.create_default_context()
+        self.sock = context.wrap_socket(self.sock, server_hostname=self._tls.server_name or self.host)
 
 
 class _Connections(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
+    def __init__(self, tls: Tls) -> None:
+        super().__init__()
+        self._tls = tls
+
     def http_open(self, req: urllib.request.Request) -> Any:
         return self.do_open(_Http, req)
 
     def https_open(self, req: urllib.request.Request) -> Any:
-        return self.do_open(_Https, req)
+        return self.do_open(_Https, req, tls=self._tls)  # type: ignore[arg-type]
 
 
-# Inside the trusted network there is no proxy; one meant for the package index must not be asked.
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Connections())
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Leads nowhere else: rights are for the service alone."""
+
+    def redirect_request(self, *_arguments: Any, **_named: Any) -> None:
+        return None
+
+
+def _opener(tls: Tls) -> urllib.request.OpenerDirector:
+    # Inside the trusted network there is no proxy; one meant for the package index must not be asked.
+    return urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect(), _Connections(tls))
 
 
 def _body(answer: Any, most: int) -> bytes:
@@ -96,8 +141,9 @@ def _body(answer: Any, most: int) -> bytes:
 def _refused(error: urllib.error.HTTPError, url: str) -> DeltasyncError:
     try:
         body = error.read(_MOST_ERROR_BYTES).decode(errors="replace")
-        if error.code == 404 and body.startswith("{"):
-            return NotFound(json.loads(body).get("message", body))
+        kind = _KINDS.get(error.code)
+        if kind and body.startswith("{"):
+            return kind(json.loads(body).get("message", body))
     except (OSError, http.client.HTTPException, ValueError) as broken:
         body = f"{error.reason}, and then {_printable(broken)}"
     return ServiceUnavailable(f"{url}: HTTP {error.code}: {body}")

@@ -23,7 +23,7 @@ from deltasync.core.process import this_process
 from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.tables import ID_TYPE, Shard, TableSpec
 from deltasync.v1 import publish_pb2, tables_pb2
-from deltasync.wire.error_codes import from_rpc_error, is_final
+from deltasync.wire.error_codes import is_final
 from deltasync.wire.id_messages import changed_from_message, joined
 from deltasync.wire.messages import position_from_message, position_to_message, shard_to_message, table_to_message
 from deltasync.wire.protocol import SEALS_PROTOCOL, WHOLE_PROTOCOL
@@ -168,10 +168,10 @@ class Publisher:
 
     def _deliver(self, part: Part) -> Position:
         for pause in backoff():
-            stream = self._connected()
-            if self._closing.is_set():
-                break
             try:
+                stream = self._connected()
+                if self._closing.is_set():
+                    break
                 if opened := stream.open():
                     self._check_opened(*opened, part)
                 return stream.send(part)
@@ -262,7 +262,7 @@ class _Stream:
         note_requests: Callable[[publish_pb2.PublishOpened | publish_pb2.CutSealed], None],
     ) -> None:
         self._note_requests = note_requests
-        self._address = endpoint.address
+        self._endpoint = endpoint
         self._slots = slots
         self._message = message
         self._tables = {table.name: index for index, table in enumerate(message.tables)}
@@ -278,7 +278,7 @@ class _Stream:
         """Why the connection has ended; None if it has not."""
         if self._call.is_active() or not isinstance(self._call, grpc.RpcError):
             return None
-        return from_rpc_error(self._call, self._address)
+        return self._endpoint.error_of(self._call)
 
     def ask_wanted(self) -> Sequence[tables_pb2.WantedRows] | None:
         """The rows that the service wants; None where nobody knows, or that service cannot be asked."""
@@ -333,8 +333,8 @@ class _Stream:
             for response in self._call:
                 return response
         except grpc.RpcError as error:
-            raise from_rpc_error(error, self._address) from error
-        raise ServiceUnavailable(f"{self._address} has ended the stream")
+            raise self._endpoint.error_of(error) from error
+        raise ServiceUnavailable(f"{self._endpoint} has ended the stream")
 
     def _requests(self) -> Iterator[publish_pb2.PublishRequest | bytes]:
         yield publish_pb2.PublishRequest(open=self._message)

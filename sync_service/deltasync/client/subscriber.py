@@ -24,7 +24,7 @@ from deltasync.core.position import Decision, Position
 from deltasync.core.steady_clock import steady_ns
 from deltasync.core.tables import TableSpec
 from deltasync.v1 import subscribe_pb2, subscribe_pb2_grpc
-from deltasync.wire.error_codes import from_rpc_error, is_final
+from deltasync.wire.error_codes import is_final
 from deltasync.wire.messages import (
     checksums_to_message,
     event_time_from_message,
@@ -196,9 +196,11 @@ class Subscriber:
             try:
                 self._subscribe()
             except grpc.RpcError as failure:
-                error = from_rpc_error(failure, self._endpoint.address)
+                error = self._endpoint.error_of(failure)
                 if is_final(error) and not self._closing.is_set():
                     raise error from failure
+            except ServiceUnavailable as unusable:  # A file of the endpoint is.
+                error = unusable
             else:
                 error = ServiceUnavailable("the service ended the stream")
                 self._known &= not self._closing.is_set()  # Else it has been told that this was the last one.

@@ -32,6 +32,7 @@ class Replica:
         applied: the position it last acknowledged.
         acked_unix_ns: when it last acknowledged, nanoseconds since 1970.
         instance: what tells it, as long as it lives, from others of its name; empty where it does not say.
+        by: the name of the identity that it last connected as; None if it has not since the service started.
         acked_ns: the same by `steady_ns`; None if it has not since the service started.
         stream: ends its open stream when set; None while it is away.
         since_ns: since when it is connected, or away, by `steady_ns`: at most since the service started.
@@ -41,6 +42,7 @@ class Replica:
         unbound: tables that the consumer follows and that it does not hold.
         damaged: tables of which it holds other bits than it was sent; sent again, the rows or all.
         rewind: until it holds what it is given instead of rows of a discarded past; None if it came with none.
+        has_held: whether it has ever acknowledged a version, as far as that is known.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Replica:
     acked_unix_ns: int = 0
     acked_ns: int | None = None
     instance: str = ""
+    by: str | None = None
     stream: asyncio.Event | None = None
     since_ns: int = field(default_factory=steady_ns)
     left: str = ""
@@ -56,6 +59,7 @@ class Replica:
     unbound: tuple[str, ...] = ()
     damaged: tuple[str, ...] = ()
     rewind: Rewind | None = None
+    has_held: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,31 @@
 """The consumers that exist, and the offset of each of their replicas, kept in the log."""
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 from deltasync.consumers.consumer import Consumer, Replica
 from deltasync.consumers.fleet import forgettable, may_leave
+from deltasync.consumers.offsets import OffsetLog, offset_name, recorded_offsets
 from deltasync.consumers.pause import ITSELF, Pause, joined, pause_of_record, pause_record
 from deltasync.consumers.quarantine import Quarantine, extended, quarantine_of_record, quarantine_record
-from deltasync.core.errors import Contradiction, InvalidInput, NotFound, StorageFailed
+from deltasync.core.errors import (
+    Contradiction,
+    InvalidInput,
+    NotFound,
+    NotPermitted,
+    ServiceUnavailable,
+    StorageFailed,
+)
 from deltasync.core.events import EventKind, Events
+from deltasync.core.limits import Limits
 from deltasync.core.names import check_name
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.core.steady_clock import steady_ns
+from deltasync.core.words import listed
 from deltasync.storage.log_store import LogStore
 from deltasync.storage.records import pack_json, reading, unpack_json
 
@@ -27,14 +35,19 @@ _LONGEST_INSTANCE = 64
 class ConsumerRegistry:
     """All consumers of the service."""
 
-    def __init__(self, log: LogStore, replica_retention_seconds: float, events: Events) -> None:
+    def __init__(
+        self, log: LogStore, replica_retention_seconds: float, events: Events, limits: Limits | None = None
+    ) -> None:
         self._log = log
+        self._limits = limits or Limits()
         self._events = events
         self._creating = asyncio.Lock()
         self._retention_ns = int(replica_retention_seconds * 1e9)
         self.consumers: dict[str, Consumer] = {
             name: _recorded_consumer(log, name, record) for name, record in log.items("consumer/").items()
         }
+        recorded = (offset_name(each.name, name) for each in self.consumers.values() for name in each.replicas)
+        self._offsets = OffsetLog(log, events, recorded)
 
     def get(self, name: str) -> Consumer:
         """The consumer of that name.
@@ -43,8 +56,7 @@ class ConsumerRegistry:
             NotFound: there is none; the message names those that exist.
         """
         if name not in self.consumers:
-            existing = ", ".join(sorted(self.consumers)) or "none yet"
-            raise NotFound(f"no consumer {name!r}; consumers: {existing}")
+            raise NotFound(f"no consumer {name!r}", detail=f"; consumers: {listed(self.consumers) or 'none yet'}")
         return self.consumers[name]
 
     def of_model(self, model: str) -> list[Consumer]:
@@ -59,6 +71,7 @@ class ConsumerRegistry:
         Raises:
             InvalidInput: a name that cannot be one.
             Contradiction: it exists for another model, or with another policy.
+            LimitReached: there would be too many consumers.
         """
         check_name("consumer", name)
         check_name("model", model)
@@ -73,6 +86,7 @@ class ConsumerRegistry:
                 raise Contradiction(f"consumer {name!r} exists with another policy: update it instead")
             if existing:
                 return existing
+            self._limits.check("consumers", len(self.consumers) + 1)
             pause = _first_pause(self.quarantine_of(model))
             consumer = Consumer(name, model, time.time_ns(), policy, pause=pause)
             await self._write(consumer, policy, pause)
@@ -145,8 +159,11 @@ class ConsumerRegistry:
         """Let consumers that are made follow a model at once, if operators have let all that it has go on."""
         kept = any(each.pause and each.pause.quarantine for each in self.of_model(model))
         if not kept and self.quarantine_of(model):
-            with contextlib.suppress(StorageFailed):  # Which is told: whoever was let go on does.
-                await asyncio.wrap_future(self._put(f"quarantine/{model}", None))
+            try:
+                await asyncio.wrap_future(self._log.put(f"quarantine/{model}", None))
+            except StorageFailed as error:  # Whoever was let go on does.
+                text = "could not be removed; after a restart the one written before counts"
+                self._events.emit(EventKind.FAILED, text, error, record=f"quarantine/{model}")
 
     async def resume(self, name: str, prepare: Callable[[Consumer], Awaitable[None]]) -> Consumer:
         """Let a consumer go on, once `prepare` has made what its replicas are fed from.
@@ -181,21 +198,30 @@ class ConsumerRegistry:
         del self.consumers[name]
         for replica in consumer.replicas.values():
             _end_stream(replica)
-        forgotten = [self._log.put(f"offset/{name}/{replica}", None) for replica in consumer.replicas]
-        forgotten.append(self._log.put(f"consumer/{name}", None))
-        await asyncio.gather(*map(asyncio.wrap_future, forgotten))
+        offsets = self._offsets.forgotten(name, consumer.replicas)
+        await asyncio.wrap_future(self._log.put_all({**offsets, f"consumer/{name}": None}))
 
-    def connect(self, consumer: Consumer, name: str, stream: asyncio.Event, instance: str = "") -> Replica:
-        """Note that a replica has opened a stream, which replaces an older one of its name.
+    def connect(
+        self, consumer: Consumer, name: str, stream: asyncio.Event, instance: str = "", by: str = ""
+    ) -> Replica:
+        """Note that a replica, of the identity `by`, has opened a stream, which replaces an older one of its name.
 
         Raises:
             InvalidInput: a name that cannot be one, or an instance that is too long.
+            ServiceUnavailable: one of that name, of another identity, is connected.
+            LimitReached: the consumer would have too many replicas.
         """
         if len(instance) > _LONGEST_INSTANCE:
             raise InvalidInput(f"instance: expected at most {_LONGEST_INSTANCE} characters")
-        replica = consumer.replicas.setdefault(check_name("replica", name), Replica(name))
+        replica = consumer.replicas.get(check_name("replica", name)) or Replica(name)
+        if replica.stream and replica.by != by:
+            text = f"replica {name!r} of consumer {consumer.name!r} is connected as another identity"
+            raise ServiceUnavailable(f"{text}: give this one another name, or wait until that has gone")
+        if name not in consumer.replicas:
+            self._limits.check("replicas_per_consumer", len(consumer.replicas) + 1)
+        consumer.replicas[name] = replica
         _end_stream(replica)
-        replica.stream, replica.instance, replica.since_ns = stream, instance, steady_ns()
+        replica.stream, replica.instance, replica.since_ns, replica.by = stream, instance, steady_ns(), by
         consumer.signal.wake()
         return replica
 
@@ -208,11 +234,13 @@ class ConsumerRegistry:
         *,
         forget: bool = False,
     ) -> None:
-        """Note that a stream of a replica has ended, and why; `forget` one that will not come back."""
+        """Note that a stream of a replica has ended, and why; `forget` one that will not come back. So is one that
+        has never held anything: nobody is to leave names behind.
+        """
         if replica.stream is not stream:
             return
         replica.stream, replica.since_ns, replica.left = None, steady_ns(), why
-        if forget and self.consumers.get(consumer.name) is consumer:
+        if (forget or not replica.has_held) and self.consumers.get(consumer.name) is consumer:
             self._forget(consumer, replica.name)
 
     async def forget(self, name: str, replica: str) -> None:
@@ -224,16 +252,23 @@ class ConsumerRegistry:
         """
         consumer = self.get(name)
         if replica not in consumer.replicas:
-            known = ", ".join(sorted(consumer.replicas)) or "none"
-            raise NotFound(f"no replica {replica!r} of consumer {name!r}; replicas: {known}")
+            known = f"; replicas: {listed(consumer.replicas) or 'none'}"
+            raise NotFound(f"no replica {replica!r} of consumer {name!r}", detail=known)
         if consumer.replicas[replica].stream:
             raise Contradiction(f"replica {replica!r} of consumer {name!r} is connected: stop it first")
-        await asyncio.wrap_future(self._forget(consumer, replica))
+        self._remove(consumer, replica)
+        await asyncio.wrap_future(self._log.put_all(self._offsets.forgotten(name, [replica])))
 
-    def leave(self, name: str, replica: str, instance: str) -> None:
-        """Forget a replica that says goodbye without a stream, unless another one of its name has come."""
+    def leave(self, name: str, replica: str, instance: str, by: str = "") -> None:
+        """Forget a replica that says goodbye without a stream, unless another one of its name has come.
+
+        Raises:
+            NotPermitted: it is not that of the identity `by`.
+        """
         consumer = self.consumers.get(name)
         found = consumer.replicas.get(replica) if consumer else None
+        if found and found.by not in (None, by):
+            raise NotPermitted(f"replica {replica!r} of consumer {name!r} is another identity's")
         decision = may_leave(found, instance)
         if consumer and found and decision.yes:
             if found.stream is None:  # Else that will tell.
@@ -247,13 +282,18 @@ class ConsumerRegistry:
         moved = replica.applied != applied
         if moved or applied.seal:  # Else one is known that the history no longer has.
             replica.applied = applied
+            replica.has_held |= applied.number > 0
         replica.acked_unix_ns, replica.acked_ns = time.time_ns(), steady_ns()
         if not moved:
             return  # Idle replicas show now and then what they hold: no reason to write, or to wake anybody.
         consumer.signal.wake()
         if self.consumers.get(consumer.name) is not consumer:
             return  # Deleted meanwhile: nothing of it is to be written down.
-        self._put(f"offset/{consumer.name}/{replica.name}", _offset_record(replica))
+        self._offsets.note(consumer.name, replica)
+
+    def write_offsets(self) -> None:
+        """Submit to the log what replicas have acknowledged: it is about to be closed."""
+        self._offsets.write_all()
 
     def forget_the_gone(self) -> None:
         """Forget replicas that have been away for long, so that they no longer hold their consumer's offset."""
@@ -263,10 +303,13 @@ class ConsumerRegistry:
                 text = f"it was away for more than {self._retention_ns / 1e9:.15g} seconds"
                 self._events.emit(EventKind.REPLICA_FORGOTTEN, text, consumer=consumer.name, replica=name)
 
-    def _forget(self, consumer: Consumer, name: str) -> Future[None]:
-        del consumer.replicas[name]
+    def _forget(self, consumer: Consumer, name: str) -> None:
+        self._remove(consumer, name)
+        self._offsets.forget(consumer.name, name)
+
+    def _remove(self, consumer: Consumer, replica: str) -> None:
+        del consumer.replicas[replica]
         consumer.signal.wake()
-        return self._put(f"offset/{consumer.name}/{name}", None)
 
     async def _write(self, consumer: Consumer, policy: Policy, pause: Pause | None) -> None:
         await asyncio.wrap_future(self._put_consumer(consumer, policy, pause))
@@ -276,17 +319,6 @@ class ConsumerRegistry:
         record = {"model": consumer.model, "created_unix_ns": created, "policy": _policy_record(policy)}
         record |= pause_record(pause)
         return self._log.put(f"consumer/{consumer.name}", pack_json(record))
-
-    def _put(self, name: str, record: dict[str, Any] | None) -> Future[None]:
-        """Write down a record without waiting for the disk; None removes it."""
-        written = self._log.put(name, pack_json(record) if record else None)
-        asyncio.wrap_future(written).add_done_callback(partial(self._report, name))
-        return written
-
-    def _report(self, name: str, written: asyncio.Future[None]) -> None:
-        if isinstance(error := written.exception(), Exception):
-            text = "could not be written; after a restart the one written before counts"
-            self._events.emit(EventKind.FAILED, text, error, record=name)
 
 
 def _first_pause(quarantine: Quarantine | None) -> Pause | None:
@@ -299,20 +331,12 @@ def _end_stream(replica: Replica) -> None:
 
 
 def _recorded_consumer(log: LogStore, name: str, record: bytes) -> Consumer:
-    offsets = log.items(f"offset/{name}/")
-    replicas = {each: _recorded_replica(name, each, offset) for each, offset in offsets.items()}
+    replicas = recorded_offsets(log, name)
     with reading(f"record consumer/{name}"):
         found = unpack_json(record)
         policy = Policy.from_dict(found.get("policy", {}))
         pause = pause_of_record(found)
         return Consumer(name, found["model"], found["created_unix_ns"], policy, replicas, pause=pause)
-
-
-def _recorded_replica(consumer: str, name: str, record: bytes) -> Replica:
-    with reading(f"record offset/{consumer}/{name}"):
-        found = unpack_json(record)
-        position = Position(found["history"], found["version"], found.get("seal", 0))  # Earlier ones lack it.
-        return Replica(name, position, found["acked_unix_ns"])
 
 
 def _policy_record(policy: Policy) -> dict[str, Any]:
@@ -321,13 +345,3 @@ def _policy_record(policy: Policy) -> dict[str, Any]:
     if policy.ready_within_seconds is None:
         del record["ready_within_seconds"]
     return record
-
-
-def _offset_record(replica: Replica) -> dict[str, Any]:
-    applied = replica.applied
-    return {
-        "history": applied.history,
-        "version": applied.number,
-        "seal": applied.seal,
-        "acked_unix_ns": replica.acked_unix_ns,
-    }

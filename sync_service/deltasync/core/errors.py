@@ -37,7 +37,12 @@ class DeltasyncError(Exception):
         self.detail = detail
 
     def __str__(self) -> str:
-        return super().__str__() + self.detail
+        return self.text + self.detail
+
+    @property
+    def text(self) -> str:
+        """What everybody may be told."""
+        return super().__str__()
 
 
 class InvalidInput(DeltasyncError, ValueError):

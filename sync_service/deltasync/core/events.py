@@ -9,6 +9,7 @@ from enum import Enum
 from typing import TypeAlias
 
 from deltasync.core.errors import DeltasyncError
+from deltasync.core.words import printable
 
 logger = logging.getLogger("deltasync.events")
 
@@ -39,6 +40,14 @@ class EventKind(Enum):
     CONSUMER_RESUMED = "consumer_resumed", logging.WARNING
     CONFIGURATION_RELOADED = "configuration_reloaded", logging.INFO
     CONFIGURATION_REFUSED = "configuration_refused", logging.ERROR
+    CERTIFICATE_RELOADED = "certificate_reloaded", logging.INFO
+    CERTIFICATE_REFUSED = "certificate_refused", logging.ERROR
+    CERTIFICATE_EXPIRED = "certificate_expired", logging.WARNING
+    KEY_EXPOSED = "key_exposed", logging.WARNING
+    ROLES_RELOADED = "roles_reloaded", logging.INFO
+    ROLES_REFUSED = "roles_refused", logging.ERROR
+    # The log of the audit says who.
+    CALL_REFUSED = "call_refused", logging.DEBUG
     CUT_REFUSED = "cut_refused", logging.ERROR
     CUT_QUARANTINED = "cut_quarantined", logging.ERROR
     MODEL_DELETED = "model_deleted", logging.WARNING
@@ -101,6 +110,10 @@ class Events:
 
     def __init__(self, *listeners: Listener) -> None:
         self._listeners = listeners
+
+    def listen(self, listener: Listener) -> None:
+        """Have somebody else told, too."""
+        self._listeners += (listener,)
 
     def emit(self, kind: EventKind, text: str = "", error: Exception | None = None, **subject: object) -> None:
         """Tell all listeners of something that has just happened."""
@@ -201,17 +214,12 @@ def line_of(event: Event) -> str:
     subject = [f"{name}={value}" for name, value in event.subject.items()]
     error = described(event.error) if event.error else ""
     words = " ".join([*subject, ": ".join(filter(None, [event.text, error]))])
-    return f"{event.kind.value.replace('_', ' ')}: {_printable(words.strip())}"
+    return f"{event.kind.value.replace('_', ' ')}: {printable(words.strip(), _LONGEST_TEXT)}"
 
 
 def described(error: Exception) -> str:
     """An error in words; of one that was not foreseen its type too."""
     return str(error) if isinstance(error, DeltasyncError) else f"{type(error).__name__}: {error}"
-
-
-def _printable(text: str) -> str:
-    shown = "".join(each if each.isprintable() else repr(each)[1:-1] for each in text[: _LONGEST_TEXT + 1])
-    return shown if len(text) <= _LONGEST_TEXT else f"{shown[:_LONGEST_TEXT]}..."
 
 
 class EventCounts(Counter[EventKind]):

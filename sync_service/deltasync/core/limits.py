@@ -3,19 +3,21 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from deltasync.core.errors import InvalidInput, LimitReached
 
 
-def _limit(most: int, what: str) -> Any:
-    return field(default=most, metadata={"what": what})
+def _limit(most: int, what: str, *, fixed: bool = False) -> Any:
+    return field(default=most, metadata={"what": what, "fixed": fixed})
 
 
 @dataclass(frozen=True, kw_only=True)
 class LimitOptions:
-    """The limits. Each field's metadata says of `what` it is the largest number."""
+    """The limits. Each field's metadata says of `what` it is the largest number, and whether it is `fixed` while
+    the service runs.
+    """
 
     models: int = _limit(1_000, "models")
     tables_per_model: int = _limit(10_000, "tables of a model")
@@ -23,6 +25,20 @@ class LimitOptions:
     bytes_in_all: int = _limit(64 << 40, "bytes of all models' tables")
     consumers: int = _limit(2_000, "consumers")
     replicas_per_consumer: int = _limit(5_000, "replicas of a consumer")
+    rows_per_table: int = _limit(1 << 40, "rows of a table")
+    shards_per_open: int = _limit(100_000, "shards of one open")
+    opens_per_second: int = _limit(500, "streams opened in a second")
+    opens_per_second_per_peer: int = _limit(250, "streams opened in a second by a peer")
+    streams: int = _limit(1_000, "streams")
+    streams_per_peer: int = _limit(400, "streams of a peer")
+    message_bytes: int = _limit(4 << 20, "bytes of a message", fixed=True)
+    outstanding_bytes: int = _limit(64 << 20, "bytes sent to a replica that it has not acknowledged")
+    grpc_connections: int = _limit(2_000, "connections of gRPC", fixed=True)
+    http_connections: int = _limit(512, "connections of HTTP")
+    http_connections_per_peer: int = _limit(256, "connections of HTTP from one address")
+    http_idle_seconds: int = _limit(30, "seconds that a connection of HTTP may wait for its peer")
+    grpc_idle_seconds: int = _limit(300, "seconds that a connection of gRPC may have no call", fixed=True)
+    log_queue_bytes: int = _limit(128 << 20, "bytes that wait to be written to the log")
 
     def __post_init__(self) -> None:
         for name, most in vars(self).items():
@@ -43,6 +59,16 @@ class LimitOptions:
             raise InvalidInput(f"unknown limit {unknown[0]!r}; limits: {', '.join(known)}")
         return cls(**settings)
 
+    @property
+    def by_name(self) -> dict[str, int]:
+        """Each by name, and what follows from them."""
+        return vars(self) | {"receive_bytes": self.receive_bytes}
+
+    @property
+    def receive_bytes(self) -> int:
+        """The most memory that messages take while they come in: each stream may have one under way."""
+        return self.streams * self.message_bytes
+
 
 class Limits:
     """The limits, and how much of those is taken that count what there is in all. Used in the event loop.
@@ -50,11 +76,30 @@ class Limits:
     Attributes:
         options: the limits; replaced when the configuration is read again, which takes nothing from who has it.
         taken: how much there is, by the limit's name.
+        refused: how often a limit was reached since the start, by its name.
     """
 
     def __init__(self, options: LimitOptions | None = None) -> None:
         self.options = options or LimitOptions()
         self.taken = Counter[str]()
+        self.refused = Counter[str]()
+
+    def copy(self) -> "Limits":
+        """The same, which does not change any more."""
+        copy = Limits(self.options)
+        copy.taken, copy.refused = Counter(self.taken), Counter(self.refused)
+        copy.taken["receive_bytes"] = copy.taken["streams"] * self.options.message_bytes
+        return copy
+
+    def take(self, options: LimitOptions) -> str:
+        """Take over other limits but for those that are fixed; what has changed, in words."""
+        before, after = vars(self.options), vars(options)
+        fixed = {each.name for each in fields(LimitOptions) if each.metadata["fixed"]}
+        self.options = replace(options, **{name: before[name] for name in fixed})
+        changed = [name for name in after if after[name] != before[name]]
+        words = [f"limit {name}: {after[name]}, was {before[name]}" for name in changed if name not in fixed]
+        later = [f"limit {name}: {after[name]} from the next start on" for name in changed if name in fixed]
+        return "; ".join(words + later)
 
     def check(self, name: str, number: int) -> None:
         """Check that there may be so many of what a limit is of.
@@ -64,6 +109,7 @@ class Limits:
         """
         most = getattr(self.options, name)
         if number > most:
+            self.refused[name] += 1
             raise LimitReached(f"{_what(name)}: {number}, at most {most} are allowed (limit {name})")
 
     @contextmanager

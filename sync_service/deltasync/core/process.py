@@ -4,7 +4,15 @@ import ctypes
 import gc
 import logging
 import os
+import resource
 import socket
+from pathlib import Path
+from typing import Any
+
+from deltasync.core.words import printable
+
+# Of a message in the log, and of a line of a traceback.
+_LONGEST_MESSAGE = 2_000
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
 
@@ -27,6 +35,62 @@ def keep_freed_memory() -> bool:
     return all(mallopt(*each) for each in settings)
 
 
+def write_no_core() -> None:
+    """Have the kernel write no core file of this process, nor hand one to a program: tokens are in it.
+
+    Of 1 byte, for that is what keeps it from handing one to a program; 0 does not. Where not even that may be
+    asked for, none is what was asked for already.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    most = 1 if hard == resource.RLIM_INFINITY else min(hard, 1)
+    resource.setrlimit(resource.RLIMIT_CORE, (most, most))
+
+
+class _Mallinfo(ctypes.Structure):
+    """`struct mallinfo2` of malloc.h; `fordblks` are the bytes that are free and kept."""
+
+    _fields_ = [
+        *((f"other_{number}", ctypes.c_size_t) for number in range(8)),
+        ("fordblks", ctypes.c_size_t),
+        ("keepcost", ctypes.c_size_t),
+    ]
+
+
+class FreedMemory:
+    """What malloc keeps of the memory that was freed: no more than so many bytes, wherever in the heap they are.
+
+    What is above `most` is returned to the system, once: malloc counts it as free from then on too, so what counts
+    is how much memory the process has.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._least = 0  # That the process had since it was last returned.
+
+    def give_back(self) -> bool:
+        """Return it, if it is too much. While that lasts, whoever allocates waits. Any thread, one at a time.
+
+        Returns:
+            Whether it was too much; never where the C library is not glibc.
+        """
+        libc = ctypes.CDLL(None)
+        mallinfo = getattr(libc, "mallinfo2", None)
+        if mallinfo is None:
+            return False
+        mallinfo.restype = _Mallinfo
+        resident = _private_bytes()
+        self._least = min(self._least, resident)
+        if too_much := mallinfo().fordblks > self._most and resident > self._least + self._most:
+            libc.malloc_trim(ctypes.c_size_t(0))
+            self._least = _private_bytes()
+        return too_much
+
+
+def _private_bytes() -> int:
+    _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+
+
 def spare_imports() -> None:
     """Let garbage collection pass over the objects there are: for the most part modules, which are never freed.
 
@@ -37,12 +101,40 @@ def spare_imports() -> None:
     gc.freeze()
 
 
+def raise_descriptor_limit() -> int:
+    """Take as many file descriptors as this process may have; how many those are."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
+
+
 def this_process() -> str:
     """This process in words, for people at another machine."""
     return f"process {os.getpid()} of {socket.gethostname()[:100]}"
 
 
+class _Lines(logging.Formatter):
+    """Formats messages as one line each, of bounded length: what others have said cannot look like another line.
+    The lines of a traceback are indented, and no others.
+    """
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # as in logging
+        record.message = printable(record.message, _LONGEST_MESSAGE)
+        return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802  # as in logging
+        lines = super().formatException(ei).splitlines()
+        return "\n".join(f"    {printable(line, _LONGEST_MESSAGE)}" for line in lines)
+
+
 def log_to_stderr() -> None:
-    """Log our own messages from INFO on, and warnings of other packages."""
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    """Log our own messages from INFO on, and warnings of other packages; of gRPC's core and of uvicorn no more
+    than failures: they write what any peer sends, as it is, and a line for each that makes no sense. Call it
+    before gRPC is used.
+    """
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Lines("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    logging.basicConfig(handlers=[handler])
     logging.getLogger("deltasync").setLevel(logging.INFO)

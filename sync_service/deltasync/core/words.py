@@ -1,5 +1,6 @@
-"""Numbers and times as people read them."""
+"""Numbers, times, names and what others have said, as people read them."""
 
+from collections.abc import Iterable
 from datetime import UTC, datetime
 
 
@@ -16,3 +17,16 @@ def are(number: int, noun: str) -> str:
 def utc(unix_ns: int) -> str:
     """A time, nanoseconds since 1970, in UTC, to the second: `2001-09-09T01:46:40Z`."""
     return datetime.fromtimestamp(unix_ns // 10**9, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def listed(names: Iterable[str], most: int = 10) -> str:
+    """Names in order, of many the first: `a, b, c ... and 390 more`; empty without any."""
+    found = sorted(names)
+    left = f" ... and {len(found) - most} more" if len(found) > most else ""
+    return ", ".join(found[:most]) + left
+
+
+def printable(text: str, longest: int) -> str:
+    """What somebody has said, on one line: of at most so many characters, with those escaped that do not print."""
+    shown = "".join(each if each.isprintable() else repr(each)[1:-1] for each in text[: longest + 1])
+    return shown if len(shown) <= longest else f"{shown[: longest - 3]}..."

@@ -10,8 +10,8 @@ from itertools import groupby
 from typing import Protocol
 
 from deltasync.core.delete_request import DeleteRequest
-from deltasync.core.errors import Contradiction, DeltasyncError, ServiceUnavailable, Superseded
-from deltasync.core.events import EventKind
+from deltasync.core.errors import Contradiction, DeltasyncError, NotPermitted, ServiceUnavailable, Superseded
+from deltasync.core.events import EventKind, described
 from deltasync.core.limits import Limits
 from deltasync.core.position import Decision, Position
 from deltasync.core.seal import Seal
@@ -20,7 +20,7 @@ from deltasync.core.tables import TableSpec
 from deltasync.publish.announced import AnnouncedTables
 from deltasync.publish.cut import Cut
 from deltasync.publish.log_room import Tries, cut_fits, first_cut_fits
-from deltasync.publish.runs import Run, may_publish
+from deltasync.publish.runs import Run, may_join, may_publish
 from deltasync.publish.sealing import CutSealer
 from deltasync.storage.log_store import LogFull
 
@@ -94,6 +94,7 @@ class CutCoordinator:
         """Let a run in, which may take over from another. Its tables are made with its first cut.
 
         Raises:
+            NotPermitted: the run is another identity's.
             Contradiction: the run, its size or a table differs from what the service holds, or from what others of
                 its ranks announce; or the log has no room for all rows of a model of which nothing is published.
             LimitReached: the limits do not allow the tables.
@@ -251,11 +252,17 @@ class CutCoordinator:
     def _check(self, run: Run) -> Decision:
         if self._retired:
             raise ServiceUnavailable(f"model {self.model.name!r} has just been deleted; reconnect")
+        joins = may_join(run, self.run)
+        if not joins.yes:
+            raise NotPermitted(joins.reason)
         gone, earlier = self._gone_seconds, self._earlier
         decision = may_publish(run, self.run, time.time_ns(), gone_seconds=gone, earlier=earlier)
         if decision.yes:
             return decision
-        raise ServiceUnavailable(decision.reason) if decision.later else Contradiction(decision.reason)
+        error = ServiceUnavailable if decision.later else Contradiction
+        if self.run is None or run.id == self.run.id:
+            raise error(decision.reason)
+        raise error("another run publishes this model", detail=f": {decision.reason}")
 
     @property
     def _gone_seconds(self) -> float | None:
@@ -289,7 +296,8 @@ class CutCoordinator:
         except Exception as error:  # noqa: BLE001  # one model's trouble is its own
             step = current.cut.step
             self.sealer.say_failed(f"the cut of step {step} could not be sealed, and is to be sent again", error)
-            _fail(current, ServiceUnavailable(self.model.failure))
+            text = f"the cut of step {step} could not be sealed, and is to be sent again"
+            _fail(current, ServiceUnavailable(text, detail=f": {described(error)}"))
         else:
             self.model.failure = ""
             await self.whenever_sealed()

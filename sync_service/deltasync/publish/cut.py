@@ -13,6 +13,7 @@ from deltasync.core.rows import RowBatch
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.core.words import counted
 from deltasync.publish.changed_rows import MissingRows
+from deltasync.publish.coverage import gap
 from deltasync.publish.norm_guard import RowNorms
 from deltasync.publish.runs import Run
 
@@ -185,13 +186,17 @@ class Cut:
         Raises:
             Contradiction: some values of a table belong to no rank's shard.
         """
-        everything = self.must_be_full or any(part.missing for part in self.parts.values())
-        names = [n for n, table in self.tables.items() if everything or self.published.get(n, 0) < table.rows]
-        for name, gap in self._gaps(names).items():
-            if gap:
+        for name, lack in self._gaps(self.unpublished).items():
+            if lack:
                 raise Contradiction(
-                    f"table {name!r}: {gap} are in no rank's shard: publish all of it, or another model"
+                    f"table {name!r}: {lack} are in no rank's shard: publish all of it, or another model"
                 )
+
+    @property
+    def unpublished(self) -> list[str]:
+        """Names of the tables that may have rows which were in no cut before."""
+        everything = self.must_be_full or any(part.missing for part in self.parts.values())
+        return [n for n, table in self.tables.items() if everything or self.published.get(n, 0) < table.rows]
 
     def _gaps(self, names: Iterable[str]) -> dict[str, str | None]:
         shards: dict[str, list[Shard]] = {name: [] for name in names}
@@ -199,7 +204,7 @@ class Cut:
             for shard in part.shards:
                 if shard.table.name in shards:
                     shards[shard.table.name].append(shard)
-        return {name: _gap(self.tables[name], held) for name, held in shards.items()}
+        return {name: gap(self.tables[name], held) for name, held in shards.items()}
 
     @property
     def largest_norms(self) -> dict[str, float]:
@@ -226,11 +231,15 @@ class Cut:
         return frozenset.intersection(*(part.deletes for part in self.parts.values()))
 
     @property
+    def full(self) -> bool:
+        """Whether all of its parts are."""
+        return all(part.full for part in self.parts.values())
+
     def whole(self) -> tuple[str, ...]:
         """Names of the tables of which full parts have named all rows that there are."""
-        if not all(part.full for part in self.parts.values()):
+        if not self.full:
             return ()
-        return tuple(name for name, gap in self._gaps(self.tables).items() if not gap)
+        return tuple(name for name, lack in self._gaps(self.tables).items() if not lack)
 
     @property
     def unwritten(self) -> list[Future[None]]:
@@ -304,19 +313,3 @@ def _check_missing(part: RankPart) -> None:
             f"rank {part.rank} left out rows of table {part.shards[slot].table.name!r} that were published after "
             f"version {part.missing.since}, {count} of them: publish every row first"
         )
-
-
-def _gap(table: TableSpec, shards: Iterable[Shard]) -> str | None:
-    """A block of the table that no shard covers (shards may overlap), or None."""
-    blocks = [(s.row_offset, s.row_offset + s.rows, s.col_offset, s.col_offset + s.cols) for s in shards]
-    edges = np.array(blocks, np.int64).reshape(-1, 4)
-    rows = np.unique([0, table.rows, *edges[:, :2].flat])
-    cols = np.unique([0, table.dim, *edges[:, 2:].flat])
-    covered = np.zeros((len(rows) - 1, len(cols) - 1), bool)
-    where_rows, where_cols = np.searchsorted(rows, edges[:, :2]), np.searchsorted(cols, edges[:, 2:])
-    for (first_row, end_row), (first_col, end_col) in zip(where_rows.tolist(), where_cols.tolist(), strict=True):
-        covered[first_row:end_row, first_col:end_col] = True
-    if covered.all():
-        return None
-    row, col = np.argwhere(~covered)[0]
-    return f"rows {rows[row]} to {rows[row + 1] - 1}, columns {cols[col]} to {cols[col + 1] - 1}"

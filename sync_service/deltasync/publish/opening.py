@@ -1,8 +1,10 @@
 """What a rank says of itself when it opens a stream, checked."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from deltasync.core.errors import InvalidInput
+from deltasync.core.limits import Limits
 from deltasync.core.names import check_name
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.core.words import counted
@@ -11,6 +13,8 @@ from deltasync.v1 import publish_pb2
 from deltasync.wire.messages import shards_from_open, table_from_message
 from deltasync.wire.protocol import DELETES_PROTOCOL, OURS, Protocols
 
+# What takes long of an open, one after the other: the event loop's own threads are for those who are in.
+OPENS = ThreadPoolExecutor(1, thread_name_prefix="opens")
 MAX_WORLD_SIZE = 65_536
 _LONGEST_PROCESS = 200
 
@@ -26,8 +30,20 @@ class Opening:
     knows_deletes: bool
 
 
-def check_open(message: publish_pb2.PublishOpen, protocols: Protocols = OURS) -> Opening:
-    """Check the message that opens a stream of a client that understands these protocols.
+def check_counts(message: publish_pb2.PublishOpen, limits: Limits) -> None:
+    """Check that the message that opens a stream is no longer than peers may have it.
+
+    Raises:
+        LimitReached: it is.
+    """
+    limits.check("tables_per_model", len(message.tables))
+    limits.check("shards_per_open", len(message.shards))
+
+
+def check_open(message: publish_pb2.PublishOpen, protocols: Protocols = OURS, by: str | None = None) -> Opening:
+    """Check the message that opens a stream of a client that understands these protocols, of the identity `by`.
+
+    Any thread.
 
     Raises:
         InvalidInput: a field of the message can never be right.
@@ -35,10 +51,10 @@ def check_open(message: publish_pb2.PublishOpen, protocols: Protocols = OURS) ->
     check_name("model", message.model)
     tables = _checked_tables(message)
     knows_deletes = protocols.newest >= DELETES_PROTOCOL
-    return Opening(message, _checked_run(message), tables, shards_from_open(message, tables), knows_deletes)
+    return Opening(message, _checked_run(message, by), tables, shards_from_open(message, tables), knows_deletes)
 
 
-def _checked_run(message: publish_pb2.PublishOpen) -> Run:
+def _checked_run(message: publish_pb2.PublishOpen, by: str | None) -> Run:
     if not 1 <= len(message.run) <= 128:
         raise InvalidInput(f"run id {message.run!r}: use 1 to 128 characters")
     if not 1 <= message.world_size <= MAX_WORLD_SIZE:
@@ -47,7 +63,7 @@ def _checked_run(message: publish_pb2.PublishOpen) -> Run:
         raise InvalidInput(f"rank {message.rank} of a world of {message.world_size}: ranks count from 0")
     if len(message.process) > _LONGEST_PROCESS or not message.process.isprintable():
         raise InvalidInput(f"process: use at most {_LONGEST_PROCESS} printable characters")
-    return Run(message.run, message.run_started_unix_ns, message.world_size, message.process)
+    return Run(message.run, message.run_started_unix_ns, message.world_size, message.process, by)
 
 
 def _checked_tables(message: publish_pb2.PublishOpen) -> list[TableSpec]:

@@ -18,13 +18,15 @@ GONE_SECONDS = 60.0
 @dataclass(frozen=True)
 class Run:
     """One training run: an id, when it began (nanoseconds since 1970), its number of ranks, and the process of the
-    rank that says so, in words; empty where that is not known.
+    rank that says so, in words; empty where that is not known. `by` is the name of the identity that publishes it;
+    None where that is not known, as of a run of before the service started.
     """
 
     id: str
     started_unix_ns: int
     world_size: int
     process: str = field(default="", compare=False)
+    by: str | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         return f"run {self.id}: {self.process or 'a process not known'}, begun {utc(self.started_unix_ns)}"
@@ -46,6 +48,16 @@ class Admission(Decision):
     """Whether a run is let in, and why; `later`: it is not yet, but may be if it asks again."""
 
     later: bool = False
+
+
+def may_join(run: Run, current: Run | None) -> Decision:
+    """Whether an identity may be a rank of a run: only that which has opened it. Whoever else may publish the
+    model, and has got hold of the run's id, is still none of its ranks.
+    """
+    if current is None or run.id != current.id or None in (run.by, current.by) or run.by == current.by:
+        return Decision(True, f"run {run.id} is its own")
+    text = f"run {run.id} is another identity's: all of its ranks need one token, or certificates with one name"
+    return Decision(False, text)
 
 
 def may_publish(

@@ -102,7 +102,8 @@ class CutSealer:
         self.events.emit(EventKind.FAILED, what, error, model=self.model.name)
 
     async def _sealed(self, cut: Cut, announced: AnnouncedTables) -> Position:
-        cut.check_coverage()
+        if cut.unpublished:  # Of many shards, it takes long.
+            await asyncio.to_thread(cut.check_coverage)
         await self.applied()
         if self.model.position.number < (newest := self.model.seals.newest_version):
             # The service ends. A flush at the later version would cut the log of rows that are only there.
@@ -110,7 +111,8 @@ class CutSealer:
         await announced.make(cut)
         if cut.excess:
             await self._hold_back(cut)  # Before anybody can be given a row of it.
-        seal = _seal_of(cut, self.model.seals.newest)
+        whole = await asyncio.to_thread(cut.whole) if cut.full else ()
+        seal = _seal_of(cut, self.model.seals.newest, whole)
         sealed, rows = self.model.store.seal(seal, cut.unwritten), cut.rows_in_memory()
         durable = asyncio.wrap_future(sealed)
         # After it: the seal is known here before its rows are.
@@ -150,7 +152,7 @@ class CutSealer:
                 return
 
 
-def _seal_of(cut: Cut, before: Seal | None) -> Seal:
+def _seal_of(cut: Cut, before: Seal | None, whole: tuple[str, ...]) -> Seal:
     # A run learns from no event less than it had learnt from.
     earlier = before.event_time_unix_ns if before and before.run == cut.run.id else None
     return Seal(
@@ -165,6 +167,6 @@ def _seal_of(cut: Cut, before: Seal | None) -> Seal:
         step_end_unix_ns=cut.step_end_unix_ns,
         sealed_unix_ns=time.time_ns(),
         resync=cut.must_be_full,
-        whole=cut.whole,
+        whole=whole,
         event_time_unix_ns=newest_event_time((cut.event_time_unix_ns, earlier)),
     ).after(before)

@@ -14,7 +14,7 @@ from deltasync.feeds.damage import IdsByTable, without
 from deltasync.publish.changed_rows import ChangedRows, MissingRows
 from deltasync.publish.coordinator import CutCoordinator, OpenCut
 from deltasync.publish.cut import RankPart
-from deltasync.publish.opening import Opening
+from deltasync.publish.opening import OPENS, Opening
 from deltasync.publish.runs import Continuation, continues
 from deltasync.publish.unwritten import UnwrittenChunks
 from deltasync.storage.log_store import LogFull
@@ -26,6 +26,8 @@ from deltasync.wire.row_messages import MAX_CHUNK_BYTES, decode_rows
 # Rows that a rank is asked for at once.
 _WANTED_IDS = 131_072
 _ROWS_AT_ONCE = 64
+# Requests that one part meets: no rank is handed so many.
+_MOST_DELETES = 131_072
 
 
 async def open_session(coordinator: CutCoordinator, opening: Opening) -> "PublishSession":
@@ -37,7 +39,8 @@ async def open_session(coordinator: CutCoordinator, opening: Opening) -> "Publis
         StorageFailed: there is no room for a table.
         ServiceUnavailable: the model's tables are at no version now.
     """
-    layout = await asyncio.to_thread(pack_layout, opening.tables, opening.shards)
+    loop = asyncio.get_running_loop()
+    layout = await loop.run_in_executor(OPENS, pack_layout, opening.tables, opening.shards)
     await coordinator.admit(opening.run, opening.tables)
     session = PublishSession(coordinator, opening, layout)
     coordinator.sessions[session.rank] = session
@@ -74,7 +77,7 @@ class PublishSession:
         self._part: tuple[OpenCut, RankPart] | None = None
         self._asked: IdsByTable = {}
         self.changed: ChangedRows | None = None
-        self._unwritten = UnwrittenChunks()
+        self._unwritten = UnwrittenChunks(self._model.store.queue)
 
     def say(self, kind: EventKind, text: str, error: Exception | None = None) -> None:
         """Tell what happens to this rank."""
@@ -243,6 +246,9 @@ class PublishSession:
         return await asyncio.shield(open_cut.sealed)
 
     def _differing(self, close: publish_pb2.PartClose) -> set[str]:
+        if len(close.differing) > len(self.tables) or len(close.deletes) > _MOST_DELETES:
+            found = f"{len(close.differing)} tables that differ, and {len(close.deletes)} deletes"
+            raise InvalidInput(f"{found}: at most {len(self.tables)}, and {_MOST_DELETES}, can be")
         if unknown := [index for index in close.differing if index >= len(self.tables)]:
             raise InvalidInput(
                 f"table {unknown[0]} differs between ranks, but only {len(self.tables)} were announced"

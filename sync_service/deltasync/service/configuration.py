@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from deltasync.consumers.consumer import ConsumerOptions
-from deltasync.core.errors import Contradiction, InvalidInput
+from deltasync.core.errors import Contradiction, InvalidInput, LimitReached
 from deltasync.core.events import EventKind
 from deltasync.core.names import check_name
 from deltasync.storage.volume import VolumeFailed
@@ -54,7 +54,7 @@ class Configuration:
         self.forget(wanted.name)
         try:
             await self._service.ensure_consumer(wanted, by)
-        except (Contradiction, InvalidInput) as error:
+        except (Contradiction, InvalidInput, LimitReached) as error:
             self._fall_short("its configuration is refused", wanted, error)
         except VolumeFailed as error:
             self._unwritten[wanted.name] = wanted, by

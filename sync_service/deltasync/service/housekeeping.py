@@ -9,17 +9,20 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from deltasync.core.events import EventKind
+from deltasync.core.process import FreedMemory
 from deltasync.core.threads import name_threads
 from deltasync.feeds.model import Model
 from deltasync.service.service import Service
 
 _SECONDS = 1.0
+# What is freed is kept for the next messages, but no more than that: what a flood has taken is given back.
+_FREED_BYTES = 512 << 20
 
 
 async def housekeeping(service: Service) -> None:
     """Keep the service in order, until cancelled."""
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(_repeat(partial(_keep, service), service))
+        tasks.create_task(_repeat(partial(_keep, service, FreedMemory(_FREED_BYTES)), service))
         tasks.create_task(_repeat(service.volumes.look_after, service))
         tasks.create_task(_look_after_models(service, tasks))
 
@@ -56,8 +59,10 @@ async def _repeat(
             service.events.emit(EventKind.FAILED, "housekeeping, which comes again", error)
 
 
-async def _keep(service: Service) -> None:
+async def _keep(service: Service, freed: FreedMemory) -> None:
     name_threads()
+    service.log.queue.limit(service.limits.options.log_queue_bytes)  # Which may have been read again.
+    await asyncio.to_thread(freed.give_back)
     service.registry.forget_the_gone()
     full = service.log.refusing and not service.backing_up  # Which makes no room, and is broken off for that.
     await _flush(service, 0 if full else service.options.most_unflushed_bytes)

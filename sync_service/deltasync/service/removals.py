@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from deltasync.core.errors import Contradiction, NotFound, ServiceUnavailable
 from deltasync.core.events import EventKind
+from deltasync.core.words import listed
 from deltasync.publish.coordinator import CutCoordinator
 from deltasync.service.service import Service
 from deltasync.storage.removal import note_removal, remove_model
@@ -62,8 +63,7 @@ class Removals:
             if ranks := coordinator.connected:
                 raise Contradiction(f"model {name!r} is published by {_ranks(ranks)}: stop the trainer first")
             if consumers := [each.name for each in service.registry.of_model(name)]:
-                names = ", ".join(sorted(consumers))
-                raise Contradiction(f"consumers follow model {name!r}: {names}: delete them first")
+                raise Contradiction(f"consumers follow model {name!r}: {listed(consumers)}: delete them first")
             await asyncio.wrap_future(note_removal(service.log, name))
             del service.models[name], service.coordinators[name]
             service.events.emit(EventKind.MODEL_DELETED, model=name, by=by)
@@ -80,8 +80,8 @@ class Removals:
             service.check_no_backup()
             specs = [each.spec for each in model.tables]
             if table not in {each.name for each in specs}:
-                names = ", ".join(sorted(each.name for each in specs)) or "none"
-                raise NotFound(f"model {name!r} has no table {table!r}; its tables: {names}")
+                names = listed(each.name for each in specs) or "none"
+                raise NotFound(f"model {name!r} has no table {table!r}", detail=f"; its tables: {names}")
             if maps := [each.name for each in specs if each.of == table]:
                 raise Contradiction(f"{', '.join(maps)} belong to table {table!r}: delete them first")
             async with _between_cuts(coordinator):

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from deltasync.core.limits import LimitOptions, Limits
 from deltasync.core.policy import Policy
 from deltasync.core.signals import Signal
 from deltasync.core.tables import TableSpec
+from deltasync.core.words import listed
 from deltasync.feeds.feed import Feed
 from deltasync.feeds.model import Model
 from deltasync.publish.coordinator import CutCoordinator
@@ -103,6 +104,8 @@ class Service:
         registry: the consumers.
         views: of the consumers that ever had a policy.
         configuration: the consumers that its configuration names.
+        certificates_expire: when the certificates do that it speaks TLS with, seconds since 1970, by the name of
+            their setting.
         compiling: whether kernels are still compiled, and no streams taken.
         backing_up: whether a backup is being made: nothing is flushed.
         draining: set once the service is to end.
@@ -122,16 +125,18 @@ class Service:
             removed = finish_removals(self.log, options.data_dir / "models")
             removed += remove_unpublished(self.log, options.data_dir / "models")
             self.volumes = Volumes(self.log, options.data_dir / "models", self.events)
-            self.registry = ConsumerRegistry(self.log, options.replica_retention_seconds, self.events)
+            self.registry = ConsumerRegistry(self.log, options.replica_retention_seconds, self.events, self.limits)
             recorded = recorded_models(self.log)
             self.recovering = {name: record for name, record in recorded.items() if name not in removed}
             remove_unknown(options.data_dir / "models", self._recorded_views())
             undo.pop_all()
+        self.log.queue.limit(options.limits.log_queue_bytes)
         self.views = ViewRegistry(self.log, tasks, self.events)
         self.models, self.coordinators = dict[str, Model](), dict[str, CutCoordinator]()
         self.unpublished = UnpublishedModels(self, tasks)
         self.model_added = Signal()
         self.configuration = Configuration(self)
+        self.certificates_expire: Mapping[str, float] = {}
         self.compiling = False
         self.backing_up = False
         self.draining = asyncio.Event()
@@ -189,7 +194,7 @@ class Service:
         """
         if model in self.recovering:
             trouble = f": {self.volumes.trouble}" if self.volumes.trouble else ""
-            raise ServiceUnavailable(f"model {model!r} is still recovering; try again{trouble}")
+            raise ServiceUnavailable(f"model {model!r} is still recovering; try again", detail=trouble)
 
     def model(self, name: str) -> Model:
         """The model of that name.
@@ -200,7 +205,7 @@ class Service:
         """
         self.check_recovered(name)
         if name not in self.models:
-            raise NotFound(f"no model {name!r}; models: {', '.join(sorted(self.models)) or 'none yet'}")
+            raise NotFound(f"no model {name!r}", detail=f"; models: {listed(self.models) or 'none yet'}")
         return self.models[name]
 
     async def open_model(self, name: str) -> CutCoordinator:
@@ -320,6 +325,7 @@ class Service:
         for name, model in self.models.items():
             await self.coordinators[name].drain()
             await model.close()
+        self.registry.write_offsets()
         await asyncio.to_thread(self.log.close)
         self._lock.close()
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from deltasync.consumers.consumer import Consumer
 from deltasync.core.events import EventCounts
+from deltasync.core.limits import Limits
 from deltasync.feeds.standing import Standing, nothing_published
 from deltasync.service.service import Service
 from deltasync.status.lag import ConsumerLag
@@ -78,7 +79,16 @@ class Answers:
             log_bytes=service.log.used_bytes(),
             commits=service.log.commits,
             volumes=service.volumes.all,
+            certificates_expire=service.certificates_expire,
+            limits=self._limits(),
         )
+
+    def _limits(self) -> Limits:
+        limits = self._service.limits.copy()
+        limits.taken["log_queue_bytes"] = self._service.log.queue.bytes
+        limits.taken["models"] = len(self._service.models) + len(self._service.recovering)
+        limits.taken["consumers"] = len(self._service.registry.consumers)
+        return limits
 
     def _standing(self, consumer: Consumer) -> Standing:
         feed, service = self._service.feed(consumer), self._service

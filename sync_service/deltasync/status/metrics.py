@@ -1,7 +1,7 @@
 """Prometheus metrics, computed when they are asked for."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
@@ -9,9 +9,11 @@ from prometheus_client.registry import Collector
 
 from deltasync.consumers.consumer import Consumer
 from deltasync.core.events import EventCounts, EventKind
+from deltasync.core.limits import Limits
 from deltasync.core.tables import TableSpec
 from deltasync.feeds.standing import Standing
 from deltasync.status.consumer_metrics import consumer_metrics
+from deltasync.status.limit_metrics import limit_metrics
 from deltasync.status.metric_families import counter, gauge, histogram
 from deltasync.status.report import report
 from deltasync.storage.durations import Durations
@@ -47,6 +49,8 @@ class Figures:
     log_bytes: int
     commits: Durations
     volumes: Sequence[Volume]
+    certificates_expire: Mapping[str, float] = field(default_factory=dict)
+    limits: Limits = field(default_factory=Limits)
 
 
 def exposition(figures: Figures, now_unix_ns: int) -> bytes:
@@ -59,7 +63,8 @@ def exposition(figures: Figures, now_unix_ns: int) -> bytes:
     consumers = [consumer for consumer, _ in figures.consumers]
     lags = [report(consumer, standing, now_unix_ns) for consumer, standing in figures.consumers]
     registry = CollectorRegistry()
-    registry.register(_Snapshot([*consumer_metrics(consumers, lags), *_model_metrics(figures)]))
+    found = [*consumer_metrics(consumers, lags), *_model_metrics(figures), *limit_metrics(figures.limits)]
+    registry.register(_Snapshot(found))
     return generate_latest(registry)
 
 
@@ -147,6 +152,12 @@ def _model_metrics(figures: Figures) -> list[Metric]:
         ),
         gauge("log_bytes", "Bytes the log holds.", [], [([], figures.log_bytes)]),
         histogram("log_commit_seconds", "How long commits of the log took.", figures.commits),
+        gauge(
+            "certificate_expires_seconds",
+            "When the first certificate of a file expires, in seconds since 1970.",
+            ["setting"],
+            [([name], ends) for name, ends in figures.certificates_expire.items()],
+        ),
         *_volume_metrics(figures.volumes),
     ]
 

@@ -14,10 +14,9 @@ by what is patient.
 
 import logging
 import os
-import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -36,23 +35,16 @@ from deltasync.storage.lmdb_records import address_of, damaged, key_of, with_che
 from deltasync.storage.log_store import LAST_NUMBER, LAST_PART, Buffer, LogFull, LogOptions, Record
 from deltasync.storage.records import name_of
 from deltasync.storage.volume import Volume, VolumeFailed
+from deltasync.storage.write_queue import Submitted, WriteQueue
 
 logger = logging.getLogger(__name__)
 
 _RECORDS, _META = b"records", b"meta"
-# Bound what one transaction holds in memory.
-_COMMIT_BYTES, _COMMIT_OPERATIONS = 32 << 20, 4096
 _READ_BYTES = 64 << 10  # So many, or one record, are read in one transaction.
 _MAX_READERS = 512
 _LOCK_BYTES = 36 << 10  # More than LMDB takes for as many.
-_WAITING_OPERATIONS = 8  # So many that may wait for others do not wait any longer.
 # A commit that takes longer is said in the log, so often at most.
 _SLOW_SECONDS, _SAID_SECONDS = 1.0, 60.0
-
-Write = Callable[[lmdb.Transaction], None]
-
-
-_Submitted = tuple[Write, Future[None], int]  # How many bytes it writes.
 
 
 class LmdbStore:
@@ -63,6 +55,7 @@ class LmdbStore:
         capacity: bytes of rows that it takes, at most.
         volume: where its file is.
         commits: how long it took to bring what was submitted to the disk.
+        queue: what was submitted and is not on disk yet.
 
     Raises:
         StorageFailed: the file is not a log, is damaged, or cannot be brought to this version's format.
@@ -76,19 +69,13 @@ class LmdbStore:
         self.volume, self.commits = Volume("log", options.directory), Durations()
         self._said_slow = -_SAID_SECONDS
         self._records, self._meta = (self._env.open_db(name) for name in (_RECORDS, _META))
-        self._queue: queue.SimpleQueue[list[_Submitted] | None] = queue.SimpleQueue()
-        self._waiting: list[_Submitted] = []  # Patient ones, of which the writer knows nothing yet.
-        self._submitting = threading.Lock()
-        self._closed = False
+        self.queue = WriteQueue()
         self._writer = threading.Thread(target=self._write_loop, name="log-writer", daemon=True)
         self._writer.start()
 
     def close(self) -> None:
         """Commit what was submitted and close the file."""
-        with self._submitting:
-            self._closed = True
-            self._queue.put(self._waiting)
-            self._queue.put(None)
+        self.queue.close()
         self._writer.join()
         self._env.close()
 
@@ -107,24 +94,28 @@ class LmdbStore:
         """Write a record, whose payload comes in pieces, unless a write `after` which it comes was refused."""
         key = key_of(stream, number, part, index)
         size = sum(memoryview(piece).nbytes for piece in payload)
-        return self._submit(lambda txn: self._append(txn, key, payload, after), size, patient=patient)
+        return self.queue.submit(lambda txn: self._append(txn, key, payload, after), size, patient=patient)
 
     def drop(self, stream: str, number: int, part: int | None = None, *, patient: bool = False) -> Future[None]:
         """Forget the records from `number` on, or only those of one part of `number`."""
         first, last = key_of(stream, number, part or 0, 0), key_of(stream, number, part or 0, LAST_PART)
         if part is None:
             last = key_of(stream, LAST_NUMBER, LAST_PART, LAST_PART)
-        return self._submit(lambda txn: self._delete_range(txn, first, last), patient=patient)
+        return self.queue.submit(lambda txn: self._delete_range(txn, first, last), 0, patient=patient)
 
     def truncate(self, stream: str, upto: int) -> Future[None]:
         """Forget the records up to number `upto`."""
         first, last = key_of(stream, 0, 0, 0), key_of(stream, upto, LAST_PART, LAST_PART)
-        return self._submit(lambda txn: self._delete_range(txn, first, last))
+        return self.queue.submit(lambda txn: self._delete_range(txn, first, last), 0)
 
     def put(self, name: str, value: bytes | None, *, after: Sequence[Future[None]] = ()) -> Future[None]:
         """Keep a small record, unless a write `after` which it comes was refused; None forgets it."""
-        key = name.encode()
-        return self._submit(lambda txn: self._keep(txn, key, value, after))
+        return self.queue.submit(lambda txn: self._keep(txn, {name: value}, after), len(value or b""))
+
+    def put_all(self, records: Mapping[str, bytes | None]) -> Future[None]:
+        """Keep several small records, all of them or none; None forgets one."""
+        size = sum(len(name) + len(value or b"") for name, value in records.items())
+        return self.queue.submit(lambda txn: self._keep(txn, records), size)
 
     # Reading.
 
@@ -215,12 +206,16 @@ class LmdbStore:
             raise lmdb.MapFullError("full, but for what deleting needs")
         _put(txn, key, value, self._records)
 
-    def _keep(self, txn: lmdb.Transaction, key: bytes, value: bytes | None, after: Sequence[Future[None]]) -> None:
+    def _keep(
+        self, txn: lmdb.Transaction, records: Mapping[str, bytes | None], after: Sequence[Future[None]] = ()
+    ) -> None:
         _check_written(after)
-        if value is None:
-            _delete(txn, key, self._meta)
-        else:
-            _put(txn, key, with_checksum(key, value), self._meta)
+        for name, value in records.items():
+            key = name.encode()
+            if value is None:
+                _delete(txn, key, self._meta)
+            else:
+                _put(txn, key, with_checksum(key, value), self._meta)
 
     def _delete_range(self, txn: lmdb.Transaction, first: bytes, last: bytes) -> None:
         with txn.cursor(self._records) as cursor:
@@ -228,38 +223,15 @@ class LmdbStore:
             while more and bytes(cursor.key()) <= last:
                 more = cursor.delete()
 
-    def _submit(self, write: Write, size: int = 0, *, patient: bool = False) -> Future[None]:
-        done: Future[None] = Future()
-        done.set_running_or_notify_cancel()  # A write cannot be taken back, even if its waiter is cancelled.
-        with self._submitting:
-            if self._closed:  # Nobody writes any more: who waits for it would wait for ever.
-                done.set_exception(StorageFailed("the log is closed: the service is shutting down"))
-                return done
-            self._waiting.append((write, done, size))
-            if not patient or len(self._waiting) == _WAITING_OPERATIONS:
-                self._queue.put(self._waiting)
-                self._waiting = []
-        return done
-
     def _write_loop(self) -> None:
-        while True:
-            batch, closing = self._gather()
+        closing = False
+        while not closing:
+            batch, closing = self.queue.take()
             if batch:
                 self._commit(batch)
-            if closing:
-                return
             del batch  # Not kept until the next write: closures hold rows.
 
-    def _gather(self) -> tuple[list[_Submitted], bool]:
-        batch, size = list[_Submitted](), 0
-        while (submitted := self._queue.get()) is not None:
-            batch += submitted
-            size += sum(each for _, _, each in submitted)
-            if size >= _COMMIT_BYTES or len(batch) >= _COMMIT_OPERATIONS or self._queue.empty():
-                return batch, False
-        return batch, True
-
-    def _commit(self, batch: list[_Submitted]) -> None:
+    def _commit(self, batch: list[Submitted]) -> None:
         begun = time.monotonic()
         try:
             with self._env.begin(write=True) as txn:
@@ -267,6 +239,7 @@ class LmdbStore:
                     write(txn)
         except Exception as error:  # noqa: BLE001  # Whatever it is, its waiter is told, and the thread goes on.
             if len(batch) == 1:
+                self.queue.end(batch)
                 self._fail(*batch[0][1:], error)
                 return
             middle = len(batch) // 2
@@ -274,6 +247,7 @@ class LmdbStore:
                 self._commit(half)
             return
         self._note_commit(time.monotonic() - begun, sum(size for _, _, size in batch))
+        self.queue.end(batch)
         for _, done, _ in batch:
             done.set_result(None)
 

@@ -6,7 +6,7 @@ as a whole. Writes reach the disk in the order in which they were submitted, eac
 one that is on disk shows that those before it are, as far as they were not refused.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Protocol
 from deltasync.core.errors import StorageFailed
 from deltasync.storage.durations import Durations
 from deltasync.storage.volume import Volume
+from deltasync.storage.write_queue import WriteQueue
 
 Buffer = bytes | memoryview
 # The largest number, part and index of a record.
@@ -65,12 +66,15 @@ class LogStore(Protocol):
         capacity: bytes of rows that it takes, at most: `LogFull` is for more.
         volume: where its file is.
         commits: how long it took to bring what was submitted to the disk.
+        queue: what was submitted and is not on disk yet. It takes everything; who submits rows waits while it is
+            full, so that memory is bounded by its limit and what each of those who wait has submitted last.
     """
 
     refusing: bool
     capacity: int
     volume: Volume
     commits: Durations
+    queue: WriteQueue
 
     def append(
         self,
@@ -99,6 +103,9 @@ class LogStore(Protocol):
         """Keep a small record, instead of the one of that name; None forgets it. Also in a full log; not where one
         of the writes `after` which it comes was refused, see `append`.
         """
+
+    def put_all(self, records: Mapping[str, bytes | None]) -> Future[None]:
+        """Keep several small records, all of them or none; None forgets one. Also in a full log."""
 
     def read(self, stream: str, first: int = 0, last: int = LAST_NUMBER) -> Iterator[Record]:
         """The records with numbers from `first` to `last`, in the order of their addresses.

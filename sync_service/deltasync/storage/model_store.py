@@ -67,10 +67,11 @@ class ModelStore:
         table_bytes: of all that their files have.
         changes: how often tables were made, changed or removed.
         written: whether anything was handed to the log, or to the disk.
+        queue: what all have submitted to the log that is not on disk yet.
     """
 
     def __init__(self, log: LogStore, model: str, directory: Path) -> None:
-        self._log = log
+        self._log, self.queue = log, log.queue
         self._model = model
         self._cuts, self._seals = f"cuts/{model}", f"seals/{model}"
         self._layouts = Layouts(log, model)

@@ -42,7 +42,8 @@ class ReleaseLog:
         self._pieces.append(piece)
         while self._ended < len(self._logged) and self._logged[self._ended].done():
             self._ended += 1
-        self._hand_over(self._ended + _UNWRITTEN_PIECES)
+        if not self._store.queue.full:
+            self._hand_over(self._ended + _UNWRITTEN_PIECES)
 
     def settle(self, release: NewestRelease | None) -> tuple[list[Piece], list[Piece], StorageFailed | None]:
         """Wait until the log has all pieces, and that there is a release of them: those that it has, those that it
@@ -53,7 +54,7 @@ class ReleaseLog:
         """
         written, refused, failure = list[Piece](), list[Piece](), None
         for number, piece in enumerate(self._pieces):
-            self._hand_over(number + _UNWRITTEN_PIECES)
+            self._hand_over(number + (1 if self._store.queue.full else _UNWRITTEN_PIECES))
             if release and not failure and len(self._logged) == len(self._pieces):
                 # At once, so that the disk is waited for once.
                 self._write_release(release)

@@ -106,13 +106,14 @@ class ViewStore:
         consumer: whose view it is.
         history: the releases there were.
         state: where the view is.
+        queue: what all have submitted to the log that is not on disk yet.
     """
 
     def __init__(self, consumer: str, model: Model, log: LogStore, directory: Path) -> None:
         self.history = ReleaseHistory()
         self.state = ViewState()
         self._model = model
-        self._log = log
+        self._log, self.queue = log, log.queue
         self._directory = directory
         self.consumer = consumer
         self._stream, self._heads = releases_stream(consumer), heads_stream(consumer)

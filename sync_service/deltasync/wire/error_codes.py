@@ -16,6 +16,7 @@ from deltasync.core.errors import (
     StorageFailed,
     Superseded,
 )
+from deltasync.core.words import printable
 
 _CODES: list[tuple[type[DeltasyncError], grpc.StatusCode, int]] = [
     (InvalidInput, grpc.StatusCode.INVALID_ARGUMENT, 400),
@@ -30,6 +31,9 @@ _CODES: list[tuple[type[DeltasyncError], grpc.StatusCode, int]] = [
     (StorageFailed, grpc.StatusCode.RESOURCE_EXHAUSTED, 507),
     (LimitReached, grpc.StatusCode.RESOURCE_EXHAUSTED, 429),
 ]
+
+# What a service says is told on, and logged, by whoever called it: on one line.
+_LONGEST = 4_000
 
 # Trailing metadata of an error: its name, since two may have one code. Without it a code means the first of them.
 ERROR_KEY = "deltasync-error"
@@ -48,11 +52,19 @@ def http_status(error: DeltasyncError) -> int:
     return next((status for kind, _, status in _CODES if isinstance(error, kind)), 500)
 
 
+def http_errors() -> dict[int, list[str]]:
+    """The names of the errors that have each HTTP status."""
+    found: dict[int, list[str]] = {}
+    for kind, _, status in _CODES:
+        found.setdefault(status, []).append(kind.__name__)
+    return found
+
+
 def from_rpc_error(error: grpc.RpcError, target: str) -> DeltasyncError:
     """The error a failed call to `target` stands for: what the service raised, or `ServiceUnavailable`."""
     if not isinstance(error, grpc.Call):
         return ServiceUnavailable(f"{target}: {error}")
-    code, details = error.code(), error.details() or "no details"
+    code, details = error.code(), printable(error.details() or "no details", _LONGEST)
     if _TOO_LARGE in details:
         return InvalidInput(f"{target}: {details}")
     named = dict(error.trailing_metadata() or ()).get(ERROR_KEY, "")

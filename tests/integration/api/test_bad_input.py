@@ -6,7 +6,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from tests.support.server import RunningService
+from tests.support.server import TOKEN, RunningService
 from tests.support.state import state_of
 from tests.support.wire import (
     ITEM,
@@ -448,7 +448,7 @@ def test_bytes_that_are_no_protobuf_for_the_admin(served: tuple[RunningService, 
     with grpc.insecure_channel(served[0].grpc) as channel:
         call: Any = channel.unary_unary(f"/deltasync.v1.AdminService/{method}")
         with pytest.raises(grpc.RpcError) as refused:
-            call(b"\xff", timeout=10)
+            call(b"\xff", timeout=10, metadata=(("authorization", f"Bearer {TOKEN}"),))
         assert refused.value.code() is INVALID
         listing: Any = channel.unary_unary("/deltasync.v1.AdminService/ListConsumers")
         listed = listing(b"", timeout=10)

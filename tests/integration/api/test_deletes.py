@@ -160,8 +160,8 @@ def test_it_needs_the_token(running: RunningService, rank: RankStream) -> None:
 
 def test_by_the_command_line(running: RunningService, rank: RankStream) -> None:
     service = ["--service", running.grpc]
-    arguments = ["delete", "clicks", USER.name, "5", "1", *service, "--admin-token", TOKEN]
-    done = CliRunner().invoke(rows, arguments)
+    arguments = ["delete", "clicks", USER.name, "5", "1", *service]
+    done = CliRunner(env={"DELTASYNC_TOKEN": TOKEN}).invoke(rows, arguments)
     assert done.output == (
         f"2 rows of table {USER.name} of model clicks are to be deleted: run run-1 is asked, and deletes them "
         "with one of its next cuts\n"

@@ -92,10 +92,10 @@ def test_changes_of_consumers_are_told(service: RunningService, caplog: pytest.L
     admin.update_consumer("new", Policy(top_k=3))
     admin.delete_consumer("new")
     told = [line for line in lines(caplog) if "consumer=new" in line]
-    assert [re.sub(r"127\.0\.0\.1:\d+", "HERE", line) for line in told] == [
-        "consumer changed: consumer=new model=clicks by=anna (HERE) sent everything",
-        "consumer changed: consumer=new model=clicks by=anna (HERE) sent top_k=3, before that everything",
-        "consumer changed: consumer=new by=anna (HERE) deleted",
+    assert [re.sub(r"anna as admin token \(127\.0\.0\.1:\d+\)", "ANNA", line) for line in told] == [
+        "consumer changed: consumer=new model=clicks by=ANNA sent everything",
+        "consumer changed: consumer=new model=clicks by=ANNA sent top_k=3, before that everything",
+        "consumer changed: consumer=new by=ANNA deleted",
     ]
 
 

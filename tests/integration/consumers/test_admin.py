@@ -3,7 +3,6 @@
 import itertools
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tests.support.command import deltasync
-from tests.support.metrics import EVENT_METRICS, METRICS, POLICY_METRICS, samples_of
-from tests.support.process import ServiceProcess
+from tests.support.metrics import EVENT_METRICS, METRICS, POLICY_METRICS, TLS_METRICS, samples_of
 from tests.support.server import TOKEN, RunningService
 from tests.support.wire import TABLES, WHOLE, RankStream, ReplicaStream, ack, full_part, part, random_rows, size_of
 
@@ -60,21 +58,23 @@ def test_changes_need_the_token(admin: admin_pb2_grpc.AdminServiceStub) -> None:
             change(admin, request, metadata)
         assert refused(error) == (
             grpc.StatusCode.PERMISSION_DENIED,
-            "the admin token is missing or wrong: give it with --admin-token, or send 'authorization: "
-            "Bearer TOKEN'",
+            "no token and no certificate that the service knows: role admin is needed",
         )
     assert names(admin) == ["predictors", "probes"]
 
 
 def test_a_service_without_a_token_takes_no_changes(tmp_path: Path) -> None:
-    with ServiceProcess(tmp_path / "data") as service, grpc.insecure_channel(service.grpc) as channel:
+    with (
+        RunningService(tmp_path / "data", admin_token=None) as service,
+        grpc.insecure_channel(service.grpc) as channel,
+    ):
         admin = admin_pb2_grpc.AdminServiceStub(channel)
         for token in ("", "None", "secret"):
             with pytest.raises(grpc.RpcError) as error:
                 admin.CreateConsumer(create("new"), timeout=10, metadata=(("authorization", f"Bearer {token}"),))
             assert refused(error)[0] is grpc.StatusCode.PERMISSION_DENIED
-            assert "start it with --admin-token" in refused(error)[1]
-        assert names(admin) == []
+            assert "role admin is needed" in refused(error)[1]
+        assert names(admin) == ["predictors", "probes"]
 
 
 def test_consumers_are_made_listed_and_deleted(
@@ -176,7 +176,8 @@ def test_metrics_are_prometheus_text_with_the_names_that_were_promised(running: 
         more, _ = replica.release()
         replica.send(ack(size_of([*rows, *more])))
         samples = samples_of(running)
-        assert {name for name, _ in samples} == METRICS.keys() - POLICY_METRICS.keys() - EVENT_METRICS.keys()
+        absent = POLICY_METRICS.keys() | EVENT_METRICS.keys() | TLS_METRICS.keys()
+        assert {name for name, _ in samples} == METRICS.keys() - absent
         consumer = (("consumer", "predictors"),)
         size = 40 * 24 + 30 * 20
         assert samples["deltasync_head_version", (("model", "clicks"),)] == position.number == 2
@@ -209,15 +210,15 @@ def test_the_command_line_manages_consumers(running: RunningService) -> None:
     assert deltasync("consumers", "list", *at) == (0, "predictors\tclicks\nprobes\tclicks\n", "")
     made = deltasync("consumers", "create", "new", "--model", "m", *at, admin_token=TOKEN)
     assert made == (0, "consumer new follows model m\n", "")
-    assert deltasync("consumers", "delete", "new", "--admin-token", TOKEN, service=running.grpc)[:2] == (
+    assert deltasync("consumers", "delete", "new", admin_token=TOKEN, service=running.grpc)[:2] == (
         0,
         "consumer new deleted\n",
     )
-    code, _, said = deltasync("consumers", "delete", "new", *at, "--admin-token", TOKEN)
+    code, _, said = deltasync("consumers", "delete", "new", *at, admin_token=TOKEN)
     assert (code, said) == (1, "Error: no consumer 'new'; consumers: predictors, probes\n")
     code, _, said = deltasync("consumers", "delete", "probes", *at)
     assert code == 1
-    assert "the admin token is missing or wrong" in said
+    assert "role admin is needed" in said
 
 
 def test_the_command_line_shows_lag(running: RunningService) -> None:
@@ -253,13 +254,15 @@ def test_the_command_line_says_what_is_wrong(running: RunningService) -> None:
 
 def test_http_says_that_something_does_not_exist(running: RunningService) -> None:
     assert running.get("/consumers/nobody/lag")[0] == 404
-    assert running.get("/nowhere")[0] == 404
+    assert running.get("/nowhere")[0] == 403
+    assert running.get("/nowhere", TOKEN)[0] == 404
 
 
 def test_an_empty_admin_token_is_none(tmp_path: Path) -> None:
-    service = RunningService(tmp_path / "data")
-    service.options = replace(service.options, admin_token="")
-    with service, grpc.insecure_channel(service.grpc) as channel:
+    with (
+        RunningService(tmp_path / "data", admin_token="") as service,
+        grpc.insecure_channel(service.grpc) as channel,
+    ):
         for sent in ("Bearer ", "Bearer"):
-            with pytest.raises(grpc.RpcError, match="the service has no admin token"):
+            with pytest.raises(grpc.RpcError, match="role admin is needed"):
                 change(admin_pb2_grpc.AdminServiceStub(channel), create("c"), [("authorization", sent)])

@@ -64,7 +64,8 @@ def test_replicas_stay_at_what_they_have_and_then_lack_nothing(service: RunningS
             head = trainer.change(20)
         lag = wait_for_lag(service, consumer, lambda lag: lag["head"] == head.number)
         assert re.fullmatch(
-            r"paused since \S+Z by 127.0.0.1:\d+: nonsense; otherwise (behind|current): .*", lag["reason"]
+            r"paused since \S+Z by admin token \(127.0.0.1:\d+\): nonsense; otherwise (behind|current): .*",
+            lag["reason"],
         )
         assert (lag["state"], lag["paused"]["reason"]) == ("paused", "nonsense")
         with ReplicaStream(service.grpc, consumer=consumer, replica="b", held=held) as other:
@@ -91,7 +92,7 @@ def test_a_release_that_is_half_sent_is_dropped(service: RunningService) -> None
             replica.send(ack(len(first.ids) + len(first.values)))
             code, text = replica.refusal()
         assert code is grpc.StatusCode.ABORTED
-        assert re.match(r"consumer 'predictors' is paused since \S+ by \S+; reconnect", text)
+        assert re.match(r"consumer 'predictors' is paused since \S+ by admin token \(\S+\); reconnect", text)
 
 
 def test_what_goes_out_afterwards_is_what_the_rows_are_then(
@@ -132,7 +133,7 @@ def test_a_replica_with_nothing_waits_and_lag_says_why(service: RunningService) 
 
 
 def test_it_outlives_the_service_with_what_replicas_hold(tmp_path: Path) -> None:
-    arguments = ("--consumer", "predictors=clicks", "--admin-token", TOKEN)
+    arguments = ("--consumer", "predictors=clicks")
     target = Recorder()
     with ServiceProcess(tmp_path / "data", *arguments) as service:
         admin = Admin(Endpoint(service.grpc, TOKEN, by="anna"))
@@ -146,7 +147,7 @@ def test_it_outlives_the_service_with_what_replicas_hold(tmp_path: Path) -> None
             service.start()
             lag = wait_for_lag(service, "predictors", lambda lag: lag["replicas"][0]["connected"])
             assert (lag["state"], lag["paused"], lag["head"]) == ("paused", before, head.number)
-            assert re.fullmatch(r"anna \(127.0.0.1:\d+\)", before["by"])
+            assert re.fullmatch(r"anna as admin token \(127.0.0.1:\d+\)", before["by"])
             with ReplicaStream(service.grpc, replica="b", held=held) as other:
                 assert news_of(other) == (held.number, 0)  # As ready as it was.
             assert replica.held == held
@@ -188,13 +189,16 @@ def test_damaged_rows_of_a_replica_that_lacks_nothing_are_repaired_meanwhile(ser
         assert target.bytes() == trainer.expected()
 
 
-def test_it_is_told_counted_and_shown(service: RunningService) -> None:
-    consumer, options = (("consumer", "probes"),), ("--service", service.grpc, "--admin-token", TOKEN)
+def test_it_is_told_counted_and_shown(service: RunningService, monkeypatch: pytest.MonkeyPatch) -> None:
+    consumer, options = (("consumer", "probes"),), ("--service", service.grpc)
+    monkeypatch.setenv("DELTASYNC_TOKEN", TOKEN)
     _, text, _ = deltasync("consumers", "pause", "probes", "--reason", "a bad eval", "--by", "anna", *options)
     assert text == "consumer probes is paused; go on with: deltasync consumers resume probes\n"
     listed = deltasync("consumers", "list", "--service", service.grpc)[1]
     assert re.search(
-        r"^probes\tclicks\tpaused since \S+ by anna \(127.0.0.1:\d+\): a bad eval$", listed, re.MULTILINE
+        r"^probes\tclicks\tpaused since \S+ by anna as admin token \(127.0.0.1:\d+\): a bad eval$",
+        listed,
+        re.MULTILINE,
     )
     shown = deltasync("lag", "probes", "--http", service.http)[1]
     assert re.search(r"paused\npaused since \S+ by anna .*: a bad eval; otherwise empty: ", shown)
@@ -227,7 +231,7 @@ def _request(service: RunningService, method: str, body: bytes | None, token: st
 
 def test_it_is_pulled_over_http(service: RunningService) -> None:
     line = _request(service, "PUT", b'{"reason": "nonsense"}')
-    assert re.fullmatch(r"paused since \S+ by anna \(127.0.0.1:\d+\): nonsense", line["paused"])
+    assert re.fullmatch(r"paused since \S+ by anna as admin token \(127.0.0.1:\d+\): nonsense", line["paused"])
     assert _request(service, "PUT", None)["paused"].startswith("paused since")
     assert _request(service, "DELETE", None)["paused"] == ""
     for body in (b"[]", b'{"reason": 1}', b'{"why": ""}'):

@@ -6,14 +6,13 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.support.command import deltasync
-from tests.support.metrics import EVENT_METRICS, METRICS, samples_of
+from tests.support.metrics import EVENT_METRICS, METRICS, TLS_METRICS, samples_of
 from tests.support.process import ServiceProcess
 from tests.support.server import TOKEN, RunningService
 from tests.support.wire import (
@@ -107,19 +106,17 @@ def test_changes_by_http_need_the_token(
     body = b'{"model": "clicks", "policy": {"top_k": 1}}'
     status, said = send(running, method, name, body, headers)
     assert (status, said["error"]) == (403, "NotPermitted")
-    assert "the admin token is missing or wrong" in said["message"]
+    assert "role admin is needed" in said["message"]
     assert policies_of(running) == {"predictors": {}, "probes": {}}
 
 
 def test_a_service_without_a_token_takes_no_changes_by_http(tmp_path: Path) -> None:
-    service = RunningService(tmp_path / "data")
-    service.options = replace(service.options, admin_token=None)
-    with service:
+    with RunningService(tmp_path / "data", admin_token=None) as service:
         for headers in (*WRONG_TOKENS, GOOD, {"Authorization": "Bearer None"}, {"Authorization": "Bearer "}):
             for method in ("PUT", "DELETE"):
                 status, said = send(service, method, "probes", b'{"model": "clicks"}', headers)
                 assert status == 403
-                assert said["message"] == "the service has no admin token: start it with --admin-token"
+                assert "role admin is needed" in said["message"]
         assert policies_of(service).keys() == {"predictors", "probes"}
 
 
@@ -195,8 +192,11 @@ def test_a_policy_the_tables_cannot_meet_is_refused_with_both_numbers(running: R
     assert "new" not in policies_of(running)
 
 
-def test_the_command_line_sets_changes_and_shows_policies(running: RunningService) -> None:
-    at = ("--service", running.grpc, "--admin-token", TOKEN)
+def test_the_command_line_sets_changes_and_shows_policies(
+    running: RunningService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DELTASYNC_TOKEN", TOKEN)
+    at = ("--service", running.grpc)
     made = deltasync("consumers", "create", "new", "--model", "clicks", "--top-k", "0.1", "--tables", "*user", *at)
     assert made == (0, "consumer new follows model clicks: tables=*user top_k=0.1\n", "")
     assert policies_of(running)["new"] == {"tables": ["*user"], "top_k": 0.1}
@@ -218,11 +218,11 @@ def test_the_command_line_sets_changes_and_shows_policies(running: RunningServic
 
 def test_the_command_line_says_why_a_policy_is_refused(running: RunningService) -> None:
     at = ("--service", running.grpc)
-    code, _, said = deltasync("consumers", "update", "nobody", *at, "--admin-token", TOKEN)
+    code, _, said = deltasync("consumers", "update", "nobody", *at, admin_token=TOKEN)
     assert (code, said) == (1, "Error: no consumer 'nobody'; consumers: predictors, probes\n")
     code, _, said = deltasync("consumers", "update", "probes", "--top-k", "3", *at)
     assert code == 1
-    assert "the admin token is missing or wrong" in said
+    assert "role admin is needed" in said
     code, _, said = deltasync("consumers", "update", "probes", "--top-k", "1.5", *at)
     assert code == 2
     assert "Error: top_k 1.5: expected a share above 0 and below 1, or a whole number of rows" in said
@@ -232,12 +232,12 @@ def test_the_command_line_says_why_a_policy_is_refused(running: RunningService) 
 def test_the_file_gives_its_policies_at_every_start(tmp_path: Path) -> None:
     config = tmp_path / "c.toml"
     config.write_text('consumer = ["plain=clicks"]\n[consumers.top]\nmodel = "clicks"\ntop_k = 0.1\n')
-    service = ServiceProcess(tmp_path / "data", "--config", str(config), "--admin-token", TOKEN)
+    service = ServiceProcess(tmp_path / "data", "--config", str(config))
     with service:
         assert policies_of(service) == {"plain": {}, "top": {"top_k": 0.1}}
-        at = ("--service", service.grpc, "--admin-token", TOKEN)
         for name in ("plain", "top"):
-            assert deltasync("consumers", "update", name, "--top-k", "3", *at)[0] == 0
+            at = ("--service", service.grpc)
+            assert deltasync("consumers", "update", name, "--top-k", "3", *at, admin_token=TOKEN)[0] == 0
         assert policies_of(service) == {"plain": {"top_k": 3}, "top": {"top_k": 3}}
         assert service.terminate() == 0
     with service:
@@ -322,7 +322,7 @@ def test_metrics_and_lag_show_what_a_release_took_and_left(topped: RunningServic
         follower.acknowledge(second)
         lag = lag_when(topped, lambda lag: lag["offset"] == second.position.version)
         samples = samples_of(topped)
-        assert {name for name, _ in samples} == METRICS.keys() - EVENT_METRICS.keys()
+        assert {name for name, _ in samples} == METRICS.keys() - EVENT_METRICS.keys() - TLS_METRICS.keys()
         shown = {
             name.removeprefix("deltasync_consumer_"): n
             for (name, labels), n in samples.items()

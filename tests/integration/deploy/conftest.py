@@ -44,7 +44,8 @@ def stages(deploy: Path) -> dict[str, list[tuple[str, str]]]:
     text = (deploy / "Dockerfile").read_text().replace("\\\n", " ")
     lines = [line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")]
     stages: dict[str, list[tuple[str, str]]] = {}
-    for word, rest in lines:
+    before = [word for word, _ in lines].index("FROM")
+    for word, rest in lines[before:]:
         if word == "FROM":
             parent, _, name = rest.split()
             stages[name] = list(stages.get(parent, []))
@@ -83,7 +84,7 @@ def containers(manifests: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @pytest.fixture(scope="session")
 def unit(deploy: Path) -> list[tuple[str, str]]:
     """The systemd unit's settings in order; a key may be there more than once."""
-    lines = (deploy / "systemd/deltasync.service").read_text().splitlines()
+    lines = (deploy / "systemd/deltasync.service").read_text().replace("\\\n", " ").splitlines()
     pairs = [line.partition("=") for line in lines if line and not line.startswith(("[", "#"))]
     return [(key, value) for key, _, value in pairs]
 

@@ -59,7 +59,10 @@ def lines(
         if words[:2] == ["docker", "run"]:
             image_at = next(i for i, word in enumerate(words) if word.startswith("deltasync-service:"))
             found["README.md: " + shlex.join(words)] = words[image_at + 1 :]
-        elif "exec" in words:
+        elif words and Path(words[0]).name == "deltasync":
+            command = words[1 : words.index(">")] if ">" in words else words[1:]
+            found["README.md: " + shlex.join(words)] = command
+        elif "exec" in words and "deltasync" in words:
             command_at = len(words) - words[::-1].index("deltasync")
             found["README.md: " + shlex.join(words)] = words[command_at:]
     for line in re.findall(r"`deltasync ([^`]+)`", readme.read_text()):
@@ -71,11 +74,13 @@ def _check(cli: click.Group, words: list[str]) -> None:
     """Parse as click does, but read no file and start nothing."""
     command: click.Command = cli
     context = click.Context(cli, info_name="deltasync")
-    while isinstance(command, click.Group):
+    # A group by itself is only spoken of.
+    while isinstance(command, click.Group) and words:
         name, *words = words
         found = command.get_command(context, name)
         assert found is not None, f"no command {name}"
         command, context = found, click.Context(found, info_name=name, parent=context)
+    assert command is not cli
     values, extra, _ = command.make_parser(context).parse_args(words)
     assert not extra
     for parameter in command.params:
@@ -129,12 +134,15 @@ def test_examples_of_policies_are_policies(deploy: Path) -> None:
 def test_variables_are_settings_of_serve(root: Path, deploy: Path, serve: dict[str, click.Parameter]) -> None:
     files = [path for path in deploy.rglob("*") if path.is_file()]
     used = {name for path in files for name in re.findall(r"\bDELTASYNC_[A-Z_]*[A-Z]\b", path.read_text())}
-    assert "DELTASYNC_ADMIN_TOKEN" in used
-    assert used <= {f"DELTASYNC_{name.upper()}" for name in serve}
+    of_clients = {"SERVICE", "HTTP", "CA", "CERT", "KEY", "TOKEN_FILE", "ENDPOINT"}
+    assert "DELTASYNC_TLS_KEY" in used
+    settings = {name.upper() for name in serve} | of_clients | {"ADMIN_TOKEN"}
+    assert used <= {f"DELTASYNC_{name}" for name in settings}
 
 
 def test_readme_explains_every_setting(deploy: Path, serve: dict[str, click.Parameter]) -> None:
-    explained = set(re.findall(r"(?m)^\| `--([a-z-]+)", (deploy / "README.md").read_text()))
+    rows = re.findall(r"(?m)^\| (`--[^|]*)\|", (deploy / "README.md").read_text())
+    explained = {name for row in rows for name in re.findall(r"`--([a-z-]+)", row)}
     assert explained == {name.replace("_", "-") for name in serve if name != "help"}
 
 

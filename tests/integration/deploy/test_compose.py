@@ -29,17 +29,30 @@ def test_one_image_name_is_one_build(compose: dict[str, Any]) -> None:
         assert builds.setdefault(service["image"], service["build"]) == service["build"]
 
 
-def test_named_volumes_exist_and_hold_the_image_data(compose: dict[str, Any], stages: Stages) -> None:
+def test_named_volumes_exist_and_are_folders_of_the_images_user(compose: dict[str, Any], stages: Stages) -> None:
     mounts = [mount.split(":") for service in compose["services"].values() for mount in service.get("volumes", [])]
-    assert {name for name, _ in mounts} == compose["volumes"].keys()
-    assert {path for _, path in mounts} == set(_words(stages["service"], "VOLUME"))
+    assert {name for name, *_ in mounts} == compose["volumes"].keys()
+    owned = next(rest for word, rest in stages["base"] if "install --directory" in rest).split()
+    shared = {path for name, path, *_ in mounts if name != "access"}
+    assert {path for path in shared if path.count("/") == 2 or path in owned} <= set(owned)
+    assert {"/run/deltasync", *_words(stages["service"], "VOLUME")} <= shared & set(owned)
 
 
-def test_waited_for_services_have_a_health_check(compose: dict[str, Any]) -> None:
-    waits = [s["depends_on"] for s in compose["services"].values() if "depends_on" in s]
-    assert len(waits) == len(compose["services"]) - 1
-    for name in {name for wait in waits for name in wait}:
-        assert "healthcheck" in compose["services"][name]
+def test_what_is_waited_for_is_healthy_or_done(compose: dict[str, Any]) -> None:
+    services = compose["services"]
+    waits = {name: service["depends_on"] for name, service in services.items() if "depends_on" in service}
+    assert waits.keys() == services.keys() - {"access"}
+    assert waits["service"] == {"access": {"condition": "service_completed_successfully"}}
+    for name in waits.keys() - {"service"}:
+        assert waits[name] == {"service": {"condition": "service_healthy"}}
+    assert "healthcheck" in services["service"]
+
+
+def test_containers_are_confined(compose: dict[str, Any]) -> None:
+    for service in compose["services"].values():
+        assert service["read_only"] is True
+        assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
 
 
 def test_published_ports_are_exposed_and_local(compose: dict[str, Any], stages: Stages) -> None:

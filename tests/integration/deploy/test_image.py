@@ -61,13 +61,12 @@ def test_image_health_check_follows_livez(stages: Stages, probed: ThreadingHTTPS
     assert _probe(command, probed.server_port) != 0
 
 
-@pytest.mark.parametrize(("name", "path"), [("service", "/readyz"), ("predictor-1", "/ready")])
-def test_compose_health_checks_follow_readiness(
-    compose: dict[str, Any], probed: ThreadingHTTPServer, name: str, path: str
+def test_compose_asks_predictors_whether_they_are_ready(
+    compose: dict[str, Any], probed: ThreadingHTTPServer
 ) -> None:
-    command = compose["services"][name]["healthcheck"]["test"]
+    command = compose["services"]["predictor-1"]["healthcheck"]["test"]
     assert command[0] == "CMD"
-    probed.healthy = path  # type: ignore[attr-defined]
+    probed.healthy = "/ready"  # type: ignore[attr-defined]
     assert _probe(command[1:], probed.server_port) == 0
     probed.healthy = None  # type: ignore[attr-defined]
     assert _probe(command[1:], probed.server_port) != 0
@@ -90,32 +89,36 @@ def test_service_owns_its_data_folder(stages: Stages) -> None:
     assert made.endswith(f" {volume}")
 
 
-def test_trainer_installs_in_the_order_that_keeps_the_cpu_build(stages: Stages) -> None:
-    torch, lock, torchrec, wheel = _install_lines(stages["trainer"])
-    assert torch.split()[-1].startswith("torch==")
-    assert "--requirement /requirements.lock" in lock
-    assert "--no-deps torchrec==" in torchrec
-    assert "${FBGEMM}==" in torchrec
-    assert "--no-deps /wheels/" in wheel
-
-
-def test_trainer_pins_are_those_of_the_project(stages: Stages, project: dict[str, Any]) -> None:
-    pins = set(re.findall(r"(?<![\w}])(torch\w*==[\d.]+)", " ".join(_install_lines(stages["trainer"]))))
-    assert pins == {
-        need for need in project["project"]["optional-dependencies"]["trainer"] if need.startswith("torch")
-    }
-
-
-def test_torchrec_and_fbgemm_are_of_one_release(stages: Stages) -> None:
-    line = next(line for line in _install_lines(stages["trainer"]) if "torchrec==" in line)
-    assert len(set(re.findall(r"==([\d.]+)", line))) == 1
-
-
-def test_service_installs_locked_versions_and_no_torch(stages: Stages) -> None:
-    (line,) = _install_lines(stages["service"])
-    assert line.endswith(
-        'pip install --no-cache-dir --constraint /requirements.lock "$(echo /wheels/*.whl)[service]"'
+@pytest.mark.parametrize("target", ["wheel", "service", "trainer"])
+def test_images_install_what_locks_name_by_its_hash_and_nothing_else(
+    root: Path, stages: Stages, target: str
+) -> None:
+    arguments = dict(rest.split("=") for word, rest in stages[target] if word == "ARG" and "=" in rest)
+    locks = []
+    for line in _install_lines(stages[target]):
+        for install in [part for part in line.split("&&") if "pip install" in part]:
+            if "/wheels/" in install:
+                assert "--no-deps" in install
+                continue
+            assert "--no-deps --require-hashes" in install
+            locks += re.findall(r"--requirement \"?/?locks/([^\s\"]+)", install)
+    found = [re.sub(r"\$\{(\w+)\}", lambda name: arguments[name[1]], lock) for lock in locks]
+    assert (
+        found
+        == {
+            "wheel": ["build.lock"],
+            "service": ["service.lock"],
+            "trainer": ["torch-cuda.lock", "trainer.lock", "fbgemm-gpu.lock"],
+        }[target]
     )
+    assert all((root / "locks" / lock).is_file() for lock in found)
+
+
+def test_compose_builds_with_locks_that_exist(root: Path, compose: dict[str, Any]) -> None:
+    arguments = [service["build"].get("args", {}) for service in compose["services"].values()]
+    named = {value for each in arguments for name, value in each.items() if name in ("TORCH", "FBGEMM")}
+    assert named
+    assert all((root / f"locks/{name}.lock").is_file() for name in named)
 
 
 def _ignored(path: str, patterns: list[str]) -> bool:
@@ -137,9 +140,9 @@ def test_context_holds_what_the_build_needs_and_little_else(
     patterns = (root / ".dockerignore").read_text().split()
     needed = {"pyproject.toml", project["project"]["readme"], *project["project"]["license-files"]}
     needed |= {f"{package}/x.py" for package in project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]}
-    mounted = [re.findall(r"type=bind,source=([^,]+)", line) for line in _install_lines(stages["trainer"])]
-    needed |= {source for sources in mounted for source in sources}
-    assert "requirements.lock" in needed
+    for word, rest in (*stages["service"], *stages["trainer"]):
+        needed |= set(rest.split()[:-1]) if word == "COPY" else set()
+    assert "locks/service.lock" in needed
     assert not {path for path in needed if _ignored(path, patterns)}
     unwanted = {
         ".git/config",
@@ -149,17 +152,3 @@ def test_context_holds_what_the_build_needs_and_little_else(
         "deploy/compose.yaml",
     }
     assert not {path for path in unwanted if not _ignored(path, patterns)}
-
-
-def test_lock_holds_all_that_is_installed_without_dependencies(root: Path, project: dict[str, Any]) -> None:
-    lock = (root / "requirements.lock").read_text()
-    locked = {name.lower().replace("_", "-") for name in re.findall(r"(?m)^([\w.-]+)", lock)}
-    extras = project["project"]["optional-dependencies"]
-    wanted = [
-        *project["project"]["dependencies"],
-        *extras["service"],
-        *project["dependency-groups"]["torchrec-runtime"],
-    ]
-    needed = {re.match(r"[\w.-]+", need)[0].lower() for need in wanted}  # type: ignore[index]
-    assert needed <= locked
-    assert not locked & {"torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu"}

@@ -68,7 +68,16 @@ def test_schema_check_refuses_a_typo(manifests: list[Doc]) -> None:
 def test_kustomization_names_every_file(deploy: Path, kustomization: Doc) -> None:
     generated = [file for config in kustomization["configMapGenerator"] for file in config["files"]]
     named = ["kustomization.yaml", *kustomization["resources"], *generated]
-    assert sorted(named) == sorted(path.name for path in (deploy / "kubernetes").iterdir())
+    assert sorted(named) == sorted(path.name for path in (deploy / "kubernetes").iterdir() if path.is_file())
+
+
+@pytest.mark.parametrize("name", ["cert-manager", "prometheus-operator"])
+def test_what_other_operators_take_is_in_folders_of_its_own(deploy: Path, kustomization: Doc, name: str) -> None:
+    folder = deploy / "kubernetes" / name
+    other = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    assert other["namespace"] == kustomization["namespace"]
+    assert {"kustomization.yaml", *other["resources"]} == {path.name for path in folder.iterdir()}
+    assert f"kubectl apply --kustomize deploy/kubernetes/{name}" in (deploy / "README.md").read_text()
 
 
 def test_kustomization_has_a_namespace_and_the_projects_version(
@@ -148,24 +157,52 @@ def test_config_maps_and_their_files_exist(manifests: list[Doc], kustomization: 
     (volume,) = [volume for volume in pod["volumes"] if "configMap" in volume]
     (container,) = pod["containers"]
     folder = next(m["mountPath"] for m in container["volumeMounts"] if m["name"] == volume["name"])
-    file = container["args"][container["args"].index("--config") + 1]
-    assert file in {f"{folder}/{name}" for name in generated[volume["configMap"]["name"]]}
+    file = _argument(container, "config")
+    (endpoint,) = [each["value"] for each in container["env"] if each["name"] == "DELTASYNC_ENDPOINT"]
+    assert {file, endpoint} == {f"{folder}/{name}" for name in generated[volume["configMap"]["name"]]}
 
 
-def test_secrets_are_documented(deploy: Path, manifests: list[Doc], kustomization: Doc) -> None:
-    wanted = [
-        entry["valueFrom"]["secretKeyRef"]
-        for _, _, container in _containers(manifests)
-        for entry in container.get("env", [])
-        if "secretKeyRef" in entry.get("valueFrom", {})
-    ]
-    assert wanted
+def _secret_files(pod: Doc) -> dict[str, str]:
+    """The Secrets that a pod mounts, by where."""
+    named = {each["name"]: each["secret"]["secretName"] for each in pod["volumes"] if "secret" in each}
+    mounts = {mount["name"]: mount for mount in pod["containers"][0]["volumeMounts"]}
+    assert all(mounts[name]["readOnly"] for name in named)
+    # A file that is mounted by itself never changes.
+    assert not [name for name in named if "subPath" in mounts[name]]
+    assert {each["secret"]["defaultMode"] for each in pod["volumes"] if "secret" in each} == {0o440}
+    assert "fsGroup" in pod["securityContext"]
+    return {mounts[name]["mountPath"]: secret for name, secret in named.items()}
+
+
+def test_secrets_that_pods_name_are_documented(deploy: Path, manifests: list[Doc], kustomization: Doc) -> None:
     readme = (deploy / "README.md").read_text()
-    for secret in wanted:
-        assert (
-            f"kubectl create secret generic {secret['name']} --namespace {kustomization['namespace']} "
-            f"--from-literal={secret['key']}="
-        ) in readme
+    used = 0
+    for _, pod, container in _containers(manifests):
+        endpoint = (deploy / "kubernetes/endpoint.toml").read_text() if container["name"] == "service" else ""
+        text = " ".join([*container["args"], *(each.get("value", "") for each in container["env"]), endpoint])
+        for folder, secret in _secret_files(pod).items():
+            line = f"kubectl create secret generic {secret} --namespace {kustomization['namespace']} "
+            (created,) = [each for each in readme.splitlines() if each.startswith(line)]
+            keys = set(re.findall(rf"{folder}/([\w.-]+)", text))
+            assert keys == set(re.findall(r"--from-file=([\w.-]+)=", created))
+            used += len(keys)
+    assert used == 11
+
+
+def test_certificates_have_the_names_that_clients_dial_and_roles_name(deploy: Path, manifests: list[Doc]) -> None:
+    """Those of cert-manager are those that the README makes by hand."""
+    docs = list(yaml.safe_load_all((deploy / "kubernetes/cert-manager/certificates.yaml").read_text()))
+    certificates = {doc["spec"]["secretName"]: doc["spec"] for doc in docs if doc["kind"] == "Certificate"}
+    readme = (deploy / "README.md").read_text()
+    (line,) = re.findall(r"(?m)^deltasync certs access (.*)$", readme)
+    assert certificates["deltasync-tls"]["dnsNames"] == re.findall(r"--host (\S+)", line)
+    assert "deltasync" in certificates["deltasync-tls"]["dnsNames"]
+    clients = {
+        name: certificates[f"deltasync-{name}-tls"]["dnsNames"] for name in re.findall(r"--client (\S+)", line)
+    }
+    assert clients == {"trainer": ["trainer"], "predictor": ["predictor"]}
+    mounted = {secret for _, pod in _workloads(manifests) for secret in _secret_files(pod).values()}
+    assert certificates.keys() - {"deltasync-ca"} == mounted - {"deltasync-access"}
 
 
 def test_ports_of_the_configuration_are_those_of_the_container(deploy: Path, manifests: list[Doc]) -> None:

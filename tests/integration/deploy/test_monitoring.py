@@ -1,5 +1,6 @@
 import json
 import re
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from itertools import combinations
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 import yaml
 from tests.support.metrics import POLICY_METRICS
 
@@ -25,6 +27,7 @@ FUNCTIONS = {
     "unless",
     "on",
     "max",
+    "time",
 }
 
 # What the example predictor says, as its own tests show.
@@ -75,7 +78,7 @@ def test_expressions_use_metrics_and_labels_that_exist(
         assert names
         assert names <= known.keys(), expression
         for name in names:
-            assert shown | set(_used_labels(expression)) <= known[name], expression
+            assert shown | set(_used_labels(expression)) <= known[name] | BUILT_IN["up"], expression
 
 
 def test_dashboard_and_alerts_show_every_lag_and_all_of_releases(
@@ -104,9 +107,13 @@ def test_alerts_are_complete_and_documented(deploy: Path, alerts: list[dict[str,
         assert alert["annotations"].keys() == {"summary", "description"}
 
 
-def test_promtool_accepts_the_configuration(deploy: Path, tool: Callable[[str], str]) -> None:
+def test_promtool_accepts_the_configuration(deploy: Path, tool: Callable[[str], str], tmp_path: Path) -> None:
+    shutil.copytree(deploy / "prometheus", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "access").mkdir()
+    (tmp_path / "access/token").write_text("of a test")
+    (tmp_path / "access/ca.pem").write_bytes(trustme.CA().cert_pem.bytes())
     done = subprocess.run(
-        [tool("promtool"), "check", "config", deploy / "prometheus/prometheus.yml"],
+        [tool("promtool"), "check", "config", tmp_path / "prometheus.yml"],
         capture_output=True,
         text=True,
     )

@@ -13,7 +13,7 @@ import pytest
 import torch
 from tests.support.documents import DOCUMENTS, README, document
 from tests.support.fleet import Trainer, as_sent
-from tests.support.process import ServiceProcess
+from tests.support.process import ADMIN_TOKEN, ServiceProcess
 from tests.support.prompt import PythonPrompt
 from tests.support.redis_server import PROGRAM, RedisServer
 
@@ -84,10 +84,10 @@ class Visitor:
 
 
 def _arguments(code: str) -> list[str]:
-    """The arguments of the `deltasync serve` line in a block, but for the folder of its data."""
+    """The arguments of the `deltasync serve` line in a block, but for the folder of its data and its token."""
     words = shlex.split(code)
-    assert words[:2] == ["deltasync", "serve"]
-    found = words[2:]
+    assert words[:3] == [f"DELTASYNC_ADMIN_TOKEN={ADMIN_TOKEN}", "deltasync", "serve"]
+    found = words[3:]
     if "--data-dir" in found:
         at = found.index("--data-dir")
         del found[at : at + 2]

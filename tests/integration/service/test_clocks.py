@@ -10,7 +10,7 @@ import pytest
 from tests.support.fleet import Recorder, Trainer, admin_of, follow, lost, wait_for_lag
 from tests.support.metrics import samples_of
 from tests.support.process import ServiceProcess
-from tests.support.server import TOKEN, RunningService
+from tests.support.server import RunningService
 from tests.support.wire import ReplicaStream
 
 from deltasync.client import Contradiction, Policy
@@ -89,7 +89,7 @@ def test_a_service_comes_back_with_another_clock_than_its_peers(tmp_path: Path, 
     policy = Policy(top_k=3, min_interval_seconds=0.1, max_age_seconds=0.5, ready_within_seconds=20)
     target, began = Recorder(), time.time_ns()
     with (
-        ServiceProcess(tmp_path / "data", *arguments, "--admin-token", TOKEN) as service,
+        ServiceProcess(tmp_path / "data", *arguments) as service,
         ExitStack() as stack,
     ):
         admin_of(service).create_consumer("top", "clicks", policy)

@@ -3,7 +3,6 @@
 import signal
 from pathlib import Path
 
-from tests.support.data_directory import TOKEN
 from tests.support.fleet import WAIT, Recorder, Trainer, admin_of, follow, lost
 from tests.support.process import ServiceProcess
 
@@ -46,7 +45,7 @@ STEPS = (
 
 
 def test_nothing_is_left_of_releases_in_files(tmp_path: Path) -> None:
-    service = ServiceProcess(tmp_path, "--consumer", "all=clicks", "--admin-token", TOKEN)
+    service = ServiceProcess(tmp_path, "--consumer", "all=clicks")
     with service, Trainer(service.grpc) as trainer:
         trainer.publish_all()
         admin_of(service).create_consumer("top", "clicks", Policy(top_k=1000))

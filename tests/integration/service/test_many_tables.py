@@ -6,7 +6,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from tests.support.data_directory import TOKEN
 from tests.support.fleet import Recorder, Trainer, admin_of, follow, wait_for_lag
 from tests.support.process import ServiceProcess
 
@@ -48,7 +47,7 @@ def held(service: ServiceProcess) -> tuple[int, int]:
 
 @pytest.mark.slow
 def test_many_tables_with_many_policies_start_run_and_come_back(tmp_path: Path) -> None:
-    service = ServiceProcess(tmp_path, "--consumer", "plain=clicks", "--admin-token", TOKEN)
+    service = ServiceProcess(tmp_path, "--consumer", "plain=clicks")
     policies = {f"consumer-{number}": policy for number, policy in enumerate(POLICIES[:10])}
     with descriptors(DESCRIPTORS), service:
         with Trainer(service.grpc, TABLES) as trainer, follow(service, "plain", "a", Recorder()) as plain:

@@ -22,7 +22,7 @@ from tests.support.fleet import (
     wait_until_in_sync,
 )
 from tests.support.process import ServiceProcess
-from tests.support.server import TOKEN, RunningService
+from tests.support.server import RunningService
 from tests.support.wire import random_rows
 from torch import nn
 
@@ -128,7 +128,7 @@ def test_nothing_is_lost_by_kills_while_tables_grow(tmp_path: Path) -> None:
     chance = random.Random(3)
     tables = [replace(USER, rows=2000), ITEM]
     plain, coded = Recorder(), Recorder()
-    with ServiceProcess(tmp_path / "data", "--admin-token", TOKEN) as service:
+    with ServiceProcess(tmp_path / "data") as service:
         for consumer, policy in (("plain", Policy()), ("coded", POLICIES["ranked"])):
             admin_of(service).create_consumer(consumer, "clicks", policy)
         with follow(service, "plain", "a", plain), follow(service, "coded", "a", coded):

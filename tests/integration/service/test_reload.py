@@ -17,6 +17,9 @@ model = "clicks"
 top_k = 3
 """
 SECOND = """
+[limits]
+streams = 7
+message_bytes = 5_000_000
 [consumers.two]
 model = "clicks"
 top_k = 5
@@ -70,6 +73,7 @@ def test_what_has_changed_is_taken_over_and_said(tmp_path: Path, config: Path) -
         config.write_text(SECOND)
         service.hang_up()
         line = service.until("configuration reloaded: ")
+        assert "limit streams: 7, was 1000; limit message_bytes: 5000000 from the next start on; made" in line
         assert "made: three; changed: two; refused: one; other settings are read at the next start" in line
         assert service.terminate() == 0
 

@@ -48,6 +48,7 @@ from deltasync.views.view import View
 
 EXTRA = TableSpec("extra", 5000, 8)
 ALL = [USER, EXTRA, ITEM]  # In the middle: slots after it move.
+RIGHTS = {"DELTASYNC_TOKEN": TOKEN}
 CONSUMERS = ("predictors", "top")
 
 
@@ -73,8 +74,8 @@ def test_a_replica_that_is_away_is_forgotten(service: RunningService) -> None:
             admin.forget_replica("predictors", "a")
         with pytest.raises(NotPermitted):
             Admin(Endpoint(service.grpc, "wrong")).forget_replica("predictors", "gone")
-        options = ["--service", service.grpc, "--admin-token", TOKEN]
-        done = CliRunner().invoke(replicas, ["forget", "predictors", "gone", *options])
+        options = ["--service", service.grpc]
+        done = CliRunner(env=RIGHTS).invoke(replicas, ["forget", "predictors", "gone", *options])
         assert done.output == "replica gone of consumer predictors is forgotten\n"
         assert service.get_json("/consumers/predictors/lag")["replicas"] == []
         assert samples_of(service)["deltasync_events_total", (("event", "replica_forgotten"),)] == 1
@@ -94,9 +95,7 @@ def test_a_table_disappears_and_the_others_stay(tmp_path: Path, service: Running
     left = Trainer(service.grpc, [USER, ITEM], run="s", started=2, seed=1)
     with left:
         held = left.publish_all()
-        done = CliRunner().invoke(
-            tables, ["delete", "clicks", "extra", "--service", service.grpc, "--admin-token", TOKEN]
-        )
+        done = CliRunner(env=RIGHTS).invoke(tables, ["delete", "clicks", "extra", "--service", service.grpc])
         assert done.output == "table extra of model clicks deleted\n"
         assert [line["table"] for line in service.get_json("/tables")] == ["user", "item"]
         _check_without(service, left, fleet)
@@ -311,7 +310,7 @@ def test_a_model_is_deleted_whole(tmp_path: Path, service: RunningService) -> No
         admin.delete_consumer(name)
     with pytest.raises(NotFound, match="no model 'no'; models: clicks"):
         admin.delete_model("no")
-    done = CliRunner().invoke(models, ["delete", "clicks", "--service", service.grpc, "--admin-token", TOKEN])
+    done = CliRunner(env=RIGHTS).invoke(models, ["delete", "clicks", "--service", service.grpc])
     assert done.output == "model clicks deleted\n"
     assert service.get_json("/models") == []
     assert os.listdir(tmp_path / "data" / "models") == []

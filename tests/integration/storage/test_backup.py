@@ -10,7 +10,6 @@ from typing import Any
 import grpc
 import pytest
 from tests.support.command import deltasync
-from tests.support.data_directory import TOKEN
 from tests.support.fleet import ITEM, TABLES, USER, WAIT, Recorder, Trainer, admin_of, follow, wait_until_in_sync
 from tests.support.process import ServiceProcess
 from tests.support.server import RunningService
@@ -94,9 +93,7 @@ def held_by_newcomers(data_dir: Path, *consumers: str) -> tuple[int, list[dict[s
 @pytest.mark.slow
 @pytest.mark.parametrize("private", [True, False])
 def test_a_backup_under_load_has_all_rows_of_one_version(tmp_path: Path, private: bool) -> None:
-    service = ServiceProcess(
-        tmp_path / "data", "--consumer", "predictors=clicks", "--admin-token", TOKEN, private=private
-    )
+    service = ServiceProcess(tmp_path / "data", "--consumer", "predictors=clicks", private=private)
     stopping = threading.Event()
     with service, Past(service.grpc) as trainer:
         admin_of(service).create_consumer("ranked", "clicks", TOP)
@@ -353,7 +350,7 @@ def test_a_service_that_is_stopped_breaks_a_backup_off(tmp_path: Path, monkeypat
 def test_the_commands(running: RunningService, tmp_path: Path) -> None:
     with Trainer(running.grpc) as trainer:
         trainer.publish_all()
-    made = deltasync("backup", str(tmp_path / "b"), "--service", running.grpc, "--admin-token", "secret")
+    made = deltasync("backup", str(tmp_path / "b"), "--service", running.grpc, admin_token="secret")  # noqa: S106
     assert made[0] == 0
     assert f"backup {tmp_path / 'b'} is complete: " in made[1]
     done = deltasync("restore", str(tmp_path / "b"), "--data-dir", str(tmp_path / "new"))
@@ -363,8 +360,8 @@ def test_the_commands(running: RunningService, tmp_path: Path) -> None:
     assert (status, "has something already" in said) == (1, True)
     # The environment of a container names the data directory of its service, which is not stopped.
     made = deltasync(
-        "backup", str(tmp_path / "c"), "--service", running.grpc, "--admin-token", "secret",
-        data_dir=str(tmp_path / "data"),
+        "backup", str(tmp_path / "c"), "--service", running.grpc,
+        data_dir=str(tmp_path / "data"), admin_token="secret",  # noqa: S106
     )  # fmt: skip
     assert made[0] == 0
     copied = deltasync("backup", str(tmp_path / "d"), "--data-dir", str(tmp_path / "new"))

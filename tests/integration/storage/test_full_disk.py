@@ -13,7 +13,6 @@ from tests.support.fleet import WAIT, Trainer, admin_of, follow, wait_until_in_s
 from tests.support.local_service import join, run, send
 from tests.support.metrics import samples_of
 from tests.support.process import ServiceProcess
-from tests.support.server import TOKEN
 from tests.support.volumes import fill, make_read_only, small_volume
 from tests.support.wire import part
 
@@ -164,7 +163,7 @@ def test_what_a_killed_process_left_keeps_no_service_from_starting_that_can_writ
 ) -> None:
     """It serves, says so, has what its configuration lacks once it can, and goes on."""
     targets = {name: NumpyTarget() for name in ("predictors", "ranked")}
-    service = ServiceProcess(tmp_path, *CONSUMER, "--consumer", "ranked=clicks", "--admin-token", TOKEN)
+    service = ServiceProcess(tmp_path, *CONSUMER, "--consumer", "ranked=clicks")
     with service, Trainer(service.grpc, [WIDE]) as trainer:
         admin_of(service).update_consumer("ranked", Policy(top_k=100_000))
         with follow(service, "ranked", "p", NumpyTarget()) as replica:

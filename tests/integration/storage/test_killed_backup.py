@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from tests.support.command import deltasync
-from tests.support.data_directory import TOKEN
 from tests.support.fleet import WAIT, Trainer, admin_of, follow
 from tests.support.process import ServiceProcess
 from tests.support.server import RunningService
@@ -185,7 +184,7 @@ def is_backed_up(service: ServiceProcess, folder: Path) -> bool:
 
 def test_a_service_that_is_killed_while_it_makes_a_backup_goes_on_afterwards(tmp_path: Path) -> None:
     """Nothing of it is left in its own directory, and the next backup takes the place."""
-    target, arguments = NumpyTarget(), ("--consumer", "predictors=clicks", "--admin-token", TOKEN)
+    target, arguments = NumpyTarget(), ("--consumer", "predictors=clicks")
     service, folder = ServiceProcess(tmp_path / "data", *arguments), tmp_path / "backup"
     with service, Trainer(service.grpc) as trainer:
         trainer.publish_all()

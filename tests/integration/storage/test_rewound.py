@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.data_directory import TOKEN
 from tests.support.fleet import TABLES, WAIT, Recorder, Trainer, admin_of, follow, wait_for_lag
 from tests.support.metrics import samples_of
 from tests.support.process import ServiceProcess
@@ -129,7 +128,7 @@ def _have_everything(lag: dict[str, Any]) -> bool:
 def test_nobody_keeps_what_was_discarded(tmp_path: Path, go_back: GoBack, published: int) -> None:
     """Those who come back find a head that is older than what they hold, as old, and newer."""
     fleet, folder = Fleet(), tmp_path / "service"
-    service = ServiceProcess(folder, "--consumer", "plain=clicks", "--admin-token", TOKEN)
+    service = ServiceProcess(folder, "--consumer", "plain=clicks")
     _past(service, fleet, tmp_path)
     discarded = {name: fleet.tables(name) for name in fleet.targets}
     go_back(tmp_path, folder)
@@ -165,7 +164,7 @@ def test_nobody_keeps_what_was_discarded(tmp_path: Path, go_back: GoBack, publis
 def test_who_holds_what_was_not_discarded_goes_on(tmp_path: Path, go_back: GoBack) -> None:
     """Whatever the history is called now, and with rows in proportion to what was published since."""
     fleet, folder = Fleet(), tmp_path / "service"
-    service = ServiceProcess(folder, "--consumer", "plain=clicks", "--admin-token", TOKEN)
+    service = ServiceProcess(folder, "--consumer", "plain=clicks")
     with service:
         admin_of(service).create_consumer("ranked", "clicks", TOP)
         followers = fleet.start(service)

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from tests.support.fleet import WAIT, Recorder, Trainer, admin_of, follow, wait_for_lag, wait_until_in_sync
 from tests.support.process import ServiceProcess
-from tests.support.server import TOKEN
 
 from deltasync.client import Position, Subscriber, TableSpec
 from deltasync.core.policy import Policy
@@ -109,7 +108,7 @@ class Fleet:
 
 def kill_and_follow(folder: Path, kills: int, seed: int, flush_bytes: int, *, private: bool) -> None:
     moments = random.Random(seed)
-    arguments = ("--admin-token", TOKEN, "--flush-bytes", str(flush_bytes))
+    arguments = ("--flush-bytes", str(flush_bytes))
     with ServiceProcess(folder / "data", *arguments, private=private) as service, ExitStack() as stack:
         for name, policy in POLICIES.items():
             admin_of(service).create_consumer(name, "clicks", policy)

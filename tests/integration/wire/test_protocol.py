@@ -7,7 +7,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.support.fleet import USER, WAIT, Trainer, admin_of
-from tests.support.server import RunningService
+from tests.support.server import TOKEN, RunningService
 from tests.support.wire import ReplicaStream
 
 from deltasync.client import (
@@ -79,7 +79,7 @@ def test_a_call_is_refused_whatever_it_holds(
     running: RunningService, number: str, code: grpc.StatusCode, words: str
 ) -> None:
     """A stream is even before its first message, and a message that only a newer side could read is not read."""
-    metadata = (("deltasync-protocol", number),)
+    metadata = (("deltasync-protocol", number), ("authorization", f"Bearer {TOKEN}"))
     with grpc.insecure_channel(running.grpc) as channel:
         create: Any = channel.unary_unary("/deltasync.v1.AdminService/CreateConsumer")
         assert refusal(lambda: create(b"\xff", timeout=WAIT, metadata=metadata)) == (code, words)

@@ -57,7 +57,7 @@ def check_replicas(folder: Path) -> None:
 
 
 def test_clients_of_before_work_with_the_service_of_today(before: Path, tmp_path: Path) -> None:
-    with ServiceProcess(tmp_path / "data", "--admin-token", TOKEN) as service:
+    with ServiceProcess(tmp_path / "data") as service:
         files = hold_conversation(service, tmp_path / "out", before, "delivered")
     assert all(file is None or Path(file).is_relative_to(before) for file in files.values()), files
     assert "deltasync.client.connection" in files
@@ -65,7 +65,7 @@ def test_clients_of_before_work_with_the_service_of_today(before: Path, tmp_path
 
 
 def test_clients_of_today_work_with_the_service_of_before(before: Path, tmp_path: Path) -> None:
-    with ServiceProcess(tmp_path / "data", "--admin-token", TOKEN, code=before) as service:
+    with ServiceProcess(tmp_path / "data", code=before) as service:
         assert "format" not in json.loads((service.data_dir / "endpoints.json").read_text())
         files = hold_conversation(service, tmp_path / "out", None, "in sync")
     assert not any(file and Path(file).is_relative_to(before) for file in files.values()), files

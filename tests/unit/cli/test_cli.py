@@ -7,6 +7,7 @@ from click.testing import CliRunner
 
 from deltasync.api import server
 from deltasync.api.server import ServerOptions
+from deltasync.api.tls_options import TlsOptions
 from deltasync.cli.endpoint_options import service_options
 from deltasync.cli.main import cli
 from deltasync.client import Endpoint
@@ -65,12 +66,21 @@ def test_every_setting_may_be_in_the_file(served: list[ServerOptions], tmp_path:
         http_port = 2
         consumer = ["a=m", "b=m2"]
         admin_token = "t"
+        roles = "roles.toml"
+        insecure = true
         log_max_bytes = 8_000_000
         flush_bytes = 3
         replica_retention_seconds = 4.5
         drain_seconds = 6
         max_norm_growth = 50
         poisoned = "quarantine"
+        tls_cert = "c.pem"
+        tls_key = "k.pem"
+        tls_client_ca = "ca.pem"
+        limit = ["models=5"]
+        [limits]
+        models = 6
+        streams = 7
         """
     )
     done = serve(env={"DELTASYNC_CONFIG": str(tmp_path / "c.toml")})
@@ -82,14 +92,18 @@ def test_every_setting_may_be_in_the_file(served: list[ServerOptions], tmp_path:
         "t",
         6,
     )
+    assert (options.roles, options.insecure) == (Path("roles.toml"), True)
     kept = options.service
     assert (kept.data_dir, kept.log_max_bytes, kept.flush_bytes) == (Path("/data"), 8_000_000, 3)
     assert kept.norm_limit == NormLimit(50.0, quarantine=True)
     assert kept.replica_retention_seconds == 4.5
+    assert options.tls == TlsOptions(cert=Path("c.pem"), key=Path("k.pem"), client_ca=Path("ca.pem"))
+    assert (kept.limits.models, kept.limits.streams) == (5, 7)
     settings = {option.name for option in cli.get_command(click.Context(cli), "serve").params}  # type: ignore[union-attr]
     assert settings - {"config"} == {
-        "data_dir", "host", "grpc_port", "http_port", "consumer", "admin_token", "log_max_bytes", "flush_bytes",
-        "replica_retention_seconds", "drain_seconds", "max_norm_growth", "poisoned",
+        "data_dir", "host", "grpc_port", "http_port", "consumer", "admin_token_file", "log_max_bytes",
+        "flush_bytes", "replica_retention_seconds", "drain_seconds", "max_norm_growth", "poisoned", "roles",
+        "insecure", "limit", "tls_cert", "tls_key", "tls_client_ca",
     }  # fmt: skip
 
 
@@ -111,7 +125,10 @@ def test_several_consumers_come_from_flags_or_the_environment(served: list[Serve
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("grcp_port = 1", "unknown setting 'grcp_port'; settings: admin_token, consumer, consumers, data_dir"),
+        (
+            "grcp_port = 1",
+            "unknown setting 'grcp_port'; settings: admin_token, admin_token_file, ",
+        ),
         ("grpc-port = 1", "unknown setting 'grpc-port'"),
         ("grpc_port = ", "c.toml: Invalid value"),
         ('grpc_port = "many"', "Invalid value for '--grpc-port'"),
@@ -133,6 +150,10 @@ def test_a_wrong_file_is_an_error_that_says_what(
     [
         (["--config", "/nowhere/c.toml"], "/nowhere/c.toml"),
         (["--consumer", "predictors"], "'predictors': expected NAME=MODEL"),
+        (["--limit", "streams"], "'streams': expected NAME=NUMBER"),
+        (["--limit", "streams=-1"], "'streams=-1': expected NAME=NUMBER"),
+        (["--limit", "streams=0"], "limit streams: 0, expected a whole number from 1 on"),
+        (["--limit", "colours=1"], "unknown limit 'colours'; limits: models"),
         (["--flush-bytes", "0"], "--flush-bytes"),
         (
             ["--flush-bytes", "9000000", "--log-max-bytes", "8000000"],

@@ -142,10 +142,10 @@ def run(*arguments: str, **environment: str) -> tuple[int, str]:
 
 def test_a_consumer_is_made_with_the_policy_of_the_flags(calls: list[tuple[Any, ...]]) -> None:
     flags = flags_of(EVERYTHING)
-    done = run("consumers", "create", "c", "--model", "m", *flags, "--admin-token", "t", service="s:1")
+    done = run("consumers", "create", "c", "--model", "m", *flags, service="localhost:1", admin_token="t")  # noqa: S106
     assert done == (0, f"consumer c follows model m: {EVERYTHING.words}\n")
-    assert calls == [("create", "s:1", "t", "c", "m", EVERYTHING)]
-    _, said = run("consumers", "create", "c", "--model", "held", "--admin-token", "t", service="s:1")
+    assert calls == [("create", "localhost:1", "t", "c", "m", EVERYTHING)]
+    _, said = run("consumers", "create", "c", "--model", "held", service="localhost:1", admin_token="t")  # noqa: S106
     assert said == "consumer c follows model held: paused since 1970-01-01T00:00:00Z by the service itself\n"
 
 

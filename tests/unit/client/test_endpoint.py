@@ -16,7 +16,7 @@ def test_an_address_alone_is_an_endpoint_without_rights() -> None:
 
 
 def test_an_endpoint_stays_what_it_is() -> None:
-    endpoint = Endpoint("h:1", "t", 2.0)
+    endpoint = Endpoint("localhost:1", "t", 2.0)
     assert Endpoint.of_grpc(endpoint) is endpoint
 
 
@@ -60,7 +60,6 @@ def test_no_time_is_refused(seconds: float) -> None:
     [
         (["lag", "c", "--http", "h:80"], "Error: service 'h:80': expected http://HOST:PORT"),
         (["consumers", "list", "--service", "nowhere"], "Error: service 'nowhere': expected HOST:PORT"),
-        (["consumers", "delete", "c", "--admin-token", "hush\n"], "Error: token: expected only printable ASCII"),
     ],
 )
 def test_the_command_line_refuses_what_is_no_endpoint(arguments: list[str], said: str) -> None:

@@ -1,4 +1,5 @@
 import re
+from typing import Any
 
 import grpc
 import pytest
@@ -11,11 +12,11 @@ from deltasync.wire import error_codes as api
 KINDS = [kind for kind in DeltasyncError.__subclasses__() if kind.__module__ == errors.__name__]
 
 
-class Failed(grpc.RpcError, grpc.Call):  # type: ignore[misc]
+class Failed(grpc.RpcError, grpc.Call):
     """A failed call, as gRPC raises it."""
 
-    def __init__(self, code: grpc.StatusCode, details: str) -> None:
-        self._code, self._details = code, details
+    def __init__(self, code: grpc.StatusCode, details: str, name: str) -> None:
+        self._code, self._details, self._name = code, details, name
 
     def code(self) -> grpc.StatusCode:
         return self._code
@@ -23,9 +24,13 @@ class Failed(grpc.RpcError, grpc.Call):  # type: ignore[misc]
     def details(self) -> str:
         return self._details
 
+    def trailing_metadata(self) -> Any:
+        return ((api.ERROR_KEY, self._name),) if self._name else ()
 
-def failed(code: grpc.StatusCode, details: str) -> grpc.RpcError:
-    return type("Failed", (Failed,), {"__abstractmethods__": frozenset()})(code, details)  # type: ignore[no-any-return]
+
+def failed(code: grpc.StatusCode, details: str, name: str = "") -> grpc.RpcError:
+    kind = type("Failed", (Failed,), {"__abstractmethods__": frozenset()})
+    return kind(code, details, name)  # type: ignore[no-any-return]
 
 
 def test_the_tree_in_the_docstring_is_the_tree() -> None:
@@ -34,9 +39,9 @@ def test_the_tree_in_the_docstring_is_the_tree() -> None:
     assert drawn == [kind.__name__ for kind in KINDS]
 
 
-def test_every_error_has_a_code_and_a_status_of_its_own() -> None:
+def test_every_error_has_a_code_and_a_status() -> None:
     codes = [api.grpc_code(kind("why")) for kind in KINDS]
-    assert len(set(codes)) == len(KINDS)
+    assert len({api.http_status(kind("why")) for kind in KINDS if kind is not errors.Superseded}) == len(KINDS) - 1
     assert grpc.StatusCode.INTERNAL not in codes
     assert all(400 <= api.http_status(kind("why")) < 600 for kind in KINDS)
     assert (api.grpc_code(DeltasyncError()), api.http_status(DeltasyncError())) == (grpc.StatusCode.INTERNAL, 500)
@@ -44,10 +49,15 @@ def test_every_error_has_a_code_and_a_status_of_its_own() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_error_comes_back_as_what_it_was(kind: type[DeltasyncError]) -> None:
-    back = api.from_rpc_error(failed(api.grpc_code(kind("why")), "why"), "host:1")
+    back = api.from_rpc_error(failed(api.grpc_code(kind("why")), "why", kind.__name__), "host:1")
     assert type(back) is kind
     names_the_service = kind in (ServiceFailed, ServiceUnavailable)
     assert str(back) == ("host:1: why" if names_the_service else "why")
+
+
+def test_an_error_without_a_name_is_the_first_of_its_code() -> None:
+    back = api.from_rpc_error(failed(grpc.StatusCode.RESOURCE_EXHAUSTED, "why"), "host:1")
+    assert type(back) is errors.StorageFailed
 
 
 def test_other_failures_are_worth_another_try() -> None:
@@ -67,7 +77,7 @@ def test_a_message_over_the_limit_is_not_sent_again() -> None:
 
 def test_which_errors_are_final() -> None:
     again = {kind.__name__ for kind in KINDS if not api.is_final(kind())}
-    assert again == {"Superseded", "Damaged", "StorageFailed", "ServiceUnavailable"}
+    assert again == {"Superseded", "LimitReached", "Damaged", "StorageFailed", "ServiceUnavailable"}
 
 
 def test_invalid_input_and_not_found_are_what_python_calls_them() -> None:

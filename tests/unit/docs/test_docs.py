@@ -4,17 +4,20 @@ import importlib
 import re
 import shlex
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
 
 import click
 import pytest
 from click.testing import CliRunner
+from starlette.routing import Route
 from tests.support.documents import DOCUMENTS, EVERYTHING, README, ROOT, Document
 from tests.support.metrics import METRICS
 
 from deltasync.api.http import create_app
 from deltasync.cli.main import cli
 from deltasync.cli.serve import serve
+from deltasync.core.limits import LimitOptions
 
 VOCABULARY = (
     "model",
@@ -55,6 +58,19 @@ def test_every_command_is_documented() -> None:
     context = click.Context(cli)
     for name in cli.list_commands(context):
         assert f"`deltasync {name}" in EVERYTHING, name
+
+
+def test_the_table_of_limits_is_that_of_the_code() -> None:
+    service = (ROOT / "sync_service" / "README.md").read_text()
+    section = service.partition("\n### What peers may take\n")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `.*$", section, re.MULTILINE) == [
+        f"| `{each.name}` | {each.default:,} | {each.metadata['what']} | {_read_at(each.metadata)} |"
+        for each in fields(LimitOptions)
+    ]
+
+
+def _read_at(metadata: Mapping[str, object]) -> str:
+    return "start" if metadata["fixed"] else "SIGHUP"
 
 
 def _flags(command: click.Command) -> set[str]:
@@ -131,9 +147,10 @@ def test_the_vocabulary_is_defined(word: str) -> None:
 
 def test_every_route_is_documented() -> None:
     service = (ROOT / "sync_service" / "README.md").read_text()
-    documented = set(re.findall(r"`(?:GET|PUT|DELETE) (/[^`]*)`", service))
+    documented = set(re.findall(r"`(?:GET|PUT|POST|DELETE) (/[^`]*)`", service))
     app = create_app(None, None)  # type: ignore[arg-type]  # its routes are not called
-    routes = {path.replace("{", "<").replace("}", ">") for path in app.openapi()["paths"]}
+    paths = {*app.openapi()["paths"], *(each.path for each in app.routes if type(each) is Route)}
+    routes = {path.replace("{", "<").replace("}", ">") for path in paths}
     assert documented == routes
 
 

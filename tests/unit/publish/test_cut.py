@@ -1,4 +1,6 @@
 import itertools
+import re
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -117,10 +119,10 @@ def test_rows_of_embeddings_that_full_parts_do_not_name_are_to_go() -> None:
     add(top, 0, np.arange(3))
     cut.close(top, rows=3, full=True, step_end_unix_ns=1)
     cut.close(bottom, rows=0, full=False, step_end_unix_ns=1)
-    assert not cut.whole
+    assert not cut.whole()
     bottom = cut.begin(1, [BOTTOM], must_be_full=False)
     cut.close(bottom, rows=0, full=True, step_end_unix_ns=1)
-    assert cut.whole == ("user",)  # Nobody has shards of the other one.
+    assert cut.whole() == ("user",)  # Nobody has shards of the other one.
 
 
 def test_a_part_has_each_row_once_live_and_deletes_by_themselves() -> None:
@@ -173,8 +175,26 @@ def test_coverage_is_what_painting_the_shards_leaves_blank(shards: list[Shard]) 
     if painted.all():
         cut.check_coverage()
     else:
-        with pytest.raises(Contradiction, match="table 'user': rows"):
+        row, col = np.argwhere(~painted)[0]
+        with pytest.raises(Contradiction, match=rf"table 'user': rows {row} to \d+, columns {col} to ") as raised:
             cut.check_coverage()
+        end_row, end_col = map(int, re.findall(r" to (\d+)", str(raised.value)))
+        assert not painted[row : end_row + 1, col : end_col + 1].any()
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_shards_of_which_each_has_edges_of_its_own_take_no_room_for_every_pair(rows: int) -> None:
+    table = TableSpec("user", 4002, 4002)
+    cut = cut_of(1)
+    cut.announce([table])
+    cut.begin(0, [Shard(table, n, rows, n, 1 + n) for n in range(2000)], must_be_full=True)
+    tracemalloc.start()
+    try:
+        with pytest.raises(Contradiction, match="'user': rows 0 to"):
+            cut.check_coverage()
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20  # 16 MB, with a byte for each pair.
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_gap_is_named() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from deltasync.core.errors import StorageFailed
 from deltasync.publish.unwritten import UnwrittenChunks
+from deltasync.storage.write_queue import WriteQueue
 
 MIB = 1 << 20
 
@@ -21,7 +22,7 @@ def added(chunks: UnwrittenChunks, count: int, size: int) -> list[Future[None]]:
 @pytest.mark.parametrize(("count", "size"), [(16, MIB), (4096, 1)])
 def test_so_many_are_not_waited_for_and_with_one_more_the_first_is(count: int, size: int) -> None:
     async def scenario() -> None:
-        chunks = UnwrittenChunks()
+        chunks = UnwrittenChunks(WriteQueue())
         first, *_ = added(chunks, count, size)
         await asyncio.wait_for(chunks.wait_for_room(), 20)
         added(chunks, 1, size)
@@ -38,7 +39,7 @@ def test_so_many_are_not_waited_for_and_with_one_more_the_first_is(count: int, s
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_write_that_failed_is_told_by_who_waits_for_it(at_once: bool) -> None:
     async def scenario() -> None:
-        chunks = UnwrittenChunks()
+        chunks = UnwrittenChunks(WriteQueue())
         failed, *_ = added(chunks, 17, MIB)
         if not at_once:
             asyncio.get_running_loop().call_soon(failed.set_exception, StorageFailed("full"))
@@ -52,10 +53,37 @@ def test_a_write_that_failed_is_told_by_who_waits_for_it(at_once: bool) -> None:
 
 def test_what_is_taken_is_no_longer_counted() -> None:
     async def scenario() -> None:
-        chunks = UnwrittenChunks()
+        chunks = UnwrittenChunks(WriteQueue())
         writes = added(chunks, 16, MIB)
         assert chunks.take() == tuple(writes)
         added(chunks, 16, MIB)
         await asyncio.wait_for(chunks.wait_for_room(), 20)
+
+    asyncio.run(scenario())
+
+
+def test_while_the_log_has_too_much_of_all_streams_one_that_submits_waits_for_what_it_has_there() -> None:
+    """And for nothing else: what others have there may be what only it can bring to its end."""
+
+    async def scenario() -> None:
+        queue = WriteQueue(most_bytes=MIB)
+        streams = [UnwrittenChunks(queue) for _ in range(2)]
+        writes = list[Future[None]]()
+        for each in streams:
+            writes.append(queue.submit(lambda _: None, MIB, patient=True))
+            each.add(writes[-1], MIB)
+        batch, _ = queue.take()
+        assert [each.done for each in batch] == writes  # Though they are patient.
+        second = asyncio.create_task(streams[1].wait_for_room())
+        await asyncio.sleep(0)
+        assert not second.done()
+        writes[1].set_result(None)
+        await asyncio.wait_for(second, 20)  # The queue is full still.
+        assert queue.full
+        first = asyncio.create_task(streams[0].wait_for_room())
+        queue.end(batch)
+        writes[0].set_result(None)
+        await asyncio.wait_for(first, 20)
+        assert not queue.full
 
     asyncio.run(scenario())

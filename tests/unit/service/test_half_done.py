@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from tests.support.local_service import publish, run
 
-from deltasync.api.reload import reload_on
+from deltasync.api.reload import Reloaded, reload_on
 from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.core.errors import StorageFailed
+from deltasync.core.limits import LimitOptions
 from deltasync.core.policy import Policy
 from deltasync.service.brake import Brake
 from deltasync.service.service import Service
@@ -68,7 +69,8 @@ def test_a_configuration_that_is_taken_over_in_part_is_not_said_to_change_nothin
         return put(log, name, *arguments, **fields)
 
     async def scenario(service: Service) -> None:
-        wanted = [ConsumerOptions(name, "clicks", Policy()) for name in ("first", "second")]
+        consumers = tuple(ConsumerOptions(name, "clicks", Policy()) for name in ("first", "second"))
+        wanted = Reloaded(consumers, LimitOptions())
         reloading = asyncio.Event()
         reloads = asyncio.create_task(reload_on(reloading, service, lambda: wanted))
         monkeypatch.setattr(LmdbStore, "put", full)

@@ -255,7 +255,7 @@ def test_an_offset_that_could_not_be_kept_is_reported(
     async def scenario(service: Service) -> None:
         consumer = await service.registry.create("c", "clicks", Policy())
         with monkeypatch.context() as patch:
-            patch.setattr(LmdbStore, "put", fails)
+            patch.setattr(LmdbStore, "put_all", fails)
             replica = service.registry.connect(consumer, "p", asyncio.Event())
             service.registry.acknowledge(consumer, replica, Position("h", 3))
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import lmdb
 import pytest
 from tests.support.damage import flipped
+from tests.support.log import held_up
 
 from deltasync.core.errors import StorageFailed
-from deltasync.storage import lmdb_store
+from deltasync.storage import write_queue
 from deltasync.storage.lmdb_records import key_of
 from deltasync.storage.lmdb_store import LmdbStore
 from deltasync.storage.log_store import LogOptions
@@ -154,33 +155,19 @@ def test_rows_leave_room_to_delete_them(tmp_path: Path) -> None:
     log.close()
 
 
-def test_a_write_that_does_not_fit_takes_no_other_with_it(
-    options: LogOptions, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_that_does_not_fit_takes_no_other_with_it(log: LmdbStore) -> None:
     """Else a rank that begins its part anew could never drop what fills the log: both are committed together."""
-    begun, go = threading.Event(), threading.Event()
-    gather = LmdbStore._gather
-
-    def held_back(self: LmdbStore) -> object:
-        begun.set()
-        assert go.wait(TIMEOUT)
-        return gather(self)
-
-    monkeypatch.setattr(LmdbStore, "_gather", held_back)
-    log = LmdbStore(options)
-    assert begun.wait(TIMEOUT)
-    writes = [
-        log.put("before", b""),
-        log.append("m", 1, 0, 0, bytes(7 << 20)),
-        log.append("m", 1, 0, 1, bytes(7 << 20)),
-        log.put("after", b""),
-    ]
-    go.set()
+    with held_up(log):
+        writes = [
+            log.put("before", b""),
+            log.append("m", 1, 0, 0, bytes(7 << 20)),
+            log.append("m", 1, 0, 1, bytes(7 << 20)),
+            log.put("after", b""),
+        ]
     failures = [write.exception(TIMEOUT) for write in writes]
     assert isinstance(failures.pop(2), StorageFailed)
     assert failures == [None, None, None]
     assert list(log.items("")) == ["after", "before"]
-    log.close()
 
 
 @pytest.mark.parametrize(
@@ -189,8 +176,8 @@ def test_a_write_that_does_not_fit_takes_no_other_with_it(
 def test_what_gathers_during_a_commit_is_committed_at_once_up_to_a_bound(
     size: int, operations: int, expected: list[int], options: LogOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lmdb_store, "_COMMIT_BYTES", 4096)
-    monkeypatch.setattr(lmdb_store, "_COMMIT_OPERATIONS", operations)
+    monkeypatch.setattr(write_queue, "_COMMIT_BYTES", 4096)
+    monkeypatch.setattr(write_queue, "_COMMIT_OPERATIONS", operations)
     batches: list[int] = []
     begun, go = threading.Event(), threading.Event()
     commit = LmdbStore._commit
@@ -219,18 +206,14 @@ def test_one_write_that_fails_costs_the_many_beside_it_few_commits(log: LmdbStor
     failed.set_exception(StorageFailed("told before"))
     log.put("before", b"x").result(TIMEOUT)
     before = log._env.info()["last_txnid"]
-    with log._submitting:  # So that all of them are submitted together.
-        batch = [_submitted(log, number, [failed] if number == 300 else []) for number in range(1000)]
-    log._queue.put(batch)
-    errors = [done.exception(TIMEOUT) for _, done, _ in batch]
+    with held_up(log):
+        batch = [
+            log.append("m", 1, 0, number, b"x", after=[failed] if number == 300 else []) for number in range(1000)
+        ]
+    errors = [done.exception(TIMEOUT) for done in batch]
     assert [number for number, error in enumerate(errors) if error] == [300]
     assert len(numbers(log, "m")) == 999
     assert log._env.info()["last_txnid"] - before <= 20
-
-
-def _submitted(log: LmdbStore, number: int, after: list["Future[None]"]) -> lmdb_store._Submitted:
-    key = key_of("m", 1, 0, number)
-    return (lambda txn: log._append(txn, key, (b"x",), after)), Future(), 1
 
 
 def test_what_is_written_is_not_kept_in_memory(log: LmdbStore) -> None:

@@ -227,6 +227,20 @@ def test_writes_are_done_in_the_order_they_were_given(log: LogStore) -> None:
     assert log.items("n") == {"": b"99"}
 
 
+def test_small_records_that_are_put_together_are_there_together_in_a_full_log_too(opened: Opener) -> None:
+    log = opened()
+    log.put("a", b"1").result(TIMEOUT)
+    while log.append("s", 1, 0, log.used_bytes(), bytes(100_000)).exception(TIMEOUT) is None:
+        pass
+    log.put_all({"a": None, "b": b"2", "never": None, "c": b""}).result(TIMEOUT)
+    log.put_all({"b": b"3"})
+    log.put_all({}).result(TIMEOUT)
+    log.close()
+    log = opened()
+    assert log.items("") == {"b": b"3", "c": b""}
+    log.close()
+
+
 def test_bytes_in_use_grow_and_shrink(log: LogStore) -> None:
     empty = log.used_bytes()
     log.append("s", 1, 0, 0, bytes(1 << 20)).result(TIMEOUT)

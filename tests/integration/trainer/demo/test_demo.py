@@ -1,6 +1,8 @@
 """`deltasync demo`, small, with the service killed in the middle."""
 
 import json
+import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -47,6 +49,24 @@ def test_rows_are_equal_after_micro_batches_of_tensordicts_although_the_service_
     assert report["rows_published"] > 0
     assert report["steps"] == 95
     assert report["events_evaluated"] == 6018 - 6018 // 2
+
+
+@pytest.mark.slow
+def test_everything_runs_with_mutual_tls_and_roles(tmp_path: Path) -> None:
+    found = tmp_path / "demo.json"
+    done = run_program(*COMMAND, *SMALL, "--events", "3000", "--secure", "--keep", "--json", str(found))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert json.loads(found.read_text())["rows_equal"] is True
+    assert "deltasync lag predictors --endpoint " in done.stdout
+    (folder,) = re.findall(r"^logs and results: (.+)$", done.stdout, re.MULTILINE)
+    log, keys = (Path(folder) / "service.log").read_text(), list(Path(folder).rglob("*-key.pem"))
+    modes = {path.stat().st_mode & 0o777 for path in (*keys, Path(folder) / "status-token")}
+    token = (Path(folder) / "status-token").read_text()
+    shutil.rmtree(folder)
+    assert "http=https://" in log
+    assert "role=admin name=admin " in log
+    assert (len(keys), modes) == (5, {0o600})
+    assert token not in log + done.stdout + done.stderr
 
 
 @pytest.mark.slow

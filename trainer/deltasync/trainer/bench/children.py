@@ -55,9 +55,9 @@ class Children:
         self.processes = Processes(Path(self._folder.name))
         self._peers: list[Peer] = []
 
-    def service(self, *arguments: str) -> Service:
+    def service(self, *arguments: str, admin_token: str = "") -> Service:
         """Start a service."""
-        return Service(self.processes, list(arguments))
+        return Service(self.processes, list(arguments), admin_token)
 
     def peer(self, *arguments: str) -> Peer:
         """Start a peer."""

@@ -65,11 +65,13 @@ def _add(name: str, says: str, module: str | None = None) -> None:
 
 
 _add("publish", "Throughput from a trainer's publish to a replica's rows, against a bare gRPC stream.")
+_add("tls", "Throughput from a trainer's publish to a replica's rows with mutual TLS, over that without.")
 _add(
     "freshness",
     "Time from a trainer's publish of a small cut to a replica's rows, against two bare gRPC hops and one write.",
 )
 _add("fanout", "CPU time of the service for forty replicas of one consumer, against one replica.")
+_add("acks", "Time of a seal while 200 replicas acknowledge, against the same without any.")
 _add("memory", "What the service holds beside its tables and stamps.")
 _add("release", "Time of a release by a consumer's policy, against NumPy's gathers and norms of the same rows.")
 _add("apply", "Time to apply changed rows, in the service and in a replica, against a bare NumPy scatter.")

@@ -197,7 +197,7 @@ def running_fleet(
     """A service with a consumer of each policy, and a replica of each, so many in a process."""
     token = secrets.token_hex()
     with Children() as children:
-        service = children.service("--admin-token", token)
+        service = children.service(admin_token=token)
         for name, policy in policies.items():
             Admin(Endpoint(service.grpc, token)).create_consumer(name, _MODEL, policy)
         names, size = tuple(policies), replicas_of_a_process

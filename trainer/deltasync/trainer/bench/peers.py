@@ -4,13 +4,14 @@
     python -m deltasync.trainer.bench.peers clock SERVICE          the same, which knows when it has applied what
     python -m deltasync.trainer.bench.peers fleet SERVICE NAME...  a replica of each of these consumers
     python -m deltasync.trainer.bench.peers twins SERVICE FIRST N  so many replicas of one, numbered from the first
+    python -m deltasync.trainer.bench.peers acks SERVICE N SECONDS  so many of one that only acknowledge
     python -m deltasync.trainer.bench.peers echo                   a bare gRPC server that sends back what comes
     python -m deltasync.trainer.bench.peers sink                   a bare gRPC server that counts a stream
     python -m deltasync.trainer.bench.peers source SINK ROWS DIM   a bare gRPC client that sends rows to a sink
     python -m deltasync.trainer.bench.peers scraper URL            one who asks for a service's status
 
-Each answers a line on its standard input with a line. `tuned-sink` and `tuned-source` keep freed memory, as
-the service and the replica do.
+Each answers a line on its standard input with a line. The replica's SERVICE may be the file of an endpoint.
+`tuned-sink` and `tuned-source` keep freed memory, as the service and the replica do.
 """
 
 import asyncio
@@ -25,9 +26,10 @@ from typing import Any
 import grpc.aio
 import numpy as np
 
-from deltasync.client import NumpyTarget, Release, Subscriber, SubscriberOptions, TableSpec
+from deltasync.client import Endpoint, NumpyTarget, Release, Subscriber, SubscriberOptions, TableSpec
 from deltasync.core.process import keep_freed_memory
 from deltasync.core.rows import Ids, RowBatch, Values
+from deltasync.trainer.bench.acking_fleet import acking_fleet
 from deltasync.trainer.bench.echo import serve_echo
 from deltasync.trainer.bench.scraper import scraper
 from deltasync.v1 import publish_pb2, publish_pb2_grpc, tables_pb2
@@ -93,7 +95,8 @@ def _requests(ids: Any, values: Any, answered: "queue.SimpleQueue[None]") -> Ite
 
 def replica(service: str) -> None:
     """Follow consumer "bench"; at every line, wait for the version it names."""
-    options = SubscriberOptions(service=service, consumer="bench", replica="bench", max_outstanding_bytes=64 << 20)
+    where = Endpoint.from_file(service) if service.endswith(".toml") else service
+    options = SubscriberOptions(service=where, consumer="bench", replica="bench", max_outstanding_bytes=64 << 20)
     with Subscriber(options, NumpyTarget()) as subscriber:
         _answer("ready")
         for line in sys.stdin:
@@ -200,6 +203,8 @@ def main(role: str, *arguments: str) -> None:
         replica(arguments[0])
     elif role == "clock":
         clock(arguments[0])
+    elif role == "acks":
+        asyncio.run(acking_fleet(arguments[0], int(arguments[1]), float(arguments[2])))
     elif role == "echo":
         asyncio.run(serve_echo())
     elif role == "twins":

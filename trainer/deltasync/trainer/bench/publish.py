@@ -25,10 +25,10 @@ from deltasync.trainer.bench.process import cpu_seconds
 ROWS, DIM, CUTS = 1_000_000, 64, 20
 # The first rounds touch every page of tables and log for the first time.
 WARM_UP, ROUNDS = 3, 9
-_TABLE = TableSpec("bench", ROWS, DIM)
+TABLE = TableSpec("bench", ROWS, DIM)
 
 
-class _Turn(NamedTuple):
+class Turn(NamedTuple):
     """What it took to carry all rows once: seconds, and CPU seconds of some processes."""
 
     seconds: float
@@ -47,44 +47,47 @@ def run(console: Console) -> dict[str, Any]:
         options = PublisherOptions(
             service=service.grpc, model="bench", run="bench", run_started_unix_ns=time.time_ns()
         )
-        with Publisher(options, [_TABLE], [Shard.whole(_TABLE)]) as publisher:
-            _publish(publisher, values, step=1, cuts=1)
-            path = _timed([service.pid], lambda n: _path(publisher, replica.ask, values, n))
+        with Publisher(options, [TABLE], [Shard.whole(TABLE)]) as publisher:
+            publish_rows(publisher, values, step=1, cuts=1)
+            path = timed([service.pid], lambda n: publish_to_applied(publisher, replica.ask, values, n))
             rounds = [(path(number), bare(number), tuned(number)) for number in range(WARM_UP + ROUNDS)]
     return _report(console, rounds[WARM_UP:])
 
 
-def _stream(children: Children, kind: str) -> Callable[[int], _Turn]:
+def _stream(children: Children, kind: str) -> Callable[[int], Turn]:
     """A bare stream between two processes: sends all rows when called."""
     sink = children.peer(f"{kind}sink")
     source = children.peer(f"{kind}source", sink.read(), str(ROWS), str(DIM))
-    return _timed([sink.process.pid, source.process.pid], lambda _: float(source.ask("go")))
+    return timed([sink.process.pid, source.process.pid], lambda _: float(source.ask("go")))
 
 
-def _timed(pids: list[int], seconds_of: Callable[[int], float]) -> Callable[[int], _Turn]:
+def timed(pids: list[int], seconds_of: Callable[[int], float]) -> Callable[[int], Turn]:
     """A function that does a turn, and takes the CPU time of some processes with it."""
 
-    def turn(number: int) -> _Turn:
+    def turn(number: int) -> Turn:
         before = sum(map(cpu_seconds, pids))
         seconds = seconds_of(number)
-        return _Turn(seconds, sum(map(cpu_seconds, pids)) - before)
+        return Turn(seconds, sum(map(cpu_seconds, pids)) - before)
 
     return turn
 
 
-def _path(publisher: Publisher, ask: Callable[[str], str], values: NDArray[Any], number: int) -> float:
-    """Seconds from the first publish to all rows applied in the replica."""
+def publish_to_applied(
+    publisher: Publisher, ask: Callable[[str], str], values: NDArray[Any], number: int
+) -> float:
+    """Seconds from the first publish to all rows applied in the replica that `ask` asks, in a numbered round."""
     started = time.perf_counter()
-    position = _publish(publisher, values, step=2 + number * CUTS, cuts=CUTS)
+    position = publish_rows(publisher, values, step=2 + number * CUTS, cuts=CUTS)
     ask(str(position.number))
     return time.perf_counter() - started
 
 
-def _publish(publisher: Publisher, values: NDArray[Any], *, step: int, cuts: int) -> Position:
+def publish_rows(publisher: Publisher, values: NDArray[Any], *, step: int, cuts: int) -> Position:
+    """Publish all rows ([ROWS, DIM] float32) in so many cuts, from a step on; the position of the last."""
     sealed: Future[Position] | None = None
     for number in range(cuts):
         ids = np.arange(number, ROWS, cuts)
-        rows = [RowBatch.of_table(_TABLE, ids, np.take(values, ids, axis=0, mode="clip"))]
+        rows = [RowBatch.of_table(TABLE, ids, np.take(values, ids, axis=0, mode="clip"))]
         if sealed:
             sealed.result()
         part = Part(step=step + number, step_end_unix_ns=time.time_ns(), rows=rows, full=cuts == 1)
@@ -94,8 +97,8 @@ def _publish(publisher: Publisher, values: NDArray[Any], *, step: int, cuts: int
     return sealed.result()
 
 
-def _report(console: Console, rounds: list[tuple[_Turn, _Turn, _Turn]]) -> dict[str, Any]:
-    size = ROWS * _TABLE.row_bytes / 1e9
+def _report(console: Console, rounds: list[tuple[Turn, Turn, Turn]]) -> dict[str, Any]:
+    size = ROWS * TABLE.row_bytes / 1e9
     path, bare, tuned = (
         size / statistics.median(turn.seconds for turn in column) for column in zip(*rounds, strict=True)
     )

@@ -137,7 +137,7 @@ class SizedTable:
 def _served(spec: TableSpec, policy: Policy) -> Iterator[SizedTable]:
     token = secrets.token_hex()
     with Children() as children:
-        service = children.service("--admin-token", token)
+        service = children.service(admin_token=token)
         Admin(Endpoint(service.grpc, token)).create_consumer(_MODEL, _MODEL, policy)
         replica = children.peer("fleet", service.grpc, _MODEL)
         replica.read()

@@ -50,6 +50,9 @@ _TABLES = ("int8", "int4")
     default=None,
     help="Kill the service with SIGKILL at this share of the steps.",
 )
+@click.option(
+    "--secure", is_flag=True, help="Mutual TLS and roles: every process with a certificate or a token of its own."
+)
 @click.option("--keep", is_flag=True, help="Keep the folder of logs and results.")
 @click.option(
     "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the report here."

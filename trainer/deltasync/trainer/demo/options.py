@@ -40,6 +40,7 @@ class DemoOptions:
         kill_service_at: kill the service with SIGKILL at this share of the steps; None = never.
         keep: keep the folder of logs and results.
         policy: what the replicas are given.
+        secure: have everything speak mutual TLS, and show who it is.
     """
 
     stream: StreamOptions
@@ -49,6 +50,7 @@ class DemoOptions:
     kill_service_at: float | None = None
     keep: bool = False
     policy: Policy = field(default_factory=Policy)
+    secure: bool = False
 
     @property
     def fleets(self) -> list[Fleet]:

@@ -134,9 +134,14 @@ class Service:
 
     NAME = "service"
 
-    def __init__(self, processes: Processes, arguments: list[str]) -> None:
+    def __init__(self, processes: Processes, arguments: list[str], admin_token: str = "") -> None:
         self._processes = processes
         self._arguments = arguments
+        if admin_token:
+            path = processes.folder / "admin-token"
+            path.touch(0o600)
+            path.write_text(admin_token)
+            self._arguments = [*arguments, "--admin-token-file", str(path)]
         self._data = processes.folder / "data"
         self.restarts = 0
         warm()  # Here, where nobody waits for it to listen, and once for all that are started later.

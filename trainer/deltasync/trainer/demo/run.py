@@ -1,6 +1,5 @@
 """The demo from its first process to its last."""
 
-import secrets
 import shutil
 import tempfile
 import time
@@ -11,12 +10,13 @@ from typing import Any
 
 from rich.console import Console
 
-from deltasync.client import Admin, Endpoint
+from deltasync.client import Admin
 from deltasync.client.status import fetch_lag
 from deltasync.core.errors import DeltasyncError, InvalidInput, ServiceUnavailable
 from deltasync.trainer.clicks.stream import open_stream
 from deltasync.trainer.clicks.stream_options import StreamOptions
 from deltasync.trainer.clicks.training_options import TrainingOptions, why_not_shared
+from deltasync.trainer.demo.credentials import ADMIN, STATUS, TRAINER, Credentials, Plain, Secure
 from deltasync.trainer.demo.options import DemoOptions, Fleet
 from deltasync.trainer.demo.processes import DemoFailed, Processes, Service
 from deltasync.trainer.demo.progress import DemoProgress
@@ -153,13 +153,14 @@ class _DemoRun:
         self._half = (options.stream.events or 0) // 2
         self._steps = -(-(self._stream.events or 0) // self._stream.batch_size)
         self._killed = False
+        self._credentials: Credentials = Secure(folder, MODEL, fleets) if options.secure else Plain()
 
     def run(self, until: frozenset[str]) -> int:
         """Run all processes to their end; how often the service was started again."""
         with Processes(self._folder) as processes, DemoProgress(self._console, self._steps) as progress:
             service = self._start_service(processes, progress)
-            self._start_trainer(processes, service.grpc)
-            self._start_replicas(processes, service.grpc)
+            self._start_trainer(processes)
+            self._start_replicas(processes)
             progress.say("starting the trainer and the replicas, and waiting until these hold its first model")
             self._await(processes, service, IN_SYNC, _READY_SECONDS)
             (self._folder / "start.new").write_text(str(time.time() + _HEAD_START_SECONDS))
@@ -174,26 +175,28 @@ class _DemoRun:
         return service.restarts
 
     def _start_service(self, processes: Processes, progress: DemoProgress) -> Service:
-        token = secrets.token_hex()
-        service = Service(processes, ["--admin-token", token])
+        service = self._credentials.start(processes)
         for fleet in self._fleets:
-            Admin(Endpoint(service.grpc, token)).create_consumer(fleet.consumer, MODEL, fleet.policy)
+            Admin(self._credentials.endpoint(ADMIN)).create_consumer(fleet.consumer, MODEL, fleet.policy)
         progress.say(f"service: pid {service.pid}, gRPC on {service.grpc}; try meanwhile")
-        progress.say(f"  curl {service.http}/consumers/{self._fleets[0].consumer}/lag")
+        lag, asking = self._fleets[0].consumer, self._credentials.arguments(STATUS)
+        secure = f"  deltasync lag {lag} {' '.join(asking)}"
+        progress.say(secure if self._options.secure else f"  curl {service.http}/consumers/{lag}/lag")
         return service
 
-    def _start_trainer(self, processes: Processes, service: str) -> None:
+    def _start_trainer(self, processes: Processes) -> None:
         torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(self._options.ranks)]
-        publish = ["--service", service, "--model", MODEL, "--publish-every", str(self._options.publish_every)]
+        publish = ["--model", MODEL, "--publish-every", str(self._options.publish_every)]
+        publish += self._credentials.arguments(TRAINER)
         results = ["--results", str(self._folder)]
         how = [*self._stream.arguments(), *self._options.training.arguments()]
         processes.start("trainer", [*torchrun, "-m", "deltasync.trainer.train", *publish, *results, *how])
 
-    def _start_replicas(self, processes: Processes, service: str) -> None:
+    def _start_replicas(self, processes: Processes) -> None:
         results = ["--results", str(self._folder)]
         for fleet in self._fleets:
             for name in fleet.replicas:
-                subscribe = ["--service", service, "--consumer", fleet.consumer, "--replica", name]
+                subscribe = ["--consumer", fleet.consumer, "--replica", name, *self._credentials.arguments(name)]
                 command = self._predictor(fleet) if fleet.serves else self._replica(name)
                 processes.start(name, [*command, *subscribe, *results])
         if self._served:
@@ -257,7 +260,8 @@ class _DemoRun:
         for name in ("trainer", *self._followers):
             processes.running(name)
         try:
-            return [fetch_lag(service.http, fleet.consumer) for fleet in self._fleets]
+            status = self._credentials.endpoint(STATUS)
+            return [fetch_lag(status, fleet.consumer) for fleet in self._fleets]
         except ServiceUnavailable:
             return []
 

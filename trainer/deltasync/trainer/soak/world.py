@@ -147,7 +147,10 @@ class World:
     def configure(self, policy: Policy) -> None:
         """Write the service's configuration, a consumer with a policy: read at a start, and on SIGHUP."""
         top_k = f"top_k = {policy.top_k}\n" if policy.top_k else ""
-        replace_file(self._configuration, f'[consumers.{CONFIGURED}]\nmodel = "{PAIR}"\n{top_k}')
+        replace_file(
+            self._configuration,
+            f'admin_token = "{self._token}"\n[consumers.{CONFIGURED}]\nmodel = "{PAIR}"\n{top_k}',
+        )
 
     def policies(self) -> dict[str, Policy]:
         """The consumers' policies, as the service has them."""
@@ -291,7 +294,7 @@ class World:
     def _service_command(self) -> list[str]:
         fuse = self.fuse(SERVICE)
         ports = ["--grpc-port", self.grpc.rpartition(":")[2], "--http-port", self._http.rpartition(":")[2]]
-        serve = ["serve", "--data-dir", str(self.data_dir), "--admin-token", self._token, *ports]
+        serve = ["serve", "--data-dir", str(self.data_dir), *ports]
         settings = ["--flush-bytes", str(_FLUSH_BYTES), "--max-norm-growth", str(_MOST_GROWTH)]
         config = ["--config", str(self._configuration)]
         return ["deltasync.trainer.soak.fuse", str(fuse), "deltasync", *serve, *settings, *config]

@@ -1,0 +1,102 @@
+"""Which role every gRPC call and every HTTP route needs. What is not in the table needs `admin`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deltasync.core.access import Role
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a call or a route needs.
+
+    Attributes:
+        role: None = nothing: anyone may make it.
+        of: what in its first message names the model or the consumer that the role is needed for; empty if it is
+            needed for everything.
+    """
+
+    role: Role | None
+    of: str = ""
+
+    def name(self, message: Any) -> str | None:
+        """The name in a first message; None if it has none to have a role for."""
+        *outer, last = self.of.split(".")
+        for each in outer:
+            if not message.HasField(each):
+                return None
+            message = getattr(message, each)
+        return str(getattr(message, last)) if last else None
+
+
+_ANYONE, _READ, _ADMIN = Need(None), Need(Role.READ), Need(Role.ADMIN)
+
+CALLS: Mapping[str, Need] = {
+    "/deltasync.v1.PublishService/Publish": Need(Role.PUBLISH, "open.model"),
+    "/deltasync.v1.PublishService/Wanted": Need(Role.PUBLISH, "model"),
+    "/deltasync.v1.SubscribeService/Subscribe": Need(Role.SUBSCRIBE, "open.consumer"),
+    "/deltasync.v1.SubscribeService/Leave": Need(Role.SUBSCRIBE, "consumer"),
+    "/deltasync.v1.AdminService/ListConsumers": _READ,
+    "/deltasync.v1.AdminService/ListPendingDeletes": _READ,
+    "/deltasync.v1.AdminService/CreateConsumer": _ADMIN,
+    "/deltasync.v1.AdminService/UpdateConsumer": _ADMIN,
+    "/deltasync.v1.AdminService/DeleteConsumer": _ADMIN,
+    "/deltasync.v1.AdminService/PauseConsumer": _ADMIN,
+    "/deltasync.v1.AdminService/ResumeConsumer": _ADMIN,
+    "/deltasync.v1.AdminService/ForgetReplica": _ADMIN,
+    "/deltasync.v1.AdminService/DeleteModel": _ADMIN,
+    "/deltasync.v1.AdminService/DeleteTable": _ADMIN,
+    "/deltasync.v1.AdminService/DeleteRows": _ADMIN,
+    "/deltasync.v1.AdminService/Backup": _ADMIN,
+    "/deltasync.v1.AdminService/Inspect": _ADMIN,
+    "/grpc.health.v1.Health/Check": _ANYONE,
+    "/grpc.health.v1.Health/Watch": _ANYONE,
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _READ,
+}
+
+ROUTES: Mapping[tuple[str, str], Need] = {
+    ("GET", "/livez"): _ANYONE,
+    ("GET", "/readyz"): _ANYONE,
+    ("GET", "/consumers"): _READ,
+    ("GET", "/consumers/{name}/lag"): _READ,
+    ("GET", "/models"): _READ,
+    ("GET", "/tables"): _READ,
+    ("GET", "/deletes"): _READ,
+    ("GET", "/metrics"): _READ,
+    ("GET", "/docs"): _READ,
+    ("GET", "/docs/oauth2-redirect"): _READ,
+    ("GET", "/redoc"): _READ,
+    ("GET", "/openapi.json"): _READ,
+    ("PUT", "/consumers/{name}"): _ADMIN,
+    ("DELETE", "/consumers/{name}"): _ADMIN,
+    ("PUT", "/consumers/{name}/pause"): _ADMIN,
+    ("DELETE", "/consumers/{name}/pause"): _ADMIN,
+    ("DELETE", "/consumers/{name}/replicas/{replica}"): _ADMIN,
+    ("DELETE", "/models/{name}"): _ADMIN,
+    ("DELETE", "/models/{name}/tables/{table}"): _ADMIN,
+    ("POST", "/deletes"): _ADMIN,
+}
+
+
+def need_of_call(method: str) -> Need:
+    """What a gRPC call needs, by its full name: `/deltasync.v1.PublishService/Publish`."""
+    return CALLS.get(method, _ADMIN)
+
+
+def need_of_request(method: str, path: str) -> Need:
+    """What an HTTP request needs, by the path that it asks for, decoded."""
+    # Kinds of requests that browsers and probes make of what there is to GET.
+    method = "GET" if method in ("HEAD", "OPTIONS") else method
+    parts = path.split("/")
+    return next((need for (kind, route), need in ROUTES.items() if kind == method and _fits(parts, route)), _ADMIN)
+
+
+def _fits(parts: list[str], route: str) -> bool:
+    """Whether a path's parts are those of a route, whose names may be anything but nothing."""
+    wanted = route.split("/")
+    return len(parts) == len(wanted) and all(map(_fits_part, parts, wanted))
+
+
+def _fits_part(part: str, wanted: str) -> bool:
+    return bool(part) if wanted.startswith("{") else part == wanted

@@ -1,0 +1,45 @@
+"""How errors are answered over HTTP: all in one shape, and all in the OpenAPI document."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from deltasync.api.call_errors import error_response
+from deltasync.core.errors import DeltasyncError
+from deltasync.wire.error_codes import http_errors
+
+# Of a route, or a method of one, that there is not.
+_OF_ROUTES = {404: "NotFound", 405: "InvalidInput"}
+
+
+@dataclass(frozen=True)
+class ErrorBody:
+    """An error: its name, and what is wrong and what to do, in words."""
+
+    error: str
+    message: str
+
+
+def error_responses() -> dict[int | str, dict[str, Any]]:
+    """What any route may answer instead, for the OpenAPI document."""
+    named = {405: [_OF_ROUTES[405]]} | http_errors()
+    return {
+        status: {"model": ErrorBody, "description": " or ".join(names)} for status, names in sorted(named.items())
+    }
+
+
+def answer_errors(app: FastAPI) -> None:
+    """Have an application answer all errors that are raised on purpose."""
+
+    @app.exception_handler(DeltasyncError)
+    async def on_error(_request: Request, error: DeltasyncError) -> JSONResponse:
+        return error_response(error)
+
+    @app.exception_handler(HTTPException)
+    async def on_no_route(_request: Request, error: HTTPException) -> JSONResponse:
+        name = _OF_ROUTES.get(error.status_code, "InvalidInput")
+        text = f"{error.detail}: /openapi.json names all routes, and the methods of each"
+        return JSONResponse({"error": name, "message": text}, error.status_code, error.headers)

@@ -1,0 +1,90 @@
+"""`deltasync certs`."""
+
+import os
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import click
+import trustme
+
+from deltasync.cli.config import CONTEXT
+from deltasync.core.errors import InvalidInput
+from deltasync.core.names import check_name
+
+_SERVICE = "service"
+
+
+@click.command(context_settings=CONTEXT)
+@click.argument("folder", metavar="DIR", type=click.Path(file_okay=False, path_type=Path))
+@click.option(
+    "--host",
+    "hosts",
+    multiple=True,
+    default=("localhost", "127.0.0.1"),
+    metavar="NAME",
+    help="A name or an address by which clients reach the service. May be repeated.",
+)
+@click.option(
+    "--client",
+    "clients",
+    multiple=True,
+    metavar="NAME",
+    help="Who gets a certificate too. May be repeated.",
+)
+@click.option("--days", type=click.IntRange(1), default=30, help="For so long they are valid.")
+def certs(folder: Path, hosts: Sequence[str], clients: Sequence[str], days: int) -> None:
+    """Make a CA, and certificates of it for the service and its clients, for a try-out.
+
+    DIR gets ca.pem, which all sides trust, service.pem and service-key.pem, and NAME.pem and NAME-key.pem for each
+    client. The key of the CA is kept nowhere: another certificate takes another CA.
+    """
+    expiry = datetime.now(UTC) + timedelta(days=days)
+    try:
+        write_certificates(folder, hosts, clients, expiry)
+    except InvalidInput as error:
+        raise click.UsageError(str(error)) from error
+    click.echo(f"for a try-out, until {expiry:%Y-%m-%dT%H:%M:%SZ}: {folder}")
+    click.echo(f"  service  --tls-cert {folder}/service.pem --tls-key {folder}/service-key.pem", nl=False)
+    click.echo(f" --tls-client-ca {folder}/ca.pem" if clients else "")
+    for name in clients:
+        click.echo(f"  {name}  --ca {folder}/ca.pem --cert {folder}/{name}.pem --key {folder}/{name}-key.pem")
+
+
+def write_certificates(folder: Path, hosts: Sequence[str], clients: Sequence[str], expiry: datetime) -> None:
+    """Make a CA, and certificates for a service with some names and for some clients, valid until a time.
+
+    Raises:
+        InvalidInput: a name that cannot be in a certificate or be that of a file, or a file that there is already.
+    """
+    for name in clients:
+        check_name("client", name)
+    if _SERVICE in clients or "ca" in clients or len(set(clients)) < len(clients):
+        raise InvalidInput("clients: expected names other than 'service' and 'ca', each once")
+    try:
+        contents = dict(_contents(hosts, clients, expiry))
+    except ValueError as error:
+        raise InvalidInput(f"a name cannot be in a certificate: {error}") from error
+    if there := next((name for name in contents if (folder / name).exists()), None):
+        raise InvalidInput(f"{folder / there} is there already: choose another folder")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for name, content in contents.items():
+        _write(folder / name, content, mode=0o600 if name.endswith("-key.pem") else 0o644)
+
+
+def _contents(hosts: Sequence[str], clients: Sequence[str], expiry: datetime) -> Iterator[tuple[str, bytes]]:
+    """Each file's name, and what is to be in it."""
+    ca = trustme.CA(organization_name="deltasync, for a try-out")
+    yield "ca.pem", ca.cert_pem.bytes()
+    for name, names in ((_SERVICE, hosts), *((client, [client]) for client in clients)):
+        issued = ca.issue_cert(*names, common_name=name, not_after=expiry)
+        yield f"{name}.pem", b"".join(each.bytes() for each in issued.cert_chain_pems)
+        yield f"{name}-key.pem", issued.private_key_pem.bytes()
+
+
+def _write(path: Path, content: bytes, *, mode: int) -> None:
+    try:
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(content)
+    except OSError as error:
+        raise InvalidInput(f"{path}: {error.strerror}") from error

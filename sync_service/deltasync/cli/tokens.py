@@ -1,0 +1,80 @@
+"""`deltasync tokens`."""
+
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from deltasync.cli import roles_document
+from deltasync.cli.config import CONTEXT
+from deltasync.core.roles import read_roles
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_BYTES = 32
+
+
+@click.group()
+def tokens() -> None:
+    """Make and revoke tokens, and give certificates roles: in the file of `deltasync serve --roles`.
+
+    A running service takes over what has changed within seconds; what is revoked ends its streams, too.
+    """
+
+
+def _roles_option(command: F) -> F:
+    path = click.Path(dir_okay=False, path_type=Path)
+    return click.option("--roles", type=path, required=True, help="The roles file; made if missing.")(command)
+
+
+def _role_option(command: F) -> F:
+    return click.option(
+        "--role",
+        multiple=True,
+        required=True,
+        metavar="ROLE[:PATTERN]",
+        help="publish, subscribe, read or admin; publish:clicks* for the models whose names match, "
+        "subscribe:mobile-* for such consumers. May be repeated.",
+    )(command)
+
+
+@tokens.command(context_settings=CONTEXT)
+@click.argument("name")
+@_role_option
+@_roles_option
+def create(name: str, role: tuple[str, ...], roles: Path) -> None:
+    """Make a token, and print it: it is shown this once, and kept nowhere."""
+    token = secrets.token_urlsafe(_BYTES)
+    roles_document.add_token(roles, name, token, role)
+    click.echo(token)
+
+
+@tokens.command(context_settings=CONTEXT)
+@click.argument("name")
+@_role_option
+@_roles_option
+def allow(name: str, role: tuple[str, ...], roles: Path) -> None:
+    """Give certificates with a name (DNS, URI, e-mail or common name) roles, instead of those they had."""
+    roles_document.allow_certificate(roles, name, role)
+    click.echo(f"certificate {name}: {' '.join(role)}")
+
+
+@tokens.command("list", context_settings=CONTEXT)
+@_roles_option
+def list_(roles: Path) -> None:
+    """List tokens and certificates with their roles."""
+    found = read_roles(roles)
+    for token in found.tokens:
+        click.echo(f"token\t{token.name}\t{' '.join(map(str, token.grants))}")
+    for name, grants in found.certificates.items():
+        click.echo(f"certificate\t{name}\t{' '.join(map(str, grants))}")
+
+
+@tokens.command(context_settings=CONTEXT)
+@click.argument("name")
+@_roles_option
+def revoke(name: str, roles: Path) -> None:
+    """Take all roles from a token, or from certificates, of that name."""
+    click.echo(f"{roles_document.revoke(roles, name)} {name} revoked")

@@ -1,0 +1,128 @@
+"""Calls that are cheap to make, as many as go through."""
+
+import threading
+from collections.abc import Callable
+
+import grpc
+from tests.attacks.attack import Answers, Family, Outcome, until
+from tests.attacks.messages import PUBLISH, SUBSCRIBE, Stream, opening, subscription
+from tests.attacks.target import MODEL, Target
+
+from deltasync.v1 import admin_pb2, publish_pb2
+
+FAMILY = Family()
+
+
+def _flood(target: Target, call: Callable[[grpc.Channel, int], None], senders: int = 4) -> None:
+    """Make calls, one after the other, on so many connections."""
+
+    def send(channel: grpc.Channel, sender: int) -> None:
+        for number in until(target.seconds):
+            call(channel, number * senders + sender)
+
+    with target.channels(senders) as channels:
+        threads = [threading.Thread(target=send, args=(channel, n)) for n, channel in enumerate(channels)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+@FAMILY.attack("opens of ever new models")
+def opens_of_models(target: Target) -> Outcome:
+    answers = Answers()
+
+    def call(channel: grpc.Channel, number: int) -> None:
+        stream = Stream(target, channel, PUBLISH)
+        stream.send(opening(f"strange-{number}"))
+        stream.end()
+        answers.take(stream.answers)
+
+    _flood(target, call)
+    return answers.outcome
+
+
+@FAMILY.attack("subscriptions to consumers that there are not")
+def opens_of_no_consumer(target: Target) -> Outcome:
+    answers = Answers()
+
+    def call(channel: grpc.Channel, number: int) -> None:
+        stream = Stream(target, channel, SUBSCRIBE)
+        stream.send(subscription("stranger", f"consumer-{number}"))
+        stream.end()
+        answers.take(stream.answers)
+
+    _flood(target, call)
+    return answers.outcome
+
+
+@FAMILY.attack("calls without a token that would change something, and lists")
+def calls(target: Target) -> Outcome:
+    answers = Answers()
+    made = (
+        ("AdminService/DeleteConsumer", admin_pb2.DeleteConsumerRequest(name="predictors")),
+        ("AdminService/DeleteModel", admin_pb2.DeleteModelRequest(name=MODEL)),
+        ("AdminService/ListConsumers", admin_pb2.ListConsumersRequest()),
+        ("AdminService/Backup", admin_pb2.BackupRequest(directory="/tmp/strange")),  # noqa: S108
+        ("PublishService/Wanted", publish_pb2.WantedRequest(model=MODEL, run="honest")),
+    )
+
+    def call(channel: grpc.Channel, number: int) -> None:
+        method, request = made[number % len(made)]
+        try:
+            target.unary(channel, method)(request, metadata=target.metadata, timeout=10)
+            answers.add(f"{method} answers")
+        except grpc.RpcError as error:
+            answers.refused(error)
+
+    _flood(target, call)
+    return answers.outcome
+
+
+@FAMILY.attack("streams that are opened and cancelled, by a client's library")
+def cancelled_streams(target: Target) -> Outcome:
+    count = 0
+
+    def call(channel: grpc.Channel, number: int) -> None:
+        nonlocal count
+        stream = Stream(target, channel, SUBSCRIBE if number % 2 else PUBLISH)
+        stream.send(subscription(f"stranger-{number % 50}") if number % 2 else opening("strange"))
+        stream.answers.cancel()
+        stream.end()
+        count += 1
+
+    _flood(target, call)
+    return Outcome(f"{count} streams")
+
+
+@FAMILY.attack("HTTP requests of all that can be read, without a pause")
+def http_requests(target: Target) -> Outcome:
+    answers = Answers()
+    paths = (
+        "/metrics",
+        "/consumers",
+        "/consumers/predictors/lag",
+        "/tables",
+        "/models",
+        "/nowhere",
+        "/openapi.json",
+    )
+
+    def send(sender: int) -> None:
+        for number in until(target.seconds):
+            path = paths[(number + sender) % len(paths)]
+            try:
+                with target.connect("http") as connection:
+                    connection.sendall(f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+                    answers.add(f"HTTP {connection.recv(64).split(b' ')[1].decode()}")
+                    while connection.recv(1 << 16):
+                        pass
+            except (OSError, IndexError):
+                answers.add("no answer")
+
+    threads = [threading.Thread(target=send, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return answers.outcome

@@ -1,0 +1,154 @@
+"""Messages that take much more memory of the service than they cost to send."""
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from tests.attacks import http2
+from tests.attacks.attack import Answers, Family, Outcome
+from tests.attacks.messages import PUBLISH, SUBSCRIBE, Stream, full_part, opening, subscription
+from tests.attacks.target import CONSUMER, Target
+
+from deltasync.v1 import publish_pb2, tables_pb2
+
+FAMILY = Family()
+
+
+@FAMILY.attack("one message of 82 kB announces 8,192 shards without rows")
+def zero_shards(target: Target) -> Outcome:
+    count, answers = 8192, Answers()
+    shards = [publish_pb2.Shard(row_offset=n, col_offset=n, cols=1 + n) for n in range(count)]
+    request = opening("strange-shards", 2 * count, 2 * count + 2, shards=shards)
+    request.open.tables[0].rows = 2 * count
+    with target.channel() as channel:
+        stream = Stream(target, channel, PUBLISH)
+        stream.send(request, publish_pb2.PublishRequest(close=publish_pb2.PartClose(step=1, full=True)))
+        stream.end()
+        answers.take(stream.answers)
+    return Outcome(f"a message of {request.ByteSize():,} bytes: {answers.outcome.said}")
+
+
+@FAMILY.attack("one message of 4.4 MB announces 300,000 tables")
+def many_tables(target: Target) -> Outcome:
+    answers = Answers()
+    tables = [
+        tables_pb2.Table(name=f"t{n}", rows=1, dim=1, value_type=tables_pb2.VALUE_TYPE_FP32)
+        for n in range(300_000)
+    ]
+    request = opening("strange-tables", tables=tables, shards=[])
+    with target.channel() as channel:
+        stream = Stream(target, channel, PUBLISH)
+        stream.send(request)
+        stream.end()
+        answers.take(stream.answers)
+    return Outcome(f"a message of {request.ByteSize():,} bytes: {answers.outcome.said}")
+
+
+@FAMILY.attack("30 opens with 15 MiB of fields that nobody knows")
+def unknown_fields(target: Target) -> Outcome:
+    answers, unknown = Answers(), b"\xfa\x3f" + _varint(15 << 20) + bytes(15 << 20)
+    with target.channels(6) as channels, ThreadPoolExecutor(6) as pool:
+
+        def attack(number: int) -> None:
+            stream = Stream(target, channels[number % len(channels)], PUBLISH)
+            request = opening(f"strange-{number}")
+            inner = request.open.SerializeToString() + unknown
+            stream.send(b"\x0a" + _varint(len(inner)) + inner)
+            stream.end()
+            answers.take(stream.answers)
+
+        list(pool.map(attack, range(30)))
+    return answers.outcome
+
+
+@FAMILY.attack("60 messages of 15 MiB on one connection, none of which is ever finished")
+def unfinished_messages(target: Target) -> Outcome:
+    with http2.Connection(target) as connection:
+        size, piece, sent = 15 << 20, bytes(16_000), 0
+        streams = [connection.begin(f"/deltasync.v1.{PUBLISH}") for _ in range(60)]
+        for stream in streams:
+            connection.data(stream, b"\0" + (size).to_bytes(4, "big"))
+        deadline = time.monotonic() + target.seconds
+        while time.monotonic() < deadline and sent < 60 * (size - len(piece)):
+            for stream in streams:
+                sent += connection.data_if_room(stream, piece)
+            if not connection.take(0.01):
+                break
+        connection.take(2.0)
+        return Outcome(f"{sent / 1e6:.0f} MB sent of {60 * size / 1e6:.0f}; {connection.told}")
+
+
+@FAMILY.attack("500 subscriptions whose replicas return no credit, each with a budget without end")
+def no_credit(target: Target) -> Outcome:
+    answers, lock = Answers(), threading.Lock()
+    with target.channels(10) as channels:
+        streams = []
+        for number in range(500):
+            stream = Stream(target, channels[number % 10], SUBSCRIBE)
+            stream.send(subscription(f"stranger-{number}", max_outstanding_bytes=2**62))
+            streams.append(stream)
+        deadline = time.monotonic() + target.seconds / 2
+        with ThreadPoolExecutor(20) as pool:
+
+            def first(stream: Any) -> None:
+                for _ in stream.answers:
+                    with lock:
+                        answers.counts["answers"] += 1
+                    return
+
+            for future in [pool.submit(first, stream) for stream in streams]:
+                error: Any = future.exception(timeout=30)
+                if error:
+                    answers.refused(error)
+        time.sleep(max(0.0, deadline - time.monotonic()))
+    return answers.outcome
+
+
+@FAMILY.attack("parts of 1 MiB that are never closed, for a cut that is never sealed")
+def unsealed_parts(target: Target) -> Outcome:
+    answers, rows, dim = Answers(), 200_000, 250
+
+    def requests() -> Iterator[Any]:
+        yield opening("strange-parts", rows, dim, world_size=2)
+        each = full_part(1, 1000, dim, 1.0).part.rows[0]
+        deadline = time.monotonic() + target.seconds
+        for first in range(0, rows, 1000):
+            ids = b"".join((first + row).to_bytes(8, "little") for row in range(1000))
+            sent = tables_pb2.Rows(ids=ids, values=each.values)
+            yield publish_pb2.PublishRequest(chunk=publish_pb2.PartChunk(step=1, rows=sent))
+            if time.monotonic() > deadline:
+                return
+
+    with target.channel() as channel:
+        answers.take(target.streams(channel, PUBLISH, requests()))
+    return answers.outcome
+
+
+@FAMILY.attack("2,000 names of replicas, each of which says hello and leaves without a goodbye")
+def replica_names(target: Target) -> Outcome:
+    answers = Answers()
+    with target.channels(4) as channels, ThreadPoolExecutor(8) as pool:
+
+        def attack(number: int) -> None:
+            stream = Stream(target, channels[number % 4], SUBSCRIBE)
+            stream.send(subscription(f"stranger-{number:05}", CONSUMER, max_outstanding_bytes=1))
+            try:
+                next(stream.answers)
+                answers.add("let in")
+            except Exception as error:  # noqa: BLE001  # counted
+                answers.refused(error)  # type: ignore[arg-type]
+            stream.answers.cancel()
+            stream.end()
+
+        list(pool.map(attack, range(2000)))
+    return answers.outcome
+
+
+def _varint(number: int) -> bytes:
+    found = bytearray()
+    while number > 127:
+        found.append(number & 127 | 128)
+        number >>= 7
+    return bytes([*found, number])

@@ -1,0 +1,65 @@
+"""Messages that attacks begin with."""
+
+import queue
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import numpy as np
+from tests.attacks.target import CONSUMER, Target
+
+from deltasync.v1 import publish_pb2, subscribe_pb2, tables_pb2
+
+PUBLISH, SUBSCRIBE = "PublishService/Publish", "SubscribeService/Subscribe"
+
+
+def opening(
+    model: str, rows: int = 1000, dim: int = 16, *, table: str = "t", run: str = "strange", **fields: Any
+) -> publish_pb2.PublishRequest:
+    """The open of a rank that holds a table whole."""
+    spec = tables_pb2.Table(name=table, rows=rows, dim=dim, value_type=tables_pb2.VALUE_TYPE_FP32)
+    wanted: dict[str, Any] = {
+        "model": model,
+        "run": run,
+        "run_started_unix_ns": time.time_ns(),
+        "world_size": 1,
+        "tables": [spec],
+        "shards": [publish_pb2.Shard(rows=rows, cols=dim)],
+    } | fields
+    return publish_pb2.PublishRequest(open=publish_pb2.PublishOpen(**wanted))
+
+
+def full_part(step: int, rows: int, dim: int, value: float) -> publish_pb2.PublishRequest:
+    """All rows of one table, each number the same."""
+    sent = tables_pb2.Rows(ids=np.arange(rows).tobytes(), values=np.full((rows, dim), value, np.float32).tobytes())
+    close = publish_pb2.PartClose(step=step, rows=rows, step_end_unix_ns=time.time_ns(), full=True)
+    return publish_pb2.PublishRequest(part=publish_pb2.WholePart(rows=[sent], close=close))
+
+
+def subscription(replica: str, consumer: str = CONSUMER, **fields: Any) -> subscribe_pb2.SubscribeRequest:
+    """The open of a replica."""
+    return subscribe_pb2.SubscribeRequest(
+        open=subscribe_pb2.SubscribeOpen(consumer=consumer, replica=replica, **fields)
+    )
+
+
+class Stream:
+    """A stream whose messages are sent one by one."""
+
+    def __init__(self, target: Target, channel: grpc.Channel, method: str) -> None:
+        self._requests: queue.Queue[Any] = queue.Queue(1000)
+        self.answers = target.streams(channel, method, self._sent())
+
+    def send(self, *messages: Any) -> None:
+        """Send them, once there is room for them."""
+        for message in messages:
+            self._requests.put(message, timeout=30)
+
+    def end(self) -> None:
+        """End this side."""
+        self._requests.put(None)
+
+    def _sent(self) -> Iterator[Any]:
+        while (message := self._requests.get()) is not None:
+            yield message

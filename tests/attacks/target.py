@@ -1,0 +1,95 @@
+"""The service that is attacked, as an attacker reaches it."""
+
+import socket
+import ssl
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from grpc import Channel, insecure_channel, secure_channel, ssl_channel_credentials
+
+from deltasync.wire.protocol import OURS, protocols_to_metadata
+
+_OPTIONS = [
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+]
+MODEL, CONSUMER = "clicks", "predictors"
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where the service is, and what the attacker has.
+
+    Attributes:
+        grpc: HOST:PORT of gRPC.
+        http: http://HOST:PORT.
+        token: the attacker's token; empty if it has none.
+        ca: certificates by which the service's is known; None where it has none.
+        seconds: how long an attack that could go on for ever does.
+    """
+
+    grpc: str
+    http: str
+    token: str = field(default="", repr=False)
+    ca: Path | None = None
+    seconds: float = 10.0
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What a call begins with."""
+        rights = (("authorization", f"Bearer {self.token}"),) if self.token else ()
+        return (protocols_to_metadata(OURS), *rights)
+
+    @contextmanager
+    def channel(self) -> Iterator[Channel]:
+        """A connection of its own."""
+        with self._open_channel() as channel:
+            yield channel
+
+    @contextmanager
+    def channels(self, number: int) -> Iterator[list[Channel]]:
+        """So many connections."""
+        with ExitStack() as stack:
+            yield [stack.enter_context(self._open_channel()) for _ in range(number)]
+
+    def _open_channel(self) -> Channel:
+        if self.ca is None:
+            return insecure_channel(self.grpc, _OPTIONS)
+        return secure_channel(self.grpc, ssl_channel_credentials(self.ca.read_bytes()), _OPTIONS)
+
+    def connect(self, port: str, timeout_seconds: float = 5.0) -> socket.socket:
+        """A bare connection to the `port` "grpc" or "http"."""
+        where = urlsplit(self.http if port == "http" else f"//{self.grpc}")
+        plain = socket.create_connection((where.hostname or "", where.port or 0), timeout_seconds)
+        if self.ca is None:
+            return plain
+        context = ssl.create_default_context(cafile=str(self.ca))
+        context.check_hostname = False
+        context.set_alpn_protocols(["h2"] if port == "grpc" else ["http/1.1"])
+        return context.wrap_socket(plain)
+
+    def streams(self, channel: Channel, method: str, requests: Any) -> Any:
+        """The answers to a stream of messages that are bytes already, or of a type of their own."""
+        call: Any = channel.stream_stream(f"/deltasync.v1.{method}", request_serializer=_serialized)
+        return call(requests, timeout=self.seconds + 10, metadata=self.metadata)
+
+    def unary(self, channel: Channel, method: str) -> Any:
+        """A call of one message."""
+        return channel.unary_unary(f"/deltasync.v1.{method}", request_serializer=_serialized)
+
+
+def _serialized(message: Any) -> bytes:
+    return message if isinstance(message, bytes) else message.SerializeToString()
+
+
+def wait_until(end: float) -> None:
+    """Wait for a time of `time.monotonic`."""
+    while (left := end - time.monotonic()) > 0:
+        time.sleep(left)

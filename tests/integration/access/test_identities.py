@@ -1,0 +1,268 @@
+"""What belongs to an identity, what is taken from one that is revoked, and what is told to whom."""
+
+import queue
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from tests.support.guarded import ROLES, GuardedService, command_line_of, core_limits_of, metadata_of, token_of
+from tests.support.wire import WHOLE, full_part, publish_open, random_rows, subscribe_open
+
+from deltasync.v1 import publish_pb2, publish_pb2_grpc, subscribe_pb2, subscribe_pb2_grpc
+
+DENIED = grpc.StatusCode.PERMISSION_DENIED
+PUBLISH, SUBSCRIBE = "/deltasync.v1.PublishService/Publish", "/deltasync.v1.SubscribeService/Subscribe"
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[GuardedService]:
+    with GuardedService(tmp_path) as running:
+        yield running
+        log = running.log.read_text()
+    assert "Traceback" not in log
+    assert "XYZZY" not in log
+
+
+class Conversation:
+    """A stream with the token of a name, open until the block ends."""
+
+    def __init__(self, service: GuardedService, name: str, kind: str, *first: Any) -> None:
+        self._channel = grpc.insecure_channel(service.grpc)
+        publisher, subscriber = publish_pb2_grpc.PublishServiceStub, subscribe_pb2_grpc.SubscribeServiceStub
+        channel = self._channel
+        stub: Any = publisher(channel).Publish if kind == "publish" else subscriber(channel).Subscribe
+        self._requests = queue.SimpleQueue[Any]()
+        self.send(*first)
+        self._answers = stub(iter(self._requests.get, None), timeout=30, metadata=metadata_of(name))
+
+    def send(self, *messages: Any) -> None:
+        for each in messages:
+            self._requests.put(each)
+
+    def next(self) -> Any:
+        return next(self._answers)
+
+    def end(self) -> tuple[grpc.StatusCode, str]:
+        """How the service ends it."""
+        try:
+            for _ in self._answers:
+                pass
+        except grpc.RpcError as error:
+            return error.code(), error.details() or ""
+        return grpc.StatusCode.OK, ""
+
+    def __enter__(self) -> "Conversation":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._requests.put(None)
+        self._answers.cancel()
+        self._channel.close()
+
+
+def publishing(service: GuardedService, name: str = "trainer", **fields: Any) -> Conversation:
+    return Conversation(service, name, "publish", publish_open(**fields))
+
+
+def following(service: GuardedService, name: str = "predictor", **fields: Any) -> Conversation:
+    return Conversation(service, name, "subscribe", subscribe_open(consumer="predictors", **fields))
+
+
+def test_what_is_revoked_ends_its_streams_and_no_others(service: GuardedService) -> None:
+    with publishing(service) as rank, following(service) as replica:
+        rank.next()
+        rank.send(*full_part(1, random_rows(0), WHOLE))
+        assert rank.next().WhichOneof("message") == "sealed"
+        service.write_roles({name: roles for name, roles in ROLES.items() if name != "predictor"})
+        code, said = replica.end()
+        assert (code, said.startswith("revoked: ")) == (DENIED, True), said
+        rank.send(*full_part(2, random_rows(1), WHOLE))
+        assert rank.next().WhichOneof("message") == "sealed"
+        service.write_roles({"trainer": ["publish:other*"]})
+        assert rank.end()[0] is DENIED
+    assert service.call(SUBSCRIBE, "predictor", subscribe_open(consumer="predictors"))[0] is DENIED
+    assert service.lines("roles reloaded: 4 tokens and 0 certificates have roles")
+    assert service.lines("deltasync.audit refused: role=subscribe .*call=Subscribe: revoked")
+
+
+def test_a_file_that_became_wrong_changes_nothing_and_is_said(service: GuardedService) -> None:
+    service.write_roles({"trainer": ["rule"]})
+    service.wait_for_line("roles refused: those of before hold: .*role 'rule': expected one of")
+    assert service.ask("GET", "/tables", "watcher")[0] == 200
+    assert "the roles are those of before" in service.ask("GET", "/readyz", "watcher")[1]
+    assert service.ask("GET", "/readyz") == (200, "ok\n")
+    service.write_roles({"watcher": ["admin"]})
+    service.wait_for_line("roles reloaded: 1 token ")
+    assert service.ask("GET", "/readyz", "watcher") == (200, "ok\n")
+
+
+def test_a_hang_up_reads_them_again(service: GuardedService) -> None:
+    assert service.process
+    service.write_roles({"new": ["read"], "new-2": ["read"]})
+    service.process.send_signal(signal.SIGHUP)
+    service.wait_for_line("roles reloaded: 2 tokens ")
+
+
+def test_a_run_is_that_of_who_has_opened_it(service: GuardedService) -> None:
+    with publishing(service) as rank:
+        rank.next()
+        rank.send(*full_part(1, random_rows(0), WHOLE))
+        rank.next()
+        code, said = service.call(PUBLISH, "other-trainer", publish_open())
+        assert (code, "another identity's" in said) == (DENIED, True), said
+        wanted = publish_pb2.WantedRequest(model="clicks", run="run-1", rank=0)
+        assert service.call("/deltasync.v1.PublishService/Wanted", "other-trainer", wanted)[0] is DENIED
+        assert service.call("/deltasync.v1.PublishService/Wanted", "trainer", wanted)[0] is grpc.StatusCode.OK
+        with publishing(service) as second:
+            second.next()
+    assert service.lines("audit refused: role=publish name=other-trainer address=127.0.0.1:.* call=Publish: run ")
+
+
+def test_a_run_that_is_taken_over_is_in_the_audit(service: GuardedService) -> None:
+    with publishing(service, run="first", started=1) as rank:
+        rank.next()
+        with publishing(service, "other-trainer", run="second", started=2) as other:
+            other.next()
+            rank.send(*full_part(1, random_rows(0), WHOLE))
+            assert rank.end()[0] is grpc.StatusCode.ABORTED
+    (line,) = service.lines("audit taken over: ")
+    assert "role=publish name=other-trainer address=127.0.0.1:" in line
+    assert "run second takes over from run first" in line
+
+
+def test_who_publishes_a_model_is_told_to_those_who_may_read(service: GuardedService) -> None:
+    service.write_roles({**ROLES, "reading-trainer": ["publish", "read"]})
+    service.wait_for_line("roles reloaded")
+    with publishing(service, run="first", started=2) as rank:
+        rank.next()
+        late, said = publish_open(run="late", started=1), "another run publishes this model"
+        assert service.call(PUBLISH, "trainer", late) == (grpc.StatusCode.FAILED_PRECONDITION, said)
+        assert service.call(PUBLISH, "reading-trainer", late)[1].startswith(
+            f"{said}: run late began before run first"
+        )
+
+
+def test_a_replica_is_that_of_who_is_connected(service: GuardedService) -> None:
+    service.write_roles({**ROLES, "predictor-2": ["subscribe:pred*"]})
+    service.wait_for_line("roles reloaded")
+    leave = subscribe_pb2.LeaveRequest(consumer="predictors", replica="r")
+    with publishing(service) as rank, following(service, replica="r") as replica:
+        rank.next()
+        rank.send(*full_part(1, random_rows(0), WHOLE))
+        replica.next()
+        code, said = service.call(SUBSCRIBE, "predictor-2", subscribe_open(consumer="predictors", replica="r"))
+        assert (code, "as another identity" in said) == (grpc.StatusCode.UNAVAILABLE, True)
+        assert service.call("/deltasync.v1.SubscribeService/Leave", "predictor-2", leave)[0] is DENIED
+        lag = service.ask("GET", "/consumers/predictors/lag", "watcher")[1]
+        assert '"replica":"r","connected":true' in lag.replace(" ", "") or '"r"' in lag
+
+
+def test_names_and_counts_are_told_to_those_who_may_read(service: GuardedService) -> None:
+    service.write_roles({**ROLES, "any": ["subscribe"], "any-reader": ["subscribe", "read"]})
+    service.wait_for_line("roles reloaded")
+    wrong = subscribe_open(consumer="predictor")
+    assert service.call(SUBSCRIBE, "any", wrong) == (grpc.StatusCode.NOT_FOUND, "no consumer 'predictor'")
+    assert (
+        service.call(SUBSCRIBE, "any-reader", wrong)[1] == "no consumer 'predictor'; consumers: others, predictors"
+    )
+
+
+def test_an_unheard_of_consumer_among_many_is_still_not_found(service: GuardedService) -> None:
+    for number in range(60):
+        body = b'{"model": "clicks"}'
+        assert service.ask("PUT", f"/consumers/{'n' * 100}-{number}", "operator", body)[0] == 201
+    service.write_roles({**ROLES, "any-reader": ["subscribe", "read"]})
+    service.wait_for_line("roles reloaded")
+    code, said = service.call(SUBSCRIBE, "any-reader", subscribe_open(consumer="predictor"))
+    assert code is grpc.StatusCode.NOT_FOUND
+    assert said.endswith(" ... and 52 more")
+    assert len(said.encode()) < 2_000
+    status, said = service.ask("GET", f"/consumers/{'%0A%22%C3%A4' * 900}/lag", "watcher")
+    assert (status, len(said.encode()) < 2_048) == (404, True)
+
+
+def test_who_did_what_is_one_line(service: GuardedService) -> None:
+    forged = "x\\n2026-01-01 00:00:00,000 INFO deltasync.audit done: role=admin"
+    assert service.ask("PUT", "/consumers/new", "operator", b'{"model": "clicks"}')[0] == 201
+    assert service.ask("DELETE", "/consumers/none%0A2026", "operator")[0] == 404
+    assert service.ask("DELETE", "/models/clicks", "watcher")[0] == 403
+    assert service.ask("PUT", "/consumers/new/pause", "operator", f'{{"reason": "{forged}"}}'.encode())[0] == 400
+    lines = [line.split(" deltasync.audit ")[1] for line in service.lines(" deltasync.audit ")]
+    where = r"address=127\.0\.0\.1:\d+"
+    for line, pattern in zip(lines, [
+        rf"done: role=admin name=operator {where} call=PUT /consumers/new: consumer changed: consumer=new .*",
+        rf"failed: role=admin name=operator {where} call=DELETE /consumers/none\\n2026: no consumer 'none.*",
+        rf"refused: role=admin name=watcher {where} call=DELETE /models/clicks: 'watcher' has no role admin",
+        rf"failed: role=admin name=operator {where} call=PUT /consumers/new/pause: .*",
+    ], strict=True):  # fmt: skip
+        assert re.fullmatch(pattern, line), line
+
+
+def test_a_flood_of_refusals_is_counted_not_written(service: GuardedService) -> None:
+    for number in range(200):
+        assert service.ask("DELETE", f"/models/m{number}", "watcher")[0] == 403
+    assert len(service.lines("audit refused")) == 1
+
+
+def test_nothing_secret_is_where_others_look(service: GuardedService) -> None:
+    assert service.process
+    pid = service.process.pid
+    assert service.ask("GET", "/metrics", "operator")[0] == 200
+    assert service.ask("GET", "/tables", "stranger")[0] == 403
+    for text in (command_line_of(pid), service.ask("GET", "/metrics", "watcher")[1].encode()):
+        assert b"XYZZY" not in text
+    assert core_limits_of(pid) == ("1", "1")
+
+
+@pytest.mark.parametrize("more", [(), ("--insecure",)])
+def test_others_are_let_in_only_where_somebody_says_so(tmp_path: Path, more: tuple[str, ...]) -> None:
+    service = GuardedService(tmp_path, "--host", "0.0.0.0", *more)  # noqa: S104
+    if not more:
+        done = service.run_to_end()
+        assert done.returncode == 1
+        assert done.stderr.count("\n") == 1
+        assert "Error: listening on 0.0.0.0 without TLS: " in done.stderr
+        return
+    with service:
+        assert service.lines("WARNING .*listening on 0.0.0.0 without TLS: tokens and rows can be read")
+        service.http = service.http.replace("0.0.0.0", "127.0.0.1")  # noqa: S104
+        status, said = service.ask("GET", "/readyz")
+        assert (status, said.splitlines()[0]) == (200, "ok")
+        assert "listening on 0.0.0.0 without TLS" in said.splitlines()[1]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [("[tokens.x]\n", "sha256"), ("x", "roles.toml: "), (None, "No such file")]
+)
+def test_a_service_does_not_start_with_roles_that_are_wrong(
+    tmp_path: Path, content: str | None, said: str
+) -> None:
+    service = GuardedService(tmp_path)
+    if content is None:
+        service.roles.unlink()
+    else:
+        service.roles.write_text(content)
+    done = service.run_to_end()
+    assert (done.returncode, said in done.stderr) == (1, True), done.stderr
+
+
+def test_a_file_that_all_may_read_is_said(tmp_path: Path) -> None:
+    service = GuardedService(tmp_path)
+    service.roles.chmod(0o644)
+    with service:
+        assert service.lines("WARNING .*roles.toml can be read by every user of this machine")
+
+
+def test_an_admin_token_comes_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "admin-token"
+    path.write_text("from-a-file\n")
+    service = GuardedService(tmp_path, "--admin-token-file", str(path))
+    with service:
+        assert service.get("/tables", "from-a-file")[0] == 200
+        assert service.get("/tables", token_of("admin token"))[0] == 403
+    done = GuardedService(tmp_path, "--admin-token", "x").run_to_end()
+    assert (done.returncode, "No such option" in done.stderr) == (2, True)

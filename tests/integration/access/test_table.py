@@ -1,0 +1,160 @@
+"""Every call and every route, with each role: what the table says is what happens."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_reflection.v1alpha import reflection_pb2
+from starlette.routing import Route
+from tests.support.guarded import ROLES, GuardedService
+from tests.support.wire import publish_open, subscribe_open
+
+from deltasync.api.access import Access
+from deltasync.api.access_table import CALLS, ROUTES, Need, need_of_call, need_of_request
+from deltasync.api.audit import Audit
+from deltasync.api.http import create_app
+from deltasync.core.access import Role, grants
+from deltasync.core.events import Events
+from deltasync.v1 import admin_pb2, publish_pb2, subscribe_pb2
+
+DENIED, OK = grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.OK
+# Nobody, tokens that nobody knows, and each that somebody does.
+CALLERS = ["", "stranger", *ROLES, "admin token"]
+# Beyond the role: a first message for which the callers that have it have it, too.
+FIRST = {
+    "Publish": publish_open(model="clicks-new"),
+    "Wanted": publish_pb2.WantedRequest(model="clicks"),
+    "Subscribe": subscribe_open(consumer="predictors"),
+    "Leave": subscribe_pb2.LeaveRequest(consumer="predictors", replica="r"),
+    "ServerReflectionInfo": reflection_pb2.ServerReflectionRequest(list_services=""),
+    "Backup": admin_pb2.BackupRequest(directory="relative"),
+}
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GuardedService]:
+    with GuardedService(tmp_path_factory.mktemp("guarded")) as running:
+        yield running
+
+
+def allowed(name: str, role: Role | None) -> bool:
+    if role is None:
+        return True
+    texts = ["admin"] if name == "admin token" else ROLES.get(name, [])
+    return any(each.covers(role, None) for each in grants(texts))
+
+
+@pytest.mark.parametrize("method", [*CALLS, "/deltasync.v1.AdminService/Unheard"])
+def test_a_call_is_let_in_with_its_role_alone(service: GuardedService, method: str) -> None:
+    need, name = need_of_call(method), method.rpartition("/")[2]
+    for caller in CALLERS:
+        code, said = service.call(method, caller, FIRST.get(name, b""))
+        assert (code is not DENIED) is (allowed(caller, need.role) or name == "Unheard"), (caller, code, said)
+        if code is DENIED:
+            assert need.role
+            assert f"role {need.role.value}" in said
+            assert "XYZZY" not in said
+            assert not [each for each in ROLES if f"{each!r}" in said and each != caller]
+
+
+@pytest.mark.parametrize(("method", "route"), [*ROUTES, ("GET", "/unheard"), ("POST", "/tables")])
+def test_a_route_is_let_in_with_its_role_alone(service: GuardedService, method: str, route: str) -> None:
+    path = route.format(name="nobody", replica="r", table="t")
+    role = need_of_request(method, path).role
+    for caller in CALLERS:
+        status, said = service.ask(method, path, caller)
+        assert (status != 403) is allowed(caller, role), (caller, status, said)
+        if status == 403:
+            assert role
+            assert f"role {role.value}" in said
+
+
+@pytest.mark.parametrize(
+    ("method", "caller", "message", "let_in"),
+    [
+        ("PublishService/Publish", "trainer", publish_open(model="clicks-new"), True),
+        ("PublishService/Publish", "trainer", publish_open(model="other"), False),
+        ("PublishService/Wanted", "trainer", publish_pb2.WantedRequest(model="other"), False),
+        ("SubscribeService/Subscribe", "predictor", subscribe_open(consumer="predictors"), True),
+        ("SubscribeService/Subscribe", "predictor", subscribe_open(consumer="others"), False),
+        ("SubscribeService/Leave", "predictor", subscribe_pb2.LeaveRequest(consumer="others"), False),
+    ],
+)
+def test_a_role_is_for_the_names_that_it_names(
+    service: GuardedService, method: str, caller: str, message: object, *, let_in: bool
+) -> None:
+    code, said = service.call(f"/deltasync.v1.{method}", caller, message)
+    assert (code is OK) is let_in, said
+    if not let_in:
+        assert code is DENIED
+        assert f"{caller!r} has no role" in said
+
+
+def test_who_may_not_is_refused_before_a_message(service: GuardedService) -> None:
+    """Nothing is sent, and yet there is an answer."""
+    with grpc.insecure_channel(service.grpc) as channel:
+        for method in ("PublishService/Publish", "SubscribeService/Subscribe", "AdminService/DeleteModel"):
+            stream: Any = channel.stream_stream(f"/deltasync.v1.{method}")
+            with pytest.raises(grpc.RpcError) as refused:
+                next(stream(endless(), timeout=20))
+            assert refused.value.code() is DENIED
+
+
+def endless() -> Iterator[bytes]:
+    """Messages that never come."""
+    threading.Event().wait(25)
+    yield b""
+
+
+def test_a_name_that_is_too_long_to_be_one_is_not_compared(service: GuardedService) -> None:
+    code, said = service.call("/deltasync.v1.PublishService/Publish", "trainer", publish_open(model="c" * 10**6))
+    assert (code, "at most 128" in said) == (grpc.StatusCode.INVALID_ARGUMENT, True)
+
+
+def test_all_that_there_is_is_in_the_table() -> None:
+    app = create_app(None, Access(None, None, Audit(Events())))  # type: ignore[arg-type]
+    routes = {(method.upper(), path) for path, methods in app.openapi()["paths"].items() for method in methods}
+    routes |= {("GET", each.path) for each in app.routes if type(each) is Route}  # Of the documentation.
+    assert routes == ROUTES.keys()
+    modules = (admin_pb2, publish_pb2, subscribe_pb2)
+    services = [each for module in modules for each in module.DESCRIPTOR.services_by_name.values()]
+    ours = {f"/{each.full_name}/{method.name}" for each in services for method in each.methods}
+    assert {name for name in CALLS if name.startswith("/deltasync.")} == ours
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("PATCH", "/tables"),
+        ("GET", "/tables/"),
+        ("GET", "//tables"),
+        ("GET", "/consumers//lag"),
+        ("GET", "/livez\n"),
+        ("GET", "/models/m"),
+        ("CONNECT", "/livez"),
+        ("GET", ""),
+    ],
+)
+def test_a_route_in_no_table_needs_admin(method: str, path: str) -> None:
+    assert need_of_request(method, path) == Need(Role.ADMIN)
+
+
+@pytest.mark.parametrize(
+    "method", ["", "/deltasync.v1.PublishService/publish", "/deltasync.v2.AdminService/Inspect"]
+)
+def test_a_call_in_no_table_needs_admin(method: str) -> None:
+    assert need_of_call(method) == Need(Role.ADMIN)
+
+
+def test_the_readme_shows_the_table() -> None:
+    text = (Path(__file__).parents[3] / "sync_service" / "README.md").read_text()
+    for method, need in CALLS.items():
+        of = f" of `{need.of}`" if need.of else ""
+        role = f"{need.role.value}{of}" if need.role else "anyone"
+        assert f"| `{method.removeprefix('/deltasync.v1.').removeprefix('/')}` | {role} |" in text
+    for (method, route), need in ROUTES.items():
+        path, role = route.replace("{", "<").replace("}", ">"), need.role.value if need.role else "anyone"
+        assert f"| `{method} {path}` | {role} |" in text

@@ -1,0 +1,278 @@
+"""Deployments let in whom they are to, and nobody else: each is started with what its files and the README say."""
+
+import json
+import re
+import shlex
+import ssl
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+import yaml
+from tests.support.deployments import COMMAND, Deployed, deployed, readme_lines, run_lines
+
+from deltasync.client import Endpoint
+from deltasync.v1 import publish_pb2, publish_pb2_grpc, subscribe_pb2, subscribe_pb2_grpc
+
+Doc = dict[str, Any]
+Secrets = dict[str, dict[str, Path]]
+
+_DENIED = grpc.StatusCode.PERMISSION_DENIED
+
+
+@pytest.fixture(scope="module")
+def secrets(deploy: Path, tmp_path_factory: pytest.TempPathFactory) -> Secrets:
+    """The Secrets of Kubernetes, by name and key, that the README's lines make."""
+    folder = tmp_path_factory.mktemp("kubernetes")
+    lines = readme_lines(deploy / "README.md", "Kubernetes")
+    run_lines([line for line in lines if not line.startswith("kubectl")], folder)
+    made: Secrets = {}
+    for words in map(shlex.split, lines):
+        if words[:4] == ["kubectl", "create", "secret", "generic"]:
+            files = [word.removeprefix("--from-file=").split("=") for word in words if "--from-file=" in word]
+            made[words[4]] = {key: folder / path for key, path in files}
+    return made
+
+
+def _places(pod: Doc, secrets: Secrets, folder: Path) -> dict[str, Path]:
+    """The volumes of Secrets that a pod mounts, in folders here, by where they are in the pod."""
+    (container,) = pod["containers"]
+    named = {each["name"]: each["secret"]["secretName"] for each in pod["volumes"] if "secret" in each}
+    places = {}
+    for mount in container["volumeMounts"]:
+        if mount["name"] in named:
+            place = folder / mount["name"]
+            place.mkdir(parents=True, exist_ok=True)
+            for key, path in secrets[named[mount["name"]]].items():
+                (place / key).write_bytes(path.read_bytes())
+            places[mount["mountPath"]] = place
+    return places
+
+
+def _pod(manifests: list[Doc], kind: str) -> Doc:
+    (doc,) = [doc for doc in manifests if doc["kind"] == kind]
+    return dict(doc["spec"]["template"]["spec"])
+
+
+def _environment(pod: Doc) -> dict[str, str]:
+    return {each["name"]: each["value"] for each in pod["containers"][0]["env"] if "value" in each}
+
+
+@pytest.fixture(scope="module")
+def pod(
+    deploy: Path, manifests: list[Doc], secrets: Secrets, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Deployed]:
+    """The service of the StatefulSet."""
+    folder, pod = tmp_path_factory.mktemp("pod"), _pod(manifests, "StatefulSet")
+    places = _places(pod, secrets, folder) | {"/etc/deltasync": deploy / "kubernetes"}
+    with deployed(pod["containers"][0]["args"], _environment(pod), folder / "data", places) as service:
+        yield service
+
+
+def _https(
+    service: Deployed, path: str, ca: Path | None = None, token: str = "", name: str = "localhost"
+) -> httpx.Response:
+    context = ssl.create_default_context(cafile=ca)
+    if ca is None:  # As a kubelet asks.
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    with httpx.Client(verify=context, headers=headers, timeout=20) as client:
+        url = f"https://127.0.0.1:{service.http}{path}"
+        return client.get(url, extensions={"sni_hostname": name})
+
+
+def _client(service: Deployed, manifests: list[Doc], secrets: Secrets, kind: str, folder: Path) -> Endpoint:
+    """The endpoint of a client, with the files that its pod shows."""
+    pod = _pod(manifests, kind)
+    environment, places = _environment(pod), _places(pod, secrets, folder)
+    shown = {name: environment[f"DELTASYNC_{name.upper()}"] for name in ("ca", "cert", "key")}
+    for path, place in places.items():
+        shown = {name: value.replace(path, str(place)) for name, value in shown.items()}
+    return Endpoint(f"127.0.0.1:{service.grpc}", server_name="deltasync", **shown)  # type: ignore[arg-type]
+
+
+def _refused(endpoint: Endpoint, *, model: str = "", consumer: str = "") -> bool:
+    """Whether a call for a model, or for a consumer, is refused for want of a role."""
+    with endpoint.channel() as channel:
+        try:
+            if model:
+                publish = publish_pb2_grpc.PublishServiceStub(channel)
+                publish.Wanted(publish_pb2.WantedRequest(model=model), timeout=20)
+            else:
+                subscribe = subscribe_pb2_grpc.SubscribeServiceStub(channel)
+                subscribe.Leave(subscribe_pb2.LeaveRequest(consumer=consumer, replica="a"), timeout=20)
+        except grpc.RpcError as error:
+            code = error.code()
+            if code not in (_DENIED, grpc.StatusCode.NOT_FOUND):
+                raise
+            return bool(code is _DENIED)
+    return False
+
+
+def test_probes_of_kubernetes_are_answered_without_a_certificate(pod: Deployed, manifests: list[Doc]) -> None:
+    (container,) = _pod(manifests, "StatefulSet")["containers"]
+    for kind in ("startup", "liveness", "readiness"):
+        probe = container[f"{kind}Probe"]["httpGet"]
+        assert probe["scheme"] == "HTTPS"
+        assert _https(pod, probe["path"]).status_code == 200
+
+
+def test_prometheus_reads_metrics_with_what_its_monitor_names(
+    deploy: Path, pod: Deployed, secrets: Secrets
+) -> None:
+    monitors = yaml.safe_load_all((deploy / "kubernetes/prometheus-operator/monitors.yaml").read_text())
+    endpoint = next(iter(monitors))["spec"]["endpoints"][0]
+    token, ca = endpoint["authorization"]["credentials"], endpoint["tlsConfig"]["ca"]["secret"]
+    shown = secrets[token["name"]][token["key"]].read_text().strip()
+    trusted, name = secrets[ca["name"]][ca["key"]], endpoint["tlsConfig"]["serverName"]
+    assert _https(pod, "/metrics", trusted, shown, name).status_code == 200
+    assert _https(pod, "/metrics", trusted, name=name).status_code == 403
+    with pytest.raises(httpx.ConnectError):
+        _https(pod, "/metrics", trusted, shown, "another")
+
+
+def test_a_trainer_may_publish_its_model_and_a_predictor_subscribe(
+    pod: Deployed, manifests: list[Doc], secrets: Secrets, tmp_path: Path
+) -> None:
+    trainer = _client(pod, manifests, secrets, "Job", tmp_path / "trainer")
+    predictor = _client(pod, manifests, secrets, "Deployment", tmp_path / "predictor")
+    assert not _refused(trainer, model="clicks")
+    assert _refused(trainer, model="others")
+    assert _refused(trainer, consumer="predictors")
+    assert not _refused(predictor, consumer="predictors")
+    assert _refused(predictor, model="clicks")
+
+
+def test_a_pod_without_a_certificate_reaches_nothing(pod: Deployed, secrets: Secrets) -> None:
+    stranger = Endpoint(f"127.0.0.1:{pod.grpc}", ca=secrets["deltasync-tls"]["ca.crt"], server_name="deltasync")
+    with stranger.channel() as channel, pytest.raises(grpc.RpcError) as refused:
+        publish_pb2_grpc.PublishServiceStub(channel).Wanted(publish_pb2.WantedRequest(model="clicks"), timeout=20)
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def test_operators_have_their_commands_in_the_pod(deploy: Path, pod: Deployed, tmp_path: Path) -> None:
+    text = pod.here((deploy / "kubernetes/endpoint.toml").read_text())
+    file = tmp_path / "endpoint.toml"
+    file.write_text(text.replace(":50051", f":{pod.grpc}").replace(":8080", f":{pod.http}"))
+    for line in ("lag predictors", "consumers pause predictors --reason test", "consumers resume predictors"):
+        done = subprocess.run(
+            [*COMMAND, *line.split()],
+            env={"DELTASYNC_ENDPOINT": str(file), "PYTHONPATH": ":".join(sys.path)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def unit_service(
+    deploy: Path, unit: list[tuple[str, str]], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Deployed]:
+    """The service of the systemd unit, with the files that the README's lines install."""
+    folder = tmp_path_factory.mktemp("systemd")
+    lines = readme_lines(deploy / "README.md", "systemd")
+    made = [line.replace("/opt/deltasync/bin/", "") for line in lines if "/bin/deltasync " in line]
+    run_lines([*made, *(line for line in lines if "> access/" in line and line not in made)], folder)
+    etc, credentials = folder / "etc", folder / "credentials"
+    etc.mkdir()
+    credentials.mkdir()
+    for words in map(shlex.split, lines):
+        if words[:1] == ["install"] and words[-1].startswith("/etc/deltasync/"):
+            source = (
+                words[-2]
+                if words[-2].startswith("/")
+                else next(each for each in (folder / words[-2], deploy.parent / words[-2]) if each.exists())
+            )
+            (etc / Path(words[-1]).name).write_bytes(Path(source).read_bytes())
+    places = {"%d": credentials, "%S": folder / "state", "/etc/deltasync": etc}
+    for name, source in [value.split(":") for key, value in unit if key == "LoadCredential"]:
+        (credentials / name).write_bytes((etc / Path(source).name).read_bytes())
+    _, *arguments = shlex.split(dict(unit)["ExecStart"])
+    with deployed(arguments, {}, folder / "data", places) as service:
+        yield service
+
+
+def test_the_unit_starts_with_what_the_readme_installs(unit_service: Deployed) -> None:
+    etc = unit_service.places["/etc/deltasync"]
+    assert _https(unit_service, "/readyz", etc / "ca.pem").status_code == 200
+    assert _https(unit_service, "/metrics", etc / "ca.pem").status_code == 403
+    token = (etc / "admin-token").read_text().strip()
+    assert _https(unit_service, "/metrics", etc / "ca.pem", token).status_code == 200
+
+
+@pytest.fixture(scope="module")
+def compose_service(deploy: Path, compose: Doc, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
+    """The service of compose, with what its service `access` has made, which is asked for twice."""
+    folder = tmp_path_factory.mktemp("compose")
+    (script,) = compose["services"]["access"]["command"]
+    root = folder / "access"
+    for mount in compose["services"]["access"]["volumes"]:
+        (folder / "access" / Path(mount.split(":")[1]).relative_to("/run/deltasync")).mkdir(exist_ok=True)
+    script = (
+        script.replace("$$", "$").replace("/run/deltasync", str(root)).replace("python ", f"{sys.executable} ")
+    )
+    run_lines([script], folder)
+    before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    run_lines([script], folder)
+    assert {path: path.read_bytes() for path in root.rglob("*") if path.is_file()} == before
+    service = compose["services"]["service"]
+    places = {"/run/deltasync": root / "service", "/etc/deltasync": deploy / "kubernetes"}
+    with deployed(service["command"], service["environment"], folder / "data", places) as running:
+        yield running
+
+
+def test_compose_is_healthy_with_the_certificates_that_it_makes(compose: Doc, compose_service: Deployed) -> None:
+    *_, code = compose["services"]["service"]["healthcheck"]["test"]
+    here = compose_service.here(code).replace(":8080", f":{compose_service.http}")
+    assert subprocess.run([sys.executable, "-c", here], timeout=60).returncode == 0
+
+
+def test_compose_gives_each_its_own_certificate_and_no_more(compose: Doc, compose_service: Deployed) -> None:
+    made = compose_service.places["/run/deltasync"].parent
+    for name in ("trainer", "predictor"):
+        assert {path.name for path in (made / name).iterdir()} == {"ca.pem", "cert.pem", "key.pem"}
+    assert not (made / "made").exists()
+    mounts = {
+        name: [mount.split(":")[0] for mount in service["volumes"] if ":/run/deltasync" in mount]
+        for name, service in compose["services"].items()
+        if name != "access"
+    }
+    assert mounts == {
+        "service": ["service-access"],
+        "trainer": ["trainer-access"],
+        "predictor-1": ["predictor-access"],
+        "predictor-2": ["predictor-access"],
+    }
+
+
+@pytest.mark.parametrize(("name", "model"), [("trainer", True), ("predictor-1", False)])
+def test_compose_lets_in_trainer_and_predictors(
+    compose: Doc, compose_service: Deployed, name: str, model: bool
+) -> None:
+    folder = compose_service.places["/run/deltasync"].parent / name.removesuffix("-1")
+    environment = compose["services"][name]["environment"]
+    shown = {key: folder / Path(environment[f"DELTASYNC_{key.upper()}"]).name for key in ("ca", "cert", "key")}
+    endpoint = Endpoint(f"localhost:{compose_service.grpc}", **shown)  # type: ignore[arg-type]
+    assert _refused(endpoint, model="clicks") is not model
+    assert _refused(endpoint, consumer="predictors") is model
+
+
+def test_nothing_secret_is_in_command_lines_and_environments(manifests: list[Doc], compose: Doc) -> None:
+    """All of it is in files, and what is named here are their paths."""
+    texts = []
+    for doc in manifests:
+        if "template" in doc.get("spec", {}):
+            (container,) = doc["spec"]["template"]["spec"]["containers"]
+            texts.append((container["args"], container["env"]))
+            assert not [each for each in container["env"] if "secretKeyRef" in each.get("valueFrom", {})]
+            assert "envFrom" not in container
+    texts += [(each["command"], each.get("environment", {})) for each in compose["services"].values()]
+    for arguments, environment in texts:
+        words = json.dumps([arguments, environment])
+        assert not re.search(r"DELTASYNC_(ADMIN_)?TOKEN\b(?!_FILE)|--(admin-)?token[= ]", words)

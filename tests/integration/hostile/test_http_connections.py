@@ -1,0 +1,133 @@
+"""Connections of HTTP that say nothing, or are too many."""
+
+import os
+import resource
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from tests.support.server import RunningService
+
+from deltasync.api.http_connections import HttpListener
+from deltasync.core.limits import LimitOptions, Limits
+from deltasync.core.listener import listening_socket
+
+_SECONDS = 20.0
+
+
+def connected(service: RunningService) -> socket.socket:
+    host, port = service.http.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), _SECONDS)
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Whether it is, after whatever answer there is."""
+    try:
+        while connection.recv(4096):
+            pass
+    except ConnectionError:
+        pass
+    except TimeoutError:
+        return False
+    return True
+
+
+def answers(connection: socket.socket) -> bool:
+    connection.sendall(b"GET /livez HTTP/1.1\r\nhost: s\r\n\r\n")
+    answer = b""
+    while not answer.endswith(b"ok\n") and (more := connection.recv(4096)):
+        answer += more
+    return answer.startswith(b"HTTP/1.1 200")
+
+
+def test_connections_over_the_limit_are_closed_and_those_before_them_are_not(tmp_path: Path) -> None:
+    limits = LimitOptions(http_connections_per_peer=3)
+    with RunningService(tmp_path, limits=limits) as service, ExitStack() as open_ones:
+        first = [open_ones.enter_context(connected(service)) for _ in range(3)]
+        assert all(answers(each) for each in first)
+        with connected(service) as further:
+            assert is_closed(further)
+        assert all(answers(each) for each in first)
+        first[0].close()
+        assert wait_for_answer(service)
+
+
+def wait_for_answer(service: RunningService) -> bool:
+    """Whether there is room again; the service may not have seen yet that a connection is closed."""
+    for _ in range(1000):
+        with connected(service) as again:
+            try:
+                if answers(again):
+                    return True
+            except ConnectionError:
+                continue
+    return False
+
+
+@pytest.mark.parametrize(
+    "said", [b"", b"GET /livez HT", b"POST /deletes HTTP/1.1\r\nhost: s\r\ncontent-length: 9\r\n\r\n{"]
+)
+def test_who_does_not_end_a_request_is_hung_up_on(tmp_path: Path, said: bytes) -> None:
+    limits = LimitOptions(http_idle_seconds=1)
+    with RunningService(tmp_path, limits=limits) as service, connected(service) as silent:
+        silent.sendall(said)
+        assert is_closed(silent)
+
+
+def test_who_sends_a_request_byte_by_byte_is_hung_up_on(tmp_path: Path) -> None:
+    limits, ended = LimitOptions(http_idle_seconds=1), threading.Event()
+    with RunningService(tmp_path, limits=limits) as service, connected(service) as slow:
+        slow.sendall(b"GET /livez HTTP/1.1\r\nx: ")
+        drip = threading.Thread(target=drop_by_drop, args=(slow, ended))
+        drip.start()
+        assert is_closed(slow)
+        ended.set()
+        drip.join()
+
+
+def drop_by_drop(connection: socket.socket, ended: threading.Event) -> None:
+    while not ended.wait(0.05):
+        try:
+            connection.sendall(b"x")
+        except OSError:
+            return
+
+
+@contextmanager
+def without_descriptors() -> Iterator[None]:
+    """While no further file can be opened."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_connection_without_a_descriptor_is_closed_instead_of_waking_the_loop_for_ever() -> None:
+    limits = Limits()
+    with HttpListener(listening_socket("127.0.0.1", 0), limits) as listener:
+        listener.setblocking(False)
+        with socket.create_connection(listener.getsockname(), _SECONDS) as refused:
+            with without_descriptors(), pytest.raises(BlockingIOError):
+                listener.accept()
+            assert is_closed(refused)
+        with pytest.raises(BlockingIOError):
+            listener.accept()  # Nobody waits any more.
+        assert limits.refused["http_connections"] == 1
+        with socket.create_connection(listener.getsockname(), _SECONDS):
+            accepted, _ = listener.accept()
+            assert limits.taken["http_connections"] == 1
+            accepted.close()
+            accepted.close()
+            assert limits.taken["http_connections"] == 0
+
+
+def test_a_listener_says_tcp_so_that_answers_are_not_held_back() -> None:
+    with HttpListener(listening_socket("127.0.0.1", 0), Limits()) as listener:
+        assert listener.proto == socket.IPPROTO_TCP

@@ -1,0 +1,354 @@
+"""Both ports over TLS: who is let in, what is said to others, and files that change while everything runs."""
+
+import re
+import socket
+import ssl
+import time
+from asyncio import constants
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trustme
+from cryptography import x509
+from tests.support.certificates import Pki
+from tests.support.fleet import Recorder, Trainer, follow
+from tests.support.process import ServiceProcess
+from tests.support.server import TOKEN, RunningService
+
+from deltasync.api import certificates
+from deltasync.client import Admin, Endpoint, InvalidInput, ServiceUnavailable
+from deltasync.client.status import fetch_lag
+
+WAIT = 20.0
+
+
+@pytest.fixture
+def pki(tmp_path: Path) -> Pki:
+    return Pki(tmp_path / "pki")
+
+
+@pytest.fixture
+def service(tmp_path: Path, pki: Pki, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningService]:
+    """With mutual TLS, and a look at the files ever so often."""
+    monkeypatch.setattr(certificates, "LOOK_SECONDS", 0.01)
+    found = RunningService(tmp_path / "data")
+    found.options = replace(found.options, tls=pki.options)
+    with found:
+        yield found
+
+
+def until(said: str, ask: Callable[[], object]) -> None:
+    """Ask until it fails in these words."""
+    deadline = time.monotonic() + WAIT
+    while True:
+        try:
+            found = ask()
+        except ServiceUnavailable as error:
+            found = error
+        if re.search(said, str(found)):
+            return
+        assert time.monotonic() < deadline, found
+        time.sleep(0.005)
+
+
+def metrics(service: RunningService, pki: Pki) -> str:
+    context = ssl.create_default_context(cafile=pki.path("services-ca"))
+    host, port = service.http.removeprefix("https://").split(":")
+    plain = socket.create_connection((host, int(port)))
+    with context.wrap_socket(plain, server_hostname=host) as secure:
+        secure.sendall(b"GET /metrics HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n")
+        return b"".join(iter(lambda: secure.recv(1 << 16), b"")).decode()
+
+
+def events(service: RunningService, pki: Pki) -> dict[str, int]:
+    """How often each thing has happened, as its metrics say."""
+    found = re.findall(r'^deltasync_events_total\{event="(\w+)"\} (\d+)', metrics(service, pki), re.MULTILINE)
+    return {name: int(number) for name, number in found}
+
+
+def wait_for_event(service: RunningService, pki: Pki, kind: str, number: int) -> None:
+    deadline = time.monotonic() + WAIT
+    while events(service, pki)[kind] < number:
+        assert time.monotonic() < deadline, kind
+        time.sleep(0.005)
+
+
+def test_rows_go_from_a_trainer_to_a_replica(service: RunningService, pki: Pki) -> None:
+    endpoint, target = pki.endpoint(service.grpc), Recorder()
+    with Trainer(endpoint) as trainer, follow_with(endpoint, target) as replica:
+        head = trainer.publish_all()
+        replica.wait_for(head, WAIT)
+    assert target.bytes() == trainer.expected()
+    assert service.http.startswith("https://")
+    assert fetch_lag(pki.endpoint(service.grpc, http=service.http), "predictors")["head"] == 1
+
+
+def follow_with(endpoint: Endpoint, target: Any) -> Any:
+    class At:
+        grpc = endpoint
+
+    return follow(At, "predictors", "r", target)  # type: ignore[arg-type]
+
+
+def test_a_client_without_a_certificate_is_refused_by_grpc_and_not_by_http(
+    service: RunningService, pki: Pki
+) -> None:
+    nobody = Endpoint(service.grpc, ca=pki.path("services-ca"))
+    with pytest.raises(ServiceUnavailable, match="may want a certificate of this client: give cert and key"):
+        Admin(nobody).consumers()
+    assert fetch_lag(replace(nobody, http=service.http), "predictors")["state"]
+
+
+def test_a_foreign_certificate_is_refused(service: RunningService, pki: Pki) -> None:
+    pki.issue_client(ca=trustme.CA())
+    for address in (service.grpc, service.http):
+        with pytest.raises(ServiceUnavailable, match="may refuse this client's certificate"):
+            ask(pki.endpoint(address))
+
+
+def test_another_ca_is_not_believed(service: RunningService, pki: Pki) -> None:
+    pki.path("services-ca").write_bytes(trustme.CA().cert_pem.bytes())
+    for address in (service.grpc, service.http):
+        with pytest.raises(ServiceUnavailable, match="its certificate is not from the CA that was given"):
+            ask(pki.endpoint(address))
+
+
+def test_a_service_of_another_name_is_not_believed_unless_that_name_is_given(tmp_path: Path, pki: Pki) -> None:
+    pki.issue_service("elsewhere.example")
+    service = RunningService(tmp_path / "data")
+    service.options = replace(service.options, tls=pki.options)
+    with service:
+        for address in (service.grpc, service.http):
+            endpoint = pki.endpoint(address)
+            with pytest.raises(ServiceUnavailable, match="its certificate is for another name"):
+                ask(endpoint)
+            ask(replace(endpoint, server_name="elsewhere.example"))
+
+
+def ask(endpoint: Endpoint) -> object:
+    if endpoint.address.startswith("https://"):
+        return fetch_lag(endpoint, "predictors")
+    return Admin(endpoint).consumers()
+
+
+def asked(pki: Pki, address: str) -> object:
+    return ask(pki.endpoint(address))
+
+
+def test_an_expired_certificate_is_said_to_be_on_both_sides(tmp_path: Path, pki: Pki, caplog: Any) -> None:
+    pki.issue_service(expired=True)
+    service = RunningService(tmp_path / "data")
+    service.options = replace(service.options, tls=pki.options)
+    with service:
+        for address in (service.grpc, service.http):
+            with pytest.raises(ServiceUnavailable, match="has expired, or this machine's clock is wrong"):
+                ask(pki.endpoint(address))
+    assert "certificate expired: a certificate of tls_cert has expired" in caplog.text
+
+
+def test_plain_text_and_tls_find_each_other_out(tmp_path: Path, service: RunningService, pki: Pki) -> None:
+    with pytest.raises(ServiceUnavailable, match="it may speak TLS there: give its CA"):
+        Admin(service.grpc).consumers()
+    with pytest.raises(ServiceUnavailable, match="it may speak TLS there"):
+        fetch_lag(service.http.replace("https", "http"), "predictors")
+    with RunningService(tmp_path / "plain") as plain:
+        for address in (plain.grpc, plain.http.replace("http", "https")):
+            with pytest.raises(ServiceUnavailable, match="it does not speak TLS there"):
+                ask(pki.endpoint(address))
+
+
+def test_the_certificate_of_the_service_is_renewed_while_it_runs(service: RunningService, pki: Pki) -> None:
+    endpoint, target = pki.endpoint(service.grpc), Recorder()
+    with Trainer(endpoint) as trainer, follow_with(endpoint, target) as replica:
+        replica.wait_for(trainer.publish_all(), WAIT)
+        pki.issue_service("renewed.example")
+        for address in (service.grpc, service.http):
+            until("its certificate is for another name", partial(asked, pki, address))
+            ask(pki.endpoint(address, server_name="renewed.example"))
+        replica.wait_for(trainer.change(3), WAIT)  # Who is connected stays so.
+    assert target.bytes() == trainer.expected()
+
+
+def test_the_ca_of_the_service_is_renewed_on_both_sides(service: RunningService, pki: Pki) -> None:
+    """A trainer and a replica that were connected go on where the service comes back with another CA."""
+    endpoint, target = pki.endpoint(service.grpc), Recorder()
+    with Trainer(endpoint) as trainer, follow_with(endpoint, target) as replica:
+        replica.wait_for(trainer.publish_all(), WAIT)
+        pki.services = trustme.CA()
+        pki.issue_service()
+        for address in (service.grpc, service.http):
+            until("not from the CA that was given", partial(asked, pki, address))
+        before = service.grpc, service.http
+        service.stop()
+        service.options = replace(
+            service.options,
+            grpc_port=int(before[0].rpartition(":")[2]),
+            http_port=int(before[1].rpartition(":")[2]),
+        )
+        service.start()
+        until("not from the CA that was given", lambda: replica.connection)
+        pki.write_cas()
+        replica.wait_for(trainer.change(3), WAIT)
+        for address in (service.grpc, service.http):
+            ask(pki.endpoint(address))
+    assert target.bytes() == trainer.expected()
+
+
+def test_the_ca_of_the_clients_and_their_certificates_are_renewed(service: RunningService, pki: Pki) -> None:
+    old = pki.clients
+    pki.clients = trustme.CA()
+    pki.write_cas()
+    for address in (service.grpc, service.http):
+        until("may refuse this client's certificate", partial(asked, pki, address))
+    pki.issue_client()
+    for address in (service.grpc, service.http):
+        ask(pki.endpoint(address))
+    pki.issue_client(ca=old)
+    with pytest.raises(ServiceUnavailable, match="may refuse this client's certificate"):
+        ask(pki.endpoint(service.grpc))
+
+
+@pytest.mark.parametrize("content", [b"", b"no PEM", None], ids=["empty", "garbage", "gone"])
+def test_files_that_are_not_sound_leave_the_ones_before_in_use(
+    service: RunningService, pki: Pki, content: bytes | None
+) -> None:
+    before = pki.path("service").read_bytes()
+    if content is None:
+        pki.path("service").unlink()
+    else:
+        pki.path("service").write_bytes(content)
+    wait_for_event(service, pki, "certificate_refused", 1)
+    for address in (service.grpc, service.http):
+        ask(pki.endpoint(address))
+    pki.path("service").write_bytes(before)
+
+
+def test_a_key_of_another_certificate_is_not_taken_over(service: RunningService, pki: Pki, caplog: Any) -> None:
+    pki.path("service-key").write_bytes(pki.path("client-key").read_bytes())
+    wait_for_event(service, pki, "certificate_refused", 1)
+    assert "service-key.pem is not the key of the certificate in" in caplog.text
+    ask(pki.endpoint(service.grpc))
+    pki.issue_service()
+    wait_for_event(service, pki, "certificate_reloaded", 1)
+    ask(pki.endpoint(service.grpc))
+
+
+def test_when_certificates_expire_is_a_metric_and_an_open_key_a_warning(
+    tmp_path: Path, pki: Pki, caplog: Any
+) -> None:
+    pki.path("service-key").chmod(0o644)
+    service = RunningService(tmp_path / "data")
+    service.options = replace(service.options, tls=pki.options)
+    with service:
+        assert events(service, pki)["key_exposed"] == 1
+        shown = re.findall(
+            r'^deltasync_certificate_expires_seconds\{setting="(\w+)"\} (.+)', metrics(service, pki), re.M
+        )
+        (leaf,) = x509.load_pem_x509_certificates(pki.path("service").read_bytes())
+        assert {name: float(at) for name, at in shown}["tls_cert"] == leaf.not_valid_after_utc.timestamp()
+    assert "can be read by every user of this machine: chmod o-rwx" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ("service", "service.pem: No such file or directory"),
+        ("client", "is not the key of the certificate"),
+        ("text", "no certificates in PEM"),
+    ],
+)
+def test_files_that_are_not_sound_at_the_start_are_one_clear_error(
+    tmp_path: Path, pki: Pki, damage: str, said: str
+) -> None:
+    if damage == "service":
+        pki.path("service").unlink()
+    elif damage == "client":
+        pki.path("service-key").write_bytes(pki.path("client-key").read_bytes())
+    else:
+        pki.path("service").write_text("text")
+    options = pki.options
+    service = ServiceProcess(tmp_path / "data", "--tls-cert", str(options.cert), "--tls-key", str(options.key))
+    ended = service.run_to_end()
+    assert ended.returncode == 1
+    assert said in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+
+
+def test_peers_that_fail_in_the_handshake_leave_no_line_in_the_log(
+    tmp_path: Path, pki: Pki, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = pki.options
+    files = ("--tls-cert", str(options.cert), "--tls-key", str(options.key), "--tls-client-ca")
+    with ServiceProcess(tmp_path / "data", *files, str(options.client_ca)) as service:
+        ask(pki.endpoint(service.grpc))
+        capfd.readouterr()
+        for address in (service.grpc, service.http.removeprefix("https://")):
+            host, port = address.split(":")
+            for sent in (b"", b"GET / HTTP/1.1\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", bytes(1000)):
+                with socket.create_connection((host, int(port))) as peer, suppress(ConnectionError):
+                    peer.sendall(sent)
+                    peer.shutdown(socket.SHUT_WR)
+                    while peer.recv(1000):
+                        pass
+        with pytest.raises(ServiceUnavailable):
+            ask(Endpoint(service.grpc))
+        ask(pki.endpoint(service.grpc))
+        said = capfd.readouterr().err
+    # Of this process, the client of which gRPC's C library says so, and not of the service's.
+    assert [line for line in said.splitlines() if "deltasync" in line or "Handshake" in line] == []
+
+
+def test_who_connects_and_does_not_get_to_the_end_of_a_handshake_is_hung_up_on(
+    tmp_path: Path, pki: Pki, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise after a minute, and after two: so long each would hold a descriptor."""
+    monkeypatch.setattr(certificates, "HANDSHAKE_SECONDS", 0.1)
+    monkeypatch.setattr(constants, "SSL_HANDSHAKE_TIMEOUT", 60.0)
+    service = RunningService(tmp_path / "data")
+    service.options = replace(service.options, tls=pki.options)
+    hello = b"\x16\x03\x01\x02\x00\x01"
+    with service:
+        for address in (service.grpc, service.http.removeprefix("https://")):
+            host, port = address.split(":")
+            for begun in (b"", hello):
+                with socket.create_connection((host, int(port)), timeout=WAIT) as peer, suppress(ConnectionError):
+                    peer.sendall(begun)
+                    while peer.recv(1000):
+                        pass
+
+
+def test_tls_of_before_1_2_is_not_spoken(service: RunningService, pki: Pki) -> None:
+    context = ssl.create_default_context(cafile=pki.path("services-ca"))
+    context.set_ciphers("ALL:@SECLEVEL=0")
+    with pytest.warns(DeprecationWarning, match="deprecated"):
+        context.minimum_version = ssl.TLSVersion.TLSv1
+    with pytest.warns(DeprecationWarning, match="deprecated"):
+        context.maximum_version = ssl.TLSVersion.TLSv1_1
+    for address in (service.grpc, service.http.removeprefix("https://")):
+        host, port = address.split(":")
+        with socket.create_connection((host, int(port))) as plain, pytest.raises(ssl.SSLError):
+            context.wrap_socket(plain, server_hostname=host)
+
+
+def test_files_of_a_client_that_cannot_be_used_are_refused_at_once(pki: Pki) -> None:
+    pki.path("client-key").write_bytes(pki.path("service-key").read_bytes())
+    with pytest.raises(InvalidInput, match="the key is not that of the certificate"):
+        Admin(pki.endpoint("localhost:1"))
+    with pytest.raises(InvalidInput, match="No such file"):
+        Admin(Endpoint("localhost:1", ca=pki.path("none")))
+
+
+def test_a_token_file_is_read_anew_for_each_call(tmp_path: Path, service: RunningService, pki: Pki) -> None:
+    path = tmp_path / "token"
+    path.write_text("wrong\n")
+    admin = Admin(pki.endpoint(service.grpc, token_file=path))
+    with pytest.raises(Exception, match="token"):
+        admin.pause_consumer("probes")
+    path.write_text(f"{TOKEN}\n")
+    admin.pause_consumer("probes")

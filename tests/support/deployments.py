@@ -1,0 +1,77 @@
+"""The service as a deployment starts it: with its command line, its environment and its files, elsewhere."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.programs import killed
+
+COMMAND = [sys.executable, "-c", "from deltasync.cli.main import main; main()"]
+
+
+@dataclass(frozen=True)
+class Deployed:
+    """A service that runs, and where on this machine the paths of its deployment are."""
+
+    process: "subprocess.Popen[bytes]"
+    grpc: int
+    http: int
+    places: Mapping[str, Path]
+
+    def here(self, text: str) -> str:
+        return moved(text, self.places)
+
+
+def moved(text: str, places: Mapping[str, Path]) -> str:
+    """A text with paths of a deployment as they are on this machine, the longest ones first."""
+    for path in sorted(places, key=len, reverse=True):
+        text = text.replace(path, str(places[path]))
+    return text
+
+
+def readme_lines(readme: Path, heading: str) -> list[str]:
+    """The lines of the first shell block below a heading."""
+    block = re.search(rf"(?s)## {heading}\n.*?```sh\n(.*?)```", readme.read_text())
+    assert block
+    return block[1].replace("\\\n", " ").splitlines()
+
+
+def run_lines(lines: Sequence[str], folder: Path) -> None:
+    """Run shell lines in a folder, where `deltasync` is this checkout's."""
+    program = folder / "deltasync"
+    program.write_text(f'#!/bin/sh\nexec {shlex.join(COMMAND)} "$@"\n')
+    program.chmod(0o755)
+    env = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["/bin/bash", "-euc", "\n".join(lines)], cwd=folder, env=env, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    program.unlink()
+
+
+@contextmanager
+def deployed(
+    arguments: Sequence[str], environment: Mapping[str, str], data: Path, places: Mapping[str, Path]
+) -> Iterator[Deployed]:
+    """The service on free ports of all addresses, where TLS and roles are all that lets it listen."""
+    settings = {"HOST": "0.0.0.0", "GRPC_PORT": "0", "HTTP_PORT": "0", "DATA_DIR": str(data)}  # noqa: S104
+    env = os.environ | {name: moved(value, places) for name, value in environment.items()}
+    process = subprocess.Popen(
+        [*COMMAND, *(moved(argument, places) for argument in arguments)],
+        env=env | {f"DELTASYNC_{name}": value for name, value in settings.items()},
+    )
+    with killed(process):
+        while not (data / "endpoints.json").exists():
+            assert process.poll() is None, "the service has ended"
+            time.sleep(0.05)
+        endpoints = json.loads((data / "endpoints.json").read_text())
+        grpc, http = (int(endpoints[kind].rpartition(":")[2]) for kind in ("grpc", "http"))
+        yield Deployed(process, grpc, http, places)

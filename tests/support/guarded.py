@@ -1,0 +1,116 @@
+"""A service that knows who calls: of a process of its own, with a roles file and a log that a test reads."""
+
+import json
+import re
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+from tests.support.process import ServiceProcess
+
+from deltasync.core.roles import token_digest
+
+_DEADLINE_SECONDS = 30.0
+# By the name of each token; the token itself is `token_of(name)`.
+ROLES: Mapping[str, Sequence[str]] = {
+    "trainer": ["publish:clicks*"],
+    "other-trainer": ["publish:clicks*"],
+    "predictor": ["subscribe:pred*"],
+    "watcher": ["read"],
+    "operator": ["admin"],
+}
+
+
+def token_of(name: str) -> str:
+    return f"{name.replace(' ', '-')}-XYZZY-0123456789"
+
+
+def roles_text(roles: Mapping[str, Sequence[str]] = ROLES) -> str:
+    return "".join(
+        f'[tokens.{name}]\nsha256 = "{token_digest(token_of(name)).hex()}"\nroles = {json.dumps(list(each))}\n'
+        for name, each in roles.items()
+    )
+
+
+class GuardedService(ServiceProcess):
+    """A service with a roles file, and consumer "predictors" of model "clicks"."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.roles, self.log = folder / "roles.toml", folder / "service.log"
+        self.write_roles()
+        consumers = ("--consumer", "predictors=clicks", "--consumer", "others=clicks")
+        super().__init__(folder / "data", "--roles", str(self.roles), *consumers, *arguments)
+        self._environment["DELTASYNC_ADMIN_TOKEN"] = token_of("admin token")
+
+    def write_roles(self, roles: Mapping[str, Sequence[str]] = ROLES) -> None:
+        new = self.roles.with_suffix(".new")
+        new.touch(0o600)
+        new.write_text(roles_text(roles))
+        new.replace(self.roles)
+
+    def start(self, *, announced: bool = True, largest_file: int | None = None) -> None:
+        with self.log.open("a") as log:
+            self.process = subprocess.Popen(self._command(), env=self._environment, stderr=log)
+        self.wait_until_announced()
+
+    def lines(self, pattern: str) -> list[str]:
+        """The lines of the log in which there is something."""
+        return [line for line in self.log.read_text().splitlines() if re.search(pattern, line)]
+
+    def wait_for_line(self, pattern: str) -> str:
+        deadline = time.monotonic() + _DEADLINE_SECONDS
+        while not (found := self.lines(pattern)):
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.01)
+        return found[0]
+
+    def ask(self, method: str, path: str, name: str = "", body: bytes | None = None) -> tuple[int, str]:
+        """Status and body of a request with the token of that name."""
+        headers = {"Authorization": f"Bearer {token_of(name)}"} if name else {}
+        request = urllib.request.Request(self.http + path, body, headers, method=method)  # noqa: S310
+        try:
+            with urllib.request.urlopen(request, timeout=10) as answer:  # noqa: S310
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
+
+    def call(self, method: str, name: str, request: Any = b"") -> tuple[grpc.StatusCode, str]:
+        """How a call with the token of that name ends, and what is said of it; one that is a stream once it has
+        been answered.
+        """
+        with grpc.insecure_channel(self.grpc) as channel:
+            stream: Any = channel.stream_stream(method)
+            message = request if isinstance(request, bytes) else request.SerializeToString()
+            answers = stream(iter([message]), timeout=20, metadata=metadata_of(name))
+            try:
+                next(answers)
+            except grpc.RpcError as error:  # It is a call, too.
+                return error.code(), error.details() or ""
+            except StopIteration:
+                pass
+            answers.cancel()
+            return grpc.StatusCode.OK, ""
+
+
+def metadata_of(name: str) -> list[tuple[str, str]]:
+    protocol = [("deltasync-protocol", "1-6")]
+    return protocol + ([("authorization", f"Bearer {token_of(name)}")] if name else [])
+
+
+def command_line_of(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def core_limits_of(pid: int) -> tuple[str, str]:
+    """How large a core file may be: the soft and the hard limit."""
+    found = re.search(
+        r"Max core file size +([0-9]+|unlimited) +([0-9]+|unlimited)", Path(f"/proc/{pid}/limits").read_text()
+    )
+    assert found
+    return found[1], found[2]

@@ -1,0 +1,26 @@
+"""What is said of handshakes that fail: in the words of gRPC and OpenSSL, which tests over sockets show too."""
+
+import pytest
+
+from deltasync.client.tls_troubles import meaning
+
+CLOSED = "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:127.0.0.1:1: Socket closed"
+
+
+@pytest.mark.parametrize(
+    ("details", "tls", "certificate", "said"),
+    [
+        (CLOSED, False, False, "it may speak TLS there"),
+        (CLOSED, True, False, "it may want a certificate of this client"),
+        (CLOSED, True, True, "it may refuse this client's certificate"),
+        ("Socket closed", True, True, ""),
+        ("failed to connect to all addresses; last error: Connection refused", True, True, ""),
+        ("[SSL: TLSV1_ALERT_UNKNOWN_CA] tlsv1 alert unknown ca", True, True, "it may refuse this client's"),
+        ("CERTIFICATE_VERIFY_FAILED: certificate has expired", True, False, "has expired"),
+        ("CERTIFICATE_VERIFY_FAILED: self signed certificate", True, False, "not from the CA that was given"),
+    ],
+)
+def test_what_is_known_is_said(details: str, tls: bool, certificate: bool, said: str) -> None:
+    found = meaning(details, tls=tls, certificate=certificate)
+    assert found.startswith(said) or said in found
+    assert bool(found) == bool(said)

@@ -1,0 +1,62 @@
+"""Names that peers give: so many of them, and none that outlives who gave it without ever holding anything."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from tests.support.local_service import run
+
+from deltasync.consumers.consumer import ConsumerOptions
+from deltasync.core.errors import LimitReached
+from deltasync.core.limits import LimitOptions
+from deltasync.core.policy import Policy
+from deltasync.core.position import Position
+from deltasync.service.service import Service
+
+
+def test_there_are_so_many_consumers(tmp_path: Path) -> None:
+    async def scenario(service: Service) -> None:
+        for name in ("one", "two", "two"):
+            await service.create_consumer(name, "clicks", Policy())
+        with pytest.raises(LimitReached, match=r"consumers: 3, at most 2 are allowed \(limit consumers\)"):
+            await service.create_consumer("three", "clicks", Policy())
+        await service.configuration.take([ConsumerOptions("three", "clicks")], "the settings")
+        assert "limit consumers" in service.configuration.shortcomings["three"]
+        await service.delete_consumer("one")
+        await service.create_consumer("three", "clicks", Policy())
+
+    run(tmp_path, scenario, limits=LimitOptions(consumers=2))
+
+
+def test_a_consumer_has_so_many_replicas(tmp_path: Path) -> None:
+    async def scenario(service: Service) -> None:
+        registry = service.registry
+        consumer, streams = await registry.create("c", "clicks", Policy()), [asyncio.Event() for _ in range(4)]
+        replicas = [registry.connect(consumer, name, streams[0]) for name in ("one", "two")]
+        with pytest.raises(LimitReached, match=r"3, at most 2 are allowed \(limit replicas_per_consumer\)"):
+            registry.connect(consumer, "three", streams[1])
+        registry.connect(consumer, "one", streams[2])  # One that is known may always come back.
+        registry.disconnect(consumer, replicas[0], streams[2], "gone")
+        registry.connect(consumer, "three", streams[1])
+
+    run(tmp_path, scenario, limits=LimitOptions(replicas_per_consumer=2))
+
+
+def test_a_replica_that_has_held_nothing_leaves_no_name(tmp_path: Path) -> None:
+    async def first(service: Service) -> None:
+        registry = service.registry
+        consumer = await registry.create("c", "clicks", Policy())
+        for name in ("held", "nothing"):
+            stream = asyncio.Event()
+            replica = registry.connect(consumer, name, stream)
+            registry.acknowledge(consumer, replica, Position("h", 3 if name == "held" else 0))
+            if name == "held":  # Since when it holds nothing of what there is.
+                registry.acknowledge(consumer, replica, Position("g", 0))
+            registry.disconnect(consumer, replica, stream, "gone")
+        assert list(consumer.replicas) == ["held"]
+
+    async def second(service: Service) -> None:
+        assert list(service.registry.get("c").replicas) == ["held"]
+
+    for scenario in (first, second):
+        run(tmp_path, scenario)

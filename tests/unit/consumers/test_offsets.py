@@ -1,0 +1,235 @@
+"""Offsets on their way to the log: of each replica the newest one, some at a time; cuts do not wait for them."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.local_service import run
+from tests.support.log import held_up
+from tests.support.memory_store import MemoryDisk, MemoryStore
+
+from deltasync.consumers import offsets
+from deltasync.consumers.consumer import Consumer, Replica
+from deltasync.consumers.offsets import OffsetLog, pause_after, recorded_offsets
+from deltasync.core.errors import StorageFailed
+from deltasync.core.events import Event, EventKind, Events
+from deltasync.core.policy import Policy
+from deltasync.core.position import Position
+from deltasync.service.service import Service
+from deltasync.storage.lmdb_store import LmdbStore
+from deltasync.storage.log_store import LogOptions
+
+FLEET = 3000
+AT = Position("h", 3)
+
+
+class SlowStore(MemoryStore):
+    """Has written what it was given when it is told so; `sizes` of what was submitted."""
+
+    def __init__(self, disk: MemoryDisk) -> None:
+        super().__init__(disk, 1 << 20)
+        self.sizes: list[int] = []
+        self.pending: list[Future[None]] = []
+
+    def put_all(self, records: Mapping[str, bytes | None]) -> Future[None]:
+        super().put_all(records)
+        self.sizes.append(len(records))
+        self.pending.append(Future())
+        return self.pending[-1]
+
+
+async def fleet_of(service: Service, count: int) -> tuple[Consumer, list[Replica]]:
+    consumer = await service.registry.create("c", "clicks", Policy())
+    return consumer, [service.registry.connect(consumer, f"r{n}", asyncio.Event()) for n in range(count)]
+
+
+def test_acks_that_come_faster_than_the_disk_takes_them_are_not_kept(tmp_path: Path) -> None:
+    """Two replicas that move without an end leave one write in the queue."""
+
+    async def scenario(service: Service) -> None:
+        consumer, replicas = await fleet_of(service, 2)
+        with held_up(service.log):
+            before = service.log.queue.bytes
+            for number in range(5000):
+                for replica in replicas:
+                    service.registry.acknowledge(consumer, replica, Position("h", number))
+            assert service.log.queue.bytes - before < 4096
+            assert len(service.registry._offsets._moved) == 2
+
+    async def again(service: Service) -> None:
+        found = service.registry.get("c").replicas.values()
+        assert [each.applied for each in found] == 2 * [Position("h", 4999)]
+
+    run(tmp_path, scenario)
+    run(tmp_path, again)
+
+
+def test_a_cut_does_not_wait_for_the_offsets_of_a_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many replicas have moved, a few offsets are ahead of it."""
+    log = LmdbStore(LogOptions(directory=tmp_path))
+    written = list[str]()
+    keep = LmdbStore._keep
+
+    def counted(log: LmdbStore, txn: Any, records: Mapping[str, bytes | None], *after: Any) -> None:
+        written.extend(records)
+        keep(log, txn, records, *after)
+
+    monkeypatch.setattr(LmdbStore, "_keep", counted)
+
+    async def main() -> None:
+        offset_log = OffsetLog(log, Events(), ())
+        with held_up(log):
+            for number in range(FLEET):
+                offset_log.note("c", Replica(f"r{number}", Position("h", 1)))
+            sealed = log.append("seals/m", 1, 0, 0, b"seal")
+            ahead = list[int]()
+            sealed.add_done_callback(lambda _: ahead.append(len(written)))
+        await asyncio.wrap_future(sealed)
+        assert ahead[0] <= offsets._AT_ONCE
+        offset_log.write_all()
+
+    asyncio.run(main())
+    log.close()
+    assert len(written) == FLEET
+
+
+def test_a_tenth_of_the_time_is_taken_and_none_waits_for_long() -> None:
+    assert pause_after(0.0) == 0.0
+    assert pause_after(0.02) == pytest.approx(0.18)
+    assert pause_after(30.0) == 1.0
+
+
+def test_nothing_is_written_in_the_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        loop, log = asyncio.get_running_loop(), SlowStore(MemoryDisk())
+        pauses = list[object]()
+        monkeypatch.setattr(loop, "call_later", lambda *arguments: pauses.append(arguments))
+        offset_log = OffsetLog(log, Events(), ())
+        offset_log.note("c", Replica("r"))
+        log.pending[0].set_result(None)
+        while not pauses:
+            await asyncio.sleep(0)
+        for number in range(9):
+            offset_log.note("c", Replica("r", Position("h", number)))
+        assert log.sizes == [1]
+        offset_log._go_on()
+        assert log.sizes == [1, 1]
+        assert recorded_offsets(log, "c")["r"].applied == Position("h", 8)
+
+    asyncio.run(main())
+
+
+def test_a_replica_that_left_before_it_was_written_down_is_never_written(tmp_path: Path) -> None:
+    """Replicas that come and go leave nothing behind, not even the record that they are gone."""
+
+    async def scenario(service: Service) -> None:
+        consumer, _ = await fleet_of(service, 0)
+        with held_up(service.log):
+            service.registry.acknowledge(consumer, service.registry.connect(consumer, "a", asyncio.Event()), AT)
+            for number in range(500):
+                stream = asyncio.Event()
+                replica = service.registry.connect(consumer, f"r{number}", stream)
+                service.registry.acknowledge(consumer, replica, AT)
+                service.registry.disconnect(consumer, replica, stream, "goodbye", forget=True)
+            assert service.registry._offsets._moved == {}
+
+    async def again(service: Service) -> None:
+        assert list(service.registry.get("c").replicas) == ["a"]
+
+    run(tmp_path, scenario)
+    run(tmp_path, again)
+
+
+def test_offsets_that_could_not_be_written_are_told_once() -> None:
+    told = list[Event]()
+
+    async def main() -> None:
+        log = SlowStore(MemoryDisk())
+        offset_log = OffsetLog(log, Events(told.append), ())
+        offset_log.note("c", Replica("first"))
+        for number in range(50):
+            offset_log.note("c", Replica(f"r{number}"))
+        offset_log.write_all()
+        assert log.sizes == [1, 50]
+        for each in log.pending:
+            each.set_exception(StorageFailed("the disk is gone"))
+        while len(told) < 2:
+            await asyncio.sleep(0)
+
+    asyncio.run(main())
+    assert [each.kind for each in told] == 2 * [EventKind.FAILED]
+    assert told[0].text.startswith("could not be written;")
+    assert told[1].text.startswith("could not be written, nor could 49 others;")
+
+
+class Steps:
+    """What happens to the offsets of a few replicas, beside a plain dictionary."""
+
+    def __init__(self, disk: MemoryDisk) -> None:
+        self.log = SlowStore(disk)
+        self.offsets = OffsetLog(self.log, Events(), ())
+        self.wanted, self.seen = dict[str, int](), dict[str, set[int]]()
+
+    def note(self, name: str, number: int) -> None:
+        self.wanted[name] = number
+        self.seen.setdefault(name, set()).add(number)
+        self.offsets.note("c", Replica(name, Position("h", number)))
+
+    def forget(self, name: str, _: int) -> None:
+        self.wanted.pop(name, None)
+        self.offsets.forget("c", name)
+
+    def forget_now(self, name: str, _: int) -> None:
+        self.wanted.pop(name, None)
+        MemoryStore.put_all(self.log, self.offsets.forgotten("c", [name]))
+        assert name not in recorded_offsets(self.log, "c")
+
+    def write(self, *_: object) -> None:
+        for each in self.log.pending:
+            each.set_result(None)
+        self.log.pending.clear()
+
+    def rest(self, *_: object) -> None:
+        if not self.log.pending:
+            self.offsets._go_on()
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([Steps.note, Steps.forget, Steps.forget_now, Steps.write, Steps.rest]),
+            st.sampled_from("abcde"),
+            st.integers(1, 9),
+        ),
+        max_size=40,
+    ),
+    st.booleans(),
+)
+@settings(deadline=None)
+def test_the_log_has_the_newest_of_each_at_the_end_and_one_of_each_waits_at_most(
+    steps: list[tuple[Callable[[Steps, str, int], None], str, int]], ends_well: bool
+) -> None:
+    """A kill loses only what was noted and not submitted yet: what there is, was true once."""
+    disk = MemoryDisk()
+
+    async def main() -> Steps:
+        having = Steps(disk)
+        for step, name, number in steps:
+            step(having, name, number)
+            await asyncio.sleep(0)
+            assert len(having.offsets._moved) <= 5
+            assert len(having.log.pending) <= 1
+        if ends_well:
+            having.offsets.write_all()
+        return having
+
+    having = asyncio.run(main())
+    found = {name: each.applied.number for name, each in recorded_offsets(having.log, "c").items()}
+    assert all(number in having.seen[name] for name, number in found.items())
+    if ends_well:
+        assert found == having.wanted

@@ -1,0 +1,48 @@
+"""What peers may take: a limit that is reached names itself, and what is given back is free again."""
+
+import pytest
+
+from deltasync.core.errors import InvalidInput, LimitReached
+from deltasync.core.limits import LimitOptions, Limits
+
+
+def test_so_many_may_be_taken_and_no_more() -> None:
+    limits = Limits(LimitOptions(streams=2))
+    with limits.taking("streams"), limits.taking("streams"):
+        with pytest.raises(LimitReached, match=r"streams: 3, at most 2 are allowed \(limit streams\)"):
+            limits.taking("streams").__enter__()
+        assert (limits.taken["streams"], limits.refused["streams"]) == (2, 1)
+    assert limits.taken["streams"] == 0
+    with limits.taking("streams", 2):
+        assert limits.taken["streams"] == 2
+
+
+def test_other_limits_are_taken_over_but_for_those_that_are_fixed() -> None:
+    limits = Limits(LimitOptions(streams=2))
+    said = limits.take(LimitOptions(streams=1, message_bytes=1000))
+    assert said == "limit streams: 1, was 2; limit message_bytes: 1000 from the next start on"
+    assert limits.options == LimitOptions(streams=1)
+    assert limits.take(limits.options) == ""
+
+
+def test_what_comes_in_is_bounded_by_streams_and_messages() -> None:
+    limits = Limits(LimitOptions(streams=3, message_bytes=1000))
+    with limits.taking("streams", 2):
+        shown = limits.copy()
+    assert (shown.options.by_name["receive_bytes"], shown.taken["receive_bytes"]) == (3000, 2000)
+    assert limits.taken["streams"] == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"streams": 0}, "limit streams: 0, expected a whole number from 1 on"),
+        ({"streams": True}, "limit streams: True, expected"),
+        ({"streams": "3"}, "limit streams: '3', expected"),
+        ({"colours": 3}, "unknown limit 'colours'; limits: models, "),
+        ([], "expected a table of limits"),
+    ],
+)
+def test_what_is_no_limit_is_refused(settings: object, said: str) -> None:
+    with pytest.raises(InvalidInput, match=said):
+        LimitOptions.described(settings)

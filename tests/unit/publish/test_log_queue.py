@@ -1,0 +1,97 @@
+"""All streams together hand to the log what its queue takes, and a chunk each; then they wait."""
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.local_service import join, run, send
+from tests.support.log import held_up
+from tests.support.wire import part
+
+from deltasync.core.limits import LimitOptions
+from deltasync.core.tables import Shard, TableSpec
+from deltasync.service.housekeeping import housekeeping
+from deltasync.service.service import Service
+from deltasync.status.answers import Answers
+from deltasync.storage.records import pack_layout
+
+RANKS, CHUNKS, CHUNK_ROWS, BOUND = 6, 12, 500, 1 << 20
+WIDE = TableSpec("wide", RANKS * CHUNKS * CHUNK_ROWS, 64)
+SHARDS = [Shard(WIDE, rank * CHUNKS * CHUNK_ROWS, CHUNKS * CHUNK_ROWS, 0, WIDE.dim) for rank in range(RANKS)]
+CHUNK_BYTES = CHUNK_ROWS * (WIDE.row_bytes + 8)
+
+
+def test_ranks_that_publish_faster_than_the_disk_takes_it_wait_together(tmp_path: Path) -> None:
+    async def scenario(service: Service) -> None:
+        service.log.queue.limit(BOUND)
+        sessions = [
+            await join(service, rank=rank, world_size=RANKS, tables=[WIDE], shards=[SHARDS[rank]])
+            for rank in range(RANKS)
+        ]
+
+        def requests(shard: Shard) -> list[Any]:
+            firsts = range(shard.row_offset, shard.row_offset + shard.rows, CHUNK_ROWS)
+            rows = np.ones((CHUNK_ROWS, WIDE.dim), "<f4")
+            return part(1, [(0, range(first, first + CHUNK_ROWS), rows) for first in firsts], full=True)
+
+        with held_up(service.log):
+            sending = [asyncio.create_task(send(each, requests(SHARDS[each.rank]))) for each in sessions]
+            for _ in range(500):
+                await asyncio.sleep(0)
+            assert BOUND < service.log.queue.bytes < BOUND + (RANKS + 1) * (CHUNK_BYTES + 4096)
+            assert not any(task.done() for task in sending)
+            forgotten = service.log.put("n", b"")  # What makes room passes.
+            assert not forgotten.done()
+        positions = await asyncio.gather(*sending)
+        assert {each.number for each in positions if each} == {1}
+        assert service.log.queue.bytes == 0
+
+    run(tmp_path, scenario)
+
+
+def test_many_opens_leave_the_loops_threads_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which flush, and write releases down."""
+
+    begun, go = threading.Event(), threading.Event()
+
+    def slow(*arguments: Any) -> bytes:
+        begun.set()
+        assert go.wait(20)
+        return pack_layout(*arguments)
+
+    async def scenario(service: Service) -> None:
+        await service.open_model("clicks")
+        opens = [asyncio.create_task(join(service)) for _ in range(50)]
+        await asyncio.to_thread(begun.wait, 20)
+        for _ in range(200):
+            await asyncio.sleep(0)
+        try:
+            await asyncio.wait_for(asyncio.to_thread(lambda: None), 10)
+        finally:
+            go.set()
+        await asyncio.gather(*opens, return_exceptions=True)
+
+    monkeypatch.setattr("deltasync.publish.session.pack_layout", slow)
+
+    run(tmp_path, scenario)
+
+
+def test_a_limit_that_is_read_again_counts_while_the_service_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltasync.service.housekeeping._SECONDS", 0.001)
+
+    async def scenario(service: Service) -> None:
+        assert service.log.queue.most_bytes == BOUND
+        service.limits.options = LimitOptions(log_queue_bytes=2 * BOUND)
+        keeper = asyncio.create_task(housekeeping(service))
+        while service.log.queue.most_bytes != 2 * BOUND:
+            await asyncio.sleep(0.001)
+        keeper.cancel()
+        with held_up(service.log):
+            assert b'deltasync_limit_taken{limit="log_queue_bytes"} 1024.0' in await Answers(service).metrics()
+
+    run(tmp_path, scenario, limits=LimitOptions(log_queue_bytes=BOUND))
