@@ -364,11 +364,7 @@ class Service:
             await self.have_view(consumer, model)
 
     async def have_view(self, consumer: Consumer, model: Model) -> None:
-        """Have the view that a consumer of a model needs, if it needs one. While `changing`.
-
-        Raises:
-            StorageFailed: the log, or a file, could not be written.
-        """
+        """Have the view that a consumer of a model needs, if it needs one; see `ViewRegistry.follow`."""
         await self.views.follow(consumer, model, self.directory(model.name) / "views" / consumer.name)
 
     def directory(self, model: str) -> Path:

@@ -30,6 +30,11 @@ class UnpublishedModels:
         """Where their ranks publish."""
         return iter(list(self._coordinators.values()))
 
+    @property
+    def models_in_all(self) -> int:
+        """How many models there are, published, recovering or only opened."""
+        return len(self._service.models) + len(self._service.recovering) + len(self._coordinators)
+
     async def open(self, name: str) -> CutCoordinator:
         """Where the ranks of a model of that name publish, for one stream more; see `leave`. While `changing`.
 
@@ -41,8 +46,7 @@ class UnpublishedModels:
             await asyncio.wait([removal])
         if name not in self._coordinators:
             service = self._service
-            models = len(service.models) + len(service.recovering) + len(self._coordinators)
-            service.limits.check("models", models + 1)
+            service.limits.check("models", self.models_in_all + 1)
             directory = service.directory(name)
             await asyncio.to_thread(finish_removal, service.log, name, directory)
             coordinator = self._coordinators[name] = service.coordinator(Model(name, service.log, directory))

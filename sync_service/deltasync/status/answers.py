@@ -86,7 +86,7 @@ class Answers:
     def _limits(self) -> Limits:
         limits = self._service.limits.copy()
         limits.taken["log_queue_bytes"] = self._service.log.queue.bytes
-        limits.taken["models"] = len(self._service.models) + len(self._service.recovering)
+        limits.taken["models"] = self._service.unpublished.models_in_all
         limits.taken["consumers"] = len(self._service.registry.consumers)
         return limits
 

@@ -23,6 +23,7 @@ from deltasync.service.service import Service
 WIDE = TableSpec("wide", 20_000, 16)
 LARGE = TableSpec("large", 450_000, 32)
 CONSUMER = ("--consumer", "predictors=clicks")
+NO_ROOM = r"no room for tables of model 'clicks': \d+ bytes are wanted, and \d+ are free"
 
 
 @pytest.fixture
@@ -79,9 +80,10 @@ def test_a_volume_that_has_room_again_is_noticed_without_a_publisher(
     volume: Path, pool: ThreadPoolExecutor
 ) -> None:
     with ServiceProcess(volume / "data", *CONSUMER) as service:
-        filler = fill(volume)
         with Trainer(service.grpc, [WIDE]) as trainer:
-            published = pool.submit(trainer.publish_all)
+            trainer.publish_all()
+            filler = fill(volume)
+            published = pool.submit(trainer.change, WIDE.rows)
             service.wait_for_status("/readyz", 503)
         assert isinstance(published.exception(WAIT), ServiceUnavailable)  # The trainer has ended.
         assert service.get("/readyz")[0] == 503
@@ -95,10 +97,7 @@ def test_no_room_for_a_new_table_is_said_by_the_service(
     with ServiceProcess(volume / "data", *CONSUMER) as service:
         with Trainer(service.grpc, [LARGE]) as trainer:
             published = pool.submit(trainer.publish_all)
-            while not re.search(
-                r"no room for tables of model 'clicks': \d+ bytes are wanted, and \d+ are free",
-                trainer.publisher.connection.last_error,
-            ):
+            while not re.search(NO_ROOM, trainer.publisher.connection.last_error):
                 pass  # It tries again; the test's timeout bounds the wait.
             assert service.get("/readyz") == (200, "ok\n"), "the volume has refused nothing"
         assert isinstance(published.exception(WAIT), ServiceUnavailable)
