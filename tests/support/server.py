@@ -11,7 +11,8 @@ from typing import Any, Self
 
 from tests.support.http import HttpStatus
 
-from deltasync.api.server import ServerOptions, run
+from deltasync.api.server import run
+from deltasync.api.server_options import ServerOptions
 from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.core.policy import Policy
 from deltasync.service.service import ServiceOptions

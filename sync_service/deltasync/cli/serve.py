@@ -103,6 +103,7 @@ def serve(consumer: tuple[ConsumerOptions, ...], limit: Mapping[str, int], **set
     """
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # Which would end a process that does not listen to it yet.
     from deltasync.api import server
+    from deltasync.api.server_options import ServerOptions
     from deltasync.publish.norm_guard import NormLimit
     from deltasync.service.service import ServiceOptions
 
@@ -118,7 +119,7 @@ def serve(consumer: tuple[ConsumerOptions, ...], limit: Mapping[str, int], **set
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     read_settings = partial(_reloaded, consumer, limit, read) if read else None
-    options = server.ServerOptions(
+    options = ServerOptions(
         service=service, consumers=found.consumers, read_settings=read_settings, tls=tls, **settings
     )
     try:

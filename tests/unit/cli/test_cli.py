@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from deltasync.api import server
-from deltasync.api.server import ServerOptions
+from deltasync.api.server_options import ServerOptions
 from deltasync.api.tls_options import TlsOptions
 from deltasync.cli.endpoint_options import service_options
 from deltasync.cli.main import cli

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltasync.api import server
-from deltasync.api.server import ServerOptions
+from deltasync.api.server_options import ServerOptions
 from deltasync.cli import consumers
 from deltasync.cli.lag_text import lag_text
 from deltasync.cli.main import cli

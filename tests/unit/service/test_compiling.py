@@ -9,7 +9,7 @@ import pytest
 from tests.support.http import HttpStatus
 
 from deltasync.api import server
-from deltasync.api.server import ServerOptions
+from deltasync.api.server_options import ServerOptions
 from deltasync.core.listener import listening_socket
 from deltasync.service.service import ServiceOptions
 

@@ -18,7 +18,7 @@ from tests.support.local_service import join, run, send
 from tests.support.wire import WHOLE, full_part, part, random_rows
 
 from deltasync.api import server
-from deltasync.api.server import ServerOptions
+from deltasync.api.server_options import ServerOptions
 from deltasync.api.subscribe import ReplicaStream
 from deltasync.core import progress
 from deltasync.core.errors import InvalidInput, ServiceUnavailable, StorageFailed
