@@ -17,10 +17,11 @@ from tests.support.metrics import samples_of
 from tests.support.process import environment
 from tests.support.proxy import Proxy
 from tests.support.server import RunningService
-from tests.support.wire import RankStream, ReplicaStream, chunk, close, subscribe_open
+from tests.support.wire import RankStream, ReplicaStream, ack, chunk, close, subscribe_open
 
 from deltasync.client import Contradiction, NumpyTarget, Shard, Subscriber, TableSpec
 from deltasync.v1 import subscribe_pb2, subscribe_pb2_grpc
+from deltasync.wire.messages import position_from_message
 
 _DIES_IN_A_RELEASE = """
 import os, signal, sys
@@ -71,7 +72,9 @@ def test_one_that_is_lost_counts_as_away(running: RunningService, caplog: pytest
     with Trainer(running.grpc) as trainer:
         trainer.publish_all()
         with ReplicaStream(running.grpc, replica="lost") as replica:
-            replica.until("opened")
+            _, end = replica.release()
+            replica.send(ack(0, position_from_message(end.position)))
+            wait_for_lag(running, "predictors", lambda lag: lag["replicas"][0]["offset"] == 1)
         lag = wait_for_lag(running, "predictors", lambda lag: not lag["replicas"][0]["connected"])
         assert lag["state"] == "away"
 
@@ -91,7 +94,7 @@ def test_one_that_dies_in_the_middle_of_a_release_is_a_line_with_a_reason(
             subprocess.run(
                 [sys.executable, "-c", _DIES_IN_A_RELEASE, running.grpc], env=environment(), check=False
             )
-        wait_for_lag(running, "predictors", lambda lag: not lag["replicas"][0]["connected"])
+        wait_for_lag(running, "predictors", lambda lag: not lag["replicas"])  # It has never held anything.
         assert events(running, "replica_joined") == events(running, "replica_left") + events(
             running, "replica_lost"
         ) + events(running, "replica_replaced")
