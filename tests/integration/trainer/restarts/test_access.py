@@ -1,4 +1,4 @@
-"""A trainer whose rights are taken away, or whose token is not there: training goes on, and publishing once it may."""
+"""A trainer whose rights, or token, are gone for a while: training goes on, and publishing once it may."""
 
 from collections.abc import Iterator
 from pathlib import Path
