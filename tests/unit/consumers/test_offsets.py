@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.local_service import run
+from tests.support.local_service import publish, run
 from tests.support.log import held_up
 from tests.support.memory_store import MemoryDisk, MemoryStore
 
@@ -20,6 +20,7 @@ from deltasync.core.errors import StorageFailed
 from deltasync.core.events import Event, EventKind, Events
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
+from deltasync.feeds.model import Model
 from deltasync.service.service import Service
 from deltasync.storage.lmdb_store import LmdbStore
 from deltasync.storage.log_store import LogOptions
@@ -158,6 +159,27 @@ def test_nothing_of_a_consumer_that_is_deleted_is_found_by_one_of_its_name(tmp_p
         await service.registry.delete("c")
         assert service.log.items("offset/") == {}
         assert service.registry._offsets._moved == {}
+
+    run(tmp_path, scenario)
+
+
+def test_a_service_whose_tables_cannot_be_flushed_at_its_end_writes_its_offsets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refused(_: Model) -> None:
+        raise StorageFailed("the disk is full")
+
+    async def scenario(service: Service) -> None:
+        await publish(service)
+        consumer, (replica,) = await fleet_of(service, 1)
+        service.registry._offsets._resting = True
+        service.registry.acknowledge(consumer, replica, AT)
+        with monkeypatch.context() as patch:
+            patch.setattr(Model, "close", refused)
+            with pytest.raises(StorageFailed, match="the disk is full"):
+                await service.drain()
+        await asyncio.wrap_future(service.log.put("written", b""))  # So is what was submitted before.
+        assert list(service.log.items("offset/")) == ["c/r0"]
 
     run(tmp_path, scenario)
 
