@@ -160,6 +160,7 @@ class ReplicaStream:
         return feed.changed() if feed else self._service.model_added.changed()
 
     def _opened(self) -> subscribe_pb2.SubscribeResponse:
+        self._check_current()  # It may have been replaced while the progress before was being sent.
         self._check_known(self._feed.deliveries)
         deliveries = self._deliveries = list(self._feed.deliveries)
         self._limit = self._consumer.policy.ready_within_seconds

@@ -19,7 +19,7 @@ from deltasync.client.options import SubscriberOptions
 from deltasync.client.readiness import Readiness, newest_ns
 from deltasync.client.targets import PartialTarget, ReadableTarget, Target
 from deltasync.core.backoff import backoff
-from deltasync.core.errors import ServiceUnavailable
+from deltasync.core.errors import DeltasyncError, NotPermitted, ServiceUnavailable
 from deltasync.core.position import Decision, Position
 from deltasync.core.steady_clock import steady_ns
 from deltasync.core.tables import TableSpec
@@ -197,7 +197,7 @@ class Subscriber:
                 self._subscribe()
             except grpc.RpcError as failure:
                 error = self._endpoint.error_of(failure)
-                if is_final(error) and not self._closing.is_set():
+                if self._stops(error) and not self._closing.is_set():
                     raise error from failure
             except ServiceUnavailable as unusable:  # A file of the endpoint is.
                 error = unusable
@@ -212,6 +212,10 @@ class Subscriber:
                 self._readiness.lacks(f"it reconnects: {error}")
                 self._connectivity.note_failed(error, pause)
             self._closing.wait(pause)
+
+    def _stops(self, error: DeltasyncError) -> bool:
+        """Whether an error is the end. Who was let in once goes on: tokens are renewed, and roles mended."""
+        return is_final(error) and not (self.connection.connections and isinstance(error, NotPermitted))
 
     def _subscribe(self) -> None:
         requests: _Requests = queue.SimpleQueue()

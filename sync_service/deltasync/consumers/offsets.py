@@ -30,7 +30,7 @@ class OffsetLog:
     def __init__(self, log: LogStore, events: Events, names: Iterable[str]) -> None:
         """`names` are those of the records that the log has, see `offset_name`."""
         self._log, self._events = log, events
-        self._recorded = set(names)
+        self._recorded = set(names)  # Which the log may have.
         self._moved: dict[str, Replica | None] = {}  # By the record's name; None is to be forgotten.
         self._resting = False  # While some are written, and in the pause after that.
 
@@ -45,19 +45,28 @@ class OffsetLog:
         if name in self._recorded:
             self._note(name, None)
 
-    def forgotten(self, consumer: str, replicas: Iterable[str]) -> Mapping[str, None]:
-        """The records to be removed, by whoever asks, so that the offsets of replicas are forgotten now."""
-        names = [offset_name(consumer, each) for each in replicas]
-        for name in names:
-            self._moved.pop(name, None)
-            self._recorded.discard(name)
-        return dict.fromkeys(names)
+    def forgotten(self, consumer: str, replica: str) -> Mapping[str, None]:
+        """The record to be removed, by whoever asks, so that the offset of a replica is forgotten now."""
+        return self._forgotten([offset_name(consumer, replica)])
+
+    def all_forgotten(self, consumer: str) -> Mapping[str, None]:
+        """Those of all offsets of a consumer; also of replicas of which it is still to be written that they are
+        forgotten.
+        """
+        names, prefix = self._recorded | self._moved.keys(), offset_name(consumer, "")
+        return self._forgotten([name for name in names if name.startswith(prefix)])
 
     def write_all(self) -> None:
         """Submit all that there is, at the end: nothing is written any more after that."""
         self._resting = True
         while self._moved:
             self._submit()
+
+    def _forgotten(self, names: Iterable[str]) -> Mapping[str, None]:
+        for name in (records := dict.fromkeys(names)):
+            self._moved.pop(name, None)
+            self._recorded.discard(name)
+        return records
 
     def _note(self, name: str, replica: Replica | None) -> None:
         self._moved[name] = replica
@@ -89,6 +98,7 @@ class OffsetLog:
 
     def _report(self, names: tuple[str, ...], written: "asyncio.Future[None]") -> None:
         if isinstance(error := written.exception(), Exception):
+            self._recorded.update(names)  # As far as they were: the one written before is there still.
             others = f", nor could {len(names) - 1} others" if len(names) > 1 else ""
             text = f"could not be written{others}; after a restart the one written before counts"
             self._events.emit(EventKind.FAILED, text, error, record=names[0])

@@ -198,7 +198,7 @@ class ConsumerRegistry:
         del self.consumers[name]
         for replica in consumer.replicas.values():
             _end_stream(replica)
-        offsets = self._offsets.forgotten(name, consumer.replicas)
+        offsets = self._offsets.all_forgotten(name)
         await asyncio.wrap_future(self._log.put_all({**offsets, f"consumer/{name}": None}))
 
     def connect(
@@ -257,7 +257,7 @@ class ConsumerRegistry:
         if consumer.replicas[replica].stream:
             raise Contradiction(f"replica {replica!r} of consumer {name!r} is connected: stop it first")
         self._remove(consumer, replica)
-        await asyncio.wrap_future(self._log.put_all(self._offsets.forgotten(name, [replica])))
+        await asyncio.wrap_future(self._log.put_all(self._offsets.forgotten(name, replica)))
 
     def leave(self, name: str, replica: str, instance: str, by: str = "") -> None:
         """Forget a replica that says goodbye without a stream, unless another one of its name has come.

@@ -23,8 +23,7 @@ class AnnouncedTables:
         self._limits = limits
         self._run = ""
         self._tables: Mapping[str, TableSpec] = {}
-        self._opens = 0
-        self._made: tuple[int, int] | None = None  # After which open, and which change, all were made.
+        self._made: tuple[Mapping[str, TableSpec], int] | None = None  # Which, and after which change.
 
     async def look_for_room(self, tables: Sequence[TableSpec]) -> None:
         """See whether there would be room for tables now, so that nobody sends all rows in vain. Takes none.
@@ -62,7 +61,6 @@ class AnnouncedTables:
         """Note what a rank that was let in has announced, as `check` has returned it."""
         self._tables = {**(self._tables if run.id == self._run else {}), **tables}
         self._run = run.id
-        self._opens += 1
 
     def forget(self) -> None:
         """Forget what was announced: no rank is there any more."""
@@ -76,7 +74,7 @@ class AnnouncedTables:
             LimitReached: the limits do not allow their bytes.
             StorageFailed: there is no room; nothing was changed.
         """
-        if self._made == (opens := self._opens, self._model.store.changes):
+        if self._made == (cut.tables, self._model.store.changes):
             return
         tables = list(cut.tables.values())
         added = await self._added_bytes(tables)
@@ -86,7 +84,7 @@ class AnnouncedTables:
             await self._model.add_tables(tables, later_run=self._is_later(cut.run))
         finally:
             taken["bytes_in_all"] += self._model.store.table_bytes - before - added
-        self._made = opens, self._model.store.changes
+        self._made = cut.tables, self._model.store.changes
 
     async def _added_bytes(self, tables: Sequence[TableSpec]) -> int:
         """How many bytes more there would be; the limits allow them."""

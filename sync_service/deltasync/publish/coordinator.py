@@ -114,7 +114,9 @@ class CutCoordinator:
         Raises:
             Contradiction: the cut under way is of a later step.
             Superseded: a cut is just being sealed.
+            ServiceUnavailable: the model was deleted.
         """
+        self._check_there()
         current = self.open_cut
         if current and current.cut.complete:
             raise Superseded(f"part of step {step}, but step {current.cut.step} is just being sealed")
@@ -249,9 +251,12 @@ class CutCoordinator:
             self.open_cut = None
         self.note_left()
 
-    def _check(self, run: Run) -> Decision:
+    def _check_there(self) -> None:
         if self._retired:
             raise ServiceUnavailable(f"model {self.model.name!r} has just been deleted; reconnect")
+
+    def _check(self, run: Run) -> Decision:
+        self._check_there()
         joins = may_join(run, self.run)
         if not joins.yes:
             raise NotPermitted(joins.reason)

@@ -320,12 +320,12 @@ class Service:
 
     async def drain(self) -> None:
         """Finish what is under way and put everything on disk."""
+        self.registry.write_offsets()  # First: what cannot be flushed must not keep them from the log.
         await self.unpublished.drain()
         await self.views.drain()
         for name, model in self.models.items():
             await self.coordinators[name].drain()
             await model.close()
-        self.registry.write_offsets()
         await asyncio.to_thread(self.log.close)
         self._lock.close()
 

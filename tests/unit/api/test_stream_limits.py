@@ -1,6 +1,6 @@
 """How many streams a peer may have, and how often it may open one."""
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
 
@@ -57,6 +57,15 @@ def test_one_peer_does_not_keep_the_others_out() -> None:
     with ExitStack() as stack:
         for number in range(10):
             stack.enter_context(streams.taking(f"peer {number}"))
+
+
+def test_a_peer_that_is_refused_takes_no_opens_of_the_others() -> None:
+    streams, _ = limited(opens_per_second=4, opens_per_second_per_peer=2)
+    for number in range(20):
+        with suppress(LimitReached), streams.taking("one"):
+            assert number < 2
+    with streams.taking("two"):
+        pass
 
 
 def test_peers_that_have_gone_are_forgotten() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.local_service import run
+from tests.support.local_service import publish, run
 from tests.support.log import held_up
 from tests.support.memory_store import MemoryDisk, MemoryStore
 
@@ -20,6 +20,7 @@ from deltasync.core.errors import StorageFailed
 from deltasync.core.events import Event, EventKind, Events
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
+from deltasync.feeds.model import Model
 from deltasync.service.service import Service
 from deltasync.storage.lmdb_store import LmdbStore
 from deltasync.storage.log_store import LogOptions
@@ -145,6 +146,44 @@ def test_a_replica_that_left_before_it_was_written_down_is_never_written(tmp_pat
     run(tmp_path, again)
 
 
+def test_nothing_of_a_consumer_that_is_deleted_is_found_by_one_of_its_name(tmp_path: Path) -> None:
+    """Not even of a replica that was forgotten just before, as far as the log does not know that yet."""
+
+    async def scenario(service: Service) -> None:
+        consumer, (gone,) = await fleet_of(service, 1)
+        service.registry.acknowledge(consumer, gone, AT)
+        await asyncio.wrap_future(service.log.put("written", b""))  # So is what was submitted before.
+        service.registry._offsets._resting = True
+        assert gone.stream
+        service.registry.disconnect(consumer, gone, gone.stream, "goodbye", forget=True)
+        await service.registry.delete("c")
+        assert service.log.items("offset/") == {}
+        assert service.registry._offsets._moved == {}
+
+    run(tmp_path, scenario)
+
+
+def test_a_service_whose_tables_cannot_be_flushed_at_its_end_writes_its_offsets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refused(_: Model) -> None:
+        raise StorageFailed("the disk is full")
+
+    async def scenario(service: Service) -> None:
+        await publish(service)
+        consumer, (replica,) = await fleet_of(service, 1)
+        service.registry._offsets._resting = True
+        service.registry.acknowledge(consumer, replica, AT)
+        with monkeypatch.context() as patch:
+            patch.setattr(Model, "close", refused)
+            with pytest.raises(StorageFailed, match="the disk is full"):
+                await service.drain()
+        await asyncio.wrap_future(service.log.put("written", b""))  # So is what was submitted before.
+        assert list(service.log.items("offset/")) == ["c/r0"]
+
+    run(tmp_path, scenario)
+
+
 def test_offsets_that_could_not_be_written_are_told_once() -> None:
     told = list[Event]()
 
@@ -186,8 +225,13 @@ class Steps:
 
     def forget_now(self, name: str, _: int) -> None:
         self.wanted.pop(name, None)
-        MemoryStore.put_all(self.log, self.offsets.forgotten("c", [name]))
+        MemoryStore.put_all(self.log, self.offsets.forgotten("c", name))
         assert name not in recorded_offsets(self.log, "c")
+
+    def forget_all(self, *_: object) -> None:
+        self.wanted.clear()
+        MemoryStore.put_all(self.log, self.offsets.all_forgotten("c"))
+        assert recorded_offsets(self.log, "c") == {}
 
     def write(self, *_: object) -> None:
         for each in self.log.pending:
@@ -202,7 +246,9 @@ class Steps:
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from([Steps.note, Steps.forget, Steps.forget_now, Steps.write, Steps.rest]),
+            st.sampled_from(
+                [Steps.note, Steps.forget, Steps.forget_now, Steps.forget_all, Steps.write, Steps.rest]
+            ),
             st.sampled_from("abcde"),
             st.integers(1, 9),
         ),

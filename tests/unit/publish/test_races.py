@@ -2,13 +2,14 @@
 
 import asyncio
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.local_service import HeldWrites, join, run, send
-from tests.support.wire import ITEM, USER, WHOLE, full_part, part, random_rows
+from tests.support.local_service import HeldWrites, join, publish, run, send
+from tests.support.wire import ITEM, TABLES, USER, WHOLE, full_part, part, random_rows
 
 from deltasync.core.errors import DeltasyncError, ResyncRequired, StorageFailed, Superseded
 from deltasync.core.position import Position
@@ -225,5 +226,30 @@ def test_what_a_rank_holds_counts_as_bytes_of_the_log_once(tmp_path: Path) -> No
         assert model.seals[-1].log_bytes < 50
         logged = [record for name in ("cuts", "layouts") for record in service.log.read(f"{name}/clicks")]
         assert before + model.seals[-1].log_bytes == sum(len(record.payload) for record in logged)
+
+    run(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("tables", [[*TABLES, TableSpec("more", 5, 3)], [replace(USER, rows=60), ITEM]])
+def test_tables_announced_while_a_cut_is_sealed_are_made_for_the_next_one(
+    tmp_path: Path, tables: list[TableSpec]
+) -> None:
+    """Else that would be sealed, and nobody could ever apply it."""
+
+    async def scenario(service: Service) -> None:
+        old = await publish(service)
+        async with old.coordinator.sealer.between_cuts():
+            last = asyncio.create_task(send(old, part(2, [(0, [1], np.ones((1, 4), "<f4"))])))
+            while not (old.coordinator.open_cut and old.coordinator.open_cut.cut.complete):
+                await asyncio.sleep(0)
+            shards = [Shard.whole(table) for table in tables]
+            new = await join(service, run="run-2", started=2, tables=tables, shards=shards)
+        await last
+        rows = [(slot, range(len(some)), some) for slot, some in enumerate(random_rows(3, tables))]
+        await send(new, part(3, rows, full=True))
+        await new.coordinator.settled()
+        model = service.models["clicks"]
+        assert model.failure == ""
+        assert [each.spec for each in model.tables] == tables
 
     run(tmp_path, scenario)

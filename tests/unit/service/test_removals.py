@@ -1,18 +1,24 @@
 """What may be removed while cuts are in trouble, and who waits for that."""
 
+import asyncio
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.support.local_service import join, publish, run, send
-from tests.support.wire import ITEM, USER, WHOLE, full_part, part, random_rows
+from tests.support.wire import ITEM, USER, WHOLE, full_part, part, publish_open, random_rows
 
 from deltasync.core.errors import Contradiction, ServiceUnavailable
 from deltasync.feeds.model import Model
+from deltasync.publish.opening import check_open
+from deltasync.publish.session import open_session
 from deltasync.service import removals
 from deltasync.service.removals import Removals
 from deltasync.service.service import Service
+from deltasync.storage.log_store import LogStore
+from deltasync.storage.removal import note_removal
 
 ROWS = random_rows(0)
 
@@ -46,5 +52,39 @@ def test_nobody_waits_for_a_deletion_that_waits_for_a_cut_that_cannot_be_applied
         with pytest.raises(ServiceUnavailable, match="cannot be applied now: version 2 could not be applied"):
             await Removals(service).delete_table("clicks", ITEM.name, "a test")
         assert await service.open_model("clicks") is service.coordinators["clicks"]
+
+    run(tmp_path, scenario)
+
+
+def test_a_rank_that_is_let_in_while_its_model_is_deleted_publishes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the log would have versions of a model that is no more, for the next one of its name."""
+    noting, go = asyncio.Event(), asyncio.Event()
+
+    async def scenario(service: Service) -> None:
+        loop = asyncio.get_running_loop()
+
+        def slowly(log: LogStore, name: str) -> Future[None]:
+            async def later() -> None:
+                noting.set()
+                await go.wait()
+                await asyncio.wrap_future(note_removal(log, name))
+
+            return asyncio.run_coroutine_threadsafe(later(), loop)
+
+        monkeypatch.setattr(removals, "note_removal", slowly)
+        (await publish(service)).end("it has gone")
+        opening = check_open(publish_open(run="run-2", started=2).open)
+        coordinator = await service.open_model("clicks")
+        deletion = asyncio.create_task(Removals(service).delete_model("clicks", "a test"))
+        await noting.wait()
+        session = await open_session(coordinator, opening)
+        go.set()
+        await deletion
+        with pytest.raises(ServiceUnavailable, match="has just been deleted; reconnect"):
+            await send(session, full_part(5, ROWS, WHOLE))
+        assert service.log.streams() == []
+        assert not (tmp_path / "models" / "clicks").exists()
 
     run(tmp_path, scenario)

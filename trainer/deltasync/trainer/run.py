@@ -44,6 +44,10 @@ class TrainingRun:
         """The publisher, which is made if there is none. All ranks call it together; no cut is under way.
 
         Where the model was resharded, ranks hold other shards, which a run of another id announces.
+
+        Raises:
+            InvalidInput: on this rank alone, a file with its token or its certificates cannot be read now. What
+                ranks do together is done.
         """
         if self._announced != self._tracker.attachments:
             self.disconnect()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deltasync.client import Connection, Position, Publisher
+from deltasync.client import Connection, Position
 from deltasync.core.delete_request import DeleteRequest
 from deltasync.core.errors import DeltasyncError, NotFound, ResyncRequired, ServiceUnavailable
 from deltasync.core.event_time import check_event_time, newest_event_time
@@ -379,13 +379,13 @@ class DeltaSync:
             self._resync = False
         if self._options.dense:
             self._differences.note_cut()
-        publisher = self._run.connect()  # All ranks do so, before what may fail on one alone.
         try:
-            self._begin(publisher, step_end_unix_ns, full=full)
+            self._begin(step_end_unix_ns, full=full)
         except DeltasyncError as error:  # The others learn of it when the ranks agree next.
             self._failure = error
 
-    def _begin(self, publisher: Publisher, step_end_unix_ns: int, *, full: bool) -> None:
+    def _begin(self, step_end_unix_ns: int, *, full: bool) -> None:
+        publisher = self._run.connect()  # First: what all ranks do together comes before what may fail on one.
         read = self.tracker.begin_delta(_CONSUMER)
         what = {
             "step": self.tracker.steps,

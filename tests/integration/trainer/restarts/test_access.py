@@ -1,0 +1,69 @@
+"""A trainer whose rights, or token, are gone for a while: training goes on, and publishing once it may."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support.guarded import ROLES, GuardedService, token_of
+from torch import nn
+
+from deltasync.client import Endpoint
+from deltasync.trainer.sync import DeltaSync, SyncOptions
+
+WAIT = 20.0
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[GuardedService]:
+    with GuardedService(tmp_path) as service:
+        yield service
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> Path:
+    path = tmp_path / "token"
+    path.write_text(token_of("trainer"))
+    return path
+
+
+class Trainer:
+    """Changes a weight with each step."""
+
+    def __init__(self, service: GuardedService, token_file: Path) -> None:
+        self._model = nn.Linear(4, 5)
+        endpoint = Endpoint(service.grpc, token_file=token_file)
+        self.sync = DeltaSync(self._model, SyncOptions(service=endpoint, model="clicks", publish_every=1))
+
+    def step_until(self, said: str) -> None:
+        """Until that is the trouble; "" is none."""
+        while said not in self.sync.trouble if said else self.sync.trouble:
+            self._model.weight.data += torch.ones(())
+            self.sync.step()
+
+
+def test_a_trainer_without_its_role_trains_on_and_publishes_once_it_has_it(
+    service: GuardedService, token_file: Path
+) -> None:
+    trainer = Trainer(service, token_file)
+    trainer.sync.flush(WAIT)
+    service.write_roles({**ROLES, "trainer": ["read"]})
+    trainer.step_until("role publish")
+    service.write_roles()
+    trainer.step_until("")
+    assert trainer.sync.close(WAIT).number > 1
+
+
+def test_a_trainer_whose_token_is_not_there_when_it_connects_again_trains_on(
+    service: GuardedService, token_file: Path
+) -> None:
+    trainer = Trainer(service, token_file)
+    trainer.sync.flush(WAIT)
+    service.write_roles({**ROLES, "trainer": ["read"]})
+    trainer.step_until("role publish")
+    token_file.unlink()
+    trainer.step_until("token_file")
+    service.write_roles()
+    token_file.write_text(token_of("trainer"))
+    trainer.step_until("")
+    assert trainer.sync.close(WAIT).number > 1
