@@ -92,7 +92,11 @@ class ReplicaStream:
         """Note that the stream is over, and tell why."""
         replaced = self._replica.stream is not self._ended
         left = departure(
-            current_call().error or error, goodbye=self._goodbye, instance=self._instance, replaced=replaced, given_up=self._given_up
+            current_call().error or error,
+            goodbye=self._goodbye,
+            instance=self._instance,
+            replaced=replaced,
+            given_up=self._given_up,
         )
         self._registry.disconnect(self._consumer, self._replica, self._ended, left.reason, forget=self._goodbye)
         if self._deliveries:
