@@ -239,7 +239,7 @@ def test_others_are_let_in_only_where_somebody_says_so(tmp_path: Path, more: tup
 
 
 @pytest.mark.parametrize(
-    ("content", "said"), [("[tokens.x]\n", "sha256"), ("x", "roles.toml: "), (None, "No such file")]
+    ("content", "said"), [("[tokens.x]\n", "sha256"), ("x", "roles.toml: "), (None, "no such roles file")]
 )
 def test_a_service_does_not_start_with_roles_that_are_wrong(
     tmp_path: Path, content: str | None, said: str
