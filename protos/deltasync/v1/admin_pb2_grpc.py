@@ -26,9 +26,9 @@ if _version_not_supported:
 
 
 class AdminServiceStub:
-    """AdminService manages consumers, and has rows deleted. Calls that change something need the admin token, sent as the
-    metadata entry "authorization: Bearer TOKEN". The entry "deltasync-by" may name who asks: it is told beside what
-    changes, with the address that the call comes from, and proves nothing.
+    """AdminService manages consumers, and has rows deleted. Lists need role read, all else role admin: of the token in the
+    metadata entry "authorization: Bearer TOKEN", or of the client's certificate. The entry "deltasync-by" may name who
+    asks: it is told beside what changes, with the address that the call comes from, and proves nothing.
     """
 
     def __init__(self, channel):
@@ -105,13 +105,13 @@ class AdminServiceStub:
 
 
 class AdminServiceServicer:
-    """AdminService manages consumers, and has rows deleted. Calls that change something need the admin token, sent as the
-    metadata entry "authorization: Bearer TOKEN". The entry "deltasync-by" may name who asks: it is told beside what
-    changes, with the address that the call comes from, and proves nothing.
+    """AdminService manages consumers, and has rows deleted. Lists need role read, all else role admin: of the token in the
+    metadata entry "authorization: Bearer TOKEN", or of the client's certificate. The entry "deltasync-by" may name who
+    asks: it is told beside what changes, with the address that the call comes from, and proves nothing.
     """
 
     def CreateConsumer(self, request, context):
-        """CreateConsumer makes a consumer. Creating an equal one again changes nothing. Needs the token.
+        """CreateConsumer makes a consumer. Creating an equal one again changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -119,14 +119,13 @@ class AdminServiceServicer:
 
     def UpdateConsumer(self, request, context):
         """UpdateConsumer gives a consumer another policy. Its replicas keep their place, unless they cannot.
-        Needs the token.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteConsumer(self, request, context):
-        """DeleteConsumer forgets a consumer and its offsets; its replicas are disconnected. Needs the token.
+        """DeleteConsumer forgets a consumer and its offsets; its replicas are disconnected.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -135,7 +134,7 @@ class AdminServiceServicer:
     def PauseConsumer(self, request, context):
         """PauseConsumer holds a consumer's replicas at what they have, whatever is published, until it is resumed. It takes
         effect at once, and outlives the service. One that is paused stays so since when it was; who and why are
-        replaced. Needs the token.
+        replaced.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -143,29 +142,28 @@ class AdminServiceServicer:
 
     def ResumeConsumer(self, request, context):
         """ResumeConsumer lets a paused consumer go on, with all that its replicas lack. One that is not paused is left as it
-        is. Needs the token.
+        is.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ForgetReplica(self, request, context):
-        """ForgetReplica forgets a replica that is away: no lag counts it any more. Needs the token.
+        """ForgetReplica forgets a replica that is away: no lag counts it any more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteModel(self, request, context):
-        """DeleteModel deletes a model that nobody publishes and no consumer follows, with all that is kept of it. Needs the
-        token.
+        """DeleteModel deletes a model that nobody publishes and no consumer follows, with all that is kept of it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteTable(self, request, context):
-        """DeleteTable deletes a table that no connected rank publishes; replicas are not sent it any more. Needs the token.
+        """DeleteTable deletes a table that no connected rank publishes; replicas are not sent it any more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -181,7 +179,7 @@ class AdminServiceServicer:
     def DeleteRows(self, request, context):
         """DeleteRows asks the trainer of a model to delete rows. It is answered once the request is durable; the rows are
         deleted with a later cut, since only ranks make versions. Until that is sealed, the request is pending, and every
-        run that comes is asked. Needs the token.
+        run that comes is asked.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -196,7 +194,7 @@ class AdminServiceServicer:
 
     def Backup(self, request, context):
         """Backup copies all that the service keeps into a folder of its machine, while it goes on. It is answered once the
-        backup is complete; a caller that leaves ends it. Needs the token.
+        backup is complete; a caller that leaves ends it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -204,7 +202,7 @@ class AdminServiceServicer:
 
     def Inspect(self, request, context):
         """Inspect looks at all rows that the service keeps, at full speed, mends what can be mended, and says what is left.
-        Cuts and releases go on. Needs the token.
+        Cuts and releases go on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -287,9 +285,9 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService:
-    """AdminService manages consumers, and has rows deleted. Calls that change something need the admin token, sent as the
-    metadata entry "authorization: Bearer TOKEN". The entry "deltasync-by" may name who asks: it is told beside what
-    changes, with the address that the call comes from, and proves nothing.
+    """AdminService manages consumers, and has rows deleted. Lists need role read, all else role admin: of the token in the
+    metadata entry "authorization: Bearer TOKEN", or of the client's certificate. The entry "deltasync-by" may name who
+    asks: it is told beside what changes, with the address that the call comes from, and proves nothing.
     """
 
     @staticmethod

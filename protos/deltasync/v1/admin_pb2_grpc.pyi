@@ -27,9 +27,9 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class AdminServiceStub:
-    """AdminService manages consumers, and has rows deleted. Calls that change something need the admin token, sent as the
-    metadata entry "authorization: Bearer TOKEN". The entry "deltasync-by" may name who asks: it is told beside what
-    changes, with the address that the call comes from, and proves nothing.
+    """AdminService manages consumers, and has rows deleted. Lists need role read, all else role admin: of the token in the
+    metadata entry "authorization: Bearer TOKEN", or of the client's certificate. The entry "deltasync-by" may name who
+    asks: it is told beside what changes, with the address that the call comes from, and proves nothing.
     """
 
     @_typing.overload
@@ -37,103 +37,95 @@ class AdminServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AdminServiceAsyncStub: ...
     CreateConsumer: _grpc.UnaryUnaryMultiCallable[_admin_pb2.CreateConsumerRequest, _admin_pb2.CreateConsumerResponse]
-    """CreateConsumer makes a consumer. Creating an equal one again changes nothing. Needs the token."""
+    """CreateConsumer makes a consumer. Creating an equal one again changes nothing."""
     UpdateConsumer: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UpdateConsumerRequest, _admin_pb2.UpdateConsumerResponse]
-    """UpdateConsumer gives a consumer another policy. Its replicas keep their place, unless they cannot.
-    Needs the token.
-    """
+    """UpdateConsumer gives a consumer another policy. Its replicas keep their place, unless they cannot."""
     DeleteConsumer: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DeleteConsumerRequest, _admin_pb2.DeleteConsumerResponse]
-    """DeleteConsumer forgets a consumer and its offsets; its replicas are disconnected. Needs the token."""
+    """DeleteConsumer forgets a consumer and its offsets; its replicas are disconnected."""
     PauseConsumer: _grpc.UnaryUnaryMultiCallable[_admin_pb2.PauseConsumerRequest, _admin_pb2.PauseConsumerResponse]
     """PauseConsumer holds a consumer's replicas at what they have, whatever is published, until it is resumed. It takes
     effect at once, and outlives the service. One that is paused stays so since when it was; who and why are
-    replaced. Needs the token.
+    replaced.
     """
     ResumeConsumer: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ResumeConsumerRequest, _admin_pb2.ResumeConsumerResponse]
     """ResumeConsumer lets a paused consumer go on, with all that its replicas lack. One that is not paused is left as it
-    is. Needs the token.
+    is.
     """
     ForgetReplica: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ForgetReplicaRequest, _admin_pb2.ForgetReplicaResponse]
-    """ForgetReplica forgets a replica that is away: no lag counts it any more. Needs the token."""
+    """ForgetReplica forgets a replica that is away: no lag counts it any more."""
     DeleteModel: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DeleteModelRequest, _admin_pb2.DeleteModelResponse]
-    """DeleteModel deletes a model that nobody publishes and no consumer follows, with all that is kept of it. Needs the
-    token.
-    """
+    """DeleteModel deletes a model that nobody publishes and no consumer follows, with all that is kept of it."""
     DeleteTable: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DeleteTableRequest, _admin_pb2.DeleteTableResponse]
-    """DeleteTable deletes a table that no connected rank publishes; replicas are not sent it any more. Needs the token."""
+    """DeleteTable deletes a table that no connected rank publishes; replicas are not sent it any more."""
     ListConsumers: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListConsumersRequest, _admin_pb2.ListConsumersResponse]
     """ListConsumers lists all consumers by name."""
     DeleteRows: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DeleteRowsRequest, _admin_pb2.DeleteRowsResponse]
     """DeleteRows asks the trainer of a model to delete rows. It is answered once the request is durable; the rows are
     deleted with a later cut, since only ranks make versions. Until that is sealed, the request is pending, and every
-    run that comes is asked. Needs the token.
+    run that comes is asked.
     """
     ListPendingDeletes: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListPendingDeletesRequest, _admin_pb2.ListPendingDeletesResponse]
     """ListPendingDeletes lists the requests that are not done, by model and number."""
     Backup: _grpc.UnaryUnaryMultiCallable[_admin_pb2.BackupRequest, _admin_pb2.BackupResponse]
     """Backup copies all that the service keeps into a folder of its machine, while it goes on. It is answered once the
-    backup is complete; a caller that leaves ends it. Needs the token.
+    backup is complete; a caller that leaves ends it.
     """
     Inspect: _grpc.UnaryUnaryMultiCallable[_admin_pb2.InspectRequest, _admin_pb2.InspectResponse]
     """Inspect looks at all rows that the service keeps, at full speed, mends what can be mended, and says what is left.
-    Cuts and releases go on. Needs the token.
+    Cuts and releases go on.
     """
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
-    """AdminService manages consumers, and has rows deleted. Calls that change something need the admin token, sent as the
-    metadata entry "authorization: Bearer TOKEN". The entry "deltasync-by" may name who asks: it is told beside what
-    changes, with the address that the call comes from, and proves nothing.
+    """AdminService manages consumers, and has rows deleted. Lists need role read, all else role admin: of the token in the
+    metadata entry "authorization: Bearer TOKEN", or of the client's certificate. The entry "deltasync-by" may name who
+    asks: it is told beside what changes, with the address that the call comes from, and proves nothing.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     CreateConsumer: _aio.UnaryUnaryMultiCallable[_admin_pb2.CreateConsumerRequest, _admin_pb2.CreateConsumerResponse]  # type: ignore[assignment]
-    """CreateConsumer makes a consumer. Creating an equal one again changes nothing. Needs the token."""
+    """CreateConsumer makes a consumer. Creating an equal one again changes nothing."""
     UpdateConsumer: _aio.UnaryUnaryMultiCallable[_admin_pb2.UpdateConsumerRequest, _admin_pb2.UpdateConsumerResponse]  # type: ignore[assignment]
-    """UpdateConsumer gives a consumer another policy. Its replicas keep their place, unless they cannot.
-    Needs the token.
-    """
+    """UpdateConsumer gives a consumer another policy. Its replicas keep their place, unless they cannot."""
     DeleteConsumer: _aio.UnaryUnaryMultiCallable[_admin_pb2.DeleteConsumerRequest, _admin_pb2.DeleteConsumerResponse]  # type: ignore[assignment]
-    """DeleteConsumer forgets a consumer and its offsets; its replicas are disconnected. Needs the token."""
+    """DeleteConsumer forgets a consumer and its offsets; its replicas are disconnected."""
     PauseConsumer: _aio.UnaryUnaryMultiCallable[_admin_pb2.PauseConsumerRequest, _admin_pb2.PauseConsumerResponse]  # type: ignore[assignment]
     """PauseConsumer holds a consumer's replicas at what they have, whatever is published, until it is resumed. It takes
     effect at once, and outlives the service. One that is paused stays so since when it was; who and why are
-    replaced. Needs the token.
+    replaced.
     """
     ResumeConsumer: _aio.UnaryUnaryMultiCallable[_admin_pb2.ResumeConsumerRequest, _admin_pb2.ResumeConsumerResponse]  # type: ignore[assignment]
     """ResumeConsumer lets a paused consumer go on, with all that its replicas lack. One that is not paused is left as it
-    is. Needs the token.
+    is.
     """
     ForgetReplica: _aio.UnaryUnaryMultiCallable[_admin_pb2.ForgetReplicaRequest, _admin_pb2.ForgetReplicaResponse]  # type: ignore[assignment]
-    """ForgetReplica forgets a replica that is away: no lag counts it any more. Needs the token."""
+    """ForgetReplica forgets a replica that is away: no lag counts it any more."""
     DeleteModel: _aio.UnaryUnaryMultiCallable[_admin_pb2.DeleteModelRequest, _admin_pb2.DeleteModelResponse]  # type: ignore[assignment]
-    """DeleteModel deletes a model that nobody publishes and no consumer follows, with all that is kept of it. Needs the
-    token.
-    """
+    """DeleteModel deletes a model that nobody publishes and no consumer follows, with all that is kept of it."""
     DeleteTable: _aio.UnaryUnaryMultiCallable[_admin_pb2.DeleteTableRequest, _admin_pb2.DeleteTableResponse]  # type: ignore[assignment]
-    """DeleteTable deletes a table that no connected rank publishes; replicas are not sent it any more. Needs the token."""
+    """DeleteTable deletes a table that no connected rank publishes; replicas are not sent it any more."""
     ListConsumers: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListConsumersRequest, _admin_pb2.ListConsumersResponse]  # type: ignore[assignment]
     """ListConsumers lists all consumers by name."""
     DeleteRows: _aio.UnaryUnaryMultiCallable[_admin_pb2.DeleteRowsRequest, _admin_pb2.DeleteRowsResponse]  # type: ignore[assignment]
     """DeleteRows asks the trainer of a model to delete rows. It is answered once the request is durable; the rows are
     deleted with a later cut, since only ranks make versions. Until that is sealed, the request is pending, and every
-    run that comes is asked. Needs the token.
+    run that comes is asked.
     """
     ListPendingDeletes: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListPendingDeletesRequest, _admin_pb2.ListPendingDeletesResponse]  # type: ignore[assignment]
     """ListPendingDeletes lists the requests that are not done, by model and number."""
     Backup: _aio.UnaryUnaryMultiCallable[_admin_pb2.BackupRequest, _admin_pb2.BackupResponse]  # type: ignore[assignment]
     """Backup copies all that the service keeps into a folder of its machine, while it goes on. It is answered once the
-    backup is complete; a caller that leaves ends it. Needs the token.
+    backup is complete; a caller that leaves ends it.
     """
     Inspect: _aio.UnaryUnaryMultiCallable[_admin_pb2.InspectRequest, _admin_pb2.InspectResponse]  # type: ignore[assignment]
     """Inspect looks at all rows that the service keeps, at full speed, mends what can be mended, and says what is left.
-    Cuts and releases go on. Needs the token.
+    Cuts and releases go on.
     """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
-    """AdminService manages consumers, and has rows deleted. Calls that change something need the admin token, sent as the
-    metadata entry "authorization: Bearer TOKEN". The entry "deltasync-by" may name who asks: it is told beside what
-    changes, with the address that the call comes from, and proves nothing.
+    """AdminService manages consumers, and has rows deleted. Lists need role read, all else role admin: of the token in the
+    metadata entry "authorization: Bearer TOKEN", or of the client's certificate. The entry "deltasync-by" may name who
+    asks: it is told beside what changes, with the address that the call comes from, and proves nothing.
     """
 
     @_abc_1.abstractmethod
@@ -142,7 +134,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.CreateConsumerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.CreateConsumerResponse, _abc.Awaitable[_admin_pb2.CreateConsumerResponse]]:
-        """CreateConsumer makes a consumer. Creating an equal one again changes nothing. Needs the token."""
+        """CreateConsumer makes a consumer. Creating an equal one again changes nothing."""
 
     @_abc_1.abstractmethod
     def UpdateConsumer(
@@ -150,9 +142,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.UpdateConsumerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.UpdateConsumerResponse, _abc.Awaitable[_admin_pb2.UpdateConsumerResponse]]:
-        """UpdateConsumer gives a consumer another policy. Its replicas keep their place, unless they cannot.
-        Needs the token.
-        """
+        """UpdateConsumer gives a consumer another policy. Its replicas keep their place, unless they cannot."""
 
     @_abc_1.abstractmethod
     def DeleteConsumer(
@@ -160,7 +150,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.DeleteConsumerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.DeleteConsumerResponse, _abc.Awaitable[_admin_pb2.DeleteConsumerResponse]]:
-        """DeleteConsumer forgets a consumer and its offsets; its replicas are disconnected. Needs the token."""
+        """DeleteConsumer forgets a consumer and its offsets; its replicas are disconnected."""
 
     @_abc_1.abstractmethod
     def PauseConsumer(
@@ -170,7 +160,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_pb2.PauseConsumerResponse, _abc.Awaitable[_admin_pb2.PauseConsumerResponse]]:
         """PauseConsumer holds a consumer's replicas at what they have, whatever is published, until it is resumed. It takes
         effect at once, and outlives the service. One that is paused stays so since when it was; who and why are
-        replaced. Needs the token.
+        replaced.
         """
 
     @_abc_1.abstractmethod
@@ -180,7 +170,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ResumeConsumerResponse, _abc.Awaitable[_admin_pb2.ResumeConsumerResponse]]:
         """ResumeConsumer lets a paused consumer go on, with all that its replicas lack. One that is not paused is left as it
-        is. Needs the token.
+        is.
         """
 
     @_abc_1.abstractmethod
@@ -189,7 +179,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ForgetReplicaRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ForgetReplicaResponse, _abc.Awaitable[_admin_pb2.ForgetReplicaResponse]]:
-        """ForgetReplica forgets a replica that is away: no lag counts it any more. Needs the token."""
+        """ForgetReplica forgets a replica that is away: no lag counts it any more."""
 
     @_abc_1.abstractmethod
     def DeleteModel(
@@ -197,9 +187,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.DeleteModelRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.DeleteModelResponse, _abc.Awaitable[_admin_pb2.DeleteModelResponse]]:
-        """DeleteModel deletes a model that nobody publishes and no consumer follows, with all that is kept of it. Needs the
-        token.
-        """
+        """DeleteModel deletes a model that nobody publishes and no consumer follows, with all that is kept of it."""
 
     @_abc_1.abstractmethod
     def DeleteTable(
@@ -207,7 +195,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.DeleteTableRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.DeleteTableResponse, _abc.Awaitable[_admin_pb2.DeleteTableResponse]]:
-        """DeleteTable deletes a table that no connected rank publishes; replicas are not sent it any more. Needs the token."""
+        """DeleteTable deletes a table that no connected rank publishes; replicas are not sent it any more."""
 
     @_abc_1.abstractmethod
     def ListConsumers(
@@ -225,7 +213,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_pb2.DeleteRowsResponse, _abc.Awaitable[_admin_pb2.DeleteRowsResponse]]:
         """DeleteRows asks the trainer of a model to delete rows. It is answered once the request is durable; the rows are
         deleted with a later cut, since only ranks make versions. Until that is sealed, the request is pending, and every
-        run that comes is asked. Needs the token.
+        run that comes is asked.
         """
 
     @_abc_1.abstractmethod
@@ -243,7 +231,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.BackupResponse, _abc.Awaitable[_admin_pb2.BackupResponse]]:
         """Backup copies all that the service keeps into a folder of its machine, while it goes on. It is answered once the
-        backup is complete; a caller that leaves ends it. Needs the token.
+        backup is complete; a caller that leaves ends it.
         """
 
     @_abc_1.abstractmethod
@@ -253,7 +241,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.InspectResponse, _abc.Awaitable[_admin_pb2.InspectResponse]]:
         """Inspect looks at all rows that the service keeps, at full speed, mends what can be mended, and says what is left.
-        Cuts and releases go on. Needs the token.
+        Cuts and releases go on.
         """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

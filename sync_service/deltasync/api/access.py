@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deltasync.api.access_table import Need
 from deltasync.api.audit import Audit
@@ -88,9 +88,10 @@ class Access:
             identity = self.identify(each.credentials)
             missing = _missing(identity, each.need, each.name)
             if missing and each.task and not each.revoked:
-                each.revoked = NotPermitted(f"revoked: {missing}")
+                each.revoked = each.call.error = NotPermitted(f"revoked: {missing}")
                 each.task.cancel()
-            each.call.identity = identity
+            # The audit goes on to say by which name it was let in.
+            each.call.identity = replace(identity, name=identity.name or each.call.identity.name)
 
     def identify(self, credentials: Credentials) -> Identity:
         """Who makes a call: whose token it shows; without one that is known, whose certificate."""

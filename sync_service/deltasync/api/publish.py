@@ -8,7 +8,7 @@ import grpc.aio
 
 from deltasync.api.answers import answer
 from deltasync.api.call_errors import abort
-from deltasync.api.caller import caller
+from deltasync.api.caller import caller, current_call
 from deltasync.api.protocol import protocols_of
 from deltasync.core.errors import DeltasyncError, InvalidInput, NotPermitted
 from deltasync.core.events import EventKind
@@ -96,7 +96,7 @@ class _RankStream:
         if self._coordinator:
             self._service.unpublished.leave(self._coordinator)
         if self._session:
-            self._session.end(str(refusal or "its stream has ended"), refusal)
+            self._session.end(str(refusal or current_call().error or "its stream has ended"), refusal)
         elif refusal:
             self._service.events.emit(EventKind.PUBLISHER_REFUSED, error=refusal, model=self._model)
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, S
 from typing import Any, TypeAlias
 
 from deltasync.api.acks import check_ack, rows_of, unbound
-from deltasync.api.caller import caller
+from deltasync.api.caller import caller, current_call
 from deltasync.api.departure import StreamEnded, departure, superseded
 from deltasync.api.protocol import check_known
 from deltasync.api.replica_messages import no_news, opened, release_end
@@ -92,7 +92,11 @@ class ReplicaStream:
         """Note that the stream is over, and tell why."""
         replaced = self._replica.stream is not self._ended
         left = departure(
-            error, goodbye=self._goodbye, instance=self._instance, replaced=replaced, given_up=self._given_up
+            current_call().error or error,
+            goodbye=self._goodbye,
+            instance=self._instance,
+            replaced=replaced,
+            given_up=self._given_up,
         )
         self._registry.disconnect(self._consumer, self._replica, self._ended, left.reason, forget=self._goodbye)
         if self._deliveries:

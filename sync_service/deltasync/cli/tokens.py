@@ -24,9 +24,13 @@ def tokens() -> None:
     """
 
 
-def _roles_option(command: F) -> F:
+def _roles_option(help_text: str) -> Callable[[F], F]:
     path = click.Path(dir_okay=False, path_type=Path)
-    return click.option("--roles", type=path, required=True, help="The roles file; made if missing.")(command)
+    return click.option("--roles", type=path, required=True, help=help_text)
+
+
+_made = _roles_option("The roles file; made if missing.")
+_read = _roles_option("The roles file.")
 
 
 def _role_option(command: F) -> F:
@@ -43,7 +47,7 @@ def _role_option(command: F) -> F:
 @tokens.command(context_settings=CONTEXT)
 @click.argument("name")
 @_role_option
-@_roles_option
+@_made
 def create(name: str, role: tuple[str, ...], roles: Path) -> None:
     """Make a token, and print it: it is shown this once, and kept nowhere."""
     token = secrets.token_urlsafe(_BYTES)
@@ -54,7 +58,7 @@ def create(name: str, role: tuple[str, ...], roles: Path) -> None:
 @tokens.command(context_settings=CONTEXT)
 @click.argument("name")
 @_role_option
-@_roles_option
+@_made
 def allow(name: str, role: tuple[str, ...], roles: Path) -> None:
     """Give certificates with a name (DNS, URI, e-mail or common name) roles, instead of those they had."""
     roles_document.allow_certificate(roles, name, role)
@@ -62,7 +66,7 @@ def allow(name: str, role: tuple[str, ...], roles: Path) -> None:
 
 
 @tokens.command("list", context_settings=CONTEXT)
-@_roles_option
+@_read
 def list_(roles: Path) -> None:
     """List tokens and certificates with their roles."""
     found = read_roles(roles)
@@ -74,7 +78,7 @@ def list_(roles: Path) -> None:
 
 @tokens.command(context_settings=CONTEXT)
 @click.argument("name")
-@_roles_option
+@_read
 def revoke(name: str, roles: Path) -> None:
     """Take all roles from a token, or from certificates, of that name."""
     click.echo(f"{roles_document.revoke(roles, name)} {name} revoked")

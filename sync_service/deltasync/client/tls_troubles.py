@@ -8,7 +8,8 @@ _MEANINGS = {
     "IP address mismatch": _OTHER_NAME,
     "certificate has expired": "its certificate, or its CA's, has expired, or this machine's clock is wrong",
     "certificate is not yet valid": "its certificate, or its CA's, is of later, or this machine's clock is wrong",
-    "CERTIFICATE_VERIFY_FAILED": "its certificate is not from the CA that was given",
+    "CERTIFICATE_VERIFY_FAILED": "its certificate is not from the CA that was given, or, where none was, from "
+    "those of this machine: give its ca",
     "WRONG_VERSION_NUMBER": "it does not speak TLS there: give no CA, and http://, or the port that does",
 }
 # An alert that the other side has sent.

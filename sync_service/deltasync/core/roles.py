@@ -75,6 +75,8 @@ def read_roles(path: Path) -> Roles:
     """
     try:
         return roles_of(tomllib.loads(path.read_text()))
+    except FileNotFoundError as error:
+        raise InvalidInput(f"{path}: there is no such roles file: `deltasync tokens` makes one") from error
     except (OSError, ValueError) as error:
         raise InvalidInput(f"{path}: {error}") from error
 

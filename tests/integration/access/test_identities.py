@@ -86,7 +86,9 @@ def test_what_is_revoked_ends_its_streams_and_no_others(service: GuardedService)
         assert rank.end()[0] is DENIED
     assert service.call(SUBSCRIBE, "predictor", subscribe_open(consumer="predictors"))[0] is DENIED
     assert service.lines("roles reloaded: 4 tokens and 0 certificates have roles")
-    assert service.lines("deltasync.audit refused: role=subscribe .*call=Subscribe: revoked")
+    assert service.lines("deltasync.audit refused: role=subscribe name=predictor .*call=Subscribe: revoked")
+    assert service.lines("replica left: consumer=predictors .*revoked: ")
+    assert service.lines("rank left: model=clicks .*revoked: ")
 
 
 def test_a_file_that_became_wrong_changes_nothing_and_is_said(service: GuardedService) -> None:
@@ -191,6 +193,7 @@ def test_who_did_what_is_one_line(service: GuardedService) -> None:
     assert service.ask("DELETE", "/consumers/none%0A2026", "operator")[0] == 404
     assert service.ask("DELETE", "/models/clicks", "watcher")[0] == 403
     assert service.ask("PUT", "/consumers/new/pause", "operator", f'{{"reason": "{forged}"}}'.encode())[0] == 400
+    service.wait_for_line("audit failed: .* call=PUT ")  # Which is written once the answer has gone out.
     lines = [line.split(" deltasync.audit ")[1] for line in service.lines(" deltasync.audit ")]
     where = r"address=127\.0\.0\.1:\d+"
     for line, pattern in zip(lines, [
@@ -236,7 +239,7 @@ def test_others_are_let_in_only_where_somebody_says_so(tmp_path: Path, more: tup
 
 
 @pytest.mark.parametrize(
-    ("content", "said"), [("[tokens.x]\n", "sha256"), ("x", "roles.toml: "), (None, "No such file")]
+    ("content", "said"), [("[tokens.x]\n", "sha256"), ("x", "roles.toml: "), (None, "no such roles file")]
 )
 def test_a_service_does_not_start_with_roles_that_are_wrong(
     tmp_path: Path, content: str | None, said: str

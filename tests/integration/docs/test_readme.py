@@ -26,7 +26,7 @@ RUN = {
     "README.md": ["serve", "publish", "subscribe", TRAINER, "train", "predict", "lag", "policy"],
     "sync_service/README.md": [
         *("serve", "publisher", "numpy", "torch", "quantised", "compiled", "keyed", "redis", "callback"),
-        *("policy", "admin"),
+        *("policy", "admin", "access", "guarded", "status"),
     ],
     "protos/README.md": ["checksum", "replica"],
     "trainer/README.md": ["step", "checkpoint"],
@@ -154,6 +154,24 @@ def test_the_service_s_examples_run(visitor: Visitor) -> None:
     assert "top_k=0.05 value_type=int8 (was" in updated
     assert '"top_k":0.05' in put
     assert visitor.script(blocks["admin"]) == "['edge', 'mobile', 'predictors']\n"
+
+
+def test_a_service_with_tls_and_roles_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs_curl()
+    monkeypatch.chdir(tmp_path)  # Where the files are that the service is given.
+    arguments = shlex.split(SERVICE.block("guarded"))[2:]
+    service = ServiceProcess(tmp_path / "data", *arguments)
+    service.grpc, service.http = "localhost:50051", "http://localhost:8080"
+    Visitor(service, tmp_path).shell(SERVICE.block("access"))
+    with service:
+        grpc, http = (each.rpartition(":")[2] for each in (service.grpc, service.http))
+        service.grpc, service.http = f"localhost:{grpc}", f"https://localhost:{http}"
+        code = SERVICE.block("status").replace("https://localhost:8080", service.http)
+        answer, table, paused, revoked = Visitor(service, tmp_path).shell(code)
+    assert '"state":"empty"' in answer
+    assert "consumer predictors" in table
+    assert "paused" in paused
+    assert revoked == "certificate trainer revoked\n"
 
 
 @pytest.mark.skipif(PROGRAM is None, reason="no redis-server or valkey-server is installed")

@@ -53,8 +53,13 @@ def test_a_file_that_is_none_is_named(tmp_path: Path, content: bytes) -> None:
     path.write_bytes(content)
     with pytest.raises(InvalidInput, match=str(path)):
         read_roles(path)
-    with pytest.raises(InvalidInput, match="No such file"):
-        read_roles(tmp_path / "none")
+
+
+def test_a_file_that_is_not_there_is_one_to_be_made(tmp_path: Path) -> None:
+    with pytest.raises(
+        InvalidInput, match=r"roles\.toml: there is no such roles file: `deltasync tokens` makes one"
+    ):
+        read_roles(tmp_path / "roles.toml")
 
 
 def test_who_may_read_the_file(tmp_path: Path) -> None:

@@ -17,7 +17,9 @@ from tests.support.metrics import METRICS
 from deltasync.api.http import create_app
 from deltasync.cli.main import cli
 from deltasync.cli.serve import serve
+from deltasync.core import errors
 from deltasync.core.limits import LimitOptions
+from deltasync.wire.error_codes import grpc_code, http_errors
 
 VOCABULARY = (
     "model",
@@ -143,6 +145,21 @@ def _targets() -> list[str]:
 @pytest.mark.parametrize("word", VOCABULARY)
 def test_the_vocabulary_is_defined(word: str) -> None:
     assert f"**{word}** " in EVERYTHING
+
+
+def test_the_table_of_errors_is_that_of_the_code() -> None:
+    section = (ROOT / "protos" / "README.md").read_text().partition("\n## Errors\n")[2]
+    kinds = [(getattr(errors, name), status) for status, names in http_errors().items() for name in names]
+    known = {(grpc_code(kind()).name, str(status), kind.__name__) for kind, status in kinds}
+    documented = set(re.findall(r"^\| `([A-Z_]+)` \| (\d+) \| `(\w+)` \|", section, re.MULTILINE))
+    assert documented == known | {("INTERNAL", "500", "DeltasyncError")}
+
+
+def test_files_that_are_explained_exist() -> None:
+    section = (ROOT / "sync_service" / "README.md").read_text().partition("\n## Folders\n")[2]
+    for folder, text in re.findall(r"^\| `([\w/]+)` \| (.*) \|$", section, re.MULTILINE):
+        for name in re.findall(r"`([\w/]+\.py)`", text):
+            assert list((ROOT / folder).rglob(name)), f"{folder}: {name}"
 
 
 def test_every_route_is_documented() -> None:
