@@ -37,8 +37,8 @@ class StreamLimits:
         Raises:
             LimitReached: there would be too many, or they come too fast.
         """
+        self._note_open(peer, "opens_per_second_per_peer")  # Before that of all, which one peer is not to use up.
         self._note_open(_ALL, "opens_per_second")
-        self._note_open(peer, "opens_per_second_per_peer")
         self._limits.check("streams_per_peer", self._streams[peer] + 1)
         with self._limits.taking("streams"):
             self._streams[peer] += 1

@@ -1,6 +1,6 @@
 """How many streams a peer may have, and how often it may open one."""
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
 
@@ -50,6 +50,15 @@ def test_a_peer_that_opens_too_fast_waits(limit: str) -> None:
             streams.taking("one"),
         ):
             pass
+
+
+def test_what_a_peer_opens_too_fast_is_not_taken_from_the_others() -> None:
+    streams, _ = limited(opens_per_second=2, opens_per_second_per_peer=1)
+    for _ in range(3):
+        with suppress(LimitReached), streams.taking("one"):
+            pass
+    with streams.taking("two"):
+        pass
 
 
 def test_one_peer_does_not_keep_the_others_out() -> None:
