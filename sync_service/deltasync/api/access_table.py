@@ -13,8 +13,8 @@ class Need:
 
     Attributes:
         role: None = nothing: anyone may make it.
-        of: what in its first message names the model or the consumer that the role is needed for; empty if it is
-            needed for everything.
+        of: what in its first message names the model or the consumer that the role is needed for, or else what it
+            is about; empty if there is no such thing.
     """
 
     role: Role | None
@@ -50,8 +50,8 @@ CALLS: Mapping[str, Need] = {
     "/deltasync.v1.AdminService/DeleteRows": _ADMIN,
     "/deltasync.v1.AdminService/Backup": _ADMIN,
     "/deltasync.v1.AdminService/Inspect": _ADMIN,
-    "/grpc.health.v1.Health/Check": _ANYONE,
-    "/grpc.health.v1.Health/Watch": _ANYONE,
+    "/grpc.health.v1.Health/Check": Need(None, "service"),
+    "/grpc.health.v1.Health/Watch": Need(None, "service"),
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _READ,
 }
 

@@ -13,6 +13,7 @@ from deltasync.core.words import printable
 logger = logging.getLogger("deltasync.audit")
 
 _LONGEST_LINE = 800
+_TAKEN_OVER = frozenset({EventKind.RUN_SUPERSEDED, EventKind.REPLICA_TAKEN_OVER})
 # Refusals of so many kinds are written down, of each the first in a while; the others are counted.
 _KINDS = 100
 _SECONDS = 60.0
@@ -34,7 +35,7 @@ class Audit:
         call = CALL.get()
         if call is None:
             return
-        if event.kind is EventKind.RUN_SUPERSEDED:
+        if event.kind in _TAKEN_OVER:
             _write(logging.WARNING, "taken over", call, line_of(event))
         elif "by" in event.subject:
             call.changes.append(line_of(event))

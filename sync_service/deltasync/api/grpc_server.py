@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import grpc.aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from deltasync.api.access import Access
@@ -12,6 +12,7 @@ from deltasync.api.admin import AdminServicer
 from deltasync.api.binding import not_bound
 from deltasync.api.call_errors import ErrorInterceptor
 from deltasync.api.certificates import HANDSHAKE_SECONDS, CertificateFiles
+from deltasync.api.health import Health
 from deltasync.api.protocol import ProtocolInterceptor
 from deltasync.api.publish import PublishServicer
 from deltasync.api.server_options import ServerOptions
@@ -50,26 +51,13 @@ class GrpcServer:
 
     Attributes:
         server: serves once it is started.
-        healthy: what it says to health checks.
+        health: what it says to health checks: that it does not serve, until it is told that it does.
         port: the port.
     """
 
     server: grpc.aio.Server
-    healthy: health.aio.HealthServicer
+    health: Health
     port: int
-
-    async def start(self) -> None:
-        """Serve; health checks are told that it does not, until they are told that it does."""
-        await self.server.start()
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-
-    async def note_serving(self) -> None:
-        """Tell health checks that it serves."""
-        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
-
-    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus.ValueType) -> None:
-        for name in ("", *_SERVICES):
-            await self.healthy.set(name, status)
 
 
 def bind_grpc(
@@ -103,7 +91,7 @@ def bind_grpc(
     publish_pb2_grpc.add_PublishServiceServicer_to_server(PublishServicer(service), server)
     subscribe_pb2_grpc.add_SubscribeServiceServicer_to_server(SubscribeServicer(service), server)
     admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(service), server)
-    healthy = health.aio.HealthServicer()
+    healthy = Health(_SERVICES)
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     address = f"{options.host}:{options.grpc_port}"

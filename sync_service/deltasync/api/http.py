@@ -52,6 +52,7 @@ def create_app(service: Service, access: Access) -> FastAPI:
         description="How far every consumer is behind.",
         docs_url="/docs",
         responses=error_responses(),
+        redirect_slashes=False,  # Which would send who asks, and their token, to the host that they have named.
     )
     app.add_middleware(AccessMiddleware, access=access)
     answer_errors(app)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from deltasync.api.http_protocol import HttpProtocol
+from deltasync.api.stream_limits import network_of
 from deltasync.core.errors import LimitReached
 from deltasync.core.limits import Limits
 
@@ -49,7 +50,7 @@ class HttpListener(socket.socket):
         for _ in range(_REFUSALS_AT_ONCE):
             accepted, address = self._take()
             try:
-                return self._counted(accepted, str(address[0])), address
+                return self._counted(accepted, network_of(str(address[0]))), address
             except LimitReached:
                 accepted.close()
         raise BlockingIOError

@@ -8,6 +8,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from deltasync.api.call_errors import error_response
+from deltasync.api.caller import current_call
 from deltasync.core.errors import DeltasyncError
 from deltasync.wire.error_codes import http_errors
 
@@ -41,5 +42,6 @@ def answer_errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def on_no_route(_request: Request, error: HTTPException) -> JSONResponse:
         name = _OF_ROUTES.get(error.status_code, "InvalidInput")
+        current_call().error = error
         text = f"{error.detail}: /openapi.json names all routes, and the methods of each"
         return JSONResponse({"error": name, "message": text}, error.status_code, error.headers)

@@ -165,18 +165,18 @@ async def _listen(
     http_task = tasks.create_task(http.serve(sockets=[listener]))
     silence = tasks.create_task(end_silent(http.server_state.connections, service.limits))
     await _compile(service, stopping)
-    await server.start()
+    await server.server.start()
     scheme = "https" if certificates else "http"
     where = Addresses(f"{options.host}:{server.port}", f"{scheme}://{options.host}:{listener.getsockname()[1]}")
     logger.info("listening: grpc=%s http=%s data=%s", where.grpc, where.http, options.service.data_dir)
     stopped = asyncio.create_task(stopping.wait())
     await asyncio.wait({stopped, recovery}, return_when=asyncio.FIRST_COMPLETED)
     if recovery.done() and not recovery.exception():
-        await server.note_serving()
+        server.health.note(serving=True)
         await endpoints.announce(where, stopped)
         await stopped
     logger.info("shutting down")
-    await server.healthy.enter_graceful_shutdown()
+    server.health.note(serving=False)
     service.draining.set()
     await service.wait_idle(options.drain_seconds)
     await server.server.stop(grace=1.0)

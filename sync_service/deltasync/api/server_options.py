@@ -1,6 +1,6 @@
 """Where a service listens, and what it starts with."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from deltasync.api.reload import Reader
@@ -32,7 +32,7 @@ class ServerOptions:
     grpc_port: int = 50051
     http_port: int = 8080
     consumers: tuple[ConsumerOptions, ...] = ()
-    admin_token: str | None = None
+    admin_token: str | None = field(default=None, repr=False)
     roles: Path | None = None
     insecure: bool = False
     drain_seconds: float = 5.0

@@ -60,15 +60,18 @@ class StreamLimits:
 
 
 def peer_of(identity: Identity) -> str:
-    """What counts as one peer: a name, where it has shown one, at an address; of IPv6 at a network of 64 bits, all
-    of whose addresses one machine may have.
-    """
+    """What counts as one peer: a name, where it has shown one, at an address."""
     host, _, port = identity.address.rpartition(":")
-    host = (host if port else identity.address).strip("[]").partition("%")[0]
+    return f"{identity.name} {network_of(host if port else identity.address)}"
+
+
+def network_of(host: str) -> str:
+    """What counts as one address; of IPv6 a network of 64 bits, all of whose addresses one machine may have."""
+    host = host.strip("[]").partition("%")[0]
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
-        return f"{identity.name} {host}"
+        return host
     if address.version == 6:
         address = address.ipv4_mapped or ipaddress.ip_network((address, 64), strict=False).network_address
-    return f"{identity.name} {address}"
+    return str(address)

@@ -43,7 +43,15 @@ class TlsOptions:
 
     @property
     def exposure(self) -> str:
-        """How the key is open to others on this machine, in words; empty if it is not."""
-        if self.key.stat().st_mode & stat.S_IROTH:
+        """How the key is open to others on this machine, in words; empty if it is not.
+
+        Raises:
+            InvalidInput: it is not there: just now it was.
+        """
+        try:
+            mode = self.key.stat().st_mode
+        except OSError as error:
+            raise InvalidInput(f"{self.key}: {error.strerror}") from error
+        if mode & stat.S_IROTH:
             return f"{self.key} can be read by every user of this machine: chmod o-rwx {self.key}"
         return ""

@@ -219,11 +219,19 @@ class ConsumerRegistry:
             raise ServiceUnavailable(f"{text}: give this one another name, or wait until that has gone")
         if name not in consumer.replicas:
             self._limits.check("replicas_per_consumer", len(consumer.replicas) + 1)
+        self._note_taken_over(consumer, replica, instance, by)
         consumer.replicas[name] = replica
         _end_stream(replica)
         replica.stream, replica.instance, replica.since_ns, replica.by = stream, instance, steady_ns(), by
         consumer.signal.wake()
         return replica
+
+    def _note_taken_over(self, consumer: Consumer, replica: Replica, instance: str, by: str) -> None:
+        """Tell that a replica becomes another identity's, or that of another process while it is connected."""
+        other_process = replica.stream and replica.instance != instance
+        if other_process or replica.by not in (None, by):
+            text = f"it was that of {replica.by or 'nobody'}" + (", and is connected" if replica.stream else "")
+            self._events.emit(EventKind.REPLICA_TAKEN_OVER, text, consumer=consumer.name, replica=replica.name)
 
     def disconnect(
         self,

@@ -29,6 +29,7 @@ class EventKind(Enum):
     REPLICA_LEFT = "replica_left", logging.INFO
     REPLICA_LOST = "replica_lost", logging.INFO
     REPLICA_REPLACED = "replica_replaced", logging.WARNING
+    REPLICA_TAKEN_OVER = "replica_taken_over", logging.WARNING
     REPLICA_FORGOTTEN = "replica_forgotten", logging.INFO
     REPLICA_REFUSED = "replica_refused", logging.WARNING
     REPLICA_DAMAGED = "replica_damaged", logging.ERROR

@@ -82,8 +82,15 @@ def read_roles(path: Path) -> Roles:
 
 
 def readable_by_all(path: Path) -> bool:
-    """Whether every user of the machine may read a file: tokens cannot be had from it, but names and roles can."""
-    return bool(path.stat().st_mode & stat.S_IROTH)
+    """Whether every user of the machine may read a file: tokens cannot be had from it, but names and roles can.
+
+    Raises:
+        InvalidInput: it is not there: just now it was.
+    """
+    try:
+        return bool(path.stat().st_mode & stat.S_IROTH)
+    except OSError as error:
+        raise InvalidInput(f"{path}: {error.strerror}") from error
 
 
 def roles_of(described: Mapping[str, Any]) -> Roles:

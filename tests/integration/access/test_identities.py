@@ -163,6 +163,24 @@ def test_a_replica_is_that_of_who_is_connected(service: GuardedService) -> None:
         assert '"replica":"r","connected":true' in lag.replace(" ", "") or '"r"' in lag
 
 
+def test_a_replica_that_is_taken_over_is_in_the_audit(service: GuardedService) -> None:
+    with publishing(service) as rank:
+        rank.next()
+        rank.send(*full_part(1, random_rows(0), WHOLE))
+        rank.next()
+        opens = [subscribe_open(consumer="predictors", replica="r") for _ in range(2)]
+        for instance, each in enumerate(opens):
+            each.open.instance = f"instance {instance}"
+        with Conversation(service, "predictor", "subscribe", opens[0]) as first:
+            first.next()
+            with Conversation(service, "predictor", "subscribe", opens[1]) as second:
+                second.next()
+                assert first.end()[0] is grpc.StatusCode.FAILED_PRECONDITION
+    (line,) = service.lines("audit taken over: ")
+    assert "role=subscribe name=predictor address=127.0.0.1:" in line
+    assert "replica taken over: consumer=predictors replica=r it was that of predictor, and is connected" in line
+
+
 def test_names_and_counts_are_told_to_those_who_may_read(service: GuardedService) -> None:
     service.write_roles({**ROLES, "any": ["subscribe"], "any-reader": ["subscribe", "read"]})
     service.wait_for_line("roles reloaded")
@@ -192,6 +210,7 @@ def test_who_did_what_is_one_line(service: GuardedService) -> None:
     assert service.ask("PUT", "/consumers/new", "operator", b'{"model": "clicks"}')[0] == 201
     assert service.ask("DELETE", "/consumers/none%0A2026", "operator")[0] == 404
     assert service.ask("DELETE", "/models/clicks", "watcher")[0] == 403
+    assert service.ask("DELETE", "/models/", "operator")[0] == 404
     assert service.ask("PUT", "/consumers/new/pause", "operator", f'{{"reason": "{forged}"}}'.encode())[0] == 400
     service.wait_for_line("audit failed: .* call=PUT ")  # Which is written once the answer has gone out.
     lines = [line.split(" deltasync.audit ")[1] for line in service.lines(" deltasync.audit ")]
@@ -200,6 +219,7 @@ def test_who_did_what_is_one_line(service: GuardedService) -> None:
         rf"done: role=admin name=operator {where} call=PUT /consumers/new: consumer changed: consumer=new .*",
         rf"failed: role=admin name=operator {where} call=DELETE /consumers/none\\n2026: no consumer 'none.*",
         rf"refused: role=admin name=watcher {where} call=DELETE /models/clicks: 'watcher' has no role admin",
+        rf"failed: role=admin name=operator {where} call=DELETE /models/: .*Not Found",
         rf"failed: role=admin name=operator {where} call=PUT /consumers/new/pause: .*",
     ], strict=True):  # fmt: skip
         assert re.fullmatch(pattern, line), line

@@ -128,6 +128,20 @@ def test_a_connection_without_a_descriptor_is_closed_instead_of_waking_the_loop_
             assert limits.taken["http_connections"] == 0
 
 
+def test_a_network_of_ipv6_is_one_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = Limits(LimitOptions(http_connections_per_peer=1))
+    addresses = iter(["2001:db8::1", "2001:db8::2", "2001:db8:0:1::1"])
+    monkeypatch.setattr(HttpListener, "_take", lambda _: (socket.socket(), (next(addresses), 1)))
+    with HttpListener(listening_socket("127.0.0.1", 0), limits) as listener:
+        first, (address, _) = listener.accept()
+        with first:
+            assert address == "2001:db8::1"
+            second, (address, _) = listener.accept()
+            with second:
+                assert address == "2001:db8:0:1::1"
+    assert limits.refused["http_connections_per_peer"] == 1
+
+
 def test_a_listener_says_tcp_so_that_answers_are_not_held_back() -> None:
     with HttpListener(listening_socket("127.0.0.1", 0), Limits()) as listener:
         assert listener.proto == socket.IPPROTO_TCP

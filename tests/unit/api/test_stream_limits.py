@@ -52,6 +52,15 @@ def test_a_peer_that_opens_too_fast_waits(limit: str) -> None:
             pass
 
 
+def test_what_a_peer_opens_too_fast_is_not_taken_from_the_others() -> None:
+    streams, _ = limited(opens_per_second=2, opens_per_second_per_peer=1)
+    for _ in range(3):
+        with suppress(LimitReached), streams.taking("one"):
+            pass
+    with streams.taking("two"):
+        pass
+
+
 def test_one_peer_does_not_keep_the_others_out() -> None:
     streams, _ = limited(opens_per_second_per_peer=1, streams_per_peer=1)
     with ExitStack() as stack:

@@ -8,6 +8,7 @@ from tests.support.local_service import run
 
 from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.core.errors import LimitReached
+from deltasync.core.events import line_of
 from deltasync.core.limits import LimitOptions
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
@@ -40,6 +41,24 @@ def test_a_consumer_has_so_many_replicas(tmp_path: Path) -> None:
         registry.connect(consumer, "three", streams[1])
 
     run(tmp_path, scenario, limits=LimitOptions(replicas_per_consumer=2))
+
+
+def test_who_takes_the_name_of_a_replica_of_others_is_told_of(tmp_path: Path) -> None:
+    async def scenario(service: Service) -> None:
+        registry, told = service.registry, list[str]()
+        service.events.listen(lambda event: told.append(line_of(event)))
+        consumer = await registry.create("c", "clicks", Policy())
+        for by, instance in (("anna", "1"), ("anna", "1"), ("anna", "2"), ("bob", "3")):
+            stream = asyncio.Event()
+            replica = registry.connect(consumer, "r", stream, instance, by)
+            registry.acknowledge(consumer, replica, Position("h", 1))
+            if instance == "2":
+                registry.disconnect(consumer, replica, stream, "gone")
+        lines = [line for line in told if line.startswith("replica taken over: ")]
+        said = ["it was that of anna, and is connected", "it was that of anna"]
+        assert lines == [f"replica taken over: consumer=c replica=r {text}" for text in said]
+
+    run(tmp_path, scenario)
 
 
 def test_a_replica_that_has_held_nothing_leaves_no_name(tmp_path: Path) -> None:

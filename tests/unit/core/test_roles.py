@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from deltasync.api.tls_options import TlsOptions
 from deltasync.core.access import Grant, Identity, Role, grants
 from deltasync.core.errors import InvalidInput
 from deltasync.core.exposure import is_loopback, may_listen
@@ -136,3 +137,11 @@ def test_what_others_reach_is_protected_or_said_to_be_insecure(*, tls: bool, rol
     assert ("without TLS" in outside.reason) is not tls
     assert ("without roles" in outside.reason.replace("TLS and ", "")) is not roles
     assert ("--insecure" in outside.reason) is not outside.yes
+
+
+@pytest.mark.parametrize(
+    "look", [readable_by_all, lambda path: TlsOptions(cert=path, key=path).exposure], ids=["roles", "key"]
+)
+def test_a_file_that_goes_once_it_was_read_is_one_that_cannot_be_read(tmp_path: Path, look: Any) -> None:
+    with pytest.raises(InvalidInput, match="gone: No such file"):
+        look(tmp_path / "gone")
