@@ -9,7 +9,7 @@ from grpc_reflection.v1alpha import reflection
 from deltasync.api.access import Access
 from deltasync.api.access_calls import AccessInterceptor
 from deltasync.api.admin import AdminServicer
-from deltasync.api.binding import not_bound
+from deltasync.api.binding import not_bound, with_port
 from deltasync.api.call_errors import ErrorInterceptor
 from deltasync.api.certificates import HANDSHAKE_SECONDS, CertificateFiles
 from deltasync.api.health import Health
@@ -94,7 +94,7 @@ def bind_grpc(
     healthy = Health(_SERVICES)
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-    address = f"{options.host}:{options.grpc_port}"
+    address = with_port(options.host, options.grpc_port)
     try:
         if certificates:
             port = server.add_secure_port(address, certificates.grpc_credentials())

@@ -7,11 +7,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from deltasync.core.signals import Signal
 
-_Answer = health_pb2.HealthCheckResponse
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class Health(health_pb2_grpc.HealthServicer):
+class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # grpc_health has no types
     """Tells whether services serve: all of them, or none.
 
     In place of gRPC's own, which has all who watch wait for each other: there one that takes no answer keeps the
@@ -29,7 +28,9 @@ class Health(health_pb2_grpc.HealthServicer):
         self._serving = serving
         self._signal.wake()
 
-    async def Check(self, request: health_pb2.HealthCheckRequest, context: _Context) -> _Answer:
+    async def Check(
+        self, request: health_pb2.HealthCheckRequest, context: _Context
+    ) -> health_pb2.HealthCheckResponse:
         """Tell it once."""
         if request.service not in self._services:
             await context.abort(grpc.StatusCode.NOT_FOUND)
@@ -46,7 +47,10 @@ class Health(health_pb2_grpc.HealthServicer):
             told = answer
             await context.write(answer)
 
-    def _answer(self, service: str) -> _Answer:
+    def _answer(self, service: str) -> health_pb2.HealthCheckResponse:
+        answer = health_pb2.HealthCheckResponse()
         if service not in self._services:
-            return _Answer(status=_Answer.SERVICE_UNKNOWN)
-        return _Answer(status=_Answer.SERVING if self._serving else _Answer.NOT_SERVING)
+            answer.status = answer.SERVICE_UNKNOWN
+        else:
+            answer.status = answer.SERVING if self._serving else answer.NOT_SERVING
+        return answer

@@ -15,7 +15,7 @@ from fastapi import FastAPI
 
 from deltasync.api.access import Access
 from deltasync.api.audit import Audit
-from deltasync.api.binding import not_bound
+from deltasync.api.binding import not_bound, with_port
 from deltasync.api.certificates import CertificateFiles
 from deltasync.api.endpoints_file import Addresses, EndpointsFile
 from deltasync.api.grpc_server import bind_grpc
@@ -167,7 +167,8 @@ async def _listen(
     await _compile(service, stopping)
     await server.server.start()
     scheme = "https" if certificates else "http"
-    where = Addresses(f"{options.host}:{server.port}", f"{scheme}://{options.host}:{listener.getsockname()[1]}")
+    http_address = with_port(options.host, listener.getsockname()[1])
+    where = Addresses(with_port(options.host, server.port), f"{scheme}://{http_address}")
     logger.info("listening: grpc=%s http=%s data=%s", where.grpc, where.http, options.service.data_dir)
     stopped = asyncio.create_task(stopping.wait())
     await asyncio.wait({stopped, recovery}, return_when=asyncio.FIRST_COMPLETED)
