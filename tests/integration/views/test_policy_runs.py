@@ -1,6 +1,7 @@
 """Consumers with a policy through full disks, lost files, other runs and other forms."""
 
 import errno
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,16 @@ from tests.support.fleet import (
     wait_until_in_sync,
 )
 from tests.support.server import RunningService
-from tests.support.wire import RankStream, ReplicaStream
+from tests.support.wire import RankStream, ReplicaStream, part, random_rows
 
 from deltasync.client import Admin, CallbackTarget, Position, Release, Shard
+from deltasync.core.errors import StorageFailed
 from deltasync.core.mode import Mode
 from deltasync.core.policy import Policy
 from deltasync.core.rows import Ids, Values
 from deltasync.core.tables import TableSpec
 from deltasync.core.value_types import ValueType
+from deltasync.storage.model_store import ModelStore
 
 POLICIES = {
     "top": Policy(top_k=0.1),
@@ -217,8 +220,18 @@ def test_rows_of_another_run_all_go_out_at_once(service: RunningService) -> None
     assert [release.resync for release in target.releases].count(True) == 1
 
 
-def test_a_table_that_comes_while_a_release_is_frozen_raises_no_alarm(service: RunningService) -> None:
-    """Who joins meanwhile is given that release, beside a table that it does not know of."""
+def test_a_table_that_comes_while_a_release_is_frozen_raises_no_alarm(
+    service: RunningService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who joins meanwhile is given that release, beside a table that it does not know of: one of a cut that could
+    not be sealed.
+    """
+
+    def refused(*_: object) -> Future[None]:
+        failed: Future[None] = Future()
+        failed.set_exception(StorageFailed("no seal"))
+        return failed
+
     late = TableSpec("late", 5, 8)
     tables = [*TABLES, late]
     target = Recorder()
@@ -229,6 +242,10 @@ def test_a_table_that_comes_while_a_release_is_frozen_raises_no_alarm(service: R
             shards = [Shard.whole(table) for table in tables]
             with RankStream(service.grpc, run="r2", started=2, tables=tables, shards=shards) as rank:
                 rank.opened()
+                monkeypatch.setattr(ModelStore, "seal", refused)
+                rows = enumerate(random_rows(2, tables))
+                rank.send(*part(2, [(slot, range(len(some)), some) for slot, some in rows], full=True))
+                assert "no seal" in rank.refusal()[1]
                 with follow(service, "predictors", "fresh", target) as fresh:
                     fresh.wait_for(1, WAIT)
                     lag = wait_for_lag(service, "predictors", lambda lag: lag["replicas"][0]["checked"])
