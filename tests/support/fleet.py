@@ -63,6 +63,7 @@ class Trainer:
         options = PublisherOptions(service=address, model="clicks", run=run, run_started_unix_ns=started)
         self.publisher = Publisher(options, self.tables, [Shard.whole(table) for table in tables])
         self._step = 0
+        self.wait_seconds = WAIT  # For a cut to be sealed.
 
     def __enter__(self) -> Self:
         return self
@@ -115,7 +116,7 @@ class Trainer:
             for table, each in zip(self.tables, ids, strict=True)
         ]
         part = Part(step=self._step, step_end_unix_ns=time.time_ns(), rows=rows, full=full)
-        return self.publisher.publish(part).result(WAIT)
+        return self.publisher.publish(part).result(self.wait_seconds)
 
 
 def as_sent(table: TableSpec, rows: Values, value_type: ValueType) -> Values:

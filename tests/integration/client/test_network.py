@@ -117,6 +117,7 @@ def test_a_network_that_is_gone_is_found_out_on_both_sides(
 ) -> None:
     """Connections stay half open. Within half a minute both sides know, and say why; then all goes on."""
     proxy.stall()
+    followed.trainer.wait_seconds = 3 * WAIT
     published = threading.Thread(target=lambda: followed.change(100))
     published.start()
     publisher = followed.trainer.publisher
