@@ -76,7 +76,8 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
     def _counted(self, opened: OpenCall) -> AbstractContextManager[None]:
         if opened.need.role is Role.ADMIN:
             return nullcontext()
-        return self._streams.taking(peer_of(opened.call.identity))
+        identity = opened.call.identity
+        return self._streams.taking(peer_of(identity), without_role=not identity.grants)
 
 
 async def _let_in(handler: Any, requests: "_Requests", context: _Context) -> None:

@@ -31,8 +31,9 @@ class StreamLimits:
         self._opens = dict[str, TokenBucket]()
 
     @contextmanager
-    def taking(self, peer: str) -> Iterator[None]:
-        """Have one stream of a peer more, while the block runs.
+    def taking(self, peer: str, *, without_role: bool = False) -> Iterator[None]:
+        """Have one stream of a peer more, while the block runs. Of peers `without_role`, who may ask whether the
+        service is healthy, all together have few: else they took those of all others.
 
         Raises:
             LimitReached: there would be too many, or they come too fast.
@@ -40,7 +41,7 @@ class StreamLimits:
         self._note_open(peer, "opens_per_second_per_peer")  # First: what one is refused, the others do not lack.
         self._note_open(_ALL, "opens_per_second")
         self._limits.check("streams_per_peer", self._streams[peer] + 1)
-        with self._limits.taking("streams"):
+        with self._limits.taking("streams_without_role", int(without_role)), self._limits.taking("streams"):
             self._streams[peer] += 1
             try:
                 yield

@@ -31,6 +31,7 @@ class LimitOptions:
     opens_per_second_per_peer: int = _limit(250, "streams opened in a second by a peer")
     streams: int = _limit(1_000, "streams")
     streams_per_peer: int = _limit(400, "streams of a peer")
+    streams_without_role: int = _limit(100, "streams of all peers that have no role")
     message_bytes: int = _limit(4 << 20, "bytes of a message", fixed=True)
     outstanding_bytes: int = _limit(64 << 20, "bytes sent to a replica that it has not acknowledged")
     grpc_connections: int = _limit(2_000, "connections of gRPC", fixed=True)
@@ -110,7 +111,8 @@ class Limits:
         most = getattr(self.options, name)
         if number > most:
             self.refused[name] += 1
-            raise LimitReached(f"{_what(name)}: {number}, at most {most} are allowed (limit {name})")
+            text = f"{_what(name)}: at most {most} are allowed (limit {name})"
+            raise LimitReached(text, detail=f"; these would be {number}")
 
     @contextmanager
     def taking(self, name: str, number: int = 1) -> Iterator[None]:

@@ -27,6 +27,18 @@ def test_a_peer_has_so_many_streams_and_all_have_so_many() -> None:
         pass
 
 
+def test_peers_without_a_role_leave_streams_to_the_others() -> None:
+    streams, _ = limited(streams=2, streams_without_role=1)
+    with streams.taking("one", without_role=True):
+        refused = pytest.raises(LimitReached, match=r"limit streams_without_role\)")
+        with refused, streams.taking("two", without_role=True):
+            pass
+        with streams.taking("three"):
+            pass
+    with streams.taking("two", without_role=True):
+        pass
+
+
 def test_what_was_refused_takes_nothing() -> None:
     streams, _ = limited(streams=1)
     with streams.taking("one"):
@@ -46,7 +58,7 @@ def test_a_peer_that_opens_too_fast_waits(limit: str) -> None:
             with streams.taking("one"):
                 pass
         with (
-            pytest.raises(LimitReached, match=rf"3, at most 2 are allowed \(limit {limit}\)"),
+            pytest.raises(LimitReached, match=rf"at most 2 are allowed \(limit {limit}\)"),
             streams.taking("one"),
         ):
             pass
