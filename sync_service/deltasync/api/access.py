@@ -119,6 +119,7 @@ class Access:
             CALL.reset(before)
             self._open.discard(opened)
             self._audit.note(call)
+            call.error = None  # Whose traceback holds what the call has held: a release, with its room.
 
 
 def check(opened: OpenCall) -> None:

@@ -3,8 +3,19 @@
 import asyncio
 from dataclasses import dataclass
 
-from deltasync.core.errors import Contradiction, DeltasyncError, Superseded
+from deltasync.core.errors import (
+    Contradiction,
+    DeltasyncError,
+    InvalidInput,
+    LimitReached,
+    NotFound,
+    NotPermitted,
+    Superseded,
+)
 from deltasync.core.events import EventKind, described
+
+# What a replica has itself to do with; all else is the service's, and may be over when it comes again.
+_OF_PEERS = (InvalidInput, NotFound, NotPermitted, Contradiction, LimitReached)
 
 
 class StreamEnded(Exception):
@@ -13,10 +24,11 @@ class StreamEnded(Exception):
 
 @dataclass(frozen=True)
 class Departure:
-    """What is told of a replica whose stream has ended, and why it has."""
+    """What is told of a replica whose stream has ended, why it has, and whether the replica is expected back."""
 
     kind: EventKind
     reason: str
+    expected: bool = False
 
 
 def departure(
@@ -37,14 +49,15 @@ def departure(
         text = str(error) if isinstance(error, DeltasyncError) else "a newer stream has taken over"
         return Departure(EventKind.REPLICA_REPLACED, text)
     if given_up:
-        return Departure(EventKind.REPLICA_LEFT, given_up)
+        return Departure(EventKind.REPLICA_LEFT, given_up, expected=True)
     if isinstance(error, StreamEnded):
         if instance:
             return Departure(EventKind.REPLICA_LOST, "its stream has ended without a goodbye")
         return Departure(EventKind.REPLICA_LEFT, "its stream has ended")
     if isinstance(error, GeneratorExit | asyncio.CancelledError):
         return Departure(EventKind.REPLICA_LOST, "its connection is lost")
-    return Departure(EventKind.REPLICA_LEFT, described(error) if isinstance(error, Exception) else str(error))
+    reason = described(error) if isinstance(error, Exception) else str(error)
+    return Departure(EventKind.REPLICA_LEFT, reason, expected=not isinstance(error, _OF_PEERS))
 
 
 def superseded(consumer: str, replica: str, ours: str, newer: str) -> DeltasyncError:

@@ -98,7 +98,14 @@ class ReplicaStream:
             replaced=replaced,
             given_up=self._given_up,
         )
-        self._registry.disconnect(self._consumer, self._replica, self._ended, left.reason, forget=self._goodbye)
+        self._registry.disconnect(
+            self._consumer,
+            self._replica,
+            self._ended,
+            left.reason,
+            forget=self._goodbye,
+            expected=left.expected,
+        )
         if self._deliveries:
             self._say(left.kind, left.reason)
 

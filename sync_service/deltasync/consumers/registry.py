@@ -241,14 +241,17 @@ class ConsumerRegistry:
         why: str,
         *,
         forget: bool = False,
+        expected: bool = False,
     ) -> None:
         """Note that a stream of a replica has ended, and why; `forget` one that will not come back. So is one that
-        has never held anything: nobody is to leave names behind.
+        has never held anything, for nobody is to leave names behind; unless the service has ended the stream, and
+        it is `expected` back.
         """
         if replica.stream is not stream:
             return
         replica.stream, replica.since_ns, replica.left = None, steady_ns(), why
-        if (forget or not replica.has_held) and self.consumers.get(consumer.name) is consumer:
+        nobody = not (replica.has_held or expected)
+        if (forget or nobody) and self.consumers.get(consumer.name) is consumer:
             self._forget(consumer, replica.name)
 
     async def forget(self, name: str, replica: str) -> None:

@@ -75,7 +75,7 @@ def test_a_port_in_use_is_an_error_that_says_which(running: RunningService, tmp_
 
 @pytest.mark.parametrize("port", ["0", "18080"])
 def test_an_address_that_this_machine_does_not_have_is_an_error_that_says_so(tmp_path: Path, port: str) -> None:
-    said = refusal(tmp_path, "--host", "192.0.2.1", "--http-port", port)
+    said = refusal(tmp_path, "--insecure", "--host", "192.0.2.1", "--http-port", port)
     assert said == (
         "Error: cannot listen on 192.0.2.1: Cannot assign requested address: choose a --host that is an address "
         "of this machine"

@@ -65,17 +65,17 @@ def test_a_replica_that_has_held_nothing_leaves_no_name(tmp_path: Path) -> None:
     async def first(service: Service) -> None:
         registry = service.registry
         consumer = await registry.create("c", "clicks", Policy())
-        for name in ("held", "nothing"):
+        for name in ("held", "nothing", "refused"):
             stream = asyncio.Event()
             replica = registry.connect(consumer, name, stream)
             registry.acknowledge(consumer, replica, Position("h", 3 if name == "held" else 0))
             if name == "held":  # Since when it holds nothing of what there is.
                 registry.acknowledge(consumer, replica, Position("g", 0))
-            registry.disconnect(consumer, replica, stream, "gone")
-        assert list(consumer.replicas) == ["held"]
+            registry.disconnect(consumer, replica, stream, "gone", expected=name == "refused")
+        assert list(consumer.replicas) == ["held", "refused"]
 
     async def second(service: Service) -> None:
-        assert list(service.registry.get("c").replicas) == ["held"]
+        assert list(service.registry.get("c").replicas) == ["held", "refused"]
 
     for scenario in (first, second):
         run(tmp_path, scenario)
