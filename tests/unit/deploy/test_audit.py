@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def audit() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("audit", Path(__file__).parents[2] / "locks/audit.py")
+    spec = importlib.util.spec_from_file_location("audit", Path(__file__).parents[3] / "deploy/locks/audit.py")
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
