@@ -42,18 +42,22 @@ class ServiceProcess(HttpStatus):
 
     Its admin token is `ADMIN_TOKEN`.
 
-    Unless its tables are `private`, as if there were too little memory for that.
+    Unless its tables are `private`, as if there were too little memory for that. It may have so many `files`
+    open, if that is said.
 
     Attributes:
         ahead_seconds: by so much its clock is ahead of this process's, from its next start on.
     """
 
-    def __init__(self, data_dir: Path, *arguments: str, code: Path | None = None, private: bool = True) -> None:
+    def __init__(
+        self, data_dir: Path, *arguments: str, code: Path | None = None, private: bool = True, files: int = 0
+    ) -> None:
         self.data_dir = data_dir
         self.ahead_seconds = 0
         self.program = ["-m", "deltasync"] if private else ["-c", _WITH_SHARED_FILES]
         self._environment = environment(code) | {"DELTASYNC_ADMIN_TOKEN": ADMIN_TOKEN}
         self.arguments = arguments
+        self._files = ["prlimit", f"--nofile={files}"] if files else []
         self._ports = ("0", "0")
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -97,7 +101,7 @@ class ServiceProcess(HttpStatus):
         clock = ["-c", _WITH_ANOTHER_CLOCK.format(ahead_seconds=self.ahead_seconds)]
         program = clock if self.ahead_seconds else self.program
         command = [sys.executable, *program, "serve", "--data-dir", str(self.data_dir)]
-        return [*command, "--grpc-port", grpc_port, "--http-port", http_port, *self.arguments]
+        return [*self._files, *command, "--grpc-port", grpc_port, "--http-port", http_port, *self.arguments]
 
     def _wait_for(self, endpoints: Path) -> None:
         deadline = time.monotonic() + _DEADLINE_SECONDS

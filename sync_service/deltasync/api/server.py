@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import numba  # noqa: F401  # kernels would import it later than garbage collection is told what to pass over
@@ -22,12 +23,11 @@ from deltasync.api.grpc_server import bind_grpc
 from deltasync.api.http import create_app
 from deltasync.api.http_connections import HttpListener, end_silent
 from deltasync.api.http_protocol import HttpProtocol
-from deltasync.api.reload import reload_on
+from deltasync.api.reload import Reader, Reloaded, reload_on
 from deltasync.api.roles_file import RolesFile
 from deltasync.api.server_options import ServerOptions
 from deltasync.core.errors import InvalidInput, ServiceUnavailable
 from deltasync.core.exposure import may_listen
-from deltasync.core.limits import LimitOptions
 from deltasync.core.listener import listening_socket
 from deltasync.core.process import keep_freed_memory, raise_descriptor_limit, spare_imports, write_no_core
 from deltasync.core.progress import Progress
@@ -62,7 +62,7 @@ async def serve(options: ServerOptions) -> None:
     write_no_core()
     keep_freed_memory()
     spare_imports()
-    _check_descriptors(options.service.limits, raise_descriptor_limit())
+    options = _within(options, raise_descriptor_limit())
     os.umask(0o077)  # Only the service's own user may read a model's rows.
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -84,13 +84,29 @@ def _on_hangup(loop: asyncio.AbstractEventLoop, do: Callable[[], None]) -> None:
     signal.signal(signal.SIGHUP, hang_up)
 
 
-def _check_descriptors(limits: LimitOptions, most: int) -> None:
-    wanted = limits.http_connections + limits.grpc_connections
-    if wanted > most:
-        text = (
-            "limits http_connections and grpc_connections are %d together, but this process may have %d files open"
+def _within(options: ServerOptions, files: int) -> ServerOptions:
+    """The options, also those that are read again, with no more connections than this process has descriptors for:
+    else whoever connects often enough takes those of its own files, and of everybody else.
+    """
+    limits, read = options.service.limits.within(files), options.read_settings
+    if limits != options.service.limits:
+        logger.warning(
+            "this process may have %d files open: limits http_connections and grpc_connections are lowered to %d "
+            "and %d; raise that (ulimit -n)",
+            files,
+            limits.http_connections,
+            limits.grpc_connections,
         )
-        logger.warning(f"{text}: raise that (ulimit -n), or lower those", wanted, most)
+    return replace(
+        options,
+        service=replace(options.service, limits=limits),
+        read_settings=read and partial(_read_within, read, files),
+    )
+
+
+def _read_within(read: Reader, files: int) -> Reloaded:
+    found = read()
+    return replace(found, limits=found.limits.within(files))
 
 
 async def run(options: ServerOptions, stopping: asyncio.Event, reloading: asyncio.Event | None = None) -> None:

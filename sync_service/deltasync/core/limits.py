@@ -60,6 +60,16 @@ class LimitOptions:
             raise InvalidInput(f"unknown limit {unknown[0]!r}; limits: {', '.join(known)}")
         return cls(**settings)
 
+    def within(self, files: int) -> "LimitOptions":
+        """These, with no more connections than a process can have that may have so many `files` open: a quarter is
+        for its own. Both kinds are lowered by the same share.
+        """
+        most, wanted = files * 3 // 4, self.http_connections + self.grpc_connections
+        if wanted <= most:
+            return self
+        http, grpc = (max(1, each * most // wanted) for each in (self.http_connections, self.grpc_connections))
+        return replace(self, http_connections=http, grpc_connections=grpc)
+
     @property
     def by_name(self) -> dict[str, int]:
         """Each by name, and what follows from them."""

@@ -5,10 +5,11 @@ import resource
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from tests.support.process import ServiceProcess
 from tests.support.server import RunningService
 
 from deltasync.api.http_connections import HttpListener
@@ -145,3 +146,18 @@ def test_a_network_of_ipv6_is_one_peer(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_listener_says_tcp_so_that_answers_are_not_held_back() -> None:
     with HttpListener(listening_socket("127.0.0.1", 0), Limits()) as listener:
         assert listener.proto == socket.IPPROTO_TCP
+
+
+def test_idle_connections_of_grpc_leave_descriptors_for_all_else(tmp_path: Path) -> None:
+    """Who knows HTTP/2 and then says nothing is not hung up on for long."""
+    files, greeting = 256, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"
+    with ServiceProcess(tmp_path / "data", files=files) as service, ExitStack() as open_sockets:
+        host, _, port = service.grpc.rpartition(":")
+        idle = [socket.create_connection((host, int(port)), _SECONDS) for _ in range(2 * files)]
+        for each in idle:
+            with suppress(ConnectionError):
+                open_sockets.enter_context(each).sendall(greeting)
+        for each in idle:
+            with suppress(ConnectionError):
+                each.recv(1)  # It is let in, or closed: none is left to wait for a descriptor.
+        assert service.get("/livez")

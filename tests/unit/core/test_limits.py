@@ -1,9 +1,13 @@
 """What peers may take: a limit that is reached names itself, and what is given back is free again."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from deltasync.core.errors import InvalidInput, LimitReached
 from deltasync.core.limits import LimitOptions, Limits
+
+_MANY = st.integers(1, 100_000)
 
 
 def test_so_many_may_be_taken_and_no_more() -> None:
@@ -23,6 +27,17 @@ def test_other_limits_are_taken_over_but_for_those_that_are_fixed() -> None:
     assert said == "limit streams: 1, was 2; limit message_bytes: 1000 from the next start on"
     assert limits.options == LimitOptions(streams=1)
     assert limits.take(limits.options) == ""
+
+
+@given(http=_MANY, grpc=_MANY, files=st.integers(8, 1_000_000))
+def test_connections_leave_a_process_files_of_its_own(http: int, grpc: int, files: int) -> None:
+    wanted = LimitOptions(http_connections=http, grpc_connections=grpc)
+    found = wanted.within(files)
+    assert min(found.http_connections, found.grpc_connections) >= 1
+    assert found.http_connections + found.grpc_connections <= max(files * 3 // 4, 2)
+    assert found.within(files) == found
+    if http + grpc <= files * 3 // 4:
+        assert found == wanted
 
 
 def test_what_comes_in_is_bounded_by_streams_and_messages() -> None:
