@@ -7,8 +7,9 @@ from pathlib import Path
 from deltasync.api.access import Access
 from deltasync.core.errors import DeltasyncError
 from deltasync.core.events import EventKind, Events
+from deltasync.core.exposure import readable_by_all
 from deltasync.core.file_watch import FileWatch
-from deltasync.core.roles import Roles, read_roles, readable_by_all
+from deltasync.core.roles import Roles, read_roles
 from deltasync.core.words import counted
 
 logger = logging.getLogger(__name__)

@@ -1,10 +1,10 @@
 """The files that the service speaks TLS with."""
 
-import stat
 from dataclasses import dataclass
 from pathlib import Path
 
 from deltasync.core.errors import InvalidInput
+from deltasync.core.exposure import readable_by_all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +48,6 @@ class TlsOptions:
         Raises:
             InvalidInput: it is not there: just now it was.
         """
-        try:
-            mode = self.key.stat().st_mode
-        except OSError as error:
-            raise InvalidInput(f"{self.key}: {error.strerror}") from error
-        if mode & stat.S_IROTH:
+        if readable_by_all(self.key):
             return f"{self.key} can be read by every user of this machine: chmod o-rwx {self.key}"
         return ""

@@ -1,7 +1,10 @@
-"""Whether a service may listen on an address: pure decisions."""
+"""What others reach: the addresses that a service listens on, and the files that it reads."""
 
 import ipaddress
+import stat
+from pathlib import Path
 
+from deltasync.core.errors import InvalidInput
 from deltasync.core.position import Decision
 
 
@@ -38,3 +41,15 @@ def may_listen(host: str, *, tls: bool, roles: bool, insecure: bool) -> Decision
         f"{text}: {harm}. Give it --tls-cert, --tls-key and --roles, have it listen on 127.0.0.1, or say "
         "--insecure where something else keeps others out",
     )
+
+
+def readable_by_all(path: Path) -> bool:
+    """Whether every user of the machine may read a file.
+
+    Raises:
+        InvalidInput: it is not there: just now it was.
+    """
+    try:
+        return bool(path.stat().st_mode & stat.S_IROTH)
+    except OSError as error:
+        raise InvalidInput(f"{path}: {error.strerror}") from error

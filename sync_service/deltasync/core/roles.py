@@ -12,7 +12,6 @@ roles = ["subscribe:mobile-*", "read"]
 import hashlib
 import hmac
 import re
-import stat
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -79,18 +78,6 @@ def read_roles(path: Path) -> Roles:
         raise InvalidInput(f"{path}: there is no such roles file: `deltasync tokens` makes one") from error
     except (OSError, ValueError) as error:
         raise InvalidInput(f"{path}: {error}") from error
-
-
-def readable_by_all(path: Path) -> bool:
-    """Whether every user of the machine may read a file: tokens cannot be had from it, but names and roles can.
-
-    Raises:
-        InvalidInput: it is not there: just now it was.
-    """
-    try:
-        return bool(path.stat().st_mode & stat.S_IROTH)
-    except OSError as error:
-        raise InvalidInput(f"{path}: {error.strerror}") from error
 
 
 def roles_of(described: Mapping[str, Any]) -> Roles:

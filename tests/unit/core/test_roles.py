@@ -10,8 +10,8 @@ import pytest
 from deltasync.api.tls_options import TlsOptions
 from deltasync.core.access import Grant, Identity, Role, grants
 from deltasync.core.errors import InvalidInput
-from deltasync.core.exposure import is_loopback, may_listen
-from deltasync.core.roles import Roles, TokenRoles, read_roles, readable_by_all, roles_of, token_digest
+from deltasync.core.exposure import is_loopback, may_listen, readable_by_all
+from deltasync.core.roles import Roles, TokenRoles, read_roles, roles_of, token_digest
 
 DIGEST = hashlib.sha256(b"token").hexdigest()
 
