@@ -12,9 +12,9 @@ from google.protobuf.message import DecodeError
 from starlette.responses import JSONResponse
 
 from deltasync.api.caller import current_call, may_read
-from deltasync.core.errors import DeltasyncError, InvalidInput, StorageFailed
+from deltasync.core.errors import DeltasyncError, InvalidInput, NotOwner, StorageFailed
 from deltasync.core.words import printable
-from deltasync.wire.error_codes import ERROR_KEY, grpc_code, http_status
+from deltasync.wire.error_codes import error_metadata, grpc_code, http_status
 
 # gRPC sends all metadata of an answer in at most 8 kB, and what is not ASCII in three bytes for each of its own.
 _LONGEST_BYTES = 1_900
@@ -34,13 +34,18 @@ def _for_all(error: DeltasyncError) -> str:
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: DeltasyncError) -> NoReturn:
     """End a call with an error."""
-    await context.abort(grpc_code(error), told(error), ((ERROR_KEY, type(error).__name__),))
+    await context.abort(grpc_code(error), told(error), error_metadata(error))
     raise error  # abort() itself raises; this tells the type checker so.
 
 
-def error_response(error: DeltasyncError) -> JSONResponse:
-    """The answer to a request that ends with an error."""
-    return JSONResponse({"error": type(error).__name__, "message": told(error)}, http_status(error))
+def error_response(error: DeltasyncError, path: str = "") -> JSONResponse:
+    """The answer to a request of a path, with its query, that ends with an error: where another process of the
+    service owns what it asks of, that is where it is sent.
+    """
+    owner = error.owner if isinstance(error, NotOwner) else None
+    location = {"Location": owner.http + path} if owner and path else {}
+    status = http_status(error) if location or not isinstance(error, NotOwner) else 503
+    return JSONResponse({"error": type(error).__name__, "message": told(error)}, status, location)
 
 
 def as_stream(handler: Any, answer: Callable[..., Awaitable[None]]) -> Any:

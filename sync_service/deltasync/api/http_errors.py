@@ -32,12 +32,17 @@ def error_responses() -> dict[int | str, dict[str, Any]]:
     }
 
 
+def path_of(request: Request) -> str:
+    """The path of a request, with its query."""
+    return request.url.path + (f"?{request.url.query}" if request.url.query else "")
+
+
 def answer_errors(app: FastAPI) -> None:
     """Have an application answer all errors that are raised on purpose."""
 
     @app.exception_handler(DeltasyncError)
-    async def on_error(_request: Request, error: DeltasyncError) -> JSONResponse:
-        return error_response(error)
+    async def on_error(request: Request, error: DeltasyncError) -> JSONResponse:
+        return error_response(error, path_of(request))
 
     @app.exception_handler(HTTPException)
     async def on_no_route(_request: Request, error: HTTPException) -> JSONResponse:

@@ -11,6 +11,7 @@
     ├── StorageFailed       files or the log could not be written, or not be read back whole
     ├── ServiceFailed       (client) the service met an error of its own; its log says more
     ├── ServiceUnavailable  the service cannot be reached, or is draining; try again
+    │   └── NotOwner        this process does not own the model; the error says who does, where that is known
     └── ResyncRequired      the service does not hold what this run builds on: publish every row
 
 `deltasync.wire.error_codes` maps them to gRPC codes and HTTP statuses, and back.
@@ -20,6 +21,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from deltasync.core.owner import Owner
     from deltasync.core.position import Position
     from deltasync.core.rows import Ids
 
@@ -83,6 +85,18 @@ class ServiceFailed(DeltasyncError):
 
 class ServiceUnavailable(DeltasyncError):
     """The service cannot be reached, or is draining."""
+
+
+class NotOwner(ServiceUnavailable):
+    """This process of the service does not own the model.
+
+    Attributes:
+        owner: who does, or is to; None where nobody is known.
+    """
+
+    def __init__(self, *text: object, detail: str = "", owner: "Owner | None" = None) -> None:
+        super().__init__(*text, detail=detail)
+        self.owner = owner
 
 
 class ResyncRequired(DeltasyncError):

@@ -1,5 +1,7 @@
 """One table from errors to gRPC codes and HTTP statuses, used in both directions."""
 
+from collections.abc import Mapping
+
 import grpc
 
 from deltasync.core.errors import (
@@ -9,6 +11,7 @@ from deltasync.core.errors import (
     InvalidInput,
     LimitReached,
     NotFound,
+    NotOwner,
     NotPermitted,
     ResyncRequired,
     ServiceFailed,
@@ -16,6 +19,7 @@ from deltasync.core.errors import (
     StorageFailed,
     Superseded,
 )
+from deltasync.core.owner import Owner
 from deltasync.core.words import printable
 
 _CODES: list[tuple[type[DeltasyncError], grpc.StatusCode, int]] = [
@@ -28,15 +32,18 @@ _CODES: list[tuple[type[DeltasyncError], grpc.StatusCode, int]] = [
     (Damaged, grpc.StatusCode.OUT_OF_RANGE, 422),
     (ServiceFailed, grpc.StatusCode.UNKNOWN, 500),  # What gRPC answers for an unforeseen exception.
     (ServiceUnavailable, grpc.StatusCode.UNAVAILABLE, 503),
+    (NotOwner, grpc.StatusCode.UNAVAILABLE, 307),
     (StorageFailed, grpc.StatusCode.RESOURCE_EXHAUSTED, 507),
     (LimitReached, grpc.StatusCode.RESOURCE_EXHAUSTED, 429),
 ]
 
 # What a service says is told on, and logged, by whoever called it: on one line.
-_LONGEST = 4_000
+_LONGEST, _LONGEST_ADDRESS = 4_000, 300
 
 # Trailing metadata of an error: its name, since two may have one code. Without it a code means the first of them.
 ERROR_KEY = "deltasync-error"
+# Beside it, where `NotOwner` is told: the process that owns the model, and where it answers.
+_OWNER_KEYS = {"process": "deltasync-owner", "grpc": "deltasync-owner-grpc", "http": "deltasync-owner-http"}
 
 # gRPC's own answer to a message over the limit, which stays too large however often it is sent.
 _TOO_LARGE = "larger than max"
@@ -44,12 +51,17 @@ _TOO_LARGE = "larger than max"
 
 def grpc_code(error: DeltasyncError) -> grpc.StatusCode:
     """The gRPC status code of an error."""
-    return next((code for kind, code, _ in _CODES if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
+    return next((code for _, code, _ in _kinds(error)), grpc.StatusCode.INTERNAL)
 
 
 def http_status(error: DeltasyncError) -> int:
     """The HTTP status of an error."""
-    return next((status for kind, _, status in _CODES if isinstance(error, kind)), 500)
+    return next((status for _, _, status in _kinds(error)), 500)
+
+
+def _kinds(error: DeltasyncError) -> list[tuple[type[DeltasyncError], grpc.StatusCode, int]]:
+    """What an error is, the nearest first."""
+    return sorted((each for each in _CODES if isinstance(error, each[0])), key=lambda each: -len(each[0].__mro__))
 
 
 def http_errors() -> dict[int, list[str]]:
@@ -60,6 +72,19 @@ def http_errors() -> dict[int, list[str]]:
     return found
 
 
+def error_metadata(error: DeltasyncError) -> tuple[tuple[str, str], ...]:
+    """The trailing metadata of a call that ends with an error."""
+    owner = error.owner if isinstance(error, NotOwner) else None
+    found = tuple((key, getattr(owner, name)) for name, key in _OWNER_KEYS.items()) if owner else ()
+    return ((ERROR_KEY, type(error).__name__), *found)
+
+
+def _owner(metadata: Mapping[str, str | bytes]) -> Owner | None:
+    """The owner that trailing metadata name, if they do: by a peer, so that nothing in it is trusted."""
+    found = {name: printable(str(metadata.get(key, "")), _LONGEST_ADDRESS) for name, key in _OWNER_KEYS.items()}
+    return Owner(**found) if found["grpc"] else None
+
+
 def from_rpc_error(error: grpc.RpcError, target: str) -> DeltasyncError:
     """The error a failed call to `target` stands for: what the service raised, or `ServiceUnavailable`."""
     if not isinstance(error, grpc.Call):
@@ -67,9 +92,12 @@ def from_rpc_error(error: grpc.RpcError, target: str) -> DeltasyncError:
     code, details = error.code(), printable(error.details() or "no details", _LONGEST)
     if _TOO_LARGE in details:
         return InvalidInput(f"{target}: {details}")
-    named = dict(error.trailing_metadata() or ()).get(ERROR_KEY, "")
+    metadata = dict(error.trailing_metadata() or ())
+    named = metadata.get(ERROR_KEY, "")
     kinds = [kind for kind, known, _ in _CODES if known is code] or [ServiceUnavailable]
     kind = next((kind for kind in kinds if kind.__name__ == named), kinds[0])
+    if kind is NotOwner:
+        return NotOwner(f"{target}: {details}", owner=_owner(metadata))
     return kind(f"{target}: {details}" if kind in (ServiceFailed, ServiceUnavailable) else details)
 
 
