@@ -43,7 +43,7 @@ class LocalModel:
 
     def view(self) -> View:
         """A view, or the one there was."""
-        view = View("top", self.model, self.log, self.view_directory)
+        view = View("top", self.model, self.view_directory)
         if record := recorded_view(self.log, "top"):
             view.recover(record)
         return view

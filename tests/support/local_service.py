@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.log import log_of
 from tests.support.wire import TABLES, part, publish_open, random_rows
 
 from deltasync.core.position import Position
 from deltasync.core.tables import Shard
 from deltasync.publish.opening import check_open
 from deltasync.publish.session import PublishSession, open_session
-from deltasync.service.service import Service, ServiceOptions
+from deltasync.service.options import ServiceOptions
+from deltasync.service.service import Service
 from deltasync.storage.model_store import ModelStore
 
 Scenario = Callable[[Service], Coroutine[Any, Any, None]]
@@ -27,7 +29,7 @@ async def opened(data_dir: Path, **settings: Any) -> AsyncIterator[Service]:
         try:
             await service.recover()
         except BaseException:
-            service.log.close()
+            log_of(service).close()
             service._lock.close()
             raise
         try:

@@ -1,12 +1,19 @@
-"""A log whose disk takes as long as a test likes."""
+"""The log of a service, and one whose disk takes as long as a test likes."""
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from deltasync.service.service import Service
 from deltasync.storage.log_store import LogStore
 
 _TIMEOUT = 20
+
+
+def log_of(service: Service) -> LogStore:
+    """The one that all models are in."""
+    (log,) = service.logs.each()
+    return log
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from deltasync.api.server import run
 from deltasync.api.server_options import ServerOptions
 from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.core.policy import Policy
-from deltasync.service.service import ServiceOptions
+from deltasync.service.options import ServiceOptions
 
 _DEADLINE_SECONDS = 30.0
 CONSUMERS = (ConsumerOptions("predictors", "clicks"), ConsumerOptions("probes", "clicks"))

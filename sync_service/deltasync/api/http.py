@@ -100,7 +100,7 @@ def _not_ready(service: Service) -> str:
         return "; ".join(filter(None, [f"still recovering: {listed(service.recovering)}", trouble]))
     if trouble:
         return trouble
-    return "the log is full: its tables are being flushed" if service.log.refusing else ""
+    return "the log is full: its tables are being flushed" if service.logs.refusing else ""
 
 
 def _lines(service: Service, name: str) -> list[TableLine]:

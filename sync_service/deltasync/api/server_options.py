@@ -6,7 +6,7 @@ from pathlib import Path
 from deltasync.api.reload import Reader
 from deltasync.api.tls_options import TlsOptions
 from deltasync.consumers.consumer import ConsumerOptions
-from deltasync.service.service import ServiceOptions
+from deltasync.service.options import ServiceOptions
 
 
 @dataclass(frozen=True, kw_only=True)

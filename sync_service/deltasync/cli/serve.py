@@ -105,7 +105,7 @@ def serve(consumer: tuple[ConsumerOptions, ...], limit: Mapping[str, int], **set
     from deltasync.api import server
     from deltasync.api.server_options import ServerOptions
     from deltasync.publish.norm_guard import NormLimit
-    from deltasync.service.service import ServiceOptions
+    from deltasync.service.options import ServiceOptions
 
     kept = ("data_dir", "log_max_bytes", "flush_bytes", "replica_retention_seconds")
     try:

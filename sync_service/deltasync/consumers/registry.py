@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -27,6 +27,7 @@ from deltasync.core.position import Position
 from deltasync.core.steady_clock import steady_ns
 from deltasync.core.words import listed
 from deltasync.storage.log_store import LogStore
+from deltasync.storage.logs import Logs
 from deltasync.storage.records import pack_json, reading, unpack_json
 
 _LONGEST_INSTANCE = 64
@@ -36,18 +37,35 @@ class ConsumerRegistry:
     """All consumers of the service."""
 
     def __init__(
-        self, log: LogStore, replica_retention_seconds: float, events: Events, limits: Limits | None = None
+        self, logs: Logs, replica_retention_seconds: float, events: Events, limits: Limits | None = None
     ) -> None:
-        self._log = log
+        self._logs = logs
         self._limits = limits or Limits()
         self._events = events
         self._creating = asyncio.Lock()
         self._retention_ns = int(replica_retention_seconds * 1e9)
-        self.consumers: dict[str, Consumer] = {
-            name: _recorded_consumer(log, name, record) for name, record in log.items("consumer/").items()
-        }
-        recorded = (offset_name(each.name, name) for each in self.consumers.values() for name in each.replicas)
-        self._offsets = OffsetLog(log, events, recorded)
+        self.consumers = dict[str, Consumer]()
+        self._offsets = dict[LogStore, OffsetLog]()
+        for log in logs.each():
+            self.have(recorded_consumers(log), log)
+
+    def have(self, consumers: Mapping[str, Consumer], log: LogStore) -> None:
+        """Have the consumers that a log has."""
+        self.consumers |= consumers
+        recorded = [offset_name(each.name, name) for each in consumers.values() for name in each.replicas]
+        self._offsets[log] = OffsetLog(log, self._events, recorded)
+
+    def give_up(self, model: str) -> None:
+        """Have the consumers of a model no more, whose log another process has from here on: nothing is written
+        down any more, and their streams end.
+        """
+        for consumer in self.of_model(model):
+            del self.consumers[consumer.name]
+            for replica in consumer.replicas.values():
+                _end_stream(replica)
+            consumer.brake.wake()
+            consumer.signal.wake()
+        self._offsets.pop(self._logs.of(model), None)
 
     def get(self, name: str) -> Consumer:
         """The consumer of that name.
@@ -140,7 +158,7 @@ class ConsumerRegistry:
         """
         async with self._creating:
             quarantine = extended(self.quarantine_of(model), version, reason)
-            written = [self._log.put(f"quarantine/{model}", pack_json(quarantine_record(quarantine)))]
+            written = [self._logs.of(model).put(f"quarantine/{model}", pack_json(quarantine_record(quarantine)))]
             for consumer in self.of_model(model):
                 before, pause = consumer.pause, Pause.now(ITSELF, quarantine=quarantine)
                 consumer.pause = joined(before, pause)
@@ -151,7 +169,7 @@ class ConsumerRegistry:
 
     def quarantine_of(self, model: str) -> Quarantine | None:
         """The versions of a model that its consumers are kept from; None if there are none."""
-        record = self._log.items(f"quarantine/{model}").get("")
+        record = self._logs.of(model).items(f"quarantine/{model}").get("")
         with reading(f"record quarantine/{model}"):
             return quarantine_of_record(unpack_json(record)) if record else None
 
@@ -160,7 +178,7 @@ class ConsumerRegistry:
         kept = any(each.pause and each.pause.quarantine for each in self.of_model(model))
         if not kept and self.quarantine_of(model):
             try:
-                await asyncio.wrap_future(self._log.put(f"quarantine/{model}", None))
+                await asyncio.wrap_future(self._logs.of(model).put(f"quarantine/{model}", None))
             except StorageFailed as error:  # Whoever was let go on does.
                 text = "could not be removed; after a restart the one written before counts"
                 self._events.emit(EventKind.FAILED, text, error, record=f"quarantine/{model}")
@@ -198,8 +216,9 @@ class ConsumerRegistry:
         del self.consumers[name]
         for replica in consumer.replicas.values():
             _end_stream(replica)
-        offsets = self._offsets.all_forgotten(name)
-        await asyncio.wrap_future(self._log.put_all({**offsets, f"consumer/{name}": None}))
+        log = self._logs.of(consumer.model)
+        offsets = self._offsets[log].all_forgotten(name)
+        await asyncio.wrap_future(log.put_all({**offsets, f"consumer/{name}": None}))
 
     def connect(
         self, consumer: Consumer, name: str, stream: asyncio.Event, instance: str = "", by: str = ""
@@ -268,7 +287,8 @@ class ConsumerRegistry:
         if consumer.replicas[replica].stream:
             raise Contradiction(f"replica {replica!r} of consumer {name!r} is connected: stop it first")
         self._remove(consumer, replica)
-        await asyncio.wrap_future(self._log.put_all(self._offsets.forgotten(name, replica)))
+        log = self._logs.of(consumer.model)
+        await asyncio.wrap_future(log.put_all(self._offsets[log].forgotten(name, replica)))
 
     def leave(self, name: str, replica: str, instance: str, by: str = "") -> None:
         """Forget a replica that says goodbye without a stream, unless another one of its name has come.
@@ -300,11 +320,12 @@ class ConsumerRegistry:
         consumer.signal.wake()
         if self.consumers.get(consumer.name) is not consumer:
             return  # Deleted meanwhile: nothing of it is to be written down.
-        self._offsets.note(consumer.name, replica)
+        self._offsets[self._logs.of(consumer.model)].note(consumer.name, replica)
 
     def write_offsets(self) -> None:
         """Submit to the log what replicas have acknowledged: it is about to be closed."""
-        self._offsets.write_all()
+        for offsets in self._offsets.values():
+            offsets.write_all()
 
     def forget_the_gone(self) -> None:
         """Forget replicas that have been away for long, so that they no longer hold their consumer's offset."""
@@ -316,7 +337,7 @@ class ConsumerRegistry:
 
     def _forget(self, consumer: Consumer, name: str) -> None:
         self._remove(consumer, name)
-        self._offsets.forget(consumer.name, name)
+        self._offsets[self._logs.of(consumer.model)].forget(consumer.name, name)
 
     def _remove(self, consumer: Consumer, replica: str) -> None:
         del consumer.replicas[replica]
@@ -329,7 +350,7 @@ class ConsumerRegistry:
         created = consumer.created_unix_ns
         record = {"model": consumer.model, "created_unix_ns": created, "policy": _policy_record(policy)}
         record |= pause_record(pause)
-        return self._log.put(f"consumer/{consumer.name}", pack_json(record))
+        return self._logs.of(consumer.model).put(f"consumer/{consumer.name}", pack_json(record))
 
 
 def _first_pause(quarantine: Quarantine | None) -> Pause | None:
@@ -339,6 +360,15 @@ def _first_pause(quarantine: Quarantine | None) -> Pause | None:
 def _end_stream(replica: Replica) -> None:
     if replica.stream:
         replica.stream.set()
+
+
+def recorded_consumers(log: LogStore) -> dict[str, Consumer]:
+    """The consumers that a log has, with the offsets of their replicas. Blocks.
+
+    Raises:
+        StorageFailed: a record is damaged.
+    """
+    return {name: _recorded_consumer(log, name, record) for name, record in log.items("consumer/").items()}
 
 
 def _recorded_consumer(log: LogStore, name: str, record: bytes) -> Consumer:

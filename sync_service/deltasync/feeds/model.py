@@ -6,7 +6,7 @@ neither sees the other half done; nothing there waits for a disk. All else happe
     the model's thread    `applied`; rows, stamps and digests of the tables
     the event loop        `seals`, `succession`, `published`, `signal`, `failure`
     set by the loop, and replaced whole, so that every thread may read it: `head`
-    any thread            `name`; `tables`, which `store` replaces whole; `store`, whose methods block
+    any thread            `name`, `log`; `tables`, which `store` replaces whole; `store`, whose methods block
 """
 
 import asyncio
@@ -60,6 +60,7 @@ class Model:
 
     Attributes:
         name: the model's name.
+        log: what it, and its consumers, are written down in.
         store: the model's files and records.
         head: the newest version that replicas can be sent, or None.
         seals: those of the last durable cuts, which may not be applied yet.
@@ -72,7 +73,7 @@ class Model:
     """
 
     def __init__(self, name: str, log: LogStore, directory: Path) -> None:
-        self.name = name
+        self.name, self.log = name, log
         self.store = ModelStore(log, name, directory)
         self.seals = SealHistory(maxlen=KEPT_SEALS)
         self.succession = Succession()

@@ -56,7 +56,7 @@ class Backups:
                 raise ServiceUnavailable("whoever has asked for the backup has left")
             if self._service.draining.is_set():
                 raise ServiceUnavailable("the service is shutting down: the backup is not complete")
-            if self._service.log.refusing:
+            if self._service.logs.refusing:
                 raise StorageFailed("the log is full, and tables are not flushed while they are copied: try again")
 
         async with contextlib.AsyncExitStack() as held:
@@ -80,7 +80,8 @@ class Backups:
             for feed in feeds:
                 held.enter_context(feed.without_flush())
             histories = {name: view.history for name, view in views.items()}
-            return make_backup(self._service.options.data_dir, self._service.log, histories, directory, check)
+            (log,) = self._service.logs.each()
+            return make_backup(self._service.options.data_dir, log, histories, directory, check)
 
 
 def _check_place(directory: Path, data_dir: Path) -> None:

@@ -61,10 +61,12 @@ async def _repeat(
 
 async def _keep(service: Service, freed: FreedMemory) -> None:
     name_threads()
-    service.log.queue.limit(service.limits.options.log_queue_bytes)  # Which may have been read again.
+    for log in service.logs.each():
+        log.queue.limit(service.limits.options.log_queue_bytes)  # Which may have been read again.
     await asyncio.to_thread(freed.give_back)
     service.registry.forget_the_gone()
-    full = service.log.refusing and not service.backing_up  # Which makes no room, and is broken off for that.
+    refusing = [log for log in service.logs.each() if log.refusing]
+    full = bool(refusing) and not service.backing_up  # Which makes no room, and is broken off for that.
     await _flush(service, 0 if full else service.options.most_unflushed_bytes)
     for coordinator in (*service.coordinators.values(), *service.unpublished):
         coordinator.abandon_forsaken(time.monotonic())
@@ -74,7 +76,8 @@ async def _keep(service: Service, freed: FreedMemory) -> None:
     if not service.volumes.trouble:
         await service.configuration.take_unwritten()
     if full:
-        service.log.refusing = False  # If there is still no room, the next write is refused again.
+        for log in refusing:
+            log.refusing = False  # If there is still no room, the next write is refused again.
 
 
 async def _look_after_rows(service: Service, model: Model) -> None:

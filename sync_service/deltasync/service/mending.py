@@ -7,7 +7,8 @@ from pathlib import Path
 
 from deltasync.core.errors import DeltasyncError
 from deltasync.service.inspection import InspectedTable, inspect
-from deltasync.service.service import Service, ServiceOptions
+from deltasync.service.options import ServiceOptions
+from deltasync.service.service import Service
 from deltasync.storage.data_directory import check_is_data_directory
 from deltasync.storage.made_files import foreign
 

@@ -2,16 +2,30 @@
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deltasync.core.backoff import backoff
 from deltasync.core.events import EventKind
 from deltasync.core.signals import first_of
 from deltasync.feeds.model import Model
+from deltasync.storage.log_store import LogStore
+from deltasync.storage.model_records import recorded_models
+from deltasync.storage.removal import finish_removals, remove_unpublished
 from deltasync.storage.volume import VolumeFailed
 
 if TYPE_CHECKING:
     from deltasync.service.service import Service
+
+
+def models_to_recover(log: LogStore, models: Path) -> dict[str, Mapping[str, Any]]:
+    """What a log says of each model that was published, by name, once what is left of others is removed. Blocks.
+
+    Raises:
+        StorageFailed: a record is damaged, or the log could not be written.
+    """
+    removed = finish_removals(log, models) + remove_unpublished(log, models)
+    return {name: record for name, record in recorded_models(log).items() if name not in removed}
 
 
 async def recover_model(service: "Service", name: str, record: Mapping[str, Any], *, patient: bool) -> None:
@@ -41,7 +55,7 @@ async def recover_model(service: "Service", name: str, record: Mapping[str, Any]
 
 
 async def _recovered(service: "Service", name: str, record: Mapping[str, Any]) -> Model:
-    model = Model(name, service.log, service.directory(name))
+    model = Model(name, service.logs.of(name), service.directory(name))
     try:
         await model.recover(record)
     except BaseException:

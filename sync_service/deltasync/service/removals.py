@@ -64,14 +64,14 @@ class Removals:
                 raise Contradiction(f"model {name!r} is published by {_ranks(ranks)}: stop the trainer first")
             if consumers := [each.name for each in service.registry.of_model(name)]:
                 raise Contradiction(f"consumers follow model {name!r}: {listed(consumers)}: delete them first")
-            await asyncio.wrap_future(note_removal(service.log, name))
+            await asyncio.wrap_future(note_removal(model.log, name))
             del service.models[name], service.coordinators[name]
             service.events.emit(EventKind.MODEL_DELETED, model=name, by=by)
             await coordinator.retire()
             await model.stop()
             await asyncio.to_thread(model.store.retire)
             service.limits.taken["bytes_in_all"] -= model.store.table_bytes
-            await asyncio.to_thread(remove_model, service.log, name, service.directory(name))
+            await asyncio.to_thread(remove_model, model.log, name, service.directory(name))
 
     async def _delete_table(self, name: str, table: str, by: str) -> None:
         service = self._service

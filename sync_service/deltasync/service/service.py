@@ -3,8 +3,9 @@
 import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from deltasync.consumers.consumer import Consumer, ConsumerOptions
 from deltasync.consumers.pause import ITSELF
@@ -12,7 +13,7 @@ from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.core.delete_request import DeleteRequest
 from deltasync.core.errors import NotFound, ServiceUnavailable
 from deltasync.core.events import EventCounts, EventKind, EventLog, Events
-from deltasync.core.limits import LimitOptions, Limits
+from deltasync.core.limits import Limits
 from deltasync.core.policy import Policy
 from deltasync.core.signals import Signal
 from deltasync.core.tables import TableSpec
@@ -20,25 +21,22 @@ from deltasync.core.words import listed
 from deltasync.feeds.feed import Feed
 from deltasync.feeds.model import Model
 from deltasync.publish.coordinator import CutCoordinator
-from deltasync.publish.norm_guard import NormGuard, NormLimit
+from deltasync.publish.norm_guard import NormGuard
 from deltasync.publish.pending_deletes import PendingDeletes
 from deltasync.publish.sealing import CutSealer
 from deltasync.service.configuration import Configuration
-from deltasync.service.recovery import recover_model
+from deltasync.service.options import ServiceOptions
+from deltasync.service.recovery import models_to_recover, recover_model
 from deltasync.service.unpublished import UnpublishedModels
 from deltasync.service.volumes import Volumes
 from deltasync.storage.data_directory import lock_data_directory
 from deltasync.storage.lmdb_store import LmdbStore
 from deltasync.storage.log_format import check_log
-from deltasync.storage.log_store import LogOptions, LogStore
-from deltasync.storage.model_records import recorded_models
+from deltasync.storage.log_store import LogOptions
+from deltasync.storage.logs import EmbeddedLogs, Logs
 from deltasync.storage.records import reading, spec_of_record
-from deltasync.storage.removal import finish_removals, remove_unpublished
 from deltasync.storage.unused_files import remove_unknown
 from deltasync.views.registry import ViewRegistry
-
-# Unless `flush_bytes` says more, or less.
-_FLUSH_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -50,40 +48,6 @@ class PendingDelete:
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServiceOptions:
-    """What the service keeps, and where.
-
-    Attributes:
-        data_dir: folder of everything the service keeps; made if missing.
-        log_max_bytes: hard cap of the log's file.
-        flush_bytes: tables are flushed, and the log is cut, once it holds this many bytes of newer rows; None is
-            1 GiB, or half of `log_max_bytes` if that is less.
-        replica_retention_seconds: a replica away for longer no longer holds its consumer's offset.
-        norm_limit: what a row's norm may be at most; None = anything that is finite.
-        limits: what peers may take.
-    """
-
-    data_dir: Path
-    log_max_bytes: int = 64 << 30
-    flush_bytes: int | None = None
-    replica_retention_seconds: float = 3600.0
-    norm_limit: NormLimit | None = None
-    limits: LimitOptions = field(default_factory=LimitOptions)
-
-    def __post_init__(self) -> None:
-        half = self.log_max_bytes // 2
-        if self.flush_bytes is not None and not 1 <= self.flush_bytes <= half:
-            raise ValueError(f"flush_bytes: {self.flush_bytes}, expected 1 to {half}, half of log_max_bytes")
-        if self.replica_retention_seconds < 0:
-            raise ValueError(f"replica_retention_seconds: {self.replica_retention_seconds}, expected 0 or more")
-
-    @property
-    def most_unflushed_bytes(self) -> int:
-        """How many bytes of rows that the tables' files do not have the log is to hold."""
-        return self.flush_bytes or min(_FLUSH_BYTES, self.log_max_bytes // 2)
-
-
 class Service:
     """Everything the APIs work on. Made and used in one event loop.
 
@@ -91,7 +55,7 @@ class Service:
 
     Attributes:
         options: what it keeps, and where.
-        log: what outlives the process.
+        logs: what outlives the process.
         volumes: where it writes to.
         limits: what peers may take, and what is taken.
         events: what happens, told to all who listen.
@@ -121,17 +85,17 @@ class Service:
         self.events = Events(lambda event: self.volumes.hear(event), EventLog(), self.event_counts)
         with contextlib.ExitStack() as undo:
             self._lock = undo.enter_context(lock_data_directory(options.data_dir))
-            self.log = undo.enter_context(contextlib.closing(_open_log(options)))
-            removed = finish_removals(self.log, options.data_dir / "models")
-            removed += remove_unpublished(self.log, options.data_dir / "models")
-            self.volumes = Volumes(self.log, options.data_dir / "models", self.events)
-            self.registry = ConsumerRegistry(self.log, options.replica_retention_seconds, self.events, self.limits)
-            recorded = recorded_models(self.log)
-            self.recovering = {name: record for name, record in recorded.items() if name not in removed}
-            remove_unknown(options.data_dir / "models", self._recorded_views())
+            self.logs = undo.enter_context(contextlib.closing(_embedded_log(options)))
+            self.volumes = Volumes(self.logs, self.models_directory, self.events)
+            self.recovering = dict[str, Mapping[str, Any]]()
+            for log in self.logs.each():
+                self.recovering |= models_to_recover(log, self.models_directory)
+            self.registry = ConsumerRegistry(
+                self.logs, options.replica_retention_seconds, self.events, self.limits
+            )
+            remove_unknown(self.models_directory, self._recorded_views())
             undo.pop_all()
-        self.log.queue.limit(options.limits.log_queue_bytes)
-        self.views = ViewRegistry(self.log, tasks, self.events)
+        self.views = ViewRegistry(tasks, self.events)
         self.models, self.coordinators = dict[str, Model](), dict[str, CutCoordinator]()
         self.unpublished = UnpublishedModels(self, tasks)
         self.model_added = Signal()
@@ -144,7 +108,7 @@ class Service:
 
     def _recorded_views(self) -> dict[str, set[str]]:
         """Names of the consumers that have a view written down, by those of all models that are."""
-        names = self.log.items("view/").keys()
+        names = {name for log in self.logs.each() for name in log.items("view/")}
         return {each: {c.name for c in self.registry.of_model(each)} & names for each in self.recovering}
 
     async def recover(self, *, patient: bool = True) -> None:
@@ -326,7 +290,7 @@ class Service:
         for name, model in self.models.items():
             await self.coordinators[name].drain()
             await model.close()
-        await asyncio.to_thread(self.log.close)
+        await asyncio.to_thread(self.logs.close)
         self._lock.close()
 
     async def _create(self, name: str, model: str, policy: Policy, by: str) -> Consumer:
@@ -369,7 +333,12 @@ class Service:
 
     def directory(self, model: str) -> Path:
         """Where a model's files are."""
-        return self.options.data_dir / "models" / model
+        return self.models_directory / model
+
+    @property
+    def models_directory(self) -> Path:
+        """Where the files of all models are."""
+        return self.options.data_dir / "models"
 
     def add(self, coordinator: CutCoordinator) -> None:
         """Have a model that is published, and tell who waits for it."""
@@ -379,7 +348,7 @@ class Service:
 
     def coordinator(self, model: Model) -> CutCoordinator:
         """Where the ranks of a model publish."""
-        deletes = PendingDeletes(self.log, model.name, self.events)
+        deletes = PendingDeletes(model.log, model.name, self.events)
         guard = NormGuard(self.options.norm_limit)
         sealer = CutSealer(model, deletes, self._tasks, self.events, guard, self.registry)
         return CutCoordinator(sealer, self._tasks, self.limits)
@@ -389,12 +358,12 @@ def _words(policy: Policy) -> str:
     return policy.words or "everything"
 
 
-def _open_log(options: ServiceOptions) -> LogStore:
-    """The log, in the implementation that the service uses."""
+def _embedded_log(options: ServiceOptions) -> Logs:
     log = LmdbStore(LogOptions(directory=options.data_dir / "log", max_bytes=options.log_max_bytes))
+    log.queue.limit(options.limits.log_queue_bytes)
     try:
         check_log(log, options.data_dir / "models")
     except BaseException:
         log.close()
         raise
-    return log
+    return EmbeddedLogs(log)

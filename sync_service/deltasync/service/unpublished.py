@@ -48,8 +48,9 @@ class UnpublishedModels:
             service = self._service
             service.limits.check("models", self.models_in_all + 1)
             directory = service.directory(name)
-            await asyncio.to_thread(finish_removal, service.log, name, directory)
-            coordinator = self._coordinators[name] = service.coordinator(Model(name, service.log, directory))
+            log = service.logs.of(name)
+            await asyncio.to_thread(finish_removal, log, name, directory)
+            coordinator = self._coordinators[name] = service.coordinator(Model(name, log, directory))
             coordinator.whenever_sealed = lambda: self._publish(coordinator)
         self._coordinators[name].streams += 1
         return self._coordinators[name]
@@ -115,7 +116,7 @@ class UnpublishedModels:
             await coordinator.retire()
             await model.stop()
             await asyncio.to_thread(model.store.retire)
-            await asyncio.to_thread(remove_model, service.log, model.name, service.directory(model.name))
+            await asyncio.to_thread(remove_model, model.log, model.name, service.directory(model.name))
         except Exception as error:  # noqa: BLE001  # one model's trouble is its own
             text = "what is left of a cut that was given up is removed at the next start"
             service.events.emit(EventKind.FAILED, text, error, model=model.name)

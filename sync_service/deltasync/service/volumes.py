@@ -7,21 +7,22 @@ from pathlib import Path
 from deltasync.core.errors import StorageFailed
 from deltasync.core.events import Event, EventKind, Events
 from deltasync.storage.log_format import write_again
-from deltasync.storage.log_store import LogStore
+from deltasync.storage.logs import Logs
 from deltasync.storage.volume import Refusal, Volume, VolumeFailed
 
 
 class Volumes:
-    """The log's volume, and that of the files of tables, views and spilled releases. In the event loop.
+    """The volumes of logs, and that of the files of tables, views and spilled releases. In the event loop."""
 
-    Attributes:
-        all: the volumes.
-    """
-
-    def __init__(self, log: LogStore, models: Path, events: Events) -> None:
-        self._log, self._events = log, events
-        self.all: Sequence[Volume] = (log.volume, Volume("models", models))
+    def __init__(self, logs: Logs, models: Path, events: Events) -> None:
+        self._logs, self._events = logs, events
+        self._models = Volume("models", models)
         self._told = set[str]()  # Names of volumes.
+
+    @property
+    def all(self) -> Sequence[Volume]:
+        """The volumes there are."""
+        return (*(log.volume for log in self._logs.each()), self._models)
 
     @property
     def trouble(self) -> str:
@@ -60,10 +61,10 @@ class Volumes:
     async def _takes(self, volume: Volume, refusal: Refusal) -> bool:
         if not await asyncio.to_thread(volume.probe, refusal):
             return False
-        if volume is not self._log.volume:
-            return True
         try:
-            await asyncio.wrap_future(write_again(self._log))
+            for log in self._logs.each():
+                if log.volume is volume:
+                    await asyncio.wrap_future(write_again(log))
         except StorageFailed:
             return False
         return True

@@ -76,8 +76,8 @@ class Answers:
                 for model in service.models.values()
             ],
             events=EventCounts(service.event_counts),
-            log_bytes=service.log.used_bytes(),
-            commits=service.log.commits,
+            log_bytes=sum(log.used_bytes() for log in service.logs.each()),
+            commits=service.logs.commits,
             volumes=service.volumes.all,
             certificates_expire=service.certificates_expire,
             limits=self._limits(),
@@ -85,7 +85,7 @@ class Answers:
 
     def _limits(self) -> Limits:
         limits = self._service.limits.copy()
-        limits.taken["log_queue_bytes"] = self._service.log.queue.bytes
+        limits.taken["log_queue_bytes"] = sum(log.queue.bytes for log in self._service.logs.each())
         limits.taken["models"] = self._service.unpublished.models_in_all
         limits.taken["consumers"] = len(self._service.registry.consumers)
         return limits

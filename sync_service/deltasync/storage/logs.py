@@ -1,45 +1,44 @@
 """The logs of a service's models: one for all, or each in one of its own that another process can take over."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Protocol
 
-from deltasync.storage.lmdb_store import LmdbStore
-from deltasync.storage.log_format import check_log
-from deltasync.storage.log_store import LogOptions, LogStore
+from deltasync.storage.durations import Durations
+from deltasync.storage.log_store import LogStore
 
 
 class Logs(Protocol):
-    """What models are written down in."""
+    """What the models of a service are written down in, and their consumers. Any thread.
+
+    Attributes:
+        commits: how long it took to bring what was submitted to the disk.
+    """
+
+    commits: Durations
 
     def of(self, model: str) -> LogStore:
-        """The log of a model, with what consumers of it hold.
+        """The log of a model, with all that its consumers hold.
 
         Raises:
-            NotOwner: another process has it.
+            NotOwner: another process of the service has it.
         """
 
     def each(self) -> Sequence[LogStore]:
         """All logs that are open, each once."""
+
+    @property
+    def refusing(self) -> bool:
+        """Whether one of them has no room."""
 
     def close(self) -> None:
         """Write what was submitted, and end. Blocks."""
 
 
 class EmbeddedLogs:
-    """All models in one log, in LMDB: a `Logs`.
+    """All models in one log, of the service's own: a `Logs`."""
 
-    Raises:
-        StorageFailed: it is damaged, or of a later version.
-    """
-
-    def __init__(self, options: LogOptions, models: Path) -> None:
-        self._log = LmdbStore(options)
-        try:
-            check_log(self._log, models)
-        except BaseException:
-            self._log.close()
-            raise
+    def __init__(self, log: LogStore) -> None:
+        self._log, self.commits = log, log.commits
 
     def of(self, _model: str) -> LogStore:
         """The log of a model: that of all."""
@@ -48,6 +47,11 @@ class EmbeddedLogs:
     def each(self) -> Sequence[LogStore]:
         """The one that there is."""
         return [self._log]
+
+    @property
+    def refusing(self) -> bool:
+        """Whether it has no room."""
+        return self._log.refusing
 
     def close(self) -> None:
         """Write what was submitted, and end."""

@@ -11,7 +11,6 @@ from deltasync.core.errors import StorageFailed
 from deltasync.core.events import EventKind, Events
 from deltasync.feeds.model import Model
 from deltasync.storage.data_directory import RESTORE
-from deltasync.storage.log_store import LogStore
 from deltasync.storage.volume import VolumeFailed
 from deltasync.views.records import recorded_view
 from deltasync.views.release_loop import ReleaseLoop
@@ -30,8 +29,7 @@ class _Entry:
 class ViewRegistry:
     """Makes, flushes and removes views, in the event loop. They are made and removed by one call at a time."""
 
-    def __init__(self, log: LogStore, tasks: asyncio.TaskGroup, events: Events) -> None:
-        self._log = log
+    def __init__(self, tasks: asyncio.TaskGroup, events: Events) -> None:
         self._tasks = tasks
         self._events = events
         self._entries: dict[str, _Entry] = {}
@@ -56,7 +54,7 @@ class ViewRegistry:
         """
         if consumer.name in self._entries:
             return
-        record = recorded_view(self._log, consumer.name)
+        record = recorded_view(model.log, consumer.name)
         if record is None and (consumer.pause or consumer.policy.sends_everything):
             return
         await self._add(consumer, model, directory, record)
@@ -81,7 +79,7 @@ class ViewRegistry:
     async def _view(self, name: str, model: Model, directory: Path, record: Mapping[str, Any] | None) -> View:
         """The view there was, or a new one."""
         if record is not None:
-            view = View(name, model, self._log, directory)
+            view = View(name, model, directory)
             try:
                 await asyncio.to_thread(view.recover, record)
             except VolumeFailed:  # What there is of it is as it was.
@@ -93,7 +91,7 @@ class ViewRegistry:
                 self._events.emit(EventKind.FAILED, f"{text}: {reason}", consumer=name)
             else:
                 return view
-        view = View(name, model, self._log, directory)
+        view = View(name, model, directory)
         await asyncio.to_thread(view.discard)  # Removes what an earlier one has left.
         return view
 

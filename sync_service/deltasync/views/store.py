@@ -20,7 +20,7 @@ from deltasync.core.tables import Shard
 from deltasync.feeds.frozen_release import Head
 from deltasync.feeds.model import Model
 from deltasync.feeds.statistics import Backlog, ReleaseStatistics
-from deltasync.storage.log_store import LAST_NUMBER, LogFull, LogStore
+from deltasync.storage.log_store import LAST_NUMBER, LogFull
 from deltasync.storage.mapped_table import INSIDE, MappedTable, have_tags
 from deltasync.storage.records import (
     name_of,
@@ -109,11 +109,11 @@ class ViewStore:
         queue: what all have submitted to the log that is not on disk yet.
     """
 
-    def __init__(self, consumer: str, model: Model, log: LogStore, directory: Path) -> None:
+    def __init__(self, consumer: str, model: Model, directory: Path) -> None:
         self.history = ReleaseHistory()
         self.state = ViewState()
         self._model = model
-        self._log, self.queue = log, log.queue
+        self._log, self.queue = model.log, model.log.queue
         self._directory = directory
         self.consumer = consumer
         self._stream, self._heads = releases_stream(consumer), heads_stream(consumer)

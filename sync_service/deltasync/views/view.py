@@ -25,7 +25,6 @@ from deltasync.feeds.model import Model
 from deltasync.feeds.releases import Releases
 from deltasync.feeds.repair import NO_REPAIR, Repair
 from deltasync.feeds.standing import Standing, TableStanding
-from deltasync.storage.log_store import LogStore
 from deltasync.storage.mapped_table import MappedTable
 from deltasync.views.pacing import LONGEST_SECONDS
 from deltasync.views.release_maker import ReleaseMaker
@@ -49,13 +48,13 @@ class View:
         lost: how many dirty rows were found since the last release that were not known to be dirty.
     """
 
-    def __init__(self, consumer: str, model: Model, log: LogStore, directory: Path) -> None:
+    def __init__(self, consumer: str, model: Model, directory: Path) -> None:
         self.model = model
         self.trouble = ""
         self.failure = ""
         self.lost = 0
         self.damage = Damage(self._mapped, model.on_thread, self._mend, lambda: self.position.number)
-        self._store = ViewStore(consumer, model, log, directory)
+        self._store = ViewStore(consumer, model, directory)
         self._tables = TableMaker(model, self._store)
         self._releases = Releases(model.on_thread, self._freezable, directory)
         self._maker = ReleaseMaker(model, self._store, self._releases, directory)

@@ -82,7 +82,7 @@ def error_metadata(error: DeltasyncError) -> tuple[tuple[str, str], ...]:
 def _owner(metadata: Mapping[str, str | bytes]) -> Owner | None:
     """The owner that trailing metadata name, if they do: by a peer, so that nothing in it is trusted."""
     found = {name: printable(str(metadata.get(key, "")), _LONGEST_ADDRESS) for name, key in _OWNER_KEYS.items()}
-    return Owner(**found) if found["grpc"] else None
+    return Owner(found["process"], found["grpc"], found["http"]) if found["grpc"] else None
 
 
 def from_rpc_error(error: grpc.RpcError, target: str) -> DeltasyncError:

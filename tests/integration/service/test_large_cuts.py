@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from tests.support.fleet import WAIT, Trainer, follow
 from tests.support.local_service import join, run, send
+from tests.support.log import log_of
 from tests.support.process import ServiceProcess
 from tests.support.server import RunningService
 from tests.support.wire import chunk, close
@@ -99,7 +100,7 @@ async def _refusal_for_good(service: Service) -> Contradiction:
         except Contradiction as error:
             return error
         except StorageFailed:
-            while service.log.refusing:
+            while log_of(service).refusing:
                 await asyncio.sleep(0.001)
     raise AssertionError("tried for ever")
 

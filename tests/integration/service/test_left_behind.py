@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 from tests.support.crashes import Crashes
 from tests.support.local_service import join, publish, run, send
+from tests.support.log import log_of
 from tests.support.wire import TABLES, USER, WHOLE, full_part, part, random_rows
 
 from deltasync.client import Policy
 from deltasync.core.tables import Shard, TableSpec
-from deltasync.service.service import Service, ServiceOptions
+from deltasync.service.options import ServiceOptions
+from deltasync.service.service import Service
 from deltasync.service.stored_state import check_data_directory
 from deltasync.storage import lmdb_store
 from deltasync.storage.lmdb_store import LmdbStore
@@ -142,7 +144,7 @@ def test_a_model_whose_removal_has_no_room_to_be_finished_does_not_come_back(
 ) -> None:
     async def cut_and_note(service: Service) -> None:
         await send(await join(service), full_part(1, random_rows(0), WHOLE))
-        await asyncio.wrap_future(note_removal(service.log, "clicks"))
+        await asyncio.wrap_future(note_removal(log_of(service), "clicks"))
 
     run(tmp_path, cut_and_note)
 

@@ -17,7 +17,8 @@ from deltasync.feeds.model import Model
 from deltasync.publish.coordinator import CutCoordinator
 from deltasync.publish.opening import check_open
 from deltasync.publish.session import PublishSession, open_session
-from deltasync.service.service import Service, ServiceOptions
+from deltasync.service.options import ServiceOptions
+from deltasync.service.service import Service
 from deltasync.storage import mapping
 from deltasync.storage.lmdb_store import LmdbStore
 from deltasync.storage.mapped_table import MappedTable

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.local_service import publish, run
-from tests.support.log import held_up
+from tests.support.log import held_up, log_of
 from tests.support.memory_store import MemoryDisk, MemoryStore
 
 from deltasync.consumers import offsets
@@ -44,6 +44,10 @@ class SlowStore(MemoryStore):
         return self.pending[-1]
 
 
+def _offsets(service: Service) -> OffsetLog:
+    return service.registry._offsets[log_of(service)]
+
+
 async def fleet_of(service: Service, count: int) -> tuple[Consumer, list[Replica]]:
     consumer = await service.registry.create("c", "clicks", Policy())
     return consumer, [service.registry.connect(consumer, f"r{n}", asyncio.Event()) for n in range(count)]
@@ -54,13 +58,13 @@ def test_acks_that_come_faster_than_the_disk_takes_them_are_not_kept(tmp_path: P
 
     async def scenario(service: Service) -> None:
         consumer, replicas = await fleet_of(service, 2)
-        with held_up(service.log):
-            before = service.log.queue.bytes
+        with held_up(log_of(service)):
+            before = log_of(service).queue.bytes
             for number in range(5000):
                 for replica in replicas:
                     service.registry.acknowledge(consumer, replica, Position("h", number))
-            assert service.log.queue.bytes - before < 4096
-            assert len(service.registry._offsets._moved) == 2
+            assert log_of(service).queue.bytes - before < 4096
+            assert len(_offsets(service)._moved) == 2
 
     async def again(service: Service) -> None:
         found = service.registry.get("c").replicas.values()
@@ -130,14 +134,14 @@ def test_a_replica_that_left_before_it_was_written_down_is_never_written(tmp_pat
 
     async def scenario(service: Service) -> None:
         consumer, _ = await fleet_of(service, 0)
-        with held_up(service.log):
+        with held_up(log_of(service)):
             service.registry.acknowledge(consumer, service.registry.connect(consumer, "a", asyncio.Event()), AT)
             for number in range(500):
                 stream = asyncio.Event()
                 replica = service.registry.connect(consumer, f"r{number}", stream)
                 service.registry.acknowledge(consumer, replica, AT)
                 service.registry.disconnect(consumer, replica, stream, "goodbye", forget=True)
-            assert service.registry._offsets._moved == {}
+            assert _offsets(service)._moved == {}
 
     async def again(service: Service) -> None:
         assert list(service.registry.get("c").replicas) == ["a"]
@@ -152,13 +156,13 @@ def test_nothing_of_a_consumer_that_is_deleted_is_found_by_one_of_its_name(tmp_p
     async def scenario(service: Service) -> None:
         consumer, (gone,) = await fleet_of(service, 1)
         service.registry.acknowledge(consumer, gone, AT)
-        await asyncio.wrap_future(service.log.put("written", b""))  # So is what was submitted before.
-        service.registry._offsets._resting = True
+        await asyncio.wrap_future(log_of(service).put("written", b""))  # So is what was submitted before.
+        _offsets(service)._resting = True
         assert gone.stream
         service.registry.disconnect(consumer, gone, gone.stream, "goodbye", forget=True)
         await service.registry.delete("c")
-        assert service.log.items("offset/") == {}
-        assert service.registry._offsets._moved == {}
+        assert log_of(service).items("offset/") == {}
+        assert _offsets(service)._moved == {}
 
     run(tmp_path, scenario)
 
@@ -172,14 +176,14 @@ def test_a_service_whose_tables_cannot_be_flushed_at_its_end_writes_its_offsets(
     async def scenario(service: Service) -> None:
         await publish(service)
         consumer, (replica,) = await fleet_of(service, 1)
-        service.registry._offsets._resting = True
+        _offsets(service)._resting = True
         service.registry.acknowledge(consumer, replica, AT)
         with monkeypatch.context() as patch:
             patch.setattr(Model, "close", refused)
             with pytest.raises(StorageFailed, match="the disk is full"):
                 await service.drain()
-        await asyncio.wrap_future(service.log.put("written", b""))  # So is what was submitted before.
-        assert list(service.log.items("offset/")) == ["c/r0"]
+        await asyncio.wrap_future(log_of(service).put("written", b""))  # So is what was submitted before.
+        assert list(log_of(service).items("offset/")) == ["c/r0"]
 
     run(tmp_path, scenario)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.local_service import run
+from tests.support.log import log_of
 
 from deltasync.core.policy import Policy
 from deltasync.service.service import Service
@@ -18,7 +19,7 @@ def test_a_limit_of_readiness_outlives_a_restart_and_where_there_is_none_service
 
     async def create(service: Service) -> None:
         await service.create_consumer("top", "clicks", policy)
-        record = json.loads(service.log.items("consumer/")["top"])
+        record = json.loads(log_of(service).items("consumer/")["top"])
         assert ("ready_within_seconds" in record["policy"]) == (limit is not None)
 
     async def look(service: Service) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.local_service import join, publish, run, send
+from tests.support.log import log_of
 from tests.support.mapping import in_a_file
 from tests.support.releases import deleted_rows
 from tests.support.wire import WHOLE, full_part, part, publish_open, random_rows
@@ -38,7 +39,7 @@ def test_a_flush_cuts_the_log_and_what_is_left_is_enough(tmp_path: Path) -> None
         assert model.should_flush(1)
         await asyncio.gather(*(asyncio.to_thread(model.flush) for _ in range(3)))
         assert not model.should_flush(1)
-        assert service.log.streams() == ["seals/clicks"]
+        assert log_of(service).streams() == ["seals/clicks"]
         assert [seal.version for seal in model.store.seals()] == [1, 2]
 
     async def second(service: Service) -> None:
@@ -89,7 +90,7 @@ def test_what_was_not_sealed_is_dropped_at_the_start(tmp_path: Path) -> None:
         await send(session, part(2, [(0, [1], np.ones((1, 4), "<f4"))])[:-1])
 
     async def second(service: Service) -> None:
-        assert not list(service.log.read("cuts/clicks", 2))
+        assert not list(log_of(service).read("cuts/clicks", 2))
         assert service.models["clicks"].position.number == 1
 
     run(tmp_path, first)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.local_service import join, run, send
+from tests.support.log import log_of
 from tests.support.wire import WHOLE, chunk, full_part, part, random_rows
 
 from deltasync.core.errors import Contradiction, StorageFailed
@@ -33,8 +34,8 @@ async def begin(service: Service, rank: int = 0, step: int = 1, **fields: Any) -
 
 async def logged(service: Service) -> int:
     """Bytes that the log has of cuts, once all is written."""
-    await asyncio.wrap_future(service.log.put("after", b""))
-    return sum(len(each.payload) for each in service.log.read("cuts/clicks"))
+    await asyncio.wrap_future(log_of(service).put("after", b""))
+    return sum(len(each.payload) for each in log_of(service).read("cuts/clicks"))
 
 
 def test_parts_of_ranks_that_have_gone_for_long_are_dropped(tmp_path: Path) -> None:
@@ -42,7 +43,7 @@ def test_parts_of_ranks_that_have_gone_for_long_are_dropped(tmp_path: Path) -> N
         first, second = await begin(service), await begin(service, rank=1)
         ranks = first.coordinator
         assert await logged(service)
-        used = service.log.used_bytes()
+        used = log_of(service).used_bytes()
         first.end("gone")
         ranks.abandon_forsaken(1000)
         ranks.abandon_forsaken(9000)
@@ -53,7 +54,7 @@ def test_parts_of_ranks_that_have_gone_for_long_are_dropped(tmp_path: Path) -> N
         assert await logged(service), "they may come back"
         ranks.abandon_forsaken(9001 + coordinator._FORSAKEN_SECONDS)
         assert await logged(service) == 0
-        assert service.log.used_bytes() < used - 500_000
+        assert log_of(service).used_bytes() < used - 500_000
         assert ranks.open_cut is None
 
     run(tmp_path, scenario)
@@ -135,7 +136,7 @@ def test_all_ranks_of_a_cut_that_cannot_fit_are_told_so_and_the_log_is_not_full_
         await asyncio.to_thread(service.models["clicks"].flush)
         waiting = asyncio.create_task(send(ranks[0], part(2, [])))
         await asyncio.sleep(0)
-        service.log.capacity = 600_000
+        log_of(service).capacity = 600_000
         later = [(0, range(first, first + (1 << 14)), rows) for first in (1 << 15, 3 << 14)]
         with pytest.raises(Contradiction, match=r"takes 104[0-9]{4} bytes in the log, which has room for 600000"):
             await send(ranks[1], part(2, later))
@@ -144,7 +145,7 @@ def test_all_ranks_of_a_cut_that_cannot_fit_are_told_so_and_the_log_is_not_full_
         assert "too large for the log" in service.models["clicks"].failure
         assert service.shortcomings == [f"model 'clicks': {service.models['clicks'].failure}"]
         assert await logged(service) == 0
-        assert not service.log.refusing
+        assert not log_of(service).refusing
 
     run(tmp_path, scenario)
 

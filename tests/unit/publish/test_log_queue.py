@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.local_service import join, run, send
-from tests.support.log import held_up
+from tests.support.log import held_up, log_of
 from tests.support.wire import part
 
 from deltasync.core.limits import LimitOptions
@@ -26,7 +26,7 @@ CHUNK_BYTES = CHUNK_ROWS * (WIDE.row_bytes + 8)
 
 def test_ranks_that_publish_faster_than_the_disk_takes_it_wait_together(tmp_path: Path) -> None:
     async def scenario(service: Service) -> None:
-        service.log.queue.limit(BOUND)
+        log_of(service).queue.limit(BOUND)
         sessions = [
             await join(service, rank=rank, world_size=RANKS, tables=[WIDE], shards=[SHARDS[rank]])
             for rank in range(RANKS)
@@ -37,17 +37,17 @@ def test_ranks_that_publish_faster_than_the_disk_takes_it_wait_together(tmp_path
             rows = np.ones((CHUNK_ROWS, WIDE.dim), "<f4")
             return part(1, [(0, range(first, first + CHUNK_ROWS), rows) for first in firsts], full=True)
 
-        with held_up(service.log):
+        with held_up(log_of(service)):
             sending = [asyncio.create_task(send(each, requests(SHARDS[each.rank]))) for each in sessions]
             for _ in range(500):
                 await asyncio.sleep(0)
-            assert BOUND < service.log.queue.bytes < BOUND + (RANKS + 1) * (CHUNK_BYTES + 4096)
+            assert BOUND < log_of(service).queue.bytes < BOUND + (RANKS + 1) * (CHUNK_BYTES + 4096)
             assert not any(task.done() for task in sending)
-            forgotten = service.log.put("n", b"")  # What makes room passes.
+            forgotten = log_of(service).put("n", b"")  # What makes room passes.
             assert not forgotten.done()
         positions = await asyncio.gather(*sending)
         assert {each.number for each in positions if each} == {1}
-        assert service.log.queue.bytes == 0
+        assert log_of(service).queue.bytes == 0
 
     run(tmp_path, scenario)
 
@@ -85,13 +85,13 @@ def test_a_limit_that_is_read_again_counts_while_the_service_runs(
     monkeypatch.setattr("deltasync.service.housekeeping._SECONDS", 0.001)
 
     async def scenario(service: Service) -> None:
-        assert service.log.queue.most_bytes == BOUND
+        assert log_of(service).queue.most_bytes == BOUND
         service.limits.options = LimitOptions(log_queue_bytes=2 * BOUND)
         keeper = asyncio.create_task(housekeeping(service))
-        while service.log.queue.most_bytes != 2 * BOUND:
+        while log_of(service).queue.most_bytes != 2 * BOUND:
             await asyncio.sleep(0.001)
         keeper.cancel()
-        with held_up(service.log):
+        with held_up(log_of(service)):
             assert b'deltasync_limit_taken{limit="log_queue_bytes"} 1024.0' in await Answers(service).metrics()
 
     run(tmp_path, scenario, limits=LimitOptions(log_queue_bytes=BOUND))

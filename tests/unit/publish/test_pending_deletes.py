@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.local_service import join, publish, run, send
+from tests.support.log import log_of
 from tests.support.wire import ITEM, USER, WHOLE, full_part, part, random_rows
 
 from deltasync.core.errors import Contradiction, DeltasyncError, InvalidInput, NotFound
@@ -124,20 +125,20 @@ def test_a_delete_that_is_asked_for_again_is_forgotten_only_once_that_is_written
         await send(rank, deleting(2, [3, 5], await ask(service, [3, 5])))
         await service.coordinators["clicks"].settled()
         back: dict[str, Any] = {"continues": held, "takes_deletes": True, "takes_changes": True}
-        done, put, refused = service.coordinators["clicks"].deletes.done, service.log.put, Future[None]()
+        done, put, refused = service.coordinators["clicks"].deletes.done, log_of(service).put, Future[None]()
         refused.set_exception(LogFull("the log is full"))
         with monkeypatch.context() as patch:
-            patch.setattr(service.log, "put", lambda name, value: refused if value else put(name, value))
+            patch.setattr(log_of(service), "put", lambda name, value: refused if value else put(name, value))
             with pytest.raises(LogFull):
                 await join(service, run="back", started=2, **back)
         await asyncio.to_thread(put("x", None).result)
-        assert (len(done.after(1)), len(service.log.items("deleted/clicks/"))) == (1, 1)
+        assert (len(done.after(1)), len(log_of(service).items("deleted/clicks/"))) == (1, 1)
         caplog.set_level("INFO")
         rank = await join(service, run="back", started=2, **back)
         assert [each.ids.tolist() for each in rank.deletes] == [[3, 5]]
         assert "2 rows are to be deleted again: a run goes on from version 1, which has them" in caplog.text
         await asyncio.to_thread(put("x", None).result)
-        assert (done.after(1), service.log.items("deleted/clicks/")) == ([], {})
+        assert (done.after(1), log_of(service).items("deleted/clicks/")) == ([], {})
 
     run(tmp_path, scenario)
 
@@ -157,8 +158,8 @@ def test_so_many_that_are_done_are_kept_and_none_of_a_table_that_is_no_more(
         assert [each.ids.tolist() for each in done.after(3)] == [[3]]
         service.coordinators["clicks"].deletes.forget(ITEM.name)
         assert [each.table for each in done.after(0)] == [USER.name]
-        await asyncio.to_thread(service.log.put("x", None).result)
-        assert len(service.log.items("deleted/clicks/")) == 1
+        await asyncio.to_thread(log_of(service).put("x", None).result)
+        assert len(log_of(service).items("deleted/clicks/")) == 1
 
     run(tmp_path, scenario)
 
@@ -270,7 +271,7 @@ def test_what_cannot_be_asked_for(
         with pytest.raises(error, match=message):
             await service.delete_rows(model, table, ids)
         assert service.pending_deletes() == []
-        assert service.log.items("delete/") == {}
+        assert log_of(service).items("delete/") == {}
 
     run(tmp_path, scenario)
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.local_service import HeldWrites, join, publish, run, send
+from tests.support.log import log_of
 from tests.support.wire import ITEM, TABLES, USER, WHOLE, full_part, part, random_rows
 
 from deltasync.core.errors import DeltasyncError, ResyncRequired, StorageFailed, Superseded
@@ -224,7 +225,7 @@ def test_what_a_rank_holds_counts_as_bytes_of_the_log_once(tmp_path: Path) -> No
         await send(session, part(2, [(0, [0], np.ones((1, 1), "<f4"))]))
         assert model.seals[-1].bytes == 12
         assert model.seals[-1].log_bytes < 50
-        logged = [record for name in ("cuts", "layouts") for record in service.log.read(f"{name}/clicks")]
+        logged = [record for name in ("cuts", "layouts") for record in log_of(service).read(f"{name}/clicks")]
         assert before + model.seals[-1].log_bytes == sum(len(record.payload) for record in logged)
 
     run(tmp_path, scenario)

@@ -11,7 +11,7 @@ from tests.support.http import HttpStatus
 from deltasync.api import server
 from deltasync.api.server_options import ServerOptions
 from deltasync.core.listener import listening_socket
-from deltasync.service.service import ServiceOptions
+from deltasync.service.options import ServiceOptions
 
 WAIT = 20
 

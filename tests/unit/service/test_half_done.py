@@ -36,7 +36,7 @@ def test_who_could_not_go_on_is_paused_after_a_restart_too(
             patch.setattr(ViewRegistry, "begin", fails)
             with pytest.raises(type(error)):
                 await Brake(service).release("c", "anna")
-        after = ConsumerRegistry(service.log, 1.0, service.events)
+        after = ConsumerRegistry(service.logs, 1.0, service.events)
         assert service.registry.get("c").pause == after.get("c").pause is not None
 
     run(tmp_path, scenario)
@@ -52,7 +52,7 @@ def test_a_quarantine_goes_on_where_a_consumer_is_deleted_meanwhile(tmp_path: Pa
             await asyncio.sleep(0)
             await service.delete_consumer(gone)
         await held
-        after = ConsumerRegistry(service.log, 1.0, service.events).consumers
+        after = ConsumerRegistry(service.logs, 1.0, service.events).consumers
         assert [each.pause is not None for each in after.values()] == [True]
 
     run(tmp_path, scenario)

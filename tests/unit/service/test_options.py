@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from deltasync.client import PublisherOptions, SubscriberOptions
-from deltasync.service.service import ServiceOptions
+from deltasync.service.options import ServiceOptions
 from deltasync.storage.log_store import LogOptions
 
 PUBLISHER = {"service": "h:1", "model": "m", "run": "r", "run_started_unix_ns": 1}

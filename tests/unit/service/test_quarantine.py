@@ -17,7 +17,7 @@ WHY = "row 7 has norm 1e6"
 
 async def is_held(service: Service, name: str, model: str = "clicks") -> bool:
     consumer = await service.create_consumer(name, model, Policy())
-    written = ConsumerRegistry(service.log, 1.0, service.events).get(name)
+    written = ConsumerRegistry(service.logs, 1.0, service.events).get(name)
     assert written.pause == consumer.pause
     return consumer.pause is not None
 

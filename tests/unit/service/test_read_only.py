@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 from tests.support.local_service import join, opened, publish, run, send
+from tests.support.log import log_of
 from tests.support.wire import WHOLE, full_part, random_rows
 
 from deltasync.api.subscribe import ReplicaStream, Responses
@@ -55,7 +56,7 @@ def test_a_consumer_of_a_misspelt_model_makes_no_model(tmp_path: Path) -> None:
         assert (service.models, service.coordinators) == ({}, {})
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("model-clikcs")]
         assert not (tmp_path / "models").exists()
-        kinds = {name.partition("/")[0] for name in service.log.items("")}
+        kinds = {name.partition("/")[0] for name in log_of(service).items("")}
         assert kinds <= {"format", "consumer", "offset"}
 
     run(tmp_path, scenario)

@@ -25,7 +25,8 @@ from deltasync.core.errors import InvalidInput, ServiceUnavailable, StorageFaile
 from deltasync.core.listener import listening_socket
 from deltasync.core.policy import Policy
 from deltasync.core.progress import Progress
-from deltasync.service.service import Service, ServiceOptions
+from deltasync.service.options import ServiceOptions
+from deltasync.service.service import Service
 from deltasync.status.answers import Answers
 from deltasync.storage import volume
 from deltasync.storage.model_store import ModelStore

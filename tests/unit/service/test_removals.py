@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.local_service import join, publish, run, send
+from tests.support.log import log_of
 from tests.support.wire import ITEM, USER, WHOLE, full_part, part, publish_open, random_rows
 
 from deltasync.core.errors import Contradiction, ServiceUnavailable
@@ -84,7 +85,7 @@ def test_a_rank_that_is_let_in_while_its_model_is_deleted_publishes_nothing(
         await deletion
         with pytest.raises(ServiceUnavailable, match="has just been deleted; reconnect"):
             await send(session, full_part(5, ROWS, WHOLE))
-        assert service.log.streams() == []
+        assert log_of(service).streams() == []
         assert not (tmp_path / "models" / "clicks").exists()
 
     run(tmp_path, scenario)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.local_service import join, publish, run, send
+from tests.support.log import log_of
 from tests.support.wire import WHOLE, full_part, part, random_rows
 
 from deltasync.consumers.registry import ConsumerRegistry
@@ -27,6 +28,7 @@ from deltasync.status.report import report
 from deltasync.storage import model_store
 from deltasync.storage.lmdb_store import LmdbStore
 from deltasync.storage.log_store import LogOptions
+from deltasync.storage.logs import EmbeddedLogs
 from deltasync.storage.records import pack_json, unpack_json
 
 
@@ -69,7 +71,7 @@ def test_consumers_made_at_the_same_time_are_one(tmp_path: Path) -> None:
         )
         assert isinstance(made[1], Contradiction)
         assert service.registry.get("c") is made[0]
-        assert unpack_json(service.log.items("consumer/")["c"])["model"] == "one"
+        assert unpack_json(log_of(service).items("consumer/")["c"])["model"] == "one"
 
     run(tmp_path, scenario)
 
@@ -84,7 +86,7 @@ def test_what_a_crash_left_of_a_deleted_consumer_is_ignored(tmp_path: Path) -> N
         log.put(name, pack_json(meta)).result(20)
 
     async def load() -> ConsumerRegistry:
-        return ConsumerRegistry(log, 10, Events())
+        return ConsumerRegistry(EmbeddedLogs(log), 10, Events())
 
     registry = asyncio.run(load())
     assert list(registry.consumers) == ["a"]
@@ -232,9 +234,9 @@ def test_a_full_log_is_flushed_and_takes_parts_again(tmp_path: Path, monkeypatch
 
         with pytest.raises(StorageFailed, match="the log is full"):
             await publish_on()
-        assert service.log.refusing
+        assert log_of(service).refusing
         keeper = asyncio.create_task(housekeeping(service))
-        while service.log.refusing:
+        while log_of(service).refusing:
             await asyncio.sleep(0.001)
         position = await send(await join(service, **fields), part(step, [(0, range(wide.rows), rows)], full=True))
         assert position
@@ -275,16 +277,16 @@ def test_a_log_that_is_full_while_a_backup_is_made_stays_so(
         notes, passes = list[object](), asyncio.Semaphore(0)
         monkeypatch.setattr(service.coordinators["clicks"], "note_room", lambda: notes.append(None))
         monkeypatch.setattr(service.registry, "forget_the_gone", passes.release)
-        service.backing_up = service.log.refusing = True
+        service.backing_up = log_of(service).refusing = True
         keeper = asyncio.create_task(housekeeping(service))
         for _ in range(2):
             await passes.acquire()
-        assert service.log.refusing
+        assert log_of(service).refusing
         assert not notes
         service.backing_up = False
         for _ in range(2):
             await passes.acquire()
-        assert not service.log.refusing
+        assert not log_of(service).refusing
         assert notes
         keeper.cancel()
 

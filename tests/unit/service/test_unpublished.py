@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.crashes import Crashes
 from tests.support.local_service import opened, publish, run, send
+from tests.support.log import log_of
 from tests.support.wire import ITEM, TABLES, USER, WHOLE, full_part, part, publish_open, random_rows
 
 from deltasync.core.errors import Contradiction, DeltasyncError, LimitReached, StorageFailed
@@ -59,7 +60,7 @@ async def left(service: Service) -> None:
 
 def traces(service: Service) -> list[Any]:
     """What there is of any model: names, threads, files and folders, records, streams."""
-    models, log = service.options.data_dir / "models", service.log
+    models, log = service.options.data_dir / "models", log_of(service)
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("model-")]
     records = [name for name in log.items("") if name.startswith(("model/", "removed/"))]
     taken = [taken for taken in service.limits.taken.values() if taken]
@@ -188,7 +189,7 @@ def test_tables_of_a_cut_that_could_not_be_sealed_go_with_its_ranks(
         async with stream(service) as session:
             cut = asyncio.create_task(send(session, full_part(1, ROWS, WHOLE)))
             await sealing.wait()
-            assert service.log.items("model/")
+            assert log_of(service).items("model/")
             assert service.limits.taken["bytes_in_all"]
             if gone == "before":
                 go.set()
@@ -305,7 +306,7 @@ def test_a_crash_at_any_point_of_the_first_cut_leaves_nothing_or_all_of_it(
                 crashes._copy("after the open")
                 *rows, close = full_part(1, ROWS, WHOLE)
                 await send(session, rows)
-                await asyncio.wrap_future(service.log.put("format", service.log.items("format")[""]))
+                await asyncio.wrap_future(log_of(service).put("format", log_of(service).items("format")[""]))
                 await send(session, [close])
                 crashes._copy("after the seal")
         copies.extend(crashes.copies)
@@ -399,7 +400,7 @@ def test_models_are_those_that_were_sealed_in_the_shape_that_was(
             assert replace(spec, rows=plain[name].rows) == plain[name]
             assert spec.rows >= plain[name].rows  # More, where a cut that grew it could not be sealed.
         assert there.keys() == plain.keys()
-        assert {stream.partition("/")[2] for stream in service.log.streams()} <= plain.keys()
+        assert {stream.partition("/")[2] for stream in log_of(service).streams()} <= plain.keys()
         assert {each.name for each in (folder / "models").glob("*")} == plain.keys()
         assert not list(service.unpublished)
 

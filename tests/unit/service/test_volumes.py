@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.local_service import join, publish, run, send
+from tests.support.log import log_of
 from tests.support.wire import WHOLE, full_part, part, random_rows
 
 from deltasync.client import Policy
@@ -151,14 +152,14 @@ def test_commits_are_counted_and_slow_ones_said_now_and_then(
     monkeypatch.setattr(lmdb_store, "_SLOW_SECONDS", 0.0)
 
     async def scenario(service: Service) -> None:
-        before = sum(service.log.commits.read()[0])
+        before = sum(log_of(service).commits.read()[0])
         await published(service)
-        assert sum(service.log.commits.read()[0]) > before
+        assert sum(log_of(service).commits.read()[0]) > before
         said = [each for each in caplog.records if "is slow" in each.getMessage()]
         assert len(said) == 1
         assert str(tmp_path / "log") in said[0].getMessage()
         monkeypatch.setattr(lmdb_store, "_SAID_SECONDS", 0.0)
-        await asyncio.wrap_future(service.log.put("x", b""))
+        await asyncio.wrap_future(log_of(service).put("x", b""))
         assert len([each for each in caplog.records if "is slow" in each.getMessage()]) > 1
 
     with caplog.at_level(logging.WARNING):

@@ -34,7 +34,8 @@ from deltasync.core.policy import Policy
 from deltasync.core.value_types import ValueType
 from deltasync.feeds.frozen_release import FrozenRelease, Head
 from deltasync.feeds.replica_audit import ReplicaAudit
-from deltasync.service.service import Service, ServiceOptions
+from deltasync.service.options import ServiceOptions
+from deltasync.service.service import Service
 from deltasync.views.release_loop import ReleaseLoop
 from deltasync.views.store import ViewStore
 from deltasync.views.view import View

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 from tests.support.local_service import publish
+from tests.support.log import log_of
 
 from deltasync.core.errors import StorageFailed
 from deltasync.core.policy import Policy
-from deltasync.service.service import Service, ServiceOptions
+from deltasync.service.options import ServiceOptions
+from deltasync.service.service import Service
 from deltasync.storage.lmdb_store import LmdbStore
 from deltasync.views.registry import ViewRegistry
 from deltasync.views.view import View
@@ -87,7 +89,7 @@ def test_a_consumer_that_is_made_while_the_one_of_its_name_is_deleted_has_a_view
         assert feed is not old
         assert isinstance(feed, View) != policy.sends_everything
         await service.delete_consumer("top")
-        assert service.log.items("view/") == {}
+        assert log_of(service).items("view/") == {}
 
     run(tmp_path, scenario)
 
@@ -115,8 +117,8 @@ def test_a_deleted_consumer_leaves_nothing(tmp_path: Path) -> None:
     async def scenario(service: Service) -> None:
         await service.create_consumer("top", "clicks", TOP)
         await service.delete_consumer("top")
-        assert service.log.items("view/") == {}
-        assert service.log.items("release/") == {}
+        assert log_of(service).items("view/") == {}
+        assert log_of(service).items("release/") == {}
         assert not list(tmp_path.glob("models/*/views/*"))
         created = await service.create_consumer("top", "clicks", Policy())
         assert not isinstance(service.feed(created), View)

@@ -112,11 +112,11 @@ class ChangingTable:
 
 
 async def _measure(folder: Path, rows: int, dim: int, rounds: int) -> dict[str, Any]:
-    async with _model(folder) as (model, log):
+    async with _model(folder) as (model, _):
         changing = ChangingTable(model, rows, dim)
         await model.add_tables([changing.table])
         await changing.change()
-        views = {name: View(name, model, log, folder / name) for name in POLICIES}
+        views = {name: View(name, model, folder / name) for name in POLICIES}
         for name, view in views.items():
             await view.prepare(POLICIES[name])
         seconds = [await _round(changing, views) for _ in range(WARM_UP + rounds)]
