@@ -384,6 +384,8 @@ class ReplicaStream:
 
     def _check_current(self) -> None:
         if self._registry.consumers.get(self._consumer.name) is not self._consumer:
+            if self._consumer.moved:
+                raise ServiceUnavailable(f"consumer {self._consumer.name!r} was moved; reconnect")
             raise NotFound(f"consumer {self._consumer.name!r} was deleted")
         if self._consumer.replicas.get(self._replica.name) is not self._replica:
             self._goodbye = True  # Not on this stream, of which it has not been heard yet that it is lost.

@@ -98,6 +98,7 @@ class Consumer:
         signal: wakes all who wait for a change of the policy, of a replica or of an offset.
         pause: what holds its replicas at what they have; None if nothing does.
         brake: wakes the streams that wait for the end of a pause.
+        moved: whether its model is not here any more.
     """
 
     name: str
@@ -112,6 +113,7 @@ class Consumer:
     signal: Signal = field(default_factory=Signal)
     pause: Pause | None = None
     brake: Signal = field(default_factory=Signal)
+    moved: bool = False
 
     def copy(self) -> "Consumer":
         """The consumer and its replicas as they are now, for another thread."""

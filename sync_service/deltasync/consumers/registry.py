@@ -4,17 +4,18 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
-from typing import Any
 
 from deltasync.consumers.consumer import Consumer, Replica
 from deltasync.consumers.fleet import forgettable, may_leave
-from deltasync.consumers.offsets import OffsetLog, offset_name, recorded_offsets
-from deltasync.consumers.pause import ITSELF, Pause, joined, pause_of_record, pause_record
+from deltasync.consumers.offsets import OffsetLog, offset_name
+from deltasync.consumers.pause import ITSELF, Pause, joined, pause_record
 from deltasync.consumers.quarantine import Quarantine, extended, quarantine_of_record, quarantine_record
+from deltasync.consumers.records import policy_record, recorded_consumers
 from deltasync.core.errors import (
     Contradiction,
     InvalidInput,
     NotFound,
+    NotOwner,
     NotPermitted,
     ServiceUnavailable,
     StorageFailed,
@@ -34,7 +35,12 @@ _LONGEST_INSTANCE = 64
 
 
 class ConsumerRegistry:
-    """All consumers of the service."""
+    """All consumers of the models that this process has.
+
+    Attributes:
+        consumers: these, by name.
+        elsewhere: what who asks for a consumer is told that another process has; None of one that nobody has.
+    """
 
     def __init__(
         self, logs: Logs, replica_retention_seconds: float, events: Events, limits: Limits | None = None
@@ -45,6 +51,7 @@ class ConsumerRegistry:
         self._creating = asyncio.Lock()
         self._retention_ns = int(replica_retention_seconds * 1e9)
         self.consumers = dict[str, Consumer]()
+        self.elsewhere: Callable[[str], NotOwner | None] = lambda _: None
         self._offsets = dict[LogStore, OffsetLog]()
         for log in logs.each():
             self.have(recorded_consumers(log), log)
@@ -55,25 +62,31 @@ class ConsumerRegistry:
         recorded = [offset_name(each.name, name) for each in consumers.values() for name in each.replicas]
         self._offsets[log] = OffsetLog(log, self._events, recorded)
 
-    def give_up(self, model: str) -> None:
-        """Have the consumers of a model no more, whose log another process has from here on: nothing is written
-        down any more, and their streams end.
+    def give_up(self, model: str, *, written: bool) -> None:
+        """Have the consumers of a model no more, whose log another process has from here on: their streams end,
+        and nothing is written down any more but, if it is to be `written`, what they have acknowledged.
         """
         for consumer in self.of_model(model):
+            consumer.moved = True
             del self.consumers[consumer.name]
             for replica in consumer.replicas.values():
                 _end_stream(replica)
             consumer.brake.wake()
             consumer.signal.wake()
-        self._offsets.pop(self._logs.of(model), None)
+        offsets = self._offsets.pop(self._logs.of(model), None)
+        if offsets and written:
+            offsets.write_all()
 
     def get(self, name: str) -> Consumer:
         """The consumer of that name.
 
         Raises:
             NotFound: there is none; the message names those that exist.
+            NotOwner: another process has its model.
         """
         if name not in self.consumers:
+            if not_here := self.elsewhere(name):
+                raise not_here
             raise NotFound(f"no consumer {name!r}", detail=f"; consumers: {listed(self.consumers) or 'none yet'}")
         return self.consumers[name]
 
@@ -348,7 +361,7 @@ class ConsumerRegistry:
 
     def _put_consumer(self, consumer: Consumer, policy: Policy, pause: Pause | None) -> Future[None]:
         created = consumer.created_unix_ns
-        record = {"model": consumer.model, "created_unix_ns": created, "policy": _policy_record(policy)}
+        record = {"model": consumer.model, "created_unix_ns": created, "policy": policy_record(policy)}
         record |= pause_record(pause)
         return self._logs.of(consumer.model).put(f"consumer/{consumer.name}", pack_json(record))
 
@@ -360,29 +373,3 @@ def _first_pause(quarantine: Quarantine | None) -> Pause | None:
 def _end_stream(replica: Replica) -> None:
     if replica.stream:
         replica.stream.set()
-
-
-def recorded_consumers(log: LogStore) -> dict[str, Consumer]:
-    """The consumers that a log has, with the offsets of their replicas. Blocks.
-
-    Raises:
-        StorageFailed: a record is damaged.
-    """
-    return {name: _recorded_consumer(log, name, record) for name, record in log.items("consumer/").items()}
-
-
-def _recorded_consumer(log: LogStore, name: str, record: bytes) -> Consumer:
-    replicas = recorded_offsets(log, name)
-    with reading(f"record consumer/{name}"):
-        found = unpack_json(record)
-        policy = Policy.from_dict(found.get("policy", {}))
-        pause = pause_of_record(found)
-        return Consumer(name, found["model"], found["created_unix_ns"], policy, replicas, pause=pause)
-
-
-def _policy_record(policy: Policy) -> dict[str, Any]:
-    """A policy as it is written down: without a limit of readiness it opens with services that know of none."""
-    record = policy.as_dict()
-    if policy.ready_within_seconds is None:
-        del record["ready_within_seconds"]
-    return record

@@ -77,7 +77,7 @@ class CutCoordinator:
         self.announced = AnnouncedTables(sealer.model, limits)
         self.model, self.deletes, self.events = sealer.model, sealer.deletes, sealer.events
         self._tasks = tasks
-        self._retired = False
+        self._refusal: Callable[[], DeltasyncError] | None = None
         self.run = _run_of(self.model.seals.newest)
         self._began_ns = steady_ns()
         # By id, and also those of before the service started: none of them may come back.
@@ -114,7 +114,7 @@ class CutCoordinator:
         Raises:
             Contradiction: the cut under way is of a later step.
             Superseded: a cut is just being sealed.
-            ServiceUnavailable: the model was deleted.
+            ServiceUnavailable: the model was deleted, or is not here any more.
         """
         self._check_there()
         current = self.open_cut
@@ -222,10 +222,10 @@ class CutCoordinator:
             await asyncio.wait([self._sealing])
         await self.sealer.applied()
 
-    async def retire(self) -> None:
-        """Let nobody in any more: the model is deleted."""
-        self._retired = True
-        self.abandon("its model was deleted")
+    async def retire(self, refusal: Callable[[], DeltasyncError] | None = None) -> None:
+        """Let nobody in any more: the model is deleted; or gone, and this is what ranks are told."""
+        self._refusal = refusal or self._deleted
+        self.abandon("its model is not here any more")
         await self.drain()
 
     async def drain(self) -> None:
@@ -252,8 +252,11 @@ class CutCoordinator:
         self.note_left()
 
     def _check_there(self) -> None:
-        if self._retired:
-            raise ServiceUnavailable(f"model {self.model.name!r} has just been deleted; reconnect")
+        if self._refusal:
+            raise self._refusal()
+
+    def _deleted(self) -> DeltasyncError:
+        return ServiceUnavailable(f"model {self.model.name!r} has just been deleted; reconnect")
 
     def _check(self, run: Run) -> Decision:
         self._check_there()

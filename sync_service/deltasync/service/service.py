@@ -49,7 +49,7 @@ class PendingDelete:
 
 
 class Service:
-    """Everything the APIs work on. Made and used in one event loop.
+    """Everything the APIs work on. Made and used in one event loop. Without `logs` it has one of its own.
 
     Whatever changes something is told `by` whom it is asked for.
 
@@ -76,7 +76,7 @@ class Service:
         changing: held while consumers, with their views, or models are made and removed: one at a time.
     """
 
-    def __init__(self, options: ServiceOptions, tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, options: ServiceOptions, tasks: asyncio.TaskGroup, logs: Logs | None = None) -> None:
         self.options = options
         self._tasks = tasks
         self.limits = Limits(options.limits)
@@ -85,7 +85,7 @@ class Service:
         self.events = Events(lambda event: self.volumes.hear(event), EventLog(), self.event_counts)
         with contextlib.ExitStack() as undo:
             self._lock = undo.enter_context(lock_data_directory(options.data_dir))
-            self.logs = undo.enter_context(contextlib.closing(_embedded_log(options)))
+            self.logs = undo.enter_context(contextlib.closing(logs or _embedded_log(options)))
             self.volumes = Volumes(self.logs, self.models_directory, self.events)
             self.recovering = dict[str, Mapping[str, Any]]()
             for log in self.logs.each():

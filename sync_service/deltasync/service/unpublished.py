@@ -55,6 +55,10 @@ class UnpublishedModels:
         self._coordinators[name].streams += 1
         return self._coordinators[name]
 
+    def give_up(self, name: str) -> CutCoordinator | None:
+        """Have a model no more, if it is one of these: where its ranks publish."""
+        return self._coordinators.pop(name, None)
+
     def leave(self, coordinator: CutCoordinator) -> None:
         """Note that one of the streams of a model has ended."""
         coordinator.streams -= 1

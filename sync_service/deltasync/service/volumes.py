@@ -22,7 +22,7 @@ class Volumes:
     @property
     def all(self) -> Sequence[Volume]:
         """The volumes there are."""
-        return (*(log.volume for log in self._logs.each()), self._models)
+        return (*dict.fromkeys(log.volume for log in self._logs.each()), self._models)
 
     @property
     def trouble(self) -> str:

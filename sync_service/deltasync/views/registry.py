@@ -105,6 +105,13 @@ class ViewRegistry:
             await _stop(entry)
             await asyncio.to_thread(entry.view.discard)
 
+    async def give_up(self, model: Model) -> None:
+        """Have the views of a model no more, which stay written down."""
+        for name, entry in list(self._entries.items()):
+            if entry.view.model is model:
+                del self._entries[name]
+                await _stop(entry)
+
     async def look_after_rows(self, model: Model) -> None:
         """Look for damaged rows of one view of a model after another, and mend what there is of all."""
         views = [(name, each.view) for name, each in self._entries.items() if each.view.model is model]

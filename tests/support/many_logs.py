@@ -1,0 +1,48 @@
+"""Logs of models that services take over from each other, without a broker."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from deltasync.core.errors import NotOwner
+from deltasync.core.owner import Owner
+from deltasync.storage.durations import Durations
+from deltasync.storage.lmdb_store import LmdbStore
+from deltasync.storage.log_format import check_log
+from deltasync.storage.log_store import LogOptions, LogStore
+
+
+class ManyLogs:
+    """Of each model a log of its own, in a folder; a `Logs`, of those that are open."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open = dict[str, LogStore]()
+        self.commits = Durations()
+
+    def open(self, model: str) -> LogStore:
+        log = self._open[model] = LmdbStore(LogOptions(directory=self._folder / model))
+        check_log(log, self._folder / "none")
+        return log
+
+    def give_up(self, model: str) -> None:
+        self._open.pop(model).close()
+
+    def of(self, model: str) -> LogStore:
+        if model not in self._open:
+            raise not_owner()
+        return self._open[model]
+
+    def each(self) -> Sequence[LogStore]:
+        return list(self._open.values())
+
+    @property
+    def refusing(self) -> bool:
+        return any(log.refusing for log in self._open.values())
+
+    def close(self) -> None:
+        for model in list(self._open):
+            self.give_up(model)
+
+
+def not_owner() -> NotOwner:
+    return NotOwner("another process has it", owner=Owner("other", "other:7000", "http://other:8080"))
