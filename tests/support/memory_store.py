@@ -28,7 +28,7 @@ class MemoryStore:
     def __init__(self, disk: MemoryDisk, max_bytes: int) -> None:
         self._disk = disk
         self._max_bytes = max_bytes
-        self.refusing = False
+        self.shared = self.refusing = False
         self.capacity, self.volume, self.commits = max_bytes, Volume("log", Path("/")), Durations()
         self.queue = WriteQueue()  # Always empty: what is submitted is there.
 

@@ -3,10 +3,12 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
+from deltasync.core.errors import StorageFailed
 from deltasync.core.id_sets import members
 from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.seal import Seal
@@ -32,7 +34,7 @@ class LogMender:
         left = await self._run(self._still_damaged, rows) if rows else {}
         if left:
             new, loop = without(left, self._left), asyncio.get_running_loop()
-            logged = await loop.run_in_executor(self._thread, self._store.logged, new, seals) if new else []
+            logged = await loop.run_in_executor(self._thread, _logged, self._store, new, seals) if new else []
             left = await self._run(self._mend, logged, left)
         self._left = left
         return left
@@ -77,6 +79,18 @@ class LogMender:
 
     def _named(self, rows: IdsByTable) -> list[StampedTable]:
         return [table for table in self._store.tables if table.spec.name in rows]
+
+
+def _logged(store: ModelStore, wanted: IdsByTable, seals: Iterable[Seal]) -> list[tuple[int, RowBatch]]:
+    """What the log has of some rows, in the order of these cuts; as far as it can be read. Each with the version
+    that it is of.
+    """
+    found = []
+    for seal in seals:
+        with suppress(StorageFailed):
+            among = (rows.among(wanted.get(rows.table.name, ())) for rows in store.rows(seal))
+            found += [(seal.version, some) for some in among if len(some)]
+    return found
 
 
 def _mend_logged(table: StampedTable, ids: Ids, logged: Iterable[tuple[int, RowBatch]]) -> None:

@@ -51,6 +51,7 @@ class LmdbStore:
     """A `LogStore` in a folder. What its methods do stands there.
 
     Attributes:
+        shared: no: it is one process's own.
         refusing: a write was refused for want of room; cleared once there is room again.
         capacity: bytes of rows that it takes, at most.
         volume: where its file is.
@@ -62,6 +63,7 @@ class LmdbStore:
     """
 
     def __init__(self, options: LogOptions) -> None:
+        self.shared = False
         self._env = _open(options)
         self._file = options.directory / "data.mdb"
         self.capacity = options.max_bytes - _reserve(options.max_bytes)

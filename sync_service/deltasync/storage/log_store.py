@@ -62,6 +62,8 @@ class LogStore(Protocol):
     lie in memory until one comes that is not, or there are several: for what matters only with a later one.
 
     Attributes:
+        shared: whether other processes may go on with it: then files are of no use to who comes next, and it is
+            cut once a snapshot has what is dropped.
         refusing: a write was refused for want of room; whoever has made room sets it to False.
         capacity: bytes of rows that it takes, at most: `LogFull` is for more.
         volume: where its file is.
@@ -70,6 +72,7 @@ class LogStore(Protocol):
             full, so that memory is bounded by its limit and what each of those who wait has submitted last.
     """
 
+    shared: bool
     refusing: bool
     capacity: int
     volume: Volume

@@ -9,7 +9,7 @@ import contextlib
 import shutil
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 
 from deltasync.core.errors import StorageFailed
 from deltasync.core.progress import Progress
-from deltasync.core.rows import Ids, RowBatch
+from deltasync.core.rows import RowBatch
 from deltasync.core.seal import Seal
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.core.words import counted
@@ -236,11 +236,12 @@ class ModelStore:
         return {layout.spec.name: each for layout, each in zip(layouts, files, strict=True)}
 
     def without_flush(self) -> AbstractContextManager[object]:
-        """While the block runs, the log has all that has come since the files were flushed. Waits for a flush."""
+        """While the block runs, the log has all since the files were flushed. Waits for a flush."""
         return self._flushing
 
     def flush(self, version: int) -> bool:
-        """Put the tables, which are at `version` or later, on disk, and drop the log up to there.
+        """Put the tables, which are at `version` or later, on disk, and drop the log up to there; nothing where
+        another process may go on with that, see `cut_log`.
 
         Returns:
             Whether there was anything in the log to drop.
@@ -249,7 +250,7 @@ class ModelStore:
             StorageFailed: the log could not be written; nothing was lost.
         """
         with self._flushing:
-            if self._retired:
+            if self._retired or self._log.shared:
                 return False
             mapped = {table: table.mapped for table in list(self.tables)}
             flush(each.files for each in mapped.values())  # What was mended, too, if nothing is newer.
@@ -261,12 +262,22 @@ class ModelStore:
             self._describe(flushed=version, mapped={table.spec.name: each for table, each in mapped.items()})
             for table, each in mapped.items():
                 table.remove_stale(each)
-            self._log.truncate(self._cuts, version).result()
-            self._drop_old_seals(version)
-            for forgotten in self._layouts.forget(version):
-                forgotten.result()
-            self.flushed = version
+            self._cut_log(version)
             return True
+
+    def cut_log(self, version: int) -> None:
+        """Drop what the log has up to a version of which there is a snapshot; StorageFailed if that fails."""
+        with self._flushing:
+            if version > self.flushed and not self._retired:
+                self._describe(flushed=version)
+                self._cut_log(version)
+
+    def _cut_log(self, version: int) -> None:
+        self._log.truncate(self._cuts, version).result()
+        self._drop_old_seals(version)
+        for forgotten in self._layouts.forget(version):
+            forgotten.result()
+        self.flushed = version
 
     def retire(self) -> None:
         """Write nothing down any more: the model is deleted. A flush that goes on is waited for."""
@@ -346,17 +357,6 @@ class ModelStore:
                 f"the log has {counted(count, 'row')} of version {seal.version} of model {self._model!r}, "
                 f"expected {seal.rows}: {RESTORE}"
             )
-
-    def logged(self, wanted: Mapping[str, Ids], seals: Iterable[Seal]) -> list[tuple[int, RowBatch]]:
-        """What the log has of some rows, ids by the table's name, in the order of these cuts; as far as it can be
-        read. Each with the version that it is of.
-        """
-        found = []
-        for seal in seals:
-            with contextlib.suppress(StorageFailed):
-                among = (rows.among(wanted.get(rows.table.name, ())) for rows in self.rows(seal))
-                found += [(seal.version, some) for some in among if len(some)]
-        return found
 
     def _describe(
         self,

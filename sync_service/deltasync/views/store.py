@@ -216,12 +216,14 @@ class ViewStore:
     def flush(self) -> bool:
         """Put the view's files on disk and drop its rows from the log; whether there was anything to flush.
 
+        Nothing is done where another process may go on with the log, see `cut_log`.
+
         Raises:
             StorageFailed: the log could not be written; nothing was lost.
         """
         with self._flushing:
             appended, state = self._appended_bytes, self.state
-            if state.head is None:
+            if state.head is None or self._log.shared:
                 return False
             flush(table.files for table in state.tables)  # What was mended, too, if nothing is newer.
             if state.head.number == self._flushed:
@@ -230,6 +232,17 @@ class ViewStore:
             self._cut_log(state.head.number)
             self._dropped_bytes = appended
             return True
+
+    def cut_log(self, number: int) -> None:
+        """Drop what the log has up to a release, of which there is a snapshot.
+
+        Raises:
+            StorageFailed: the log could not be written; nothing was lost.
+        """
+        with self._flushing:
+            if number > self._flushed:
+                self._write_view(self.state, number)
+                self._cut_log(number)
 
     def discard(self) -> None:
         """Remove everything there is of the view."""

@@ -306,6 +306,10 @@ class View:
         """
         return self._store.flush()
 
+    def cut_log(self, number: int) -> None:
+        """See `ViewStore`."""
+        self._store.cut_log(number)
+
     def without_flush(self) -> AbstractContextManager[object]:
         """See `ViewStore`."""
         return self._store.without_flush()

@@ -23,7 +23,7 @@ from deltasync.core.events import Event, EventKind
 from deltasync.core.policy import Policy
 from deltasync.core.stamps import STAMPS, StampedTable
 from deltasync.core.tables import Shard, TableSpec
-from deltasync.feeds import damage, sweep
+from deltasync.feeds import damage, log_mender, sweep
 from deltasync.feeds.damage import RESTAMPED
 from deltasync.feeds.model import Model
 from deltasync.service.housekeeping import _look_after_rows as look_after_rows
@@ -366,7 +366,7 @@ def test_the_log_is_read_once_for_a_row_that_it_does_not_have(tmp_path: Path) ->
         flip(model.tables[0], 7)
         await model.damage.sweep()
         assert await model.damage.mend() == {}
-        with mock.patch.object(model.store, "logged", side_effect=AssertionError):
+        with mock.patch.object(log_mender, "_logged", side_effect=AssertionError):
             assert await model.damage.mend() == {}
         flip(model.tables[0], 8)
         await model.damage.sweep()
@@ -475,7 +475,9 @@ def test_a_model_in_trouble_keeps_no_other_from_being_looked_after(
             asyncio.get_running_loop().run_in_executor(model._thread, over.wait)
         elif trouble == "log":
             flip(model.tables[0], 1)
-            monkeypatch.setattr(model.store, "logged", search)
+            logged = log_mender._logged
+            searched = lambda store, *rest: (search if store is model.store else logged)(store, *rest)  # noqa: E731
+            monkeypatch.setattr(log_mender, "_logged", searched)
         else:
             monkeypatch.setattr(model.damage, "_tables", ZeroDivisionError)
 
@@ -566,7 +568,7 @@ def test_rows_that_a_cut_has_brought_since_the_log_was_read_are_not_mended_with_
         session, model = await published(service)
         flip(model.tables[0], 3, 4)
         await model.damage.sweep()
-        read = model.store.logged
+        read = log_mender._logged
 
         def reading(*arguments: Any) -> Any:
             found = read(*arguments)
@@ -575,7 +577,7 @@ def test_rows_that_a_cut_has_brought_since_the_log_was_read_are_not_mended_with_
             return found
 
         loop, newer = asyncio.get_running_loop(), part(2, [(0, [4], np.ones((1, USER.dim), "<f4"))])
-        with mock.patch.object(model.store, "logged", reading):
+        with mock.patch.object(log_mender, "_logged", reading):
             await model.damage.mend()
         assert not model.damage.rows
         assert model.tables[0].rows[[3, 4]].tolist() == [ROWS[0][3].tolist(), [1] * USER.dim]
