@@ -62,7 +62,7 @@ class ConsumerRegistry:
         recorded = [offset_name(each.name, name) for each in consumers.values() for name in each.replicas]
         self._offsets[log] = OffsetLog(log, self._events, recorded)
 
-    def give_up(self, model: str, *, written: bool) -> None:
+    def give_up(self, model: str, log: LogStore, *, written: bool) -> None:
         """Have the consumers of a model no more, whose log another process has from here on: their streams end,
         and nothing is written down any more but, if it is to be `written`, what they have acknowledged.
         """
@@ -73,7 +73,7 @@ class ConsumerRegistry:
                 _end_stream(replica)
             consumer.brake.wake()
             consumer.signal.wake()
-        offsets = self._offsets.pop(self._logs.of(model), None)
+        offsets = self._offsets.pop(log, None)
         if offsets and written:
             offsets.write_all()
 

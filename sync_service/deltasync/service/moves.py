@@ -17,6 +17,7 @@ class Moves:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._logs = dict[str, LogStore]()
 
     async def take(self, name: str, log: LogStore) -> None:
         """Have what a log has of a model, and of its consumers, once its files are there. It may have nothing yet.
@@ -24,7 +25,7 @@ class Moves:
         Raises:
             StorageFailed: a file is damaged or missing, or a record is; or the log could not be written.
         """
-        service = self._service
+        service, self._logs[name] = self._service, log
         recorded = await asyncio.to_thread(models_to_recover, log, service.models_directory)
         service.registry.have(await asyncio.to_thread(recorded_consumers, log), log)
         if record := recorded.get(name):
@@ -44,7 +45,8 @@ class Moves:
             service.recovering.pop(name, None)
             coordinator = service.coordinators.pop(name, None)
             service.models.pop(name, None)
-            service.registry.give_up(name, written=written)
+            if log := self._logs.pop(name, None):
+                service.registry.give_up(name, log, written=written)
             for each in filter(None, (coordinator, service.unpublished.give_up(name))):
                 await self._give_up(each, refusal)
             await asyncio.to_thread(shutil.rmtree, service.directory(name), ignore_errors=True)
