@@ -27,7 +27,7 @@ class Volumes:
     @property
     def trouble(self) -> str:
         """What is wrong with them, and what to do; empty if nothing is."""
-        return "; ".join(volume.trouble for volume in self.all if volume.refusal)
+        return "; ".join(filter(None, (volume.trouble for volume in self.all)))
 
     def hear(self, event: Event) -> None:
         """Note an event's error, if a volume has refused something."""

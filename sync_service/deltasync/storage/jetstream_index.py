@@ -1,0 +1,148 @@
+"""Which message of a stream has which record of a log: in memory, from the messages in their order."""
+
+import json
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from deltasync.core.errors import StorageFailed
+from deltasync.storage.jetstream_names import Address
+from deltasync.storage.log_store import LAST_NUMBER, LAST_PART
+
+Record = tuple[int, ...]  # The messages of its pieces.
+
+
+def put_note(records: Mapping[str, bytes | None]) -> bytes:
+    """The message that small records are these, or are no more."""
+    texts = {name: None if value is None else value.decode("latin-1") for name, value in records.items()}
+    return json.dumps({"put": texts}, separators=(",", ":")).encode()
+
+
+def drop_note(stream: str, number: int, part: int | None) -> bytes:
+    """The message that records are no more: from a number on, or of one part of it."""
+    return json.dumps({"drop": [stream, number, part]}).encode()
+
+
+def truncate_note(stream: str, upto: int) -> bytes:
+    """The message that the records up to a number are no more."""
+    return json.dumps({"truncate": [stream, upto]}).encode()
+
+
+def fence_note(process: str, epoch: int) -> bytes:
+    """The message that a process is the owner from here on."""
+    return json.dumps({"fence": [process, epoch]}).encode()
+
+
+@dataclass
+class _Unfinished:
+    sequences: list[int] = field(default_factory=list)
+    bytes: int = 0
+
+
+class Index:
+    """The records that there are after all messages that were added to it.
+
+    Attributes:
+        bytes: of the messages of all records.
+        small: the small records.
+    """
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self.small = dict[str, bytes]()
+        self._records = dict[str, dict[tuple[int, int, int], Record]]()
+        self._sizes = dict[Address, int]()
+        self._order = dict[str, list[tuple[int, int, int]]]()
+        self._unfinished = dict[Address, _Unfinished]()
+
+    def add_piece(self, sequence: int, address: Address, piece: int, pieces: int, size: int) -> None:
+        """Have a piece of a record: all of them are there before it is, instead of the one there was."""
+        found = self._unfinished.setdefault(address, _Unfinished()) if piece else _Unfinished()
+        if len(found.sequences) != piece:  # What came before it was never finished.
+            self._unfinished.pop(address, None)
+            return
+        found.sequences.append(sequence)
+        found.bytes += size
+        if piece + 1 < pieces:
+            self._unfinished[address] = found
+            return
+        self._unfinished.pop(address, None)
+        self._remove(address.stream, [address.numbers])
+        insort(self._order.setdefault(address.stream, []), address.numbers)
+        self._records.setdefault(address.stream, {})[address.numbers] = tuple(found.sequences)
+        self._sizes[address] = found.bytes
+        self.bytes += found.bytes
+
+    def add_note(self, note: bytes) -> None:
+        """Have what a message says of records.
+
+        Raises:
+            StorageFailed: it says nothing that is known.
+        """
+        try:
+            ((kind, said),) = json.loads(note).items()
+            _KINDS[kind](self, said)
+        except (KeyError, TypeError, ValueError) as error:
+            raise StorageFailed(f"the log has a note that cannot be understood ({error!r})") from error
+
+    def between(self, stream: str, first: int, last: int) -> list[tuple[Address, Record]]:
+        """The records with numbers from `first` to `last`, in the order of their addresses."""
+        records = self._records.get(stream, {})
+        addresses = self._between(stream, (first, 0, 0), (last, LAST_PART, LAST_PART))
+        return [(Address(stream, *each), records[each]) for each in addresses]
+
+    def first_sequence(self, stream: str) -> int | None:
+        """The first message of a record of a stream; None if it has none."""
+        return min((sequences[0] for sequences in self._records.get(stream, {}).values()), default=None)
+
+    def streams(self) -> list[str]:
+        """The streams that have records."""
+        return sorted(stream for stream, records in self._records.items() if records)
+
+    def _between(
+        self, stream: str, first: tuple[int, int, int], last: tuple[int, int, int]
+    ) -> list[tuple[int, int, int]]:
+        order = self._order.get(stream, [])
+        return order[bisect_left(order, first) : bisect_left(order, (*last, 0))]
+
+    def _remove(self, stream: str, addresses: Iterable[tuple[int, int, int]]) -> None:
+        records = self._records.get(stream, {})
+        gone = {each for each in addresses if records.pop(each, None)}
+        if gone:
+            self._order[stream] = [each for each in self._order[stream] if each not in gone]
+            self.bytes -= sum(self._sizes.pop(Address(stream, *each)) for each in gone)
+
+    def _put(self, records: dict[str, str | None]) -> None:
+        for name, value in records.items():
+            self.small.pop(name, None)
+            if value is not None:
+                self.small[name] = value.encode("latin-1")
+
+    def _drop(self, said: list[Any]) -> None:
+        stream, number, part = said
+        first = (number, part or 0, 0)
+        last = (number, part, LAST_PART) if part is not None else (LAST_NUMBER, LAST_PART, LAST_PART)
+        self._forget(stream, first, last)
+
+    def _truncate(self, said: list[Any]) -> None:
+        stream, upto = said
+        self._forget(stream, (0, 0, 0), (upto, LAST_PART, LAST_PART))
+
+    def _forget(self, stream: str, first: tuple[int, int, int], last: tuple[int, int, int]) -> None:
+        self._remove(stream, self._between(stream, first, last))
+        for address in [
+            each for each in self._unfinished if each.stream == stream and first <= each.numbers <= last
+        ]:
+            del self._unfinished[address]
+
+    def _fence(self, _said: list[Any]) -> None:
+        self._unfinished.clear()  # Nobody goes on with them.
+
+
+_KINDS: dict[str, Callable[[Index, Any], None]] = {
+    "put": Index._put,
+    "drop": Index._drop,
+    "truncate": Index._truncate,
+    "fence": Index._fence,
+}

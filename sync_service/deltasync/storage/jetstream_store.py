@@ -1,0 +1,266 @@
+"""A model's log in a stream of NATS JetStream, which several brokers keep and one process at a time appends to.
+
+The stream is what was done, in order: pieces of records, and notes of what was dropped, truncated or put. Which
+message has which record is known in memory (`Index`); rows are read from the brokers when they are asked for.
+What was truncated is purged once the brokers have acknowledged that it is no more: so a process that is the owner
+no longer can purge nothing that is there still.
+"""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+from deltasync.core.errors import StorageFailed
+from deltasync.storage.broker_volume import BrokerVolume
+from deltasync.storage.brokers import Brokers
+from deltasync.storage.jetstream_index import Index, drop_note, put_note, truncate_note
+from deltasync.storage.jetstream_messages import read_message
+from deltasync.storage.jetstream_names import Address, Names
+from deltasync.storage.jetstream_sender import Fence, Message, Sender
+from deltasync.storage.jetstream_writes import Operation, check_written, pieces_of
+from deltasync.storage.lmdb_records import damaged, key_of, without_checksum
+from deltasync.storage.log_store import LAST_NUMBER, Buffer, LogFull, Record
+from deltasync.storage.records import name_of
+from deltasync.storage.volume import Volume
+from deltasync.storage.write_queue import Submitted, WriteQueue
+
+# Small records are written together again once the notes that say them are so much more than they are.
+_NOTES_BYTES, _NOTES_TIMES = 4 << 20, 4
+_READ_AHEAD = 16
+# What is purged is asked for by no one; a purge that was not heard of is made again when the log is opened.
+_FULL = "the log is full until a snapshot is made; if it stays so, raise --log-max-bytes; nothing was lost"
+
+
+class JetStreamStore:
+    """A `LogStore` of one model. What its methods do stands there.
+
+    Attributes:
+        shared: yes: another process may go on with it.
+        refusing: a write was refused for want of room; cleared once there is room again.
+        capacity: bytes of rows that it takes, at most.
+        volume: the brokers.
+        commits: how long it took until what was submitted was acknowledged.
+        queue: what was submitted and is not acknowledged yet.
+    """
+
+    def __init__(self, brokers: Brokers, names: Names, index: Index, fence: Fence, volume: BrokerVolume) -> None:
+        self.shared, self.refusing = True, False
+        self.capacity = brokers.options.max_bytes
+        self.volume: Volume = volume
+        self.commits, self.queue = volume.commits, WriteQueue()
+        self._brokers, self._names, self._index = brokers, names, index
+        self._sender = Sender(brokers, names.stream, fence)
+        self._lock = threading.Lock()  # The index, and what is counted of it.
+        self._unacknowledged = self._notes_bytes = 0
+        self._running = asyncio.run_coroutine_threadsafe(self._sender.run(), brokers.loop)
+        self._writer = threading.Thread(target=self._write_loop, name="log-writer", daemon=True)
+        self._writer.start()
+
+    @property
+    def lost(self) -> StorageFailed | None:
+        """Why it takes nothing any more; None while it does."""
+        return self._sender.lost
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing is acknowledged now; empty if it is."""
+        return self._sender.trouble
+
+    def check(self) -> None:
+        """See whether the brokers have what they have acknowledged; `lost` says if not. Blocks.
+
+        Raises:
+            StorageFailed: no broker answers.
+        """
+        self._brokers.run(self._sender.check())
+
+    def close(self) -> None:
+        """Wait until what was submitted is acknowledged, or lost."""
+        self.queue.close()
+        self._writer.join()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Take nothing any more, and wait for nothing: what is not acknowledged may be written all the same."""
+        self._brokers.loop.call_soon_threadsafe(self._sender.lose, StorageFailed("the log is closed"))
+        with contextlib.suppress(Exception):  # How it ended is told to those who have written.
+            self._running.result()
+        self.queue.close()
+        self._writer.join()
+
+    # Writing.
+
+    def append(
+        self,
+        stream: str,
+        number: int,
+        part: int,
+        index: int,
+        *payload: Buffer,
+        after: Sequence[Future[None]] = (),
+        patient: bool = False,
+    ) -> Future[None]:
+        """Write a record, whose payload comes in pieces, unless a write `after` which it comes was refused."""
+        address, size = Address(stream, number, part, index), sum(memoryview(each).nbytes for each in payload)
+
+        def write(operation: Operation) -> None:
+            check_written(after)
+            self._check_room(size)
+            self._append(operation, address, payload)
+
+        return self.queue.submit(write, size, patient=patient)
+
+    def drop(self, stream: str, number: int, part: int | None = None, *, patient: bool = False) -> Future[None]:
+        """Forget the records from `number` on, or only those of one part of `number`."""
+        note = drop_note(stream, number, part)
+        return self.queue.submit(lambda operation: self._note(operation, note), 0, patient=patient)
+
+    def truncate(self, stream: str, upto: int) -> Future[None]:
+        """Forget the records up to number `upto`."""
+        note = truncate_note(stream, upto)
+        return self.queue.submit(
+            lambda operation: self._note(operation, note, lambda at: self._purge(stream, at)), 0
+        )
+
+    def put(self, name: str, value: bytes | None, *, after: Sequence[Future[None]] = ()) -> Future[None]:
+        """Keep a small record, unless a write `after` which it comes was refused; None forgets it."""
+
+        def write(operation: Operation) -> None:
+            check_written(after)
+            self._note(operation, put_note({name: value}))
+
+        return self.queue.submit(write, len(value or b""))
+
+    def put_all(self, records: Mapping[str, bytes | None]) -> Future[None]:
+        """Keep several small records, all of them or none; None forgets one."""
+        note = put_note(records)
+        return self.queue.submit(lambda operation: self._note(operation, note), len(note))
+
+    # Reading.
+
+    def read(self, stream: str, first: int = 0, last: int = LAST_NUMBER) -> Iterator[Record]:
+        """The records with numbers from `first` to `last`, a few at once."""
+        with self._lock:
+            found = self._index.between(stream, first, last)
+        for start in range(0, len(found), _READ_AHEAD):
+            some = found[start : start + _READ_AHEAD]
+            for (address, _), payload in zip(some, self._brokers.run(self._payloads(some)), strict=True):
+                if payload is not None:
+                    yield Record(*address.numbers, payload)
+
+    def items(self, prefix: str) -> dict[str, bytes]:
+        """The small records whose names begin with `prefix`, by the rest of their names."""
+        with self._lock:
+            found = sorted((name, value) for name, value in self._index.small.items() if name.startswith(prefix))
+        return {name[len(prefix) :]: value for name, value in found}
+
+    def streams(self) -> list[str]:
+        """The names of all streams that have records."""
+        with self._lock:
+            return self._index.streams()
+
+    def copy(self, directory: Path) -> None:
+        """Never: its copies are snapshots."""
+        raise StorageFailed(f"{directory}: a log among brokers is not copied: make a snapshot")
+
+    def used_bytes(self) -> int:
+        """Bytes of its records."""
+        with self._lock:
+            return self._index.bytes
+
+    async def _payloads(self, records: Sequence[tuple[Address, tuple[int, ...]]]) -> list[memoryview | None]:
+        return list(await asyncio.gather(*(self._payload(*each) for each in records)))
+
+    async def _payload(self, address: Address, sequences: tuple[int, ...]) -> memoryview | None:
+        """What a record has; None if it was dropped meanwhile."""
+        pieces = await asyncio.gather(
+            *(read_message(self._brokers, self._names.stream, each) for each in sequences)
+        )
+        if any(piece is None for piece in pieces):
+            with self._lock:
+                if not any(found == sequences for _, found in self._index.between(*_range_of(address))):
+                    return None
+            raise damaged(name_of(*address))
+        whole = b"".join(piece for piece in pieces if piece is not None)
+        return without_checksum(key_of(*address), whole, name_of(*address))
+
+    # The writer's thread.
+
+    def _write_loop(self) -> None:
+        closing, last = False, None
+        while not closing:
+            batch, closing = self.queue.take()
+            for each in batch:
+                last = self._begin(each)
+            del batch  # Not kept until the next write: closures hold rows.
+        if last:
+            last.wait()  # Acknowledged in order: with it all before.
+
+    def _begin(self, submitted: Submitted) -> Operation:
+        operation = Operation(submitted, self.queue, self.commits)
+        try:
+            submitted.write(operation)
+        except Exception as error:  # noqa: BLE001  # Whatever it is, its waiter is told, and the thread goes on.
+            self.refusing |= isinstance(error, LogFull)
+            operation.refuse(error)
+        else:
+            operation.close()
+            if self.queue.full:
+                operation.wait()
+        return operation
+
+    def _check_room(self, size: int) -> None:
+        with self._lock:
+            used = self._index.bytes + self._unacknowledged
+        if used + size > self.capacity:
+            raise LogFull(_FULL)
+
+    def _append(self, operation: Operation, address: Address, payload: Sequence[Buffer]) -> None:
+        messages = pieces_of(key_of(*address), payload, self._brokers.client.max_payload)
+        for number, message in enumerate(messages):
+            subject = self._names.piece(address, number, len(messages))
+
+            def land(sequence: int, number: int = number, size: int = len(message)) -> None:
+                with self._lock:
+                    self._unacknowledged -= size
+                    self._index.add_piece(sequence, address, number, len(messages), size)
+
+            with self._lock:
+                self._unacknowledged += len(message)
+            self._send(operation, subject, message, land)
+
+    def _note(self, operation: Operation, note: bytes, then: Callable[[int], None] = lambda _: None) -> None:
+        if len(note) > self._brokers.client.max_payload - 1024:
+            raise StorageFailed(
+                f"{len(note)} bytes of small records at once: brokers take less: raise max_payload"
+            )
+
+        def land(sequence: int) -> None:
+            with self._lock:
+                self._index.add_note(note)
+                self._notes_bytes += len(note)
+            then(sequence)
+
+        self._send(operation, self._names.notes, note, land)
+
+    def _send(self, operation: Operation, subject: str, payload: bytes, land: Callable[[int], None]) -> None:
+        message = Message(subject, payload, operation.expect(land), failed=operation.refuse)
+        self._brokers.loop.call_soon_threadsafe(self._sender.append, message)
+
+    # In the brokers' event loop.
+
+    def _purge(self, stream: str, sequence: int) -> None:
+        """Have the brokers remove what was truncated by the note that is message `sequence`."""
+        with self._lock:
+            first = self._index.first_sequence(stream)
+        upto = min(first, sequence) if first is not None else sequence
+        asked = {"filter": self._names.records(stream), "seq": upto}
+        purge = asyncio.ensure_future(self._brokers.ask(f"STREAM.PURGE.{self._names.stream}", asked))
+        purge.add_done_callback(lambda done: done.cancelled() or done.exception())  # The next one makes up for it.
+
+
+def _range_of(address: Address) -> tuple[str, int, int]:
+    return address.stream, address.number, address.number
