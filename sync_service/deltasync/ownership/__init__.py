@@ -1,0 +1,1 @@
+"""Which process of the service owns which model."""
