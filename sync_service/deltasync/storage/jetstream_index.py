@@ -31,7 +31,7 @@ def truncate_note(stream: str, upto: int) -> bytes:
 
 def fence_note(process: str, epoch: int) -> bytes:
     """The message that a process is the owner from here on."""
-    return json.dumps({"fence": [process, epoch]}).encode()
+    return json.dumps({"process": process, "epoch": epoch}).encode()
 
 
 @dataclass
@@ -41,7 +41,7 @@ class _Unfinished:
 
 
 class Index:
-    """The records that there are after all messages that were added to it.
+    """The records that there are after all messages that were added to it, in their order.
 
     Attributes:
         bytes: of the messages of all records.
@@ -86,15 +86,24 @@ class Index:
         except (KeyError, TypeError, ValueError) as error:
             raise StorageFailed(f"the log has a note that cannot be understood ({error!r})") from error
 
+    def note_fence(self) -> None:
+        """Have another owner: with what was never finished nobody goes on."""
+        self._unfinished.clear()
+
+    def numbers(self, stream: str, first: int) -> set[int]:
+        """The numbers from `first` on that a stream has records of, or pieces of some."""
+        found = {each.number for each, _ in self.between(stream, first, LAST_NUMBER)}
+        return found | {each.number for each in self._unfinished if each.stream == stream and each.number >= first}
+
     def between(self, stream: str, first: int, last: int) -> list[tuple[Address, Record]]:
         """The records with numbers from `first` to `last`, in the order of their addresses."""
         records = self._records.get(stream, {})
         addresses = self._between(stream, (first, 0, 0), (last, LAST_PART, LAST_PART))
         return [(Address(stream, *each), records[each]) for each in addresses]
 
-    def first_sequence(self, stream: str) -> int | None:
-        """The first message of a record of a stream; None if it has none."""
-        return min((sequences[0] for sequences in self._records.get(stream, {}).values()), default=None)
+    def first_after(self, stream: str, number: int) -> int | None:
+        """The first message of the records of a stream with greater numbers; None if there are none."""
+        return min((found[0] for _, found in self.between(stream, number + 1, LAST_NUMBER)), default=None)
 
     def streams(self) -> list[str]:
         """The streams that have records."""
@@ -136,13 +145,9 @@ class Index:
         ]:
             del self._unfinished[address]
 
-    def _fence(self, _said: list[Any]) -> None:
-        self._unfinished.clear()  # Nobody goes on with them.
-
 
 _KINDS: dict[str, Callable[[Index, Any], None]] = {
     "put": Index._put,
     "drop": Index._drop,
     "truncate": Index._truncate,
-    "fence": Index._fence,
 }

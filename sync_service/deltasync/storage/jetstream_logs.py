@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import threading
+import time
 import urllib.request
 import uuid
 from collections.abc import Sequence
@@ -149,6 +150,8 @@ class JetStreamLogs:
             "duplicate_window": _TWICE_NS,
             "allow_direct": True,
             "deny_delete": True,
+            # Else, where a stream is made anew, somebody who had the one before could go on with this one.
+            "first_seq": time.time_ns() // 1000,
         }
         found = await self._brokers.ask(f"STREAM.INFO.{names.stream}")
         if "error" in found and found["error"].get("code") == 404:
@@ -168,10 +171,10 @@ class JetStreamLogs:
             if "error" in found:
                 raise StorageFailed(f"stream {names.stream}: {found['error'].get('description')}")
             last = int(found["state"]["last_seq"])
-            headers = {ID: message_id(session, last + 1), EXPECTED: str(last)}
+            headers = {ID: message_id(session, 0), EXPECTED: str(last)}
             note = fence_note(owner.process, owner.epoch)
             try:
-                answer = await self._brokers.client.request(names.notes, note, timeout=5, headers=headers)
+                answer = await self._brokers.client.request(names.fences, note, timeout=5, headers=headers)
             except Exception as error:
                 raise StorageFailed(f"brokers do not take a message: {error!r}") from error
             taken = json.loads(answer.data or b"{}")
@@ -182,18 +185,20 @@ class JetStreamLogs:
 
     async def _indexed(self, names: Names) -> Index:
         """The index of what a stream has, which nobody but this process appends to any more."""
-        index, found = Index(), list[tuple[int, Any]]()
-        async for sequence, subject, _, size in messages(
-            self._brokers, names.stream, names.rows, headers_only=True
-        ):
-            found.append((sequence, (*names.parsed(subject), size)))
-        async for sequence, _, note, _ in messages(self._brokers, names.stream, names.notes):
-            found.append((sequence, note))
-        for sequence, what in sorted(found, key=lambda each: each[0]):
-            if isinstance(what, bytes):
-                index.add_note(what)
+        index, owner = Index(), ""
+        rows = [each async for each in messages(self._brokers, names.stream, names.rows, headers_only=True)]
+        notes = [each async for each in messages(self._brokers, names.stream, names.notes)]
+        fences = [each async for each in messages(self._brokers, names.stream, names.fences)]
+        for each in sorted([*rows, *notes, *fences], key=lambda each: each.sequence):
+            if each.subject == names.fences:
+                owner = each.session
+                index.note_fence()
+            elif each.session != owner:
+                continue  # Of an owner before: nobody was told that it has landed.
+            elif each.subject == names.notes:
+                index.add_note(each.payload)
             else:
-                index.add_piece(sequence, *what)
+                index.add_piece(each.sequence, *names.parsed(each.subject), each.size)
         return index
 
     async def _known(self) -> list[str]:

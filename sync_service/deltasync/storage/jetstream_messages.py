@@ -3,6 +3,7 @@
 import base64
 import json
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from deltasync.core.errors import StorageFailed
@@ -34,11 +35,29 @@ async def read_message(brokers: Brokers, stream: str, sequence: int) -> bytes | 
     return base64.b64decode(found["message"].get("data", ""))
 
 
+@dataclass(frozen=True)
+class StoredMessage:
+    """A message of a stream.
+
+    Attributes:
+        sequence: its place.
+        subject: what it is.
+        session: of the process that has appended it, see `Fence`.
+        payload: what it has; empty where only its headers were asked for.
+        size: bytes of that.
+    """
+
+    sequence: int
+    subject: str
+    session: str
+    payload: bytes
+    size: int
+
+
 async def messages(
     brokers: Brokers, stream: str, subject: str, *, headers_only: bool = False
-) -> AsyncIterator[tuple[int, str, bytes, int]]:
-    """The messages of a subject that there are, in order: sequence, subject, what each has, and how many bytes
-    that is; `headers_only` without what it has.
+) -> AsyncIterator[StoredMessage]:
+    """The messages of a subject that there are, in order; `headers_only` without what they have.
 
     Raises:
         StorageFailed: brokers do not answer.
@@ -48,14 +67,17 @@ async def messages(
         left = (await subscription.consumer_info()).num_pending
         while left:
             for each in await _fetch(subscription, left):
-                yield int(each.metadata.sequence.stream), each.subject, each.data, _size(each)
+                yield _stored(each)
                 left -= 1
     finally:
         await subscription.unsubscribe()
 
 
-def _size(message: "Msg") -> int:
-    return int((message.headers or {}).get("Nats-Msg-Size", len(message.data)))
+def _stored(message: "Msg") -> StoredMessage:
+    headers = message.headers or {}
+    size = int(headers.get("Nats-Msg-Size", len(message.data)))
+    session = headers.get("Nats-Msg-Id", "").partition(".")[0]
+    return StoredMessage(int(message.metadata.sequence.stream), message.subject, session, message.data, size)
 
 
 async def _subscription(brokers: Brokers, stream: str, subject: str, *, headers_only: bool) -> Any:

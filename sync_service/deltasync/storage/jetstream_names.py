@@ -3,6 +3,7 @@
     PREFIX_MODEL                                           the stream; "." in a model's name is written "~"
     PREFIX.MODEL.rows.KIND/OWNER.NUMBER.PART.INDEX.PIECE.PIECES   a piece of a record
     PREFIX.MODEL.notes                                     what is said of records, and small records
+    PREFIX.MODEL.fences                                    who is the owner from there on
 
 Tokens of subjects, and names of streams, may have all characters of names but the dot.
 """
@@ -36,6 +37,7 @@ class Names:
         self._root = f"{prefix}.{_written(model)}"
         self.subjects = f"{self._root}.>"
         self.rows, self.notes = f"{self._root}.rows.>", f"{self._root}.notes"
+        self.fences = f"{self._root}.fences"
 
     def piece(self, address: Address, piece: int, pieces: int) -> str:
         """The subject of one of the pieces of a record."""

@@ -19,8 +19,9 @@ from deltasync.storage.brokers import Brokers
 from deltasync.storage.jetstream_index import Index, drop_note, put_note, truncate_note
 from deltasync.storage.jetstream_messages import read_message
 from deltasync.storage.jetstream_names import Address, Names
+from deltasync.storage.jetstream_purges import Purges
 from deltasync.storage.jetstream_sender import Fence, Message, Sender
-from deltasync.storage.jetstream_writes import Operation, check_written, pieces_of
+from deltasync.storage.jetstream_writes import HEADER_BYTES, Operation, check_written, pieces_of
 from deltasync.storage.lmdb_records import damaged, key_of, without_checksum
 from deltasync.storage.log_store import LAST_NUMBER, Buffer, LogFull, Record
 from deltasync.storage.records import name_of
@@ -28,10 +29,12 @@ from deltasync.storage.volume import Volume
 from deltasync.storage.write_queue import Submitted, WriteQueue
 
 # Small records are written together again once the notes that say them are so much more than they are.
-_NOTES_BYTES, _NOTES_TIMES = 4 << 20, 4
+_NOTES_BYTES, _NOTES_TIMES, _CHUNK_BYTES = 4 << 20, 4, 32 << 10
 _READ_AHEAD = 16
-# What is purged is asked for by no one; a purge that was not heard of is made again when the log is opened.
 _FULL = "the log is full until a snapshot is made; if it stays so, raise --log-max-bytes; nothing was lost"
+
+# What is gone with a note that is message N: subjects, and the message up to which.
+Gone = Callable[[int], list[tuple[str, int]]]
 
 
 class JetStreamStore:
@@ -52,9 +55,11 @@ class JetStreamStore:
         self.volume: Volume = volume
         self.commits, self.queue = volume.commits, WriteQueue()
         self._brokers, self._names, self._index = brokers, names, index
-        self._sender = Sender(brokers, names.stream, fence)
+        self._sender = Sender(brokers, names, fence)
+        self._purges = Purges(brokers, names.stream)
         self._lock = threading.Lock()  # The index, and what is counted of it.
         self._unacknowledged = self._notes_bytes = 0
+        self._compacting, self._last = False, Operation.nothing(self.queue, self.commits)
         self._running = asyncio.run_coroutine_threadsafe(self._sender.run(), brokers.loop)
         self._writer = threading.Thread(target=self._write_loop, name="log-writer", daemon=True)
         self._writer.start()
@@ -116,14 +121,21 @@ class JetStreamStore:
     def drop(self, stream: str, number: int, part: int | None = None, *, patient: bool = False) -> Future[None]:
         """Forget the records from `number` on, or only those of one part of `number`."""
         note = drop_note(stream, number, part)
-        return self.queue.submit(lambda operation: self._note(operation, note), 0, patient=patient)
+
+        def gone(sequence: int) -> list[tuple[str, int]]:
+            numbers = {number} if part is not None else self._index.numbers(stream, number)
+            return [(self._names.records(stream, each, part), sequence) for each in numbers]
+
+        return self.queue.submit(lambda operation: self._note(operation, note, gone), 0, patient=patient)
 
     def truncate(self, stream: str, upto: int) -> Future[None]:
         """Forget the records up to number `upto`."""
         note = truncate_note(stream, upto)
-        return self.queue.submit(
-            lambda operation: self._note(operation, note, lambda at: self._purge(stream, at)), 0
-        )
+
+        def gone(sequence: int) -> list[tuple[str, int]]:
+            return [(self._names.records(stream), self._index.first_after(stream, upto) or sequence)]
+
+        return self.queue.submit(lambda operation: self._note(operation, note, gone), 0)
 
     def put(self, name: str, value: bytes | None, *, after: Sequence[Future[None]] = ()) -> Future[None]:
         """Keep a small record, unless a write `after` which it comes was refused; None forgets it."""
@@ -190,14 +202,13 @@ class JetStreamStore:
     # The writer's thread.
 
     def _write_loop(self) -> None:
-        closing, last = False, None
+        closing = False
         while not closing:
             batch, closing = self.queue.take()
             for each in batch:
-                last = self._begin(each)
+                self._last = self._begin(each)
             del batch  # Not kept until the next write: closures hold rows.
-        if last:
-            last.wait()  # Acknowledged in order: with it all before.
+        self._last.wait()  # Acknowledged in order: with it all before.
 
     def _begin(self, submitted: Submitted) -> Operation:
         operation = Operation(submitted, self.queue, self.commits)
@@ -232,17 +243,20 @@ class JetStreamStore:
                 self._unacknowledged += len(message)
             self._send(operation, subject, message, land)
 
-    def _note(self, operation: Operation, note: bytes, then: Callable[[int], None] = lambda _: None) -> None:
-        if len(note) > self._brokers.client.max_payload - 1024:
-            raise StorageFailed(
-                f"{len(note)} bytes of small records at once: brokers take less: raise max_payload"
-            )
+    def _note(self, operation: Operation, note: bytes, gone: Gone = lambda _: []) -> None:
+        """Append a note, and have removed what it says to be `gone`: subjects, and up to which message."""
+        if len(note) > self._brokers.client.max_payload - HEADER_BYTES:
+            text = f"{len(note)} bytes of small records at once, and brokers take less: raise their max_payload"
+            raise StorageFailed(text)
 
         def land(sequence: int) -> None:
             with self._lock:
+                purged = gone(sequence)
                 self._index.add_note(note)
                 self._notes_bytes += len(note)
-            then(sequence)
+            for subjects, before in purged:
+                self._purges.purge(subjects, before)
+            self._compact_if_needed()
 
         self._send(operation, self._names.notes, note, land)
 
@@ -250,16 +264,43 @@ class JetStreamStore:
         message = Message(subject, payload, operation.expect(land), failed=operation.refuse)
         self._brokers.loop.call_soon_threadsafe(self._sender.append, message)
 
+    def _compact(self, operation: Operation) -> None:
+        """Append all small records again, and have the notes before that removed, which say nothing else then."""
+        self._last.wait()  # What is under way may be of small records.
+        with self._lock:
+            chunks = [put_note(dict(each)) for each in _chunked(self._index.small)]
+            self._notes_bytes = sum(map(len, chunks))
+        first = list[int]()
+
+        def land(sequence: int) -> None:
+            first.append(sequence)
+            if len(first) == len(chunks):
+                self._purges.purge(self._names.notes, first[0])
+                self._compacting = False
+
+        for each in chunks:
+            self._send(operation, self._names.notes, each, land)
+
     # In the brokers' event loop.
 
-    def _purge(self, stream: str, sequence: int) -> None:
-        """Have the brokers remove what was truncated by the note that is message `sequence`."""
-        with self._lock:
-            first = self._index.first_sequence(stream)
-        upto = min(first, sequence) if first is not None else sequence
-        asked = {"filter": self._names.records(stream), "seq": upto}
-        purge = asyncio.ensure_future(self._brokers.ask(f"STREAM.PURGE.{self._names.stream}", asked))
-        purge.add_done_callback(lambda done: done.cancelled() or done.exception())  # The next one makes up for it.
+    def _compact_if_needed(self) -> None:
+        small = sum(map(len, self._index.small.values()))
+        due = self._notes_bytes > max(_NOTES_BYTES, _NOTES_TIMES * small) and self._purges.complete
+        if due and not self._compacting:
+            self._compacting = True
+            self.queue.submit(self._compact, 0)
+
+
+def _chunked(records: Mapping[str, bytes]) -> Iterator[list[tuple[str, bytes]]]:
+    """Small records, some at a time; none is one time without any."""
+    chunk, size = list[tuple[str, bytes]](), 0
+    for name, value in records.items():
+        chunk.append((name, value))
+        size += len(name) + len(value)
+        if size > _CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    yield chunk
 
 
 def _range_of(address: Address) -> tuple[str, int, int]:

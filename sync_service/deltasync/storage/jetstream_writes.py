@@ -12,12 +12,12 @@ from deltasync.storage.log_store import Buffer
 from deltasync.storage.write_queue import Submitted, WriteQueue
 
 # What a message has beside its payload: subject and headers.
-_HEADER_BYTES = 4 << 10
+HEADER_BYTES = 4 << 10
 
 
 def pieces_of(key: bytes, payload: Sequence[Buffer], max_payload: int) -> list[bytes]:
     """A record with its checksum, in as many messages as it takes."""
-    whole, most = with_checksum(key, *payload), max(1, max_payload - _HEADER_BYTES)
+    whole, most = with_checksum(key, *payload), max(1, max_payload - HEADER_BYTES)
     return [whole[start : start + most] for start in range(0, len(whole), most)]
 
 
@@ -40,6 +40,13 @@ class Operation:
         self._begun = time.monotonic()
         self._lock, self._over = threading.Lock(), threading.Event()
         self._expected, self._closed = 0, False
+
+    @classmethod
+    def nothing(cls, queue: WriteQueue, commits: Durations) -> "Operation":
+        """One that is over."""
+        operation = cls(Submitted(lambda _: None, Future(), 0), queue, commits)
+        operation._over.set()
+        return operation
 
     def expect(self, land: Callable[[int], None]) -> Callable[[int], None]:
         """What is to be called once a further message of it has landed: it does this before that counts."""
