@@ -60,6 +60,7 @@ class EventKind(Enum):
     ROWS_MENDED = "rows_mended", logging.INFO
     ROWS_INSPECTED = "rows_inspected", logging.INFO
     BACKED_UP = "backed_up", logging.INFO
+    SNAPSHOT_MADE = "snapshot_made", logging.INFO
     FLUSHED = "flushed", logging.DEBUG
     VOLUME_FAILED = "volume_failed", logging.ERROR
     VOLUME_RECOVERED = "volume_recovered", logging.INFO

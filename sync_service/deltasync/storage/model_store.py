@@ -34,6 +34,7 @@ from deltasync.storage.model_records import (
     recorded_place,
     table_record,
 )
+from deltasync.storage.pin import Pin
 from deltasync.storage.records import (
     name_of,
     pack_json,
@@ -66,7 +67,8 @@ class ModelStore:
         removed: the version up to which there was no table of a name, or another one that was removed then.
         table_bytes: of all that their files have.
         changes: how often tables were made, changed or removed.
-        written: whether anything was handed to the log, or to the disk.
+        written: whether anything was written.
+        pin: keeps in the log what a snapshot is to have.
         queue: what all have submitted to the log that is not on disk yet.
     """
 
@@ -76,7 +78,7 @@ class ModelStore:
         self._cuts, self._seals = f"cuts/{model}", f"seals/{model}"
         self._layouts = Layouts(log, model)
         self._folder = directory / TABLES_FOLDER
-        self._flushing, self._retired = threading.Lock(), False
+        self._flushing, self._retired, self.pin = threading.Lock(), False, Pin()
         self._describing = threading.Lock()  # So that a flush and a new table do not write over each other.
         self.history = uuid.uuid4().hex
         self.tables: list[MappedTable] = []
@@ -86,8 +88,7 @@ class ModelStore:
         self._specs: dict[str, TableSpec] = {}
         self._flushed: dict[str, MappedArrays] = {}
         self.flushed = self.table_bytes = self.changes = 0
-        self.written = False
-        self._kept_seals = KEPT_SEALS
+        self.written, self._kept_seals = False, KEPT_SEALS
         self._described_flushed = 0  # The one that is written down, which is ahead until the log is cut.
 
     def recover(self, record: Mapping[str, Any]) -> None:
@@ -273,14 +274,14 @@ class ModelStore:
                 self._cut_log(version)
 
     def _cut_log(self, version: int) -> None:
-        self._log.truncate(self._cuts, version).result()
-        self._drop_old_seals(version)
-        for forgotten in self._layouts.forget(version):
+        self._log.truncate(self._cuts, upto := self.pin.limit(version)).result()
+        self._drop_old_seals(upto)
+        for forgotten in self._layouts.forget(upto):
             forgotten.result()
         self.flushed = version
 
     def retire(self) -> None:
-        """Write nothing down any more: the model is deleted. A flush that goes on is waited for."""
+        """Write nothing down any more; a flush that goes on is waited for."""
         with self._flushing:
             self._retired = True
 
@@ -318,7 +319,7 @@ class ModelStore:
         return self._log.drop(self._cuts, version)
 
     def drop_part(self, version: int, rank: int) -> Future[None]:
-        """Forget what was appended of a rank's part of a cut that is not sealed yet; on disk with the seal."""
+        """Forget what was appended of a rank's part of a cut that is not sealed; on disk with the seal."""
         return self._log.drop(self._cuts, version, rank, patient=True)
 
     def use_layout(self, layout: bytes, shards: Sequence[Shard], version: int) -> LayoutUse:

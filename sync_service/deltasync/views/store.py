@@ -22,6 +22,7 @@ from deltasync.feeds.model import Model
 from deltasync.feeds.statistics import Backlog, ReleaseStatistics
 from deltasync.storage.log_store import LAST_NUMBER, LogFull
 from deltasync.storage.mapped_table import INSIDE, MappedTable, have_tags
+from deltasync.storage.pin import Pin
 from deltasync.storage.records import (
     name_of,
     pack_json,
@@ -106,6 +107,7 @@ class ViewStore:
         consumer: whose view it is.
         history: the releases there were.
         state: where the view is.
+        pin: keeps in the log what a snapshot is to have.
         queue: what all have submitted to the log that is not on disk yet.
     """
 
@@ -118,7 +120,7 @@ class ViewStore:
         self.consumer = consumer
         self._stream, self._heads = releases_stream(consumer), heads_stream(consumer)
         self._flushed = 0
-        self._flushing = threading.Lock()
+        self._flushing, self.pin = threading.Lock(), Pin()
         self._appended_bytes = 0  # Written by one release at a time.
         self._dropped_bytes = 0  # Of these, those that flushes have dropped.
 
@@ -258,6 +260,10 @@ class ViewStore:
 
     def _write_view(self, state: ViewState, number: int) -> None:
         """Write down that the files are at release `number`, or later; the log need not hold the rows up to it."""
+        self._log.put(view_name(self.consumer), pack_json(self.record(state, number))).result()
+
+    def record(self, state: ViewState, number: int) -> dict[str, Any]:
+        """What is written down of it in that state, if its tables are as of release `number`, or later."""
         record = {
             "history": self.history.id,
             "model_history": self._model.history,
@@ -266,11 +272,10 @@ class ViewStore:
             "seen": state.compared_version,
             "tables": [table_record(table) for table in state.tables],
         }
-        record |= {"mixed": True} if state.mixed else {}
-        self._log.put(view_name(self.consumer), pack_json(record)).result()
+        return record | ({"mixed": True} if state.mixed else {})
 
     def _cut_log(self, number: int) -> None:
-        self._log.truncate(self._stream, number).result()
+        self._log.truncate(self._stream, self.pin.limit(number)).result()
         self._log.truncate(self._heads, max(0, number - KEPT_HEADS)).result()
         self._flushed = number
 

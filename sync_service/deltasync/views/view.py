@@ -26,6 +26,7 @@ from deltasync.feeds.releases import Releases
 from deltasync.feeds.repair import NO_REPAIR, Repair
 from deltasync.feeds.standing import Standing, TableStanding
 from deltasync.storage.mapped_table import MappedTable
+from deltasync.storage.pin import Pin
 from deltasync.views.pacing import LONGEST_SECONDS
 from deltasync.views.release_maker import ReleaseMaker
 from deltasync.views.store import ViewState, ViewStore
@@ -305,6 +306,15 @@ class View:
             StorageFailed: the log could not be written; nothing was lost.
         """
         return self._store.flush()
+
+    def record(self) -> dict[str, Any]:
+        """What is written down of it as it is now. On the model's thread."""
+        return self._store.record(self.state, self.state.head.number if self.state.head else 0)
+
+    @property
+    def pin(self) -> Pin:
+        """See `ViewStore`."""
+        return self._store.pin
 
     def cut_log(self, number: int) -> None:
         """See `ViewStore`."""

@@ -1,0 +1,304 @@
+"""Snapshots of models, from which another process, or the same one, goes on."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.support.local_service import publish, send
+from tests.support.many_logs import ManyLogs, not_owner
+from tests.support.wire import part
+
+from deltasync.core.errors import StorageFailed
+from deltasync.core.policy import Policy
+from deltasync.service.model_files import ModelFiles
+from deltasync.service.moves import Moves
+from deltasync.service.options import ServiceOptions
+from deltasync.service.service import Service
+from deltasync.service.snapshots import SnapshotLoop, SnapshotOptions
+from deltasync.snapshots.manifest import Manifest
+from deltasync.snapshots.place import SnapshotPlace
+from deltasync.snapshots.reading import check_snapshot, snapshots_of
+from deltasync.storage.log_store import LogStore
+
+MODEL = "clicks"
+Rows = dict[str, np.ndarray[Any, Any]]
+
+
+class Process:
+    """A service on logs that others take over, with snapshots."""
+
+    def __init__(self, service: Service, logs: ManyLogs, place: SnapshotPlace) -> None:
+        self.service, self.logs, self.place = service, logs, place
+        self.moves = Moves(service)
+        self.snapshots = SnapshotLoop(service, SnapshotOptions(url=place.url, keep=2), place)
+        call = asyncio.get_running_loop().call_soon_threadsafe
+        self.files = ModelFiles(place, service.models_directory, service.events, call)
+
+    async def take(self) -> None:
+        log = self.logs.open(MODEL)
+        log.shared = True
+        await asyncio.to_thread(self.files.make, MODEL, log)
+        await self.moves.take(MODEL, log)
+
+    async def give_up(self) -> None:
+        await self.moves.give_up(MODEL, not_owner, written=True)
+        self.logs.give_up(MODEL)
+        self.snapshots.forget(MODEL)
+
+    @property
+    def rows(self) -> Rows:
+        return {table.spec.name: np.array(table.rows) for table in self.service.models[MODEL].tables}
+
+    @property
+    def version(self) -> int:
+        return self.service.models[MODEL].position.number
+
+
+@asynccontextmanager
+async def process(folder: Path, name: str) -> AsyncIterator[Process]:
+    async with asyncio.TaskGroup() as tasks:
+        logs = ManyLogs(folder / "logs")
+        service = Service(ServiceOptions(data_dir=folder / name), tasks, logs)
+        try:
+            yield Process(service, logs, SnapshotPlace(str(folder / "snapshots")))
+        finally:
+            await service.drain()
+
+
+def run(folder: Path, scenario: Callable[[Process, Process], Any]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(60), process(folder, "a") as a, process(folder, "b") as b:
+            await scenario(a, b)
+
+    asyncio.run(main())
+
+
+def same(found: Rows, wanted: Rows) -> bool:
+    return found.keys() == wanted.keys() and all(
+        np.array_equal(each, wanted[name]) for name, each in found.items()
+    )
+
+
+async def cut(session: Any, step: int, *ids: int) -> None:
+    await send(session, part(step, [(0, list(ids), np.full((len(ids), 4), step, np.float32))]))
+    await session.coordinator.settled()
+
+
+def test_the_next_owner_begins_with_the_snapshot_and_goes_on_with_the_log(tmp_path: Path) -> None:
+    async def scenario(a: Process, b: Process) -> None:
+        await a.take()
+        session = await publish(a.service)
+        await cut(session, 2, 1)
+        manifest = await a.snapshots.make(MODEL)
+        assert (manifest.first, manifest.version) == (2, 2)
+        await cut(session, 3, 2, 3)
+        await a.snapshots.make(MODEL)
+        assert not list(a.logs.of(MODEL).read(f"cuts/{MODEL}", 0, 2))
+        assert list(a.logs.of(MODEL).read(f"cuts/{MODEL}", 3, 3))
+        await cut(session, 4, 3)
+        before = a.rows
+        await a.give_up()
+        await b.take()
+        assert same(b.rows, before)
+        assert b.version == 4
+
+    run(tmp_path, scenario)
+
+
+def test_what_consumers_with_a_policy_hold_is_in_it(tmp_path: Path) -> None:
+    async def scenario(a: Process, b: Process) -> None:
+        await a.take()
+        session = await publish(a.service)
+        consumer = await a.service.create_consumer("top", MODEL, Policy(top_k=2))
+        replica = a.service.registry.connect(consumer, "r", asyncio.Event())
+        view = a.service.views.by_consumer()["top"]
+
+        async def released() -> None:
+            before = view.position
+            while view.position == before:
+                await view.changed()
+            a.service.registry.acknowledge(consumer, replica, view.position)
+
+        await released()
+        await cut(session, 2, *range(4))
+        await released()
+        await a.snapshots.make(MODEL)
+        await cut(session, 3, *range(4))
+        await released()
+        held = {each.delivery.spec.name: np.array(each.held.rows) for each in view.state.tables}
+        history, position = view.history, view.position
+        await a.give_up()
+        await b.take()
+        after = b.service.views.by_consumer()["top"]
+        assert (after.history, after.position) == (history, position)
+        assert same({each.delivery.spec.name: np.array(each.held.rows) for each in after.state.tables}, held)
+
+    run(tmp_path, scenario)
+
+
+def test_only_what_has_changed_is_stored_again(tmp_path: Path) -> None:
+    async def scenario(a: Process, b: Process) -> None:
+        await a.take()
+        session = await publish(a.service)
+        first = await a.snapshots.make(MODEL)
+        await cut(session, 2, 1)
+        second = await a.snapshots.make(MODEL)
+        assert second.bytes > 0
+        stored = {piece.object for table in second.tables for piece in table.blocks}
+        assert len({piece.object for table in first.tables for piece in table.blocks} & stored) == 1
+        assert second.new_bytes() < first.new_bytes() * 2
+
+    run(tmp_path, scenario)
+
+
+def test_old_ones_go_and_those_that_are_kept_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltasync.service.snapshots._YOUNG_NS", 0)
+
+    async def scenario(a: Process, b: Process) -> None:
+        await a.take()
+        session = await publish(a.service)
+        for step in range(2, 7):
+            await cut(session, step, step)
+            await a.snapshots.make(MODEL)
+        found = snapshots_of(a.place, MODEL)
+        assert [each.version for each in found.manifests] == [6, 5]
+        assert [check_snapshot(a.place, each) for each in found.manifests] == [[], []]
+        used = {piece.object for each in found.manifests for piece in each.pieces}
+        assert {each.name for each in a.place.names(f"{MODEL}/data")} == used
+
+    run(tmp_path, scenario)
+
+
+def _lose(log: LogStore, version: int) -> None:
+    """Have a log that has forgotten what came after a version."""
+    for kind in ("cuts", "seals"):
+        log.drop(f"{kind}/{MODEL}", version + 1).result()
+
+
+@pytest.mark.parametrize("lost", [1, 2, 3, 4])
+def test_a_log_that_went_back_goes_on_with_the_newest_that_there_is(tmp_path: Path, lost: int) -> None:
+    async def scenario(a: Process, b: Process) -> None:
+        await a.take()
+        session, rows = await publish(a.service), {1: dict[str, Any]()}
+        for step in (2, 3, 4):
+            await cut(session, step, step)
+            rows[step] = a.rows
+            if step < 4:
+                await a.snapshots.make(MODEL)
+        await a.give_up()
+        _lose(b.logs.open(MODEL), lost)
+        b.logs.give_up(MODEL)
+        await b.take()
+        assert b.version == max(lost, 3)
+        assert same(b.rows, rows[max(lost, 3)])
+        session = await publish(b.service, 5, run="later", started=2)
+        assert b.version == max(lost, 3) + 1
+
+    run(tmp_path, scenario)
+
+
+def test_damaged_and_forked_snapshots_are_passed_over(tmp_path: Path) -> None:
+    async def scenario(a: Process, b: Process) -> None:
+        await a.take()
+        session = await publish(a.service)
+        await cut(session, 2, 2)
+        await a.snapshots.make(MODEL)
+        await cut(session, 3, 3)
+        newest = await a.snapshots.make(MODEL)
+        await cut(session, 4, 4)
+        before = a.rows
+        await a.give_up()
+        (tmp_path / "snapshots" / newest.tables[0].blocks[0].object).write_bytes(b"damaged")
+        await b.take()
+        assert same(b.rows, before)
+
+    run(tmp_path, scenario)
+
+
+def test_rows_that_the_log_has_lost_are_asked_of_the_trainer(tmp_path: Path) -> None:
+    async def scenario(a: Process, b: Process) -> None:
+        await a.take()
+        session = await publish(a.service)
+        await a.snapshots.make(MODEL)
+        await cut(session, 2, 2)
+        before = a.rows
+        await cut(session, 3, 3)
+        await a.give_up()
+        b.logs.open(MODEL).drop(f"cuts/{MODEL}", 3, 0).result()
+        b.logs.give_up(MODEL)
+        await b.take()
+        assert (b.version, same(b.rows, before)) == (2, True)
+
+    run(tmp_path, scenario)
+
+
+class FailingPlace(SnapshotPlace):
+    def put(self, name: str, content: bytes) -> None:
+        raise StorageFailed("denied")
+
+
+def test_a_place_that_takes_nothing_stops_nothing(tmp_path: Path) -> None:
+    async def scenario(a: Process, b: Process) -> None:
+        await a.take()
+        session = await publish(a.service)
+        a.snapshots.place = FailingPlace(a.place.url)
+        with pytest.raises(StorageFailed, match="denied"):
+            await a.snapshots.make(MODEL)
+        assert a.snapshots.troubles == ["snapshots of model 'clicks': denied"]
+        assert a.snapshots.failures == 1
+        await cut(session, 2, 1)
+        assert list(a.logs.of(MODEL).read(f"cuts/{MODEL}", 1, 1))
+        a.snapshots.place = a.place
+        await a.snapshots.make(MODEL)
+        assert a.snapshots.troubles == []
+
+    run(tmp_path, scenario)
+
+
+Step = tuple[str, list[int]]
+
+
+@given(
+    steps=st.lists(
+        st.one_of(
+            st.tuples(st.just("cut"), st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True)),
+            st.tuples(st.sampled_from(["snapshot", "move", "kill"]), st.just([])),
+        ),
+        max_size=12,
+    )
+)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_comes_between_the_rows_are_those_that_were_published(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[Step]
+) -> None:
+    async def scenario(a: Process, b: Process) -> None:
+        processes, here, made = [a, b], 0, list[tuple[Manifest, dict[str, Any]]]()
+        await a.take()
+        session, step = await publish(a.service), 1
+        wanted = a.rows
+        for kind, ids in steps:
+            if kind == "cut":
+                step += 1
+                await cut(session, step, *sorted(ids))
+                wanted = processes[here].rows
+            elif kind == "snapshot":
+                manifest = await processes[here].snapshots.make(MODEL)
+                made.append((manifest, wanted))
+            else:
+                await processes[here].give_up()
+                here = 1 - here
+                await processes[here].take()
+                assert same(processes[here].rows, wanted)
+                session = await publish(processes[here].service, step := step + 1, run=f"run-{step}", started=step)
+                wanted = processes[here].rows
+        for manifest, _ in made:
+            if manifest in snapshots_of(a.place, MODEL).manifests:
+                assert check_snapshot(a.place, manifest) == []
+
+    run(tmp_path_factory.mktemp("moves"), scenario)
