@@ -1,4 +1,4 @@
-"""A bucket in memory, which each process sees over a network of its own, and streams that only owners append to."""
+"""A bucket in memory, which each process sees over a network of its own, and logs that only owners append to."""
 
 from collections.abc import Callable
 

@@ -64,6 +64,8 @@ class Heartbeat:
         """Say that this process is alive, and owns so many models. `confirmed` shows if brokers do not answer."""
         if self._superseded:
             return
+        if self._was_confirmed:
+            self._tell(None)  # It may have slept.
         began_ns = self._said_ns = self._clock_ns()
         self.me = replace(self.me, models=models)
         try:

@@ -226,6 +226,10 @@ class Ownership:
 
     async def step(self) -> None:
         """Be heard, look at what the others do, and begin what is to be done about it. Called again and again."""
+        if (
+            not self.confirmed
+        ):  # Before it is confirmed again: it may have slept, and others have taken its models.
+            self._begin(next_steps(self._view()))
         if self._beat.due:
             await self._beat.speak(len(self._holds.names()))
             await self._look()
