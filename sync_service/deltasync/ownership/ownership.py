@@ -7,6 +7,7 @@ from contextlib import suppress
 from deltasync.core.errors import DeltasyncError, NotFound, NotOwner, ServiceUnavailable
 from deltasync.core.events import EventKind, Events
 from deltasync.core.owner import Owner
+from deltasync.core.signals import first_of
 from deltasync.core.steady_clock import steady_ns
 from deltasync.ownership.answers import Answer, answer_for
 from deltasync.ownership.bucket import Bucket, Changed
@@ -239,8 +240,7 @@ class Ownership:
         while True:
             self._nudged.clear()
             await self.step()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._nudged.wait(), self._beat.seconds_left)
+            await first_of(self._nudged.wait(), seconds=self._beat.seconds_left)
 
     def _stopped(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()):
