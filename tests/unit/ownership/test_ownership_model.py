@@ -18,21 +18,23 @@ class Owning(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.loop = asyncio.new_event_loop()
         self.world = World()
         self.processes = dict[str, Process]()
         self.asleep = set[str]()
         self.copies = [self.world.store.copy()]
 
     def teardown(self) -> None:
-        self.loop.run_until_complete(self._end())
-        self.loop.close()
+        try:
+            self.loop.run_until_complete(self._end())
+        finally:
+            self.loop.close()
 
     def awake(self) -> list[Process]:
         return [process for name, process in self.processes.items() if name not in self.asleep]
 
     @initialize()
     def begin(self) -> None:
+        self.loop = asyncio.new_event_loop()
         for name in "ab":
             self.start(name)
         for model in MODELS:
