@@ -43,9 +43,10 @@ def next_steps(view: View) -> Steps:
 
 def claim_reason(view: View, model: str) -> str:
     """Why a process is to claim a model that it does not hold; empty if it is not to."""
-    owner, claim = view.owner_of(model), view.claims.get(model)
-    heir = heir_of(model, list(view.members.values()), _wanted(view, model))
-    if owner or model in view.waiting or heir is None or heir.name != view.me:
+    if view.owner_of(model) or model in view.waiting:
+        return ""
+    claim, heir = view.claims.get(model), heir_of(model, list(view.members.values()), _wanted(view, model))
+    if heir is None or heir.name != view.me:
         return ""
     if claim is None:
         return "no process has it"
