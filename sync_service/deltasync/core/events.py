@@ -56,6 +56,13 @@ class EventKind(Enum):
     DELETE_REQUESTED = "delete_requested", logging.INFO
     ROWS_DELETED = "rows_deleted", logging.INFO
     MODEL_RECOVERED = "model_recovered", logging.INFO
+    MODEL_CLAIMED = "model_claimed", logging.INFO
+    MODEL_TAKEN_OVER = "model_taken_over", logging.WARNING
+    MODEL_NOT_TAKEN = "model_not_taken", logging.ERROR
+    MODEL_GIVEN_UP = "model_given_up", logging.WARNING
+    PROCESS_CONFIRMED = "process_confirmed", logging.INFO
+    PROCESS_UNCONFIRMED = "process_unconfirmed", logging.ERROR
+    PROCESS_DRAINING = "process_draining", logging.WARNING
     ROWS_DAMAGED = "rows_damaged", logging.ERROR
     ROWS_MENDED = "rows_mended", logging.INFO
     ROWS_INSPECTED = "rows_inspected", logging.INFO

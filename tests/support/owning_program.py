@@ -1,0 +1,97 @@
+"""A process that runs only `Ownership`, on real brokers: `python -m tests.support.owning_program URL NAME LEASE`.
+
+It appends to the logs of its models again and again, and says line by line what happens.
+"""
+
+import asyncio
+import signal
+import sys
+
+import nats
+from nats.js import JetStreamContext
+from nats.js.errors import APIError, NotFoundError
+
+from deltasync.core.events import Event, Events, line_of
+from deltasync.core.owner import Owner
+from deltasync.ownership.member import Member
+from deltasync.ownership.nats_bucket import BucketOptions, NatsBucket
+from deltasync.ownership.options import OwnershipOptions
+from deltasync.ownership.ownership import Ownership
+
+PREFIX = "LOG_"
+
+
+def say(*words: object) -> None:
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
+    sys.stdout.flush()
+
+
+class Logs:
+    """Streams of one subject, appended to with the last sequence that is expected."""
+
+    def __init__(self, js: JetStreamContext, name: str) -> None:
+        self._js, self._name = js, name
+        self.last = dict[str, int]()
+
+    async def take(self, model: str, owner: Owner) -> None:
+        try:
+            info = await self._js.stream_info(PREFIX + model)
+        except NotFoundError:
+            info = await self._js.add_stream(name=PREFIX + model, subjects=[f"log.{model}"])
+        last = info.state.last_seq
+        while not await self.append(model, "fence", last):
+            last = (await self._js.stream_info(PREFIX + model)).state.last_seq
+        say("take", model, owner.epoch)
+
+    async def append(self, model: str, what: str, last: int) -> bool:
+        headers = {"Nats-Expected-Last-Sequence": str(last)}
+        try:
+            ack = await self._js.publish(f"log.{model}", f"{self._name} {what}".encode(), headers=headers)
+        except APIError as error:
+            if error.err_code not in (10071, 10164):
+                raise
+            return False
+        self.last[model] = ack.seq
+        return True
+
+    async def give_up(self, model: str, reason: str) -> None:
+        self.last.pop(model, None)
+        say("give_up", model, reason)
+
+    async def save(self, model: str) -> None:
+        say("save", model)
+
+    async def known(self) -> list[str]:
+        infos = await self._js.streams_info()
+        return [str(each.config.name)[len(PREFIX) :] for each in infos if str(each.config.name).startswith(PREFIX)]
+
+
+async def main(url: str, name: str, lease: float) -> None:
+    client = await nats.connect(url, max_reconnect_attempts=-1, reconnect_time_wait=0.05)
+    logs = Logs(client.jetstream(timeout=1), name)
+    ownership = Ownership(
+        OwnershipOptions(lease_seconds=lease),
+        Member(name, f"{name}:1", f"http://{name}", run=name),
+        NatsBucket(client, BucketOptions(timeout_seconds=lease / 3)),
+        logs,
+        Events(_said),
+    )
+    ending = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ending.set)
+    await ownership.start()
+    while not ending.is_set():
+        for model, last in dict(logs.last).items():
+            if not await logs.append(model, "cut", last) and logs.last.get(model) == last:
+                say("refused", model)
+                await ownership.lost(model, "its log is fenced")
+        await asyncio.sleep(0.01)
+    await ownership.close()
+    await client.close()
+
+
+def _said(event: Event) -> None:
+    say("event", line_of(event))
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], sys.argv[2], float(sys.argv[3])))
