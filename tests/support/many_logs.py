@@ -18,6 +18,7 @@ class ManyLogs:
         self._folder = folder
         self._open = dict[str, LogStore]()
         self.commits = Durations()
+        self.accepted_risks: list[str] = []
 
     def open(self, model: str) -> LogStore:
         log = self._open[model] = LmdbStore(LogOptions(directory=self._folder / model))

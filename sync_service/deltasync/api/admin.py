@@ -12,8 +12,9 @@ from deltasync.consumers.pause import Pause
 from deltasync.service.backups import Backups
 from deltasync.service.brake import Brake
 from deltasync.service.inspection import InspectedTable, inspect
+from deltasync.service.pending_delete import PendingDelete
 from deltasync.service.removals import Removals
-from deltasync.service.service import PendingDelete, Service
+from deltasync.service.service import Service
 from deltasync.v1 import admin_pb2, admin_pb2_grpc
 from deltasync.wire.messages import policy_from_message, policy_to_message
 

@@ -8,7 +8,8 @@ from fastapi import APIRouter, Request
 from deltasync.api.caller import author
 from deltasync.api.json_body import json_object
 from deltasync.core.errors import InvalidInput
-from deltasync.service.service import PendingDelete, Service
+from deltasync.service.pending_delete import PendingDelete
+from deltasync.service.service import Service
 
 # 100,000 ids of 13 digits take 1.5 MB.
 _MAX_BODY_BYTES = 2 << 20

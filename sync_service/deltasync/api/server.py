@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -26,6 +26,7 @@ from deltasync.api.http_protocol import HttpProtocol
 from deltasync.api.reload import Reader, Reloaded, reload_on
 from deltasync.api.roles_file import RolesFile
 from deltasync.api.server_options import ServerOptions
+from deltasync.api.shared_log import member, open_logs
 from deltasync.core.errors import InvalidInput, ServiceUnavailable
 from deltasync.core.exposure import may_listen
 from deltasync.core.listener import listening_socket
@@ -34,6 +35,9 @@ from deltasync.core.progress import Progress
 from deltasync.kernels.compiled import imported_kernels, keep_in
 from deltasync.service.housekeeping import housekeeping
 from deltasync.service.service import Service
+from deltasync.service.snapshots import SnapshotLoop
+from deltasync.snapshots.place import SnapshotPlace
+from deltasync.storage.jetstream_logs import JetStreamLogs
 
 logger = logging.getLogger(__name__)
 
@@ -123,8 +127,9 @@ async def run(options: ServerOptions, stopping: asyncio.Event, reloading: asynci
     exposure = _checked_exposure(options)
     roles = RolesFile(options.roles) if options.roles else None
     certificates = CertificateFiles(options.tls) if options.tls else None
+    logs = await open_logs(options.shared) if options.shared else None
     async with asyncio.TaskGroup() as tasks:
-        service = Service(options.service, tasks)
+        service = Service(options.service, tasks, logs)
         keep_in(options.service.data_dir / "kernels")
         recovery = asyncio.create_task(service.recover())
         await service.configuration.take(options.consumers, _SETTINGS)
@@ -133,6 +138,9 @@ async def run(options: ServerOptions, stopping: asyncio.Event, reloading: asynci
             await recovery
         access = _access(options, service, roles, exposure)
         also = [tasks.create_task(housekeeping(service))]
+        if options.snapshots:
+            service.snapshots = SnapshotLoop(service, options.snapshots, SnapshotPlace(options.snapshots.url))
+            also.append(tasks.create_task(service.snapshots.run()))
         if roles:
             also.append(tasks.create_task(roles.follow(access, service.events)))
         if certificates:
@@ -189,9 +197,11 @@ async def _listen(
     stopped = asyncio.create_task(stopping.wait())
     await asyncio.wait({stopped, recovery}, return_when=asyncio.FIRST_COMPLETED)
     if recovery.done() and not recovery.exception():
-        server.health.note(serving=True)
-        await endpoints.announce(where, stopped)
-        await stopped
+        async with _among_others(service, options, where):
+            server.health.note(serving=True)
+            await endpoints.announce(where, stopped)
+            await stopped
+            server.health.note(serving=False)
     logger.info("shutting down")
     server.health.note(serving=False)
     service.draining.set()
@@ -202,6 +212,17 @@ async def _listen(
     silence.cancel()
     endpoints.withdraw()
     await recovery
+
+
+@contextlib.asynccontextmanager
+async def _among_others(service: Service, options: ServerOptions, where: Addresses) -> AsyncIterator[None]:
+    """While the block runs, the process owns models with those that share its log, if others do."""
+    logs, snapshots = service.logs, service.snapshots
+    if options.shared is None or not isinstance(logs, JetStreamLogs) or snapshots is None:
+        yield
+        return
+    async with member(service, options.shared, logs, snapshots, where):
+        yield
 
 
 async def _compile(service: Service, stopping: asyncio.Event) -> None:

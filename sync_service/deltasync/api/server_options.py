@@ -4,9 +4,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from deltasync.api.reload import Reader
+from deltasync.api.shared_options import SharedLogOptions
 from deltasync.api.tls_options import TlsOptions
 from deltasync.consumers.consumer import ConsumerOptions
+from deltasync.core.errors import InvalidInput
 from deltasync.service.options import ServiceOptions
+from deltasync.service.snapshots import SnapshotOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +28,8 @@ class ServerOptions:
         drain_seconds: how long open cuts may take to finish on SIGTERM.
         read_settings: reads what it takes of the configuration on SIGHUP; None where there is no file.
         tls: what TLS is spoken with on both ports; None = plain text.
+        shared: brokers that keep the log, which other processes can go on with; None = it is this one's own.
+        snapshots: which snapshots are made; None = none.
     """
 
     service: ServiceOptions
@@ -38,3 +43,9 @@ class ServerOptions:
     drain_seconds: float = 5.0
     read_settings: Reader | None = None
     tls: TlsOptions | None = None
+    shared: SharedLogOptions | None = None
+    snapshots: SnapshotOptions | None = None
+
+    def __post_init__(self) -> None:
+        if self.shared and not self.snapshots:
+            raise InvalidInput("--log: name --snapshots too, from which another process begins with a model")

@@ -14,6 +14,7 @@ from deltasync.cli.config import CONTEXT, config_option, from_config, reader_of_
 from deltasync.cli.consumer_settings import consumers_of_file, consumers_of_flags, merged
 from deltasync.cli.endpoint_options import listening_options
 from deltasync.cli.limit_settings import limits_of_file, limits_of_flags
+from deltasync.cli.log_options import log_options, take_log_options, take_snapshot_options
 from deltasync.cli.needs import SERVICE, check_needs
 from deltasync.cli.tls_options import take_tls_options, tls_options
 from deltasync.consumers.consumer import ConsumerOptions
@@ -44,6 +45,7 @@ check_needs(*SERVICE)
     help="Consumer to make at the start if missing. May be repeated.",
 )
 @access_options
+@log_options
 @click.option(
     "--log-max-bytes",
     type=click.IntRange(1 << 20),
@@ -115,13 +117,15 @@ def serve(consumer: tuple[ConsumerOptions, ...], limit: Mapping[str, int], **set
         of_service = {name: settings.pop(name) for name in kept}
         service = ServiceOptions(norm_limit=norm_limit, limits=found.limits, **of_service)
         tls = take_tls_options(settings)
+        settings["snapshots"] = take_snapshot_options(settings)
+        settings["shared"] = take_log_options(settings, service.log_max_bytes)
         settings["admin_token"] = take_admin_token(settings)
+        read_settings = partial(_reloaded, consumer, limit, read) if read else None
+        options = ServerOptions(
+            service=service, consumers=found.consumers, read_settings=read_settings, tls=tls, **settings
+        )
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    read_settings = partial(_reloaded, consumer, limit, read) if read else None
-    options = ServerOptions(
-        service=service, consumers=found.consumers, read_settings=read_settings, tls=tls, **settings
-    )
     try:
         asyncio.run(server.serve(options))
     finally:

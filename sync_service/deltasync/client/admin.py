@@ -7,6 +7,7 @@ from typing import TypeVar
 import grpc
 
 from deltasync.client.endpoint import Endpoint
+from deltasync.client.route import Route
 from deltasync.core.errors import InvalidInput
 from deltasync.core.policy import Policy
 from deltasync.v1 import admin_pb2, admin_pb2_grpc
@@ -175,8 +176,13 @@ class Admin:
         return list(patient._call(lambda stub: stub.Inspect(admin_pb2.InspectRequest())).tables)
 
     def _call(self, call: Callable[[admin_pb2_grpc.AdminServiceStub], T]) -> T:
-        with self._endpoint.channel() as channel:
-            try:
-                return call(admin_pb2_grpc.AdminServiceStub(channel))
-            except grpc.RpcError as error:
-                raise self._endpoint.error_of(error) from error
+        route = Route(self._endpoint)
+        while True:
+            endpoint = route.endpoint
+            with endpoint.channel() as channel:
+                try:
+                    return call(admin_pb2_grpc.AdminServiceStub(channel))
+                except grpc.RpcError as failure:
+                    error = endpoint.error_of(failure)
+                    if not route.turn(error):
+                        raise error from failure

@@ -14,8 +14,9 @@ from deltasync.client.endpoint_settings import endpoint_settings, file_settings
 from deltasync.client.http_answer import Tls, get_json
 from deltasync.client.tls_files import TlsFiles
 from deltasync.client.tls_troubles import meaning
-from deltasync.core.errors import DeltasyncError, InvalidInput, ServiceUnavailable
+from deltasync.core.errors import DeltasyncError, InvalidInput, NotOwner, ServiceUnavailable
 from deltasync.core.exposure import is_loopback
+from deltasync.core.owner import Owner
 from deltasync.wire.error_codes import from_rpc_error
 from deltasync.wire.protocol import OURS, protocols_to_metadata
 
@@ -48,7 +49,8 @@ class Endpoint:
     anew for each connection: what is renewed in place is used from the next one on.
 
     Attributes:
-        address: where it answers gRPC, as HOST:PORT; or HTTP, as http://HOST:PORT or https://HOST:PORT.
+        address: where it answers gRPC, as HOST:PORT; or HTTP, as http://HOST:PORT or https://HOST:PORT. Of a
+            service of several processes the addresses of some, with commas: each knows who has what is asked for.
         token: what shows who calls; without one, and without a certificate, a service that knows roles refuses
             most calls.
         timeout_seconds: how long a call may take. Streams live as long as they are needed.
@@ -143,10 +145,11 @@ class Endpoint:
             InvalidInput: the address is not HOST:PORT, or a file cannot be used.
         """
         endpoint = service if isinstance(service, Endpoint) else cls(service)
-        host, _, port = endpoint.address.rpartition(":")
-        if not host or not port.isdigit() or host.startswith(_HTTP):
-            raise InvalidInput(f"service {endpoint.address!r}: expected HOST:PORT")
-        endpoint._check_use()
+        for each in endpoint.alone():
+            host, _, port = each.address.rpartition(":")
+            if not host or not port.isdigit() or host.startswith(_HTTP):
+                raise InvalidInput(f"service {each.address!r}: expected HOST:PORT")
+            each._check_use()
         return endpoint
 
     @classmethod
@@ -159,10 +162,26 @@ class Endpoint:
         endpoint = service if isinstance(service, Endpoint) else cls(service)
         if endpoint.http and not _is_url(endpoint.address):
             endpoint = replace(endpoint, address=endpoint.http, http="")
-        if not _is_url(endpoint.address):
-            raise InvalidInput(f"service {endpoint.address!r}: expected http://HOST:PORT")
-        endpoint._check_use()
+        for each in endpoint.alone():
+            if not _is_url(each.address):
+                raise InvalidInput(f"service {each.address!r}: expected http://HOST:PORT")
+            each._check_use()
         return endpoint
+
+    def alone(self) -> "list[Endpoint]":
+        """An endpoint for each of the addresses."""
+        addresses = [each.strip() for each in self.address.split(",")]
+        return [replace(self, address=each, http="") for each in addresses] if len(addresses) > 1 else [self]
+
+    def at(self, owner: Owner) -> "Endpoint":
+        """Where another process of the same service is asked, as this endpoint asks: by gRPC, or by HTTP.
+
+        Raises:
+            InvalidInput: that is no address, or what is secret would be sent to it over plain text.
+        """
+        address = owner.http if _is_url(self.address) else owner.grpc
+        other = replace(self, address=address, http="")
+        return Endpoint.of_http(other) if _is_url(self.address) else Endpoint.of_grpc(other)
 
     @property
     def tls(self) -> bool:
@@ -203,7 +222,7 @@ class Endpoint:
         what that may mean.
         """
         error = from_rpc_error(failure, self.address)
-        if isinstance(error, ServiceUnavailable):
+        if isinstance(error, ServiceUnavailable) and not isinstance(error, NotOwner):
             means = meaning(str(error), tls=self.tls, certificate=self.cert is not None)
             return ServiceUnavailable(f"{error}: {means}") if means else error
         return error

@@ -7,13 +7,16 @@ import socket
 import ssl
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 from deltasync.client.tls_troubles import meaning
-from deltasync.core.errors import DeltasyncError, NotFound, NotPermitted, ServiceUnavailable
+from deltasync.core.errors import DeltasyncError, NotFound, NotOwner, NotPermitted, ServiceUnavailable
+from deltasync.core.owner import Owner
 
 # The lag of a hundred thousand replicas takes less.
 _MOST_BYTES = 256 << 20
@@ -43,6 +46,7 @@ def get_json(url: str, headers: Mapping[str, str], timeout_seconds: float, tls: 
     Raises:
         NotFound: the service knows no such thing.
         NotPermitted: it does not let who asks see it.
+        NotOwner: another process of the service is to be asked.
         ServiceUnavailable: it does not answer in time, or not with JSON.
     """
     tls = tls or Tls()
@@ -139,6 +143,8 @@ def _body(answer: Any, most: int) -> bytes:
 
 
 def _refused(error: urllib.error.HTTPError, url: str) -> DeltasyncError:
+    if error.code == HTTPStatus.TEMPORARY_REDIRECT and (owner := _owner(error.headers.get("Location", ""))):
+        return NotOwner(f"{url}: {owner.http} has it", owner=owner)
     try:
         body = error.read(_MOST_ERROR_BYTES).decode(errors="replace")
         kind = _KINDS.get(error.code)
@@ -147,6 +153,11 @@ def _refused(error: urllib.error.HTTPError, url: str) -> DeltasyncError:
     except (OSError, http.client.HTTPException, ValueError) as broken:
         body = f"{error.reason}, and then {_printable(broken)}"
     return ServiceUnavailable(f"{url}: HTTP {error.code}: {body}")
+
+
+def _owner(location: str) -> Owner | None:
+    parts = urllib.parse.urlsplit(location)
+    return Owner("", "", f"{parts.scheme}://{parts.netloc}") if parts.netloc else None
 
 
 def _printable(error: Exception) -> str:

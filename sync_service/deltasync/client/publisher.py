@@ -14,6 +14,7 @@ from deltasync.client.connection import Connection, Connectivity
 from deltasync.client.endpoint import Endpoint
 from deltasync.client.options import PublisherOptions
 from deltasync.client.part import Part
+from deltasync.client.route import Route
 from deltasync.client.wanted_rows import ASK_SECONDS, ask_wanted
 from deltasync.core.backoff import backoff
 from deltasync.core.delete_request import DeleteRequest
@@ -52,7 +53,7 @@ class Publisher:
 
     def __init__(self, options: PublisherOptions, tables: list[TableSpec], shards: list[Shard]) -> None:
         self._options = options
-        self._endpoint = Endpoint.of_grpc(options.service)
+        self._route = Route(Endpoint.of_grpc(options.service))
         self._tables = tables
         self._shards = shards
         self._slots = {shard: slot for slot, shard in enumerate(shards)}
@@ -173,6 +174,7 @@ class Publisher:
                 if self._closing.is_set():
                     break
                 if opened := stream.open():
+                    self._route.answered()
                     self._check_opened(*opened, part)
                 return stream.send(part)
             except DeltasyncError as error:
@@ -181,6 +183,9 @@ class Publisher:
                     raise
                 if isinstance(error, Damaged):
                     _check_digests(part)
+                if self._route.turn(error):
+                    self._note_failed(error, 0.0)
+                    continue
                 self._note_failed(error, pause)
             if self._closing.wait(pause):
                 break
@@ -188,7 +193,7 @@ class Publisher:
 
     def _connected(self) -> "_Stream":
         if self._stream is None:
-            self._stream = _Stream(self._endpoint, self._open_message(), self._slots, self._note_requests)
+            self._stream = _Stream(self._route.endpoint, self._open_message(), self._slots, self._note_requests)
         return self._stream
 
     def _note_failed(self, error: Exception, pause: float | None) -> None:

@@ -4,6 +4,7 @@ import urllib.parse
 from typing import Any
 
 from deltasync.client.endpoint import Endpoint
+from deltasync.client.route import Route
 
 __all__ = ["fetch_lag"]
 
@@ -16,7 +17,6 @@ def fetch_lag(service: Endpoint | str, consumer: str) -> dict[str, Any]:
         NotFound: no such consumer.
         ServiceUnavailable: the service does not answer, or not with a lag.
     """
-    answer: dict[str, Any] = Endpoint.of_http(service).get_json(
-        f"/consumers/{urllib.parse.quote(consumer, safe='')}/lag"
-    )
+    path = f"/consumers/{urllib.parse.quote(consumer, safe='')}/lag"
+    answer: dict[str, Any] = Route(Endpoint.of_http(service)).get_json(path)
     return answer

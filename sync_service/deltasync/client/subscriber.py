@@ -17,6 +17,7 @@ from deltasync.client.endpoint import Endpoint
 from deltasync.client.goodbye import say_goodbye
 from deltasync.client.options import SubscriberOptions
 from deltasync.client.readiness import Readiness, newest_ns
+from deltasync.client.route import Route
 from deltasync.client.targets import PartialTarget, ReadableTarget, Target
 from deltasync.core.backoff import backoff
 from deltasync.core.errors import DeltasyncError, NotPermitted, ServiceUnavailable
@@ -54,7 +55,7 @@ class Subscriber:
 
     def __init__(self, options: SubscriberOptions, target: Target) -> None:
         self._options = options
-        self._endpoint = Endpoint.of_grpc(options.service)
+        self._route = Route(Endpoint.of_grpc(options.service))
         self._target = target
         self.held = options.held
         self.version = options.held
@@ -164,7 +165,7 @@ class Subscriber:
         self._thread.join()
         if self._known:
             self._known = False
-            say_goodbye(self._endpoint, self._leaving, (ends_ns - steady_ns()) / 1e9)
+            say_goodbye(self._route.endpoint, self._leaving, (ends_ns - steady_ns()) / 1e9)
         self._connectivity.note_lost(ServiceUnavailable("the subscriber is closed"))
         with self._moved:
             self._moved.notify_all()
@@ -196,7 +197,7 @@ class Subscriber:
             try:
                 self._subscribe()
             except grpc.RpcError as failure:
-                error = self._endpoint.error_of(failure)
+                error = self._route.endpoint.error_of(failure)
                 if self._stops(error) and not self._closing.is_set():
                     raise error from failure
             except ServiceUnavailable as unusable:  # A file of the endpoint is.
@@ -205,8 +206,9 @@ class Subscriber:
                 error = ServiceUnavailable("the service ended the stream")
                 self._known &= not self._closing.is_set()  # Else it has been told that this was the last one.
             if self.held != before:
+                self._route.answered()
                 pauses = backoff()
-            pause = next(pauses)
+            pause = 0.0 if self._route.turn(error) else next(pauses)
             if not self._closing.is_set():
                 self._trouble = error
                 self._readiness.lacks(f"it reconnects: {error}")
@@ -222,7 +224,7 @@ class Subscriber:
         requests.put(self._open())
         self._requests = requests  # Now: close() says goodbye after that.
         self._opened_ns = steady_ns()
-        with self._endpoint.channel() as channel:
+        with self._route.endpoint.channel() as channel:
             self._call = subscribe_pb2_grpc.SubscribeServiceStub(channel).Subscribe(iter(requests.get, None))
             if self._closing.is_set():
                 _hang_up(requests)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from deltasync.consumers.consumer import ConsumerOptions
-from deltasync.core.errors import Contradiction, InvalidInput, LimitReached
+from deltasync.core.errors import Contradiction, InvalidInput, LimitReached, NotOwner
 from deltasync.core.events import EventKind
 from deltasync.core.names import check_name
 from deltasync.storage.volume import VolumeFailed
@@ -24,6 +24,7 @@ class Configuration:
         self._service = service
         self.shortcomings = dict[str, str]()
         self._unwritten = dict[str, tuple[ConsumerOptions, str]]()  # And who has asked for each.
+        self._elsewhere = dict[str, tuple[ConsumerOptions, str]]()  # Of models that are not here.
 
     async def take(self, wanted: Sequence[ConsumerOptions], by: str) -> None:
         """Have the consumers of a configuration, which is the only one from here on. One that cannot be as it says
@@ -33,27 +34,31 @@ class Configuration:
             InvalidInput: a name that cannot be one.
             StorageFailed: one could not be written down, for another reason.
         """
-        self.shortcomings, self._unwritten = {}, {}
+        self.shortcomings, self._unwritten, self._elsewhere = {}, {}, {}
         for each in wanted:
             check_name("consumer", each.name)
             check_name("model", each.model)
             await self._take(each, by)
 
     async def take_unwritten(self) -> None:
-        """Try again to have those that a volume did not take."""
-        for name, (wanted, by) in list(self._unwritten.items()):
-            if self._unwritten.get(name) == (wanted, by):  # Not if there is another one by now.
-                await self._take(wanted, by)
+        """Try again to have those that a volume did not take, and those of models that have come here."""
+        for left in (self._unwritten, self._elsewhere):
+            for name, (wanted, by) in list(left.items()):
+                if left.get(name) == (wanted, by):  # Not if there is another one by now.
+                    await self._take(wanted, by)
 
     def forget(self, name: str) -> None:
         """Forget a consumer that was deleted."""
         self.shortcomings.pop(name, None)
         self._unwritten.pop(name, None)
+        self._elsewhere.pop(name, None)
 
     async def _take(self, wanted: ConsumerOptions, by: str) -> None:
         self.forget(wanted.name)
         try:
             await self._service.ensure_consumer(wanted, by)
+        except NotOwner:
+            self._elsewhere[wanted.name] = wanted, by  # Who has its model has the same configuration.
         except (Contradiction, InvalidInput, LimitReached) as error:
             self._fall_short("its configuration is refused", wanted, error)
         except VolumeFailed as error:

@@ -1,111 +1,127 @@
 """The models that this process owns, on logs that other processes can go on with."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Collection
 from typing import Protocol
 
-from deltasync.core.errors import NotOwner, StorageFailed
+from deltasync.core.errors import DeltasyncError, NotOwner, StorageFailed
 from deltasync.core.events import EventKind
 from deltasync.core.owner import Owner
+from deltasync.service.model_files import ModelFiles
 from deltasync.service.moves import Moves
 from deltasync.service.service import Service
+from deltasync.service.snapshots import SnapshotLoop
 from deltasync.storage.log_store import LogStore
+from deltasync.storage.logs import Logs
 
 _SECONDS = 1.0
 
 
-class SharedLogs(Protocol):
-    """Logs of which one process at a time has each. What blocks, blocks."""
+class SharedLogs(Logs, Protocol):
+    """Logs of which one process at a time has each. All of it blocks."""
 
     def open(self, model: str, owner: Owner) -> LogStore:
-        """Have a model's log: from here on, who had it before can write nothing. Blocks.
+        """Have a model's log: from here on, who had it before can write nothing.
 
         Raises:
             StorageFailed: it cannot be reached, or read.
         """
 
     def close_log(self, model: str, *, written: bool) -> None:
-        """Have a log no more; what is submitted is written before, or refused. Blocks."""
+        """Have a log no more; what is submitted is `written` before, or refused."""
 
     def lost(self, model: str) -> StorageFailed | None:
         """Why a log that is open is this process's no more, or not what it was; None while it is."""
 
-
-class Files(Protocol):
-    """Where the files of a model come from that another process has had."""
-
-    def make(self, model: str, log: LogStore) -> None:
-        """Have files of a model from which, with its log, it can come back. Blocks.
+    def delete(self, model: str) -> None:
+        """Remove the log of a model.
 
         Raises:
-            StorageFailed: they cannot be had now.
+            StorageFailed: it cannot be reached.
+        """
+
+    def known_models(self) -> list[str]:
+        """The models that have a log.
+
+        Raises:
+            StorageFailed: it cannot be asked.
         """
 
 
 class Hosting:
-    """Takes models for which this process is made the owner, and gives them up. Used in the event loop."""
+    """Takes models that this process is made the owner of, and gives them up: a `Models`. In the event loop."""
 
-    def __init__(self, service: Service, logs: SharedLogs, files: Files) -> None:
-        self._service, self._logs, self._files = service, logs, files
+    def __init__(self, service: Service, logs: SharedLogs, files: ModelFiles, snapshots: SnapshotLoop) -> None:
+        self._service, self._logs, self._files, self._snapshots = service, logs, files, snapshots
         self._moves = Moves(service)
-        self._owned = dict[str, Owner]()
-        self._turns = dict[str, asyncio.Lock]()
-
-    @property
-    def models(self) -> list[str]:
-        """Names of those that are here, or about to be."""
-        return sorted(self._owned)
+        self._owned = set[str]()
 
     async def take(self, model: str, owner: Owner) -> None:
-        """Have a model. If that fails nothing of it is here.
+        """Have a model, with its consumers. If that fails it is given up.
 
         Raises:
             StorageFailed: its log cannot be reached or read, or there are no files of it to be had.
         """
-        async with self._turn(model):
-            self._owned[model] = owner
-            try:
-                log = await asyncio.to_thread(self._logs.open, model, owner)
-                await asyncio.to_thread(self._files.make, model, log)
-                await self._moves.take(model, log)
-            except BaseException:
-                await self._give_up(model, _gone(model, None), written=False)
-                raise
+        self._owned.add(model)
+        log = await asyncio.to_thread(self._logs.open, model, owner)
+        await asyncio.to_thread(self._files.make, model, log)
+        await self._moves.take(model, log)
+        for consumer in self._service.registry.of_model(model):
+            await self._service.owners.reserve_consumer(consumer.name, model)
 
-    async def give_up(self, model: str, heir: Owner | None = None, *, written: bool = False) -> None:
-        """Have a model no more, of which another process is the owner, or is to be.
-
-        Args:
-            model: its name.
-            heir: who; None where nobody knows yet.
-            written: whether what is under way is finished first: this process is the owner still.
-        """
-        async with self._turn(model):
-            await self._give_up(model, _gone(model, heir), written=written)
-
-    async def look_after(self) -> None:
-        """Give up what is lost; have that again of which the log went back. Until cancelled."""
-        while True:
-            await asyncio.sleep(_SECONDS)
-            for model, owner in list(self._owned.items()):
-                if error := self._logs.lost(model):
-                    self._service.events.emit(EventKind.FAILED, "its log is lost", error, model=model)
-                    await self.give_up(model)
-                    del owner
-
-    async def _give_up(self, model: str, refusal: Callable[[], NotOwner], *, written: bool) -> None:
-        if self._owned.pop(model, None) is None:
+    async def give_up(self, model: str, reason: str) -> None:
+        """Have a model no more: its streams end, and nothing of it is written any more but what it takes still."""
+        if model not in self._owned:
             return
+        written = self._service.owners.confirmed and await asyncio.to_thread(self._logs.lost, model) is None
         if not written:  # First: who waits for it to be written would wait for long.
             await asyncio.to_thread(self._logs.close_log, model, written=False)
-        await self._moves.give_up(model, refusal, written=written)
+        await self._moves.give_up(model, lambda: self._gone(model, reason), written=written)
         if written:
             await asyncio.to_thread(self._logs.close_log, model, written=True)
+        self._snapshots.forget(model)
+        self._owned.discard(model)
 
-    def _turn(self, model: str) -> asyncio.Lock:
-        return self._turns.setdefault(model, asyncio.Lock())
+    async def forget(self, model: str) -> None:
+        """Have no log of a model that was deleted, or was never published; nobody owns it then."""
+        await self._moves.give_up(model, lambda: self._gone(model, "it was deleted"), written=True)
+        await asyncio.to_thread(self._logs.close_log, model, written=True)
+        await asyncio.to_thread(self._logs.delete, model)
+        self._snapshots.forget(model)
+        self._owned.discard(model)
+        await self._service.owners.forget(model)
 
+    async def save(self, model: str) -> None:
+        """Make a snapshot, from which the next owner is soon at the head.
 
-def _gone(model: str, heir: Owner | None) -> Callable[[], NotOwner]:
-    where = f"process {heir.process} has it" if heir else "another process is to have it"
-    return lambda: NotOwner(f"model {model!r} is not here any more: {where}; reconnect", owner=heir)
+        Raises:
+            DeltasyncError: it could not be made.
+        """
+        await self._snapshots.make(model)
+
+    async def known(self) -> Collection[str]:
+        """The models that have a log, whoever owns them.
+
+        Raises:
+            StorageFailed: brokers do not answer.
+        """
+        return await asyncio.to_thread(self._logs.known_models)
+
+    async def look_after(self) -> None:
+        """Give up what is lost, until cancelled."""
+        while True:
+            await asyncio.sleep(_SECONDS)
+            for model in sorted(self._owned):
+                error = await asyncio.to_thread(self._logs.lost, model)
+                if error and model in self._owned:
+                    self._service.events.emit(EventKind.FAILED, "its log is lost", error, model=model)
+                    await self._service.owners.lost(model, str(error))
+
+    def _gone(self, model: str, reason: str) -> NotOwner:
+        try:
+            self._service.owners.check(model)
+        except NotOwner as error:
+            return error
+        except DeltasyncError as error:
+            reason = str(error)
+        return NotOwner(f"model {model!r} is not here any more: {reason}; reconnect")

@@ -23,9 +23,7 @@ Call = Callable[[Callable[[], None]], object]
 class ModelFiles:
     """Makes the files of models. Blocks; any thread but that of the event loop, in which `tell` is called."""
 
-    def __init__(
-        self, place: SnapshotPlace, models: Path, events: Events, call: Callable[[Callable[[], None]], None]
-    ):
+    def __init__(self, place: SnapshotPlace, models: Path, events: Events, call: Call) -> None:
         """`call` has the event loop call a function."""
         self._place, self._models, self._events, self._call = place, models, events, call
 

@@ -72,6 +72,8 @@ class Removals:
             await asyncio.to_thread(model.store.retire)
             service.limits.taken["bytes_in_all"] -= model.store.table_bytes
             await asyncio.to_thread(remove_model, model.log, name, service.directory(name))
+        if service.hosting:
+            await service.hosting.forget(name)
 
     async def _delete_table(self, name: str, table: str, by: str) -> None:
         service = self._service

@@ -3,29 +3,32 @@
 import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deltasync.consumers.consumer import Consumer, ConsumerOptions
 from deltasync.consumers.pause import ITSELF
 from deltasync.consumers.registry import ConsumerRegistry
-from deltasync.core.delete_request import DeleteRequest
-from deltasync.core.errors import NotFound, ServiceUnavailable
+from deltasync.core.errors import NotFound, NotOwner, ServiceUnavailable
 from deltasync.core.events import EventCounts, EventKind, EventLog, Events
 from deltasync.core.limits import Limits
+from deltasync.core.names import check_name
 from deltasync.core.policy import Policy
 from deltasync.core.signals import Signal
 from deltasync.core.tables import TableSpec
 from deltasync.core.words import listed
 from deltasync.feeds.feed import Feed
 from deltasync.feeds.model import Model
+from deltasync.ownership.alone import Alone
+from deltasync.ownership.member import Member
+from deltasync.ownership.owners import Owners
 from deltasync.publish.coordinator import CutCoordinator
 from deltasync.publish.norm_guard import NormGuard
 from deltasync.publish.pending_deletes import PendingDeletes
 from deltasync.publish.sealing import CutSealer
 from deltasync.service.configuration import Configuration
 from deltasync.service.options import ServiceOptions
+from deltasync.service.pending_delete import PendingDelete
 from deltasync.service.recovery import models_to_recover, recover_model
 from deltasync.service.unpublished import UnpublishedModels
 from deltasync.service.volumes import Volumes
@@ -38,14 +41,9 @@ from deltasync.storage.records import reading, spec_of_record
 from deltasync.storage.unused_files import remove_unknown
 from deltasync.views.registry import ViewRegistry
 
-
-@dataclass(frozen=True)
-class PendingDelete:
-    """A request to delete rows of a model, and what it waits for."""
-
-    model: str
-    request: DeleteRequest
-    reason: str
+if TYPE_CHECKING:
+    from deltasync.service.hosting import Hosting
+    from deltasync.service.snapshots import SnapshotLoop
 
 
 class Service:
@@ -56,6 +54,9 @@ class Service:
     Attributes:
         options: what it keeps, and where.
         logs: what outlives the process.
+        owners: which process has which model.
+        hosting: takes models, and gives them up; None where all are here.
+        snapshots: makes those of its models; None where there are to be none.
         volumes: where it writes to.
         limits: what peers may take, and what is taken.
         events: what happens, told to all who listen.
@@ -77,6 +78,9 @@ class Service:
     """
 
     def __init__(self, options: ServiceOptions, tasks: asyncio.TaskGroup, logs: Logs | None = None) -> None:
+        self.owners: Owners = Alone(Member("", "", ""))
+        self.hosting: Hosting | None = None
+        self.snapshots: SnapshotLoop | None = None
         self.options = options
         self._tasks = tasks
         self.limits = Limits(options.limits)
@@ -93,6 +97,7 @@ class Service:
             self.registry = ConsumerRegistry(
                 self.logs, options.replica_retention_seconds, self.events, self.limits
             )
+            self.registry.elsewhere = self._elsewhere
             remove_unknown(self.models_directory, self._recorded_views())
             undo.pop_all()
         self.views = ViewRegistry(tasks, self.events)
@@ -165,10 +170,12 @@ class Service:
 
         Raises:
             NotFound: there is none; the message names those that exist.
+            NotOwner: another process has it.
             ServiceUnavailable: it is still recovering.
         """
         self.check_recovered(name)
         if name not in self.models:
+            self.owners.check(name)
             raise NotFound(f"no model {name!r}", detail=f"; models: {listed(self.models) or 'none yet'}")
         return self.models[name]
 
@@ -178,10 +185,12 @@ class Service:
         Whoever has opened it tells `unpublished` once its stream has ended.
 
         Raises:
+            NotOwner: another process has it, or is to have it.
             ServiceUnavailable: it is still recovering.
             LimitReached: there would be too many models.
             StorageFailed: another of that name was deleted, and what is left of it cannot be removed.
         """
+        await self.owners.claim(name)
         self.check_recovered(name)
         async with self.changing:
             if name not in self.models:
@@ -201,7 +210,9 @@ class Service:
         Raises:
             InvalidInput: a name that cannot be one, or a policy that the model's tables cannot meet.
             Contradiction: it exists for another model, or with another policy.
+            NotOwner: another process has the model, or is to have it.
         """
+        await self.owners.claim(check_name("model", model))
         async with self.changing:
             return await self._create(name, model, policy, by)
 
@@ -211,7 +222,9 @@ class Service:
         Raises:
             InvalidInput: a name that cannot be one, or a policy that the model's tables cannot meet.
             Contradiction: it exists for another model.
+            NotOwner: another process has the model, or is to have it.
         """
+        await self.owners.claim(wanted.model)
         async with self.changing:
             existing = self.registry.consumers.get(wanted.name)
             policy = wanted.policy or (existing.policy if existing else Policy())
@@ -251,6 +264,7 @@ class Service:
                 await self.registry.delete(name)
             finally:  # Else a new consumer of that name would have a view that serves the old one.
                 await self.views.forget(name)
+        await self.owners.forget_consumer(name)
         self.configuration.forget(name)
         self.events.emit(EventKind.CONSUMER_CHANGED, "deleted", consumer=name, by=by)
 
@@ -295,6 +309,7 @@ class Service:
 
     async def _create(self, name: str, model: str, policy: Policy, by: str) -> Consumer:
         self._check(policy, model)
+        await self.owners.reserve_consumer(check_name("consumer", name), model)
         consumer = await self.registry.create(name, model, policy)
         await self._follow(consumer)
         text = f"sent {_words(policy)}"
@@ -311,6 +326,15 @@ class Service:
             text = f"sent {_words(policy)}, before that {_words(before)}"
             self.events.emit(EventKind.CONSUMER_CHANGED, text, consumer=name, model=consumer.model, by=by)
         return consumer
+
+    def _elsewhere(self, consumer: str) -> NotOwner | None:
+        """What who asks for a consumer is told that another process has."""
+        try:
+            if model := self.owners.model_of(consumer):
+                self.owners.check(model)
+        except NotOwner as error:
+            return error
+        return None
 
     def _check(self, policy: Policy, model: str) -> None:
         if model in self.models or model in self.recovering:

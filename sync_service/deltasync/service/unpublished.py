@@ -121,6 +121,8 @@ class UnpublishedModels:
             await model.stop()
             await asyncio.to_thread(model.store.retire)
             await asyncio.to_thread(remove_model, model.log, model.name, service.directory(model.name))
+            if service.hosting and not service.registry.of_model(model.name):
+                await service.hosting.forget(model.name)
         except Exception as error:  # noqa: BLE001  # one model's trouble is its own
             text = "what is left of a cut that was given up is removed at the next start"
             service.events.emit(EventKind.FAILED, text, error, model=model.name)

@@ -32,6 +32,7 @@ class JetStreamLogs:
 
     Attributes:
         commits: how long it took until writes were acknowledged.
+        accepted_risks: how what brokers acknowledge could be lost all the same, in words.
     """
 
     def __init__(self, options: BrokerOptions, process: str) -> None:
@@ -45,6 +46,7 @@ class JetStreamLogs:
         self._volume = BrokerVolume(options.words)
         self.commits = self._volume.commits
         self._open = dict[str, JetStreamStore]()
+        self.accepted_risks: list[str] = []
         self._lock = threading.Lock()
 
     def of(self, model: str) -> LogStore:

@@ -12,9 +12,11 @@ class Logs(Protocol):
 
     Attributes:
         commits: how long it took to bring what was submitted to the disk.
+        accepted_risks: how what was acknowledged could be lost all the same, in words.
     """
 
     commits: Durations
+    accepted_risks: list[str]
 
     def of(self, model: str) -> LogStore:
         """The log of a model, with all that its consumers hold.
@@ -39,6 +41,7 @@ class EmbeddedLogs:
 
     def __init__(self, log: LogStore) -> None:
         self._log, self.commits = log, log.commits
+        self.accepted_risks: list[str] = []
 
     def of(self, _model: str) -> LogStore:
         """The log of a model: that of all."""

@@ -7,12 +7,16 @@ from click.testing import CliRunner
 
 from deltasync.api import server
 from deltasync.api.server_options import ServerOptions
+from deltasync.api.shared_options import SharedLogOptions
 from deltasync.api.tls_options import TlsOptions
 from deltasync.cli.endpoint_options import service_options
 from deltasync.cli.main import cli
 from deltasync.client import Endpoint
 from deltasync.consumers.consumer import ConsumerOptions
+from deltasync.ownership.options import OwnershipOptions
 from deltasync.publish.norm_guard import NormLimit
+from deltasync.service.snapshots import SnapshotOptions
+from deltasync.storage.brokers import BrokerOptions
 
 FLAG, FILE = "--grpc-port", "grpc_port"
 
@@ -77,6 +81,23 @@ def test_every_setting_may_be_in_the_file(served: list[ServerOptions], tmp_path:
         tls_cert = "c.pem"
         tls_key = "k.pem"
         tls_client_ca = "ca.pem"
+        log = "nats://b1:4222,nats://b2:4222"
+        log_replicas = 1
+        log_prefix = "test"
+        log_monitor = "http://b1:8222"
+        log_credentials = "b.creds"
+        log_ca = "b-ca.pem"
+        log_cert = "b.pem"
+        log_key = "b-key.pem"
+        accept_log_risk = true
+        process = "sync-0"
+        advertise_grpc = "sync-0:1"
+        advertise_http = "http://sync-0:2"
+        lease_seconds = 9
+        snapshots = "s3://bucket/models"
+        snapshot_seconds = 60
+        keep_snapshots = 5
+        keep_snapshots_seconds = 86400
         limit = ["models=5"]
         [limits]
         models = 6
@@ -103,8 +124,22 @@ def test_every_setting_may_be_in_the_file(served: list[ServerOptions], tmp_path:
     assert settings - {"config"} == {
         "data_dir", "host", "grpc_port", "http_port", "consumer", "admin_token_file", "log_max_bytes",
         "flush_bytes", "replica_retention_seconds", "drain_seconds", "max_norm_growth", "poisoned", "roles",
-        "insecure", "limit", "tls_cert", "tls_key", "tls_client_ca",
+        "insecure", "limit", "tls_cert", "tls_key", "tls_client_ca", "log", "log_replicas", "log_prefix",
+        "log_monitor", "log_credentials", "log_ca", "log_cert", "log_key", "accept_log_risk", "process",
+        "advertise_grpc", "advertise_http", "lease_seconds", "snapshots", "snapshot_seconds", "keep_snapshots",
+        "keep_snapshots_seconds",
     }  # fmt: skip
+    assert options.shared == SharedLogOptions(
+        brokers=BrokerOptions(
+            urls=("nats://b1:4222", "nats://b2:4222"), prefix="test", replicas=1, monitors=("http://b1:8222",),
+            credentials=Path("b.creds"), ca=Path("b-ca.pem"), cert=Path("b.pem"), key=Path("b-key.pem"),
+            max_bytes=8_000_000,
+        ),
+        process="sync-0", grpc="sync-0:1", http="http://sync-0:2",
+        ownership=OwnershipOptions(lease_seconds=9), accept_risk=True,
+    )  # fmt: skip
+    wanted = SnapshotOptions(url="s3://bucket/models", seconds=60, keep=5, keep_seconds=86400)
+    assert options.snapshots == wanted
 
 
 def test_what_is_flushed_follows_the_size_of_the_log(served: list[ServerOptions]) -> None:
@@ -127,7 +162,7 @@ def test_several_consumers_come_from_flags_or_the_environment(served: list[Serve
     [
         (
             "grcp_port = 1",
-            "unknown setting 'grcp_port'; settings: admin_token, admin_token_file, ",
+            "unknown setting 'grcp_port'; settings: accept_log_risk, admin_token, ",
         ),
         ("grpc-port = 1", "unknown setting 'grpc-port'"),
         ("grpc_port = ", "c.toml: Invalid value"),

@@ -38,7 +38,7 @@ class Process:
         self.moves = Moves(service)
         self.snapshots = SnapshotLoop(service, SnapshotOptions(url=place.url, keep=2), place)
         call = asyncio.get_running_loop().call_soon_threadsafe
-        self.files = ModelFiles(place, service.models_directory, service.events, call)
+        self.files = ModelFiles(place, service.models_directory, service.events, lambda do: call(do))
 
     async def take(self) -> None:
         log = self.logs.open(MODEL)

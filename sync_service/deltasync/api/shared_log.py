@@ -1,0 +1,80 @@
+"""A process among others: it owns models on logs that others can go on with."""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from deltasync.api.endpoints_file import Addresses
+from deltasync.api.shared_options import SharedLogOptions
+from deltasync.core.errors import InvalidInput
+from deltasync.ownership.member import Member
+from deltasync.ownership.ownership import Ownership
+from deltasync.service.hosting import Hosting
+from deltasync.service.model_files import ModelFiles
+from deltasync.service.service import Service
+from deltasync.service.snapshots import SnapshotLoop
+from deltasync.storage.brokers import connect
+from deltasync.storage.jetstream_logs import JetStreamLogs
+
+logger = logging.getLogger(__name__)
+
+
+async def open_logs(options: SharedLogOptions) -> JetStreamLogs:
+    """The logs, once it is known whether brokers could lose what they have acknowledged.
+
+    Raises:
+        InvalidInput: they could, and that is not accepted.
+        StorageFailed: no broker can be used.
+    """
+    logs = await asyncio.to_thread(JetStreamLogs, options.brokers, options.process)
+    try:
+        logs.accepted_risks = await asyncio.to_thread(logs.risks)
+        if logs.accepted_risks and not options.accept_risk:
+            raise InvalidInput(f"{'; '.join(logs.accepted_risks)}: mend it, or accept it with --accept-log-risk")
+    except BaseException:
+        await asyncio.to_thread(logs.close)
+        raise
+    for risk in logs.accepted_risks:
+        logger.warning("accepted: %s", risk)
+    return logs
+
+
+@asynccontextmanager
+async def member(
+    service: Service, options: SharedLogOptions, logs: JetStreamLogs, snapshots: SnapshotLoop, where: Addresses
+) -> AsyncIterator[None]:
+    """While the block runs, the process owns models with the others; at its end they have all of them.
+
+    Raises:
+        StorageFailed, ServiceUnavailable: brokers cannot be used.
+    """
+    from deltasync.ownership.nats_bucket import BucketOptions, NatsBucket
+
+    client = await connect(options.brokers, options.process)
+    bucket = NatsBucket(
+        client, BucketOptions(name=f"{options.brokers.prefix}_owners", replicas=options.brokers.replicas)
+    )
+    call = asyncio.get_running_loop().call_soon_threadsafe
+    files = ModelFiles(snapshots.place, service.models_directory, service.events, lambda do: call(do))
+    hosting = service.hosting = Hosting(service, logs, files, snapshots)
+    me = Member(
+        options.process,
+        options.grpc or where.grpc,
+        options.http or where.http,
+        run=uuid.uuid4().hex,
+        started=time.time_ns(),
+    )
+    service.owners = owners = Ownership(options.ownership, me, bucket, hosting, service.events)
+    try:
+        await owners.start()
+        looking = asyncio.create_task(hosting.look_after())
+        try:
+            yield
+        finally:
+            looking.cancel()
+            await owners.close()
+    finally:
+        await client.close()
