@@ -56,10 +56,12 @@ class MemoryBucket:
         self._seen = None
 
     def tell(self, entry: Entry) -> None:
-        """A change: one that happens while the network is cut never comes, and nobody says so; nor does any of a
-        bucket that was made after following began.
+        """A change: from the first one on that comes while the network is cut, or in a bucket made anew,
+        none comes any more, and nobody says so.
         """
-        if self._seen and not self.cut and self._made == self._store.made:
+        if self.cut or self._made != self._store.made:
+            self._seen = None
+        if self._seen:
             self._seen(entry)
 
     def _reach(self) -> None:

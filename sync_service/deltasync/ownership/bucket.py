@@ -33,7 +33,8 @@ class Bucket(Protocol):
 
     async def follow(self, seen: Callable[[Entry], None]) -> None:
         """Have `seen` called with all entries, once each, before this returns; from then on with each change.
-        Changes may fail to come unsaid. Ends what was followed before, and makes a lost bucket anew.
+        None is left out, but at some moment they may end, unsaid. Ends what was followed before, and makes
+        a lost bucket anew.
         """
 
     async def close(self) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from deltasync.core.errors import Contradiction, DeltasyncError
 from deltasync.core.events import EventKind, Events
 from deltasync.ownership.bucket import Changed
+from deltasync.ownership.keys import PROCESS, key_of
 from deltasync.ownership.ledger import Ledger
 from deltasync.ownership.member import Member
 from deltasync.ownership.options import OwnershipOptions
@@ -69,7 +70,8 @@ class Heartbeat:
         began_ns = self._said_ns = self._clock_ns()
         self.me = replace(self.me, models=models)
         try:
-            if self._ledger.stale or self._table.followed < self._revision:
+            # In a bucket made anew, it may be at a lower revision than what was followed of the one before.
+            if self._ledger.stale or self._table.followed(key_of(PROCESS, self.me.name)) != self._revision:
                 await self._ledger.read()
             self._revision = await self._write()
             self._confirmed_ns = began_ns

@@ -83,7 +83,7 @@ class Ledger:
 
     def _see(self, entry: Entry, *, followed: bool = True) -> None:
         if followed:
-            self._table.followed_upto(entry.revision)
+            self._table.follow(entry)
         try:
             self._table.see(entry, self._clock_ns())
         except InvalidInput as error:

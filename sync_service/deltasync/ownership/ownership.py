@@ -11,10 +11,11 @@ from deltasync.core.signals import first_of
 from deltasync.core.steady_clock import steady_ns
 from deltasync.ownership.answers import Answer, answer_for
 from deltasync.ownership.bucket import Bucket, Changed
+from deltasync.ownership.claim import Claim
 from deltasync.ownership.consumers import ConsumerNames
 from deltasync.ownership.heartbeat import Heartbeat
 from deltasync.ownership.heirs import heir_of, next_after
-from deltasync.ownership.holds import Holds
+from deltasync.ownership.holds import Holds, State
 from deltasync.ownership.ledger import Ledger
 from deltasync.ownership.member import Member
 from deltasync.ownership.options import OwnershipOptions
@@ -281,14 +282,20 @@ class Ownership:
 
     async def _say(self, steps: Steps) -> None:
         taken = {model for model in self._holds.names() if self._holds.is_taken(model)}
-        claims = self._holds.claims()
         with suppress(Changed, ServiceUnavailable):  # Then with the next beat; the heartbeat says what is wrong.
-            for model in steps.say_again.keys() & taken:
-                await self._ledger.write_claim(model, claims[model])
+            for model in steps.say_again:
+                if claim := self._claim_to_say(model):
+                    await self._ledger.write_claim(model, claim)
             for model in steps.let_go:
                 await self._transfer.let_go(model, self._heir(model))
             for name, model in self._names.unsaid(taken).items():
                 await self._names.say(name, model)
+
+    def _claim_to_say(self, model: str) -> Claim | None:
+        hold = self._holds.get(model)
+        if hold is None:
+            return self._table.claims.get(model)
+        return hold.claim if hold.state is State.TAKEN else None
 
     def _take(self, model: str, reason: str) -> "asyncio.Task[Owner]":
         if self._holds.get(model) is None:

@@ -13,7 +13,7 @@ class Steps:
     Attributes:
         claim: to be claimed.
         give_up: held ones, not to be held any more.
-        say_again: held ones of which the bucket does not know.
+        say_again: those whose claim the bucket does not know any more.
         let_go: those said to be this process's, which it neither holds nor takes any more.
     """
 
@@ -38,6 +38,8 @@ def next_steps(view: View) -> Steps:
             steps.claim[model] = reason
         elif _is_left_over(view, model):
             steps.let_go[model] = "this process is draining"
+        elif _is_forgotten(view, model):
+            steps.say_again[model] = "the bucket does not know what this process knows"
     return steps
 
 
@@ -77,6 +79,12 @@ def _is_left_over(view: View, model: str) -> bool:
     """Whether others wait for this process to have a model which it is not going to take."""
     claim, me = view.claims.get(model), view.members.get(view.me)
     return claim is not None and claim.process == view.me and me is not None and me.draining
+
+
+def _is_forgotten(view: View, model: str) -> bool:
+    """Whether the bucket has forgotten a claim: its owner, started anew, may not know that it is one."""
+    claim = view.claims.get(model)
+    return claim is not None and claim.counts_before(view.stored.get(model))
 
 
 def _lost_reason(process: str) -> str:

@@ -32,7 +32,7 @@ class Table:
         self.consumers = dict[str, str]()  # The model of each.
         self.stored_consumers = dict[str, str]()
         self.deletions = 0  # How often a model was seen to be deleted.
-        self.followed = 0  # The newest revision of which following has told.
+        self._followed = dict[str, int]()  # At which revision following has told of a key last.
         self._epoch = 0
 
     @property
@@ -46,14 +46,18 @@ class Table:
 
     def restart(self) -> None:
         """The bucket is read anew."""
-        self.followed = 0
+        self._followed.clear()
         self._revisions.clear()
         self.stored.clear()
         self.stored_consumers.clear()
 
-    def followed_upto(self, revision: int) -> None:
-        """Following has told of a revision."""
-        self.followed = max(self.followed, revision)
+    def follow(self, entry: Entry) -> None:
+        """Following has told of an entry."""
+        self._followed[entry.key] = entry.revision
+
+    def followed(self, key: str) -> int:
+        """At which revision following has told of a key last; 0 if it has not."""
+        return self._followed.get(key, 0)
 
     def see(self, entry: Entry, now_ns: int) -> None:
         """Take over what an entry says.

@@ -133,4 +133,4 @@ def _check(model: str, everybody: list[Process], world: World) -> None:
 
 
 TestOwning = Owning.TestCase
-TestOwning.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestOwning.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
