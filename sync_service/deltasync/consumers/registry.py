@@ -13,9 +13,9 @@ from deltasync.consumers.quarantine import Quarantine, extended, quarantine_of_r
 from deltasync.consumers.records import policy_record, recorded_consumers
 from deltasync.core.errors import (
     Contradiction,
+    DeltasyncError,
     InvalidInput,
     NotFound,
-    NotOwner,
     NotPermitted,
     ServiceUnavailable,
     StorageFailed,
@@ -51,7 +51,7 @@ class ConsumerRegistry:
         self._creating = asyncio.Lock()
         self._retention_ns = int(replica_retention_seconds * 1e9)
         self.consumers = dict[str, Consumer]()
-        self.elsewhere: Callable[[str], NotOwner | None] = lambda _: None
+        self.elsewhere: Callable[[str], DeltasyncError | None] = lambda _: None
         self._offsets = dict[LogStore, OffsetLog]()
         for log in logs.each():
             self.have(recorded_consumers(log), log)

@@ -47,6 +47,11 @@ class Configuration:
                 if left.get(name) == (wanted, by):  # Not if there is another one by now.
                     await self._take(wanted, by)
 
+    def model_of(self, consumer: str) -> str | None:
+        """The model of a consumer that is still to be made, here or where its model is; None of another."""
+        wanted = self._elsewhere.get(consumer)
+        return wanted[0].model if wanted else None
+
     def forget(self, name: str) -> None:
         """Forget a consumer that was deleted."""
         self.shortcomings.pop(name, None)

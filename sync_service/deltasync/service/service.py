@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from deltasync.consumers.consumer import Consumer, ConsumerOptions
 from deltasync.consumers.pause import ITSELF
 from deltasync.consumers.registry import ConsumerRegistry
-from deltasync.core.errors import NotFound, NotOwner, ServiceUnavailable
+from deltasync.core.errors import DeltasyncError, NotFound, NotOwner, ServiceUnavailable
 from deltasync.core.events import EventCounts, EventKind, EventLog, Events
 from deltasync.core.limits import Limits
 from deltasync.core.names import check_name
@@ -327,11 +327,12 @@ class Service:
             self.events.emit(EventKind.CONSUMER_CHANGED, text, consumer=name, model=consumer.model, by=by)
         return consumer
 
-    def _elsewhere(self, consumer: str) -> NotOwner | None:
-        """What who asks for a consumer is told that another process has."""
+    def _elsewhere(self, consumer: str) -> DeltasyncError | None:
+        """What who asks for a consumer is told that another process has, or is to make."""
         try:
-            if model := self.owners.model_of(consumer):
+            if model := self.owners.model_of(consumer) or self.configuration.model_of(consumer):
                 self.owners.check(model)
+                return ServiceUnavailable(f"consumer {consumer!r} is about to be made; try again")
         except NotOwner as error:
             return error
         return None

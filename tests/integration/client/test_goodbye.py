@@ -172,7 +172,7 @@ def test_whom_nobody_can_tell_is_not_waited_for(
     caplog.set_level(logging.INFO, "deltasync.client")
     with socket.create_server(("127.0.0.1", 0)) as silent:  # Takes connections, and says nothing.
         host, port = silent.getsockname()
-        waiting._route.endpoint = replace(waiting._endpoint, address=f"{host}:{port}")
+        waiting._route.endpoint = replace(waiting._route.endpoint, address=f"{host}:{port}")
         waiting.close()
     assert "replica leaves of consumer predictors has ended, and counts as away" in caplog.text
     assert running.get_json("/consumers/predictors/lag")["state"] == "away"

@@ -1,0 +1,116 @@
+"""Several services on one log: whatever dies, moves or forgets, nothing is lost, and replicas are equal then."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.support.cluster import Cluster, Trainer, same
+
+from deltasync.client.numpy_target import NumpyTarget
+from deltasync.client.subscriber import Subscriber
+
+TIMEOUT = 60
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with Cluster(tmp_path, services=3, brokers=1) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Iterator[Cluster]:
+    with Cluster(tmp_path, services=3, brokers=3) as cluster:
+        yield cluster
+
+
+Replicas = list[tuple[Subscriber, NumpyTarget]]
+
+
+def follow(cluster: Cluster) -> tuple[Trainer, Replicas]:
+    trainer = cluster.trainer()
+    trainer.publish()
+    replicas = [cluster.replica(name) for name in ("a", "b")]
+    check(trainer, replicas)
+    return trainer, replicas
+
+
+def check(trainer: Trainer, replicas: Replicas) -> None:
+    for subscriber, target in replicas:
+        subscriber.wait_for(trainer.head.number, TIMEOUT)
+        assert same(target, trainer.rows)
+
+
+def publish(trainer: Trainer, times: int = 5) -> None:
+    for _ in range(times):
+        trainer.publish()
+
+
+def test_a_model_is_published_and_served_through_any_process(cluster: Cluster) -> None:
+    trainer, replicas = follow(cluster)
+    publish(trainer)
+    check(trainer, replicas)
+
+
+def test_when_the_owner_is_killed_another_goes_on(cluster: Cluster) -> None:
+    trainer, replicas = follow(cluster)
+    for _ in range(3):
+        publish(trainer, 3)
+        owner = cluster.owner()
+        owner.kill()
+        publish(trainer, 3)
+        check(trainer, replicas)
+        assert cluster.owner() is not owner
+        owner.start()
+
+
+def test_two_that_are_killed_at_once_leave_one_that_goes_on(cluster: Cluster) -> None:
+    trainer, replicas = follow(cluster)
+    killed = [cluster.owner(), next(each for each in cluster.services if each is not cluster.owner())]
+    for each in killed:
+        each.kill()
+    publish(trainer)
+    check(trainer, replicas)
+
+
+def test_an_owner_that_ends_hands_its_models_over(cluster: Cluster) -> None:
+    trainer, replicas = follow(cluster)
+    owner = cluster.owner()
+    assert owner.terminate() == 0
+    publish(trainer)
+    check(trainer, replicas)
+    assert cluster.owner() is not owner
+
+
+def test_the_leading_broker_may_be_killed_while_it_is_published(three: Cluster) -> None:
+    trainer, replicas = follow(three)
+    publish(trainer, 3)
+    leader = three.brokers.leader("deltasync_clicks")
+    assert leader
+    three.brokers.kill(leader)
+    publish(trainer, 5)
+    check(trainer, replicas)
+    three.brokers.start(leader)
+    three.brokers.wait()
+    publish(trainer, 5)
+    check(trainer, replicas)
+
+
+def test_what_a_restored_broker_has_forgotten_comes_from_snapshots_and_the_trainer(cluster: Cluster) -> None:
+    trainer, replicas = follow(cluster)
+    (broker,) = cluster.brokers.brokers
+    publish(trainer, 3)
+    cluster.brokers.kill(broker)
+    shutil.copytree(broker.folder / "store", cluster.folder / "copy")
+    cluster.brokers.start(broker)
+    cluster.brokers.wait()
+    publish(trainer, 5)
+    check(trainer, replicas)
+    cluster.brokers.kill(broker)
+    shutil.rmtree(broker.folder / "store")
+    shutil.copytree(cluster.folder / "copy", broker.folder / "store")
+    cluster.brokers.start(broker)
+    cluster.brokers.wait()
+    publish(trainer, 5)
+    check(trainer, replicas)

@@ -1,0 +1,172 @@
+"""Brokers and services as real processes on loopback, a trainer that publishes through them, and replicas."""
+
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from tests.support.process import ServiceProcess
+
+from deltasync.client.numpy_target import NumpyTarget
+from deltasync.client.options import PublisherOptions, SubscriberOptions
+from deltasync.client.part import Part
+from deltasync.client.publisher import Publisher
+from deltasync.client.subscriber import Subscriber
+from deltasync.core.errors import DeltasyncError, ResyncRequired
+from deltasync.core.position import Position
+from deltasync.core.rows import RowBatch
+from deltasync.core.tables import Shard, TableSpec
+from deltasync.trainer.demo.brokers import Brokers
+
+TABLE = TableSpec("user", 500, 8, np.dtype(np.float32))
+MODEL, CONSUMER = "clicks", "predictors"
+_LEASE_SECONDS = "1.5"
+_TIMEOUT = 60.0
+
+
+class Trainer:
+    """One rank that publishes changes of a table, and knows what it has published: as one of a user does, it sends
+    again what a service says that it lacks.
+
+    Attributes:
+        rows: [rows, dim] as they are now.
+        head: the position of the last cut.
+    """
+
+    def __init__(self, address: str, run: str = "run-1", started: int = 1) -> None:
+        self.rows = np.zeros((TABLE.rows, TABLE.dim), np.float32)
+        self._changed_at = np.zeros(TABLE.rows, np.int64)
+        self._positions = dict[tuple[int, int], int]()  # The step of each position, by number and seal.
+        self._random = np.random.default_rng(0)
+        self.head, self.step = Position(), 0
+        self._options = PublisherOptions(service=address, model=MODEL, run=run, run_started_unix_ns=started)
+        self._publisher = Publisher(self._options, [TABLE], [Shard.whole(TABLE)])
+
+    def publish(self, count: int = 5) -> Position:
+        """Change some rows and have them sealed, whatever happens meanwhile."""
+        self.step += 1
+        ids = np.sort(self._random.choice(TABLE.rows, count, replace=False))
+        self.rows[ids] = self._random.random((count, TABLE.dim), np.float32)
+        self._changed_at[ids] = self.step
+        since = self._positions.get((self.head.number, self.head.seal), 0)
+        while True:
+            try:
+                self.head = self._send(since)
+            except ResyncRequired as error:
+                since = self._since(error)
+            else:
+                self._positions[self.head.number, self.head.seal] = self.step
+                return self.head
+
+    def close(self) -> None:
+        self._publisher.close()
+
+    def _send(self, since: int) -> Position:
+        full = since == 0
+        ids = np.arange(TABLE.rows) if full else np.flatnonzero(self._changed_at > since)
+        rows = [RowBatch.of_table(TABLE, ids, self.rows[ids])]
+        part = Part(step=self.step, step_end_unix_ns=time.time_ns(), rows=rows, full=full)
+        return self._publisher.publish(part).result(_TIMEOUT)
+
+    def _since(self, error: ResyncRequired) -> int:
+        """The step after which the service lacks what has changed; 0 if that is everything."""
+        head = error.head
+        if head is None or (step := self._positions.get((head.number, head.seal))) is None:
+            return 0
+        self._publisher.close()
+        options = PublisherOptions(
+            service=self._options.service,
+            model=MODEL,
+            run=self._options.run,
+            run_started_unix_ns=self._options.run_started_unix_ns,
+            continues=head,
+        )
+        self._publisher = Publisher(options, [TABLE], [Shard.whole(TABLE)])
+        return step
+
+
+class Cluster:
+    """Brokers, and services that share their log. Started with the block, ended with it."""
+
+    def __init__(self, folder: Path, services: int = 3, brokers: int = 3, *arguments: str) -> None:
+        self.folder = folder
+        self.brokers = Brokers(folder / "brokers", brokers)
+        self._brokers, self._count, self._arguments = brokers, services, arguments
+        self.services = list[ServiceProcess]()
+        self._closing = list[Any]()
+
+    def __enter__(self) -> Self:
+        self.brokers.__enter__()
+        try:
+            self.services = [self._service(number) for number in range(self._count)]
+            for each in self.services:
+                each.start(announced=False)
+            for each in self.services:
+                each.wait_until_announced()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        for each in self._closing:
+            each.close()
+        for service in self.services:
+            if service.process and service.process.poll() is None:
+                service.kill()
+        self.brokers.__exit__()
+
+    @property
+    def address(self) -> str:
+        """Where clients reach them: all addresses."""
+        return ",".join(each.grpc for each in self.services)
+
+    def trainer(self, **settings: Any) -> Trainer:
+        trainer = Trainer(self.address, **settings)
+        self._closing.append(trainer)
+        return trainer
+
+    def replica(self, name: str) -> tuple[Subscriber, NumpyTarget]:
+        target = NumpyTarget()
+        options = SubscriberOptions(service=self.address, consumer=CONSUMER, replica=name)
+        subscriber = Subscriber(options, target)
+        self._closing.append(subscriber)
+        return subscriber, target
+
+    def owner(self) -> ServiceProcess:
+        """The process that has the model."""
+        deadline = time.monotonic() + _TIMEOUT
+        while time.monotonic() < deadline:
+            for each in self.services:
+                if each.process and each.process.poll() is None and self._has(each):
+                    return each
+            time.sleep(0.02)
+        raise AssertionError("nobody has the model")
+
+    def _has(self, service: ServiceProcess) -> bool:
+        try:
+            return any(line["model"] == MODEL for line in service.get_json("/tables"))
+        except (OSError, DeltasyncError, ValueError):
+            return False
+
+    def _service(self, number: int) -> ServiceProcess:
+        return ServiceProcess(
+            self.folder / f"service-{number}",
+            *("--log", ",".join(self.brokers.urls)),
+            *("--log-monitor", ",".join(self.brokers.monitors)),
+            *("--log-replicas", str(min(3, self._brokers))),
+            *(["--accept-log-risk"] if self._brokers < 3 else []),
+            *("--snapshots", str(self.folder / "snapshots")),
+            *("--snapshot-seconds", "1"),
+            *("--process", f"service-{number}"),
+            *("--lease-seconds", _LEASE_SECONDS),
+            *("--consumer", f"{CONSUMER}={MODEL}"),
+            *self._arguments,
+        )
+
+
+def same(target: NumpyTarget, rows: np.ndarray[Any, Any]) -> bool:
+    return np.array_equal(target.tables[TABLE.name], rows)
