@@ -148,9 +148,10 @@ class Cluster:
 
     def _has(self, service: ServiceProcess) -> bool:
         try:
-            return any(line["model"] == MODEL for line in service.get_json("/tables"))
+            lines = service.get_json("/processes")
         except (OSError, DeltasyncError, ValueError):
             return False
+        return any(line["here"] and MODEL in line["models"] for line in lines)
 
     def _service(self, number: int) -> ServiceProcess:
         return ServiceProcess(

@@ -61,6 +61,7 @@ ROUTES: Mapping[tuple[str, str], Need] = {
     ("GET", "/consumers"): _READ,
     ("GET", "/consumers/{name}/lag"): _READ,
     ("GET", "/models"): _READ,
+    ("GET", "/processes"): _READ,
     ("GET", "/tables"): _READ,
     ("GET", "/deletes"): _READ,
     ("GET", "/metrics"): _READ,

@@ -13,6 +13,9 @@ from deltasync.api.consumer_routes import consumer_routes
 from deltasync.api.delete_routes import delete_routes
 from deltasync.api.http_errors import answer_errors, error_responses
 from deltasync.api.model_routes import model_routes
+from deltasync.api.peers import PeersMiddleware
+from deltasync.api.process_routes import process_routes
+from deltasync.api.tls_options import TlsOptions
 from deltasync.core.errors import ServiceUnavailable
 from deltasync.core.words import listed
 from deltasync.service.service import Service
@@ -45,7 +48,7 @@ class _Metrics(Response):
     media_type = CONTENT_TYPE_LATEST
 
 
-def create_app(service: Service, access: Access) -> FastAPI:
+def create_app(service: Service, access: Access, tls: TlsOptions | None = None) -> FastAPI:
     """The application; it shares the service's event loop."""
     app = FastAPI(
         title="deltasync",
@@ -54,12 +57,14 @@ def create_app(service: Service, access: Access) -> FastAPI:
         responses=error_responses(),
         redirect_slashes=False,  # Which would send who asks, and their token, to the host that they have named.
     )
-    app.add_middleware(AccessMiddleware, access=access)
+    app.add_middleware(PeersMiddleware, service=service, tls=tls)
+    app.add_middleware(AccessMiddleware, access=access)  # Last: it sees a request first.
     answer_errors(app)
     answers = Answers(service)
     app.include_router(consumer_routes(service, answers))
     app.include_router(delete_routes(service))
     app.include_router(model_routes(service))
+    app.include_router(process_routes(service))
 
     @app.get("/tables")
     async def tables() -> list[TableLine]:
@@ -78,7 +83,7 @@ def create_app(service: Service, access: Access) -> FastAPI:
         """
         if reason := _not_ready(service):
             raise ServiceUnavailable(reason if may_read() else "the service is not ready")
-        lacks = (access.trouble, *service.shortcomings) if may_read() else ()
+        lacks = (access.trouble, *service.shortcomings, *_risks(service)) if may_read() else ()
         return "".join(f"{line}\n" for line in ("ok", access.exposure, *lacks) if line)
 
     @app.get("/metrics", response_class=_Metrics)
@@ -89,12 +94,20 @@ def create_app(service: Service, access: Access) -> FastAPI:
     return app
 
 
+def _risks(service: Service) -> list[str]:
+    """How what is acknowledged could be lost, and what keeps snapshots from being made, in words."""
+    snapshots = service.snapshots.troubles if service.snapshots else []
+    return [*(f"accepted: {each}" for each in service.logs.accepted_risks), *snapshots]
+
+
 def _not_ready(service: Service) -> str:
     """Why the service takes no streams, or can keep nothing of what they bring; empty if it can."""
     if service.draining.is_set():
         return "the service is shutting down"
     if service.compiling:
         return "still compiling for this machine; the log says how far it is"
+    if not service.owners.confirmed:
+        return "the other processes have not heard of this one: brokers do not answer, or have just been asked"
     trouble = service.volumes.trouble and f"nothing new can be written: {service.volumes.trouble}"
     if service.recovering:
         return "; ".join(filter(None, [f"still recovering: {listed(service.recovering)}", trouble]))

@@ -184,7 +184,7 @@ async def _listen(
     listener = HttpListener(_bind(options.host, options.http_port), service.limits)
     server = bind_grpc(service, options, access, certificates)
     endpoints = EndpointsFile(options.service.data_dir, service.events)
-    app = create_app(service, access)
+    app = create_app(service, access, options.tls)
     http = _Http(_http_config(app, certificates))
     http_task = tasks.create_task(http.serve(sockets=[listener]))
     silence = tasks.create_task(end_silent(http.server_state.connections, service.limits))

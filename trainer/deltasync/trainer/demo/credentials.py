@@ -11,7 +11,8 @@ from deltasync.client import Endpoint
 from deltasync.core.access import Grant, Role
 from deltasync.core.roles import token_digest
 from deltasync.trainer.demo.options import Fleet
-from deltasync.trainer.demo.processes import Processes, Service
+from deltasync.trainer.demo.processes import Processes
+from deltasync.trainer.demo.services import Services
 
 ADMIN, STATUS, TRAINER = "admin", "status", "trainer"
 _HOST = "127.0.0.1"
@@ -21,8 +22,8 @@ _VALID = timedelta(days=1)
 class Credentials(Protocol):
     """What each process shows, by its name."""
 
-    def start(self, processes: Processes) -> Service:
-        """Start the service that it is shown to."""
+    def start(self, processes: Processes, count: int, where: Sequence[str]) -> Services:
+        """Start the service that it is shown to: so many processes, with these arguments of their log."""
 
     def endpoint(self, name: str) -> Endpoint:
         """Where a process reaches the service, with what it shows; once that is started."""
@@ -37,9 +38,9 @@ class Plain:
     def __init__(self) -> None:
         self._token = secrets.token_hex()
 
-    def start(self, processes: Processes) -> Service:
+    def start(self, processes: Processes, count: int, where: Sequence[str]) -> Services:
         """See `Credentials`."""
-        self._service = Service(processes, [], self._token)
+        self._service = Services(processes, where, count, self._token)
         return self._service
 
     def endpoint(self, name: str) -> Endpoint:
@@ -67,16 +68,16 @@ class Secure:
             (folder / name).write_text(content)
         self._names = list(grants)
 
-    def start(self, processes: Processes) -> Service:
+    def start(self, processes: Processes, count: int, where: Sequence[str]) -> Services:
         """See `Credentials`."""
         files = {"tls-cert": "service.pem", "tls-key": "service-key.pem", "tls-client-ca": "ca.pem"}
         tls = [word for name, file in files.items() for word in (f"--{name}", str(self._certificates / file))]
-        service = Service(processes, [*tls, "--roles", str(self._folder / "roles.toml")])
-        where = {"address": service.grpc, "http": service.http, "ca": "certificates/ca.pem"}
-        self._write(STATUS, where | {"token_file": "status-token"})
+        service = Services(processes, [*where, *tls, "--roles", str(self._folder / "roles.toml")], count)
+        reached = {"address": service.grpc, "http": service.http, "ca": "certificates/ca.pem"}
+        self._write(STATUS, reached | {"token_file": "status-token"})
         for name in self._names:
             pair = {"cert": f"certificates/{name}.pem", "key": f"certificates/{name}-key.pem"}
-            self._write(name, where | pair)
+            self._write(name, reached | pair)
         return service
 
     def endpoint(self, name: str) -> Endpoint:

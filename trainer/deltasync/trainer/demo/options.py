@@ -41,6 +41,10 @@ class DemoOptions:
         keep: keep the folder of logs and results.
         policy: what the replicas are given.
         secure: have everything speak mutual TLS, and show who it is.
+        brokers: NATS brokers that keep the log; 0 = the service keeps its own.
+        services: processes of the service, which share the log of brokers.
+        kill_broker_at: kill the broker that leads the model's log with SIGKILL at this share of the steps; None =
+            never.
     """
 
     stream: StreamOptions
@@ -51,6 +55,9 @@ class DemoOptions:
     keep: bool = False
     policy: Policy = field(default_factory=Policy)
     secure: bool = False
+    brokers: int = 0
+    services: int = 1
+    kill_broker_at: float | None = None
 
     @property
     def fleets(self) -> list[Fleet]:

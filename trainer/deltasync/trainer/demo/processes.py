@@ -127,22 +127,23 @@ class Service:
     """The sync service, which is started again on the same ports when it is killed, as a cluster would.
 
     Attributes:
+        name: its name among the processes.
         grpc: where it answers trainers and replicas.
         http: where it answers operators.
         restarts: how often it was started again.
     """
 
-    NAME = "service"
-
-    def __init__(self, processes: Processes, arguments: list[str], admin_token: str = "") -> None:
-        self._processes = processes
+    def __init__(
+        self, processes: Processes, arguments: list[str], admin_token: str = "", name: str = "service"
+    ) -> None:
+        self._processes, self.name = processes, name
         self._arguments = arguments
         if admin_token:
             path = processes.folder / "admin-token"
             path.touch(0o600)
             path.write_text(admin_token)
             self._arguments = [*arguments, "--admin-token-file", str(path)]
-        self._data = processes.folder / "data"
+        self._data = processes.folder / ("data" if name == "service" else f"data-{name}")
         self.restarts = 0
         warm()  # Here, where nobody waits for it to listen, and once for all that are started later.
         self._start("0", "0")
@@ -155,14 +156,14 @@ class Service:
         Raises:
             DemoFailed: it ended in another way, and would do so again.
         """
-        if self._processes.killed(self.NAME):
+        if self._processes.killed(self.name):
             self.restarts += 1
             self._start(self.grpc.rpartition(":")[2], self.http.rpartition(":")[2])
 
     @property
     def pid(self) -> int:
         """Its process id, which is another one once it was started again."""
-        return self._processes.pid(self.NAME)
+        return self._processes.pid(self.name)
 
     @property
     def table_bytes(self) -> int:
@@ -172,13 +173,13 @@ class Service:
     def _start(self, grpc_port: str, http_port: str) -> None:
         ports = ["--grpc-port", grpc_port, "--http-port", http_port]
         self._processes.start(
-            self.NAME, ["deltasync", "serve", "--data-dir", str(self._data), *ports, *self._arguments]
+            self.name, ["deltasync", "serve", "--data-dir", str(self._data), *ports, *self._arguments]
         )
 
     def _await_endpoints(self) -> Path:
         endpoints, deadline = self._data / "endpoints.json", time.monotonic() + _START_SECONDS
         while not endpoints.exists():
-            if not self._processes.running(self.NAME) or time.monotonic() > deadline:
-                raise DemoFailed(f"the service does not listen; its log:\n{self._processes.tail(self.NAME)}")
+            if not self._processes.running(self.name) or time.monotonic() > deadline:
+                raise DemoFailed(f"the service does not listen; its log:\n{self._processes.tail(self.name)}")
             time.sleep(_POLL_SECONDS)
         return endpoints

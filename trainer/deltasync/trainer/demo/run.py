@@ -4,6 +4,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,14 @@ from deltasync.core.errors import DeltasyncError, InvalidInput, ServiceUnavailab
 from deltasync.trainer.clicks.stream import open_stream
 from deltasync.trainer.clicks.stream_options import StreamOptions
 from deltasync.trainer.clicks.training_options import TrainingOptions, why_not_shared
+from deltasync.trainer.demo.brokers import Brokers
 from deltasync.trainer.demo.credentials import ADMIN, STATUS, TRAINER, Credentials, Plain, Secure
+from deltasync.trainer.demo.kills import Kills
 from deltasync.trainer.demo.options import DemoOptions, Fleet
-from deltasync.trainer.demo.processes import DemoFailed, Processes, Service
+from deltasync.trainer.demo.processes import DemoFailed, Processes
 from deltasync.trainer.demo.progress import DemoProgress
 from deltasync.trainer.demo.report import build_report
+from deltasync.trainer.demo.services import Services, shared_log
 from deltasync.trainer.demo.verdict import all_equal
 
 MODEL = "clicks"
@@ -91,10 +95,18 @@ def checked(options: DemoOptions) -> DemoOptions:
     if options.fleets[0].serves and options.policy.ready_within_seconds is not None:
         # It is not ready to answer, and takes nothing new before it has answered.
         raise InvalidInput("--ready-within: the demo's predictors fall behind on purpose; leave it out")
+    _check_brokers(options)
     events = _count_events(stream)
     if events < 2 * stream.batch_size:
         raise InvalidInput(f"{events} events: the demo needs at least two batches of {stream.batch_size}")
     return replace(options, stream=replace(stream, events=events - events % options.ranks))
+
+
+def _check_brokers(options: DemoOptions) -> None:
+    if options.services > 1 and not options.brokers:
+        raise InvalidInput("--services: several of them share a log that brokers keep: give --brokers too")
+    if options.kill_broker_at is not None and options.brokers < 3:
+        raise InvalidInput("--kill-broker-at: fewer than three write nothing without one: give --brokers 3")
 
 
 def _check_managed(training: TrainingOptions) -> None:
@@ -152,36 +164,45 @@ class _DemoRun:
         self._console = console
         self._half = (options.stream.events or 0) // 2
         self._steps = -(-(self._stream.events or 0) // self._stream.batch_size)
-        self._killed = False
         self._credentials: Credentials = Secure(folder, MODEL, fleets) if options.secure else Plain()
 
     def run(self, until: frozenset[str]) -> int:
         """Run all processes to their end; how often the service was started again."""
-        with Processes(self._folder) as processes, DemoProgress(self._console, self._steps) as progress:
-            service = self._start_service(processes, progress)
+        with (
+            Processes(self._folder) as processes,
+            DemoProgress(self._console, self._steps) as progress,
+            self._log_of_brokers() as brokers,
+        ):
+            service = self._start_service(processes, brokers, progress)
             self._start_trainer(processes)
             self._start_replicas(processes)
             progress.say("starting the trainer and the replicas, and waiting until these hold its first model")
             self._await(processes, service, IN_SYNC, _READY_SECONDS)
             (self._folder / "start.new").write_text(str(time.time() + _HEAD_START_SECONDS))
             (self._folder / "start.new").rename(self._folder / "start")
-            self._watch(processes, service, progress)
+            kills = Kills(self._options, self._steps, service, brokers, progress.say)
+            self._watch(processes, service, progress, kills)
             lacking = "row" if until == IN_SYNC else "release"
             progress.say(f"all {self._steps} steps are trained; waiting until the replicas hold every {lacking}")
             progress.show(self._await(processes, service, until, _CATCH_UP_SECONDS, progress.show_wait))
             progress.say("stopping the replicas and the service")
-            for name in (*self._followers, Service.NAME):
+            for name in (*self._followers, *service.names):
                 processes.stop(name)
         return service.restarts
 
-    def _start_service(self, processes: Processes, progress: DemoProgress) -> Service:
-        service = self._credentials.start(processes)
+    def _log_of_brokers(self) -> AbstractContextManager[Brokers | None]:
+        count = self._options.brokers
+        return Brokers(self._folder / "brokers", count) if count else nullcontext()
+
+    def _start_service(self, processes: Processes, brokers: Brokers | None, progress: DemoProgress) -> Services:
+        where = shared_log(brokers, self._folder) if brokers else []
+        service = self._credentials.start(processes, self._options.services, where)
         for fleet in self._fleets:
             Admin(self._credentials.endpoint(ADMIN)).create_consumer(fleet.consumer, MODEL, fleet.policy)
-        progress.say(f"service: pid {service.pid}, gRPC on {service.grpc}; try meanwhile")
+        progress.say(f"service: pid {', '.join(map(str, service.pids))}, gRPC on {service.grpc}; try meanwhile")
         lag, asking = self._fleets[0].consumer, self._credentials.arguments(STATUS)
-        secure = f"  deltasync lag {lag} {' '.join(asking)}"
-        progress.say(secure if self._options.secure else f"  curl {service.http}/consumers/{lag}/lag")
+        secure, http = f"  deltasync lag {lag} {' '.join(asking)}", service.http.partition(",")[0]
+        progress.say(secure if self._options.secure else f"  curl {http}/consumers/{lag}/lag")
         return service
 
     def _start_trainer(self, processes: Processes) -> None:
@@ -214,24 +235,17 @@ class _DemoRun:
         how = ["--value-type", fleet.policy.value_type.value, *self._stream.model.arguments()]
         return ["deltasync.trainer.demo.serving", *how, *frozen]
 
-    def _watch(self, processes: Processes, service: Service, progress: DemoProgress) -> None:
+    def _watch(self, processes: Processes, service: Services, progress: DemoProgress, kills: Kills) -> None:
         while processes.running("trainer"):
             if lags := self._poll(processes, service):
                 progress.show(lags[0])
-                self._maybe_kill(lags[0]["head_step"], processes, progress)
+                kills.look(lags[0]["head_step"])
             time.sleep(_POLL_SECONDS)
-
-    def _maybe_kill(self, step: int, processes: Processes, progress: DemoProgress) -> None:
-        share = self._options.kill_service_at
-        if share is not None and not self._killed and step >= share * self._steps:
-            processes.kill(Service.NAME)
-            self._killed = True
-            progress.say(f"step {step}: the service was killed with SIGKILL")
 
     def _await(
         self,
         processes: Processes,
-        service: Service,
+        service: Services,
         states: frozenset[str],
         seconds: float,
         show: Callable[[dict[str, Any]], None] = lambda _: None,
@@ -254,7 +268,7 @@ class _DemoRun:
             if not (fleet.frozen and lag["head_step"]):
                 yield lag, fleet
 
-    def _poll(self, processes: Processes, service: Service) -> list[dict[str, Any]]:
+    def _poll(self, processes: Processes, service: Services) -> list[dict[str, Any]]:
         """The service's answer for each fleet; none while it is away."""
         service.keep_alive()
         for name in ("trainer", *self._followers):

@@ -1,0 +1,162 @@
+"""Answers of all processes of a service, whichever of them is asked.
+
+What one process alone has is asked of it, and its answer passed on; lists are those of all. A request that is
+passed on says so, and is passed on no further. It has the rights of whoever asked: the token goes with it.
+"""
+
+import asyncio
+import json
+import ssl
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from deltasync.api.tls_options import TlsOptions
+from deltasync.core.words import listed
+from deltasync.service.service import Service
+
+PASSED_ON = "deltasync-passed-on"
+# Of a list: the processes that did not answer.
+MISSING = "deltasync-missing"
+
+# The routes whose answers are lists, and by what they are sorted.
+_LISTS = {
+    "/consumers": ("consumer",),
+    "/models": ("model",),
+    "/tables": ("model", "table"),
+    "/deletes": ("model",),
+}
+_SECONDS = 3.0
+_MOST_BYTES = 64 << 20
+_THREADS = ThreadPoolExecutor(8, thread_name_prefix="peers")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer of a process: its status, kind and body."""
+
+    status: int
+    kind: str
+    body: bytes
+
+
+class PeersMiddleware:
+    """Answers for all processes what one of them is asked."""
+
+    def __init__(self, app: ASGIApp, service: Service, tls: TlsOptions | None = None) -> None:
+        self._app, self._service = app, service
+        self._context = _context(tls) if tls else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        alone = self._service.hosting is None or scope["type"] != "http" or scope["method"] != "GET"
+        if alone or PASSED_ON in Headers(scope=scope):
+            await self._app(scope, receive, send)
+            return
+        if scope["path"] in _LISTS:
+            await self._merge(scope, receive, send)
+        else:
+            await self._pass_on(scope, receive, send)
+
+    async def _merge(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer with the list of this process and of all others."""
+        others = [each for each in self._service.owners.processes() if each.name != self._service.owners.me.name]
+        asked = [asyncio.create_task(self._ask(each.http, scope)) for each in others]
+        own = await _answer_of(self._app, scope, receive)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        if own.status != 200:
+            await _response(own)(scope, receive, send)
+            return
+        found, missing = json.loads(own.body), list[str]()
+        for process, answer in zip(others, answers, strict=True):
+            if isinstance(answer, Answer) and answer.status == 200:
+                found += json.loads(answer.body)
+            else:
+                missing.append(process.name)
+        found.sort(key=lambda line: [line[name] for name in _LISTS[scope["path"]]])
+        response = _response(Answer(200, own.kind, json.dumps(found).encode()))
+        if missing:
+            response.headers[MISSING] = listed(missing)
+        await response(scope, receive, send)
+
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, or with what the process answers that has it."""
+        own = _Held(send)
+        await self._app(scope, receive, own)
+        if owner := own.owner:
+            try:
+                answer = await self._ask(owner, scope)
+            except OSError:  # It is gone: who asks comes again, or goes there.
+                await own.let_go()
+            else:
+                await _response(answer)(scope, receive, send)
+
+    async def _ask(self, http: str, scope: Scope) -> Answer:
+        query = scope["query_string"].decode("latin-1")
+        url = http + scope["raw_path"].decode("latin-1") + (f"?{query}" if query else "")
+        token = Headers(scope=scope).get("authorization", "")
+        return await asyncio.get_running_loop().run_in_executor(_THREADS, _get, url, token, self._context)
+
+
+class _Held:
+    """Sends an answer on, but for one that sends who asks to another process: that is held."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._held = list[Message]()
+        self.owner = ""
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start" and message["status"] == 307:
+            location = MutableHeaders(raw=message["headers"]).get("location", "")
+            self.owner = "/".join(location.split("/")[:3])
+        if self.owner:
+            self._held.append(message)
+        else:
+            await self._send(message)
+
+    async def let_go(self) -> None:
+        """Send what is held."""
+        for message in self._held:
+            await self._send(message)
+
+
+async def _answer_of(app: ASGIApp, scope: Scope, receive: Receive) -> Answer:
+    messages = list[Message]()
+
+    async def keep(message: Message) -> None:
+        messages.append(message)
+
+    await app(scope, receive, keep)
+    start, *bodies = messages
+    kind = MutableHeaders(raw=start["headers"]).get("content-type", "application/json")
+    return Answer(start["status"], kind, b"".join(each.get("body", b"") for each in bodies))
+
+
+def _response(answer: Answer) -> Response:
+    return Response(answer.body, answer.status, media_type=answer.kind)
+
+
+def _get(url: str, token: str, context: ssl.SSLContext | None) -> Answer:
+    headers = {PASSED_ON: "1", **({"Authorization": token} if token else {})}
+    request = urllib.request.Request(url, headers=headers)  # noqa: S310  # of a process of this service
+    handlers: Sequence[Any] = [urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)]
+    try:
+        with urllib.request.build_opener(*handlers).open(request, timeout=_SECONDS) as found:
+            return Answer(found.status, found.headers.get_content_type(), found.read(_MOST_BYTES))
+    except urllib.error.HTTPError as error:
+        return Answer(error.code, error.headers.get_content_type(), error.read(_MOST_BYTES))
+
+
+def _context(tls: TlsOptions) -> ssl.SSLContext:
+    """What other processes are asked with: their certificates are of the CA that clients' are of."""
+    context = ssl.create_default_context(cafile=str(tls.client_ca) if tls.client_ca else None)
+    context.load_cert_chain(tls.cert, tls.key)
+    return context
