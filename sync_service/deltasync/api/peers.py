@@ -18,7 +18,9 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from deltasync.api.call_errors import error_response
 from deltasync.api.tls_options import TlsOptions
+from deltasync.core.errors import ServiceUnavailable
 from deltasync.core.words import listed
 from deltasync.service.service import Service
 
@@ -56,8 +58,9 @@ class PeersMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
-        alone = self._service.hosting is None or scope["type"] != "http" or scope["method"] != "GET"
-        if alone or PASSED_ON in Headers(scope=scope):
+        owners = self._service.owners
+        alone = owners.confirmed and self._service.hosting is None
+        if alone or scope["type"] != "http" or scope["method"] != "GET" or PASSED_ON in Headers(scope=scope):
             await self._app(scope, receive, send)
             return
         if scope["path"] in _LISTS:
@@ -67,6 +70,10 @@ class PeersMiddleware:
 
     async def _merge(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with the list of this process and of all others."""
+        if not self._service.owners.confirmed:
+            error = ServiceUnavailable("this process is not among the others now; try again")
+            await error_response(error)(scope, receive, send)
+            return
         others = [each for each in self._service.owners.processes() if each.name != self._service.owners.me.name]
         asked = [asyncio.create_task(self._ask(each.http, scope)) for each in others]
         own = await _answer_of(self._app, scope, receive)

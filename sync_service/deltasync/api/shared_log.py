@@ -1,11 +1,11 @@
 """A process among others: it owns models on logs that others can go on with."""
 
 import asyncio
+import contextlib
 import logging
 import time
 import uuid
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 from deltasync.api.endpoints_file import Addresses
 from deltasync.api.shared_options import SharedLogOptions
@@ -42,7 +42,7 @@ async def open_logs(options: SharedLogOptions) -> JetStreamLogs:
     return logs
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def member(
     service: Service, options: SharedLogOptions, logs: JetStreamLogs, snapshots: SnapshotLoop, where: Addresses
 ) -> AsyncIterator[None]:
@@ -77,4 +77,5 @@ async def member(
             looking.cancel()
             await owners.close()
     finally:
-        await client.close()
+        with contextlib.suppress(OSError, asyncio.TimeoutError):  # Of brokers that have gone before.
+            await client.close()

@@ -20,6 +20,7 @@ from deltasync.core.words import listed
 from deltasync.feeds.feed import Feed
 from deltasync.feeds.model import Model
 from deltasync.ownership.alone import Alone
+from deltasync.ownership.joining import Joining
 from deltasync.ownership.member import Member
 from deltasync.ownership.owners import Owners
 from deltasync.publish.coordinator import CutCoordinator
@@ -78,7 +79,7 @@ class Service:
     """
 
     def __init__(self, options: ServiceOptions, tasks: asyncio.TaskGroup, logs: Logs | None = None) -> None:
-        self.owners: Owners = Alone(Member("", "", ""))
+        self.owners: Owners = Joining(Member("", "", "")) if logs else Alone(Member("", "", ""))
         self.hosting: Hosting | None = None
         self.snapshots: SnapshotLoop | None = None
         self.options = options
@@ -212,6 +213,7 @@ class Service:
             Contradiction: it exists for another model, or with another policy.
             NotOwner: another process has the model, or is to have it.
         """
+        check_name("consumer", name)
         await self.owners.claim(check_name("model", model))
         async with self.changing:
             return await self._create(name, model, policy, by)
@@ -330,6 +332,8 @@ class Service:
     def _elsewhere(self, consumer: str) -> DeltasyncError | None:
         """What who asks for a consumer is told that another process has, or is to make."""
         try:
+            if not self.owners.confirmed:
+                return ServiceUnavailable("this process is not among the others now; try again")
             if model := self.owners.model_of(consumer) or self.configuration.model_of(consumer):
                 self.owners.check(model)
                 return ServiceUnavailable(f"consumer {consumer!r} is about to be made; try again")

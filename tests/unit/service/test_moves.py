@@ -15,6 +15,8 @@ from tests.support.wire import part
 from deltasync.core.errors import NotOwner
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
+from deltasync.ownership.alone import Alone
+from deltasync.ownership.member import Member
 from deltasync.service.moves import Moves
 from deltasync.service.options import ServiceOptions
 from deltasync.service.service import Service
@@ -42,6 +44,7 @@ async def process(folder: Path, name: str) -> AsyncIterator[Process]:
     async with asyncio.TaskGroup() as tasks:
         logs = ManyLogs(folder / "logs")
         service = Service(ServiceOptions(data_dir=folder / name), tasks, logs)
+        service.owners = Alone(Member(name, "", ""))  # Whoever asks is at the right one.
         try:
             yield Process(service, logs)
         finally:

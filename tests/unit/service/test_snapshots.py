@@ -16,6 +16,8 @@ from tests.support.wire import part
 
 from deltasync.core.errors import StorageFailed
 from deltasync.core.policy import Policy
+from deltasync.ownership.alone import Alone
+from deltasync.ownership.member import Member
 from deltasync.service.model_files import ModelFiles
 from deltasync.service.moves import Moves
 from deltasync.service.options import ServiceOptions
@@ -65,6 +67,7 @@ async def process(folder: Path, name: str) -> AsyncIterator[Process]:
     async with asyncio.TaskGroup() as tasks:
         logs = ManyLogs(folder / "logs")
         service = Service(ServiceOptions(data_dir=folder / name), tasks, logs)
+        service.owners = Alone(Member(name, "", ""))  # Whoever asks is at the right one.
         try:
             yield Process(service, logs, SnapshotPlace(str(folder / "snapshots")))
         finally:

@@ -169,9 +169,9 @@ class _DemoRun:
     def run(self, until: frozenset[str]) -> int:
         """Run all processes to their end; how often the service was started again."""
         with (
+            self._log_of_brokers() as brokers,
             Processes(self._folder) as processes,
             DemoProgress(self._console, self._steps) as progress,
-            self._log_of_brokers() as brokers,
         ):
             service = self._start_service(processes, brokers, progress)
             self._start_trainer(processes)

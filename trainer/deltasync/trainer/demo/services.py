@@ -9,7 +9,7 @@ from deltasync.core.errors import DeltasyncError
 from deltasync.trainer.demo.brokers import Brokers
 from deltasync.trainer.demo.processes import Processes, Service
 
-_LEASE_SECONDS, _SNAPSHOT_SECONDS = 2, 5
+_LEASE_SECONDS, _SNAPSHOT_SECONDS = 3, 5
 
 
 def shared_log(brokers: Brokers, folder: Path) -> list[str]:
