@@ -21,6 +21,147 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class MakeSnapshotRequest(_message.Message):
+    """MakeSnapshotRequest names a model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """model is the name of the model. Required."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MakeSnapshotRequest: _TypeAlias = MakeSnapshotRequest  # noqa: Y015
+
+@_typing.final
+class MakeSnapshotResponse(_message.Message):
+    """MakeSnapshotResponse says what the snapshot has."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    NEW_BYTES_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """version is the one that it is of."""
+    bytes: _builtins.int
+    """bytes is what it has."""
+    new_bytes: _builtins.int
+    """new_bytes is what no snapshot before it had."""
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+        new_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "new_bytes", b"new_bytes", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MakeSnapshotResponse: _TypeAlias = MakeSnapshotResponse  # noqa: Y015
+
+@_typing.final
+class MoveModelRequest(_message.Message):
+    """MoveModelRequest names a model, and where it is to go."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    PROCESS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """model is the name of the model. Required."""
+    process: _builtins.str
+    """process is the name of the process that is to have it. Required."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        process: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "process", b"process"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MoveModelRequest: _TypeAlias = MoveModelRequest  # noqa: Y015
+
+@_typing.final
+class MoveModelResponse(_message.Message):
+    """MoveModelResponse says that the model was given up."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MoveModelResponse: _TypeAlias = MoveModelResponse  # noqa: Y015
+
+@_typing.final
+class DrainProcessRequest(_message.Message):
+    """DrainProcessRequest names a process."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROCESS_FIELD_NUMBER: _builtins.int
+    process: _builtins.str
+    """process is its name; empty is the one that is asked."""
+    def __init__(
+        self,
+        *,
+        process: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["process", b"process"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainProcessRequest: _TypeAlias = DrainProcessRequest  # noqa: Y015
+
+@_typing.final
+class DrainProcessResponse(_message.Message):
+    """DrainProcessResponse says what the process has given up."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODELS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """models are the names of the models that it had."""
+
+    def __init__(
+        self,
+        *,
+        models: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["models", b"models"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainProcessResponse: _TypeAlias = DrainProcessResponse  # noqa: Y015
+
+@_typing.final
 class Consumer(_message.Message):
     """Consumer is a named subscription."""
 

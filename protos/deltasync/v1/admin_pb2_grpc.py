@@ -102,6 +102,21 @@ class AdminServiceStub:
                 request_serializer=deltasync_dot_v1_dot_admin__pb2.InspectRequest.SerializeToString,
                 response_deserializer=deltasync_dot_v1_dot_admin__pb2.InspectResponse.FromString,
                 _registered_method=True)
+        self.MakeSnapshot = channel.unary_unary(
+                '/deltasync.v1.AdminService/MakeSnapshot',
+                request_serializer=deltasync_dot_v1_dot_admin__pb2.MakeSnapshotRequest.SerializeToString,
+                response_deserializer=deltasync_dot_v1_dot_admin__pb2.MakeSnapshotResponse.FromString,
+                _registered_method=True)
+        self.MoveModel = channel.unary_unary(
+                '/deltasync.v1.AdminService/MoveModel',
+                request_serializer=deltasync_dot_v1_dot_admin__pb2.MoveModelRequest.SerializeToString,
+                response_deserializer=deltasync_dot_v1_dot_admin__pb2.MoveModelResponse.FromString,
+                _registered_method=True)
+        self.DrainProcess = channel.unary_unary(
+                '/deltasync.v1.AdminService/DrainProcess',
+                request_serializer=deltasync_dot_v1_dot_admin__pb2.DrainProcessRequest.SerializeToString,
+                response_deserializer=deltasync_dot_v1_dot_admin__pb2.DrainProcessResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -208,6 +223,28 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def MakeSnapshot(self, request, context):
+        """MakeSnapshot makes a snapshot of a model now, where snapshots go. It is answered once that is complete.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def MoveModel(self, request, context):
+        """MoveModel gives a model to another process of the service that shares its log: a snapshot first, so that this one
+        is soon at the head. Ranks and replicas follow.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DrainProcess(self, request, context):
+        """DrainProcess has a process give all its models to others, and take none any more, until it is started again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -275,6 +312,21 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Inspect,
                     request_deserializer=deltasync_dot_v1_dot_admin__pb2.InspectRequest.FromString,
                     response_serializer=deltasync_dot_v1_dot_admin__pb2.InspectResponse.SerializeToString,
+            ),
+            'MakeSnapshot': grpc.unary_unary_rpc_method_handler(
+                    servicer.MakeSnapshot,
+                    request_deserializer=deltasync_dot_v1_dot_admin__pb2.MakeSnapshotRequest.FromString,
+                    response_serializer=deltasync_dot_v1_dot_admin__pb2.MakeSnapshotResponse.SerializeToString,
+            ),
+            'MoveModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.MoveModel,
+                    request_deserializer=deltasync_dot_v1_dot_admin__pb2.MoveModelRequest.FromString,
+                    response_serializer=deltasync_dot_v1_dot_admin__pb2.MoveModelResponse.SerializeToString,
+            ),
+            'DrainProcess': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainProcess,
+                    request_deserializer=deltasync_dot_v1_dot_admin__pb2.DrainProcessRequest.FromString,
+                    response_serializer=deltasync_dot_v1_dot_admin__pb2.DrainProcessResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -631,6 +683,87 @@ class AdminService:
             '/deltasync.v1.AdminService/Inspect',
             deltasync_dot_v1_dot_admin__pb2.InspectRequest.SerializeToString,
             deltasync_dot_v1_dot_admin__pb2.InspectResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MakeSnapshot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/deltasync.v1.AdminService/MakeSnapshot',
+            deltasync_dot_v1_dot_admin__pb2.MakeSnapshotRequest.SerializeToString,
+            deltasync_dot_v1_dot_admin__pb2.MakeSnapshotResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MoveModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/deltasync.v1.AdminService/MoveModel',
+            deltasync_dot_v1_dot_admin__pb2.MoveModelRequest.SerializeToString,
+            deltasync_dot_v1_dot_admin__pb2.MoveModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainProcess(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/deltasync.v1.AdminService/DrainProcess',
+            deltasync_dot_v1_dot_admin__pb2.DrainProcessRequest.SerializeToString,
+            deltasync_dot_v1_dot_admin__pb2.DrainProcessResponse.FromString,
             options,
             channel_credentials,
             insecure,

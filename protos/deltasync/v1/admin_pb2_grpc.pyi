@@ -74,6 +74,14 @@ class AdminServiceStub:
     """Inspect looks at all rows that the service keeps, at full speed, mends what can be mended, and says what is left.
     Cuts and releases go on.
     """
+    MakeSnapshot: _grpc.UnaryUnaryMultiCallable[_admin_pb2.MakeSnapshotRequest, _admin_pb2.MakeSnapshotResponse]
+    """MakeSnapshot makes a snapshot of a model now, where snapshots go. It is answered once that is complete."""
+    MoveModel: _grpc.UnaryUnaryMultiCallable[_admin_pb2.MoveModelRequest, _admin_pb2.MoveModelResponse]
+    """MoveModel gives a model to another process of the service that shares its log: a snapshot first, so that this one
+    is soon at the head. Ranks and replicas follow.
+    """
+    DrainProcess: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainProcessRequest, _admin_pb2.DrainProcessResponse]
+    """DrainProcess has a process give all its models to others, and take none any more, until it is started again."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -121,6 +129,14 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Inspect looks at all rows that the service keeps, at full speed, mends what can be mended, and says what is left.
     Cuts and releases go on.
     """
+    MakeSnapshot: _aio.UnaryUnaryMultiCallable[_admin_pb2.MakeSnapshotRequest, _admin_pb2.MakeSnapshotResponse]  # type: ignore[assignment]
+    """MakeSnapshot makes a snapshot of a model now, where snapshots go. It is answered once that is complete."""
+    MoveModel: _aio.UnaryUnaryMultiCallable[_admin_pb2.MoveModelRequest, _admin_pb2.MoveModelResponse]  # type: ignore[assignment]
+    """MoveModel gives a model to another process of the service that shares its log: a snapshot first, so that this one
+    is soon at the head. Ranks and replicas follow.
+    """
+    DrainProcess: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainProcessRequest, _admin_pb2.DrainProcessResponse]  # type: ignore[assignment]
+    """DrainProcess has a process give all its models to others, and take none any more, until it is started again."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """AdminService manages consumers, and has rows deleted. Lists need role read, all else role admin: of the token in the
@@ -243,5 +259,31 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         """Inspect looks at all rows that the service keeps, at full speed, mends what can be mended, and says what is left.
         Cuts and releases go on.
         """
+
+    @_abc_1.abstractmethod
+    def MakeSnapshot(
+        self,
+        request: _admin_pb2.MakeSnapshotRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.MakeSnapshotResponse, _abc.Awaitable[_admin_pb2.MakeSnapshotResponse]]:
+        """MakeSnapshot makes a snapshot of a model now, where snapshots go. It is answered once that is complete."""
+
+    @_abc_1.abstractmethod
+    def MoveModel(
+        self,
+        request: _admin_pb2.MoveModelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.MoveModelResponse, _abc.Awaitable[_admin_pb2.MoveModelResponse]]:
+        """MoveModel gives a model to another process of the service that shares its log: a snapshot first, so that this one
+        is soon at the head. Ranks and replicas follow.
+        """
+
+    @_abc_1.abstractmethod
+    def DrainProcess(
+        self,
+        request: _admin_pb2.DrainProcessRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.DrainProcessResponse, _abc.Awaitable[_admin_pb2.DrainProcessResponse]]:
+        """DrainProcess has a process give all its models to others, and take none any more, until it is started again."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

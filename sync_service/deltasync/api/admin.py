@@ -13,8 +13,10 @@ from deltasync.service.backups import Backups
 from deltasync.service.brake import Brake
 from deltasync.service.inspection import InspectedTable, inspect
 from deltasync.service.pending_delete import PendingDelete
+from deltasync.service.processes import drain_process
 from deltasync.service.removals import Removals
 from deltasync.service.service import Service
+from deltasync.service.snapshots import snapshots_of
 from deltasync.v1 import admin_pb2, admin_pb2_grpc
 from deltasync.wire.messages import policy_from_message, policy_to_message
 
@@ -124,6 +126,27 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         by = author()
         backup = await self._backups.make(Path(request.directory), by)
         return admin_pb2.BackupResponse(files=len(backup.files), bytes=backup.bytes)
+
+    async def MakeSnapshot(
+        self, request: admin_pb2.MakeSnapshotRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.MakeSnapshotResponse:
+        """Make a snapshot of a model."""
+        made = await snapshots_of(self._service).make(request.model)
+        return admin_pb2.MakeSnapshotResponse(version=made.version, bytes=made.bytes, new_bytes=made.new_bytes())
+
+    async def MoveModel(
+        self, request: admin_pb2.MoveModelRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.MoveModelResponse:
+        """Give a model to another process."""
+        self._service.model(request.model)
+        await self._service.owners.move(request.model, request.process)
+        return admin_pb2.MoveModelResponse()
+
+    async def DrainProcess(
+        self, request: admin_pb2.DrainProcessRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.DrainProcessResponse:
+        """Have a process give its models to others."""
+        return admin_pb2.DrainProcessResponse(models=await drain_process(self._service, request.process))
 
 
 def _inspected(table: InspectedTable) -> admin_pb2.InspectedTable:

@@ -15,6 +15,7 @@ from deltasync.api.http_errors import answer_errors, error_responses
 from deltasync.api.model_routes import model_routes
 from deltasync.api.peers import PeersMiddleware
 from deltasync.api.process_routes import process_routes
+from deltasync.api.snapshot_routes import snapshot_routes
 from deltasync.api.tls_options import TlsOptions
 from deltasync.core.errors import ServiceUnavailable
 from deltasync.core.words import listed
@@ -65,6 +66,7 @@ def create_app(service: Service, access: Access, tls: TlsOptions | None = None) 
     app.include_router(delete_routes(service))
     app.include_router(model_routes(service))
     app.include_router(process_routes(service))
+    app.include_router(snapshot_routes(service))
 
     @app.get("/tables")
     async def tables() -> list[TableLine]:

@@ -34,6 +34,7 @@ _LISTS = {
     "/models": ("model",),
     "/tables": ("model", "table"),
     "/deletes": ("model",),
+    "/snapshots": ("model",),
 }
 _SECONDS = 3.0
 _MOST_BYTES = 64 << 20

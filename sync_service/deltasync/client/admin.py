@@ -175,6 +175,53 @@ class Admin:
         patient = Admin(replace(self._endpoint, timeout_seconds=timeout_seconds))
         return list(patient._call(lambda stub: stub.Inspect(admin_pb2.InspectRequest())).tables)
 
+    def make_snapshot(self, model: str, timeout_seconds: float = 86400.0) -> admin_pb2.MakeSnapshotResponse:
+        """Have a snapshot of a model made now, where the service's snapshots go.
+
+        Args:
+            model: the model.
+            timeout_seconds: how long it may take.
+
+        Raises:
+            NotFound: no such model, or nothing of it is published.
+            Contradiction: the service has no place for snapshots.
+            StorageFailed: it could not be made.
+        """
+        patient = Admin(replace(self._endpoint, timeout_seconds=timeout_seconds))
+        return patient._call(lambda stub: stub.MakeSnapshot(admin_pb2.MakeSnapshotRequest(model=model)))
+
+    def move_model(self, model: str, process: str, timeout_seconds: float = 86400.0) -> None:
+        """Have another process of the service own a model.
+
+        Args:
+            model: the model.
+            process: the name of that process.
+            timeout_seconds: how long it may take: a snapshot is made first.
+
+        Raises:
+            NotFound: no such model, or no such process.
+        """
+        patient = Admin(replace(self._endpoint, timeout_seconds=timeout_seconds))
+        request = admin_pb2.MoveModelRequest(model=model, process=process)
+        patient._call(lambda stub: stub.MoveModel(request))
+
+    def drain_process(self, process: str = "", timeout_seconds: float = 86400.0) -> list[str]:
+        """Have a process give all its models to others, and take none any more.
+
+        Args:
+            process: its name; empty is the one that answers.
+            timeout_seconds: how long it may take.
+
+        Returns:
+            The names of these models.
+
+        Raises:
+            NotFound: no such process.
+            Contradiction: there is no other that could have them.
+        """
+        patient = Admin(replace(self._endpoint, timeout_seconds=timeout_seconds))
+        return list(patient._call(lambda stub: stub.DrainProcess(_drain(process))).models)
+
     def _call(self, call: Callable[[admin_pb2_grpc.AdminServiceStub], T]) -> T:
         route = Route(self._endpoint)
         while True:
@@ -186,3 +233,7 @@ class Admin:
                     error = endpoint.error_of(failure)
                     if not route.turn(error):
                         raise error from failure
+
+
+def _drain(process: str) -> admin_pb2.DrainProcessRequest:
+    return admin_pb2.DrainProcessRequest(process=process)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from deltasync.core.errors import DeltasyncError, NotFound, ServiceUnavailable, StorageFailed
+from deltasync.core.errors import Contradiction, DeltasyncError, NotFound, ServiceUnavailable, StorageFailed
 from deltasync.core.events import EventKind
 from deltasync.core.words import counted
 from deltasync.feeds.model import Model
@@ -15,7 +15,8 @@ from deltasync.service.snapshot_making import SnapshotMaker
 from deltasync.service.snapshot_source import Source, source_of
 from deltasync.snapshots.manifest import Manifest
 from deltasync.snapshots.place import SnapshotPlace
-from deltasync.snapshots.reading import snapshots_of, unused_objects
+from deltasync.snapshots.reading import snapshots_of as stored_snapshots
+from deltasync.snapshots.reading import unused_objects
 from deltasync.views.view import View
 
 _LOOK_SECONDS = 1.0
@@ -77,6 +78,11 @@ class SnapshotLoop:
             f"snapshots of model {n!r}: {s.failure}" for n, s in self._states.items() if s.failure and n in here
         ]
 
+    def failure(self, model: str) -> str:
+        """Why the last try to make one of a model has failed; empty if it has not."""
+        state = self._states.get(model)
+        return state.failure if state else ""
+
     def newest(self, model: str) -> Manifest | None:
         """The newest snapshot that this process knows of."""
         state = self._states.get(model)
@@ -134,7 +140,7 @@ class SnapshotLoop:
     async def _make(self, name: str, state: _State) -> Manifest:
         model = self._service.model(name)
         if not state.looked:
-            found = await asyncio.to_thread(snapshots_of, self.place, name)
+            found = await asyncio.to_thread(stored_snapshots, self.place, name)
             state.newest, state.looked = next(iter(found.manifests), None), True
         views = {c: view for c, view in self._service.views.by_consumer().items() if view.model is model}
         with contextlib.ExitStack() as pins:
@@ -166,6 +172,17 @@ class SnapshotLoop:
             raise StorageFailed("the log is full, and keeps what a snapshot is to have: try again")
 
 
+def snapshots_of(service: Service) -> SnapshotLoop:
+    """What makes a service's snapshots.
+
+    Raises:
+        Contradiction: there are to be none.
+    """
+    if service.snapshots is None:
+        raise Contradiction("nobody has said where snapshots go: start the service with --snapshots")
+    return service.snapshots
+
+
 def _cut_logs(kept: Manifest | None, model: Model, views: Mapping[str, View]) -> None:
     """Drop what the log has up to what a snapshot has."""
     if kept and kept.history == model.history:
@@ -177,7 +194,7 @@ def _cut_logs(kept: Manifest | None, model: Model, views: Mapping[str, View]) ->
 
 def _remove_old(place: SnapshotPlace, model: str, options: SnapshotOptions) -> None:
     """Remove snapshots of which there are enough newer ones, and what none of those that are kept names."""
-    manifests, now = snapshots_of(place, model).manifests, time.time_ns()
+    manifests, now = stored_snapshots(place, model).manifests, time.time_ns()
     kept = [
         each
         for number, each in enumerate(manifests)

@@ -1,0 +1,48 @@
+"""The snapshots that a service knows of, over HTTP."""
+
+import time
+from dataclasses import dataclass
+
+from fastapi import APIRouter
+
+from deltasync.service.service import Service
+
+
+@dataclass(frozen=True)
+class SnapshotLine:
+    """The newest snapshot of a model, in a list.
+
+    `version` is the one that it is of, 0 where there is none, and `behind_versions` how many came since; `failure`
+    says why the last try to make one has failed, if it has.
+    """
+
+    model: str
+    version: int
+    behind_versions: int
+    age_seconds: float
+    bytes: int
+    new_bytes: int
+    failure: str
+
+
+def snapshot_routes(service: Service) -> APIRouter:
+    """The routes."""
+    router = APIRouter()
+
+    @router.get("/snapshots")
+    async def snapshots() -> list[SnapshotLine]:
+        """The newest snapshot of each model."""
+        return [_line(service, name) for name in sorted(service.models)]
+
+    return router
+
+
+def _line(service: Service, name: str) -> SnapshotLine:
+    newest = service.snapshots.newest(name) if service.snapshots else None
+    head = service.models[name].seals.newest_version
+    failure = service.snapshots.failure(name) if service.snapshots else ""
+    if newest is None:
+        return SnapshotLine(name, 0, head, 0.0, 0, 0, failure)
+    age = round(max(0, time.time_ns() - newest.made_unix_ns) / 1e9, 3)
+    behind = max(0, head - newest.version)
+    return SnapshotLine(name, newest.version, behind, age, newest.bytes, newest.new_bytes(), failure)

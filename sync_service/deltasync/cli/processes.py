@@ -1,0 +1,49 @@
+"""`deltasync processes`, `move` and `drain`: processes that share a log."""
+
+import json
+
+import click
+
+from deltasync.cli.config import CONTEXT
+from deltasync.cli.endpoint_options import http_options, service_options
+from deltasync.client.admin import Admin
+from deltasync.client.endpoint import Endpoint
+from deltasync.client.route import Route
+from deltasync.core.words import listed
+
+
+@click.command(context_settings=CONTEXT)
+@http_options
+@click.option("--json", "as_json", is_flag=True, help="Print the service's JSON answer.")
+def processes(http: Endpoint, as_json: bool) -> None:
+    """List the processes of a service that are alive, and the models that each owns."""
+    lines = Route(http).get_json("/processes")
+    if as_json:
+        click.echo(json.dumps(lines, indent=2))
+        return
+    for line in lines:
+        state = "draining" if line["draining"] else "here" if line["here"] else "alive"
+        owns = listed(line["models"]) or "no model"
+        click.echo(f"{line['process']:20}  {state:8}  {line['grpc']:24}  {owns}")
+
+
+@click.command(context_settings=CONTEXT)
+@click.argument("model")
+@click.option("--to", "process", required=True, help="Name of the process that is to own it.")
+@service_options(rights=True)
+def move(model: str, process: str, service: Endpoint) -> None:
+    """Have another process own MODEL. Its trainer and its replicas follow."""
+    Admin(service).move_model(model, process)
+    click.echo(f"model {model} was given to process {process}")
+
+
+@click.command(context_settings=CONTEXT)
+@click.argument("process", default="")
+@service_options(rights=True)
+def drain(process: str, service: Endpoint) -> None:
+    """Have PROCESS, or the one that answers, give all its models to others, before it is stopped.
+
+    It takes none any more until it is started again.
+    """
+    models = Admin(service).drain_process(process)
+    click.echo(f"{process or 'the process'} has given up {listed(models) or 'no model: it had none'}")

@@ -1,0 +1,46 @@
+"""`deltasync snapshot` and `deltasync snapshots`."""
+
+import json
+
+import click
+
+from deltasync.cli.config import CONTEXT
+from deltasync.cli.endpoint_options import http_options, service_options
+from deltasync.client.admin import Admin
+from deltasync.client.endpoint import Endpoint
+from deltasync.client.route import Route
+from deltasync.core.words import counted
+
+
+@click.command(context_settings=CONTEXT)
+@click.argument("model")
+@service_options(rights=True)
+def snapshot(model: str, service: Endpoint) -> None:
+    """Make a snapshot of MODEL now, where the service's snapshots go."""
+    made = Admin(service).make_snapshot(model)
+    size = f"{counted(made.bytes, 'byte')}, {made.new_bytes} of them new"
+    click.echo(f"snapshot of version {made.version} of model {model} is complete: {size}")
+
+
+@click.command(context_settings=CONTEXT)
+@click.argument("model", default="")
+@http_options
+@click.option("--json", "as_json", is_flag=True, help="Print the service's JSON answer.")
+def snapshots(model: str, http: Endpoint, as_json: bool) -> None:
+    """Show the newest snapshot of MODEL, or of each model.
+
+    \b
+    version   that it is of; 0 where there is none
+    behind    versions that came since
+    age       seconds since it was complete
+    bytes     of all that it has; new: of what no snapshot before had
+    """
+    lines = [each for each in Route(http).get_json("/snapshots") if model in ("", each["model"])]
+    if as_json:
+        click.echo(json.dumps(lines, indent=2))
+        return
+    for line in lines:
+        text = f"{line['model']:20}  version {line['version']}  behind {line['behind_versions']}"
+        size = f"age {line['age_seconds']:.0f} s  {line['bytes']} bytes  {line['new_bytes']} new"
+        failure = f"  failed: {line['failure']}" if line["failure"] else ""
+        click.echo(f"{text}  {size}{failure}")
