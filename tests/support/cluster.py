@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import numpy as np
 from tests.support.process import ServiceProcess
+from tests.support.proxy import Proxy
 
 from deltasync.client.numpy_target import NumpyTarget
 from deltasync.client.options import PublisherOptions, SubscriberOptions
@@ -89,10 +90,12 @@ class Trainer:
 class Cluster:
     """Brokers, and services that share their log. Started with the block, ended with it."""
 
-    def __init__(self, folder: Path, services: int = 3, brokers: int = 3, *arguments: str) -> None:
+    def __init__(self, folder: Path, services: int = 3, brokers: int = 3, *, proxies: bool = False) -> None:
+        """With `proxies`, each service reaches the brokers through proxies of its own."""
         self.folder = folder
+        self._through_proxies, self.proxies = proxies, dict[str, list[Proxy]]()
         self.brokers = Brokers(folder / "brokers", brokers)
-        self._brokers, self._count, self._arguments = brokers, services, arguments
+        self._brokers, self._count = brokers, services
         self.services = list[ServiceProcess]()
         self._closing = list[Any]()
 
@@ -117,6 +120,8 @@ class Cluster:
         for service in self.services:
             if service.process and service.process.poll() is None:
                 service.kill()
+        for proxy in (proxy for proxies in self.proxies.values() for proxy in proxies):
+            proxy.__exit__(None, None, None)
         self.brokers.__exit__()
 
     @property
@@ -153,10 +158,19 @@ class Cluster:
             return False
         return any(line["here"] and MODEL in line["models"] for line in lines)
 
+    def name_of(self, service: ServiceProcess) -> str:
+        return f"service-{self.services.index(service)}"
+
+    def _urls(self, name: str) -> list[str]:
+        if not self._through_proxies:
+            return list(self.brokers.urls)
+        proxies = self.proxies[name] = [Proxy(f"127.0.0.1:{each.port}") for each in self.brokers.brokers]
+        return [f"nats://{each.address}" for each in proxies]
+
     def _service(self, number: int) -> ServiceProcess:
         return ServiceProcess(
             self.folder / f"service-{number}",
-            *("--log", ",".join(self.brokers.urls)),
+            *("--log", ",".join(self._urls(f"service-{number}"))),
             *("--log-monitor", ",".join(self.brokers.monitors)),
             *("--log-replicas", str(min(3, self._brokers))),
             *(["--accept-log-risk"] if self._brokers < 3 else []),
@@ -165,7 +179,6 @@ class Cluster:
             *("--process", f"service-{number}"),
             *("--lease-seconds", _LEASE_SECONDS),
             *("--consumer", f"{CONSUMER}={MODEL}"),
-            *self._arguments,
         )
 
 

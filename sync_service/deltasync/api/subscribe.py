@@ -383,9 +383,9 @@ class ReplicaStream:
         return bool(self._consumer.pause and release.head and release.head.number != self._sent.number)
 
     def _check_current(self) -> None:
+        if self._consumer.moved:
+            raise ServiceUnavailable(f"consumer {self._consumer.name!r} was moved; reconnect")
         if self._registry.consumers.get(self._consumer.name) is not self._consumer:
-            if self._consumer.moved:
-                raise ServiceUnavailable(f"consumer {self._consumer.name!r} was moved; reconnect")
             raise NotFound(f"consumer {self._consumer.name!r} was deleted")
         if self._consumer.replicas.get(self._replica.name) is not self._replica:
             self._goodbye = True  # Not on this stream, of which it has not been heard yet that it is lost.

@@ -62,17 +62,22 @@ class ConsumerRegistry:
         recorded = [offset_name(each.name, name) for each in consumers.values() for name in each.replicas]
         self._offsets[log] = OffsetLog(log, self._events, recorded)
 
-    def give_up(self, model: str, log: LogStore, *, written: bool) -> None:
-        """Have the consumers of a model no more, whose log another process has from here on: their streams end,
-        and nothing is written down any more but, if it is to be `written`, what they have acknowledged.
-        """
+    def end_streams(self, model: str) -> None:
+        """End the streams of all consumers of a model, which is about to be another process's."""
         for consumer in self.of_model(model):
             consumer.moved = True
-            del self.consumers[consumer.name]
             for replica in consumer.replicas.values():
                 _end_stream(replica)
             consumer.brake.wake()
             consumer.signal.wake()
+
+    def give_up(self, model: str, log: LogStore, *, written: bool) -> None:
+        """Have the consumers of a model no more, whose log another process has from here on: their streams end,
+        and nothing is written down any more but, if it is to be `written`, what they have acknowledged.
+        """
+        self.end_streams(model)
+        for consumer in self.of_model(model):
+            del self.consumers[consumer.name]
         offsets = self._offsets.pop(log, None)
         if offsets and written:
             offsets.write_all()

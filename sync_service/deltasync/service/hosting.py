@@ -73,6 +73,7 @@ class Hosting:
         """Have a model no more: its streams end, and nothing of it is written any more but what it takes still."""
         if model not in self._owned:
             return
+        self._service.registry.end_streams(model)  # At once: what they say of the newest version is true no more.
         written = self._service.owners.confirmed and await asyncio.to_thread(self._logs.lost, model) is None
         if not written:  # First: who waits for it to be written would wait for long.
             await asyncio.to_thread(self._logs.close_log, model, written=False)

@@ -39,6 +39,7 @@ class Answers:
             ServiceUnavailable: its model is still recovering.
         """
         consumer = self._service.registry.get(name)
+        self._service.owners.check(consumer.model)  # It may be another process's by now.
         self._service.check_recovered(consumer.model)
         async with self._lags:
             standing = self._standing(consumer)

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from pathlib import Path
 
 from deltasync.core.errors import StorageFailed
@@ -91,7 +91,8 @@ class JetStreamStore:
     def abandon(self) -> None:
         """Take nothing any more, and wait for nothing: what is not acknowledged may be written all the same."""
         self._brokers.loop.call_soon_threadsafe(self._sender.lose, StorageFailed("the log is closed"))
-        with contextlib.suppress(Exception):  # How it ended is told to those who have written.
+        self._running.cancel()
+        with contextlib.suppress(Exception, CancelledError):  # How it ended is told to those who have written.
             self._running.result()
         self.queue.close()
         self._writer.join()
