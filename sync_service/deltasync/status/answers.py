@@ -11,6 +11,7 @@ from deltasync.feeds.standing import Standing, nothing_published
 from deltasync.service.service import Service
 from deltasync.status.lag import ConsumerLag
 from deltasync.status.metrics import Figures, ModelFigures, exposition
+from deltasync.status.process_metrics import ProcessFigures
 from deltasync.status.report import report
 
 # For so long all who ask are given the same metrics: at most, they are computed ten times a second.
@@ -82,6 +83,20 @@ class Answers:
             volumes=service.volumes.all,
             certificates_expire=service.certificates_expire,
             limits=self._limits(),
+            process=self._process(),
+        )
+
+    def _process(self) -> ProcessFigures:
+        service = self._service
+        owners, snapshots = service.owners, service.snapshots
+        newest = {name: found for name in service.models if snapshots and (found := snapshots.newest(name))}
+        return ProcessFigures(
+            confirmed=owners.confirmed,
+            alive=len(owners.processes()),
+            unowned=sum(owners.owner_of(name) is None for name in owners.models()),
+            made_unix_ns={name: found.made_unix_ns for name, found in newest.items()},
+            failures=snapshots.failures if snapshots else 0,
+            risks=len(service.logs.accepted_risks),
         )
 
     def _limits(self) -> Limits:

@@ -15,6 +15,7 @@ from deltasync.feeds.standing import Standing
 from deltasync.status.consumer_metrics import consumer_metrics
 from deltasync.status.limit_metrics import limit_metrics
 from deltasync.status.metric_families import counter, gauge, histogram
+from deltasync.status.process_metrics import ProcessFigures, process_metrics
 from deltasync.status.report import report
 from deltasync.storage.durations import Durations
 from deltasync.storage.volume import Volume
@@ -51,6 +52,7 @@ class Figures:
     volumes: Sequence[Volume]
     certificates_expire: Mapping[str, float] = field(default_factory=dict)
     limits: Limits = field(default_factory=Limits)
+    process: ProcessFigures = field(default_factory=ProcessFigures)
 
 
 def exposition(figures: Figures, now_unix_ns: int) -> bytes:
@@ -64,6 +66,7 @@ def exposition(figures: Figures, now_unix_ns: int) -> bytes:
     lags = [report(consumer, standing, now_unix_ns) for consumer, standing in figures.consumers]
     registry = CollectorRegistry()
     found = [*consumer_metrics(consumers, lags), *_model_metrics(figures), *limit_metrics(figures.limits)]
+    found += process_metrics(figures.process, now_unix_ns)
     registry.register(_Snapshot(found))
     return generate_latest(registry)
 

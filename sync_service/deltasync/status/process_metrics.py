@@ -1,0 +1,54 @@
+"""Metrics of a process among those that share a log, and of the snapshots that it makes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from prometheus_client.core import Metric
+
+from deltasync.status.metric_families import counter, gauge
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessFigures:
+    """What this process is, taken at one moment.
+
+    Attributes:
+        confirmed: whether the others have heard of it within the lease; True where it is alone.
+        alive: how many processes are, this one among them.
+        unowned: how many models there are that no process owns.
+        made_unix_ns: when the newest snapshot of each model was complete, nanoseconds since 1970.
+        failures: how many snapshots could not be made.
+        risks: how many ways there are, as far as is known, to lose what the log has acknowledged.
+    """
+
+    confirmed: bool = True
+    alive: int = 1
+    unowned: int = 0
+    made_unix_ns: Mapping[str, int] = field(default_factory=dict)
+    failures: int = 0
+    risks: int = 0
+
+
+def process_metrics(figures: ProcessFigures, now_unix_ns: int) -> list[Metric]:
+    """What is known of it, at a time in nanoseconds since 1970."""
+    ages = {model: max(0, now_unix_ns - made) / 1e9 for model, made in sorted(figures.made_unix_ns.items())}
+    return [
+        gauge(
+            "lease_confirmed",
+            "Whether the processes that share the log have heard of this one within the lease.",
+            [],
+            [([], figures.confirmed)],
+        ),
+        gauge("processes_alive", "Processes that share the log and are alive.", [], [([], figures.alive)]),
+        gauge("models_without_owner", "Models that no process owns now.", [], [([], figures.unowned)]),
+        gauge("log_risks", "Ways to lose what the log has acknowledged.", [], [([], figures.risks)]),
+        gauge(
+            "snapshot_age_seconds",
+            "How long ago the model's newest snapshot was complete.",
+            ["model"],
+            [([model], age) for model, age in ages.items()],
+        ),
+        counter(
+            "snapshot_failures", "Snapshots that could not be made since the start.", [], [([], figures.failures)]
+        ),
+    ]
