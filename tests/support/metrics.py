@@ -35,6 +35,9 @@ EVENT_METRICS: dict[str, set[str]] = {
 # Those that exist only where TLS is spoken.
 TLS_METRICS: dict[str, set[str]] = {"deltasync_certificate_expires_seconds": {"setting"}}
 
+# Those that exist only where snapshots are made.
+SNAPSHOT_METRICS: dict[str, set[str]] = {"deltasync_snapshot_age_seconds": {"model"}}
+
 # Each metric and its labels: what dashboards and alerts are built on.
 METRICS: dict[str, set[str]] = {
     "deltasync_head_version": {"model"},
@@ -63,6 +66,11 @@ METRICS: dict[str, set[str]] = {
     "deltasync_spilled_bytes": {"model"},
     "deltasync_publishing_ranks": {"model", "state"},
     "deltasync_log_bytes": set(),
+    "deltasync_log_risks": set(),
+    "deltasync_lease_confirmed": set(),
+    "deltasync_processes_alive": set(),
+    "deltasync_models_without_owner": set(),
+    "deltasync_snapshot_failures_total": set(),
     "deltasync_log_commit_seconds_bucket": {"le"},
     "deltasync_log_commit_seconds_count": set(),
     "deltasync_log_commit_seconds_sum": set(),
@@ -78,6 +86,7 @@ METRICS: dict[str, set[str]] = {
     "deltasync_limit_refused_total": {"limit"},
     **EVENT_METRICS,
     **TLS_METRICS,
+    **SNAPSHOT_METRICS,
     **POLICY_METRICS,
 }
 

@@ -11,7 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tests.support.command import deltasync
-from tests.support.metrics import EVENT_METRICS, METRICS, POLICY_METRICS, TLS_METRICS, samples_of
+from tests.support.metrics import EVENT_METRICS, METRICS, POLICY_METRICS, SNAPSHOT_METRICS, TLS_METRICS, samples_of
 from tests.support.server import TOKEN, RunningService
 from tests.support.wire import TABLES, WHOLE, RankStream, ReplicaStream, ack, full_part, part, random_rows, size_of
 
@@ -176,7 +176,7 @@ def test_metrics_are_prometheus_text_with_the_names_that_were_promised(running: 
         more, _ = replica.release()
         replica.send(ack(size_of([*rows, *more])))
         samples = samples_of(running)
-        absent = POLICY_METRICS.keys() | EVENT_METRICS.keys() | TLS_METRICS.keys()
+        absent = POLICY_METRICS.keys() | EVENT_METRICS.keys() | TLS_METRICS.keys() | SNAPSHOT_METRICS.keys()
         assert {name for name, _ in samples} == METRICS.keys() - absent
         consumer = (("consumer", "predictors"),)
         size = 40 * 24 + 30 * 20

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.command import deltasync
-from tests.support.metrics import EVENT_METRICS, METRICS, TLS_METRICS, samples_of
+from tests.support.metrics import EVENT_METRICS, METRICS, SNAPSHOT_METRICS, TLS_METRICS, samples_of
 from tests.support.process import ServiceProcess
 from tests.support.server import TOKEN, RunningService
 from tests.support.wire import (
@@ -322,7 +322,9 @@ def test_metrics_and_lag_show_what_a_release_took_and_left(topped: RunningServic
         follower.acknowledge(second)
         lag = lag_when(topped, lambda lag: lag["offset"] == second.position.version)
         samples = samples_of(topped)
-        assert {name for name, _ in samples} == METRICS.keys() - EVENT_METRICS.keys() - TLS_METRICS.keys()
+        assert {
+            name for name, _ in samples
+        } == METRICS.keys() - EVENT_METRICS.keys() - TLS_METRICS.keys() - SNAPSHOT_METRICS.keys()
         shown = {
             name.removeprefix("deltasync_consumer_"): n
             for (name, labels), n in samples.items()
