@@ -30,6 +30,12 @@ class Purges:
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
 
+    async def cancel(self) -> None:
+        """Have none under way: who opens the log next sees from its notes what is gone."""
+        for each in list(self._under_way):
+            each.cancel()
+        await self.settled()
+
     async def settled(self) -> None:
         """Wait until none is under way."""
         if self._under_way:
@@ -39,5 +45,5 @@ class Purges:
         try:
             found = await self._brokers.ask(f"STREAM.PURGE.{self._stream}", {"filter": subjects, "seq": before})
             self._failed |= "error" in found
-        except StorageFailed:  # Who opens the log next sees from its notes what is gone.
+        except StorageFailed:  # As above.
             self._failed = True

@@ -86,6 +86,7 @@ class JetStreamStore:
         """Wait until what was submitted is acknowledged, or lost."""
         self.queue.close()
         self._writer.join()
+        self._brokers.run(self._purges.settled())
         self.abandon()
 
     def abandon(self) -> None:
@@ -94,6 +95,7 @@ class JetStreamStore:
         self._running.cancel()
         with contextlib.suppress(Exception, CancelledError):  # How it ended is told to those who have written.
             self._running.result()
+        self._brokers.run(self._purges.cancel())
         self.queue.close()
         self._writer.join()
 

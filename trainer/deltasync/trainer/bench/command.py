@@ -72,6 +72,7 @@ _add(
 )
 _add("fanout", "CPU time of the service for forty replicas of one consumer, against one replica.")
 _add("acks", "Time of a seal while 200 replicas acknowledge, against the same without any.")
+_add("log", "Throughput of a log that one broker keeps, and three, against that in LMDB.")
 _add("memory", "What the service holds beside its tables and stamps.")
 _add("release", "Time of a release by a consumer's policy, against NumPy's gathers and norms of the same rows.")
 _add("apply", "Time to apply changed rows, in the service and in a replica, against a bare NumPy scatter.")
