@@ -125,7 +125,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         """Make a backup."""
         by = author()
         backup = await self._backups.make(Path(request.directory), by)
-        return admin_pb2.BackupResponse(files=len(backup.files), bytes=backup.bytes)
+        return admin_pb2.BackupResponse(files=backup.files, bytes=backup.bytes)
 
     async def MakeSnapshot(
         self, request: admin_pb2.MakeSnapshotRequest, context: grpc.aio.ServicerContext[Any, Any]

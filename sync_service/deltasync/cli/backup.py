@@ -28,32 +28,32 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
 )
 @service_options(rights=True)
 def backup(directory: Path, data_dir: Path | None, service: Endpoint) -> None:
-    """Copy all that a running service keeps into DIR, on the service's machine: new, or empty.
+    """Have all that a running service keeps in DIR, on the service's machine: new, or empty.
 
-    Trainers and replicas go on meanwhile. The copy is complete once this says so: backup.json in it is written
-    last.
+    Trainers and replicas go on meanwhile. It is complete once this says so: backup.json in it is written last.
     """
     if data_dir is None:
         made = Admin(service).backup(str(directory))
         files, size = made.files, made.bytes
     else:  # Imported only now: a call of a service needs none of it.
-        from deltasync.storage.offline import back_up_offline
+        from deltasync.service.offline import back_up_offline
 
         copied = back_up_offline(data_dir, directory)
-        files, size = len(copied.files), copied.bytes
+        files, size = copied.files, copied.bytes
     click.echo(f"backup {directory} is complete: {counted(files, 'file')}, {counted(size, 'byte')}")
 
 
 @click.command(context_settings=CONTEXT)
-@click.argument("directory", metavar="DIR", type=_FOLDER)
+@click.argument("source", metavar="FROM")
 @click.option("--data-dir", type=_FOLDER, required=True, help="The data directory to make: new, or empty.")
-def restore(directory: Path, data_dir: Path) -> None:
-    """Make a data directory of the backup DIR, every file of which is compared with its digest.
+def restore(source: str, data_dir: Path) -> None:
+    """Make a data directory of a backup's folder; or, of a folder or URL that a service's snapshots are in, from
+    the newest of each model. All that is read is compared with its checksum.
 
     It begins a new epoch of every history: replicas and trainers that hold something later are told so.
     """
-    from deltasync.storage import restore as restoring
+    from deltasync.service import restore as restoring
 
-    made = restoring.restore(directory, data_dir)
-    what = f"{counted(len(made.files), 'file')}, {counted(made.bytes, 'byte')}"
-    click.echo(f"{data_dir} has what the backup {directory} has: {what}")
+    made = restoring.restore(source, data_dir)
+    models = ", ".join(f"{name} at version {version}" for name, version in made.models.items()) or "no model"
+    click.echo(f"{data_dir} has what {source} has: {models}, {counted(made.bytes, 'byte')}")

@@ -1,6 +1,7 @@
 """`deltasync snapshot` and `deltasync snapshots`."""
 
 import json
+import time
 
 import click
 
@@ -26,7 +27,13 @@ def snapshot(model: str, service: Endpoint) -> None:
 @click.argument("model", default="")
 @http_options
 @click.option("--json", "as_json", is_flag=True, help="Print the service's JSON answer.")
-def snapshots(model: str, http: Endpoint, as_json: bool) -> None:
+@click.option(
+    "--at", "url", default="", metavar="URL", help="Show all that are at a folder or URL, without a service."
+)
+@click.option(
+    "--check", is_flag=True, help="With --at: compare all that they have with its checksums."
+)
+def snapshots(model: str, http: Endpoint, as_json: bool, url: str, check: bool) -> None:
     """Show the newest snapshot of MODEL, or of each model.
 
     \b
@@ -34,7 +41,14 @@ def snapshots(model: str, http: Endpoint, as_json: bool) -> None:
     behind    versions that came since
     age       seconds since it was complete
     bytes     of all that it has; new: of what no snapshot before had
+
+    With --at, all that are there; the exit status is 1 where one cannot be read or, with --check, is damaged.
     """
+    if url:
+        _show_stored(url, model, check)
+        return
+    if check:
+        raise click.UsageError("--check reads what is at --at URL")
     lines = [each for each in Route(http).get_json("/snapshots") if model in ("", each["model"])]
     if as_json:
         click.echo(json.dumps(lines, indent=2))
@@ -44,3 +58,23 @@ def snapshots(model: str, http: Endpoint, as_json: bool) -> None:
         size = f"age {line['age_seconds']:.0f} s  {line['bytes']} bytes  {line['new_bytes']} new"
         failure = f"  failed: {line['failure']}" if line["failure"] else ""
         click.echo(f"{text}  {size}{failure}")
+
+
+def _show_stored(url: str, model: str, check: bool) -> None:
+    from deltasync.snapshots.place import SnapshotPlace
+    from deltasync.snapshots.reading import check_snapshot, models_of, snapshots_of
+
+    place, problems = SnapshotPlace(url), list[str]()
+    for name in models_of(place):
+        if model in ("", name):
+            found = snapshots_of(place, name)
+            problems += found.problems
+            for each in found.manifests:
+                age = (time.time_ns() - each.made_unix_ns) / 1e9
+                size = f"age {age:.0f} s  {each.bytes} bytes  {each.new_bytes()} new"
+                click.echo(f"{name:20}  version {each.version}  {size}  {each.name}")
+                problems += check_snapshot(place, each) if check else []
+    for problem in dict.fromkeys(problems):
+        click.echo(problem, err=True)
+    if problems:
+        raise SystemExit(1)

@@ -33,6 +33,7 @@ class OffsetLog:
         self._recorded = set(names)  # Which the log may have.
         self._moved: dict[str, Replica | None] = {}  # By the record's name; None is to be forgotten.
         self._resting = False  # While some are written, and in the pause after that.
+        self._last: asyncio.Future[None] | None = None
 
     def note(self, consumer: str, replica: Replica) -> None:
         """Have a replica's offset written down, as it is by then."""
@@ -61,6 +62,13 @@ class OffsetLog:
         self._resting = True
         while self._moved:
             self._submit()
+
+    async def written(self) -> None:
+        """Wait until the log has all that there is by now; what it cannot take was told."""
+        while self._moved:
+            self._submit()
+        if self._last:
+            await asyncio.wait({self._last})
 
     def _forgotten(self, names: Iterable[str]) -> Mapping[str, None]:
         for name in (records := dict.fromkeys(names)):
@@ -92,7 +100,7 @@ class OffsetLog:
             replica = self._moved.pop(name)
             records[name] = pack_json(_offset_record(replica)) if replica else None
             (self._recorded.add if replica else self._recorded.discard)(name)
-        written = asyncio.wrap_future(self._log.put_all(records))
+        self._last = written = asyncio.wrap_future(self._log.put_all(records))
         written.add_done_callback(partial(self._report, tuple(records)))
         return written
 

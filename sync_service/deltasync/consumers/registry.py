@@ -345,6 +345,11 @@ class ConsumerRegistry:
         for offsets in self._offsets.values():
             offsets.write_all()
 
+    async def offsets_written(self) -> None:
+        """Wait until the log has what replicas have acknowledged by now."""
+        for offsets in list(self._offsets.values()):
+            await offsets.written()
+
     def forget_the_gone(self) -> None:
         """Forget replicas that have been away for long, so that they no longer hold their consumer's offset."""
         for consumer in self.consumers.values():

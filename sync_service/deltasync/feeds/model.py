@@ -12,7 +12,6 @@ neither sees the other half done; nothing there waits for a disk. All else happe
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -310,10 +309,6 @@ class Model:
             StorageFailed: the log could not be written; nothing was lost.
         """
         return self.store.flush(self.position.number)
-
-    def without_flush(self) -> AbstractContextManager[object]:
-        """See `ModelStore`."""
-        return self.store.without_flush()
 
     def should_flush(self, flush_bytes: int) -> bool:
         """Whether the log holds `flush_bytes`, or half of the seals that are kept, more than the tables' files."""

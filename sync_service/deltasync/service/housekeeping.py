@@ -66,7 +66,7 @@ async def _keep(service: Service, freed: FreedMemory) -> None:
     await asyncio.to_thread(freed.give_back)
     service.registry.forget_the_gone()
     refusing = [log for log in service.logs.each() if log.refusing]
-    full = bool(refusing) and not service.backing_up  # Which makes no room, and is broken off for that.
+    full = bool(refusing) and not _is_pinned(service)  # A snapshot is broken off for that, and room made then.
     await _flush(service, 0 if full else service.options.most_unflushed_bytes)
     for coordinator in (*service.coordinators.values(), *service.unpublished):
         coordinator.abandon_forsaken(time.monotonic())
@@ -78,6 +78,12 @@ async def _keep(service: Service, freed: FreedMemory) -> None:
     if full:
         for log in refusing:
             log.refusing = False  # If there is still no room, the next write is refused again.
+
+
+def _is_pinned(service: Service) -> bool:
+    """Whether a snapshot keeps anything in a log."""
+    pins = [model.store.pin for model in service.models.values()]
+    return any(pin.is_held for pin in [*pins, *(view.pin for view in service.views.by_consumer().values())])
 
 
 async def _look_after_rows(service: Service, model: Model) -> None:
@@ -102,8 +108,6 @@ async def _look_at_all(service: Service, model: Model) -> None:
 
 async def _flush(service: Service, flush_bytes: int) -> None:
     """Flush the models and views of which the log holds so many bytes."""
-    if service.backing_up:
-        return
     for model in list(service.models.values()):
         if flush_bytes == 0 or model.should_flush(flush_bytes):
             await _flush_model(service, model)

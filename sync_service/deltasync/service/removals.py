@@ -39,7 +39,7 @@ class Removals:
 
         Raises:
             NotFound: there is none of that name.
-            ServiceUnavailable: it is still recovering, or a backup is being made.
+            ServiceUnavailable: it is still recovering.
             Contradiction: a rank is connected, or a consumer follows it.
         """
         # In a task of its own: whoever asks may leave, and must not stop it half way.
@@ -50,7 +50,7 @@ class Removals:
 
         Raises:
             NotFound: there is no such model, or no such table in it.
-            ServiceUnavailable: the model is recovering, its cuts cannot be applied, or a backup is being made.
+            ServiceUnavailable: the model is recovering, or its cuts cannot be applied.
             Contradiction: a connected rank publishes it, or another table belongs to it.
         """
         await asyncio.shield(asyncio.create_task(self._delete_table(model, table, by)))
@@ -59,7 +59,6 @@ class Removals:
         service = self._service
         async with service.changing:
             model, coordinator = service.model(name), service.coordinators[name]
-            service.check_no_backup()
             if ranks := coordinator.connected:
                 raise Contradiction(f"model {name!r} is published by {_ranks(ranks)}: stop the trainer first")
             if consumers := [each.name for each in service.registry.of_model(name)]:
@@ -79,7 +78,6 @@ class Removals:
         service = self._service
         async with service.changing:
             model, coordinator = service.model(name), service.coordinators[name]
-            service.check_no_backup()
             specs = [each.spec for each in model.tables]
             if table not in {each.name for each in specs}:
                 names = listed(each.name for each in specs) or "none"

@@ -73,7 +73,6 @@ class Service:
         certificates_expire: when the certificates do that it speaks TLS with, seconds since 1970, by the name of
             their setting.
         compiling: whether kernels are still compiled, and no streams taken.
-        backing_up: whether a backup is being made: nothing is flushed.
         draining: set once the service is to end.
         changing: held while consumers, with their views, or models are made and removed: one at a time.
     """
@@ -108,7 +107,6 @@ class Service:
         self.configuration = Configuration(self)
         self.certificates_expire: Mapping[str, float] = {}
         self.compiling = False
-        self.backing_up = False
         self.draining = asyncio.Event()
         self.changing = asyncio.Lock()
 
@@ -146,15 +144,6 @@ class Service:
             del self.recovering[model.name]
             self.limits.taken["bytes_in_all"] += model.store.table_bytes
             self.add(coordinator)
-
-    def check_no_backup(self) -> None:
-        """Check that what is kept may be removed.
-
-        Raises:
-            ServiceUnavailable: it is being copied.
-        """
-        if self.backing_up:
-            raise ServiceUnavailable("a backup is being made; try again when it is complete")
 
     def check_recovered(self, model: str) -> None:
         """Check that a model, if there is one, can be used.
@@ -261,7 +250,6 @@ class Service:
         """
         async with self.changing:
             self.check_recovered(self.registry.get(name).model)
-            self.check_no_backup()
             try:
                 await self.registry.delete(name)
             finally:  # Else a new consumer of that name would have a view that serves the old one.

@@ -6,7 +6,7 @@ restores the snapshot brings that on top.
 
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 from deltasync.service.snapshot_records import newest_release, records_of_consumers, records_of_model
 from deltasync.service.snapshot_source import Source, SourceTable, SourceView
@@ -35,8 +35,8 @@ class SnapshotMaker:
         self._id = f"{time.time_ns():020d}-{uuid.uuid4().hex[:12]}"
         self._pieces = PieceWriter(place, source.model, self._id, earlier.pieces if earlier else ())
 
-    def make(self, consumers: Sequence[str]) -> Manifest:
-        """Make it, with what the log has of the model, and of these consumers of it.
+    def make(self) -> Manifest:
+        """Make it, with what the log has of the model, and of its consumers.
 
         Raises:
             StorageFailed: it could not be stored, or something not be read; what was stored, nobody names.
@@ -44,7 +44,7 @@ class SnapshotMaker:
         model = self._source.model
         tables = [self._table(each) for each in self._source.tables]
         views = {name: self._view(each) for name, each in self._source.views.items()}
-        small = records_of_consumers(self._log, consumers)  # Before the version: what they name is there.
+        small = records_of_consumers(self._log, model)  # Before the version: what they name is there.
         version, seal = self._newest()
         small |= records_of_model(self._log, model)  # After it: all tables are there that it has rows of.
         manifest = Manifest(

@@ -1,18 +1,28 @@
 """The small records of a model, and of its consumers, as far as snapshots have them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from deltasync.storage.log_store import LogStore
 from deltasync.storage.records import reading, unpack_json
 from deltasync.views.records import release_name, view_name
 
 
-def records_of_consumers(log: LogStore, consumers: Iterable[str]) -> dict[str, bytes]:
-    """Those of consumers, with the offsets of their replicas."""
+def records_of_consumers(log: LogStore, model: str) -> dict[str, bytes]:
+    """Those of a model's consumers, with the offsets of their replicas."""
+    consumers = [name for name, of_model in recorded_consumers(log).items() if of_model == model]
     names = [name for each in consumers for name in (f"consumer/{each}", view_name(each), release_name(each))]
     found = {name: value for name in names if (value := log.items(name).get("")) is not None}
     offsets = (f"offset/{each}/" for each in consumers)
     return found | {prefix + name: value for prefix in offsets for name, value in log.items(prefix).items()}
+
+
+def recorded_consumers(log: LogStore) -> dict[str, str]:
+    """The models of all consumers that a log has, by the consumers' names."""
+    found = {}
+    for name, record in log.items("consumer/").items():
+        with reading(f"record consumer/{name}"):
+            found[name] = str(unpack_json(record)["model"])
+    return found
 
 
 def records_of_model(log: LogStore, model: str) -> dict[str, bytes]:

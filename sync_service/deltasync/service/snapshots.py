@@ -6,13 +6,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from deltasync.core.errors import Contradiction, DeltasyncError, NotFound, ServiceUnavailable, StorageFailed
+from deltasync.core.errors import Contradiction, DeltasyncError
 from deltasync.core.events import EventKind
 from deltasync.core.words import counted
 from deltasync.feeds.model import Model
 from deltasync.service.service import Service
-from deltasync.service.snapshot_making import SnapshotMaker
-from deltasync.service.snapshot_source import Source, source_of
+from deltasync.service.snapshot_now import make_snapshot, views_of
 from deltasync.snapshots.manifest import Manifest
 from deltasync.snapshots.place import SnapshotPlace
 from deltasync.snapshots.reading import snapshots_of as stored_snapshots
@@ -138,38 +137,16 @@ class SnapshotLoop:
         self._service.events.emit(EventKind.FAILED, "no snapshot, which is tried again", error, model=name)
 
     async def _make(self, name: str, state: _State) -> Manifest:
-        model = self._service.model(name)
         if not state.looked:
             found = await asyncio.to_thread(stored_snapshots, self.place, name)
             state.newest, state.looked = next(iter(found.manifests), None), True
-        views = {c: view for c, view in self._service.views.by_consumer().items() if view.model is model}
-        with contextlib.ExitStack() as pins:
-            source = await self._pinned(model, views, pins)
-            consumers = [each.name for each in self._service.registry.of_model(name)]
-            maker = SnapshotMaker(self.place, source, model.log, state.newest, lambda: self._check(model))
-            manifest = await asyncio.to_thread(maker.make, consumers)
-            self._check(model)
+        manifest = await make_snapshot(self._service, name, self.place, state.newest)
+        model = self._service.model(name)
         if model.log.shared:  # The log goes on from the one before, too: any may be damaged.
             kept = manifest if model.log.refusing else state.newest
-            await asyncio.to_thread(_cut_logs, kept, model, views)
+            await asyncio.to_thread(_cut_logs, kept, model, views_of(self._service, model))
         await asyncio.to_thread(_remove_old, self.place, name, self._options)
         return manifest
-
-    async def _pinned(self, model: Model, views: Mapping[str, View], pins: contextlib.ExitStack) -> Source:
-        """What there is of a model, of which the log keeps what comes after."""
-        pins.enter_context(model.store.pin.held(model.store.flushed))
-        for view in views.values():
-            pins.enter_context(view.pin.held(0))
-        source: Source | None = await model.on_thread(source_of, model, views)
-        if source is None:
-            raise NotFound(f"nothing of model {model.name!r} is published")
-        return source
-
-    def _check(self, model: Model) -> None:
-        if self._service.models.get(model.name) is not model:
-            raise ServiceUnavailable(f"model {model.name!r} is not here any more")
-        if model.log.refusing and not model.log.shared:
-            raise StorageFailed("the log is full, and keeps what a snapshot is to have: try again")
 
 
 def snapshots_of(service: Service) -> SnapshotLoop:

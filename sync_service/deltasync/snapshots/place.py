@@ -2,7 +2,7 @@
 
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,12 @@ class Stored:
 
 
 class SnapshotPlace:
-    """Objects below one URL. Every method blocks; any thread."""
+    """Objects below one URL. Every method blocks; any thread.
+
+    Attributes:
+        url: that one.
+        read: told of what was read: an object's name, from which byte, how many.
+    """
 
     def __init__(self, url: str, settings: Mapping[str, Any] | None = None) -> None:
         """`settings` are those of the file system, as fsspec names them: endpoint_url and the like.
@@ -35,6 +40,7 @@ class SnapshotPlace:
             text = f"snapshots {url!r}: {error}: for s3:// install 'deltasync[s3]'"
             raise InvalidInput(text) from error
         self.url = url
+        self.read: Callable[[str, int, int], None] = lambda *_: None
         self._local = isinstance(self._files, fsspec.implementations.local.LocalFileSystem)
 
     def put(self, name: str, content: bytes) -> None:
@@ -57,6 +63,7 @@ class SnapshotPlace:
         """
         with _telling(self.url, f"read {name}"):
             found: bytes = self._files.cat_file(self._path(name), start=start or None, end=end)
+            self.read(name, start, len(found))
             return found
 
     def names(self, folder: str) -> list[Stored]:

@@ -11,7 +11,6 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from pathlib import Path
 
 from deltasync.core.errors import StorageFailed
 from deltasync.storage.broker_volume import BrokerVolume
@@ -176,10 +175,6 @@ class JetStreamStore:
         """The names of all streams that have records."""
         with self._lock:
             return self._index.streams()
-
-    def copy(self, directory: Path) -> None:
-        """Never: its copies are snapshots."""
-        raise StorageFailed(f"{directory}: a log among brokers is not copied: make a snapshot")
 
     def used_bytes(self) -> int:
         """Bytes of its records."""

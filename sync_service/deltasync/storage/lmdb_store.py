@@ -158,13 +158,6 @@ class LmdbStore:
                 before = key
         return sorted(names)
 
-    def copy(self, directory: Path) -> None:
-        """Copy the log as it is at one moment into an empty folder, without the room that is free in it."""
-        try:
-            self._env.copy(str(directory), compact=True)
-        except lmdb.Error as error:
-            raise StorageFailed(f"the log cannot be copied into {directory}: {error}") from error
-
     def used_bytes(self) -> int:
         """Bytes of the log's file that hold records."""
         try:

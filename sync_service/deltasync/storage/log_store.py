@@ -131,13 +131,6 @@ class LogStore(Protocol):
             StorageFailed: the log's own order is damaged.
         """
 
-    def copy(self, directory: Path) -> None:
-        """Copy the log as it is at one moment into an empty folder, while writes go on.
-
-        Raises:
-            StorageFailed: it could not be read, or the copy not be written.
-        """
-
     def used_bytes(self) -> int:
         """Bytes that the log holds."""
 

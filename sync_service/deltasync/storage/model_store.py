@@ -11,7 +11,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -235,10 +235,6 @@ class ModelStore:
         """Files for tables, all zero, by the table's name."""
         files = make_tables(self._folder, [layout.arrays() for layout in layouts]) if layouts else []
         return {layout.spec.name: each for layout, each in zip(layouts, files, strict=True)}
-
-    def without_flush(self) -> AbstractContextManager[object]:
-        """While the block runs, the log has all since the files were flushed. Waits for a flush."""
-        return self._flushing
 
     def flush(self, version: int) -> bool:
         """Put the tables, which are at `version` or later, on disk, and drop the log up to there; nothing where

@@ -1,4 +1,4 @@
-"""What a log keeps for a snapshot that is being made, though tables are flushed meanwhile."""
+"""What a log keeps for snapshots that are being made, though tables are flushed meanwhile."""
 
 import threading
 from collections.abc import Iterator
@@ -6,28 +6,29 @@ from contextlib import contextmanager
 
 
 class Pin:
-    """Keeps what came after a number from being dropped, while it is held. Any thread."""
+    """Keeps what came after a number from being dropped, while anybody holds it. Any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._held: int | None = None
+        self._held = list[int]()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether anybody holds it."""
+        return bool(self._held)
 
     @contextmanager
     def held(self, number: int) -> Iterator[None]:
-        """While the block runs, or until it is let go."""
+        """While the block runs."""
         with self._lock:
-            self._held = number
+            self._held.append(number)
         try:
             yield
         finally:
-            self.let_go()
-
-    def let_go(self) -> None:
-        """Keep nothing any more."""
-        with self._lock:
-            self._held = None
+            with self._lock:
+                self._held.remove(number)
 
     def limit(self, upto: int) -> int:
         """Up to which number may be dropped what is to be, up to `upto`."""
         with self._lock:
-            return upto if self._held is None else min(upto, self._held)
+            return min(upto, *self._held) if self._held else upto

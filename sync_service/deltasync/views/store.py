@@ -7,7 +7,7 @@ replica can be given it: what a replica holds is never lost to the view in a cra
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -210,10 +210,6 @@ class ViewStore:
         """Whether the log holds so many bytes of unflushed releases, or half as many of them as heads are kept."""
         unflushed = self.state.head.number - self._flushed if self.state.head else 0
         return self._appended_bytes - self._dropped_bytes >= flush_bytes or unflushed >= KEPT_HEADS // 2
-
-    def without_flush(self) -> AbstractContextManager[object]:
-        """While the block runs, the log has all that has come since the files were flushed. Waits for a flush."""
-        return self._flushing
 
     def flush(self) -> bool:
         """Put the view's files on disk and drop its rows from the log; whether there was anything to flush.

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -319,10 +318,6 @@ class View:
     def cut_log(self, number: int) -> None:
         """See `ViewStore`."""
         self._store.cut_log(number)
-
-    def without_flush(self) -> AbstractContextManager[object]:
-        """See `ViewStore`."""
-        return self._store.without_flush()
 
     def discard(self) -> None:
         """Remove everything there is of it."""

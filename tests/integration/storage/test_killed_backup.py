@@ -16,18 +16,31 @@ from tests.support.server import RunningService
 from deltasync.client import InvalidInput, NumpyTarget, ServiceUnavailable
 from deltasync.core.errors import StorageFailed
 from deltasync.core.progress import Progress
+from deltasync.service.backup_folder import backup_of, read_marker
+from deltasync.service.offline import back_up_offline
+from deltasync.service.restore import restore
+from deltasync.service.snapshot_making import SnapshotMaker
+from deltasync.service.snapshot_source import SourceTable
 from deltasync.service.stored_state import check_data_directory
-from deltasync.storage.backup import read_backup
+from deltasync.snapshots.manifest import SnapshotTable
 from deltasync.storage.data_directory import BACKUP_MARKER, lock_data_directory
-from deltasync.storage.offline import back_up_offline
-from deltasync.storage.restore import restore
 
 KILLED_IN_A_BACKUP = """
-import os, runpy, signal, sys
-from deltasync.storage import backup
-setattr(backup, sys.argv.pop(1), lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+import importlib, os, runpy, signal, sys
+module, name = sys.argv.pop(1).split(":")
+owner = importlib.import_module(module)
+*path, last = name.split(".")
+for each in path:
+    owner = getattr(owner, each)
+setattr(owner, last, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
 runpy.run_module("deltasync", run_name="__main__")
 """
+STEPS = [
+    "deltasync.service.snapshot_making:SnapshotMaker._table",
+    "deltasync.snapshots.packing:PieceWriter.end",
+    "deltasync.service.snapshot_making:pack_manifest",
+    "deltasync.service.backup_folder:BackupFolder.complete",
+]
 
 
 class Steps:
@@ -106,8 +119,8 @@ def test_a_backup_that_was_killed_is_none_and_is_replaced(
             with pytest.raises(StorageFailed, match="is a backup that is not complete"):
                 lock_data_directory(killed)
         made = back_up_offline(data_dir, killed)
-        assert read_backup(killed).files == made.files == read_backup(target).files
-        assert contents(killed).keys() == contents(target).keys()
+        assert backup_of(read_marker(killed)[1]) == made
+        assert made.files == backup_of(read_marker(target)[1]).files == len(contents(killed)) - 1
     assert complete
 
 
@@ -127,7 +140,7 @@ def test_a_restore_that_was_killed_is_no_data_directory_and_is_replaced(
             with pytest.raises(StorageFailed, match="was not restored to the end: run deltasync restore again"):
                 lock_data_directory(killed)
         restore(backup, killed)
-        assert contents(killed).keys() == expected.keys()
+        assert {path.name for path in contents(killed)} == {path.name for path in expected}
         found = check_data_directory(killed)
         assert not found.problems
         assert not any(each.left for each in found.tables)
@@ -155,19 +168,21 @@ def test_a_backup_that_is_being_made_is_not_replaced(data_dir: Path, tmp_path: P
     (tmp_path / "backup").mkdir()
     begun = list[Exception]()
 
-    class Busy(Progress):
-        def add(self, count: int) -> None:
-            if not begun:
-                begun.append(ValueError())
-                with pytest.raises(StorageFailed, match="another backup is being made there"):
-                    back_up_again()
+    store = SnapshotMaker._table
+
+    def busy(maker: SnapshotMaker, table: SourceTable) -> SnapshotTable:
+        if not begun:
+            begun.append(ValueError())
+            with pytest.raises(StorageFailed, match="another backup is being made there"):
+                back_up_again()
+        return store(maker, table)
 
     def back_up_again() -> None:
         shutil.copytree(data_dir, tmp_path / "copy")
         back_up_offline(tmp_path / "copy", tmp_path / "backup")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("deltasync.storage.backup.Progress", Busy)
+        patch.setattr(SnapshotMaker, "_table", busy)
         back_up_offline(data_dir, tmp_path / "backup")
     assert begun
     restore(tmp_path / "backup", tmp_path / "new")
@@ -189,7 +204,7 @@ def test_a_service_that_is_killed_while_it_makes_a_backup_goes_on_afterwards(tmp
     with service, Trainer(service.grpc) as trainer:
         trainer.publish_all()
         before = {path.relative_to(tmp_path) for path in (tmp_path / "data").rglob("*")}
-        for step in ("copy_file", "_copy_log", "_complete"):
+        for step in STEPS:
             service.kill()
             service.program = ["-c", KILLED_IN_A_BACKUP, step]
             service.start()

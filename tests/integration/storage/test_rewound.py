@@ -17,10 +17,10 @@ from tests.support.state import lag_of
 from tests.support.wire import ReplicaStream, ack
 
 from deltasync.client import CallbackTarget, Policy, Position, Release, Subscriber
+from deltasync.service.offline import back_up_offline
+from deltasync.service.restore import restore
 from deltasync.storage.lmdb_store import LmdbStore
 from deltasync.storage.log_store import LogOptions
-from deltasync.storage.offline import back_up_offline
-from deltasync.storage.restore import restore
 
 TOP = Policy(top_k=40, min_interval_seconds=0.01)
 CONSUMERS = {"plain": "plain", "store": "plain", "ranked": "ranked"}  # Of each replica.

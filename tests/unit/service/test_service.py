@@ -6,6 +6,7 @@ import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -266,10 +267,10 @@ def test_an_offset_that_could_not_be_kept_is_reported(
     assert "the disk is gone" in caplog.text
 
 
-def test_a_log_that_is_full_while_a_backup_is_made_stays_so(
+def test_a_log_that_is_full_while_a_snapshot_is_made_stays_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The backup is broken off for that; and a cut that finds no room meanwhile is not too large for the log."""
+    """The snapshot is broken off for that; and a cut that finds no room meanwhile is not too large for the log."""
     monkeypatch.setattr("deltasync.service.housekeeping._SECONDS", 0.001)
 
     async def scenario(service: Service) -> None:
@@ -277,13 +278,13 @@ def test_a_log_that_is_full_while_a_backup_is_made_stays_so(
         notes, passes = list[object](), asyncio.Semaphore(0)
         monkeypatch.setattr(service.coordinators["clicks"], "note_room", lambda: notes.append(None))
         monkeypatch.setattr(service.registry, "forget_the_gone", passes.release)
-        service.backing_up = log_of(service).refusing = True
-        keeper = asyncio.create_task(housekeeping(service))
-        for _ in range(2):
-            await passes.acquire()
-        assert log_of(service).refusing
-        assert not notes
-        service.backing_up = False
+        log_of(service).refusing = True
+        with service.models["clicks"].store.pin.held(0):
+            keeper = asyncio.create_task(housekeeping(service))
+            for _ in range(2):
+                await passes.acquire()
+            assert log_of(service).refusing
+            assert not notes
         for _ in range(2):
             await passes.acquire()
         assert not log_of(service).refusing
@@ -293,25 +294,11 @@ def test_a_log_that_is_full_while_a_backup_is_made_stays_so(
     run(tmp_path, scenario)
 
 
-def test_a_backup_waits_for_what_is_being_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the removal would wait for the backup, and everybody who opens a model for the removal."""
-
+def test_a_process_among_others_makes_no_backup(tmp_path: Path) -> None:
     async def scenario(service: Service) -> None:
-        await service.create_consumer("gone", "clicks", Policy())
-        forgetting, go = asyncio.Event(), asyncio.Event()
-
-        async def forget(_: str) -> None:
-            forgetting.set()
-            await go.wait()
-
-        monkeypatch.setattr(service.views, "forget", forget)
-        removal = asyncio.create_task(service.delete_consumer("gone"))
-        await forgetting.wait()
-        backup = asyncio.create_task(Backups(service).make(tmp_path / "backup", "test"))
-        for _ in range(3):
-            await asyncio.sleep(0)
-        assert not service.backing_up
-        go.set()
-        await asyncio.gather(removal, backup)
+        service.hosting = Mock()
+        with pytest.raises(Contradiction, match="deltasync snapshot MODEL makes a snapshot of each"):
+            await Backups(service).make(tmp_path / "backup", "test")
 
     run(tmp_path / "data", scenario)
+    assert not (tmp_path / "backup").exists()

@@ -33,11 +33,11 @@ SERVICE_STEPS = {
     "flush": "deltasync.storage.model_store:flush",
     "truncation": "deltasync.storage.lmdb_store:LmdbStore.truncate",
     "recovery": "deltasync.feeds.model:Model.recover",
-    "backup": "deltasync.storage.backup:_copy_log",
+    "backup": "deltasync.service.backups:_others",
     "table files": "deltasync.storage.files:reserve",
     "table record": "deltasync.storage.model_store:ModelStore._describe",
 }
-RESTORE_STEPS = {"restore": "deltasync.storage.restore:_begin_epoch"}
+RESTORE_STEPS = {"restore": "deltasync.service.restore:begin_epoch"}
 RANK_STEPS = {
     "publish": "deltasync.client.publisher:Publisher.publish",
     "journal": "deltasync.trainer.soak.journal:Journal.append",

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from deltasync.core.errors import StorageFailed
-from deltasync.storage.restore import restore
+from deltasync.service.restore import restore
 from deltasync.trainer.soak.damage import flip_bit
 from deltasync.trainer.soak.faults.choice import NotDone, everywhere
 from deltasync.trainer.soak.leftovers import leftovers

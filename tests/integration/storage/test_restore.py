@@ -1,0 +1,146 @@
+"""Data directories that are made of snapshots, and of backups as earlier versions made them."""
+
+import contextlib
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import xxhash
+from tests.support.command import deltasync
+from tests.support.fleet import WAIT, Recorder, Trainer, admin_of, follow
+from tests.support.server import RunningService
+
+from deltasync.client import Policy
+from deltasync.core.errors import InvalidInput, StorageFailed
+from deltasync.core.position import line_of
+from deltasync.service.restore import restore
+from deltasync.service.snapshots import SnapshotOptions
+from deltasync.storage.lmdb_store import LmdbStore
+from deltasync.storage.log_store import LogOptions
+from deltasync.storage.records import unpack_json
+
+TOP = Policy(top_k=20, min_interval_seconds=0.01)
+
+
+def make_backup_1(data_dir: Path, directory: Path, views: dict[str, str]) -> None:
+    """What a version before this one has made of a data directory that no service uses."""
+    shutil.copytree(data_dir / "models", directory / "models")
+    (directory / "log").mkdir()
+    shutil.copy(data_dir / "log" / "data.mdb", directory / "log")
+    files = {}
+    for path in sorted(each for each in directory.rglob("*") if each.is_file()):
+        content = path.read_bytes()
+        digest = xxhash.xxh3_128_hexdigest(content)
+        files[path.relative_to(directory).as_posix()] = {"bytes": len(content), "digest": digest}
+    marker = {"made_unix_ns": 1, "views": views, "files": files}
+    digest = xxhash.xxh3_128_hexdigest(json.dumps(marker, sort_keys=True).encode())
+    (directory / "backup.json").write_text(json.dumps({"format": 1, "digest": digest, "content": marker}))
+
+
+def running_with_snapshots(data_dir: Path, url: str) -> RunningService:
+    service = RunningService(data_dir, policies={"ranked": TOP})
+    service.options = replace(service.options, snapshots=SnapshotOptions(url=url, seconds=3600))
+    return service
+
+
+def histories(data_dir: Path) -> tuple[str, dict[str, str]]:
+    """The history of its model, and of its views by consumer."""
+    with contextlib.closing(LmdbStore(LogOptions(directory=data_dir / "log"))) as log:
+        views = {name: unpack_json(record)["history"] for name, record in log.items("view/").items()}
+        return unpack_json(log.items("model/clicks")[""])["history"], views
+
+
+def rows_of(data_dir: Path, *consumers: str) -> list[dict[str, bytes]]:
+    """What new replicas of consumers are given."""
+    targets = [Recorder() for _ in consumers]
+    with RunningService(data_dir) as service:
+        for consumer, target in zip(consumers, targets, strict=True):
+            head = service.get_json(f"/consumers/{consumer}/lag")["head"]
+            with follow(service, consumer, "newcomer", target) as follower:
+                follower.wait_for(head, WAIT)
+    return [target.bytes() for target in targets]
+
+
+def test_a_backup_of_format_1_is_restored(tmp_path: Path) -> None:
+    with (
+        RunningService(tmp_path / "data", policies={"ranked": TOP}) as service,
+        Trainer(service.grpc) as trainer,
+        follow(service, "ranked", "r", Recorder()) as early,
+    ):
+        trainer.publish_all()
+        head = trainer.change(7)
+        early.wait_for(head, WAIT)
+    history, views = histories(tmp_path / "data")
+    make_backup_1(tmp_path / "data", tmp_path / "backup", views)
+    made = restore(tmp_path / "backup", tmp_path / "new")
+    assert made.models == {"clicks": head.number}
+    again, _ = histories(tmp_path / "new")
+    assert (again != history, line_of(again)) == (True, line_of(history))
+    assert rows_of(tmp_path / "new", "predictors")[0] == trainer.expected()
+    damaged = next((tmp_path / "backup").rglob("shared"))
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    with pytest.raises(StorageFailed, match=r"shared is damaged: it has .* take another backup"):
+        restore(tmp_path / "backup", tmp_path / "again")
+    assert not list((tmp_path / "again").iterdir())
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_a_data_directory_is_made_of_the_newest_snapshots(tmp_path: Path, scheme: str) -> None:
+    url = f"{scheme}{tmp_path / 'snapshots'}"
+    options = SnapshotOptions(url=url, seconds=3600)
+    service = RunningService(tmp_path / "data", policies={"ranked": TOP})
+    service.options = replace(service.options, snapshots=options)
+    with service, Trainer(service.grpc) as trainer:
+        trainer.publish_all()
+        admin_of(service).make_snapshot("clicks")
+        head = trainer.change(7)
+        admin_of(service).make_snapshot("clicks")
+        expected = trainer.expected()
+        trainer.change(7)
+    status, said, _ = deltasync("restore", url, "--data-dir", str(tmp_path / "new"))
+    assert (status, f"has what {url} has: clicks at version {head.number}, " in said) == (0, True)
+    plain, _ = rows_of(tmp_path / "new", "predictors", "ranked")
+    assert plain == expected
+
+
+def test_what_is_no_backup_and_has_no_snapshot_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(StorageFailed, match="is no complete backup"):
+        restore(tmp_path / "empty", tmp_path / "new")
+    with pytest.raises(StorageFailed, match="has no snapshot of any model"):
+        restore(f"file://{tmp_path / 'empty'}", tmp_path / "new")
+    with pytest.raises(InvalidInput, match="nosuch"):
+        restore("nosuch://bucket", tmp_path / "new")
+    (tmp_path / "snapshots" / "clicks" / "manifests").mkdir(parents=True)
+    (tmp_path / "snapshots" / "clicks" / "manifests" / "00000000000000000001-x.json").write_text("{")
+    with pytest.raises(StorageFailed, match=r"no snapshot of model 'clicks' can be used: .* is damaged"):
+        restore(tmp_path / "snapshots", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_consumer_whose_model_was_not_published_is_in_a_backup(tmp_path: Path) -> None:
+    with RunningService(tmp_path / "data") as service:
+        admin_of(service).create_consumer("early", "later", TOP)
+        admin_of(service).backup(str(tmp_path / "backup"))
+    assert restore(tmp_path / "backup", tmp_path / "new").models == {}
+    with RunningService(tmp_path / "new") as service:
+        assert "early" in {each.name for each in admin_of(service).consumers()}
+
+
+def test_snapshots_are_listed_and_checked_without_a_service(tmp_path: Path) -> None:
+    url = str(tmp_path / "snapshots")
+    with running_with_snapshots(tmp_path / "data", url) as service, Trainer(service.grpc) as trainer:
+        for _ in range(2):
+            trainer.publish_all()
+            admin_of(service).make_snapshot("clicks")
+    status, said, _ = deltasync("snapshots", "--at", url, "--check")
+    assert (status, said.count("clicks  ")) == (0, 2)
+    assert deltasync("snapshots", "other", "--at", url)[1] == ""
+    damaged = max((tmp_path / "snapshots" / "clicks" / "data").iterdir())
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    assert deltasync("snapshots", "--at", url)[0] == 0
+    status, _, said = deltasync("snapshots", "--at", url, "--check")
+    assert (status, f"{damaged.name} is damaged at byte" in said) == (1, True)
+    assert "--check reads what is at --at URL" in deltasync("snapshots", "--check")[2]
