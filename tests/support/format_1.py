@@ -14,8 +14,9 @@ from tests.support.seals import sealed
 from tests.support.wire import publish_open
 
 from deltasync.core.rows import RowBatch
+from deltasync.core.table_records import spec_record
 from deltasync.core.tables import Shard, TableSpec
-from deltasync.storage.records import seal_record, spec_record
+from deltasync.storage.records import seal_record
 
 
 class Format1Log:

@@ -30,9 +30,7 @@ def snapshot(model: str, service: Endpoint) -> None:
 @click.option(
     "--at", "url", default="", metavar="URL", help="Show all that are at a folder or URL, without a service."
 )
-@click.option(
-    "--check", is_flag=True, help="With --at: compare all that they have with its checksums."
-)
+@click.option("--check", is_flag=True, help="With --at: compare all that they have with its checksums.")
 def snapshots(model: str, http: Endpoint, as_json: bool, url: str, check: bool) -> None:
     """Show the newest snapshot of MODEL, or of each model.
 

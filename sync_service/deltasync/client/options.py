@@ -51,6 +51,8 @@ class SubscriberOptions:
         consumer: name of an existing consumer.
         replica: name of this process inside the consumer's fleet; by default one of its own.
         held: the position the target's rows are at, where they outlived the process.
+        snapshots: folder or URL of the service's snapshots: where nothing is held, the newest is read first, and
+            the service sends only what has changed since. Where none can be used it sends everything.
         max_outstanding_bytes: bound of the bytes under way to this replica.
         on_readiness: called with each change of `Subscriber.ready`, from a thread for that alone, one call at a
             time. Of changes during a call only the last is told; what it raises is logged.
@@ -60,6 +62,7 @@ class SubscriberOptions:
     consumer: str
     replica: str = field(default_factory=lambda: f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}")
     held: Position = field(default_factory=Position)
+    snapshots: str = ""
     max_outstanding_bytes: int = 16 << 20
     on_readiness: Callable[[Decision], None] | None = None
 

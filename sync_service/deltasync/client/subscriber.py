@@ -18,10 +18,11 @@ from deltasync.client.goodbye import say_goodbye
 from deltasync.client.options import SubscriberOptions
 from deltasync.client.readiness import Readiness, newest_ns
 from deltasync.client.route import Route
-from deltasync.client.targets import PartialTarget, ReadableTarget, Target
+from deltasync.client.snapshot_start import SnapshotStart, read_start
+from deltasync.client.targets import PartialTarget, ReadableTarget, Release, Target
 from deltasync.core.backoff import backoff
 from deltasync.core.errors import DeltasyncError, NotPermitted, ServiceUnavailable
-from deltasync.core.position import Decision, Position
+from deltasync.core.position import Decision, Position, reaches
 from deltasync.core.steady_clock import steady_ns
 from deltasync.core.tables import TableSpec
 from deltasync.v1 import subscribe_pb2, subscribe_pb2_grpc
@@ -36,6 +37,7 @@ from deltasync.wire.messages import (
 logger = logging.getLogger(__name__)
 
 _Responses: TypeAlias = "grpc._CallIterator[subscribe_pb2.SubscribeResponse]"
+_Moment: TypeAlias = subscribe_pb2.ReleaseEnd | subscribe_pb2.Progress
 _Requests: TypeAlias = "queue.SimpleQueue[subscribe_pb2.SubscribeRequest | None]"
 
 # How long close() waits for the service to take the last ack, or the goodbye.
@@ -65,6 +67,7 @@ class Subscriber:
         self._checksums = TargetChecksums(target) if isinstance(target, ReadableTarget) else None
         self._tables: set[str] = set()
         self._applied: list[TableSpec] = []  # Those of the last release.
+        self._start: SnapshotStart | None = None  # What the first one goes on top of.
         self._bound = set[str]()  # All tables that the target has ever held.
         self._opened_ns = 0
         self._moved = threading.Condition()
@@ -181,6 +184,8 @@ class Subscriber:
 
     def _run(self) -> None:
         try:
+            if self._options.snapshots and not self.held.number:
+                self._start = read_start(self._options.snapshots, self._options.consumer)
             self._follow()
         except Exception as error:  # noqa: BLE001  # kept for check() and wait_for()
             logger.error("replica %s has stopped: %s", self._options.replica, error)
@@ -239,7 +244,7 @@ class Subscriber:
         message = subscribe_pb2.SubscribeOpen(
             consumer=options.consumer,
             replica=options.replica,
-            held=position_to_message(self.held),
+            held=position_to_message(self._start.position if self._start else self.held),
             version=position_to_message(self._told_version) if self._told_version.number else None,
             max_outstanding_bytes=options.max_outstanding_bytes,
             instance=self._instance,
@@ -279,6 +284,11 @@ class Subscriber:
         head = position_from_message(progress.head)
         if head.number == 0:
             self._readiness.lacks("the service has no rows for its consumer yet, whose lag says why")
+        if self._start and head == self._start.position:
+            release = self._on_top(self._start.alone(assembler.tables, progress.version))
+            self._tables.update(table.name for table in release.tables)
+            self._take_over(assembler, release, progress, requests)
+            return
         if head != self.held:
             return
         if head.number:
@@ -289,6 +299,18 @@ class Subscriber:
 
     def _apply(self, assembler: ReleaseAssembler, end: subscribe_pb2.ReleaseEnd, requests: _Requests) -> None:
         release = assembler.end(end)
+        if self._start:
+            release = self._on_top(self._start.completed(release))
+        self._take_over(assembler, release, end, requests)
+
+    def _on_top(self, release: Release | None) -> Release:
+        """A release that has the rows of the snapshot it goes on top of, too."""
+        self._start = None
+        if release is None:
+            raise ServiceUnavailable("it has begun with a snapshot of other tables: it begins with nothing")
+        return release
+
+    def _take_over(self, assembler: ReleaseAssembler, release: Release, end: _Moment, requests: _Requests) -> None:
         checksums_of = self._checksums if assembler.has_values else None
         new = release.position != self.held or release.position.seal != self.held.seal
         if new or release.changes or release.tables != self._applied:
@@ -323,13 +345,7 @@ class Subscriber:
             logger.error(text, self._options.replica, ", ".join(wrong))
         return bool(wrong)
 
-    def _show(
-        self,
-        assembler: ReleaseAssembler,
-        message: subscribe_pb2.ReleaseEnd | subscribe_pb2.Progress,
-        *,
-        reset: bool = False,
-    ) -> None:
+    def _show(self, assembler: ReleaseAssembler, message: _Moment, *, reset: bool = False) -> None:
         """Note since when what a message names, and the target holds, may not be the newest any more."""
         if unbound := self._unbound_by_now(assembler):
             # What the target goes on to hold of them gets older.
@@ -371,14 +387,6 @@ class Subscriber:
         if isinstance(wanted, int):
             return self.version.number >= wanted
         return any(reaches(at, wanted) for at in (self.held, self.version))
-
-
-def reaches(held: Position, wanted: Position) -> bool:
-    """Whether a position is another one, or comes after it, as far as it can be known."""
-    if held.is_sealed_as(wanted):
-        return True
-    discarded = held.number == wanted.number and held.seal and wanted.seal
-    return held.history == wanted.history and held.number >= wanted.number and not discarded
 
 
 def _hang_up(requests: _Requests) -> None:

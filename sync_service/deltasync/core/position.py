@@ -90,3 +90,11 @@ def line_of(history: str) -> str:
 def next_epoch(history: str) -> str:
     """The id of the epoch that a history begins when it is restored: nobody has a position of it yet."""
     return f"{line_of(history)}.{uuid.uuid4().hex[:16]}"
+
+
+def reaches(held: Position, wanted: Position) -> bool:
+    """Whether a position is another one, or comes after it, as far as it can be known."""
+    if held.is_sealed_as(wanted):
+        return True
+    discarded = held.number == wanted.number and held.seal and wanted.seal
+    return held.history == wanted.history and held.number >= wanted.number and not discarded

@@ -15,6 +15,7 @@ from deltasync.core.limits import Limits
 from deltasync.core.names import check_name
 from deltasync.core.policy import Policy
 from deltasync.core.signals import Signal
+from deltasync.core.table_records import spec_of_record
 from deltasync.core.tables import TableSpec
 from deltasync.core.words import listed
 from deltasync.feeds.feed import Feed
@@ -38,7 +39,7 @@ from deltasync.storage.lmdb_store import LmdbStore
 from deltasync.storage.log_format import check_log
 from deltasync.storage.log_store import LogOptions
 from deltasync.storage.logs import EmbeddedLogs, Logs
-from deltasync.storage.records import reading, spec_of_record
+from deltasync.storage.records import reading
 from deltasync.storage.unused_files import remove_unknown
 from deltasync.views.registry import ViewRegistry
 

@@ -8,14 +8,14 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 
-from deltasync.service.snapshot_records import newest_release, records_of_consumers, records_of_model
+from deltasync.service.snapshot_records import consumers_of, newest_release, records_of_consumers, records_of_model
 from deltasync.service.snapshot_source import Source, SourceTable, SourceView
 from deltasync.snapshots.manifest import Manifest, Piece, SnapshotTable, SnapshotView, pack_manifest
 from deltasync.snapshots.packing import LogRecord, PieceWriter, pack_records, pack_small
 from deltasync.snapshots.place import SnapshotPlace
 from deltasync.storage.log_store import LAST_NUMBER, LogStore
 from deltasync.storage.records import reading, unpack_json
-from deltasync.views.records import heads_stream, releases_stream
+from deltasync.views.records import head_record, heads_stream, releases_stream
 
 Check = Callable[[], None]
 
@@ -50,7 +50,8 @@ class SnapshotMaker:
         manifest = Manifest(
             model=model,
             history=self._source.history,
-            first=self._source.first,
+            first=self._source.head.number,
+            head=head_record(self._source.head),
             version=version,
             seal=seal,
             made_unix_ns=time.time_ns(),
@@ -59,6 +60,7 @@ class SnapshotMaker:
             views=views,
             records=list(self._records(version, small)),
             seals=list(self._seals(version)),
+            consumers=consumers_of(self._log, model),
             small=self._pieces.add(pack_small(small)),
         )
         self._pieces.end()
@@ -81,12 +83,15 @@ class SnapshotMaker:
 
     def _view(self, view: SourceView) -> SnapshotView:
         return SnapshotView(
-            record=view.record, first=view.first, tables=[self._table(each) for each in view.tables]
+            record=view.record,
+            first=view.head.number,
+            head=head_record(view.head),
+            tables=[self._table(each) for each in view.tables],
         )
 
     def _newest(self) -> tuple[int, int]:
         """The newest version that the log has, and the checksum of its seal."""
-        *_, (version, _, _, payload) = _read(self._log, f"seals/{self._source.model}", self._source.first)
+        *_, (version, _, _, payload) = _read(self._log, f"seals/{self._source.model}", self._source.head.number)
         with reading(f"seal of version {version} of model {self._source.model!r}"):
             return version, unpack_json(payload)["checksum"]
 
@@ -105,10 +110,10 @@ class SnapshotMaker:
 
     def _records(self, version: int, small: dict[str, bytes]) -> Iterator[Piece]:
         model = self._source.model
-        wanted = [(f"layouts/{model}", 0, LAST_NUMBER), (f"cuts/{model}", self._source.first + 1, version)]
+        wanted = [(f"layouts/{model}", 0, LAST_NUMBER), (f"cuts/{model}", self._source.head.number + 1, version)]
         for name, view in self._source.views.items():
             newest = newest_release(small, name)
-            wanted += [(releases_stream(name), view.first + 1, newest), (heads_stream(name), 0, newest)]
+            wanted += [(releases_stream(name), view.head.number + 1, newest), (heads_stream(name), 0, newest)]
         for stream, first, last in wanted:
             yield from self._grouped((stream, *each) for each in _read(self._log, stream, first, last))
 

@@ -9,11 +9,16 @@ from deltasync.views.records import release_name, view_name
 
 def records_of_consumers(log: LogStore, model: str) -> dict[str, bytes]:
     """Those of a model's consumers, with the offsets of their replicas."""
-    consumers = [name for name, of_model in recorded_consumers(log).items() if of_model == model]
+    consumers = consumers_of(log, model)
     names = [name for each in consumers for name in (f"consumer/{each}", view_name(each), release_name(each))]
     found = {name: value for name in names if (value := log.items(name).get("")) is not None}
     offsets = (f"offset/{each}/" for each in consumers)
     return found | {prefix + name: value for prefix in offsets for name, value in log.items(prefix).items()}
+
+
+def consumers_of(log: LogStore, model: str) -> list[str]:
+    """The names of the consumers that follow a model."""
+    return [name for name, of_model in recorded_consumers(log).items() if of_model == model]
 
 
 def recorded_consumers(log: LogStore) -> dict[str, str]:

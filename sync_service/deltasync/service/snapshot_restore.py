@@ -8,18 +8,19 @@ from typing import Any
 import numpy as np
 
 from deltasync.core.errors import StorageFailed
+from deltasync.core.table_records import delivery_of_record, spec_of_record
 from deltasync.core.tables import TableSpec
 from deltasync.service.snapshot_records import newest_release
 from deltasync.snapshots.manifest import Manifest, Piece, SnapshotTable, SnapshotView
-from deltasync.snapshots.packing import LogRecord, read_piece, unpack_records, unpack_small
+from deltasync.snapshots.packing import LogRecord, read_piece, table_blocks, unpack_records, unpack_small
 from deltasync.snapshots.place import SnapshotPlace
 from deltasync.storage.log_format import write_again
 from deltasync.storage.log_store import LAST_NUMBER, LogStore
 from deltasync.storage.mapped_table import ALONE, INSIDE, MappedArrays, TableLayout
 from deltasync.storage.model_records import TABLES_FOLDER, recorded_growth, table_record
-from deltasync.storage.records import pack_json, reading, spec_of_record, unpack_json
-from deltasync.storage.table_files import ArraySpec, TableFiles, flush, make_tables
-from deltasync.views.records import delivery_of_record, view_name
+from deltasync.storage.records import pack_json, reading, unpack_json
+from deltasync.storage.table_files import TableFiles, flush, make_tables
+from deltasync.views.records import view_name
 from deltasync.views.table import view_arrays
 
 _STREAMS = ("cuts", "seals", "layouts")
@@ -139,23 +140,18 @@ def _placed(record: Mapping[str, Any], files: TableFiles) -> dict[str, Any]:
 
 def _fill(place: SnapshotPlace, table: SnapshotTable, files: TableFiles) -> None:
     """Write what a snapshot has of a table into its files."""
-    kinds = [ArraySpec("", np.dtype(dtype), tuple(shape)) for dtype, shape in table.arrays]
-    _check_arrays(table, files, kinds)
-    for number, piece in enumerate(table.blocks):
-        start = number * table.block_rows
-        rows, at, content = min(table.block_rows, table.rows - start), 0, read_piece(place, piece)
-        for kind, array in zip(kinds, files.arrays, strict=True):
-            size = rows * kind.dtype.itemsize * int(np.prod(kind.shape, dtype=np.int64))
-            array[start : start + rows] = np.frombuffer(content[at : at + size], kind.dtype).reshape(
-                rows, *kind.shape
-            )
-            at += size
+    _check_arrays(table, files)
+    for first, arrays in table_blocks(place, table):
+        for array, rows in zip(files.arrays, arrays, strict=True):
+            array[first : first + len(rows)] = rows
     files.touch(None, (1 << len(files.arrays)) - 1)
 
 
-def _check_arrays(table: SnapshotTable, files: TableFiles, kinds: list[ArraySpec]) -> None:
+def _check_arrays(table: SnapshotTable, files: TableFiles) -> None:
     wanted = [(array.dtype, array.shape[1:]) for array in files.arrays]
-    if [(each.dtype, each.shape) for each in kinds] != wanted or len(files.arrays[0]) < table.rows:
+    if [(np.dtype(dtype), tuple(shape)) for dtype, shape in table.arrays] != wanted or len(
+        files.arrays[0]
+    ) < table.rows:
         raise StorageFailed(
             f"a snapshot's table {table.record.get('name', '')!r} has other arrays than it is to have"
         )

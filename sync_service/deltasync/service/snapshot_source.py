@@ -6,8 +6,9 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from deltasync.core.table_records import spec_record
+from deltasync.feeds.frozen_release import Head
 from deltasync.feeds.model import Model
-from deltasync.storage.records import spec_record
 from deltasync.views.records import table_record
 from deltasync.views.view import View
 
@@ -27,20 +28,20 @@ class SourceTable:
 
 @dataclass(frozen=True)
 class SourceView:
-    """A view, as of release `first` or later."""
+    """A view, as of a release or later."""
 
     record: Mapping[str, Any]
-    first: int
+    head: Head
     tables: tuple[SourceTable, ...]
 
 
 @dataclass(frozen=True)
 class Source:
-    """A model, as of version `first` or later, with the views of its consumers."""
+    """A model, as of a version or later, with the views of its consumers."""
 
     model: str
     history: str
-    first: int
+    head: Head
     tables: tuple[SourceTable, ...]
     views: Mapping[str, SourceView]
 
@@ -59,7 +60,7 @@ def source_of(model: Model, views: Mapping[str, View]) -> Source | None:
         )
         for table in model.tables
     )
-    return Source(model.name, model.history, seal.version, tables, _views(views))
+    return Source(model.name, model.history, Head.of(seal), tables, _views(views))
 
 
 def _views(views: Mapping[str, View]) -> dict[str, SourceView]:
@@ -67,5 +68,5 @@ def _views(views: Mapping[str, View]) -> dict[str, SourceView]:
     for name, view in views.items():
         if view.state.head:
             tables = tuple(SourceTable(table_record(each), each.files.arrays) for each in view.state.tables)
-            found[name] = SourceView(view.record(), view.state.head.number, tables)
+            found[name] = SourceView(view.record(), view.state.head, tables)
     return found

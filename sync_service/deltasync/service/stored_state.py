@@ -17,6 +17,7 @@ from deltasync.core.errors import InvalidInput, StorageFailed
 from deltasync.core.id_sets import union
 from deltasync.core.rows import Ids
 from deltasync.core.seal import Seal
+from deltasync.core.table_records import delivery_of_record, spec_of_record
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.core.words import counted
 from deltasync.service.inspection import InspectedTable
@@ -29,21 +30,8 @@ from deltasync.storage.log_format import FORMAT
 from deltasync.storage.log_store import LogOptions, LogStore
 from deltasync.storage.made_files import foreign, unused
 from deltasync.storage.model_records import recorded_files, recorded_models
-from deltasync.storage.records import (
-    name_of,
-    reading,
-    seal_of_record,
-    spec_of_record,
-    unpack_json,
-    unpack_rows,
-)
-from deltasync.views.records import (
-    delivery_of_record,
-    is_of_removed,
-    place_of_record,
-    recorded_release,
-    recorded_view,
-)
+from deltasync.storage.records import name_of, reading, seal_of_record, unpack_json, unpack_rows
+from deltasync.views.records import is_of_removed, place_of_record, recorded_release, recorded_view
 from deltasync.views.table import EncodedTable, view_arrays
 
 MENDABLE = "a service mends them from the log when it starts, or asks the trainer for them; or run fsck --mend"

@@ -48,10 +48,11 @@ class SnapshotTable:
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotView:
-    """A consumer's view, as of release `first`, or later: its record, and its tables."""
+    """A consumer's view, as of release `first`, or later: its record, the head at that release, and its tables."""
 
     record: Mapping[str, Any]
     first: int
+    head: Mapping[str, Any]
     tables: Sequence[SnapshotTable]
 
 
@@ -63,12 +64,14 @@ class Manifest:
         model: of which.
         history: the id of its history.
         first: the version that the tables are of, or later; the log's records after it bring them to `version`.
+        head: what is written down of the head at that version.
         version: the one that the snapshot is of.
         seal: the checksum of that version's seal.
         made_unix_ns: when it was complete.
         id: of the snapshot.
         tables: those of the model.
-        views: those of its consumers, by name.
+        consumers: the names of those that follow it.
+        views: those of its consumers that have one, by name.
         records: the log's, after `first`: in groups, each a piece.
         seals: those of the log, in groups.
         small: its small records: a piece.
@@ -77,11 +80,13 @@ class Manifest:
     model: str
     history: str
     first: int
+    head: Mapping[str, Any]
     version: int
     seal: int
     made_unix_ns: int
     id: str
     tables: Sequence[SnapshotTable]
+    consumers: Sequence[str] = ()
     views: Mapping[str, SnapshotView] = field(default_factory=dict)
     records: Sequence[Piece] = ()
     seals: Sequence[Piece] = ()
@@ -143,7 +148,7 @@ def _checksum(content: Any) -> str:
 
 def _manifest(content: dict[str, Any]) -> Manifest:
     views = {
-        name: SnapshotView(record=each["record"], first=each["first"], tables=_tables(each["tables"]))
+        name: SnapshotView(**{**each, "tables": _tables(each["tables"])})
         for name, each in content["views"].items()
     }
     rest = {name: _pieces(content[name]) for name in ("records", "seals")}

@@ -1,11 +1,16 @@
 """Writing the pieces of a snapshot, many to an object, and reading them again."""
 
 import json
+import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from deltasync.core.errors import StorageFailed
-from deltasync.snapshots.manifest import DATA, Piece, checksum_of
+from deltasync.snapshots.manifest import DATA, Piece, SnapshotTable, checksum_of
 from deltasync.snapshots.place import SnapshotPlace
 
 _OBJECT_BYTES = 32 << 20
@@ -59,6 +64,23 @@ def read_piece(place: SnapshotPlace, piece: Piece) -> bytes:
     if len(content) != piece.bytes or checksum_of(content) != piece.checksum:
         raise StorageFailed(f"snapshots {place.url}: {piece.object} is damaged at byte {piece.start}")
     return content
+
+
+def table_blocks(place: SnapshotPlace, table: SnapshotTable) -> Iterator[tuple[int, list[NDArray[Any]]]]:
+    """The blocks of a table: the first row of each, and what its arrays have from there on.
+
+    Raises:
+        StorageFailed: one is missing or damaged.
+    """
+    kinds = [(np.dtype(dtype), tuple(shape)) for dtype, shape in table.arrays]
+    for number, piece in enumerate(table.blocks):
+        first, content, at, arrays = number * table.block_rows, read_piece(place, piece), 0, []
+        rows = min(table.block_rows, table.rows - first)
+        for dtype, shape in kinds:
+            size = rows * dtype.itemsize * math.prod(shape)
+            arrays.append(np.frombuffer(content[at : at + size], dtype).reshape(rows, *shape))
+            at += size
+        yield first, arrays
 
 
 def pack_records(records: Iterable[LogRecord]) -> bytes:

@@ -3,9 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+from deltasync.core.table_records import spec_of_record
 from deltasync.storage.log_store import LogStore
 from deltasync.storage.model_store import ModelStore
-from deltasync.storage.records import pack_json, reading, spec_of_record, unpack_json
+from deltasync.storage.records import pack_json, reading, unpack_json
 
 
 def make_anew(log: LogStore, model: str, directory: Path) -> None:

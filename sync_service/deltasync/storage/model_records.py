@@ -5,10 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from deltasync.core.table_records import spec_of_record, spec_record
 from deltasync.core.tables import TableSpec
 from deltasync.storage.log_store import LogStore
 from deltasync.storage.mapped_table import ALONE, INSIDE, MappedArrays, TableLayout
-from deltasync.storage.records import reading, spec_of_record, spec_record, unpack_json
+from deltasync.storage.records import reading, unpack_json
 from deltasync.storage.table_files import ArraySpecs, Place
 
 TABLES_FOLDER = "tables"  # In the model's.

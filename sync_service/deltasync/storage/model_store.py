@@ -20,6 +20,7 @@ from deltasync.core.errors import StorageFailed
 from deltasync.core.progress import Progress
 from deltasync.core.rows import RowBatch
 from deltasync.core.seal import Seal
+from deltasync.core.table_records import spec_of_record
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.core.words import counted
 from deltasync.storage.data_directory import RESTORE
@@ -42,7 +43,6 @@ from deltasync.storage.records import (
     reading,
     seal_of_record,
     seal_record,
-    spec_of_record,
     unpack_json,
     unpack_rows,
 )

@@ -13,7 +13,8 @@ import xxhash
 from deltasync.core.errors import StorageFailed
 from deltasync.core.rows import RowBatch
 from deltasync.core.seal import Seal
-from deltasync.core.tables import DIGEST_TYPE, ID_TYPE, Shard, TableKind, TableSpec
+from deltasync.core.table_records import spec_of_record, spec_record
+from deltasync.core.tables import DIGEST_TYPE, ID_TYPE, Shard, TableSpec
 from deltasync.storage.data_directory import RESTORE
 from deltasync.storage.log_store import Buffer
 
@@ -113,25 +114,6 @@ def seal_of_record(record: Mapping[str, Any]) -> Seal:
 def event_time_record(event_time_unix_ns: int | None) -> dict[str, int]:
     """What a record says of the newest event: nothing where it is not known, as those of earlier versions."""
     return {} if event_time_unix_ns is None else {"event_time_unix_ns": event_time_unix_ns}
-
-
-def spec_record(spec: TableSpec) -> dict[str, Any]:
-    """The record of what a table is."""
-    record = {
-        "name": spec.name,
-        "rows": spec.rows,
-        "dim": spec.dim,
-        "dtype": spec.dtype.str,
-        "kind": spec.kind.value,
-    }
-    return record | ({"of": spec.of} if spec.of else {})
-
-
-def spec_of_record(record: Mapping[str, Any]) -> TableSpec:
-    """What the table is that a record describes."""
-    kind = TableKind(record.get("kind", TableKind.EMBEDDING.value))  # Format 2 knew of no others.
-    dtype = np.dtype(record["dtype"])
-    return TableSpec(record["name"], record["rows"], record["dim"], dtype, kind, record.get("of", ""))
 
 
 # What a rank holds: the tables of its run, and its shards of them. Rows name it by a number, its hash.

@@ -1,14 +1,9 @@
 """The small records of a view in the log: their names and keys are part of the data directory's format."""
 
 from collections.abc import Container, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deltasync.core.delivery import Delivery
-from deltasync.core.mode import Mode
-from deltasync.core.tables import TableSpec
-from deltasync.core.value_types import ValueType
 from deltasync.feeds.frozen_release import Head
 from deltasync.feeds.statistics import Amount, ReleaseStatistics
 from deltasync.storage.log_store import LogStore
@@ -147,12 +142,3 @@ def is_of_removed(record: Mapping[str, Any], tables: Container[str], removed: Ma
 def place_of_record(record: Mapping[str, Any], directory: Path) -> Place:
     """Where the files of a table are that was written down, below the view's folder."""
     return Place(directory / record["folder"], record.get("offset"))
-
-
-def delivery_of_record(record: Mapping[str, Any], spec: TableSpec) -> Delivery:
-    """What was written down that replicas are sent of a table, which is `spec`, or was before it has grown."""
-    spec = replace(
-        spec, rows=record.get("rows", spec.rows)
-    )  # Records of earlier versions lack it: none had grown.
-    value_type = ValueType(record["value_type"]) if record["value_type"] else None
-    return Delivery(spec, value_type, Mode(record["mode"]))

@@ -16,6 +16,7 @@ from deltasync.core.delivery import Delivery
 from deltasync.core.errors import StorageFailed
 from deltasync.core.rows import RowBatch
 from deltasync.core.steady_clock import FOREVER_NS, steady_ns
+from deltasync.core.table_records import delivery_of_record
 from deltasync.core.tables import Shard
 from deltasync.feeds.frozen_release import Head
 from deltasync.feeds.model import Model
@@ -37,7 +38,6 @@ from deltasync.storage.unused_files import remove_left_behind, remove_unused
 from deltasync.storage.volume import VolumeFailed
 from deltasync.views.history import KEPT_HEADS, ReleaseHistory
 from deltasync.views.records import (
-    delivery_of_record,
     head_of_record,
     head_record,
     heads_stream,

@@ -2,8 +2,7 @@
 
 import pytest
 
-from deltasync.client.subscriber import reaches
-from deltasync.core.position import Position
+from deltasync.core.position import Position, reaches
 
 
 @pytest.mark.parametrize(

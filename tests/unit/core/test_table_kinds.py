@@ -15,11 +15,11 @@ from deltasync.core.mode import Mode
 from deltasync.core.policy import Policy
 from deltasync.core.rows import RowBatch, Values
 from deltasync.core.stamps import StampedTable
+from deltasync.core.table_records import delivery_of_record, spec_of_record, spec_record
 from deltasync.core.tables import STATE_TYPES, TableKind, TableSpec
 from deltasync.core.threads import not_shared_yet
 from deltasync.core.value_types import ValueType
-from deltasync.storage.records import spec_of_record, spec_record
-from deltasync.views.records import delivery_of_record, table_record
+from deltasync.views.records import table_record
 from deltasync.wire.messages import (
     delivery_from_message,
     delivery_to_message,

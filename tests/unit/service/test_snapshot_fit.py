@@ -8,7 +8,7 @@ from deltasync.snapshots.manifest import Manifest
 
 def manifest(first: int, version: int, seal: int) -> Manifest:
     return Manifest(
-        model="m", history="h", first=first, version=version, seal=seal, made_unix_ns=1, id="i", tables=[]
+        head={}, model="m", history="h", first=first, version=version, seal=seal, made_unix_ns=1, id="i", tables=[]
     )
 
 

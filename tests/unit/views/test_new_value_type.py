@@ -18,11 +18,12 @@ from deltasync.core.numbered import Numbered
 from deltasync.core.policy import Policy
 from deltasync.core.rows import RowBatch, Values
 from deltasync.core.stamps import StampedTable
+from deltasync.core.table_records import delivery_of_record
 from deltasync.core.tables import VALUE_TYPES, TableKind, TableSpec
 from deltasync.core.threads import not_shared_yet
 from deltasync.core.value_types import Coding, Encoded, ValueType
 from deltasync.v1 import tables_pb2
-from deltasync.views.records import delivery_of_record, table_record
+from deltasync.views.records import table_record
 from deltasync.wire.messages import (
     delivery_from_message,
     delivery_to_message,

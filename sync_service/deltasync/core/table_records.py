@@ -1,0 +1,40 @@
+"""What is written down of tables, in the log and in snapshots."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from deltasync.core.delivery import Delivery
+from deltasync.core.mode import Mode
+from deltasync.core.tables import TableKind, TableSpec
+from deltasync.core.value_types import ValueType
+
+
+def spec_record(spec: TableSpec) -> dict[str, Any]:
+    """The record of what a table is."""
+    record = {
+        "name": spec.name,
+        "rows": spec.rows,
+        "dim": spec.dim,
+        "dtype": spec.dtype.str,
+        "kind": spec.kind.value,
+    }
+    return record | ({"of": spec.of} if spec.of else {})
+
+
+def spec_of_record(record: Mapping[str, Any]) -> TableSpec:
+    """What the table is that a record describes."""
+    kind = TableKind(record.get("kind", TableKind.EMBEDDING.value))  # Format 2 knew of no others.
+    dtype = np.dtype(record["dtype"])
+    return TableSpec(record["name"], record["rows"], record["dim"], dtype, kind, record.get("of", ""))
+
+
+def delivery_of_record(record: Mapping[str, Any], spec: TableSpec) -> Delivery:
+    """What was written down that replicas are sent of a table, which is `spec`, or was before it has grown."""
+    spec = replace(
+        spec, rows=record.get("rows", spec.rows)
+    )  # Records of earlier versions lack it: none had grown.
+    value_type = ValueType(record["value_type"]) if record["value_type"] else None
+    return Delivery(spec, value_type, Mode(record["mode"]))
