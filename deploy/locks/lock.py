@@ -48,6 +48,10 @@ def _write(path: Path, entries: Entries, wanted: Callable[[str], bool] = bool) -
     path.write_text(HEADER + "".join(block for name, block in entries.items() if wanted(name)))
 
 
+# The log among brokers, and snapshots in object storage, are a matter of settings.
+_SERVICE = ("--extra", "service", "--extra", "jetstream", "--extra", "s3")
+
+
 def _is_torch(name: str) -> bool:
     return name == "torch" or name.startswith(("nvidia-", "cuda-", "triton"))
 
@@ -76,7 +80,7 @@ def main(arguments: list[str]) -> None:
     (WORK / "build.in").write_text("\n".join(project["build-system"]["requires"]))
 
     parts = [ROOT / "requirements.lock", *(LOCKS / f"{name}.lock" for name in ("torch-cuda", "fbgemm-gpu"))]
-    runtime = ["--extra", "service", "--extra", "trainer", "--group", "torchrec-runtime"]
+    runtime = ["--extra", "service", "--extra", "trainer", "--extra", "s3", "--group", "torchrec-runtime"]
     everything = [*runtime, "--group", "dev", "--constraint", str(WORK / "fbgemm.txt"), *arguments]
     found = _compile("all", "pyproject.toml", *everything, kept="".join(map(_read, parts)))
     for path, test in zip(parts, (_is_common, _is_torch, "fbgemm-gpu".__eq__), strict=True):
@@ -86,7 +90,7 @@ def main(arguments: list[str]) -> None:
     # Parts of it, in the same versions.
     same = ["--constraint", str(WORK / "all.lock")]
     _write(LOCKS / "build.lock", _compile("build", str(WORK / "build.in"), *same, kept=""))
-    _write(LOCKS / "service.lock", _compile("service", "pyproject.toml", *same, "--extra", "service", kept=""))
+    _write(LOCKS / "service.lock", _compile("service", "pyproject.toml", *same, *_SERVICE, kept=""))
     _write(LOCKS / "trainer.lock", _compile("trainer", "pyproject.toml", *same, *runtime, kept=""), _is_common)
 
     cpu, tools = LOCKS / "fbgemm-gpu-cpu.lock", LOCKS / "tools.lock"

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.support.programs import killed
 
@@ -55,6 +56,19 @@ def run_lines(lines: Sequence[str], folder: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     program.unlink()
+
+
+def run_access(services: Sequence[Mapping[str, Any]], folder: Path) -> Path:
+    """Run the scripts of compose's services that make what others are given; where they made it."""
+    root = folder / "access"
+    for service in services:
+        for mount in service["volumes"]:
+            (root / Path(mount.split(":")[1]).relative_to("/run/deltasync")).mkdir(parents=True, exist_ok=True)
+        (script,) = service["command"]
+        script = script.replace("$$", "$").replace("/run/deltasync", str(root))
+        settings = [f"{name}={shlex.quote(value)}" for name, value in service.get("environment", {}).items()]
+        run_lines([*settings, script.replace("python ", f"{sys.executable} ")], folder)
+    return root
 
 
 @contextmanager

@@ -26,7 +26,7 @@ class ObjectStorage:
     def __init__(self, folder: Path) -> None:
         program = Path(sys.executable).with_name("weed")
         self._program = str(program) if program.exists() else shutil.which("weed")
-        self._folder, self._ports = folder, dict(zip(_PARTS, _free_ports(len(_PARTS)), strict=True))
+        self._folder, self._ports = folder, dict(zip(_PARTS, free_ports(len(_PARTS)), strict=True))
         self.url = f"http://127.0.0.1:{self._ports['s3']}"
 
     def start(self) -> None:
@@ -73,7 +73,7 @@ class ObjectStorage:
         self.kill()
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Those of gRPC, which are 10,000 higher, are free too."""
     with ExitStack() as stack:
         found = list[int]()

@@ -1,9 +1,10 @@
 """`deltasync certs`."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import MappingProxyType
 
 import click
 import trustme
@@ -32,16 +33,23 @@ _SERVICE = "service"
     metavar="NAME",
     help="Who gets a certificate too. May be repeated.",
 )
+@click.option(
+    "--server",
+    "servers",
+    multiple=True,
+    metavar="NAME=HOST,HOST",
+    help="Another server that gets a certificate, and by which names it is reached: a broker. May be repeated.",
+)
 @click.option("--days", type=click.IntRange(1), default=30, help="For so long they are valid.")
-def certs(folder: Path, hosts: Sequence[str], clients: Sequence[str], days: int) -> None:
+def certs(folder: Path, hosts: Sequence[str], clients: Sequence[str], servers: Sequence[str], days: int) -> None:
     """Make a CA, and certificates of it for the service and its clients, to try it out.
 
     DIR gets ca.pem, which all sides trust, service.pem and service-key.pem, and NAME.pem and NAME-key.pem for each
-    client. The key of the CA is kept nowhere: another certificate takes another CA.
+    client and each other server. The key of the CA is kept nowhere: another certificate takes another CA.
     """
     expiry = datetime.now(UTC) + timedelta(days=days)
     try:
-        write_certificates(folder, hosts, clients, expiry)
+        write_certificates(folder, hosts, clients, expiry, dict(map(_server, servers)))
     except InvalidInput as error:
         raise click.UsageError(str(error)) from error
     click.echo(f"for a try-out, until {expiry:%Y-%m-%dT%H:%M:%SZ}: {folder}")
@@ -51,18 +59,34 @@ def certs(folder: Path, hosts: Sequence[str], clients: Sequence[str], days: int)
         click.echo(f"  {name}  --ca {folder}/ca.pem --cert {folder}/{name}.pem --key {folder}/{name}-key.pem")
 
 
-def write_certificates(folder: Path, hosts: Sequence[str], clients: Sequence[str], expiry: datetime) -> None:
-    """Make a CA, and certificates for a service with some names and for some clients, valid until a time.
+def _server(text: str) -> tuple[str, list[str]]:
+    name, _, hosts = text.partition("=")
+    if not hosts:
+        raise InvalidInput(f"server {text!r}: expected NAME=HOST, or NAME=HOST,HOST")
+    return name, hosts.split(",")
+
+
+def write_certificates(
+    folder: Path,
+    hosts: Sequence[str],
+    clients: Sequence[str],
+    expiry: datetime,
+    servers: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> None:
+    """Make a CA, and certificates for a service with some names, for some clients and for other servers with their
+    names, valid until a time.
 
     Raises:
         InvalidInput: a name that cannot be in a certificate or be that of a file, or a file that there is already.
     """
-    for name in clients:
+    others = [*clients, *servers]
+    for name in others:
         check_name("client", name)
-    if _SERVICE in clients or "ca" in clients or len(set(clients)) < len(clients):
-        raise InvalidInput("clients: expected names other than 'service' and 'ca', each once")
+    if _SERVICE in others or "ca" in others or len(set(others)) < len(others):
+        raise InvalidInput("clients and servers: expected names other than 'service' and 'ca', each once")
+    named = {_SERVICE: hosts, **{client: [client] for client in clients}, **servers}
     try:
-        contents = dict(_contents(hosts, clients, expiry))
+        contents = dict(_contents(named, expiry))
     except ValueError as error:
         raise InvalidInput(f"a name cannot be in a certificate: {error}") from error
     if there := next((name for name in contents if (folder / name).exists()), None):
@@ -72,11 +96,11 @@ def write_certificates(folder: Path, hosts: Sequence[str], clients: Sequence[str
         _write(folder / name, content, mode=0o600 if name.endswith("-key.pem") else 0o644)
 
 
-def _contents(hosts: Sequence[str], clients: Sequence[str], expiry: datetime) -> Iterator[tuple[str, bytes]]:
-    """Each file's name, and what is to be in it."""
+def _contents(named: Mapping[str, Sequence[str]], expiry: datetime) -> Iterator[tuple[str, bytes]]:
+    """Each file's name, and what is to be in it, for those who have these names."""
     ca = trustme.CA(organization_name="deltasync, for a try-out")
     yield "ca.pem", ca.cert_pem.bytes()
-    for name, names in ((_SERVICE, hosts), *((client, [client]) for client in clients)):
+    for name, names in named.items():
         issued = ca.issue_cert(*names, common_name=name, not_after=expiry)
         yield f"{name}.pem", b"".join(each.bytes() for each in issued.cert_chain_pems)
         yield f"{name}-key.pem", issued.private_key_pem.bytes()

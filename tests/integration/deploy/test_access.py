@@ -14,7 +14,7 @@ import grpc
 import httpx
 import pytest
 import yaml
-from tests.support.deployments import COMMAND, Deployed, deployed, readme_lines, run_lines
+from tests.support.deployments import COMMAND, Deployed, deployed, readme_lines, run_access, run_lines
 
 from deltasync.client import Endpoint
 from deltasync.v1 import publish_pb2, publish_pb2_grpc, subscribe_pb2, subscribe_pb2_grpc
@@ -210,16 +210,9 @@ def test_the_unit_starts_with_what_the_readme_installs(unit_service: Deployed) -
 def compose_service(deploy: Path, compose: Doc, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
     """The service of compose, with what its service `access` has made, which is asked for twice."""
     folder = tmp_path_factory.mktemp("compose")
-    (script,) = compose["services"]["access"]["command"]
-    root = folder / "access"
-    for mount in compose["services"]["access"]["volumes"]:
-        (folder / "access" / Path(mount.split(":")[1]).relative_to("/run/deltasync")).mkdir(exist_ok=True)
-    script = (
-        script.replace("$$", "$").replace("/run/deltasync", str(root)).replace("python ", f"{sys.executable} ")
-    )
-    run_lines([script], folder)
+    root = run_access([compose["services"]["access"]], folder)
     before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
-    run_lines([script], folder)
+    run_access([compose["services"]["access"]], folder)
     assert {path: path.read_bytes() for path in root.rglob("*") if path.is_file()} == before
     service = compose["services"]["service"]
     places = {"/run/deltasync": root / "service", "/etc/deltasync": deploy / "kubernetes"}

@@ -72,7 +72,7 @@ def test_published_ports_are_exposed_and_local(compose: dict[str, Any], stages: 
 
 @pytest.mark.parametrize("name", ["trainer", "predictor-1", "predictor-2"])
 def test_clients_dial_the_service(compose: dict[str, Any], stages: Stages, name: str) -> None:
-    host, port = _option(compose["services"][name]["command"], "service").split(":")
+    host, port = compose["services"][name]["environment"]["DELTASYNC_SERVICE"].split(":")
     assert host in compose["services"]
     assert port in _words(stages["service"], "EXPOSE")
 

@@ -194,7 +194,8 @@ def test_certificates_have_the_names_that_clients_dial_and_roles_name(deploy: Pa
     docs = list(yaml.safe_load_all((deploy / "kubernetes/cert-manager/certificates.yaml").read_text()))
     certificates = {doc["spec"]["secretName"]: doc["spec"] for doc in docs if doc["kind"] == "Certificate"}
     readme = (deploy / "README.md").read_text()
-    (line,) = re.findall(r"(?m)^deltasync certs access (.*)$", readme)
+    line, cluster = re.findall(r"(?m)^deltasync certs access (.*)$", readme)
+    assert set(re.findall(r"--host (\S+)", line)) < set(re.findall(r"--host (\S+)", cluster))
     assert certificates["deltasync-tls"]["dnsNames"] == re.findall(r"--host (\S+)", line)
     assert "deltasync" in certificates["deltasync-tls"]["dnsNames"]
     clients = {

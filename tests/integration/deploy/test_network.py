@@ -18,7 +18,7 @@ OTHERS = {
     # Somebody else's, in the same namespace.
     "neighbour": (NAMESPACE, {"app.kubernetes.io/name": "other"}),
 }
-PORTS = (50051, 8080, 29500, 40000, 53)
+PORTS = (50051, 8080, 29500, 40000, 53, 4222, 6222, 8222, 8333)
 
 
 def _fits(selector: Doc, labels: dict[str, str]) -> bool:
@@ -26,8 +26,15 @@ def _fits(selector: Doc, labels: dict[str, str]) -> bool:
     return bool(selector.get("matchLabels", {}).items() <= labels.items())
 
 
+Pods = dict[str, tuple[str, dict[str, str]]]
+
+
 @pytest.fixture(scope="module")
-def pods(manifests: list[Doc]) -> dict[str, tuple[str, dict[str, str]]]:
+def pods(manifests: list[Doc]) -> Pods:
+    return _pods(manifests)
+
+
+def _pods(manifests: list[Doc]) -> Pods:
     ours = {
         doc["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/component"]: doc["spec"]["template"]
         for doc in manifests
@@ -38,7 +45,11 @@ def pods(manifests: list[Doc]) -> dict[str, tuple[str, dict[str, str]]]:
 
 @pytest.fixture(scope="module")
 def policies(deploy: Path) -> list[Doc]:
-    found = [doc["spec"] for doc in yaml.safe_load_all((deploy / "kubernetes/network.yaml").read_text())]
+    return _policies(deploy / "kubernetes/network.yaml")
+
+
+def _policies(path: Path) -> list[Doc]:
+    found = [doc["spec"] for doc in yaml.safe_load_all(path.read_text())]
     assert all(set(policy["policyTypes"]) == {"Ingress", "Egress"} for policy in found)
     return found
 
@@ -67,26 +78,46 @@ def _allows(
     )
 
 
-def test_pods_reach_what_they_need_and_nothing_else(
-    policies: list[Doc], pods: dict[str, tuple[str, dict[str, str]]]
-) -> None:
-    reached = {
+def _reached(policies: list[Doc], pods: Pods) -> set[tuple[str, str, int]]:
+    return {
         (one, other, port)
         for one, other, port in product(pods, pods, PORTS)
         if _allows(policies, pods[one], pods[other], port, "egress")
         and _allows(policies, pods[other], pods[one], port, "ingress")
         and NAMESPACE in (pods[one][0], pods[other][0])
     }
-    # Ranks choose their ports.
-    assert reached == {
-        ("trainer", "service", 50051),
-        ("predictor", "service", 50051),
-        ("prometheus", "service", 8080),
-        *(("trainer", "trainer", port) for port in PORTS),
-        *((name, "predictor", 8080) for name in ("prometheus", "dns", "stranger")),
-        ("trainer", "dns", 53),
-        ("predictor", "dns", 53),
+
+
+# Ranks choose their ports.
+REACHED = {
+    ("trainer", "service", 50051),
+    ("predictor", "service", 50051),
+    ("prometheus", "service", 8080),
+    *(("trainer", "trainer", port) for port in PORTS),
+    *((name, "predictor", 8080) for name in ("prometheus", "dns", "stranger")),
+    ("trainer", "dns", 53),
+    ("predictor", "dns", 53),
+}
+
+
+def test_pods_reach_what_they_need_and_nothing_else(policies: list[Doc], pods: Pods) -> None:
+    assert _reached(policies, pods) == REACHED
+
+
+def test_so_do_those_of_several_processes(deploy: Path, policies: list[Doc], pods: Pods) -> None:
+    folder = deploy / "kubernetes-cluster"
+    docs = [
+        doc for name in ("brokers", "storage") for doc in yaml.safe_load_all((folder / f"{name}.yaml").read_text())
+    ]
+    reached = _reached(policies + _policies(folder / "network.yaml"), pods | _pods(docs))
+    assert reached - REACHED == {
+        *(("service", "service", port) for port in (50051, 8080)),
+        *(("service", "broker", port) for port in (4222, 8222)),
+        ("service", "storage", 8333),
+        ("broker", "broker", 6222),
+        *((name, "dns", 53) for name in ("service", "broker")),
     }
+    assert reached >= REACHED
 
 
 def test_who_has_no_policy_of_its_own_is_closed(policies: list[Doc]) -> None:
