@@ -16,6 +16,7 @@ from tests.support.metrics import POLICY_METRICS
 BUILT_IN = {"up": {"job", "instance"}}
 FUNCTIONS = {
     "min_over_time",
+    "max_over_time",
     "deriv",
     "changes",
     "increase",
@@ -105,6 +106,13 @@ def test_alerts_are_complete_and_documented(deploy: Path, alerts: list[dict[str,
     for alert in alerts:
         assert alert["labels"]["severity"] in {"warning", "critical"}
         assert alert["annotations"].keys() == {"summary", "description"}
+
+
+def test_the_runbook_has_a_section_for_each_alert(deploy: Path, alerts: list[dict[str, Any]]) -> None:
+    sections = re.split(r"(?m)^### ", (deploy / "RUNBOOK.md").read_text())[1:]
+    found = {section.partition("\n")[0]: section.partition("\n")[2].strip() for section in sections}
+    assert found.keys() == {alert["alert"] for alert in alerts}
+    assert all(found.values())
 
 
 def test_promtool_accepts_the_configuration(deploy: Path, tool: Callable[[str], str], tmp_path: Path) -> None:
