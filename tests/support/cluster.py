@@ -1,6 +1,7 @@
 """Brokers and services as real processes on loopback, a trainer that publishes through them, and replicas."""
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,7 +19,7 @@ from deltasync.core.errors import DeltasyncError, ResyncRequired
 from deltasync.core.position import Position
 from deltasync.core.rows import RowBatch
 from deltasync.core.tables import Shard, TableSpec
-from deltasync.trainer.demo.brokers import Brokers
+from deltasync.trainer.demo.brokers import Broker, Brokers
 
 TABLE = TableSpec("user", 500, 8, np.dtype(np.float32))
 MODEL, CONSUMER = "clicks", "predictors"
@@ -91,10 +92,16 @@ class Cluster:
     """Brokers, and services that share their log. Started with the block, ended with it."""
 
     def __init__(self, folder: Path, services: int = 3, brokers: int = 3, *, proxies: bool = False) -> None:
-        """With `proxies`, each service reaches the brokers through proxies of its own."""
+        """With `proxies`, services and brokers reach brokers through proxies, each through its own."""
         self.folder = folder
         self._through_proxies, self.proxies = proxies, dict[str, list[Proxy]]()
         self.brokers = Brokers(folder / "brokers", brokers)
+        if proxies:
+            for each in self.brokers.brokers:
+                self.proxies[each.name] = [
+                    Proxy(f"127.0.0.1:{other.cluster_port}") for other in self.brokers.brokers
+                ]
+            self.brokers.route = self._route
         self._brokers, self._count = brokers, services
         self.services = list[ServiceProcess]()
         self._closing = list[Any]()
@@ -123,6 +130,26 @@ class Cluster:
         for proxy in (proxy for proxies in self.proxies.values() for proxy in proxies):
             proxy.__exit__(None, None, None)
         self.brokers.__exit__()
+
+    def cut(self, service: ServiceProcess, broker: Broker) -> None:
+        """Cut the network in two: a service and a broker on one side, all others on the other; nothing ends."""
+        for proxy in self._across(service, broker):
+            proxy.stall()
+
+    def heal(self, service: ServiceProcess, broker: Broker) -> None:
+        """Have one network again."""
+        for proxy in self._across(service, broker):
+            proxy.go_on()
+
+    def _across(self, service: ServiceProcess, broker: Broker) -> Iterator[Proxy]:
+        inside = {self.name_of(service), broker.name}
+        for name, proxies in self.proxies.items():
+            for other, proxy in zip(self.brokers.brokers, proxies, strict=True):
+                if (name in inside) != (other.name in inside):
+                    yield proxy
+
+    def _route(self, broker: Broker, other: Broker) -> str:
+        return f"nats://{self.proxies[broker.name][self.brokers.brokers.index(other)].address}"
 
     @property
     def address(self) -> str:

@@ -168,7 +168,8 @@ class Publisher:
         return tuple((self._tables[each.table].name, np.array(each.ids, ID_TYPE)) for each in rows)
 
     def _deliver(self, part: Part) -> Position:
-        for pause in backoff():
+        pauses = backoff()
+        while True:
             try:
                 stream = self._connected()
                 if self._closing.is_set():
@@ -186,6 +187,7 @@ class Publisher:
                 if self._route.turn(error):
                     self._note_failed(error, 0.0)
                     continue
+                pause = self._route.pause(next(pauses))
                 self._note_failed(error, pause)
             if self._closing.wait(pause):
                 break

@@ -8,6 +8,8 @@ from deltasync.core.errors import DeltasyncError, InvalidInput, NotOwner, Servic
 
 # Processes that name each other are not followed for ever.
 _MOST_TURNS = 4
+# A model has a new owner after the lease, at the latest.
+_LONGEST_SECONDS = 1.0
 
 
 class Route:
@@ -25,6 +27,7 @@ class Route:
         self._all = endpoint.alone()
         random.shuffle(self._all)  # Of many clients, not all ask the same one first.
         self._next, self._turns = 0, 0
+        self._moving = self._moves = False  # By what was heard since the last pause, and before that.
         self.endpoint = self._all[0]
 
     def get_json(self, path: str) -> Any:
@@ -47,6 +50,7 @@ class Route:
             Whether that is to be asked at once; else it is time for a pause.
         """
         self._turns += 1
+        self._moving |= isinstance(error, NotOwner)
         if isinstance(error, NotOwner) and (owner := self._owner(error)):
             self.endpoint = owner
             return self._turns <= _MOST_TURNS or self._pause()
@@ -57,8 +61,14 @@ class Route:
         unasked = not isinstance(error, NotOwner) and self._turns < len(self._all)
         return unasked or self._pause()
 
+    def pause(self, seconds: float) -> float:
+        """How long to wait, instead of so many seconds, once it is time for a pause: not long where processes have
+        just said that another has the model, or is to have it.
+        """
+        return min(seconds, random.uniform(0.1, 1.0) * _LONGEST_SECONDS) if self._moves else seconds  # noqa: S311
+
     def _pause(self) -> bool:
-        self._turns = 0
+        self._turns, self._moves, self._moving = 0, self._moving, False
         return False
 
     def _owner(self, error: NotOwner) -> Endpoint | None:

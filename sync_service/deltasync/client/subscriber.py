@@ -213,7 +213,7 @@ class Subscriber:
             if self.held != before:
                 self._route.answered()
                 pauses = backoff()
-            pause = 0.0 if self._route.turn(error) else next(pauses)
+            pause = 0.0 if self._route.turn(error) else self._route.pause(next(pauses))
             if not self._closing.is_set():
                 self._trouble = error
                 self._readiness.lacks(f"it reconnects: {error}")

@@ -228,6 +228,7 @@ class Ownership:
 
     async def step(self) -> None:
         """Be heard, look at what the others do, and begin what is to be done about it. Called again and again."""
+        self._forgive()
         if (
             not self.confirmed
         ):  # Before it is confirmed again: it may have slept, and others have taken its models.
@@ -242,6 +243,12 @@ class Ownership:
             self._nudged.clear()
             await self.step()
             await first_of(self._nudged.wait(), seconds=self._beat.seconds_left)
+
+    def _forgive(self) -> None:
+        """What another process has had since it was given up here may be taken again at once."""
+        for model in self._holds.waiting():
+            if (owner := self._view().owner_of(model)) and owner.process != self.me.name:
+                self._holds.forgive(model)
 
     def _stopped(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()):

@@ -3,6 +3,7 @@
 import json
 import shutil
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.cluster import Cluster, Trainer, same
-from tests.support.process import ADMIN_TOKEN
+from tests.support.process import ADMIN_TOKEN, ServiceProcess
 
 from deltasync.client.admin import Admin
 from deltasync.client.endpoint import Endpoint
@@ -52,6 +53,13 @@ def check(trainer: Trainer, replicas: Replicas) -> None:
 def publish(trainer: Trainer, times: int = 5) -> None:
     for _ in range(times):
         trainer.publish()
+
+
+def wait_until_ready(service: ServiceProcess) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while service.get("/readyz")[0] != 200:
+        assert time.monotonic() < deadline, service.get("/readyz")
+        time.sleep(0.05)
 
 
 def test_a_model_is_published_and_served_through_any_process(cluster: Cluster) -> None:
@@ -207,3 +215,20 @@ def test_an_owner_that_is_cut_off_from_the_brokers_answers_for_nothing_until_it_
                 proxy.go_on()
             publish(trainer)
             check(trainer, replicas)
+
+
+def test_a_network_that_is_cut_in_two_and_heals_loses_nothing(tmp_path: Path) -> None:
+    """The owner is on the smaller side, once with the broker that leads its log, and once with another."""
+    with Cluster(tmp_path, services=3, brokers=3, proxies=True) as cluster:
+        trainer, replicas = follow(cluster)
+        for with_leader in (True, False):
+            owner, leader = cluster.owner(), cluster.brokers.leader("deltasync_clicks")
+            broker = next(each for each in cluster.brokers.brokers if (each == leader) is with_leader)
+            cluster.cut(owner, broker)
+            publish(trainer, 3)
+            check(trainer, replicas)
+            assert cluster.owner() is not owner
+            cluster.heal(owner, broker)
+            publish(trainer, 3)
+            check(trainer, replicas)
+            wait_until_ready(owner)

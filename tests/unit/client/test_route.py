@@ -84,3 +84,16 @@ def test_several_addresses_of_http_are_asked_likewise() -> None:
 def test_every_address_has_to_be_one(address: str) -> None:
     with pytest.raises(InvalidInput, match="expected HOST:PORT"):
         Endpoint.of_grpc(address)
+
+
+def test_pauses_are_short_while_processes_say_that_a_model_moves() -> None:
+    one = route()
+    assert one.pause(5.0) == 5.0
+    one.turn(NotOwner("nobody has it"))
+    found = {one.pause(5.0) for _ in range(100)}
+    assert len(found) > 90
+    assert 0.1 <= min(found) < max(found) <= 1.0
+    assert one.pause(0.05) == 0.05
+    while one.turn(ServiceUnavailable("all are gone")):
+        pass
+    assert one.pause(5.0) == 5.0

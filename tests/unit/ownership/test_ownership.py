@@ -220,6 +220,18 @@ def test_a_model_is_moved_to_where_it_is_to_be_and_stays_there() -> None:
     run(scenario)
 
 
+def test_who_has_given_a_model_away_takes_it_at_once_when_it_is_given_back() -> None:
+    async def scenario(world: World) -> None:
+        owner, others = await owned(world)
+        for giver, taker in ((owner, others[1]), (others[1], owner), (owner, others[1])):
+            await giver.ownership.move(MODEL, taker.name)
+            for process in [owner, *others] * 2:  # No time goes by.
+                await process.beat()
+            assert taker.answers(MODEL)
+
+    run(scenario)
+
+
 def test_one_that_drains_gives_all_away_and_takes_nothing_more() -> None:
     async def scenario(world: World) -> None:
         for number in range(12):

@@ -73,6 +73,7 @@ _add(
 _add("fanout", "CPU time of the service for forty replicas of one consumer, against one replica.")
 _add("acks", "Time of a seal while 200 replicas acknowledge, against the same without any.")
 _add("log", "Throughput of a log that one broker keeps, and three, against that in LMDB.")
+_add("failover", "Time until the next cut is sealed after the owner of a model was killed, or has given it away.")
 _add("memory", "What the service holds beside its tables and stamps.")
 _add("release", "Time of a release by a consumer's policy, against NumPy's gathers and norms of the same rows.")
 _add("apply", "Time to apply changed rows, in the service and in a replica, against a bare NumPy scatter.")

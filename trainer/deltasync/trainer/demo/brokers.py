@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -43,6 +44,7 @@ class Brokers:
 
     Attributes:
         brokers: all of them.
+        route: the URL by which one reaches another.
     """
 
     def __init__(self, folder: Path, count: int = 1, settings: str = "") -> None:
@@ -61,6 +63,7 @@ class Brokers:
             Broker(f"broker-{n}", next(ports), next(ports), next(ports), folder / f"broker-{n}")
             for n in range(count)
         ]
+        self.route: Callable[[Broker, Broker], str] = lambda _, other: f"nats://127.0.0.1:{other.cluster_port}"
         self._running = dict[str, subprocess.Popen[bytes]]()
 
     @property
@@ -147,7 +150,7 @@ class Brokers:
             self._settings,
         ]
         if len(self.brokers) > 1:
-            routes = ", ".join(f'"nats://127.0.0.1:{each.cluster_port}"' for each in self.brokers)
+            routes = ", ".join(f'"{self.route(broker, each)}"' for each in self.brokers if each is not broker)
             lines.append(
                 f"cluster {{ name: demo, listen: 127.0.0.1:{broker.cluster_port}, routes: [{routes}], "
                 "no_advertise: true }"

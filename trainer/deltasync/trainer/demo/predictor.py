@@ -138,7 +138,10 @@ async def _body(request: Request) -> bytes:
     "--replica", default=socket.gethostname, show_default="host name", help="Its name inside the consumer's fleet."
 )
 @click.option(
-    "--snapshots", default="", help="Folder or URL of the service's snapshots: begin with the newest.", metavar="URL"
+    "--snapshots",
+    default="",
+    help="Folder or URL of the service's snapshots: begin with the newest.",
+    metavar="URL",
 )
 @value_type_option
 @click.option("--host", default="127.0.0.1", help="Address to listen on.")

@@ -9,14 +9,15 @@ from deltasync.core.errors import DeltasyncError
 from deltasync.trainer.demo.brokers import Brokers
 from deltasync.trainer.demo.processes import Processes, Service
 
-_LEASE_SECONDS, _SNAPSHOT_SECONDS = 3, 5
+LEASE_SECONDS = 3
+_SNAPSHOT_SECONDS = 5
 
 
 def shared_log(brokers: Brokers, folder: Path) -> list[str]:
     """The arguments with which processes share a log of brokers."""
     replicas = min(3, len(brokers.brokers))
     arguments = ["--log", ",".join(brokers.urls), "--log-monitor", ",".join(brokers.monitors)]
-    arguments += ["--log-replicas", str(replicas), "--lease-seconds", str(_LEASE_SECONDS)]
+    arguments += ["--log-replicas", str(replicas), "--lease-seconds", str(LEASE_SECONDS)]
     arguments += ["--snapshots", str(folder / "snapshots"), "--snapshot-seconds", str(_SNAPSHOT_SECONDS)]
     return arguments + (["--accept-log-risk"] if replicas < 3 else [])
 
