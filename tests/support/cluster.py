@@ -102,6 +102,7 @@ class Cluster:
                     Proxy(f"127.0.0.1:{other.cluster_port}") for other in self.brokers.brokers
                 ]
             self.brokers.route = self._route
+            self.brokers.advertised = "127.0.0.1:1"  # Nobody: else they would find each other past the proxies.
         self._brokers, self._count = brokers, services
         self.services = list[ServiceProcess]()
         self._closing = list[Any]()

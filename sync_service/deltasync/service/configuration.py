@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from deltasync.consumers.consumer import ConsumerOptions
-from deltasync.core.errors import Contradiction, InvalidInput, LimitReached, NotOwner
+from deltasync.core.errors import Contradiction, InvalidInput, LimitReached, ServiceUnavailable
 from deltasync.core.events import EventKind
 from deltasync.core.names import check_name
 from deltasync.storage.volume import VolumeFailed
@@ -60,15 +60,18 @@ class Configuration:
 
     async def _take(self, wanted: ConsumerOptions, by: str) -> None:
         self.forget(wanted.name)
+        self._elsewhere[wanted.name] = wanted, by  # Also meanwhile: who asks for it is to try again.
         try:
             await self._service.ensure_consumer(wanted, by)
-        except NotOwner:
-            self._elsewhere[wanted.name] = wanted, by  # Who has its model has the same configuration.
+        except ServiceUnavailable:  # Who has its model has the same configuration.
+            return
         except (Contradiction, InvalidInput, LimitReached) as error:
             self._fall_short("its configuration is refused", wanted, error)
         except VolumeFailed as error:
             self._unwritten[wanted.name] = wanted, by
             self._fall_short("its configuration waits to be written down", wanted, error)
+        if self._elsewhere.get(wanted.name) == (wanted, by):
+            del self._elsewhere[wanted.name]
 
     def _fall_short(self, text: str, wanted: ConsumerOptions, error: Exception) -> None:
         self.shortcomings[wanted.name] = f"{text}: {error}"

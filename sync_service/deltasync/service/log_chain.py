@@ -3,7 +3,7 @@
 from deltasync.core.errors import StorageFailed
 from deltasync.core.seal import Seal
 from deltasync.storage.layouts import Layouts
-from deltasync.storage.log_store import LogStore, Record
+from deltasync.storage.log_store import LogStore, LogUnavailable, Record
 from deltasync.storage.records import name_of, reading, seal_of_record, unpack_json, unpack_rows
 
 
@@ -11,6 +11,9 @@ def sound_upto(log: LogStore, model: str) -> tuple[int, str]:
     """Up to which version the seals follow each other, and what is wrong with the next one; empty if nothing is.
 
     Blocks.
+
+    Raises:
+        LogUnavailable: it does not answer.
     """
     before: Seal | None = None
     try:
@@ -23,6 +26,8 @@ def sound_upto(log: LogStore, model: str) -> tuple[int, str]:
                     f"the seal of version {seal.version} does not follow that of {before.version}",
                 )
             before = seal
+    except LogUnavailable:
+        raise
     except StorageFailed as error:
         return before.version if before else 0, str(error)
     return before.version if before else 0, ""
@@ -38,6 +43,9 @@ def rows_upto(log: LogStore, model: str, first: int, last: int) -> tuple[int, st
     """Up to which version after `first`, and until `last`, all rows are there, and what is wrong with the next.
 
     Every row is read. Blocks.
+
+    Raises:
+        LogUnavailable: it does not answer.
     """
     layouts = Layouts(log, model)
     layouts.recover()
@@ -45,6 +53,8 @@ def rows_upto(log: LogStore, model: str, first: int, last: int) -> tuple[int, st
         seal = seal_of_record(unpack_json(record.payload))
         try:
             rows = sum(len(unpack_rows(each.payload, layouts.shards)) for each in _parts(log, model, seal))
+        except LogUnavailable:
+            raise
         except (StorageFailed, LookupError, ValueError) as error:
             return seal.version - 1, str(error)
         if rows != seal.rows:

@@ -3,12 +3,11 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from deltasync.core.errors import StorageFailed
 from deltasync.core.events import EventKind, Events
 from deltasync.service.log_chain import go_back, rows_upto, sound_upto
 from deltasync.service.snapshot_fit import Fit, LogEnd, fitness
 from deltasync.service.snapshot_restore import make_files, seals_of, write_log, write_missing
-from deltasync.snapshots.manifest import Manifest
+from deltasync.snapshots.manifest import Manifest, SnapshotDamaged
 from deltasync.snapshots.place import SnapshotPlace
 from deltasync.snapshots.reading import snapshots_of
 from deltasync.storage.anew import make_anew
@@ -64,7 +63,7 @@ class ModelFiles:
                 write_missing(self._place, manifest, log, end.cut)
             make_files(self._place, manifest, log, directory)
             self._mend_rows(model, log, manifest.first)
-        except StorageFailed as error:
+        except SnapshotDamaged as error:  # Of all else another try may find less.
             self._tell(model, f"a snapshot is passed over: {error}")
             return False
         return True

@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from deltasync.core.errors import StorageFailed
 from deltasync.core.table_records import delivery_of_record, spec_of_record
 from deltasync.core.tables import TableSpec
 from deltasync.service.snapshot_records import newest_release
-from deltasync.snapshots.manifest import Manifest, Piece, SnapshotTable, SnapshotView
+from deltasync.snapshots.manifest import Manifest, Piece, SnapshotDamaged, SnapshotTable, SnapshotView
 from deltasync.snapshots.packing import LogRecord, read_piece, table_blocks, unpack_records, unpack_small
 from deltasync.snapshots.place import SnapshotPlace
 from deltasync.storage.log_format import write_again
@@ -152,7 +151,7 @@ def _check_arrays(table: SnapshotTable, files: TableFiles) -> None:
     if [(np.dtype(dtype), tuple(shape)) for dtype, shape in table.arrays] != wanted or len(
         files.arrays[0]
     ) < table.rows:
-        raise StorageFailed(
+        raise SnapshotDamaged(
             f"a snapshot's table {table.record.get('name', '')!r} has other arrays than it is to have"
         )
 

@@ -17,6 +17,10 @@ FORMAT = 1
 MANIFESTS, DATA = "manifests", "data"
 
 
+class SnapshotDamaged(StorageFailed):
+    """Something of a snapshot is missing, or is not what was stored: another try finds the same."""
+
+
 @dataclass(frozen=True)
 class Piece:
     """Bytes of an object, and their checksum."""
@@ -123,7 +127,8 @@ def unpack_manifest(name: str, stored: bytes) -> Manifest:
     """The manifest that was stored as the object `name`.
 
     Raises:
-        StorageFailed: it is damaged, or of a later version.
+        SnapshotDamaged: it is.
+        StorageFailed: it is of a later version.
     """
     try:
         found = json.loads(stored)
@@ -134,7 +139,7 @@ def unpack_manifest(name: str, stored: bytes) -> Manifest:
             raise ValueError("it has another checksum than is written there")
         return _manifest(found["content"])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise StorageFailed(f"snapshot {name} is damaged ({error!r})") from error
+        raise SnapshotDamaged(f"snapshot {name} is damaged ({error!r})") from error
 
 
 def checksum_of(content: bytes | memoryview) -> str:

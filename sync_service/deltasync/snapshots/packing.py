@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deltasync.core.errors import StorageFailed
-from deltasync.snapshots.manifest import DATA, Piece, SnapshotTable, checksum_of
+from deltasync.snapshots.manifest import DATA, Piece, SnapshotDamaged, SnapshotTable, checksum_of
 from deltasync.snapshots.place import SnapshotPlace
 
 _OBJECT_BYTES = 32 << 20
@@ -58,11 +57,12 @@ def read_piece(place: SnapshotPlace, piece: Piece) -> bytes:
     """What a piece has.
 
     Raises:
-        StorageFailed: it is not there, or is damaged; the message names its object.
+        SnapshotDamaged: it is not there, or is damaged; the message names its object.
+        StorageFailed: it could not be read.
     """
     content = place.get(piece.object, piece.start, piece.start + piece.bytes) if piece.bytes else b""
     if len(content) != piece.bytes or checksum_of(content) != piece.checksum:
-        raise StorageFailed(f"snapshots {place.url}: {piece.object} is damaged at byte {piece.start}")
+        raise SnapshotDamaged(f"snapshots {place.url}: {piece.object} is damaged at byte {piece.start}")
     return content
 
 
@@ -70,7 +70,8 @@ def table_blocks(place: SnapshotPlace, table: SnapshotTable) -> Iterator[tuple[i
     """The blocks of a table: the first row of each, and what its arrays have from there on.
 
     Raises:
-        StorageFailed: one is missing or damaged.
+        SnapshotDamaged: one is missing or damaged.
+        StorageFailed: one could not be read.
     """
     kinds = [(np.dtype(dtype), tuple(shape)) for dtype, shape in table.arrays]
     for number, piece in enumerate(table.blocks):

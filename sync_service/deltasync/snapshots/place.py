@@ -10,6 +10,7 @@ from typing import Any
 import fsspec
 
 from deltasync.core.errors import InvalidInput, StorageFailed
+from deltasync.snapshots.manifest import SnapshotDamaged
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,8 @@ class SnapshotPlace:
         """What an object has, or a part of that.
 
         Raises:
-            StorageFailed: it is not there, or could not be read.
+            SnapshotDamaged: it is not there.
+            StorageFailed: it could not be read.
         """
         with _telling(self.url, f"read {name}"):
             found: bytes = self._files.cat_file(self._path(name), start=start or None, end=end)
@@ -130,5 +132,7 @@ class _telling:  # noqa: N801  # a context manager
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, FileNotFoundError):
+            raise SnapshotDamaged(f"snapshots {self._url}: cannot {self._what}: {error!r}") from error
         if isinstance(error, Exception):
             raise StorageFailed(f"snapshots {self._url}: cannot {self._what}: {error!r}") from error

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from deltasync.core.errors import StorageFailed
-from deltasync.snapshots.manifest import DATA, MANIFESTS, Manifest, unpack_manifest
+from deltasync.snapshots.manifest import DATA, MANIFESTS, Manifest, SnapshotDamaged, unpack_manifest
 from deltasync.snapshots.packing import read_piece
 from deltasync.snapshots.place import SnapshotPlace
 
@@ -30,13 +30,13 @@ def snapshots_of(place: SnapshotPlace, model: str) -> Snapshots:
     """The snapshots of a model.
 
     Raises:
-        StorageFailed: they cannot be listed.
+        StorageFailed: they cannot be listed, or one not be read now.
     """
     found = Snapshots([], [])
     for each in reversed(place.names(f"{model}/{MANIFESTS}")):
         try:
             found.manifests.append(unpack_manifest(each.name, place.get(each.name)))
-        except StorageFailed as error:
+        except SnapshotDamaged as error:
             found.problems.append(str(error))
     found.manifests.sort(key=lambda manifest: manifest.made_unix_ns, reverse=True)
     return found

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from deltasync.core.errors import InvalidInput, StorageFailed
+from deltasync.storage.log_store import LogUnavailable
 
 if TYPE_CHECKING:
     from nats.aio.client import Client
@@ -154,7 +155,7 @@ class Brokers:
         """What JetStream answers, which may be an `error`.
 
         Raises:
-            StorageFailed: nobody answers.
+            LogUnavailable: nobody answers.
         """
         payload = json.dumps(question).encode() if question is not None else b""
         answer: dict[str, Any] = json.loads((await self.request(f"$JS.API.{subject}", payload)).data)
@@ -164,12 +165,12 @@ class Brokers:
         """The answer to a message.
 
         Raises:
-            StorageFailed: nobody answers.
+            LogUnavailable: nobody answers.
         """
         try:
             return await self.client.request(subject, payload, timeout=_ANSWER_SECONDS)
         except Exception as error:
-            raise StorageFailed(f"brokers {self.options.words} do not answer: {error!r}") from error
+            raise LogUnavailable(f"brokers {self.options.words} do not answer: {error!r}") from error
 
     def close(self) -> None:
         """End the connection and the thread."""

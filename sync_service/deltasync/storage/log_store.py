@@ -54,6 +54,10 @@ class LogFull(StorageFailed):
     """The log has no room for rows before others are dropped; nothing was lost."""
 
 
+class LogUnavailable(StorageFailed):
+    """The log does not answer now: what it has is not known, and may be all that it had."""
+
+
 class LogStore(Protocol):
     """A log. Used from any thread.
 

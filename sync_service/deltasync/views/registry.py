@@ -11,6 +11,7 @@ from deltasync.core.errors import StorageFailed
 from deltasync.core.events import EventKind, Events
 from deltasync.feeds.model import Model
 from deltasync.storage.data_directory import RESTORE
+from deltasync.storage.log_store import LogUnavailable
 from deltasync.storage.volume import VolumeFailed
 from deltasync.views.records import recorded_view
 from deltasync.views.release_loop import ReleaseLoop
@@ -82,7 +83,7 @@ class ViewRegistry:
             view = View(name, model, directory)
             try:
                 await asyncio.to_thread(view.recover, record)
-            except VolumeFailed:  # What there is of it is as it was.
+            except (LogUnavailable, VolumeFailed):  # What there is of it is as it was.
                 raise
             except StorageFailed as error:
                 # What replicas hold is not known any more.

@@ -46,7 +46,7 @@ def follow(cluster: Cluster) -> tuple[Trainer, Replicas]:
 
 def check(trainer: Trainer, replicas: Replicas) -> None:
     for subscriber, target in replicas:
-        subscriber.wait_for(trainer.head.number, TIMEOUT)
+        subscriber.wait_for(trainer.head, TIMEOUT)
         assert same(target, trainer.rows)
 
 

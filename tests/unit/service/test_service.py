@@ -4,9 +4,10 @@ import asyncio
 import threading
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
@@ -14,8 +15,9 @@ from tests.support.local_service import join, publish, run, send
 from tests.support.log import log_of
 from tests.support.wire import WHOLE, full_part, part, random_rows
 
+from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.consumers.registry import ConsumerRegistry
-from deltasync.core.errors import Contradiction, StorageFailed
+from deltasync.core.errors import Contradiction, DeltasyncError, ServiceUnavailable, StorageFailed
 from deltasync.core.events import Events
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
@@ -302,3 +304,30 @@ def test_a_process_among_others_makes_no_backup(tmp_path: Path) -> None:
 
     run(tmp_path / "data", scenario)
     assert not (tmp_path / "backup").exists()
+
+
+def test_a_consumer_of_the_configuration_is_about_to_be_made_until_it_is(tmp_path: Path) -> None:
+    """A replica that is told that there is none stops for good."""
+
+    async def scenario(service: Service) -> None:
+        asked = list[DeltasyncError | None]()
+        create = service.registry.create
+
+        async def slow(name: str, model: str, policy: Policy) -> Any:
+            asked.append(service._elsewhere(name))
+            return await create(name, model, policy)
+
+        service.registry.create = slow  # type: ignore[method-assign]
+        wanted = ConsumerOptions("fleet", "clicks")
+        await service.configuration.take([wanted], "test")
+        assert [type(each) for each in asked] == [ServiceUnavailable]
+        assert service._elsewhere("fleet") is None
+        service.registry.create = AsyncMock(side_effect=StorageFailed("brokers do not answer"))  # type: ignore[method-assign]
+        with pytest.raises(StorageFailed):
+            await service.configuration.take([replace(wanted, name="later")], "test")
+        assert isinstance(service._elsewhere("later"), ServiceUnavailable)
+        service.registry.create = create  # type: ignore[method-assign]
+        await service.configuration.take_unwritten()
+        assert service.registry.get("later").model == "clicks"
+
+    run(tmp_path, scenario)

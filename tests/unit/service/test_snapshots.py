@@ -1,6 +1,7 @@
 """Snapshots of models, from which another process, or the same one, goes on."""
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -26,9 +27,10 @@ from deltasync.service.snapshots import SnapshotLoop, SnapshotOptions
 from deltasync.snapshots.manifest import Manifest
 from deltasync.snapshots.place import SnapshotPlace
 from deltasync.snapshots.reading import check_snapshot, snapshots_of
-from deltasync.storage.log_store import LogStore
+from deltasync.storage.log_store import LogStore, LogUnavailable
 
 MODEL = "clicks"
+STREAMS = (f"seals/{MODEL}", f"cuts/{MODEL}")
 Rows = dict[str, np.ndarray[Any, Any]]
 
 
@@ -305,3 +307,55 @@ def test_whatever_comes_between_the_rows_are_those_that_were_published(
                 assert check_snapshot(a.place, manifest) == []
 
     run(tmp_path_factory.mktemp("moves"), scenario)
+
+
+@pytest.mark.parametrize("broken", ["log", "place"])
+def test_what_does_not_answer_while_a_model_is_taken_is_asked_again_and_nothing_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """At whichever read it is: neither is a snapshot passed over for it, nor a version given up."""
+
+    async def scenario(a: Process, b: Process) -> None:
+        await a.take()
+        session = await publish(a.service)
+        for step in (2, 3, 4, 5):
+            await cut(session, step, step, step + 1)
+            if step < 5:
+                await a.snapshots.make(MODEL)
+        before, version = a.rows, a.version
+        await a.give_up()
+        log = b.logs.open(MODEL)
+        log.shared = True
+        had = [[bytes(each.payload) for each in log.read(name)] for name in STREAMS]
+        failures = 0
+        for number in range(1000):
+            with monkeypatch.context() as patch:
+                calls = itertools.count()
+                if broken == "log":
+                    patch.setattr(log, "read", failing(log.read, calls, number, LogUnavailable("away")))
+                else:
+                    patch.setattr(b.place, "get", failing(b.place.get, calls, number, StorageFailed("away")))
+                try:
+                    await asyncio.to_thread(b.files.make, MODEL, log)
+                except StorageFailed:
+                    failures += 1
+                    found = [[bytes(each.payload) for each in log.read(name)] for name in STREAMS]
+                    assert found == had
+                    continue
+            break
+        assert failures > 2
+        await b.moves.take(MODEL, log)
+        assert (b.version, same(b.rows, before)) == (version, True)
+
+    run(tmp_path, scenario)
+
+
+def failing(call: Any, calls: Any, number: int, error: Exception) -> Any:
+    """A function whose call of that number fails; of one that returns an iterator, as it is read."""
+
+    def called(*arguments: Any, **named: Any) -> Any:
+        if next(calls) == number:
+            raise error
+        return call(*arguments, **named)
+
+    return called

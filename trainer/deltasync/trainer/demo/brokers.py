@@ -45,6 +45,7 @@ class Brokers:
     Attributes:
         brokers: all of them.
         route: the URL by which one reaches another.
+        advertised: HOST:PORT that each names to the others as its own; empty is where it listens.
     """
 
     def __init__(self, folder: Path, count: int = 1, settings: str = "") -> None:
@@ -64,6 +65,7 @@ class Brokers:
             for n in range(count)
         ]
         self.route: Callable[[Broker, Broker], str] = lambda _, other: f"nats://127.0.0.1:{other.cluster_port}"
+        self.advertised = ""
         self._running = dict[str, subprocess.Popen[bytes]]()
 
     @property
@@ -153,7 +155,7 @@ class Brokers:
             routes = ", ".join(f'"{self.route(broker, each)}"' for each in self.brokers if each is not broker)
             lines.append(
                 f"cluster {{ name: demo, listen: 127.0.0.1:{broker.cluster_port}, routes: [{routes}], "
-                "no_advertise: true }"
+                f"no_advertise: true{f', advertise: {self.advertised}' if self.advertised else ''} }}"
             )
         return "\n".join(lines) + "\n"
 
