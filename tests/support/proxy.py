@@ -79,11 +79,13 @@ class Proxy:
 
     def _connect(self, client: socket.socket) -> None:
         self.connections += 1
+        with self._lock:
+            self._sockets.append(client)  # At once: what it is to be connected with may be gone.
         with contextlib.suppress(OSError):
             service = self._opened()
             copy = self._opened() if self.twice else None
             with self._lock:
-                self._sockets += [client, service, *([copy] if copy else [])]
+                self._sockets += [service, *([copy] if copy else [])]
             for each in (client, service):
                 each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             arguments = ("down", service, client, None)
