@@ -2,10 +2,12 @@
 
 import asyncio
 import itertools
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -24,6 +26,7 @@ from deltasync.service.moves import Moves
 from deltasync.service.options import ServiceOptions
 from deltasync.service.service import Service
 from deltasync.service.snapshots import SnapshotLoop, SnapshotOptions
+from deltasync.snapshots import place as places
 from deltasync.snapshots.manifest import Manifest
 from deltasync.snapshots.place import SnapshotPlace
 from deltasync.snapshots.reading import check_snapshot, snapshots_of
@@ -359,3 +362,45 @@ def failing(call: Any, calls: Any, number: int, error: Exception) -> Any:
         return call(*arguments, **named)
 
     return called
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "denied"), OSError(28, "no space left on device")], ids=str)
+def test_storage_that_refuses_stops_nothing_and_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> None:
+    async def scenario(a: Process, _: Process) -> None:
+        await a.take()
+        session = await publish(a.service)
+        with monkeypatch.context() as patch:
+            patch.setattr("deltasync.snapshots.place._put_file", Mock(side_effect=error))
+            with pytest.raises(StorageFailed, match=str(error.strerror)):
+                await a.snapshots.make(MODEL)
+            await cut(session, 2, 1)
+        assert str(error.strerror) in a.snapshots.failure(MODEL)
+        assert (a.snapshots.failures, len(a.snapshots.troubles)) == (1, 1)
+        assert (await a.snapshots.make(MODEL)).version == 2
+        assert (a.snapshots.failure(MODEL), a.snapshots.troubles) == ("", [])
+
+    run(tmp_path, scenario)
+
+
+def test_storage_that_is_slow_holds_up_no_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(a: Process, _: Process) -> None:
+        await a.take()
+        session = await publish(a.service)
+        storing, go, put = threading.Event(), threading.Event(), places._put_file
+
+        def slow(path: Path, content: bytes) -> None:
+            storing.set()
+            assert go.wait(60)
+            put(path, content)
+
+        monkeypatch.setattr("deltasync.snapshots.place._put_file", slow)
+        making = asyncio.create_task(a.snapshots.make(MODEL))
+        await asyncio.to_thread(storing.wait, 60)
+        await cut(session, 2, 1)
+        assert (a.version, making.done()) == (2, False)
+        go.set()
+        assert not check_snapshot(a.place, await making)
+
+    run(tmp_path, scenario)
