@@ -19,7 +19,7 @@ from deltasync.storage.jetstream_messages import messages
 from deltasync.storage.jetstream_names import Names, model_of
 from deltasync.storage.jetstream_sender import EXPECTED, ID, Fence, message_id
 from deltasync.storage.jetstream_store import JetStreamStore
-from deltasync.storage.log_store import LogStore
+from deltasync.storage.log_store import LogStore, LogUnavailable
 
 # So long a broker knows the ids of messages, to take none twice.
 _TWICE_NS = 120 * 10**9
@@ -115,7 +115,9 @@ class JetStreamLogs:
             StorageFailed: brokers do not answer.
         """
         names = Names(self._options.prefix, model)
-        self._brokers.run(self._brokers.ask(f"STREAM.DELETE.{names.stream}"))
+        found = self._brokers.run(self._brokers.ask(f"STREAM.DELETE.{names.stream}"))
+        if found.get("error", {}).get("code", 404) != 404:
+            raise StorageFailed(f"stream {names.stream}: {found['error'].get('description')}")
 
     def risks(self) -> list[str]:
         """How what the brokers acknowledge could be lost all the same, as far as that can be known, in words."""
@@ -139,7 +141,7 @@ class JetStreamLogs:
     async def _opened(self, names: Names, owner: Owner) -> tuple[Index, Fence]:
         await self._have_stream(names)
         fence = await self._fenced(names, owner)
-        return await self._indexed(names), fence
+        return await self._indexed(names, fence.sequence), fence
 
     async def _have_stream(self, names: Names) -> None:
         wanted = {
@@ -171,27 +173,30 @@ class JetStreamLogs:
         for _ in range(_FENCE_TRIES):
             found = await self._brokers.ask(f"STREAM.INFO.{names.stream}")
             if "error" in found:
-                raise StorageFailed(f"stream {names.stream}: {found['error'].get('description')}")
+                raise LogUnavailable(f"stream {names.stream}: {found['error'].get('description')}")
             last = int(found["state"]["last_seq"])
             headers = {ID: message_id(session, 0), EXPECTED: str(last)}
             note = fence_note(owner.process, owner.epoch)
             try:
                 answer = await self._brokers.client.request(names.fences, note, timeout=5, headers=headers)
             except Exception as error:
-                raise StorageFailed(f"brokers do not take a message: {error!r}") from error
+                raise LogUnavailable(f"brokers do not take a message: {error!r}") from error
             taken = json.loads(answer.data or b"{}")
             if taken.get("seq") == last + 1:
                 return Fence(session, found["created"], last + 1)
             await asyncio.sleep(0.05)
         raise StorageFailed(f"stream {names.stream}: another process keeps appending to it")
 
-    async def _indexed(self, names: Names) -> Index:
-        """The index of what a stream has, which nobody but this process appends to any more."""
+    async def _indexed(self, names: Names, fence: int) -> Index:
+        """The index of what a stream has up to the fence of this process."""
         index, owner = Index(), ""
-        rows = [each async for each in messages(self._brokers, names.stream, names.rows, headers_only=True)]
-        notes = [each async for each in messages(self._brokers, names.stream, names.notes)]
-        fences = [each async for each in messages(self._brokers, names.stream, names.fences)]
-        for each in sorted([*rows, *notes, *fences], key=lambda each: each.sequence):
+        rows, notes = (names.rows, names.fences), (names.notes, names.fences)
+        found = {
+            each.sequence: each
+            async for each in messages(self._brokers, names.stream, rows, fence, headers_only=True)
+        }
+        found |= {each.sequence: each async for each in messages(self._brokers, names.stream, notes, fence)}
+        for _, each in sorted(found.items()):
             if each.subject == names.fences:
                 owner = each.session
                 index.note_fence()
@@ -207,6 +212,8 @@ class JetStreamLogs:
         names, more = list[str](), True
         while more:
             found = await self._brokers.ask("STREAM.NAMES", {"offset": len(names)})
+            if "error" in found:
+                raise LogUnavailable(f"brokers do not say which streams there are: {found['error']}")
             names += found.get("streams") or []
             more = bool(found.get("streams")) and len(names) < found.get("total", 0)
         models = (model_of(self._options.prefix, name) for name in names)

@@ -2,25 +2,28 @@
 
 import base64
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from deltasync.core.errors import StorageFailed
 from deltasync.storage.brokers import Brokers
+from deltasync.storage.log_store import LogUnavailable
 
 if TYPE_CHECKING:
     from nats.aio.msg import Msg
 
 _BATCH = 500
-_SECONDS = 10
+_SECONDS = 3
+# Without a message, each by another broker maybe.
+_TRIES = 10
 
 
 async def read_message(brokers: Brokers, stream: str, sequence: int) -> bytes | None:
     """What a message has; None if there is none of that sequence.
 
     Raises:
-        StorageFailed: brokers do not answer.
+        LogUnavailable: brokers do not answer.
     """
     question = json.dumps({"seq": sequence}).encode()
     answer = await brokers.request(f"$JS.API.DIRECT.GET.{stream}", question)
@@ -31,7 +34,7 @@ async def read_message(brokers: Brokers, stream: str, sequence: int) -> bytes | 
     if "error" in found:
         if found["error"].get("code") == 404:
             return None
-        raise StorageFailed(f"message {sequence} of stream {stream}: {found['error'].get('description')}")
+        raise LogUnavailable(f"message {sequence} of stream {stream}: {found['error'].get('description')}")
     return base64.b64decode(found["message"].get("data", ""))
 
 
@@ -55,22 +58,56 @@ class StoredMessage:
 
 
 async def messages(
-    brokers: Brokers, stream: str, subject: str, *, headers_only: bool = False
-) -> AsyncIterator[StoredMessage]:
-    """The messages of a subject that there are, in order; `headers_only` without what they have.
+    brokers: Brokers, stream: str, subjects: Sequence[str], last: int, *, headers_only: bool = False
+) -> AsyncGenerator[StoredMessage]:
+    """The messages of some subjects up to message `last`, in order; `headers_only` without what they have.
+
+    The broker that sends them may lag behind the others, or go away meanwhile. So `last` has to be of one of these
+    subjects: all have come once it has.
 
     Raises:
-        StorageFailed: brokers do not answer.
+        LogUnavailable: brokers do not send them all.
     """
-    subscription = await _subscription(brokers, stream, subject, headers_only=headers_only)
+    reached, tries = 0, 0
+    while reached < last:
+        try:
+            async with aclosing(_sent(brokers, stream, subjects, reached + 1, headers_only=headers_only)) as sent:
+                async for each in sent:
+                    if each.sequence > reached:
+                        reached, tries = each.sequence, 0
+                        yield each
+                    if reached >= last:
+                        return
+        except LogUnavailable:
+            tries += 1
+            if tries == _TRIES:
+                raise
+
+
+async def _sent(
+    brokers: Brokers, stream: str, subjects: Sequence[str], first: int, *, headers_only: bool
+) -> AsyncGenerator[StoredMessage]:
+    """What one broker sends, without an end; there may be some from before `first`, where it lags behind.
+
+    Raises:
+        LogUnavailable: it sends no more, or has left some out.
+    """
+    from nats.errors import Error
+
     try:
-        left = (await subscription.consumer_info()).num_pending
-        while left:
-            for each in await _fetch(subscription, left):
-                yield _stored(each)
-                left -= 1
-    finally:
-        await subscription.unsubscribe()
+        subscription = await _subscription(brokers, stream, subjects, first, headers_only=headers_only)
+        try:
+            count, wanted = 0, 1
+            while True:
+                for each in await subscription.fetch(wanted, timeout=_SECONDS):
+                    count, wanted = count + 1, max(1, min(each.metadata.num_pending, _BATCH))
+                    if each.metadata.sequence.consumer != count:
+                        raise LogUnavailable(f"stream {stream}: a message was lost on its way")
+                    yield _stored(each)
+        finally:
+            await subscription.unsubscribe()
+    except (Error, OSError) as error:
+        raise LogUnavailable(f"brokers do not send what stream {stream} has: {error!r}") from error
 
 
 def _stored(message: "Msg") -> StoredMessage:
@@ -80,23 +117,19 @@ def _stored(message: "Msg") -> StoredMessage:
     return StoredMessage(int(message.metadata.sequence.stream), message.subject, session, message.data, size)
 
 
-async def _subscription(brokers: Brokers, stream: str, subject: str, *, headers_only: bool) -> Any:
+async def _subscription(
+    brokers: Brokers, stream: str, subjects: Sequence[str], first: int, *, headers_only: bool
+) -> Any:
     from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
     config = ConsumerConfig(
         ack_policy=AckPolicy.NONE,
-        deliver_policy=DeliverPolicy.ALL,
+        deliver_policy=DeliverPolicy.BY_START_SEQUENCE,
+        opt_start_seq=first,
+        filter_subjects=list(subjects),
         headers_only=headers_only,
         inactive_threshold=60,
         mem_storage=True,
         num_replicas=1,
     )
-    return await brokers.client.jetstream().pull_subscribe(subject, stream=stream, config=config)
-
-
-async def _fetch(subscription: Any, left: int) -> "list[Msg]":
-    try:
-        found: list[Msg] = await subscription.fetch(min(left, _BATCH), timeout=_SECONDS)
-    except Exception as error:
-        raise StorageFailed(f"brokers do not send what the log has: {error!r}") from error
-    return found
+    return await brokers.client.jetstream().pull_subscribe("", stream=stream, config=config)
