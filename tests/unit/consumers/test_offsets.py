@@ -278,7 +278,9 @@ def test_the_log_has_the_newest_of_each_at_the_end_and_one_of_each_waits_at_most
             having.offsets.write_all()
         return having
 
-    having = asyncio.run(main())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offsets, "pause_after", lambda _: 3600.0)  # A pause ends by `Steps.rest` alone.
+        having = asyncio.run(main())
     found = {name: each.applied.number for name, each in recorded_offsets(having.log, "c").items()}
     assert all(number in having.seen[name] for name, number in found.items())
     if ends_well:
