@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from deltasync.core.durations import Durations
 from deltasync.core.errors import NotOwner
 from deltasync.core.owner import Owner
-from deltasync.storage.durations import Durations
 from deltasync.storage.lmdb_store import LmdbStore
 from deltasync.storage.log_format import check_log
 from deltasync.storage.log_store import LogOptions, LogStore

@@ -5,8 +5,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from deltasync.core.durations import Durations
 from deltasync.core.errors import StorageFailed
-from deltasync.storage.durations import Durations
 from deltasync.storage.log_store import LAST_NUMBER, Buffer, LogFull, Record
 from deltasync.storage.volume import Volume
 from deltasync.storage.write_queue import WriteQueue

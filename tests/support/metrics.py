@@ -38,9 +38,16 @@ TLS_METRICS: dict[str, set[str]] = {"deltasync_certificate_expires_seconds": {"s
 # Those that exist only where snapshots are made.
 SNAPSHOT_METRICS: dict[str, set[str]] = {"deltasync_snapshot_age_seconds": {"model"}}
 
+# What histograms consist of, and the labels that they have besides.
+_SAMPLES: dict[str, set[str]] = {"bucket": {"le"}, "sum": set(), "count": set()}
+
 # Each metric and its labels: what dashboards and alerts are built on.
 METRICS: dict[str, set[str]] = {
     "deltasync_head_version": {"model"},
+    "deltasync_build_info": {"version", "commit"},
+    **{f"deltasync_cut_seconds_{end}": {"model", "part", *bound} for end, bound in _SAMPLES.items()},
+    **{f"deltasync_delivery_seconds_{end}": {"consumer", "part", *bound} for end, bound in _SAMPLES.items()},
+    **{f"deltasync_freshness_seconds_{end}": {"consumer", *bound} for end, bound in _SAMPLES.items()},
     "deltasync_consumer_lag_versions": _CONSUMER,
     "deltasync_consumer_lag_rows": _CONSUMER,
     "deltasync_consumer_lag_bytes": _CONSUMER,

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from deltasync.v1 import tables_pb2 as deltasync_dot_v1_dot_tables__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64\x65ltasync/v1/publish.proto\x12\x0c\x64\x65ltasync.v1\x1a\x19\x64\x65ltasync/v1/tables.proto\"\xc3\x01\n\x0ePublishRequest\x12)\n\x04open\x18\x01 \x01(\x0b\x32\x19.deltasync.v1.PublishOpenH\x00\x12(\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x17.deltasync.v1.PartChunkH\x00\x12(\n\x05\x63lose\x18\x03 \x01(\x0b\x32\x17.deltasync.v1.PartCloseH\x00\x12\'\n\x04part\x18\x04 \x01(\x0b\x32\x17.deltasync.v1.WholePartH\x00\x42\t\n\x07message\"Z\n\x05Shard\x12\r\n\x05table\x18\x01 \x01(\r\x12\x12\n\nrow_offset\x18\x02 \x01(\x04\x12\x0c\n\x04rows\x18\x03 \x01(\x04\x12\x12\n\ncol_offset\x18\x04 \x01(\r\x12\x0c\n\x04\x63ols\x18\x05 \x01(\r\"\x9c\x02\n\x0bPublishOpen\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0b\n\x03run\x18\x02 \x01(\t\x12\x1b\n\x13run_started_unix_ns\x18\x03 \x01(\x03\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x12\n\nworld_size\x18\x05 \x01(\r\x12#\n\x06tables\x18\x06 \x03(\x0b\x32\x13.deltasync.v1.Table\x12#\n\x06shards\x18\x07 \x03(\x0b\x32\x13.deltasync.v1.Shard\x12)\n\tcontinues\x18\x08 \x01(\x0b\x32\x16.deltasync.v1.Position\x12\x15\n\rtakes_deletes\x18\x1e \x01(\x08\x12\x15\n\rtakes_changes\x18T \x01(\x08\x12\x0f\n\x07process\x18U \x01(\t\";\n\tPartChunk\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12 \n\x04rows\x18\x02 \x01(\x0b\x32\x12.deltasync.v1.Rows\"\x8f\x01\n\tPartClose\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0c\n\x04rows\x18\x02 \x01(\x04\x12\x18\n\x10step_end_unix_ns\x18\x03 \x01(\x03\x12\x0c\n\x04\x66ull\x18\x04 \x01(\x08\x12\x0f\n\x07\x64\x65letes\x18\x1e \x03(\x04\x12\x1a\n\x12\x65vent_time_unix_ns\x18\n \x01(\x03\x12\x11\n\tdiffering\x18( \x03(\r\"U\n\tWholePart\x12 \n\x04rows\x18\x01 \x03(\x0b\x32\x12.deltasync.v1.Rows\x12&\n\x05\x63lose\x18\x02 \x01(\x0b\x32\x17.deltasync.v1.PartClose\"\xa4\x01\n\x0fPublishResponse\x12-\n\x06opened\x18\x01 \x01(\x0b\x32\x1b.deltasync.v1.PublishOpenedH\x00\x12)\n\x06sealed\x18\x02 \x01(\x0b\x32\x17.deltasync.v1.CutSealedH\x00\x12,\n\x07\x63hanged\x18T \x01(\x0b\x32\x19.deltasync.v1.ChangedRowsH\x00\x42\t\n\x07message\"\xe1\x01\n\rPublishOpened\x12$\n\x04head\x18\x01 \x01(\x0b\x32\x16.deltasync.v1.Position\x12\x11\n\tcontinues\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0e\n\x06tables\x18\x04 \x01(\r\x12,\n\x07\x64\x65letes\x18\x1e \x03(\x0b\x32\x1b.deltasync.v1.DeleteRequest\x12(\n\x06wanted\x18< \x03(\x0b\x32\x18.deltasync.v1.WantedRows\x12\x10\n\x08protocol\x18\x46 \x01(\r\x12\r\n\x05since\x18T \x01(\x04\"C\n\x0b\x43hangedRows\x12&\n\x06tables\x18\x01 \x03(\x0b\x32\x16.deltasync.v1.TableIds\x12\x0c\n\x04last\x18\x02 \x01(\x08\"&\n\x08TableIds\x12\r\n\x05table\x18\x01 \x01(\r\x12\x0b\n\x03ids\x18\x02 \x01(\x0c\";\n\rDeleteRequest\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05table\x18\x02 \x01(\r\x12\x0b\n\x03ids\x18\x03 \x03(\x04\"\xaf\x01\n\tCutSealed\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12(\n\x08position\x18\x02 \x01(\x0b\x32\x16.deltasync.v1.Position\x12,\n\x07\x64\x65letes\x18\x1e \x03(\x0b\x32\x1b.deltasync.v1.DeleteRequest\x12(\n\x06wanted\x18< \x03(\x0b\x32\x18.deltasync.v1.WantedRows\x12\x12\n\nquarantine\x18^ \x01(\t\"9\n\rWantedRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0b\n\x03run\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\":\n\x0eWantedResponse\x12(\n\x06wanted\x18\x01 \x03(\x0b\x32\x18.deltasync.v1.WantedRows2\xa1\x01\n\x0ePublishService\x12J\n\x07Publish\x12\x1c.deltasync.v1.PublishRequest\x1a\x1d.deltasync.v1.PublishResponse(\x01\x30\x01\x12\x43\n\x06Wanted\x12\x1b.deltasync.v1.WantedRequest\x1a\x1c.deltasync.v1.WantedResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64\x65ltasync/v1/publish.proto\x12\x0c\x64\x65ltasync.v1\x1a\x19\x64\x65ltasync/v1/tables.proto\"\xc3\x01\n\x0ePublishRequest\x12)\n\x04open\x18\x01 \x01(\x0b\x32\x19.deltasync.v1.PublishOpenH\x00\x12(\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x17.deltasync.v1.PartChunkH\x00\x12(\n\x05\x63lose\x18\x03 \x01(\x0b\x32\x17.deltasync.v1.PartCloseH\x00\x12\'\n\x04part\x18\x04 \x01(\x0b\x32\x17.deltasync.v1.WholePartH\x00\x42\t\n\x07message\"Z\n\x05Shard\x12\r\n\x05table\x18\x01 \x01(\r\x12\x12\n\nrow_offset\x18\x02 \x01(\x04\x12\x0c\n\x04rows\x18\x03 \x01(\x04\x12\x12\n\ncol_offset\x18\x04 \x01(\r\x12\x0c\n\x04\x63ols\x18\x05 \x01(\r\"\x9c\x02\n\x0bPublishOpen\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0b\n\x03run\x18\x02 \x01(\t\x12\x1b\n\x13run_started_unix_ns\x18\x03 \x01(\x03\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x12\n\nworld_size\x18\x05 \x01(\r\x12#\n\x06tables\x18\x06 \x03(\x0b\x32\x13.deltasync.v1.Table\x12#\n\x06shards\x18\x07 \x03(\x0b\x32\x13.deltasync.v1.Shard\x12)\n\tcontinues\x18\x08 \x01(\x0b\x32\x16.deltasync.v1.Position\x12\x15\n\rtakes_deletes\x18\x1e \x01(\x08\x12\x15\n\rtakes_changes\x18T \x01(\x08\x12\x0f\n\x07process\x18U \x01(\t\";\n\tPartChunk\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12 \n\x04rows\x18\x02 \x01(\x0b\x32\x12.deltasync.v1.Rows\"\xa2\x01\n\tPartClose\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0c\n\x04rows\x18\x02 \x01(\x04\x12\x18\n\x10step_end_unix_ns\x18\x03 \x01(\x03\x12\x0c\n\x04\x66ull\x18\x04 \x01(\x08\x12\x0f\n\x07\x64\x65letes\x18\x1e \x03(\x04\x12\x1a\n\x12\x65vent_time_unix_ns\x18\n \x01(\x03\x12\x11\n\tdiffering\x18( \x03(\r\x12\x11\n\tgather_ns\x18\x64 \x01(\x04\"U\n\tWholePart\x12 \n\x04rows\x18\x01 \x03(\x0b\x32\x12.deltasync.v1.Rows\x12&\n\x05\x63lose\x18\x02 \x01(\x0b\x32\x17.deltasync.v1.PartClose\"\xa4\x01\n\x0fPublishResponse\x12-\n\x06opened\x18\x01 \x01(\x0b\x32\x1b.deltasync.v1.PublishOpenedH\x00\x12)\n\x06sealed\x18\x02 \x01(\x0b\x32\x17.deltasync.v1.CutSealedH\x00\x12,\n\x07\x63hanged\x18T \x01(\x0b\x32\x19.deltasync.v1.ChangedRowsH\x00\x42\t\n\x07message\"\xe1\x01\n\rPublishOpened\x12$\n\x04head\x18\x01 \x01(\x0b\x32\x16.deltasync.v1.Position\x12\x11\n\tcontinues\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0e\n\x06tables\x18\x04 \x01(\r\x12,\n\x07\x64\x65letes\x18\x1e \x03(\x0b\x32\x1b.deltasync.v1.DeleteRequest\x12(\n\x06wanted\x18< \x03(\x0b\x32\x18.deltasync.v1.WantedRows\x12\x10\n\x08protocol\x18\x46 \x01(\r\x12\r\n\x05since\x18T \x01(\x04\"C\n\x0b\x43hangedRows\x12&\n\x06tables\x18\x01 \x03(\x0b\x32\x16.deltasync.v1.TableIds\x12\x0c\n\x04last\x18\x02 \x01(\x08\"&\n\x08TableIds\x12\r\n\x05table\x18\x01 \x01(\r\x12\x0b\n\x03ids\x18\x02 \x01(\x0c\";\n\rDeleteRequest\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05table\x18\x02 \x01(\r\x12\x0b\n\x03ids\x18\x03 \x03(\x04\"\xaf\x01\n\tCutSealed\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12(\n\x08position\x18\x02 \x01(\x0b\x32\x16.deltasync.v1.Position\x12,\n\x07\x64\x65letes\x18\x1e \x03(\x0b\x32\x1b.deltasync.v1.DeleteRequest\x12(\n\x06wanted\x18< \x03(\x0b\x32\x18.deltasync.v1.WantedRows\x12\x12\n\nquarantine\x18^ \x01(\t\"9\n\rWantedRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0b\n\x03run\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\":\n\x0eWantedResponse\x12(\n\x06wanted\x18\x01 \x03(\x0b\x32\x18.deltasync.v1.WantedRows2\xa1\x01\n\x0ePublishService\x12J\n\x07Publish\x12\x1c.deltasync.v1.PublishRequest\x1a\x1d.deltasync.v1.PublishResponse(\x01\x30\x01\x12\x43\n\x06Wanted\x12\x1b.deltasync.v1.WantedRequest\x1a\x1c.deltasync.v1.WantedResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,25 +41,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PARTCHUNK']._serialized_start=648
   _globals['_PARTCHUNK']._serialized_end=707
   _globals['_PARTCLOSE']._serialized_start=710
-  _globals['_PARTCLOSE']._serialized_end=853
-  _globals['_WHOLEPART']._serialized_start=855
-  _globals['_WHOLEPART']._serialized_end=940
-  _globals['_PUBLISHRESPONSE']._serialized_start=943
-  _globals['_PUBLISHRESPONSE']._serialized_end=1107
-  _globals['_PUBLISHOPENED']._serialized_start=1110
-  _globals['_PUBLISHOPENED']._serialized_end=1335
-  _globals['_CHANGEDROWS']._serialized_start=1337
-  _globals['_CHANGEDROWS']._serialized_end=1404
-  _globals['_TABLEIDS']._serialized_start=1406
-  _globals['_TABLEIDS']._serialized_end=1444
-  _globals['_DELETEREQUEST']._serialized_start=1446
-  _globals['_DELETEREQUEST']._serialized_end=1505
-  _globals['_CUTSEALED']._serialized_start=1508
-  _globals['_CUTSEALED']._serialized_end=1683
-  _globals['_WANTEDREQUEST']._serialized_start=1685
-  _globals['_WANTEDREQUEST']._serialized_end=1742
-  _globals['_WANTEDRESPONSE']._serialized_start=1744
-  _globals['_WANTEDRESPONSE']._serialized_end=1802
-  _globals['_PUBLISHSERVICE']._serialized_start=1805
-  _globals['_PUBLISHSERVICE']._serialized_end=1966
+  _globals['_PARTCLOSE']._serialized_end=872
+  _globals['_WHOLEPART']._serialized_start=874
+  _globals['_WHOLEPART']._serialized_end=959
+  _globals['_PUBLISHRESPONSE']._serialized_start=962
+  _globals['_PUBLISHRESPONSE']._serialized_end=1126
+  _globals['_PUBLISHOPENED']._serialized_start=1129
+  _globals['_PUBLISHOPENED']._serialized_end=1354
+  _globals['_CHANGEDROWS']._serialized_start=1356
+  _globals['_CHANGEDROWS']._serialized_end=1423
+  _globals['_TABLEIDS']._serialized_start=1425
+  _globals['_TABLEIDS']._serialized_end=1463
+  _globals['_DELETEREQUEST']._serialized_start=1465
+  _globals['_DELETEREQUEST']._serialized_end=1524
+  _globals['_CUTSEALED']._serialized_start=1527
+  _globals['_CUTSEALED']._serialized_end=1702
+  _globals['_WANTEDREQUEST']._serialized_start=1704
+  _globals['_WANTEDREQUEST']._serialized_end=1761
+  _globals['_WANTEDRESPONSE']._serialized_start=1763
+  _globals['_WANTEDRESPONSE']._serialized_end=1821
+  _globals['_PUBLISHSERVICE']._serialized_start=1824
+  _globals['_PUBLISHSERVICE']._serialized_end=1985
 # @@protoc_insertion_point(module_scope)

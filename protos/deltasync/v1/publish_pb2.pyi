@@ -219,6 +219,7 @@ class PartClose(_message.Message):
     DELETES_FIELD_NUMBER: _builtins.int
     EVENT_TIME_UNIX_NS_FIELD_NUMBER: _builtins.int
     DIFFERING_FIELD_NUMBER: _builtins.int
+    GATHER_NS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """step is the optimizer step of the cut."""
     rows: _builtins.int
@@ -235,6 +236,8 @@ class PartClose(_message.Message):
     """event_time_unix_ns is the time of the newest event that this rank has trained on up to this step, nanoseconds
     since 1970; 0 where it does not know. That of a cut is the newest of all ranks, and of the run's cuts before.
     """
+    gather_ns: _builtins.int
+    """gather_ns is for how long after that end this rank was reading the rows, nanoseconds; 0 where it does not say."""
     @_builtins.property
     def deletes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """deletes are the numbers of all requests that this rank has met by now, of those that it was last handed. A request
@@ -257,10 +260,11 @@ class PartClose(_message.Message):
         deletes: _abc.Iterable[_builtins.int] | None = ...,
         event_time_unix_ns: _builtins.int = ...,
         differing: _abc.Iterable[_builtins.int] | None = ...,
+        gather_ns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deletes", b"deletes", "differing", b"differing", "event_time_unix_ns", b"event_time_unix_ns", "full", b"full", "rows", b"rows", "step", b"step", "step_end_unix_ns", b"step_end_unix_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deletes", b"deletes", "differing", b"differing", "event_time_unix_ns", b"event_time_unix_ns", "full", b"full", "gather_ns", b"gather_ns", "rows", b"rows", "step", b"step", "step_end_unix_ns", b"step_end_unix_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

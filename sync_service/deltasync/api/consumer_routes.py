@@ -11,8 +11,6 @@ from deltasync.consumers.consumer import Consumer
 from deltasync.service.brake import Brake
 from deltasync.service.removals import Removals
 from deltasync.service.service import Service
-from deltasync.status.answers import Answers
-from deltasync.status.lag import ConsumerLag
 
 
 @dataclass(frozen=True)
@@ -30,19 +28,19 @@ class ConsumerLine:
 _MADE: dict[int | str, dict[str, Any]] = {201: {"model": ConsumerLine, "description": "It was made."}}
 
 
-def consumer_routes(service: Service, answers: Answers) -> APIRouter:
+def consumer_routes(service: Service) -> APIRouter:
     """The routes."""
     routes = APIRouter(prefix="/consumers")
-
-    @routes.get("/{name}/lag")
-    async def lag(name: str) -> ConsumerLag:
-        """How far a consumer is behind its model: in versions, rows, bytes, seconds and unsent norm."""
-        return await answers.lag(name)
 
     @routes.get("")
     async def consumers() -> list[ConsumerLine]:
         """All consumers."""
-        return [_line(consumer) for _, consumer in sorted(service.registry.consumers.items())]
+        return [_line(each) for _, each in sorted(service.registry.consumers.items())]
+
+    @routes.get("/{name}")
+    async def consumer(name: str) -> ConsumerLine:
+        """One consumer."""
+        return _line(service.registry.get(name))
 
     @routes.put("/{name}", openapi_extra={"requestBody": BODY}, responses=_MADE)
     async def put(name: str, request: Request, response: Response) -> ConsumerLine:

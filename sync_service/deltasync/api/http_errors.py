@@ -4,12 +4,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from deltasync.api.call_errors import error_response
 from deltasync.api.caller import current_call
-from deltasync.core.errors import DeltasyncError
+from deltasync.core.errors import DeltasyncError, InvalidInput
 from deltasync.wire.error_codes import http_errors
 
 # Of a route, or a method of one, that there is not.
@@ -32,6 +33,21 @@ def error_responses() -> dict[int | str, dict[str, Any]]:
     }
 
 
+def document_errors(document: dict[str, Any]) -> dict[str, Any]:
+    """An OpenAPI document with the errors that are answered: JSON also where the answer is not, and none of those
+    that FastAPI has of its own.
+    """
+    for path in document["paths"].values():
+        for operation in path.values():
+            operation["responses"].pop("422", None)
+            for status, response in operation["responses"].items():
+                if status >= "400" and (content := response.get("content")):
+                    response["content"] = {"application/json": next(iter(content.values()))}
+    for name in ("HTTPValidationError", "ValidationError"):
+        document["components"]["schemas"].pop(name, None)
+    return document
+
+
 def path_of(request: Request) -> str:
     """The path of a request, with its query."""
     return request.url.path + (f"?{request.url.query}" if request.url.query else "")
@@ -43,6 +59,11 @@ def answer_errors(app: FastAPI) -> None:
     @app.exception_handler(DeltasyncError)
     async def on_error(request: Request, error: DeltasyncError) -> JSONResponse:
         return error_response(error, path_of(request))
+
+    @app.exception_handler(RequestValidationError)
+    async def on_invalid(_request: Request, error: RequestValidationError) -> JSONResponse:
+        wrong = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+        return error_response(InvalidInput(wrong))
 
     @app.exception_handler(HTTPException)
     async def on_no_route(_request: Request, error: HTTPException) -> JSONResponse:

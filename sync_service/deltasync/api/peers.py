@@ -31,8 +31,11 @@ MISSING = "deltasync-missing"
 # The routes whose answers are lists, and by what they are sorted.
 _LISTS = {
     "/consumers": ("consumer",),
+    "/lag": ("consumer",),
     "/models": ("model",),
     "/tables": ("model", "table"),
+    "/trainers": ("model", "rank"),
+    "/versions": ("model",),
     "/deletes": ("model",),
     "/snapshots": ("model",),
 }

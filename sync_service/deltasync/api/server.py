@@ -37,6 +37,8 @@ from deltasync.service.housekeeping import housekeeping
 from deltasync.service.service import Service
 from deltasync.service.snapshots import SnapshotLoop
 from deltasync.snapshots.place import SnapshotPlace
+from deltasync.status.answers import Answers
+from deltasync.status.sampler import Sampler
 from deltasync.storage.jetstream_logs import JetStreamLogs
 
 logger = logging.getLogger(__name__)
@@ -184,7 +186,9 @@ async def _listen(
     listener = HttpListener(_bind(options.host, options.http_port), service.limits)
     server = bind_grpc(service, options, access, certificates)
     endpoints = EndpointsFile(options.service.data_dir, service.events)
-    app = create_app(service, access, options.tls)
+    sampler = Sampler(service, Answers(service))
+    sampling = tasks.create_task(sampler.run())
+    app = create_app(service, access, options.tls, sampler)
     http = _Http(_http_config(app, certificates))
     http_task = tasks.create_task(http.serve(sockets=[listener]))
     silence = tasks.create_task(end_silent(http.server_state.connections, service.limits))
@@ -210,6 +214,7 @@ async def _listen(
     http.should_exit = True
     await http_task
     silence.cancel()
+    sampling.cancel()
     endpoints.withdraw()
     await recovery
 

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 from deltasync.api.acks import check_ack, rows_of, unbound
 from deltasync.api.caller import caller, current_call
+from deltasync.api.delivery_times import DeliveryTimes
 from deltasync.api.departure import StreamEnded, departure, superseded
 from deltasync.api.protocol import check_known
 from deltasync.api.replica_messages import no_news, opened, release_end
@@ -56,7 +57,7 @@ class ReplicaStream:
         self._replica: Replica = self._registry.connect(
             self._consumer, message.replica, self._ended, self._instance, caller().name
         )
-        self._audit = ReplicaAudit()
+        self._audit, self._times = ReplicaAudit(), DeliveryTimes(self._consumer)
         self._protocols = protocols
         self._token = 0  # The newest that the replica has sent.
         budget = message.max_outstanding_bytes or _DEFAULT_OUTSTANDING_BYTES
@@ -178,6 +179,7 @@ class ReplicaStream:
         # Only what the replica is known to hold may become its offset, not what it claims.
         decision, self._sent = self._feed.resume(self._claim, self._replica.applied)
         self._replica.checked, self._replica.unbound = False, ()
+        self._times.held = self._feed.version_of(self._sent.number)
         self._note_rewind(resumes=decision.yes)
         self._registry.acknowledge(self._consumer, self._replica, self._sent)
         self._say(EventKind.REPLICA_JOINED, decision.reason)
@@ -253,6 +255,7 @@ class ReplicaStream:
         """The end of a release whose rows are sent, or are sent with it."""
         self._sent = Position(self._feed.history, head.number, head.seal)
         self._audit.expect(release, self._sent_bytes)
+        self._times.note_sent(head.number, head.version)
         self._consumer.released_rows += release.rows
         return release_end(self._feed, release, head, self._token, self._behind_ns(head.number))
 
@@ -308,6 +311,7 @@ class ReplicaStream:
         # With the seal that this history has, whatever the replica says.
         sealed = Position(applied.history, applied.number, self._feed.seal_of(applied.number))
         self._registry.acknowledge(self._consumer, self._replica, sealed)
+        self._times.note_held(applied.number, self._service.models.get(self._consumer.model))
 
     def _note_shown(self, ack: subscribe_pb2.Ack) -> None:
         """Note what a replica has shown that it holds: nothing else than it was sent."""

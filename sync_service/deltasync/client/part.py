@@ -1,5 +1,6 @@
 """One rank's share of a cut."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -21,6 +22,7 @@ class Part:
         event_time_unix_ns: the time of the newest event that this rank has trained on, nanoseconds since 1970;
             None where it does not know.
         differing: names of the tables of which other ranks have other rows than this one, which publishes its own.
+        made_unix_ns: when the rows had been read, nanoseconds since 1970: when the part is made, unless given.
 
     Raises:
         InvalidInput: the event time is no whole number from 1 on.
@@ -33,6 +35,7 @@ class Part:
     deletes: Sequence[int] = ()
     event_time_unix_ns: int | None = None
     differing: Sequence[str] = ()
+    made_unix_ns: int = field(default_factory=time.time_ns)
 
     def __post_init__(self) -> None:
         check_event_time(self.event_time_unix_ns)

@@ -361,6 +361,7 @@ class _Stream:
             deletes=part.deletes,
             event_time_unix_ns=part.event_time_unix_ns or 0,
             differing=[self._tables[name] for name in part.differing if name in self._tables],
+            gather_ns=max(0, part.made_unix_ns - part.step_end_unix_ns),
         )
 
 

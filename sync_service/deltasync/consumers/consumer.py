@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from deltasync.consumers.pause import Pause
+from deltasync.core.cut_times import DeliveryDurations
 from deltasync.core.errors import InvalidInput
 from deltasync.core.names import check_name
 from deltasync.core.policy import Policy
@@ -99,6 +100,7 @@ class Consumer:
         pause: what holds its replicas at what they have; None if nothing does.
         brake: wakes the streams that wait for the end of a pause.
         moved: whether its model is not here any more.
+        durations: how long the way to its replicas took.
     """
 
     name: str
@@ -114,6 +116,7 @@ class Consumer:
     pause: Pause | None = None
     brake: Signal = field(default_factory=Signal)
     moved: bool = False
+    durations: DeliveryDurations = field(default_factory=DeliveryDurations)
 
     def copy(self) -> "Consumer":
         """The consumer and its replicas as they are now, for another thread."""

@@ -181,8 +181,11 @@ class EventLog:
     versions of a model are put in quarantine; what a volume that refuses writes brings again and again, once.
     """
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
+    def __init__(
+        self, now: Callable[[], float] = time.monotonic, keep: Callable[[Event], None] = lambda _: None
+    ) -> None:
+        """`keep` is given what is written down, but for what is only there to find faults."""
+        self._now, self._keep = now, keep
         self._refused = dict[str, float]()  # When each line was written last, the oldest one first.
         self._outage = _Outage()
 
@@ -192,11 +195,14 @@ class EventLog:
             self._write(each)
 
     def _write(self, event: Event) -> None:
-        if not logger.isEnabledFor(event.kind.level):
+        kept = event.kind.level > logging.DEBUG
+        if not kept and not logger.isEnabledFor(event.kind.level):
             return
         line = line_of(event)
         if (repeated := _repeated(event, line)) and not self._due(repeated):
             return
+        if kept:
+            self._keep(event)
         unforeseen = None if isinstance(event.error, DeltasyncError) else event.error
         logger.log(event.kind.level, "%s", line, exc_info=unforeseen)
 
@@ -221,9 +227,17 @@ def _repeated(event: Event, line: str) -> str:
 def line_of(event: Event) -> str:
     """An event as one line: `replica joined: consumer=c replica=r the replica holds nothing`."""
     subject = [f"{name}={value}" for name, value in event.subject.items()]
-    error = described(event.error) if event.error else ""
-    words = " ".join([*subject, ": ".join(filter(None, [event.text, error]))])
+    words = " ".join([*subject, _words(event)])
     return f"{event.kind.value.replace('_', ' ')}: {printable(words.strip(), _LONGEST_TEXT)}"
+
+
+def text_of(event: Event) -> str:
+    """Why an event has happened, or what came of it, on one line of bounded length."""
+    return printable(_words(event), _LONGEST_TEXT)
+
+
+def _words(event: Event) -> str:
+    return ": ".join(filter(None, [event.text, described(event.error) if event.error else ""]))
 
 
 def described(error: Exception) -> str:

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from deltasync.core.cut_times import RecentCuts
 from deltasync.core.delivery import Delivery
 from deltasync.core.errors import ServiceUnavailable
 from deltasync.core.futures import after
@@ -67,6 +68,7 @@ class Model:
         published: how many rows of each table were published, by the table's name: all that it had at the time.
         signal: wakes who waits for the head to move, or for a table.
         failure: what keeps cuts from being sealed or applied, which is tried again; empty if nothing does.
+        recent: how long each part of the way of the last cuts took.
         damage: rows of the tables that do not fit their digests.
         releases: what replicas are sent of the tables.
     """
@@ -79,6 +81,7 @@ class Model:
         self.head: Head | None = None
         self.published: dict[str, int] = {}
         self.signal, self.failure = Signal(), ""
+        self.recent = RecentCuts()
         self._deliveries: list[Delivery] = []
         self._adding, self._closed = asyncio.Lock(), False
         self._applied: Seal | None = None

@@ -33,6 +33,7 @@ class RankSession(Protocol):
 
     Attributes:
         tables: what its run publishes.
+        process: which process it is, as it says itself.
         takes_deletes: whether it meets requests to delete rows.
         ended: the stream is over; a newer one has not begun.
         since_ns: when it began, or ended if it has, by `steady_ns`.
@@ -40,6 +41,7 @@ class RankSession(Protocol):
     """
 
     tables: list[TableSpec]
+    process: str
     takes_deletes: bool
     ended: bool
     since_ns: int

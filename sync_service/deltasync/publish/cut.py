@@ -41,6 +41,7 @@ class RankPart:
     rows: int = 0
     bytes: int = 0
     step_end_unix_ns: int = 0
+    gather_ns: int = 0
     event_time_unix_ns: int | None = None
     log_bytes: int = 0
     closed: bool = False
@@ -144,6 +145,7 @@ class Cut:
         deletes: frozenset[int] = frozenset(),
         event_time_unix_ns: int | None = None,
         unwritten: Sequence[Future[None]] = (),
+        gather_ns: int = 0,
     ) -> None:
         """Close a rank's part, of which the log may still have some writes before it.
 
@@ -173,7 +175,7 @@ class Cut:
             event_time_unix_ns,
             deletes,
         )
-        part.closed, part.full, part.unwritten = True, full, unwritten
+        part.closed, part.full, part.unwritten, part.gather_ns = True, full, unwritten, gather_ns
 
     def closed_by(self, rank: int) -> bool:
         """Whether a rank has closed its part."""
@@ -276,6 +278,11 @@ class Cut:
     def step_end_unix_ns(self) -> int:
         """When the step ended on the last of the ranks."""
         return max(part.step_end_unix_ns for part in self.parts.values())
+
+    @property
+    def gather_ns(self) -> int:
+        """For how long after that the slowest rank was reading its rows."""
+        return max(part.gather_ns for part in self.parts.values())
 
     @property
     def event_time_unix_ns(self) -> int | None:

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 
 from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.core.backoff import backoff
+from deltasync.core.cut_times import CutTimes, StopWatch, way_to_service
 from deltasync.core.errors import InvalidInput, ServiceUnavailable
 from deltasync.core.event_time import newest_event_time
 from deltasync.core.events import EventKind, Events, described
@@ -66,8 +67,9 @@ class CutSealer:
             StorageFailed: the log cannot take it, or there is no room for its tables.
             ServiceUnavailable: an earlier version is not applied, since the service ends.
         """
+        watch = StopWatch(way_to_service(cut.gather_ns, time.time_ns() - cut.step_end_unix_ns))
         async with self._order:
-            return await self._sealed(cut, announced)
+            return await self._sealed(cut, announced, watch)
 
     @property
     def quarantine(self) -> str:
@@ -101,7 +103,7 @@ class CutSealer:
         self.model.failure = f"{what}: {described(error)}"
         self.events.emit(EventKind.FAILED, what, error, model=self.model.name)
 
-    async def _sealed(self, cut: Cut, announced: AnnouncedTables) -> Position:
+    async def _sealed(self, cut: Cut, announced: AnnouncedTables, watch: StopWatch) -> Position:
         if cut.unpublished:  # Of many shards, it takes long.
             await asyncio.to_thread(cut.check_coverage)
         await self.applied()
@@ -113,12 +115,15 @@ class CutSealer:
             await self._hold_back(cut)  # Before anybody can be given a row of it.
         whole = await asyncio.to_thread(cut.whole) if cut.full else ()
         seal = _seal_of(cut, self.model.seals.newest, whole)
+        watch.lap("seal")
         sealed, rows = self.model.store.seal(seal, cut.unwritten), cut.rows_in_memory()
         durable = asyncio.wrap_future(sealed)
         # After it: the seal is known here before its rows are.
         begun = self.model.apply_after(sealed, seal, rows)
         await durable
+        watch.lap("log")
         self.model.seals.append(seal)
+        self.model.recent.add(CutTimes(seal, watch.lapped_ns, watch.seconds))
         # Before anything that could fail: from here on it is part of the history.
         self._applying = self._tasks.create_task(self._apply(seal, rows, begun))
         self.model.published |= {name: table.rows for name, table in cut.tables.items()}
@@ -146,6 +151,7 @@ class CutSealer:
                 self.say_failed(f"version {seal.version} could not be applied, which is tried again", error)
             else:
                 self.model.failure = ""
+                self.model.recent.note_applied(seal.version)
                 return
             await first_of(self._ending.wait(), seconds=pause)
             if self._ending.is_set():

@@ -62,7 +62,7 @@ class PublishSession:
 
     def __init__(self, coordinator: CutCoordinator, opening: Opening, layout: bytes) -> None:
         self.run = opening.run
-        self.rank = opening.message.rank
+        self.rank, self.process = opening.message.rank, opening.message.process
         self.tables = opening.tables
         self.slots = {table.name: slot for slot, table in enumerate(opening.tables)}
         self.takes_deletes = opening.message.takes_deletes
@@ -239,6 +239,7 @@ class PublishSession:
             deletes=frozenset(close.deletes),
             event_time_unix_ns=event_time,
             unwritten=self._unwritten.take(),
+            gather_ns=close.gather_ns,
         )
         self.coordinator.differing |= differing
         self._part = None

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from deltasync.core.events import EventCounts, EventKind, EventLog, Events
 from deltasync.core.limits import Limits
 from deltasync.core.names import check_name
 from deltasync.core.policy import Policy
+from deltasync.core.recent_events import RecentEvents
 from deltasync.core.signals import Signal
 from deltasync.core.table_records import spec_of_record
 from deltasync.core.tables import TableSpec
@@ -62,6 +64,8 @@ class Service:
         volumes: where it writes to.
         limits: what peers may take, and what is taken.
         events: what happens, told to all who listen.
+        recent_events: the last ones.
+        started_unix_ns: when it was made, nanoseconds since 1970.
         event_counts: how often what has happened since the service started.
         models: those that were ever published, by name; but for those that are still recovering.
         unpublished: those that ranks have opened, and of which nothing is published yet.
@@ -82,12 +86,14 @@ class Service:
         self.owners: Owners = Joining(Member("", "", "")) if logs else Alone(Member("", "", ""))
         self.hosting: Hosting | None = None
         self.snapshots: SnapshotLoop | None = None
-        self.options = options
+        self.options, self.started_unix_ns = options, time.time_ns()
         self._tasks = tasks
         self.limits = Limits(options.limits)
         self.event_counts = EventCounts()
         # That a volume has failed is said before what comes of it.
-        self.events = Events(lambda event: self.volumes.hear(event), EventLog(), self.event_counts)
+        self.recent_events = RecentEvents()
+        written = EventLog(keep=self.recent_events.add)
+        self.events = Events(lambda event: self.volumes.hear(event), written, self.event_counts)
         with contextlib.ExitStack() as undo:
             self._lock = undo.enter_context(lock_data_directory(options.data_dir))
             self.logs = undo.enter_context(contextlib.closing(logs or _embedded_log(options)))

@@ -46,6 +46,17 @@ class Answers:
             standing = self._standing(consumer)
             return await asyncio.to_thread(report, consumer.copy(), standing, time.time_ns())
 
+    async def lags(self) -> list[ConsumerLag]:
+        """How far all consumers are behind, but for those of models that are still recovering, by name."""
+        async with self._lags:
+            service, now_ns = self._service, time.time_ns()
+            found = [
+                (each.copy(), self._standing(each))
+                for _, each in sorted(service.registry.consumers.items())
+                if each.model not in service.recovering
+            ]
+            return await asyncio.to_thread(lambda: [report(*each, now_ns) for each in found])
+
     async def metrics(self) -> bytes:
         """The metrics in Prometheus' text format. Those who ask at nearly the same time share them."""
         now = time.monotonic()
@@ -73,6 +84,7 @@ class Answers:
                     failed=bool(model.failure),
                     event_time_unix_ns=model.event_time_of(model.seals.newest_version),
                     spilled_bytes=model.releases.spilled_bytes + service.views.spilled_bytes(model),
+                    parts=model.recent.durations,
                     ranks=[not each.ended for each in service.coordinators[model.name].sessions.values()],
                 )
                 for model in service.models.values()

@@ -6,7 +6,7 @@ from prometheus_client.core import Metric
 
 from deltasync.consumers.consumer import Consumer
 from deltasync.status.lag import ConsumerLag, Lag, ReleaseLag, ReplicaLag
-from deltasync.status.metric_families import Sample, counter, gauge
+from deltasync.status.metric_families import Sample, counter, gauge, histogram
 
 _LAG: dict[str, tuple[Callable[[Lag], float], str]] = {
     "versions": (lambda lag: lag.versions, "Sealed versions that {who} has not applied."),
@@ -222,6 +222,25 @@ def _count(replicas: list[ReplicaLag], *, connected: bool) -> int:
 
 def _counters(consumers: list[Consumer]) -> list[Metric]:
     return [
+        histogram(
+            "freshness_seconds",
+            "How long it took from the end of a trainer's step until a replica held what it had changed.",
+            ["consumer"],
+            [([each.name], each.durations.freshness) for each in consumers],
+        ),
+        histogram(
+            "delivery_seconds",
+            "How long each part of the way of releases took, from the tables to a replica.",
+            ["consumer", "part"],
+            [
+                sample
+                for each in consumers
+                for sample in (
+                    ([each.name, "release"], each.durations.release),
+                    ([each.name, "ack"], each.durations.ack),
+                )
+            ],
+        ),
         counter(
             "released_rows",
             "Rows sent to replicas since the service started.",

@@ -5,7 +5,7 @@ from itertools import accumulate
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from deltasync.storage.durations import BOUNDS, Durations
+from deltasync.core.durations import Durations
 
 # Values of the labels, and the number.
 Sample = tuple[list[str], float]
@@ -21,12 +21,14 @@ def counter(name: str, text: str, labels: list[str], samples: Iterable[Sample]) 
     return _filled(CounterMetricFamily(f"deltasync_{name}", text, labels=labels), samples)
 
 
-def histogram(name: str, text: str, durations: Durations) -> Metric:
+def histogram(name: str, text: str, labels: list[str], samples: Iterable[tuple[list[str], Durations]]) -> Metric:
     """How often something took how long since the service started."""
-    counts, seconds = durations.read()
-    ends = [*map(str, BOUNDS), "+Inf"]
-    buckets = list(zip(ends, accumulate(counts), strict=True))
-    return HistogramMetricFamily(f"deltasync_{name}", text, buckets=buckets, sum_value=seconds)
+    family = HistogramMetricFamily(f"deltasync_{name}", text, labels=labels)
+    for values, durations in samples:
+        counts, seconds = durations.read()
+        ends = [*map(str, durations.bounds), "+Inf"]
+        family.add_metric(values, list(zip(ends, accumulate(counts), strict=True)), sum_value=seconds)
+    return family
 
 
 def _filled(family: GaugeMetricFamily | CounterMetricFamily, samples: Iterable[Sample]) -> Metric:

@@ -3,11 +3,12 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from deltasync.consumers.consumer import Consumer
+from deltasync.core.durations import Durations
 from deltasync.core.events import EventCounts, EventKind
 from deltasync.core.limits import Limits
 from deltasync.core.tables import TableSpec
@@ -17,7 +18,6 @@ from deltasync.status.limit_metrics import limit_metrics
 from deltasync.status.metric_families import counter, gauge, histogram
 from deltasync.status.process_metrics import ProcessFigures, process_metrics
 from deltasync.status.report import report
-from deltasync.storage.durations import Durations
 from deltasync.storage.volume import Volume
 
 
@@ -26,7 +26,7 @@ class ModelFigures:
     """What is shown of a model: its newest version, what was published since the service started, its tables,
     whether cuts cannot be sealed or applied, the time of the newest event it was trained on (nanoseconds since
     1970; None where nobody has said it), the bytes of releases in files, also of its views, and of each
-    rank of the run that publishes it whether it is connected.
+    rank of the run that publishes it whether it is connected; and how long each part of cuts' way took.
     """
 
     name: str
@@ -38,6 +38,7 @@ class ModelFigures:
     event_time_unix_ns: int | None
     spilled_bytes: int = 0
     ranks: Sequence[bool] = ()
+    parts: Mapping[str, Durations] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +69,7 @@ def exposition(figures: Figures, now_unix_ns: int) -> bytes:
     found = [*consumer_metrics(consumers, lags), *_model_metrics(figures), *limit_metrics(figures.limits)]
     found += process_metrics(figures.process, now_unix_ns)
     registry.register(_Snapshot(found))
+    ProcessCollector(registry=registry)
     return generate_latest(registry)
 
 
@@ -154,7 +156,13 @@ def _model_metrics(figures: Figures) -> list[Metric]:
             [([kind.value], figures.events[kind]) for kind in EventKind],
         ),
         gauge("log_bytes", "Bytes the log holds.", [], [([], figures.log_bytes)]),
-        histogram("log_commit_seconds", "How long commits of the log took.", figures.commits),
+        histogram("log_commit_seconds", "How long commits of the log took.", [], [([], figures.commits)]),
+        histogram(
+            "cut_seconds",
+            "How long each part of the way of cuts took, until the tables had them.",
+            ["model", "part"],
+            [([model.name, part], found) for model in models for part, found in model.parts.items()],
+        ),
         gauge(
             "certificate_expires_seconds",
             "When the first certificate of a file expires, in seconds since 1970.",

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from prometheus_client.core import Metric
 
+from deltasync.core.build import built_commit, built_version
 from deltasync.status.metric_families import counter, gauge
 
 
@@ -33,6 +34,12 @@ def process_metrics(figures: ProcessFigures, now_unix_ns: int) -> list[Metric]:
     """What is known of it, at a time in nanoseconds since 1970."""
     ages = {model: max(0, now_unix_ns - made) / 1e9 for model, made in sorted(figures.made_unix_ns.items())}
     return [
+        gauge(
+            "build_info",
+            "Which deltasync this is; always 1.",
+            ["version", "commit"],
+            [([built_version(), built_commit()], 1)],
+        ),
         gauge(
             "lease_confirmed",
             "Whether the processes that share the log have heard of this one within the lease.",

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from deltasync.storage.durations import Durations
+from deltasync.core.durations import Durations
 from deltasync.storage.volume import Refusal, Volume
 
 

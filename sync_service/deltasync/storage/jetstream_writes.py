@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
+from deltasync.core.durations import Durations
 from deltasync.core.errors import StorageFailed
-from deltasync.storage.durations import Durations
 from deltasync.storage.lmdb_records import with_checksum
 from deltasync.storage.log_store import Buffer
 from deltasync.storage.write_queue import Submitted, WriteQueue

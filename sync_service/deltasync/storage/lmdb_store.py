@@ -24,10 +24,10 @@ from typing import Any
 
 import lmdb
 
+from deltasync.core.durations import Durations
 from deltasync.core.errors import StorageFailed
 from deltasync.storage import format_1
 from deltasync.storage.data_directory import RESTORE
-from deltasync.storage.durations import Durations
 from deltasync.storage.files import flush_folder, make_folder, writing
 from deltasync.storage.lmdb_errors import opening_failed, reading_failed, writing_failed
 from deltasync.storage.lmdb_pages import DamagedPages, MissingPages, check_pages

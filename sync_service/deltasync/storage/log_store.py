@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from deltasync.core.durations import Durations
 from deltasync.core.errors import StorageFailed
-from deltasync.storage.durations import Durations
 from deltasync.storage.volume import Volume
 from deltasync.storage.write_queue import WriteQueue
 

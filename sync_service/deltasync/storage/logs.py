@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from deltasync.storage.durations import Durations
+from deltasync.core.durations import Durations
 from deltasync.storage.log_store import LogStore
 
 

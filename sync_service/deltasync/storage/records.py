@@ -20,7 +20,7 @@ from deltasync.storage.log_store import Buffer
 
 # Records of rows: format, kind, columns, slot, number of rows, layout; then the columns, one after the other.
 _HEADER = struct.Struct("<BBHIQQ")
-_FORMAT = 2
+FORMAT = 2
 _ROWS = 1  # The one kind there is.
 VALUES, NORMS = 1, 2  # Columns beside the ids.
 DELETED = 4  # Instead of values.
@@ -163,7 +163,7 @@ def pack_rows(slot: int, rows: RowBatch, layout: int = 0) -> tuple[Buffer, ...]:
 
 def rows_header(slot: int, count: int, layout: int, flags: int) -> bytes:
     """The head of a record of rows, of which flags say what follows the ids."""
-    return _HEADER.pack(_FORMAT, _ROWS, flags, slot, count, layout)
+    return _HEADER.pack(FORMAT, _ROWS, flags, slot, count, layout)
 
 
 def packed_bytes(rows: RowBatch) -> int:
@@ -179,7 +179,7 @@ def unpack_rows(record: memoryview, shards_of: Callable[[int], Sequence[Shard]])
         ValueError, LookupError: it does not fit its shard.
     """
     form, kind, columns, slot, count, layout = _HEADER.unpack_from(record)
-    _check_known("format", form, _FORMAT)
+    _check_known("format", form, FORMAT)
     _check_known("kind", kind, _ROWS)
     _check_known("columns", columns | _COLUMNS, _COLUMNS)
     shard = shards_of(layout)[slot]

@@ -105,7 +105,7 @@ def test_no_table_is_looked_at_in_the_event_loop(tmp_path: Path, monkeypatch: py
 def test_a_list_of_consumers_looks_at_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(service: Service) -> None:
         _, model = await published(service, EVERYTHING)
-        routes = consumer_routes(service, Answers(service)).routes
+        routes = consumer_routes(service).routes
         (route,) = (each for each in routes if isinstance(each, APIRoute) and each.name == "consumers")
         async with HeldThread(model):
             with monkeypatch.context() as patch:

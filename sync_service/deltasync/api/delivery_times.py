@@ -1,0 +1,45 @@
+"""How long releases take from the model's tables to one replica."""
+
+import time
+from collections import deque
+
+from deltasync.consumers.consumer import Consumer
+from deltasync.core.seal import seal_of
+from deltasync.core.steady_clock import steady_ns
+from deltasync.feeds.model import Model
+
+
+class DeliveryTimes:
+    """When each release was sent whole on a stream, until its replica says that it holds it.
+
+    Attributes:
+        held: the version that the replica holds.
+    """
+
+    def __init__(self, consumer: Consumer) -> None:
+        self.held = 0
+        self._consumer = consumer
+        self._sent = deque[tuple[int, int, int]]()  # Number and version, and when by `steady_ns`.
+
+    def note_sent(self, number: int, version: int) -> None:
+        """Note that a release of a version was sent."""
+        self._sent.append((number, version, steady_ns()))
+
+    def note_held(self, number: int, model: Model | None) -> None:
+        """Note that the replica holds a release."""
+        newest = None
+        while self._sent and self._sent[0][0] <= number:
+            newest = self._sent.popleft()
+        if model and newest and newest[1] > self.held:
+            before, (_, self.held, sent_ns) = self.held, newest
+            self._count(model, before, sent_ns)
+
+    def _count(self, model: Model, before: int, sent_ns: int) -> None:
+        durations, now_ns = self._consumer.durations, steady_ns()
+        release = model.recent.deliver(self._consumer.name, before, self.held, sent_ns)
+        if release is not None:
+            durations.release.add(release)
+        durations.ack.add((now_ns - sent_ns) / 1e9)
+        if model.seals and model.seals[0].version <= self.held:
+            ended = seal_of(self.held, model.seals).step_end_unix_ns
+            durations.note_freshness(max(0, time.time_ns() - ended) / 1e9)

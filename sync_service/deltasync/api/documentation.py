@@ -1,0 +1,110 @@
+"""The documentation of the HTTP API as a page, made of its OpenAPI document: nothing is fetched from elsewhere."""
+
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from html import escape
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import HTMLResponse
+
+_STYLE = """
+:root { color-scheme: light dark; font: 16px/1.5 system-ui, sans-serif; }
+body { max-width: 60rem; margin: 0 auto; padding: 1rem; }
+h2 { border-top: 1px solid #8886; padding-top: 1rem; font-size: 1.1rem; font-family: ui-monospace, monospace; }
+table { border-collapse: collapse; display: block; overflow-x: auto; }
+th, td { text-align: left; vertical-align: top; padding: .2rem .8rem .2rem 0; }
+code { font-family: ui-monospace, monospace; }
+nav ul { columns: 18rem; padding-left: 1rem; }
+"""
+_METHODS = ("get", "put", "post", "delete")
+
+
+def documentation(app: FastAPI) -> Callable[[Request], Awaitable[Response]]:
+    """What answers with the page."""
+
+    async def docs(_request: Request) -> Response:
+        return HTMLResponse(documentation_page(app.openapi()))
+
+    return docs
+
+
+def documentation_page(document: Mapping[str, Any]) -> str:
+    """An OpenAPI document as HTML."""
+    info = document["info"]
+    title = f"{escape(info['title'])} {escape(info['version'])}"
+    return "".join(
+        [
+            f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}: HTTP API</title>',
+            f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{_STYLE}</style></head>',
+            f"<body><main><h1>{title}: HTTP API</h1>{_text(info.get('description', ''))}",
+            '<p>The same for programs: <a href="/openapi.json">openapi.json</a></p>',
+            f"<nav aria-label='Routes'><ul>{''.join(_links(document))}</ul></nav>",
+            *(_operation(*each) for each in _operations(document)),
+            "<h2>What answers are made of</h2>",
+            *(_schema(name, each) for name, each in document["components"]["schemas"].items()),
+            "</main></body></html>",
+        ]
+    )
+
+
+def _operations(document: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    for path, methods in sorted(document["paths"].items()):
+        for method in _METHODS:
+            if method in methods:
+                yield method.upper(), path, methods[method]
+
+
+def _links(document: Mapping[str, Any]) -> Iterator[str]:
+    for method, path, _ in _operations(document):
+        yield f'<li><a href="#{_anchor(method, path)}"><code>{method} {escape(path)}</code></a></li>'
+
+
+def _operation(method: str, path: str, said: Mapping[str, Any]) -> str:
+    parameters = "".join(
+        _row(each["name"], f"in the {each['in']}", _type(each.get("schema", {})), each.get("description", ""))
+        for each in said.get("parameters", ())
+    )
+    answers = "".join(
+        _row(status, _content(each), "", each.get("description", "")) for status, each in said["responses"].items()
+    )
+    table = f"<h3>Parameters</h3><table>{parameters}</table>" if parameters else ""
+    heading = f'<h2 id="{_anchor(method, path)}">{method} {escape(path)}</h2>'
+    return f"{heading}{_text(said.get('description', ''))}{table}<h3>Answers</h3><table>{answers}</table>"
+
+
+def _content(answer: Mapping[str, Any]) -> str:
+    kinds = answer.get("content", {})
+    return ", ".join(_type(each["schema"]) if each.get("schema") else escape(kind) for kind, each in kinds.items())
+
+
+def _schema(name: str, schema: Mapping[str, Any]) -> str:
+    fields = "".join(_row(field, _type(each), "", "") for field, each in schema.get("properties", {}).items())
+    text = _text(schema.get("description", ""))
+    return f'<h3 id="schema-{escape(name)}"><code>{escape(name)}</code></h3>{text}<table>{fields}</table>'
+
+
+def _type(schema: Mapping[str, Any]) -> str:
+    """A type in words, with links to those that are described."""
+    if reference := schema.get("$ref"):
+        name = escape(reference.rpartition("/")[2])
+        return f'<a href="#schema-{name}">{name}</a>'
+    if several := schema.get("anyOf"):
+        return " or ".join(_type(each) for each in several)
+    if schema.get("type") == "array":
+        return f"list of {_type(schema.get('items', {}))}"
+    return escape(str(schema.get("type", "anything")))
+
+
+def _row(name: str, *cells: str) -> str:
+    """Cells of HTML, the last of which is text."""
+    *marked, text = cells
+    shown = "".join(f"<td>{each}</td>" for each in marked)
+    return f"<tr><th scope='row'><code>{escape(name)}</code></th>{shown}<td>{escape(text)}</td></tr>"
+
+
+def _text(text: str) -> str:
+    return "".join(f"<p>{escape(each)}</p>" for each in text.strip().split("\n\n") if each)
+
+
+def _anchor(method: str, path: str) -> str:
+    return escape(f"{method}-{path.strip('/').replace('/', '-').replace('{', '').replace('}', '')}".lower())

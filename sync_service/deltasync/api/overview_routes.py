@@ -1,0 +1,110 @@
+"""What the service is and how it is, over HTTP."""
+
+import platform
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import PlainTextResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from deltasync.api.access import Access
+from deltasync.api.caller import may_read
+from deltasync.api.event_stream import MEDIA_TYPE, event_stream, message, wants_stream
+from deltasync.core.build import built_commit, built_version
+from deltasync.core.errors import ServiceUnavailable
+from deltasync.core.words import utc
+from deltasync.service.service import Service
+from deltasync.snapshots.manifest import FORMAT as SNAPSHOT_FORMAT
+from deltasync.status.answers import Answers
+from deltasync.status.overview import Overview, service_overview
+from deltasync.status.readiness import Check, checks, not_ready
+from deltasync.status.sampler import Sampler
+from deltasync.storage.records import FORMAT as LOG_FORMAT
+from deltasync.wire.protocol import OLDEST_PROTOCOL, PROTOCOL
+
+_STREAM: dict[int | str, dict[str, Any]] = {
+    200: {"description": f"One; or, to whoever accepts {MEDIA_TYPE}, a stream.", "content": {MEDIA_TYPE: {}}}
+}
+_Verbose = Annotated[bool, Query(description="Say every check by name.")]
+
+
+@dataclass(frozen=True)
+class VersionInfo:
+    """Which deltasync answers, and since when. `commit` is empty where it is not known.
+
+    `formats` are those that it writes; of the protocol also the oldest that it understands.
+    """
+
+    version: str
+    commit: str
+    python: str
+    process: str
+    started: str
+    formats: dict[str, int]
+
+
+class _Metrics(Response):
+    """Metrics, as Prometheus reads them."""
+
+    media_type = CONTENT_TYPE_LATEST
+
+
+def overview_routes(service: Service, access: Access, answers: Answers, sampler: Sampler) -> APIRouter:
+    """The routes."""
+    router = APIRouter()
+
+    @router.get("/status", response_model=Overview, responses=_STREAM)
+    async def status(request: Request) -> Any:
+        """Everything of this process on one screen: as it is now; or, to whoever accepts text/event-stream, about
+        once a second.
+        """
+        return event_stream(_messages(sampler)) if wants_stream(request) else await sampler.look()
+
+    @router.get("/version")
+    async def version() -> VersionInfo:
+        """Which deltasync this is, and since when it runs."""
+        formats = {
+            "protocol": PROTOCOL,
+            "oldest_protocol": OLDEST_PROTOCOL,
+            "log": LOG_FORMAT,
+            "snapshot": SNAPSHOT_FORMAT,
+        }
+        me, started = service.owners.me.name, utc(service.started_unix_ns)
+        return VersionInfo(built_version(), built_commit(), platform.python_version(), me, started, formats)
+
+    @router.get("/livez", response_class=PlainTextResponse)
+    async def livez() -> str:
+        """The process answers."""
+        return "ok\n"
+
+    @router.get("/readyz", response_class=PlainTextResponse)
+    async def readyz(verbose: _Verbose = False) -> Response:
+        """The service takes streams. What only one model or one consumer lacks is said after the ok, to those who
+        may read; and where others reach the service although it lets in anybody, to all.
+        """
+        found = checks(service)
+        reason = not_ready(found)
+        if verbose and may_read():
+            return PlainTextResponse(_said(found), 503 if reason else 200)
+        if reason:
+            raise ServiceUnavailable(reason if may_read() else "the service is not ready")
+        lacks = (access.trouble, *service_overview(service).troubles) if may_read() else ()
+        return PlainTextResponse("".join(f"{line}\n" for line in ("ok", access.exposure, *lacks) if line))
+
+    @router.get("/metrics", response_class=_Metrics)
+    async def metrics() -> Response:
+        """Everything above as Prometheus metrics."""
+        return _Metrics(await answers.metrics())
+
+    return router
+
+
+def _said(found: list[Check]) -> str:
+    return "".join(f"{'+' if each.ok else '-'} {each.check}: {each.trouble or 'ok'}\n" for each in found)
+
+
+async def _messages(sampler: Sampler) -> AsyncIterator[bytes]:
+    async for data in sampler.watch():
+        yield message("status", data)

@@ -1,0 +1,77 @@
+// One consumer: which replica is behind, since when and why.
+
+import { Filter, make, say, Table } from "./dom.js";
+import { LineChart } from "./draw.js";
+import { getJson } from "./stream.js";
+import { bytes, count, mood, norm, percent, seconds } from "./text.js";
+
+const SHOWN = 200;
+
+function trouble(line) {
+  const found = [];
+  if (!line.connected) found.push(`away for ${seconds(line.since_seconds)}${line.left ? `: ${line.left}` : ""}`);
+  if (line.damaged.length) found.push(`holds other rows than it was sent in ${line.damaged.join(", ")}`);
+  if (line.rewound) found.push(`came with version ${line.rewound.held} of a discarded past, ${seconds(line.rewound.seconds)} ago`);
+  if (line.waits_for) found.push(`waits for ${line.waits_for}`);
+  if (line.unbound.length) found.push(`does not hold ${line.unbound.join(", ")}`);
+  if (line.connected && line.lag.versions) found.push(`lacks ${count(line.lag.versions)} versions, last heard ${seconds(line.seconds_since_ack)} ago`);
+  if (line.connected && !line.checked) found.push("has not shown by checksums what it holds");
+  return found.join("; ");
+}
+
+export function consumerView(name) {
+  const path = `/consumers/${encodeURIComponent(name)}`;
+  const state = make("strong");
+  const reason = make("p");
+  const facts = make("p", { class: "soft" });
+  const charts = [
+    [new LineChart("Versions behind", count), "versions"],
+    [new LineChart("Seconds behind", seconds), "seconds"],
+    [new LineChart("Unsent norm", norm), "unsent_norm"],
+  ];
+  let latest = null;
+  const filter = new Filter("Table", SHOWN, () => latest && fillTables(latest));
+  const replicas = new Table("Replicas", [
+    { title: "replica", cell: (line) => line.replica },
+    { title: "state", cell: (line) => (line.connected ? { text: "connected", className: line.damaged.length ? "bad" : "good" } : { text: "away", className: "bad" }) },
+    { title: "since", number: true, cell: (line) => seconds(line.since_seconds) },
+    { title: "offset", number: true, cell: (line) => count(line.offset) },
+    { title: "versions", number: true, cell: (line) => count(line.lag.versions) },
+    { title: "rows", number: true, wide: true, cell: (line) => count(line.lag.rows) },
+    { title: "behind", number: true, cell: (line) => seconds(line.lag.seconds) },
+    { title: "why", words: true, cell: trouble },
+  ], (line) => line.replica);
+  const tables = new Table("Tables", [
+    { title: "table", cell: (line) => ({ text: line.table, href: `#/tables/${encodeURIComponent(line.table)}` }) },
+    { title: "rows", number: true, cell: (line) => count(line.rows) },
+    { title: "bytes", number: true, cell: (line) => bytes(line.bytes) },
+    { title: "oldest row", number: true, wide: true, cell: (line) => seconds(line.oldest_row_seconds) },
+    { title: "unsent norm", number: true, wide: true, cell: (line) => norm(line.unsent_norm) },
+    { title: "unsent", number: true, cell: (line) => percent(line.unsent_share) },
+  ], (line) => line.table);
+
+  function fillTables(lag) {
+    const sorted = [...lag.tables].sort((one, other) => other.rows - one.rows || one.table.localeCompare(other.table));
+    tables.fill(filter.of(sorted, (line) => line.table));
+  }
+
+  async function show() {
+    const [lag, history] = await Promise.all([getJson(`${path}/lag`), getJson(`${path}/history`)]);
+    latest = lag;
+    say(state, lag.state, mood(lag.state));
+    say(reason, lag.reason);
+    say(facts, `model ${lag.model}, version ${count(lag.head)}, offset ${count(lag.offset)}; ${count(lag.lag.rows)} rows, ${bytes(lag.lag.bytes)} behind`, "soft");
+    for (const [chart, column] of charts) chart.draw(history.unix_ms, history[column]);
+    const needy = [...lag.replicas].sort((one, other) => Number(one.connected) - Number(other.connected) || other.lag.versions - one.lag.versions);
+    replicas.fill(needy);
+    fillTables(lag);
+  }
+
+  const elements = [
+    make("h2", {}, `Consumer ${name}: `, state), reason, facts,
+    make("div", { class: "charts" }, ...charts.map(([chart]) => chart.element)),
+    make("h2", {}, "Replicas"), replicas.element,
+    make("h2", {}, "Tables"), filter.element, tables.element,
+  ];
+  return { title: `Consumer ${name}`, elements, show };
+}

@@ -1,0 +1,151 @@
+// Everything at a glance: is it in sync, how stale, how much; and what is wrong, first.
+
+import { Filter, make, say, Table } from "./dom.js";
+import { Distribution, fillBar, legend, LineChart, total } from "./draw.js";
+import { bytes, clock, count, mood, percent, seconds, urgency } from "./text.js";
+
+const POINTS = 300;
+const SHOWN = 250;
+const throughput = { times: [], rows: [], bytes: [], last: null };
+
+export function consumerLink(name) {
+  return `#/consumers/${encodeURIComponent(name)}`;
+}
+
+// Rows and bytes a second that replicas are sent, from what was sent in all.
+function note(status) {
+  const sum = (of) => status.consumers.reduce((all, each) => all + of(each), 0);
+  const now = { ms: status.unix_ms, rows: sum((each) => each.released_rows), bytes: sum((each) => each.released_bytes) };
+  const before = throughput.last;
+  throughput.last = now;
+  if (!before || now.ms <= before.ms) return;
+  const passed = (now.ms - before.ms) / 1000;
+  throughput.times.push(now.ms);
+  throughput.rows.push(Math.max(0, now.rows - before.rows) / passed);
+  throughput.bytes.push(Math.max(0, now.bytes - before.bytes) / passed);
+  for (const each of ["times", "rows", "bytes"]) if (throughput[each].length > POINTS) throughput[each].shift();
+}
+
+function card(title) {
+  const value = make("strong");
+  const more = make("span", { class: "soft" });
+  return { element: make("li", {}, make("span", {}, title), value, more), value, more };
+}
+
+class Flow {
+  constructor() {
+    this.boxes = ["Trainers", "Service", "Consumers", "Replicas"].map((title) => {
+      const text = make("p");
+      const list = make("ul", { tabindex: "0", "aria-label": title });
+      return { element: make("li", {}, make("strong", {}, title), text, list), text, list };
+    });
+    const arrows = () => make("li", { class: "arrow", "aria-hidden": "true" }, "→");
+    const children = this.boxes.flatMap((box, at) => (at ? [arrows(), box.element] : [box.element]));
+    this.element = make("ol", { class: "flow", "aria-label": "From trainers to replicas" }, ...children);
+  }
+
+  show(status) {
+    const [trainers, service, consumers, replicas] = this.boxes;
+    fill(trainers, `${status.trainers.filter((each) => each.connected).length} of ${status.trainers.length} ranks connected`,
+      status.trainers.map((each) => [`${each.model} rank ${each.rank}: ${each.connected ? "connected" : `away, ${each.left}`}, ${seconds(each.since_seconds)}`, each.connected ? "good" : "bad"]));
+    const volumes = status.volumes.map((each) => [`${each.volume}: ${each.refused || `${bytes(each.free_bytes)} free`}`, each.refused ? "bad" : "good"]);
+    const checks = status.service.checks.filter((each) => each.trouble).map((each) => [`${each.check}: ${each.trouble}`, "bad"]);
+    const troubles = status.service.troubles.map((each) => [each, "warn"]);
+    const models = status.models.map((each) => [`${each.model}: version ${count(each.head)}${each.trouble ? `, ${each.trouble}` : ""}`, each.trouble ? "bad" : "good"]);
+    fill(service, status.service.ready ? "ready" : "not ready", [...checks, ...troubles, ...models, ...volumes]);
+    const states = new Map();
+    for (const each of status.consumers) states.set(each.state, (states.get(each.state) ?? 0) + 1);
+    const sorted = [...states].sort(([one], [other]) => urgency(one) - urgency(other));
+    fill(consumers, `${status.consumers.length} in all`, sorted.map(([state, number]) => [`${number} ${state}`, mood(state)]));
+    const all = status.consumers.reduce((sum, each) => sum + each.replicas, 0);
+    const here = status.consumers.reduce((sum, each) => sum + each.connected, 0);
+    const wrong = status.consumers.flatMap((each) => each.wrong.map((replica) => [`${each.consumer}/${replica}`, "bad"]));
+    fill(replicas, `${here} of ${all} connected`, wrong.slice(0, 50));
+  }
+}
+
+function fill(box, text, lines) {
+  say(box.text, text);
+  while (box.list.children.length > lines.length) box.list.lastChild.remove();
+  lines.forEach(([line, className], at) => say(box.list.children[at] ?? box.list.appendChild(make("li")), line, className));
+}
+
+export function overviewView() {
+  const cards = { sync: card("In sync?"), stale: card("How stale?"), much: card("How much?"), cut: card("Last cut") };
+  const flow = new Flow();
+  const filter = new Filter("Consumer", SHOWN, () => latest && fillConsumers(latest));
+  let latest = null;
+  let longest = 1;
+  const consumers = new Table("Consumers, those that need somebody first", [
+    { title: "consumer", cell: (line) => ({ text: line.consumer, href: consumerLink(line.consumer) }) },
+    { title: "state", cell: (line) => ({ text: line.state, className: mood(line.state) }) },
+    { title: "why", words: true, cell: (line) => line.reason },
+    { title: "versions", number: true, cell: (line) => count(line.versions) },
+    { title: "behind", number: true, cell: (line) => seconds(line.seconds) },
+    { title: "unsent", number: true, wide: true, cell: (line) => percent(line.unsent_share) },
+    { title: "replicas", number: true, cell: (line) => `${line.connected}/${line.replicas}` },
+    { title: "fresh, p50", number: true, wide: true, cell: (line) => seconds(line.freshness.p50) },
+    { title: "p99", number: true, wide: true, cell: (line) => seconds(line.freshness.p99) },
+  ], (line) => line.consumer);
+  const cuts = new Table("The last cuts", [
+    { title: "version", cell: (line) => `${line.model} ${count(line.version)}` },
+    { title: "where its time went", cell: (line) => ({ fill: (cell) => fillBar(cell, line.seconds, longest) }) },
+    { title: "in all", number: true, cell: (line) => seconds(total(line.seconds)) },
+    { title: "rows", number: true, cell: (line) => count(line.rows) },
+    { title: "bytes", number: true, wide: true, cell: (line) => bytes(line.bytes) },
+    { title: "ago", number: true, cell: (line) => seconds(line.seconds_ago) },
+  ], (line) => `${line.model}/${line.version}`);
+  const events = new Table("What has happened last", [
+    { title: "time", cell: (line) => clock(line.unix_ns / 1e6) },
+    { title: "event", cell: (line) => ({ text: line.event.replaceAll("_", " "), className: { warning: "warn", error: "bad" }[line.level] ?? "" }) },
+    { title: "to whom", cell: (line) => Object.entries(line.subject).map(([name, value]) => `${name} ${value}`).join(", ") },
+    { title: "why", words: true, cell: (line) => line.text },
+  ], (line) => line.number);
+  const charts = { rows: new LineChart("Rows sent a second", count), bytes: new LineChart("Bytes sent a second", bytes), fresh: new Distribution("Freshness of deliveries") };
+
+  function fillConsumers(status) {
+    const sorted = [...status.consumers].sort((one, other) => urgency(one.state) - urgency(other.state) || one.consumer.localeCompare(other.consumer));
+    consumers.fill(filter.of(sorted, (line) => `${line.consumer} ${line.model} ${line.state} ${line.reason}`));
+  }
+
+  function fillCards(status) {
+    const lagging = status.consumers.filter((each) => mood(each.state) !== "good");
+    say(cards.sync.value, lagging.length ? `${lagging.length} of ${status.consumers.length} not` : "all", lagging.length ? "warn" : "good");
+    say(cards.sync.more, `${status.consumers.length} consumers`, "soft");
+    const worst = Math.max(0, ...status.consumers.map((each) => each.seconds));
+    say(cards.stale.value, seconds(worst));
+    const p99 = Math.max(...status.consumers.map((each) => each.freshness.p99 ?? -1));
+    say(cards.stale.more, p99 < 0 ? "nothing delivered yet" : `deliveries within ${seconds(p99)} (p99, slowest consumer)`, "soft");
+    say(cards.much.value, throughput.bytes.length ? `${bytes(throughput.bytes.at(-1))}/s` : "0 B/s");
+    say(cards.much.more, throughput.rows.length ? `${count(throughput.rows.at(-1))} rows a second` : "", "soft");
+    const newest = status.cuts[0];
+    say(cards.cut.value, newest ? `${seconds(newest.seconds_ago)} ago` : "none");
+    say(cards.cut.more, newest ? `version ${count(newest.version)} of ${newest.model}` : "since the service started", "soft");
+  }
+
+  function show(status) {
+    latest = status;
+    note(status);
+    fillCards(status);
+    flow.show(status);
+    fillConsumers(status);
+    longest = Math.max(1e-9, ...status.cuts.map((each) => total(each.seconds)));
+    cuts.fill(status.cuts);
+    events.fill([...status.events].reverse());
+    charts.rows.draw(throughput.times, throughput.rows);
+    charts.bytes.draw(throughput.times, throughput.bytes);
+    const counts = status.freshness_bounds.map((_, at) => status.consumers.reduce((sum, each) => sum + each.freshness.counts[at], 0));
+    counts.push(status.consumers.reduce((sum, each) => sum + each.freshness.counts.at(-1), 0));
+    charts.fresh.draw(status.freshness_bounds, counts);
+  }
+
+  const elements = [
+    make("ul", { class: "cards" }, ...Object.values(cards).map((each) => each.element)),
+    make("h2", {}, "From trainers to replicas"), flow.element,
+    make("h2", {}, "Consumers"), filter.element, consumers.element,
+    make("h2", {}, "Cuts"), legend(), cuts.element,
+    make("h2", {}, "Throughput and freshness"), make("div", { class: "charts" }, charts.rows.element, charts.bytes.element, charts.fresh.element),
+    make("h2", {}, "Events"), events.element,
+  ];
+  return { title: "deltasync", elements, show };
+}

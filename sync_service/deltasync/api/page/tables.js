@@ -1,0 +1,56 @@
+// All tables, and one of them: who is behind in it.
+
+import { Filter, make, Table } from "./dom.js";
+import { getJson } from "./stream.js";
+import { bytes, count, mood, norm, percent, seconds } from "./text.js";
+
+const SHOWN = 200;
+
+export function tablesView() {
+  let latest = [];
+  const filter = new Filter("Table", SHOWN, () => fill());
+  const table = new Table("Tables of all models", [
+    { title: "table", cell: (line) => ({ text: line.table, href: `#/tables/${encodeURIComponent(line.table)}` }) },
+    { title: "model", cell: (line) => line.model },
+    { title: "kind", wide: true, cell: (line) => line.kind },
+    { title: "rows", number: true, cell: (line) => count(line.rows) },
+    { title: "dim", number: true, cell: (line) => count(line.dim) },
+    { title: "type", wide: true, cell: (line) => line.dtype },
+    { title: "bytes", number: true, cell: (line) => bytes(line.bytes) },
+    { title: "trouble", words: true, cell: (line) => line.refused || (line.ranks_differ ? "ranks of the trainer have different rows" : "") },
+  ], (line) => `${line.model}/${line.table}`);
+
+  function fill() {
+    table.fill(filter.of(latest, (line) => `${line.table} ${line.model}`));
+  }
+
+  async function show() {
+    latest = await getJson("/tables");
+    fill();
+  }
+
+  return { title: "Tables", elements: [make("h2", {}, "Tables"), filter.element, table.element], show };
+}
+
+export function tableView(name) {
+  const about = make("div");
+  const table = new Table(`Who follows ${name}`, [
+    { title: "consumer", cell: (line) => ({ text: line.consumer, href: `#/consumers/${encodeURIComponent(line.consumer)}` }) },
+    { title: "model", wide: true, cell: (line) => line.model },
+    { title: "state", cell: (line) => ({ text: line.state, className: mood(line.state) }) },
+    { title: "rows behind", number: true, cell: (line) => count(line.lag.rows) },
+    { title: "bytes", number: true, cell: (line) => bytes(line.lag.bytes) },
+    { title: "oldest row", number: true, cell: (line) => seconds(line.lag.oldest_row_seconds) },
+    { title: "unsent norm", number: true, wide: true, cell: (line) => norm(line.lag.unsent_norm) },
+    { title: "unsent", number: true, cell: (line) => percent(line.lag.unsent_share) },
+  ], (line) => `${line.model}/${line.consumer}`);
+
+  async function show() {
+    const found = await getJson(`/tables/${encodeURIComponent(name)}`);
+    const texts = found.map(({ table: each }) => `${each.model}: ${each.kind}, ${count(each.rows)} rows of ${each.dim} ${each.dtype}, ${bytes(each.bytes)}, version ${count(each.head)}${each.refused ? `; refused: ${each.refused}` : ""}`);
+    about.replaceChildren(...texts.map((text) => make("p", {}, text)));
+    table.fill(found.flatMap((each) => each.consumers.map((line) => ({ ...line, model: each.table.model }))));
+  }
+
+  return { title: `Table ${name}`, elements: [make("h2", {}, `Table ${name}`), about, table.element], show };
+}

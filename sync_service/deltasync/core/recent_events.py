@@ -1,0 +1,71 @@
+"""The last events, for whoever looks later or follows them."""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from deltasync.core.events import Event, text_of
+from deltasync.core.signals import Signal
+from deltasync.core.words import printable
+
+KEPT_EVENTS = 1000
+_LONGEST_NAME = 200
+
+
+@dataclass(frozen=True)
+class RecentEvent:
+    """Something that has happened.
+
+    Attributes:
+        number: tells it from others, and is greater than that of any before, also of those before a restart.
+        unix_ns: when it happened, nanoseconds since 1970.
+        event: what, as in `deltasync_events_total`.
+        level: how loud the log says it: info, warning or error.
+        subject: to whom: model, consumer, replica, rank and the like, by name.
+        text: why, or what came of it.
+    """
+
+    number: int
+    unix_ns: int
+    event: str
+    level: str
+    subject: dict[str, str]
+    text: str
+
+
+class RecentEvents:
+    """The last events. Added to in the event loop.
+
+    Attributes:
+        signal: wakes who waits for the next one.
+    """
+
+    def __init__(self, now_unix_ns: Callable[[], int] = time.time_ns) -> None:
+        self.signal = Signal()
+        self._now, self._last = now_unix_ns, 0
+        self._events = deque[RecentEvent](maxlen=KEPT_EVENTS)
+
+    def add(self, event: Event) -> None:
+        """Have one more."""
+        now = self._now()
+        # Where the clock was set back, numbers go on all the same.
+        self._last = max(self._last + 1, now // 1000)
+        subject = {name: printable(str(value), _LONGEST_NAME) for name, value in event.subject.items()}
+        level = logging.getLevelName(event.kind.level).lower()
+        self._events.append(RecentEvent(self._last, now, event.kind.value, level, subject, text_of(event)))
+        self.signal.wake()
+
+    def newest(self, count: int) -> list[RecentEvent]:
+        """The last ones, the oldest of them first."""
+        return list(self._events)[-count:] if count else []
+
+    def before(self, count: int) -> int:
+        """The number after which so many of the last ones come."""
+        found = self.newest(count)
+        return found[0].number - 1 if found else self._last
+
+    def after(self, number: int) -> list[RecentEvent]:
+        """Those with greater numbers, the oldest first."""
+        return [each for each in self._events if each.number > number]

@@ -1,0 +1,47 @@
+"""Whether a service takes streams, check by check."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from deltasync.core.words import listed
+from deltasync.service.service import Service
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that has to be right: its name, and why it is not; empty if it is."""
+
+    check: str
+    trouble: str
+
+    @property
+    def ok(self) -> bool:
+        """Whether it is."""
+        return not self.trouble
+
+
+def checks(service: Service) -> list[Check]:
+    """All of them, in the order in which they come to be right."""
+    volumes, compiling = service.volumes.trouble, "still compiling for this machine; the log says how far it is"
+    return [
+        Check("running", "the service is shutting down" if service.draining.is_set() else ""),
+        Check("kernels", compiling if service.compiling else ""),
+        Check("processes", "" if service.owners.confirmed else _UNCONFIRMED),
+        Check("models", f"still recovering: {listed(service.recovering)}" if service.recovering else ""),
+        Check("volumes", f"nothing new can be written: {volumes}" if volumes else ""),
+        Check("log", "the log is full: its tables are being flushed" if service.logs.refusing else ""),
+    ]
+
+
+_UNCONFIRMED = "the other processes have not heard of this one: brokers do not answer, or have just been asked"
+# These alone are the reason, whatever else is wrong.
+_ALONE = ("running", "kernels", "processes")
+
+
+def not_ready(found: Iterable[Check]) -> str:
+    """Why the service takes no streams, or can keep nothing of what they bring; empty if it can."""
+    wrong = [each for each in found if not each.ok]
+    if wrong and wrong[0].check in _ALONE:
+        return wrong[0].trouble
+    full = [each for each in wrong if each.check != "log"] or wrong
+    return "; ".join(each.trouble for each in full)

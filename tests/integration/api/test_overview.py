@@ -1,0 +1,165 @@
+"""What operators are told of everything: over HTTP, as a list and as it happens."""
+
+import json
+import re
+import threading
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPResponse
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.fleet import ITEM, USER, Trainer, follow, wait_until_in_sync
+from tests.support.server import RunningService
+
+from deltasync.client import NumpyTarget
+from deltasync.core.cut_times import SERVICE_PARTS
+
+PARTS = {*SERVICE_PARTS, "release", "ack"}
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[RunningService]:
+    with RunningService(tmp_path / "data") as service:
+        yield service
+
+
+@contextmanager
+def stream(service: RunningService, path: str, **headers: str) -> Iterator[HTTPResponse]:
+    request = urllib.request.Request(service.http + path, headers={"Accept": "text/event-stream", **headers})  # noqa: S310
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(request, timeout=20) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        yield answer
+
+
+def messages(answer: HTTPResponse) -> Iterator[tuple[dict[str, str], Any]]:
+    """The fields and the data of each event, without the comments."""
+    fields = dict[str, str]()
+    for line in answer:
+        name, colon, value = line.decode().rstrip("\n").partition(": ")
+        if name and colon:
+            fields[name] = value
+        elif not name and "data" in fields:
+            yield fields, json.loads(fields["data"])
+            fields = {}
+
+
+def test_a_version_says_where_its_time_went(service: RunningService) -> None:
+    with Trainer(service.grpc) as trainer, follow(service, "predictors", "p", NumpyTarget()):
+        for _ in range(3):
+            sealed = trainer.publish_all()
+        wait_until_in_sync(service, "predictors", sealed)
+        lines = service.get_json("/versions?model=clicks&last=2")
+    assert [line["version"] for line in lines] == [3, 2]
+    newest = lines[0]
+    assert set(newest["seconds"]) == PARTS
+    assert all(seconds is not None and seconds >= 0 for seconds in newest["seconds"].values()), newest
+    assert [(each["consumer"], each["replicas"]) for each in newest["consumers"]] == [("predictors", 1)]
+    assert newest["rows"] == USER.rows + ITEM.rows
+
+
+def test_a_version_that_no_replica_has_yet_has_no_release(service: RunningService) -> None:
+    with Trainer(service.grpc) as trainer:
+        trainer.publish_all()
+        (line,) = service.get_json("/versions")
+    assert (line["seconds"]["release"], line["seconds"]["ack"], line["consumers"]) == (None, None, [])
+    assert service.get("/versions?model=nobody")[0] == 404
+    status, body = service.get("/versions?last=0")
+    assert (status, json.loads(body)["error"]) == (400, "InvalidInput")
+
+
+def test_everything_is_on_one_screen(service: RunningService) -> None:
+    with Trainer(service.grpc) as trainer, follow(service, "predictors", "p", NumpyTarget()):
+        wait_until_in_sync(service, "predictors", trainer.publish_all())
+        found = service.get_json("/status")
+        (lag,) = (each for each in service.get_json("/lag") if each["consumer"] == "predictors")
+    assert found["service"]["ready"]
+    assert {each["check"] for each in found["service"]["checks"]} >= {"running", "models", "volumes", "log"}
+    (model,) = found["models"]
+    assert (model["model"], model["head"], model["connected"], model["ranks"]) == ("clicks", 1, 1, 1)
+    by_name = {each["consumer"]: each for each in found["consumers"]}
+    assert (by_name["predictors"]["state"], by_name["probes"]["state"]) == ("in sync", "empty")
+    assert (lag["state"], lag["versions"], lag["connected"]) == ("in sync", 0, 1)
+    assert lag["freshness"]["count"] == 1
+    assert [each["version"] for each in found["cuts"]] == [1]
+    assert {each["event"] for each in found["events"]} >= {"rank_joined", "replica_joined", "consumer_changed"}
+
+
+def test_one_consumer_and_one_table_have_a_route_of_their_own(service: RunningService) -> None:
+    with Trainer(service.grpc) as trainer, follow(service, "predictors", "p", NumpyTarget()):
+        wait_until_in_sync(service, "predictors", trainer.publish_all())
+        assert service.get_json("/consumers/predictors")["connected"] == 1
+        (table,) = service.get_json("/tables/item")
+        (rank,) = service.get_json("/trainers")
+    assert (table["table"]["model"], table["table"]["rows"]) == ("clicks", ITEM.rows)
+    assert {each["consumer"] for each in table["consumers"]} == {"predictors", "probes"}
+    assert (rank["model"], rank["rank"], rank["ranks"], rank["connected"]) == ("clicks", 0, 1, True)
+    assert service.get("/tables/nothing")[0] == 404
+    assert service.get("/consumers/nobody")[0] == 404
+
+
+def test_who_watches_is_told_again_and_again_and_when_the_service_ends(service: RunningService) -> None:
+    with stream(service, "/status") as answer:
+        coming = messages(answer)
+        fields, first = next(coming)
+        assert (fields["event"], first["consumers"][0]["state"]) == ("status", "empty")
+        with Trainer(service.grpc) as trainer:
+            trainer.publish_all()
+            while not (found := next(coming)[1])["models"]:
+                pass
+        assert found["models"][0]["head"] == 1
+        threading.Thread(target=service.stop).start()
+        assert list(coming)[5:] == []  # It ends, and soon.
+
+
+def test_events_are_told_as_they_happen_and_after_the_last_one_seen(service: RunningService) -> None:
+    with stream(service, "/events?last=0") as answer:
+        with Trainer(service.grpc) as trainer:
+            trainer.publish_all()
+        fields, joined = next(messages(answer))
+        assert joined["event"] == "rank_joined"
+        assert (joined["subject"]["model"], joined["level"]) == ("clicks", "info")
+        assert int(fields["id"]) == joined["number"]
+        (_, left) = next(messages(answer))
+    with stream(service, "/events", **{"Last-Event-ID": str(joined["number"])}) as answer:
+        assert next(messages(answer))[1] == left
+    listed = service.get_json("/events?last=2")
+    assert listed == [joined, left]
+
+
+def test_a_consumers_past_is_there_for_who_comes_later(service: RunningService) -> None:
+    with Trainer(service.grpc) as trainer, stream(service, "/status") as answer:
+        trainer.publish_all()
+        coming = messages(answer)
+        while next(coming)[1]["consumers"][0]["head"] != 1:
+            pass
+        past = service.get_json("/consumers/predictors/history")
+    assert past["versions"][-1] == 1
+    assert len({len(column) for name, column in past.items() if name != "consumer"}) == 1
+    assert past["unix_ms"] == sorted(past["unix_ms"])
+    assert past["unsent_norm"][-1] is None
+
+
+def test_every_check_has_a_name(service: RunningService) -> None:
+    status, body = service.get("/readyz?verbose=true")
+    assert status == 200
+    assert "+ volumes: ok\n" in body
+    assert body.count("\n") == body.count(": ok\n") == 6
+
+
+def test_which_deltasync_answers(service: RunningService) -> None:
+    found = service.get_json("/version")
+    assert found["version"]
+    assert found["formats"].keys() == {"protocol", "oldest_protocol", "log", "snapshot"}
+
+
+def test_the_documentation_needs_nobody_else(service: RunningService) -> None:
+    status, page = service.get("/docs")
+    assert status == 200
+    assert "GET /consumers/{name}/lag" in page
+    links = re.findall(r"(?:src|href)=['\"]([^'\"]*)", page)
+    assert links
+    assert all(each.startswith(("#", "/")) for each in links)
