@@ -117,6 +117,11 @@ class AdminServiceStub:
                 request_serializer=deltasync_dot_v1_dot_admin__pb2.DrainProcessRequest.SerializeToString,
                 response_deserializer=deltasync_dot_v1_dot_admin__pb2.DrainProcessResponse.FromString,
                 _registered_method=True)
+        self.Describe = channel.unary_unary(
+                '/deltasync.v1.AdminService/Describe',
+                request_serializer=deltasync_dot_v1_dot_admin__pb2.DescribeRequest.SerializeToString,
+                response_deserializer=deltasync_dot_v1_dot_admin__pb2.DescribeResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -245,6 +250,13 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Describe(self, request, context):
+        """Describe says which service answers, and where it answers HTTP.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -327,6 +339,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.DrainProcess,
                     request_deserializer=deltasync_dot_v1_dot_admin__pb2.DrainProcessRequest.FromString,
                     response_serializer=deltasync_dot_v1_dot_admin__pb2.DrainProcessResponse.SerializeToString,
+            ),
+            'Describe': grpc.unary_unary_rpc_method_handler(
+                    servicer.Describe,
+                    request_deserializer=deltasync_dot_v1_dot_admin__pb2.DescribeRequest.FromString,
+                    response_serializer=deltasync_dot_v1_dot_admin__pb2.DescribeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -764,6 +781,33 @@ class AdminService:
             '/deltasync.v1.AdminService/DrainProcess',
             deltasync_dot_v1_dot_admin__pb2.DrainProcessRequest.SerializeToString,
             deltasync_dot_v1_dot_admin__pb2.DrainProcessResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Describe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/deltasync.v1.AdminService/Describe',
+            deltasync_dot_v1_dot_admin__pb2.DescribeRequest.SerializeToString,
+            deltasync_dot_v1_dot_admin__pb2.DescribeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -82,6 +82,8 @@ class AdminServiceStub:
     """
     DrainProcess: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainProcessRequest, _admin_pb2.DrainProcessResponse]
     """DrainProcess has a process give all its models to others, and take none any more, until it is started again."""
+    Describe: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DescribeRequest, _admin_pb2.DescribeResponse]
+    """Describe says which service answers, and where it answers HTTP."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -137,6 +139,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
     DrainProcess: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainProcessRequest, _admin_pb2.DrainProcessResponse]  # type: ignore[assignment]
     """DrainProcess has a process give all its models to others, and take none any more, until it is started again."""
+    Describe: _aio.UnaryUnaryMultiCallable[_admin_pb2.DescribeRequest, _admin_pb2.DescribeResponse]  # type: ignore[assignment]
+    """Describe says which service answers, and where it answers HTTP."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """AdminService manages consumers, and has rows deleted. Lists need role read, all else role admin: of the token in the
@@ -285,5 +289,13 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.DrainProcessResponse, _abc.Awaitable[_admin_pb2.DrainProcessResponse]]:
         """DrainProcess has a process give all its models to others, and take none any more, until it is started again."""
+
+    @_abc_1.abstractmethod
+    def Describe(
+        self,
+        request: _admin_pb2.DescribeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.DescribeResponse, _abc.Awaitable[_admin_pb2.DescribeResponse]]:
+        """Describe says which service answers, and where it answers HTTP."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -37,6 +37,7 @@ CALLS: Mapping[str, Need] = {
     "/deltasync.v1.PublishService/Wanted": Need(Role.PUBLISH, "model"),
     "/deltasync.v1.SubscribeService/Subscribe": Need(Role.SUBSCRIBE, "open.consumer"),
     "/deltasync.v1.SubscribeService/Leave": Need(Role.SUBSCRIBE, "consumer"),
+    "/deltasync.v1.AdminService/Describe": _READ,
     "/deltasync.v1.AdminService/ListConsumers": _READ,
     "/deltasync.v1.AdminService/ListPendingDeletes": _READ,
     "/deltasync.v1.AdminService/CreateConsumer": _ADMIN,

@@ -9,6 +9,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from deltasync.api.caller import author
 from deltasync.consumers.consumer import Consumer
 from deltasync.consumers.pause import Pause
+from deltasync.core.build import built_version
 from deltasync.service.backups import Backups
 from deltasync.service.brake import Brake
 from deltasync.service.inspection import InspectedTable, inspect
@@ -28,6 +29,12 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self._service = service
         self._removals, self._brake = Removals(service), Brake(service)
         self._backups = Backups(service)
+
+    async def Describe(
+        self, request: admin_pb2.DescribeRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.DescribeResponse:
+        """Say which service answers."""
+        return admin_pb2.DescribeResponse(http=self._service.owners.me.http, version=built_version())
 
     async def CreateConsumer(
         self, request: admin_pb2.CreateConsumerRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -34,13 +34,15 @@ _Verbose = Annotated[bool, Query(description="Say every check by name.")]
 class VersionInfo:
     """Which deltasync answers, and since when. `commit` is empty where it is not known.
 
-    `formats` are those that it writes; of the protocol also the oldest that it understands.
+    `grpc` is where it answers gRPC, as it knows that itself. `formats` are those that it writes; of the protocol
+    also the oldest that it understands.
     """
 
     version: str
     commit: str
     python: str
     process: str
+    grpc: str
     started: str
     formats: dict[str, int]
 
@@ -71,8 +73,9 @@ def overview_routes(service: Service, access: Access, answers: Answers, sampler:
             "log": LOG_FORMAT,
             "snapshot": SNAPSHOT_FORMAT,
         }
-        me, started = service.owners.me.name, utc(service.started_unix_ns)
-        return VersionInfo(built_version(), built_commit(), platform.python_version(), me, started, formats)
+        me, started = service.owners.me, utc(service.started_unix_ns)
+        python = platform.python_version()
+        return VersionInfo(built_version(), built_commit(), python, me.name, me.grpc, started, formats)
 
     @router.get("/livez", response_class=PlainTextResponse)
     async def livez() -> str:

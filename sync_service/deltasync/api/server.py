@@ -33,6 +33,8 @@ from deltasync.core.listener import listening_socket
 from deltasync.core.process import keep_freed_memory, raise_descriptor_limit, spare_imports, write_no_core
 from deltasync.core.progress import Progress
 from deltasync.kernels.compiled import imported_kernels, keep_in
+from deltasync.ownership.alone import Alone
+from deltasync.ownership.member import Member
 from deltasync.service.housekeeping import housekeeping
 from deltasync.service.service import Service
 from deltasync.service.snapshots import SnapshotLoop
@@ -197,6 +199,8 @@ async def _listen(
     scheme = "https" if certificates else "http"
     http_address = with_port(options.host, listener.getsockname()[1])
     where = Addresses(with_port(options.host, server.port), f"{scheme}://{http_address}")
+    if isinstance(service.owners, Alone):
+        service.owners.me = Member("", where.grpc, where.http)
     logger.info("listening: grpc=%s http=%s data=%s", where.grpc, where.http, options.service.data_dir)
     stopped = asyncio.create_task(stopping.wait())
     await asyncio.wait({stopped, recovery}, return_when=asyncio.FIRST_COMPLETED)

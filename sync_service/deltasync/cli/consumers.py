@@ -5,11 +5,15 @@ from typing import Any
 import click
 
 from deltasync.cli.config import CONTEXT
-from deltasync.cli.endpoint_options import service_options
+from deltasync.cli.endpoint_options import http_options, service_options
 from deltasync.cli.policy_options import policy_of, policy_options
+from deltasync.cli.text_table import text_table
+from deltasync.cli.watching import as_json_text, json_option
 from deltasync.client.admin import Admin
 from deltasync.client.endpoint import Endpoint
+from deltasync.client.route import Route
 from deltasync.consumers.pause import Pause
+from deltasync.core.policy import Policy
 from deltasync.v1 import admin_pb2
 from deltasync.wire.messages import policy_from_message
 
@@ -22,13 +26,34 @@ def consumers() -> None:
 
 
 @consumers.command("list", context_settings=CONTEXT)
-@service_options()
-def list_consumers(service: Endpoint) -> None:
-    """List all consumers: name, model, what of the policy differs from the default, and a pause."""
-    for consumer in Admin(service).consumers():
-        policy = policy_from_message(consumer.policy).words
-        facts = [consumer.name, consumer.model, policy, _paused(consumer)]
-        click.echo("\t".join(filter(None, facts)))
+@json_option
+@http_options
+def list_consumers(http: Endpoint, as_json: bool) -> None:
+    """List all consumers.
+
+    \b
+    state     one word, which README.md explains; empty while its model is still recovering
+    replicas  connected, of all
+    policy    what of it differs from the default, which is every changed row, in its own type
+    paused    since when, by whom and why
+    """
+    lines = Route(http).get_json("/consumers")
+    if as_json:
+        click.echo(as_json_text(lines))
+        return
+    states = {each["consumer"]: each["state"] for each in Route(http).get_json("/lag")}
+    rows = (
+        (
+            each["consumer"],
+            each["model"],
+            states.get(each["consumer"], ""),
+            f"{each['connected']}/{each['replicas']}",
+            Policy.from_dict(each["policy"]).words,
+            each["paused"],
+        )
+        for each in lines
+    )
+    click.echo(text_table(("consumer", "model", "state", "replicas", "policy", "paused"), rows))
 
 
 @consumers.command("create", context_settings=CONTEXT)

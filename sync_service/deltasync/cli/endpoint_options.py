@@ -12,6 +12,7 @@ import click
 
 from deltasync.client.endpoint import Endpoint
 from deltasync.client.endpoint_settings import endpoint_settings
+from deltasync.client.other_side import grpc_of, http_of
 from deltasync.core.errors import InvalidInput
 
 Command = Callable[..., Any]
@@ -35,6 +36,8 @@ _RIGHTS = (
     _option("--insecure", "Send the token over plain text, which others can read.", is_flag=True),
 )
 _NAMES = ("ca", "cert", "key", "server_name", "token_file", "endpoint", "insecure")
+
+_SERVICE = "The service: where it answers gRPC, as HOST:PORT, or HTTP, as http://HOST:PORT."
 
 _BY = click.option(
     "--by",
@@ -62,15 +65,18 @@ def service_options(*, default: str | None = "127.0.0.1:50051", rights: bool = F
         default: the address unless one is given; None = one has to be.
         rights: whether the command changes something.
     """
-    service = _option("--service", "Where the service answers gRPC, as HOST:PORT.", show_default=default or False)
-    return _endpoint_option("service", Endpoint.of_grpc, default, service, *([_BY] if rights else []))
+    service = _option("--service", _SERVICE, show_default=default or False)
+    return _endpoint_option("service", grpc_of, default, service, *([_BY] if rights else []))
 
 
 def http_options(command: F) -> Command:
-    """`--http` and what is shown there; the command is given all as `http`, an `Endpoint`."""
+    """`--service` and what is shown there, for a command that asks over HTTP; it is given all as `http`, an
+    `Endpoint`.
+    """
     default = "http://127.0.0.1:8080"
-    http = _option("--http", "Where the service answers operators.", show_default=default)
-    return _endpoint_option("http", Endpoint.of_http, default, http)(command)
+    service = _option("--service", _SERVICE, show_default=default)
+    http = _option("--http", "The same where only HTTP is reached, as http://HOST:PORT.")
+    return _endpoint_option("http", http_of, default, service, http)(command)
 
 
 def listening_options(command: F) -> F:
@@ -98,7 +104,8 @@ def _endpoint_option(
         def with_endpoint(**settings: Any) -> Any:
             given = {each: settings.pop(each) for each in _NAMES} | {"by": settings.pop("by", "")}
             try:
-                endpoint = check(_endpoint(name, settings.pop(name), default, given))
+                addresses = settings.pop("service"), settings.pop("http", None)
+                endpoint = check(_endpoint(name, *addresses, default, given))
             except InvalidInput as error:
                 raise click.UsageError(str(error)) from error
             return command(**settings, **{name: endpoint})
@@ -111,12 +118,16 @@ def _endpoint_option(
     return decorated
 
 
-def _endpoint(name: str, address: str | None, default: str | None, given: dict[str, Any]) -> Endpoint:
-    """The endpoint that is given, with the address of its kind."""
-    key = "http" if name == "http" else "address"
-    found = endpoint_settings({**given, key: address}, os.environ)
-    where = found.pop(key, None) or default
-    if where is None:
-        raise InvalidInput(f"Missing option '--{name}': where the service answers.")
-    found.pop("http", None)
+def _endpoint(
+    name: str, service: str | None, http: str | None, default: str | None, given: dict[str, Any]
+) -> Endpoint:
+    """The endpoint that is given: what the command line says wins over what goes with its kind better."""
+    found = endpoint_settings({**given, "address": service, "http": http}, os.environ)
+    address, other = found.pop("address", None), found.pop("http", None)
+    if name == "http" and not service:
+        address = other or address
+    if http:
+        Endpoint.of_http(Endpoint(**found | {"address": http}))
+    if (where := address or default) is None:
+        raise InvalidInput("Missing option '--service': where the service answers.")
     return Endpoint(**found | {"address": where})

@@ -1,30 +1,91 @@
 """`deltasync lag`."""
 
-import json
+import sys
+from typing import Any
 
 import click
 
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import http_options
 from deltasync.cli.lag_text import lag_text
+from deltasync.cli.text_table import seconds, share, text_table, urgency
+from deltasync.cli.watching import as_json_text, json_option, show, watch_option
 from deltasync.client.endpoint import Endpoint
+from deltasync.client.route import Route
 from deltasync.client.status import fetch_lag
+
+# States of fleets that hold what they were given, or are about to.
+_HOLDING = frozenset({"in sync", "current", "delivered", "partial", "behind", "paused"})
+BEHIND = 3
 
 
 @click.command(context_settings=CONTEXT)
-@click.argument("consumer")
+@click.argument("consumers", nargs=-1, metavar="[NAME]...")
+@click.option(
+    "--max-seconds",
+    type=click.FloatRange(0),
+    default=None,
+    show_default=False,
+    help=f"Exit with status {BEHIND} if one of them is further behind, or its state is another than in sync, "
+    "current, delivered, partial, behind or paused.",
+)
+@watch_option
+@json_option
 @http_options
-@click.option("--json", "as_json", is_flag=True, help="Print the service's JSON answer.")
-def lag(consumer: str, http: Endpoint, as_json: bool) -> None:
-    """Show how far CONSUMER is behind its model.
+def lag(consumers: tuple[str, ...], http: Endpoint, max_seconds: float | None, watch: bool, as_json: bool) -> None:
+    """Show how far consumers are behind their models: of each NAME everything, without a name of each one line.
 
     \b
+    state         one word, which README.md explains; worst first
     versions      sealed versions not applied yet
     rows          rows that are not held as the model has them, at most
     bytes         bytes of these rows' ids and values
     seconds       for how long the oldest of these rows, or versions, is lacking
+    replicas      connected, of all
+    p50, p99      from the end of a step until replicas held it, of the last 500 deliveries
     unsent norm   of a consumer with a policy: L2 norm of what the model has less what is held
     unsent share  the same as a share of the norm of the tables
     """
-    answer = fetch_lag(http, consumer)
-    click.echo(json.dumps(answer, indent=2) if as_json else lag_text(answer))
+    answers: list[Any] = []
+
+    def text() -> str:
+        answers[:] = [fetch_lag(http, name) for name in consumers] or Route(http).get_json("/lag")
+        if as_json:
+            return as_json_text(answers[0] if len(consumers) == 1 else answers)
+        return "\n\n".join(map(lag_text, answers)) if consumers else lines_text(answers)
+
+    show(text, watch=watch)
+    if max_seconds is not None and (late := [each for each in answers if too_far(each, max_seconds)]):
+        for each in late:
+            click.echo(f"consumer {each['consumer']} is {each['state']}: {each['reason']}", err=True)
+        sys.exit(BEHIND)
+
+
+def too_far(answer: dict[str, Any], most: float) -> bool:
+    """Whether a consumer is further behind than so many seconds, or nobody can say."""
+    behind = answer["lag"]["seconds"] if "lag" in answer else answer["seconds"]
+    return answer["state"] not in _HOLDING or behind > most
+
+
+def lines_text(lines: list[dict[str, Any]]) -> str:
+    """All consumers, a line each; those that need somebody first."""
+    if not lines:
+        return "no consumers: make one with deltasync consumers create NAME --model MODEL"
+    titles = (
+        *("consumer", "model", "state", "versions", "rows", "bytes", "seconds", "unsent share", "replicas"),
+        *("p50", "p99", "why"),
+    )
+    worst_first = sorted(lines, key=lambda line: (urgency(line["state"]), line["consumer"]))
+    return text_table(titles, map(_line, worst_first))
+
+
+def _line(line: dict[str, Any]) -> tuple[Any, ...]:
+    fresh = line["freshness"]
+    return (
+        *(line[name] for name in ("consumer", "model", "state", "versions", "rows", "bytes", "seconds")),
+        share(line["unsent_share"]),
+        f"{line['connected']}/{line['replicas']}",
+        seconds(fresh["p50"]),
+        seconds(fresh["p99"]),
+        line["reason"],
+    )

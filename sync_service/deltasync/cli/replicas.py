@@ -1,16 +1,82 @@
 """`deltasync replicas`."""
 
+from typing import Any
+
 import click
 
 from deltasync.cli.config import CONTEXT
-from deltasync.cli.endpoint_options import service_options
+from deltasync.cli.endpoint_options import http_options, service_options
+from deltasync.cli.text_table import seconds, text_table
+from deltasync.cli.watching import as_json_text, json_option, show, watch_option
 from deltasync.client.admin import Admin
 from deltasync.client.endpoint import Endpoint
+from deltasync.client.route import Route
+from deltasync.client.status import fetch_lag
 
 
 @click.group()
 def replicas() -> None:
-    """Forget replicas that do not come back."""
+    """List replicas, and forget those that do not come back."""
+
+
+@replicas.command("list", context_settings=CONTEXT)
+@click.argument("consumers", nargs=-1, metavar="[CONSUMER]...")
+@watch_option
+@json_option
+@http_options
+def list_replicas(consumers: tuple[str, ...], http: Endpoint, watch: bool, as_json: bool) -> None:
+    """List the replicas of each CONSUMER, or of all.
+
+    \b
+    state     connected, or away
+    since     for how long
+    offset    the last version, or release, that it has applied
+    versions  sealed versions that it has not applied
+    seconds   for how long the oldest of these is lacking
+    checked   whether it has shown by checksums that it holds the right rows
+    why       what is wrong with it, in words
+    """
+
+    def text() -> str:
+        names = consumers or [each["consumer"] for each in Route(http).get_json("/consumers")]
+        lags = [fetch_lag(http, name) for name in names]
+        if as_json:
+            return as_json_text(
+                [{"consumer": lag["consumer"], **each} for lag in lags for each in lag["replicas"]]
+            )
+        rows = [_row(lag["consumer"], each) for lag in lags for each in lag["replicas"]]
+        titles = ("consumer", "replica", "state", "since", "offset", "versions", "seconds", "checked", "why")
+        return text_table(titles, rows) if rows else "no replicas"
+
+    show(text, watch=watch)
+
+
+def _row(consumer: str, replica: dict[str, Any]) -> tuple[Any, ...]:
+    lag = replica["lag"]
+    return (
+        consumer,
+        replica["replica"],
+        "connected" if replica["connected"] else "away",
+        seconds(replica["since_seconds"]),
+        replica["offset"],
+        lag["versions"],
+        lag["seconds"],
+        "yes" if replica["checked"] else "no",
+        _trouble(replica),
+    )
+
+
+def _trouble(replica: dict[str, Any]) -> str:
+    found = [] if replica["connected"] else [replica["left"] or "not seen since the service started"]
+    if replica["damaged"]:
+        found.append(f"holds other rows than it was sent in {', '.join(replica['damaged'])}")
+    if held := replica["rewound"]:
+        found.append(f"came with {held['held']} of a discarded past")
+    if replica["waits_for"]:
+        found.append(f"waits for {replica['waits_for']}")
+    if replica["unbound"]:
+        found.append(f"does not hold {', '.join(replica['unbound'])}")
+    return "; ".join(found)
 
 
 @replicas.command("forget", context_settings=CONTEXT)

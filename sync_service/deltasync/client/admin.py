@@ -31,6 +31,10 @@ class Admin:
         """
         self._endpoint = Endpoint.of_grpc(service)
 
+    def describe(self) -> admin_pb2.DescribeResponse:
+        """Which service answers, and where it answers HTTP."""
+        return self._call(lambda stub: stub.Describe(admin_pb2.DescribeRequest()))
+
     def create_consumer(self, name: str, model: str, policy: Policy) -> admin_pb2.Consumer:
         """Make a consumer; making an equal one again changes nothing.
 

@@ -95,7 +95,7 @@ class Endpoint:
         if self.tls:
             return
         if named := [name for name in ("ca", "cert", "server_name") if getattr(self, name)]:
-            how = "say https://" if _is_url(self.address) else "give ca, the file of the service's CA"
+            how = "say https://" if is_url(self.address) else "give ca, the file of the service's CA"
             raise InvalidInput(f"service {self.address!r}: {named[0]} is for TLS: {how}, or leave {named[0]} out")
         if (self.token or self.token_file) and not self.insecure and not is_loopback(self._host):
             raise InvalidInput(
@@ -160,10 +160,10 @@ class Endpoint:
             InvalidInput: that is not http://HOST:PORT or https://HOST:PORT, or a file cannot be used.
         """
         endpoint = service if isinstance(service, Endpoint) else cls(service)
-        if endpoint.http and not _is_url(endpoint.address):
+        if endpoint.http and not is_url(endpoint.address):
             endpoint = replace(endpoint, address=endpoint.http, http="")
         for each in endpoint.alone():
-            if not _is_url(each.address):
+            if not is_url(each.address):
                 raise InvalidInput(f"service {each.address!r}: expected http://HOST:PORT")
             each._check_use()
         return endpoint
@@ -179,9 +179,9 @@ class Endpoint:
         Raises:
             InvalidInput: that is no address, or what is secret would be sent to it over plain text.
         """
-        address = owner.http if _is_url(self.address) else owner.grpc
+        address = owner.http if is_url(self.address) else owner.grpc
         other = replace(self, address=address, http="")
-        return Endpoint.of_http(other) if _is_url(self.address) else Endpoint.of_grpc(other)
+        return Endpoint.of_http(other) if is_url(self.address) else Endpoint.of_grpc(other)
 
     @property
     def tls(self) -> bool:
@@ -303,7 +303,8 @@ class _Details(grpc.ClientCallDetails):
         self.timeout = timeout
 
 
-def _is_url(address: str) -> bool:
+def is_url(address: str) -> bool:
+    """Whether an address is one of HTTP: http://HOST:PORT or https://HOST:PORT."""
     try:
         url = urllib.parse.urlsplit(address)
         return address.startswith(_HTTP) and bool(url.hostname) and url.port != 0

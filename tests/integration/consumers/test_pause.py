@@ -198,7 +198,7 @@ def test_it_is_told_counted_and_shown(service: RunningService, monkeypatch: pyte
     assert text == "consumer probes is paused; go on with: deltasync consumers resume probes\n"
     listed = deltasync("consumers", "list", "--service", service.grpc)[1]
     assert re.search(
-        r"^probes\tclicks\tpaused since \S+ by anna as admin token \(127.0.0.1:\d+\): a bad eval$",
+        r"^probes +clicks +paused +0/0 +paused since \S+ by anna as admin token \(127.0.0.1:\d+\): a bad eval$",
         listed,
         re.MULTILINE,
     )

@@ -200,10 +200,11 @@ def test_the_command_line_sets_changes_and_shows_policies(
     made = deltasync("consumers", "create", "new", "--model", "clicks", "--top-k", "0.1", "--tables", "*user", *at)
     assert made == (0, "consumer new follows model clicks: tables=*user top_k=0.1\n", "")
     assert policies_of(running)["new"] == {"tables": ["*user"], "top_k": 0.1}
-    assert deltasync("consumers", "list", "--service", running.grpc)[1].splitlines() == [
-        "new\tclicks\ttables=*user top_k=0.1",
-        "predictors\tclicks",
-        "probes\tclicks",
+    assert [line.split() for line in deltasync("consumers", "list", *at)[1].splitlines()] == [
+        ["consumer", "model", "state", "replicas", "policy", "paused"],
+        ["new", "clicks", "empty", "0/0", "tables=*user", "top_k=0.1"],
+        ["predictors", "clicks", "empty", "0/0"],
+        ["probes", "clicks", "empty", "0/0"],
     ]
     code, _, said = deltasync("consumers", "create", "new", "--model", "clicks", *at)
     assert (code, said) == (1, "Error: consumer 'new' exists with another policy: update it instead\n")

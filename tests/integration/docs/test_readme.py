@@ -138,7 +138,7 @@ def test_the_first_steps_can_be_pasted_in_their_order(visitor: Visitor) -> None:
         assert "predictor-0" in table
     made, listed = visitor.shell(README.block("policy"))
     assert made == "consumer mobile follows model clicks: top_k=0.1 value_type=int8\n"
-    assert listed.count("\n") == 3
+    assert listed.count("\n") == 4  # With the titles.
 
 
 @_visits("sync_service/README.md")

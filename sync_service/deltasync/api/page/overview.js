@@ -112,7 +112,7 @@ export function overviewView() {
     const lagging = status.consumers.filter((each) => mood(each.state) !== "good");
     say(cards.sync.value, lagging.length ? `${lagging.length} of ${status.consumers.length} not` : "all", lagging.length ? "warn" : "good");
     say(cards.sync.more, `${status.consumers.length} consumers`, "soft");
-    const worst = Math.max(0, ...status.consumers.map((each) => each.seconds));
+    const worst = Math.max(0, ...status.consumers.filter((each) => each.replicas).map((each) => each.seconds));
     say(cards.stale.value, seconds(worst));
     const p99 = Math.max(...status.consumers.map((each) => each.freshness.p99 ?? -1));
     say(cards.stale.more, p99 < 0 ? "nothing delivered yet" : `deliveries within ${seconds(p99)} (p99, slowest consumer)`, "soft");

@@ -1,0 +1,81 @@
+"""`deltasync status`."""
+
+from typing import Any
+
+import click
+
+from deltasync.cli.config import CONTEXT
+from deltasync.cli.endpoint_options import http_options
+from deltasync.cli.events import event_line
+from deltasync.cli.lag import lines_text
+from deltasync.cli.text_table import seconds, size, text_table
+from deltasync.cli.versions import cuts_text
+from deltasync.cli.watching import as_json_text, json_option, show, watch_option
+from deltasync.client.endpoint import Endpoint
+from deltasync.client.route import Route
+
+_CUTS, _EVENTS = 5, 8
+
+
+@click.command(context_settings=CONTEXT)
+@watch_option
+@json_option
+@http_options
+def status(http: Endpoint, watch: bool, as_json: bool) -> None:
+    """Show everything of a service on one screen: what is wrong, models and their trainers, consumers, the last
+    cuts and where their time went, the last events. Of several processes, that of the one that answers.
+    """
+
+    def text() -> str:
+        answer = Route(http).get_json("/status")
+        return as_json_text(answer) if as_json else status_text(answer)
+
+    show(text, watch=watch)
+
+
+def status_text(answer: dict[str, Any]) -> str:
+    """What the answer says."""
+    parts = [
+        "\n".join(_service(answer)),
+        _models(answer["models"]),
+        lines_text(answer["consumers"]),
+        cuts_text(answer["cuts"][:_CUTS]),
+        "\n".join(map(event_line, answer["events"][-_EVENTS:])),
+    ]
+    return "\n\n".join(filter(None, parts))
+
+
+def _service(answer: dict[str, Any]) -> list[str]:
+    service = answer["service"]
+    name = f" {service['process']}" if service["process"] else ""
+    ready = "ready" if service["ready"] else "NOT READY"
+    lines = [f"service{name}  {ready}  grpc {service['grpc']}  since {service['started']}"]
+    lines += [f"  {each['check']}: {each['trouble']}" for each in service["checks"] if each["trouble"]]
+    lines += [f"  {each}" for each in service["troubles"]]
+    for each in answer["volumes"]:
+        lines.append(f"  volume {each['volume']}: {each['refused'] or size(each['free_bytes']) + ' free'}")
+    lines += [f"  {_rank(each)}" for each in answer["trainers"] if not each["connected"]]
+    return lines
+
+
+def _rank(rank: dict[str, Any]) -> str:
+    return f"rank {rank['rank']} of {rank['model']} is away for {seconds(rank['since_seconds'])}: {rank['left']}"
+
+
+def _models(models: list[dict[str, Any]]) -> str:
+    titles = ("model", "version", "step", "last cut", "ranks", "tables", "bytes", "rows sent", "trouble")
+    rows = (
+        (
+            each["model"],
+            each["head"],
+            each["step"],
+            f"{seconds(each['seconds_since_cut'])} ago" if each["seconds_since_cut"] is not None else "",
+            f"{each['connected']}/{each['ranks']}",
+            each["tables"],
+            size(each["bytes"]),
+            each["published_rows"],
+            each["trouble"],
+        )
+        for each in models
+    )
+    return text_table(titles, rows) if models else "nothing is published yet"

@@ -1,0 +1,122 @@
+"""What operators look at with the command: the same as over HTTP, from one address of either kind."""
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.support.command import deltasync
+from tests.support.fleet import Trainer, follow, wait_until_in_sync
+from tests.support.server import RunningService
+
+from deltasync.cli.lag import BEHIND
+from deltasync.client import NumpyTarget
+from deltasync.core.policy import Policy
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[RunningService]:
+    """One that has published two versions; "predictors" has a replica, "probes" has none."""
+    with (
+        RunningService(tmp_path / "data", policies={"mobile": Policy(top_k=5)}) as service,
+        Trainer(service.grpc) as trainer,
+        follow(service, "predictors", "p", NumpyTarget()),
+    ):
+        trainer.publish_all()
+        wait_until_in_sync(service, "predictors", trainer.publish_all())
+        yield service
+
+
+def shown(*arguments: str) -> str:
+    code, out, err = deltasync(*arguments)
+    assert (code, err) == (0, ""), err
+    return out
+
+
+@pytest.mark.parametrize("kind", ["grpc", "http"])
+def test_one_address_does_for_all(service: RunningService, kind: str) -> None:
+    at = ("--service", getattr(service, kind))
+    assert "clicks" in shown("status", *at)
+    assert "predictors" in shown("lag", *at)
+    assert "head 2" in shown("lag", "predictors", *at)
+    assert "rank joined" in shown("events", *at)
+    code, _, said = deltasync("consumers", "pause", "nobody", *at, admin_token="secret")  # noqa: S106
+    assert (code, "no consumer 'nobody'" in said) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("command", "route"),
+    [
+        (["lag", "predictors"], "/consumers/predictors/lag"),
+        (["lag"], "/lag"),
+        (["versions"], "/versions"),
+        (["events"], "/events?last=20"),
+        (["consumers", "list"], "/consumers"),
+        (["tables", "list"], "/tables"),
+        (["status"], "/status"),
+    ],
+)
+def test_programs_are_given_the_names_of_http(service: RunningService, command: list[str], route: str) -> None:
+    said = json.loads(shown(*command, "--json", "--service", service.http))
+    wanted = service.get_json(route)
+    assert _names(said) == _names(wanted)
+
+
+def _names(answer: object) -> object:
+    """The names in an answer, however its values change."""
+    if isinstance(answer, dict):
+        return {name: _names(value) for name, value in answer.items() if name not in ("subject", "events")}
+    return [_names(each) for each in answer[:1]] if isinstance(answer, list) else None
+
+
+def test_one_screen_says_what_is_wrong(service: RunningService) -> None:
+    text = shown("status", "--service", service.http)
+    assert "ready" in text
+    lines = [line.split() for line in text.splitlines() if line]
+    (model,) = (line for line in lines if line[:2] == ["clicks", "2"] and "ago" in line)
+    assert "1/1" in model
+    order = [line[0] for line in lines if line[0] in ("mobile", "predictors", "probes")]
+    assert order[:3] == ["mobile", "probes", "predictors"]  # Those that nobody follows first.
+    cuts = next(line for line in lines if line[:2] == ["model", "version"] and "gather" in line)
+    assert cuts[-2:] == ["release", "ack"]
+
+
+def test_a_script_is_told_whether_consumers_are_too_far_behind(service: RunningService) -> None:
+    at = ("--service", service.http)
+    assert deltasync("lag", "predictors", "--max-seconds", "5", *at)[0] == 0
+    code, _, said = deltasync("lag", "--max-seconds", "5", *at)
+    assert (code, "consumer probes is empty: no replica" in said) == (BEHIND, True)
+    assert deltasync("lag", "nobody", "--max-seconds", "5", *at)[0] == 1
+
+
+def test_replicas_are_listed_with_what_is_wrong(service: RunningService) -> None:
+    (titles, line) = shown("replicas", "list", "--service", service.http).splitlines()
+    assert titles.split()[:3] == ["consumer", "replica", "state"]
+    assert line.split()[:3] == ["predictors", "p", "connected"]
+    assert shown("replicas", "list", "probes", "--service", service.http) == "no replicas\n"
+
+
+def test_tables_are_listed(service: RunningService) -> None:
+    lines = [line.split() for line in shown("tables", "list", "clicks", "--service", service.http).splitlines()]
+    assert [line[1] for line in lines] == ["table", "user", "item"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_commands(shell: str) -> None:
+    assert "_DELTASYNC_COMPLETE" in shown("completion", shell)
+
+
+def test_what_is_watched_goes_on_until_it_is_stopped(
+    service: RunningService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = []
+
+    def sleep(_: float) -> None:
+        turns.append(threading.current_thread())
+        if len(turns) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("deltasync.cli.watching.time.sleep", sleep)
+    text = shown("lag", "--watch", "--service", service.http)
+    assert text.count("predictors") == 3

@@ -1,0 +1,152 @@
+"""The page, in a real browser."""
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Page, expect
+from tests.integration.page.conftest import NARROW, WAIT_MS, WIDE
+from tests.support.fleet import ITEM, Trainer, follow, wait_until_delivered, wait_until_in_sync
+from tests.support.server import RunningService
+from tests.support.wire import ReplicaStream, ack, size_of
+
+from deltasync.client import NumpyTarget, TableSpec
+from deltasync.core.policy import Policy
+from deltasync.core.roles import token_digest
+from deltasync.wire.messages import position_from_message
+
+expect.set_options(timeout=WAIT_MS)
+Open = Callable[..., Page]
+VIEWS = ("#/", "#/consumers/predictors", "#/tables", "#/tables/item")
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[RunningService]:
+    with RunningService(tmp_path / "data", policies={"mobile": Policy(top_k=5)}) as service:
+        yield service
+
+
+def live(page: Page) -> None:
+    expect(page.locator("#connection.good")).to_contain_text("Live")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [WIDE, NARROW])
+def test_it_can_be_read_by_all(service: RunningService, opened: Open, width: int, scheme: str) -> None:
+    with (
+        Trainer(service.grpc) as trainer,
+        follow(service, "predictors", "p", NumpyTarget()),
+        follow(service, "mobile", "m", NumpyTarget()),
+    ):
+        wait_until_in_sync(service, "predictors", trainer.publish_all())
+        page = opened(service.http, width, scheme)
+        for view in VIEWS:
+            page.goto(f"{service.http}/{view}")
+            live(page)
+            expect(page.locator("tbody tr").first).to_be_visible()
+            found = Axe().run(page)
+            assert found.violations_count == 0, (view, found.generate_report())
+            assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, view
+
+
+def test_it_shows_what_is_wrong_and_updates_itself(service: RunningService, opened: Open) -> None:
+    page = opened(service.http)
+    live(page)
+    with Trainer(service.grpc) as trainer:
+        sealed = trainer.publish_all()
+        expect(page.locator("tr", has_text="clicks 1")).to_contain_text("100")
+        with follow(service, "predictors", "p", NumpyTarget()):
+            wait_until_in_sync(service, "predictors", sealed)
+            row = page.locator("tr", has=page.get_by_role("link", name="predictors", exact=True))
+            expect(row).to_contain_text("in sync")
+            bar = page.locator("tr", has_text="clicks 1").get_by_role("img")
+            expect(bar).to_have_attribute("aria-label", _every_part())
+    page.get_by_role("link", name="probes", exact=True).click()
+    expect(page.locator("h2").first).to_contain_text("Consumer probes: empty")
+    page.get_by_role("link", name="item").click()
+    expect(page.locator("main")).to_contain_text(f"{ITEM.rows} rows of {ITEM.dim}")
+
+
+def _every_part() -> re.Pattern[str]:
+    return re.compile(".*".join(("gather", "send", "seal", "log", "apply", "release", "ack")))
+
+
+def test_a_replica_that_is_away_is_named_with_the_reason(service: RunningService, opened: Open) -> None:
+    with Trainer(service.grpc) as trainer:
+        trainer.publish_all()
+        with ReplicaStream(service.grpc, consumer="predictors", replica="p-7") as replica:
+            rows, end = replica.release()
+            replica.send(ack(size_of(rows), position_from_message(end.position)))
+            wait_until_delivered(service, "predictors", position_from_message(end.position))
+        page = opened(f"{service.http}/#/consumers/predictors")
+        row = page.locator("tr", has_text="p-7")
+        expect(row).to_contain_text("away")
+        expect(row.locator("td").last).to_contain_text("away for")
+
+
+def test_it_says_when_the_connection_is_lost_and_comes_back(tmp_path: Path, opened: Open) -> None:
+    with RunningService(tmp_path / "data") as service:
+        port = int(service.http.rpartition(":")[2])
+        page = opened(service.http)
+        live(page)
+    expect(page.locator("#connection.bad")).to_contain_text("Connection lost: trying again; what is shown is of")
+    with RunningService(tmp_path / "data", http_port=port):
+        live(page)
+
+
+def test_it_shows_nothing_that_a_role_may_not_see(tmp_path: Path, opened: Open) -> None:
+    roles = tmp_path / "roles.toml"
+    roles.write_text(
+        f'[tokens.watcher]\nsha256 = "{token_digest("see").hex()}"\nroles = ["read"]\n'
+        f'[tokens.publisher]\nsha256 = "{token_digest("pub").hex()}"\nroles = ["publish:clicks"]\n'
+    )
+    with RunningService(tmp_path / "data", admin_token=None, roles=roles) as service:
+        page = opened(service.http)
+        for token in ("", "wrong", "pub"):
+            if token:
+                page.get_by_label("Token").fill(token)
+                page.keyboard.press("Enter")
+            expect(page.locator("#refusal")).to_contain_text("read")
+            expect(page.locator("main")).to_be_empty()
+            assert "predictors" not in page.content()
+        page.get_by_label("Token").fill("see")
+        page.get_by_role("button", name="Show").click()
+        live(page)
+        expect(page.get_by_role("link", name="predictors", exact=True)).to_be_visible()
+        assert "see" not in page.url
+
+
+def test_it_is_used_by_keyboard_alone(service: RunningService, opened: Open) -> None:
+    page = opened(service.http)
+    live(page)
+    page.keyboard.press("Tab")
+    expect(page.get_by_role("link", name="Skip to what there is")).to_be_focused()
+    link = page.get_by_role("link", name="predictors", exact=True)
+    for _ in range(30):
+        page.keyboard.press("Tab")
+        if link.evaluate("each => each === document.activeElement"):
+            break
+    page.keyboard.press("Enter")
+    expect(page.locator("h2").first).to_contain_text("Consumer predictors")
+
+
+def test_many_consumers_and_many_tables_do_not_choke_it(tmp_path: Path, opened: Open) -> None:
+    tables = [TableSpec(f"t{number:04}", 2, 4) for number in range(2000)]
+    many = {f"c{number:03}": Policy(tables=("t0000", "t0001")) for number in range(200)}
+    with RunningService(tmp_path / "data", policies=many) as service, Trainer(service.grpc, tables) as trainer:
+        trainer.publish_all()
+        page = opened(service.http)
+        live(page)
+        expect(page.locator("table", has_text="Consumers, those").locator("tbody tr")).to_have_count(202)
+        page.get_by_label("Consumer", exact=True).fill("c17")
+        expect(page.locator("table", has_text="Consumers, those").locator("tbody tr")).to_have_count(10)
+        page.goto(f"{service.http}/#/tables")
+        expect(page.get_by_text("the first 200 of 2000")).to_be_visible()
+        page.get_by_label("Table", exact=True).fill("t1999")
+        expect(page.locator("tbody tr")).to_have_count(1)
+        first = page.locator("#connection").inner_text()
+        expect(page.locator("#connection")).not_to_have_text(first)
+        page.goto(f"{service.http}/#/consumers/predictors")
+        expect(page.get_by_text("the first 200 of 2000")).to_be_visible()
