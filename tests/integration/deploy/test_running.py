@@ -59,7 +59,7 @@ def test_metrics_are_those_the_alerts_and_the_dashboard_know(
     service: tuple[subprocess.Popen[bytes], str], metrics: dict[str, set[str]]
 ) -> None:
     exposition = _get(f"{service[1]}/metrics")
-    families = re.findall(r"(?m)^# TYPE (\w+) (\w+)", exposition)
+    families = re.findall(r"(?m)^# TYPE (deltasync_\w+) (\w+)", exposition)
     samples = {name + end for name, kind in families for end in (_HISTOGRAM if kind == "histogram" else ("",))}
     assert samples == metrics.keys()
     labelled = re.findall(r"(?m)^(\w+)\{(.*)\} ", exposition)

@@ -3,7 +3,10 @@
 import json
 import re
 import shutil
+import signal
+import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -49,6 +52,27 @@ def test_rows_are_equal_after_micro_batches_of_tensordicts_although_the_service_
     assert report["rows_published"] > 0
     assert report["steps"] == 95
     assert report["events_evaluated"] == 6018 - 6018 // 2
+
+
+@pytest.mark.slow
+def test_everything_stays_up_to_be_looked_at_until_ctrl_c() -> None:
+    with subprocess.Popen([*COMMAND, *SMALL, "--hold"], stdout=subprocess.PIPE, text=True) as demo:
+        assert demo.stdout
+        said = list[str]()
+        for line in demo.stdout:
+            said.append(line)
+            if found := re.search(r"everything stays up until Ctrl-C: (http://\S+)/ shows it", line):
+                break
+        assert found, said
+        status = json.loads(
+            urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{found[1]}/status").read()
+        )
+        assert [each["state"] for each in status["consumers"]] == ["in sync"]
+        assert status["cuts"]
+        demo.send_signal(signal.SIGINT)
+        rest = demo.stdout.read()
+    assert demo.returncode == 0, rest
+    assert "rows equal:" in rest
 
 
 @pytest.mark.slow

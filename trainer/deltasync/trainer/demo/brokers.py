@@ -85,7 +85,7 @@ class Brokers:
         path.write_text(self._configuration(broker))
         with (broker.folder / "log").open("ab") as log:
             self._running[broker.name] = subprocess.Popen(
-                [self._program, "-c", str(path)], stdout=log, stderr=subprocess.STDOUT
+                [self._program, "-c", str(path)], stdout=log, stderr=subprocess.STDOUT, process_group=0
             )
 
     def kill(self, broker: Broker) -> None:

@@ -68,6 +68,7 @@ _TABLES = ("int8", "int4")
 @click.option(
     "--secure", is_flag=True, help="Mutual TLS and roles: every process with a certificate or a token of its own."
 )
+@click.option("--hold", is_flag=True, help="Keep everything up at the end, to look at, until Ctrl-C.")
 @click.option("--keep", is_flag=True, help="Keep the folder of logs and results.")
 @click.option(
     "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the report here."
@@ -91,7 +92,8 @@ def demo(json_file: Path | None, model: str | None, serve: str | None, **setting
     settings["managed"] = (model or _MODELS[bool(policy.value_type.tbe_bits)]) == "mch"
     stream, training = take_stream_options(settings), take_training_options(settings)
     # As any other end: the processes are ended too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda received, _: sys.exit(128 + received))
     _run(DemoOptions(stream=stream, training=training, policy=policy, **settings), json_file)
 
 

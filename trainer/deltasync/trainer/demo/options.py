@@ -39,6 +39,7 @@ class DemoOptions:
         publish_every: steps between cuts.
         kill_service_at: kill the service with SIGKILL at this share of the steps; None = never.
         keep: keep the folder of logs and results.
+        hold: keep everything up at the end, until Ctrl-C.
         policy: what the replicas are given.
         secure: have everything speak mutual TLS, and show who it is.
         brokers: NATS brokers that keep the log; 0 = the service keeps its own.
@@ -53,6 +54,7 @@ class DemoOptions:
     publish_every: int = 2
     kill_service_at: float | None = None
     keep: bool = False
+    hold: bool = False
     policy: Policy = field(default_factory=Policy)
     secure: bool = False
     brokers: int = 0

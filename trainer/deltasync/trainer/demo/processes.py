@@ -36,8 +36,13 @@ class Processes:
         # One thread each: there are more processes than cores.
         environment = {**kept, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "no_proxy": "127.0.0.1,localhost"}
         with self.log(name).open("ab") as log:
+            # A group of its own: Ctrl-C is for whoever has started it, who ends it then.
             self._running[name] = subprocess.Popen(
-                [sys.executable, "-m", *arguments], stdout=log, stderr=subprocess.STDOUT, env=environment
+                [sys.executable, "-m", *arguments],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                process_group=0,
             )
 
     def log(self, name: str) -> Path:

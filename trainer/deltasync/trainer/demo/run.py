@@ -1,5 +1,6 @@
 """The demo from its first process to its last."""
 
+import contextlib
 import shutil
 import tempfile
 import time
@@ -185,6 +186,8 @@ class _DemoRun:
             lacking = "row" if until == IN_SYNC else "release"
             progress.say(f"all {self._steps} steps are trained; waiting until the replicas hold every {lacking}")
             progress.show(self._await(processes, service, until, _CATCH_UP_SECONDS, progress.show_wait))
+            if self._options.hold:
+                self._hold(processes, service, progress)
             progress.say("stopping the replicas and the service")
             for name in (*self._followers, *service.names):
                 processes.stop(name)
@@ -203,6 +206,7 @@ class _DemoRun:
         lag, asking = self._fleets[0].consumer, self._credentials.arguments(STATUS)
         secure, http = f"  deltasync lag {lag} {' '.join(asking)}", service.http.partition(",")[0]
         progress.say(secure if self._options.secure else f"  curl {http}/consumers/{lag}/lag")
+        progress.say(f"  {http}/ in a browser{', with the token' if self._options.secure else ''}")
         return service
 
     def _start_trainer(self, processes: Processes) -> None:
@@ -234,6 +238,14 @@ class _DemoRun:
         frozen = ["--last-step", str(self._half // self._stream.batch_size)] if fleet.frozen else []
         how = ["--value-type", fleet.policy.value_type.value, *self._stream.model.arguments()]
         return ["deltasync.trainer.demo.serving", *how, *frozen]
+
+    def _hold(self, processes: Processes, service: Services, progress: DemoProgress) -> None:
+        """Keep everything as it is until Ctrl-C."""
+        progress.say(f"everything stays up until Ctrl-C: {service.http.partition(',')[0]}/ shows it")
+        with contextlib.suppress(KeyboardInterrupt):
+            while True:
+                self._poll(processes, service)
+                time.sleep(_POLL_SECONDS)
 
     def _watch(self, processes: Processes, service: Services, progress: DemoProgress, kills: Kills) -> None:
         while processes.running("trainer"):
