@@ -2,6 +2,7 @@
 
 import os
 
+os.environ["DELTASYNC_LOG_FORMAT"] = "text"  # Of processes that tests start, whose lines they look for.
 os.environ["DELTASYNC_CHECK_THREADS"] = "1"  # Read where classes are defined: before anything else is imported.
 
 import time
@@ -45,7 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a developer has set must not reach the tests."""
     for name in os.environ:
-        ours = name.startswith("DELTASYNC_") and name != "DELTASYNC_CHECK_THREADS"
+        ours = name.startswith("DELTASYNC_") and name not in ("DELTASYNC_CHECK_THREADS", "DELTASYNC_LOG_FORMAT")
         if ours or name.lower().endswith("_proxy"):
             monkeypatch.delenv(name)
 

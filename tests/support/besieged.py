@@ -19,7 +19,7 @@ _WAIT_SECONDS = 20.0
 # What may be left for a while: of allocators, of pools of threads, of connections that are just being closed.
 _SPARE = Usage(memory=128 << 20, disk=32 << 20, threads=8, descriptors=16)
 _LINE = re.compile(
-    r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ((INFO|WARNING) deltasync[a-z_.]*|ERROR deltasync.events) "
+    r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ((DEBUG|INFO|WARNING) deltasync[a-z_.]*|ERROR deltasync.events) "
 )
 LONGEST_REFUSAL = 2_000
 LONGEST_LINE = 4_000

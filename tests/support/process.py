@@ -1,7 +1,6 @@
 """A real service process that a test may kill and start again."""
 
 import json
-import os
 import resource
 import signal
 import subprocess
@@ -14,6 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from tests.support.http import HttpStatus
+from tests.support.programs import cleaned
 
 _DEADLINE_SECONDS = 30.0
 _WITH_SHARED_FILES = """
@@ -144,5 +144,4 @@ class ServiceProcess(HttpStatus):
 
 def environment(code: Path | None = None) -> dict[str, str]:
     """What a process is started with: no settings of this one, and the package of today, or that in `code`."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("DELTASYNC_")}
-    return kept | ({"PYTHONPATH": str(code)} if code else {})
+    return cleaned() | ({"PYTHONPATH": str(code)} if code else {})

@@ -52,8 +52,12 @@ def killed(process: "subprocess.Popen[AnyStr]") -> "Iterator[subprocess.Popen[An
 
 
 def cleaned() -> dict[str, str]:
-    """The environment without settings of ours."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("DELTASYNC_")}
+    """The environment without settings of ours, but for the form of lines that tests look for."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("DELTASYNC_") or name == "DELTASYNC_LOG_FORMAT"
+    }
 
 
 def _end(process: "subprocess.Popen[str]") -> None:

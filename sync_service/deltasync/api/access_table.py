@@ -74,6 +74,7 @@ ROUTES: Mapping[tuple[str, str], Need] = {
     ("GET", "/versions"): _READ,
     ("GET", "/trainers"): _READ,
     ("GET", "/events"): _READ,
+    ("GET", "/log-levels"): _READ,
     ("GET", "/models"): _READ,
     ("GET", "/processes"): _READ,
     ("GET", "/snapshots"): _READ,
@@ -91,6 +92,7 @@ ROUTES: Mapping[tuple[str, str], Need] = {
     ("DELETE", "/models/{name}"): _ADMIN,
     ("DELETE", "/models/{name}/tables/{table}"): _ADMIN,
     ("POST", "/deletes"): _ADMIN,
+    ("PUT", "/log-levels"): _ADMIN,
 }
 
 

@@ -8,6 +8,7 @@ from deltasync.api.caller import CALL, Call
 from deltasync.core.access import Role
 from deltasync.core.errors import NotPermitted
 from deltasync.core.events import Event, EventKind, Events, described, line_of
+from deltasync.core.logs import FIELDS
 from deltasync.core.words import printable
 
 logger = logging.getLogger("deltasync.audit")
@@ -80,4 +81,6 @@ def _write(level: int, what: str, call: Call, text: str) -> None:
     who = call.identity
     role, says = call.role.value if call.role else "-", f" by={call.says}" if call.says else ""
     line = f"{what}: role={role} name={who.name or '-'} address={who.address}{says} call={call.name}: {text}"
-    logger.log(level, "%s", printable(line, _LONGEST_LINE))
+    fields = {"event": f"call_{what}", "role": role, "name": who.name, "address": who.address, "by": call.says}
+    said = {FIELDS: {**fields, "call": call.name, "text": printable(text, _LONGEST_LINE)}}
+    logger.log(level, "%s", printable(line, _LONGEST_LINE), extra=said)

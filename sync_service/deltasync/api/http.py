@@ -10,6 +10,7 @@ from deltasync.api.documentation import documentation
 from deltasync.api.event_routes import event_routes
 from deltasync.api.http_errors import answer_errors, document_errors, error_responses
 from deltasync.api.lag_routes import lag_routes
+from deltasync.api.log_routes import log_routes
 from deltasync.api.model_routes import model_routes
 from deltasync.api.overview_routes import overview_routes
 from deltasync.api.page import page_routes
@@ -61,6 +62,7 @@ def create_app(
     app.include_router(delete_routes(service))
     app.include_router(process_routes(service))
     app.include_router(snapshot_routes(service))
+    app.include_router(log_routes(service))
     app.router.routes += page_routes()
     app.add_route("/docs", documentation(app))
     document = document_errors(app.openapi())

@@ -6,7 +6,7 @@ from importlib.metadata import EntryPoint, entry_points
 import click
 
 from deltasync.core.errors import DeltasyncError
-from deltasync.core.process import log_to_stderr
+from deltasync.core.logs import log_to_stderr
 
 
 class _Verbs(click.Group):
@@ -60,8 +60,8 @@ def cli() -> None:
 
 def main() -> None:
     """Run the command line; an error that was foreseen is one line, not a traceback."""
-    log_to_stderr()
     try:
+        log_to_stderr()
         cli()
     except* DeltasyncError as group:
         for error in _leaves(group):

@@ -19,6 +19,7 @@ from deltasync.cli.needs import SERVICE, check_needs
 from deltasync.cli.tls_options import take_tls_options, tls_options
 from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.core.limits import LimitOptions
+from deltasync.core.logs import FORMATS, LEVELS, log_to_stderr
 
 if TYPE_CHECKING:
     from deltasync.api.reload import Reloaded
@@ -80,6 +81,17 @@ check_needs(*SERVICE)
     "given.",
 )
 @click.option(
+    "--log-format",
+    type=click.Choice(FORMATS),
+    default="auto",
+    help="What is written to standard error: text on a terminal and JSON elsewhere, or always one of them.",
+)
+@click.option(
+    "--log-level",
+    default="info",
+    help=f"From which level on: {', '.join(LEVELS)}; with commas also deltasync.NAME=LEVEL.",
+)
+@click.option(
     "--poisoned",
     type=click.Choice(["refuse", "quarantine"]),
     default="refuse",
@@ -103,6 +115,7 @@ def serve(consumer: tuple[ConsumerOptions, ...], limit: Mapping[str, int], **set
     exists gets this policy at every start, and on SIGHUP, when these tables are read again, and so is a table
     [limits], of which a --limit wins.
     """
+    log_to_stderr(settings.pop("log_format"), settings.pop("log_level"))
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # Which would end a process that does not listen to it yet.
     from deltasync.api import server
     from deltasync.api.server_options import ServerOptions

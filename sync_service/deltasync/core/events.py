@@ -9,6 +9,7 @@ from enum import Enum
 from typing import TypeAlias
 
 from deltasync.core.errors import DeltasyncError
+from deltasync.core.logs import FIELDS
 from deltasync.core.words import printable
 
 logger = logging.getLogger("deltasync.events")
@@ -47,6 +48,7 @@ class EventKind(Enum):
     KEY_EXPOSED = "key_exposed", logging.WARNING
     ROLES_RELOADED = "roles_reloaded", logging.INFO
     ROLES_REFUSED = "roles_refused", logging.ERROR
+    LOG_LEVEL_CHANGED = "log_level_changed", logging.INFO
     # The log of the audit says who.
     CALL_REFUSED = "call_refused", logging.DEBUG
     CUT_REFUSED = "cut_refused", logging.ERROR
@@ -204,7 +206,8 @@ class EventLog:
         if kept:
             self._keep(event)
         unforeseen = None if isinstance(event.error, DeltasyncError) else event.error
-        logger.log(event.kind.level, "%s", line, exc_info=unforeseen)
+        fields = {FIELDS: {"event": event.kind.value, **event.subject, "text": text_of(event)}}
+        logger.log(event.kind.level, "%s", line, exc_info=unforeseen, extra=fields)
 
     def _due(self, line: str) -> bool:
         now = self._now()

@@ -2,17 +2,10 @@
 
 import ctypes
 import gc
-import logging
 import os
 import resource
 import socket
 from pathlib import Path
-from typing import Any
-
-from deltasync.core.words import printable
-
-# Of a message in the log, and of a line of a traceback.
-_LONGEST_MESSAGE = 2_000
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
 
@@ -111,30 +104,3 @@ def raise_descriptor_limit() -> int:
 def this_process() -> str:
     """This process in words, for people at another machine."""
     return f"process {os.getpid()} of {socket.gethostname()[:100]}"
-
-
-class _Lines(logging.Formatter):
-    """Formats messages as one line each, of bounded length: what others have said cannot look like another line.
-    The lines of a traceback are indented, and no others.
-    """
-
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # as in logging
-        record.message = printable(record.message, _LONGEST_MESSAGE)
-        return super().formatMessage(record)
-
-    def formatException(self, ei: Any) -> str:  # noqa: N802  # as in logging
-        lines = super().formatException(ei).splitlines()
-        return "\n".join(f"    {printable(line, _LONGEST_MESSAGE)}" for line in lines)
-
-
-def log_to_stderr() -> None:
-    """Log our own messages from INFO on, and warnings of other packages; of gRPC's core and of uvicorn no more
-    than failures: they write what any peer sends, as it is, and a line for each that makes no sense. Call it
-    before gRPC is used.
-    """
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-    handler = logging.StreamHandler()
-    handler.setFormatter(_Lines("%(asctime)s %(levelname)s %(name)s %(message)s"))
-    logging.basicConfig(handlers=[handler])
-    logging.getLogger("deltasync").setLevel(logging.INFO)

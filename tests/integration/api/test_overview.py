@@ -3,6 +3,7 @@
 import json
 import re
 import threading
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 from tests.support.fleet import ITEM, USER, Trainer, follow, wait_until_in_sync
-from tests.support.server import RunningService
+from tests.support.server import TOKEN, RunningService
 
 from deltasync.client import NumpyTarget
 from deltasync.core.cut_times import SERVICE_PARTS
@@ -148,6 +149,29 @@ def test_every_check_has_a_name(service: RunningService) -> None:
     assert status == 200
     assert "+ volumes: ok\n" in body
     assert body.count("\n") == body.count(": ok\n") == 6
+
+
+def test_levels_of_the_log_are_changed_while_it_runs(
+    service: RunningService, caplog: pytest.LogCaptureFixture
+) -> None:
+    def put(body: str) -> int:
+        headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
+        request = urllib.request.Request(service.http + "/log-levels", body.encode(), headers, method="PUT")  # noqa: S310
+        try:
+            return int(urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request).status)
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    assert put('{"logger": "deltasync.events", "level": "debug"}') == 200
+    with Trainer(service.grpc) as trainer:
+        trainer.publish_all()
+    assert service.get_json("/log-levels")["deltasync.events"] == "debug"
+    assert any("cut sealed" in each.getMessage() for each in caplog.records)
+    assert put('{"logger": "deltasync.events", "level": "info"}') == 200
+    for wrong in ('{"level": "loud"}', '{"logger": "root", "level": "info"}', '{"level": 3}', "[]"):
+        assert put(wrong) == 400, wrong
+    changed = [each for each in service.get_json("/events") if each["event"] == "log_level_changed"]
+    assert [each["text"] for each in changed] == ["from debug on", "from info on"]
 
 
 def test_which_deltasync_answers(service: RunningService) -> None:

@@ -12,7 +12,7 @@ from deltasync.api.call_errors import error_response, told
 from deltasync.api.caller import CALL, Call
 from deltasync.core.access import Grant, Identity, Role
 from deltasync.core.errors import InvalidInput, NotFound, StorageFailed
-from deltasync.core.process import log_to_stderr
+from deltasync.core.logs import log_to_stderr
 
 READER = Call(identity=Identity("reader", (Grant(Role.READ),)))
 FORGED = "x\n2026-01-01 00:00:00,000 INFO deltasync forged\r\x1b[2J"

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltasync.cli.config import CONTEXT
-from deltasync.core.process import log_to_stderr
+from deltasync.core.logs import log_to_stderr
 from deltasync.trainer.clicks.events import Events
 from deltasync.trainer.clicks.features import Features, Featurizer
 from deltasync.trainer.clicks.stream_options import managed_option, stream_options, take_stream_options

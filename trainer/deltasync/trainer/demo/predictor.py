@@ -32,7 +32,8 @@ from deltasync.client import (
     ValueType,
 )
 from deltasync.client.torch_target import TorchTarget
-from deltasync.core.process import keep_freed_memory, log_to_stderr
+from deltasync.core.logs import log_to_stderr
+from deltasync.core.process import keep_freed_memory
 from deltasync.trainer.clicks.model import ClickModel
 from deltasync.trainer.clicks.stream_options import managed_option, size_options, take_model_options
 from deltasync.trainer.demo.prediction import MOST_BYTES, Prediction, batch_of

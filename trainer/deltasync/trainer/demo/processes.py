@@ -34,6 +34,7 @@ class Processes:
         """Start `python -m ARGUMENTS`, with its output in NAME.log."""
         kept = {key: value for key, value in os.environ.items() if not key.startswith("DELTASYNC_")}
         # One thread each: there are more processes than cores.
+        kept["DELTASYNC_LOG_FORMAT"] = "text"  # People read it where something has failed.
         environment = {**kept, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "no_proxy": "127.0.0.1,localhost"}
         with self.log(name).open("ab") as log:
             # A group of its own: Ctrl-C is for whoever has started it, who ends it then.

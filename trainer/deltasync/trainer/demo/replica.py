@@ -15,7 +15,8 @@ from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import service_options
 from deltasync.client import Release, Subscriber, SubscriberOptions
 from deltasync.client.torch_target import TorchTarget
-from deltasync.core.process import keep_freed_memory, log_to_stderr
+from deltasync.core.logs import log_to_stderr
+from deltasync.core.process import keep_freed_memory
 from deltasync.core.rows import Ids, Values
 from deltasync.core.tables import TableSpec
 from deltasync.trainer.clicks.events import Events

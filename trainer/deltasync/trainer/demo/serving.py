@@ -18,7 +18,8 @@ from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import service_options
 from deltasync.client import Release, Subscriber, SubscriberOptions, ValueType
 from deltasync.core.listener import listening_socket
-from deltasync.core.process import keep_freed_memory, log_to_stderr
+from deltasync.core.logs import log_to_stderr
+from deltasync.core.process import keep_freed_memory
 from deltasync.trainer.clicks.model import ClickModel
 from deltasync.trainer.clicks.model_state import ModelState
 from deltasync.trainer.clicks.stream_options import managed_option, size_options, take_model_options

@@ -17,7 +17,7 @@ from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import service_options
 from deltasync.client import Endpoint, Part, Position, Publisher, PublisherOptions, ResyncRequired, RowBatch, Shard
 from deltasync.core.errors import Contradiction, Damaged, DeltasyncError, InvalidInput
-from deltasync.core.process import log_to_stderr
+from deltasync.core.logs import log_to_stderr
 from deltasync.core.rows import Ids
 from deltasync.trainer.demo.stopping import stop_on_signals
 from deltasync.trainer.soak.journal import Journal, read_journal

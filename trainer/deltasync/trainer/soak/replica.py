@@ -13,7 +13,7 @@ import numpy as np
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import service_options
 from deltasync.client import Release, Subscriber, SubscriberOptions, Target
-from deltasync.core.process import log_to_stderr
+from deltasync.core.logs import log_to_stderr
 from deltasync.core.rows import Ids, Values
 from deltasync.core.tables import TableSpec
 from deltasync.trainer.demo.stopping import stop_on_signals

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import service_options
 from deltasync.client import Endpoint
-from deltasync.core.process import log_to_stderr
+from deltasync.core.logs import log_to_stderr
 from deltasync.trainer.clicks.checkpoints import Checkpoints
 from deltasync.trainer.clicks.micro_batches import micro_batches
 from deltasync.trainer.clicks.model import ClickModel

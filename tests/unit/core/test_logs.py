@@ -1,0 +1,116 @@
+"""What processes write of themselves."""
+
+import ast
+import json
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support.documents import ROOT
+
+from deltasync.core.errors import InvalidInput, StorageFailed
+from deltasync.core.events import Event, EventKind, EventLog
+from deltasync.core.logs import levels, log_to_stderr, parse_levels, set_levels
+
+SERVICE = ROOT / "sync_service"
+
+
+@contextmanager
+def logged(form: str = "", levels: str = "") -> Iterator[logging.Handler]:
+    """What is logged there goes to standard error alone; handlers and levels are as before after that."""
+    names = ("deltasync", "deltasync.events", "deltasync.api")
+    before = {name: logging.getLogger(name).level for name in names}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logging.getLogger(), "handlers", [])
+        log_to_stderr(form, levels)
+        yield logging.getLogger().handlers[0]
+    for name, level in before.items():
+        logging.getLogger(name).setLevel(level)
+
+
+def written(capsys: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
+    return [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+
+
+def test_an_event_has_a_key_for_each_thing_that_it_concerns(capsys: pytest.CaptureFixture[str]) -> None:
+    with logged("json"):
+        refused = Event(
+            EventKind.REPLICA_REFUSED, {"consumer": "c", "rank": 3}, "not let in", StorageFailed("full")
+        )
+        EventLog()(refused)
+    (line,) = written(capsys)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT[\d:.]+Z", str(line.pop("time")))
+    assert line == {
+        "level": "warning",
+        "logger": "deltasync.events",
+        "event": "replica_refused",
+        "consumer": "c",
+        "rank": 3,
+        "text": "not let in: full",
+    }
+
+
+def test_other_messages_and_errors_have_the_same_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    with logged("json"):
+        logging.getLogger("deltasync.api").info("listening: %s", "here")
+        EventLog()(Event(EventKind.FAILED, {"model": "m"}, "tried again", KeyError("x")))
+    message, failed = written(capsys)
+    assert (message["event"], message["text"]) == ("message", "listening: here")
+    assert "KeyError" in str(failed["traceback"])
+
+
+@given(st.text(max_size=200))
+def test_a_line_stays_one_line_whatever_peers_say(text: str) -> None:
+    record = logging.LogRecord("deltasync", logging.INFO, "", 0, "%s", (text * 100,), None)
+    with logged("json") as handler:
+        line = handler.format(record)
+    assert "\n" not in line
+    assert len(line) < 15_000
+    json.loads(line)
+
+
+def test_text_is_for_terminals_and_json_for_the_rest(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DELTASYNC_LOG_FORMAT")
+    for terminal in (True, False):
+        monkeypatch.setattr("sys.stderr.isatty", lambda terminal=terminal: terminal)
+        with logged():
+            logging.getLogger("deltasync").info("here")
+        assert (capsys.readouterr().err[0] != "{") == terminal
+
+
+def test_levels_are_named_and_can_be_changed(capsys: pytest.CaptureFixture[str]) -> None:
+    with logged("json", "warning,deltasync.api=debug"):
+        logging.getLogger("deltasync.events").info("not this")
+        logging.getLogger("deltasync.api").debug("this")
+        assert [line["text"] for line in written(capsys)] == ["this"]
+        set_levels("deltasync.events=info")
+        logging.getLogger("deltasync.events").info("now this")
+        assert [line["text"] for line in written(capsys)] == ["now this"]
+        assert levels().items() >= {"deltasync": "warning", "deltasync.api": "debug"}.items()
+
+
+@pytest.mark.parametrize("wrong", ["loud", "INFO ", "root=info", "deltasync.api=", "info,,debug"])
+def test_what_is_no_level_is_refused(wrong: str) -> None:
+    with pytest.raises(InvalidInput, match="expected one of debug, info, warning, error"):
+        parse_levels(wrong)
+
+
+def test_the_readme_lists_all_keys() -> None:
+    section = (SERVICE / "README.md").read_text().partition("### What is logged")[2].partition("\n## ")[0]
+    listed = {name for line in re.findall(r"(?m)^\| (`.*?) \|", section) for name in re.findall(r"`(\w+)`", line)}
+    subjects = {
+        keyword.arg
+        for path in (SERVICE / "deltasync").rglob("*.py")
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "emit"
+        for keyword in call.keywords
+        if keyword.arg not in (None, "error")
+    }
+    fixed = {"time", "level", "logger", "event", "text", "traceback"}
+    assert listed == fixed | subjects | {"by", "role", "address", "call", "name"}
