@@ -35,8 +35,13 @@ EVENT_METRICS: dict[str, set[str]] = {
 # Those that exist only where TLS is spoken.
 TLS_METRICS: dict[str, set[str]] = {"deltasync_certificate_expires_seconds": {"setting"}}
 
-# Those that exist only where snapshots are made.
-SNAPSHOT_METRICS: dict[str, set[str]] = {"deltasync_snapshot_age_seconds": {"model"}}
+# Those that exist only where snapshots are made, and where the service probes itself.
+SNAPSHOT_METRICS: dict[str, set[str]] = {
+    "deltasync_snapshot_age_seconds": {"model"},
+    "deltasync_probe_seconds": set(),
+    "deltasync_probe_age_seconds": set(),
+    "deltasync_probe_failures_total": set(),
+}
 
 # What histograms consist of, and the labels that they have besides.
 _SAMPLES: dict[str, set[str]] = {"bucket": {"le"}, "sum": set(), "count": set()}

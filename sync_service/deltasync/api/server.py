@@ -27,9 +27,11 @@ from deltasync.api.reload import Reader, Reloaded, reload_on
 from deltasync.api.roles_file import RolesFile
 from deltasync.api.server_options import ServerOptions
 from deltasync.api.shared_log import member, open_logs
+from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.core.errors import InvalidInput, ServiceUnavailable
 from deltasync.core.exposure import may_listen
 from deltasync.core.listener import listening_socket
+from deltasync.core.probe_status import PROBE, ProbeStatus
 from deltasync.core.process import keep_freed_memory, raise_descriptor_limit, spare_imports, write_no_core
 from deltasync.core.progress import Progress
 from deltasync.kernels.compiled import imported_kernels, keep_in
@@ -208,7 +210,8 @@ async def _listen(
         async with _among_others(service, options, where):
             server.health.note(serving=True)
             await endpoints.announce(where, stopped)
-            await stopped
+            async with _probing(service, options, where):
+                await stopped
             server.health.note(serving=False)
     logger.info("shutting down")
     server.health.note(serving=False)
@@ -224,6 +227,22 @@ async def _listen(
 
 
 @contextlib.asynccontextmanager
+async def _probing(service: Service, options: ServerOptions, where: Addresses) -> AsyncIterator[None]:
+    """While the block runs, a row goes all the way again and again, if one is to."""
+    if options.probe is None:
+        yield
+        return
+    name = probe_name(options)
+    await service.ensure_consumer(ConsumerOptions(name, name), _SETTINGS)
+    service.probe = ProbeStatus(name)
+    probe = await asyncio.to_thread(options.probe, where.grpc, service.probe)
+    try:
+        yield
+    finally:
+        await asyncio.to_thread(probe.close)
+
+
+@contextlib.asynccontextmanager
 async def _among_others(service: Service, options: ServerOptions, where: Addresses) -> AsyncIterator[None]:
     """While the block runs, the process owns models with those that share its log, if others do."""
     logs, snapshots = service.logs, service.snapshots
@@ -232,6 +251,11 @@ async def _among_others(service: Service, options: ServerOptions, where: Address
         return
     async with member(service, options.shared, logs, snapshots, where):
         yield
+
+
+def probe_name(options: ServerOptions) -> str:
+    """What the model and the consumer of the probe are called: of several processes, of each its own."""
+    return f"{PROBE}-{options.shared.process}" if options.shared else PROBE
 
 
 async def _compile(service: Service, stopping: asyncio.Event) -> None:

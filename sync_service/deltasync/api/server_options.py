@@ -1,15 +1,25 @@
 """Where a service listens, and what it starts with."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from deltasync.api.reload import Reader
 from deltasync.api.shared_options import SharedLogOptions
 from deltasync.api.tls_options import TlsOptions
 from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.core.errors import InvalidInput
+from deltasync.core.probe_status import ProbeStatus
 from deltasync.service.options import ServiceOptions
 from deltasync.service.snapshots import SnapshotOptions
+
+
+class Probe(Protocol):
+    """Probes a service until it is closed; that blocks."""
+
+    def close(self) -> None:
+        """End it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +40,7 @@ class ServerOptions:
         tls: what TLS is spoken with on both ports; None = plain text.
         shared: brokers that keep the log, which other processes can go on with; None = it is this one's own.
         snapshots: which snapshots are made; None = none.
+        probe: begins to probe the service, by where it answers gRPC; None = nobody does.
     """
 
     service: ServiceOptions
@@ -45,6 +56,7 @@ class ServerOptions:
     tls: TlsOptions | None = None
     shared: SharedLogOptions | None = None
     snapshots: SnapshotOptions | None = None
+    probe: "Callable[[str, ProbeStatus], Probe] | None" = None
 
     def __post_init__(self) -> None:
         if self.shared and not self.snapshots:

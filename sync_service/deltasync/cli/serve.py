@@ -16,6 +16,7 @@ from deltasync.cli.endpoint_options import listening_options
 from deltasync.cli.limit_settings import limits_of_file, limits_of_flags
 from deltasync.cli.log_options import log_options, take_log_options, take_snapshot_options
 from deltasync.cli.needs import SERVICE, check_needs
+from deltasync.cli.probe_options import probe_options, take_probe_options
 from deltasync.cli.tls_options import take_tls_options, tls_options
 from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.core.limits import LimitOptions
@@ -80,6 +81,7 @@ check_needs(*SERVICE)
     help="By which factor a row's norm may be over the largest that a row of its table has had. No limit unless "
     "given.",
 )
+@probe_options
 @click.option(
     "--log-format",
     type=click.Choice(FORMATS),
@@ -131,6 +133,7 @@ def serve(consumer: tuple[ConsumerOptions, ...], limit: Mapping[str, int], **set
         service = ServiceOptions(norm_limit=norm_limit, limits=found.limits, **of_service)
         tls = take_tls_options(settings)
         settings["snapshots"] = take_snapshot_options(settings)
+        settings["probe"] = take_probe_options(settings, guarded=tls is not None or settings["roles"] is not None)
         settings["shared"] = take_log_options(settings, service.log_max_bytes)
         settings["admin_token"] = take_admin_token(settings)
         read_settings = partial(_reloaded, consumer, limit, read) if read else None

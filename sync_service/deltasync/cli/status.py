@@ -52,6 +52,9 @@ def _service(answer: dict[str, Any]) -> list[str]:
     lines = [f"service{name}  {ready}  grpc {service['grpc']}  since {service['started']}"]
     lines += [f"  {each['check']}: {each['trouble']}" for each in service["checks"] if each["trouble"]]
     lines += [f"  {each}" for each in service["troubles"]]
+    if probe := service["probe"]:
+        found = f"{seconds(probe['seconds'])} from a publisher to a replica, {seconds(probe['age_seconds'])} ago"
+        lines.append(f"  probe: {probe['trouble'] or found}")
     for each in answer["volumes"]:
         lines.append(f"  volume {each['volume']}: {each['refused'] or size(each['free_bytes']) + ' free'}")
     lines += [f"  {_rank(each)}" for each in answer["trainers"] if not each["connected"]]

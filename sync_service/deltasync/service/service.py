@@ -15,6 +15,7 @@ from deltasync.core.events import EventCounts, EventKind, EventLog, Events
 from deltasync.core.limits import Limits
 from deltasync.core.names import check_name
 from deltasync.core.policy import Policy
+from deltasync.core.probe_status import ProbeStatus
 from deltasync.core.recent_events import RecentEvents
 from deltasync.core.signals import Signal
 from deltasync.core.table_records import spec_of_record
@@ -78,6 +79,7 @@ class Service:
         certificates_expire: when the certificates do that it speaks TLS with, seconds since 1970, by the name of
             their setting.
         compiling: whether kernels are still compiled, and no streams taken.
+        probe: what has become of rows that go all the way; None if none do.
         draining: set once the service is to end.
         changing: held while consumers, with their views, or models are made and removed: one at a time.
     """
@@ -114,6 +116,7 @@ class Service:
         self.configuration = Configuration(self)
         self.certificates_expire: Mapping[str, float] = {}
         self.compiling = False
+        self.probe: ProbeStatus | None = None
         self.draining = asyncio.Event()
         self.changing = asyncio.Lock()
 

@@ -108,6 +108,7 @@ class Answers:
             unowned=sum(owners.owner_of(name) is None for name in owners.models()),
             made_unix_ns={name: found.made_unix_ns for name, found in newest.items()},
             failures=snapshots.failures if snapshots else 0,
+            probe=service.probe,
             risks=len(service.logs.accepted_risks),
         )
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from deltasync.core.cut_times import DeliveryDurations
 from deltasync.core.policy import Policy
+from deltasync.core.probe_status import ProbeStatus
 from deltasync.core.recent_events import RecentEvent
 from deltasync.core.steady_clock import steady_ns
 from deltasync.core.words import utc
@@ -21,8 +22,23 @@ GOOD_STATES = frozenset({"in sync", "current", "delivered", "behind"})
 
 
 @dataclass(frozen=True)
+class ProbeLine:
+    """What has become of rows that go all the way from a publisher to a replica, both of the service's own: the
+    `seconds` of the last one, and how long ago that was; `trouble` says why the next one did not, if it did not.
+    """
+
+    seconds: float | None
+    age_seconds: float
+    turns: int
+    failures: int
+    trouble: str
+
+
+@dataclass(frozen=True)
 class ServiceOverview:
-    """The process that answers: `ready` is what `/readyz` says, and `troubles` what lacks all the same."""
+    """The process that answers: `ready` is what `/readyz` says, and `troubles` what lacks all the same. `probe` is
+    null where none goes on.
+    """
 
     process: str
     grpc: str
@@ -30,6 +46,7 @@ class ServiceOverview:
     ready: bool
     checks: list[Check]
     troubles: list[str]
+    probe: ProbeLine | None
 
 
 @dataclass(frozen=True)
@@ -195,7 +212,12 @@ def service_overview(service: Service) -> ServiceOverview:
         ready=all(each.ok for each in found),
         checks=found,
         troubles=[*service.shortcomings, *risks, *snapshots],
+        probe=_probe(service.probe) if service.probe else None,
     )
+
+
+def _probe(probe: ProbeStatus) -> ProbeLine:
+    return ProbeLine(probe.seconds, probe.age_seconds, probe.turns, probe.failures, probe.trouble)
 
 
 def volume_overviews(volumes: Sequence[Volume]) -> list[VolumeOverview]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from prometheus_client.core import Metric
 
 from deltasync.core.build import built_commit, built_version
+from deltasync.core.probe_status import ProbeStatus
 from deltasync.status.metric_families import counter, gauge
 
 
@@ -19,6 +20,7 @@ class ProcessFigures:
         unowned: how many models there are that no process owns.
         made_unix_ns: when the newest snapshot of each model was complete, nanoseconds since 1970.
         failures: how many snapshots could not be made.
+        probe: what has become of rows that go all the way; None if none do.
         risks: how many ways there are, as far as is known, to lose what the log has acknowledged.
     """
 
@@ -28,10 +30,12 @@ class ProcessFigures:
     made_unix_ns: Mapping[str, int] = field(default_factory=dict)
     failures: int = 0
     risks: int = 0
+    probe: ProbeStatus | None = None
 
 
 def process_metrics(figures: ProcessFigures, now_unix_ns: int) -> list[Metric]:
     """What is known of it, at a time in nanoseconds since 1970."""
+    probes = [figures.probe] if figures.probe else []
     ages = {model: max(0, now_unix_ns - made) / 1e9 for model, made in sorted(figures.made_unix_ns.items())}
     return [
         gauge(
@@ -54,6 +58,24 @@ def process_metrics(figures: ProcessFigures, now_unix_ns: int) -> list[Metric]:
             "How long ago the model's newest snapshot was complete.",
             ["model"],
             [([model], age) for model, age in ages.items()],
+        ),
+        gauge(
+            "probe_seconds",
+            "How long the probe's last row took from being published to being held by a replica.",
+            [],
+            [([], probe.seconds) for probe in probes if probe.seconds is not None],
+        ),
+        gauge(
+            "probe_age_seconds",
+            "How long ago a row of the probe has come back, or for how long none has.",
+            [],
+            [([], probe.age_seconds) for probe in probes],
+        ),
+        counter(
+            "probe_failures",
+            "Rows of the probe that did not come back.",
+            [],
+            [([], probe.failures) for probe in probes],
         ),
         counter(
             "snapshot_failures", "Snapshots that could not be made since the start.", [], [([], figures.failures)]

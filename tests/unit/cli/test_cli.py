@@ -127,7 +127,7 @@ def test_every_setting_may_be_in_the_file(served: list[ServerOptions], tmp_path:
         "insecure", "limit", "tls_cert", "tls_key", "tls_client_ca", "log", "log_replicas", "log_prefix",
         "log_monitor", "log_credentials", "log_ca", "log_cert", "log_key", "accept_log_risk", "process",
         "advertise_grpc", "advertise_http", "lease_seconds", "snapshots", "snapshot_seconds", "keep_snapshots",
-        "keep_snapshots_seconds", "log_format", "log_level",
+        "keep_snapshots_seconds", "log_format", "log_level", "probe_seconds", "probe_endpoint",
     }  # fmt: skip
     assert options.shared == SharedLogOptions(
         brokers=BrokerOptions(

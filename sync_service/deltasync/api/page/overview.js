@@ -50,6 +50,8 @@ class Flow {
       status.trainers.map((each) => [`${each.model} rank ${each.rank}: ${each.connected ? "connected" : `away, ${each.left}`}, ${seconds(each.since_seconds)}`, each.connected ? "good" : "bad"]));
     const volumes = status.volumes.map((each) => [`${each.volume}: ${each.refused || `${bytes(each.free_bytes)} free`}`, each.refused ? "bad" : "good"]);
     const checks = status.service.checks.filter((each) => each.trouble).map((each) => [`${each.check}: ${each.trouble}`, "bad"]);
+    const { probe } = status.service;
+    if (probe) checks.push([probe.trouble ? `probe: ${probe.trouble}` : `probe: ${seconds(probe.seconds)} from a publisher to a replica, ${seconds(probe.age_seconds)} ago`, probe.trouble ? "bad" : "good"]);
     const troubles = status.service.troubles.map((each) => [each, "warn"]);
     const models = status.models.map((each) => [`${each.model}: version ${count(each.head)}${each.trouble ? `, ${each.trouble}` : ""}`, each.trouble ? "bad" : "good"]);
     fill(service, status.service.ready ? "ready" : "not ready", [...checks, ...troubles, ...models, ...volumes]);
