@@ -28,6 +28,10 @@ FUNCTIONS = {
     "unless",
     "on",
     "max",
+    "min",
+    "count",
+    "vector",
+    "histogram_quantile",
     "time",
 }
 
