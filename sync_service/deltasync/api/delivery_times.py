@@ -8,6 +8,8 @@ from deltasync.core.seal import seal_of
 from deltasync.core.steady_clock import steady_ns
 from deltasync.feeds.model import Model
 
+_MOST = 1000
+
 
 class DeliveryTimes:
     """When each release was sent whole on a stream, until its replica says that it holds it.
@@ -19,7 +21,8 @@ class DeliveryTimes:
     def __init__(self, consumer: Consumer) -> None:
         self.held = 0
         self._consumer = consumer
-        self._sent = deque[tuple[int, int, int]]()  # Number and version, and when by `steady_ns`.
+        # Of a replica that says nothing of what it holds, no more are kept.
+        self._sent = deque[tuple[int, int, int]](maxlen=_MOST)  # Number and version, and when by `steady_ns`.
 
     def note_sent(self, number: int, version: int) -> None:
         """Note that a release of a version was sent."""

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict
 
 from deltasync.core.durations import LONG_BOUNDS
+from deltasync.core.events import EventKind
 from deltasync.core.signals import Signal, first_of
 from deltasync.service.service import Service
 from deltasync.status.answers import Answers
@@ -48,11 +49,17 @@ class Sampler:
         """Look, until cancelled."""
         while True:
             begun = time.monotonic()
-            overview = await self.look()
-            self.histories.add(overview.unix_ms, overview.consumers)
-            self._bytes = await asyncio.to_thread(_written, overview) if self._watchers else b""
-            self._signal.wake()
+            try:
+                await self._sample()
+            except Exception as error:  # noqa: BLE001  # it must not end the service
+                self._service.events.emit(EventKind.FAILED, "looking at everything, which comes again", error)
             await self._pause(time.monotonic() - begun)
+
+    async def _sample(self) -> None:
+        overview = await self.look()
+        self.histories.add(overview.unix_ms, overview.consumers)
+        self._bytes = await asyncio.to_thread(_written, overview) if self._watchers else b""
+        self._signal.wake()
 
     async def look(self) -> Overview:
         """Everything as it is now."""
