@@ -107,6 +107,21 @@ def test_shells_complete_commands(shell: str) -> None:
     assert "_DELTASYNC_COMPLETE" in shown("completion", shell)
 
 
+@pytest.mark.parametrize("consumer", ["predictors", "mobile"])
+def test_releases_are_shown_as_they_pass(service: RunningService, consumer: str) -> None:
+    text = shown("tail", consumer, "--count", "1", "--rows", "2", "--service", service.http)
+    head, *tables = text.splitlines()
+    assert "version 2, everything: 100 rows" in head
+    assert [line.split(":")[0].strip() for line in tables if ":" in line] == ["user", "item"]
+    assert sum("norm" in line for line in tables) == 4
+    said = json.loads(shown("tail", consumer, "--count", "1", "--json", "--service", service.grpc))
+    assert (said["version"], said["rows"]) == (2, 100)
+    names = {each["replica"] for each in service.get_json(f"/consumers/{consumer}/lag")["replicas"]}
+    assert names <= {"p"}  # It has said goodbye.
+    code, _, err = deltasync("tail", "nobody", "--service", service.grpc)
+    assert (code, "no consumer 'nobody'" in err) == (1, True)
+
+
 def test_what_is_watched_goes_on_until_it_is_stopped(
     service: RunningService, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,113 @@
+"""`deltasync tail`."""
+
+import contextlib
+import json
+import os
+import queue
+import socket
+import time
+from typing import Any
+
+import click
+import numpy as np
+
+from deltasync.cli.config import CONTEXT
+from deltasync.cli.endpoint_options import service_options
+from deltasync.cli.text_table import seconds, size
+from deltasync.client.endpoint import Endpoint
+from deltasync.client.numpy_target import NumpyTarget
+from deltasync.client.options import SubscriberOptions
+from deltasync.client.subscriber import Subscriber
+from deltasync.client.targets import Release
+from deltasync.core.words import counted, utc
+
+_WAIT_SECONDS = 0.5
+
+
+class _Watched(NumpyTarget):
+    """Holds what it is given, and says what came."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.came = queue.SimpleQueue[dict[str, Any]]()
+        self._rows = rows
+
+    def apply(self, release: Release) -> None:
+        """Take a release over."""
+        super().apply(release)
+        self.came.put(summary(release, self._rows))
+
+
+@click.command(context_settings=CONTEXT)
+@click.argument("consumer")
+@click.option("--rows", type=click.IntRange(0), default=0, help="How many rows of each table are shown.")
+@click.option("--count", type=click.IntRange(1), default=None, show_default="no end", help="End after so many.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON a line.")
+@service_options()
+def tail(consumer: str, rows: int, count: int | None, as_json: bool, service: Endpoint) -> None:
+    """Show the releases of CONSUMER as they pass, beginning with all that there is, until Ctrl-C.
+
+    It is a replica of that consumer meanwhile: it needs the role of one, keeps its tables in memory, and lag counts
+    it until it ends.
+    """
+    name = f"tail-{socket.gethostname().partition('.')[0]}-{os.getpid()}"
+    target = _Watched(rows)
+    subscriber = Subscriber(SubscriberOptions(service=service, consumer=consumer, replica=name), target)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            _show(subscriber, target, count, as_json=as_json)
+    finally:
+        subscriber.close()
+
+
+def summary(release: Release, rows: int) -> dict[str, Any]:
+    """What a release has; of each table some rows, with the norm of what they are now."""
+    tables = dict[str, dict[str, Any]]()
+    for batch in release.rows:
+        found = tables.setdefault(batch.table.name, {"rows": 0, "deleted": 0, "shown": []})
+        found["rows"] += len(batch.ids)
+        found["deleted"] += len(batch.ids) if batch.deleted else 0
+        left = rows - len(found["shown"])
+        found["shown"] += [] if left <= 0 else _shown(batch, left)
+    return {
+        "time": utc(time.time_ns()),
+        "number": release.position.number,
+        "version": release.version,
+        "step": release.step,
+        "everything": release.resync,
+        "rows": sum(each["rows"] for each in tables.values()),
+        "bytes": release.bytes,
+        "seconds_since_step": max(0.0, round((time.time_ns() - release.step_end_unix_ns) / 1e9, 4)),
+        "tables": tables,
+    }
+
+
+def _shown(batch: Any, most: int) -> list[dict[str, Any]]:
+    values = np.asarray(batch.values[:most], np.float64) if batch.values.dtype.kind == "f" else None
+    norms = [None] * most if values is None else [round(float(each), 6) for each in np.linalg.norm(values, axis=1)]
+    return [{"id": int(id_), "norm": norm} for id_, norm in zip(batch.ids[:most], norms, strict=False)]
+
+
+def _show(subscriber: Subscriber, target: _Watched, count: int | None, *, as_json: bool) -> None:
+    shown = 0
+    while count is None or shown < count:
+        subscriber.check()
+        try:
+            release = target.came.get(timeout=_WAIT_SECONDS)
+        except queue.Empty:
+            continue
+        shown += 1
+        click.echo(json.dumps(release) if as_json else _line(release))
+
+
+def _line(release: dict[str, Any]) -> str:
+    number = release["number"] if release["number"] != release["version"] else ""
+    which = f"release {number} of version {release['version']}" if number else f"version {release['version']}"
+    amount = f"{counted(release['rows'], 'row')}, {size(release['bytes'])}"
+    fresh = f"{seconds(release['seconds_since_step'])} after step {release['step']}"
+    lines = [f"{release['time']}  {which}{', everything' if release['everything'] else ''}: {amount}, {fresh}"]
+    for name, table in release["tables"].items():
+        deleted = f", {table['deleted']} of them deleted" if table["deleted"] else ""
+        lines.append(f"  {name}: {counted(table['rows'], 'row')}{deleted}")
+        lines += [f"    {row['id']:>12}  norm {row['norm']}" for row in table["shown"]]
+    return "\n".join(lines)
