@@ -47,8 +47,8 @@ class _Watched(NumpyTarget):
 def tail(consumer: str, rows: int, count: int | None, as_json: bool, service: Endpoint) -> None:
     """Show the releases of CONSUMER as they pass, beginning with all that there is, until Ctrl-C.
 
-    It is a replica of that consumer meanwhile: it needs the role of one, keeps its tables in memory, and lag counts
-    it until it ends.
+    It is a replica of that consumer meanwhile: it needs the role of one and keeps its tables in memory, and lag
+    counts it until it ends.
     """
     name = f"tail-{socket.gethostname().partition('.')[0]}-{os.getpid()}"
     target = _Watched(rows)

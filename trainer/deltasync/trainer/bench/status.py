@@ -21,6 +21,8 @@ from deltasync.client import Part, Publisher, PublisherOptions, RowBatch, Shard,
 from deltasync.trainer.bench.children import Children, Peer
 from deltasync.trainer.bench.scraper import connection_to, fetch
 from deltasync.trainer.bench.timing import spread_of
+from deltasync.trainer.bench.watched import PER_SECOND as SCRAPES
+from deltasync.trainer.bench.watched import STREAMS, measure
 
 PER_SECOND = 200
 TABLES, ROWS, DIM, CUT_ROWS = 20, 100_000, 8, 100
@@ -39,7 +41,12 @@ def run(console: Console) -> dict[str, Any]:
         rounds = _cuts(children)
     with Children() as children:
         many = _many(children)
+    with Children() as children:
+        watched = _watched(children)
     figures = {
+        **spread_of("cut_ratio", [each["watched"] / each["alone"] for each in watched]),
+        **spread_of("cpu_ratio", [each["watched_cpu"] / each["alone_cpu"] for each in watched]),
+        "own_cpu_seconds": statistics.median(each["own_cpu"] for each in watched),
         **spread_of("cut_time_ratio", [each["status"] / each["none"] for each in rounds]),
         **spread_of("cut_time_ratio_to_livez", [each["status"] / each["livez"] for each in rounds]),
         **{f"{name}_cut_seconds": statistics.median(each[name] for each in rounds) for name in _PAGES},
@@ -89,6 +96,18 @@ def _cuts(children: Children) -> list[dict[str, float]]:
         cuts = Cuts(publisher, tables)
         replica.ask(str(cuts.publish(ROWS)))
         return [_round(cuts, replica, scraper) for _ in range(WARM_UP + ROUNDS)][WARM_UP:]
+
+
+def _watched(children: Children) -> list[dict[str, float]]:
+    """What it costs to be watched."""
+    service = children.service("--consumer", "bench=bench", "--consumer", "away=bench")
+    replica, watcher = children.peer("replica", service.grpc), children.peer("scraper", service.http)
+    replica.read()
+    tables = [TableSpec(f"table-{number}", ROWS, DIM) for number in range(TABLES)]
+    with _publisher(service.grpc, tables) as publisher:
+        cuts = Cuts(publisher, tables)
+        replica.ask(str(cuts.publish(ROWS)))
+        return measure(cuts, CUT_ROWS, watcher, service.pid)
 
 
 def _round(cuts: Cuts, replica: Peer, scraper: Peer) -> dict[str, float]:
@@ -151,6 +170,11 @@ def _print(console: Console, figures: Mapping[str, Any]) -> None:
         console.print(
             f"  ratio of the last to {says:<19} {figures[name]:>6.2f} ({figures[f'{name}_low']:.2f} to "
             f"{figures[f'{name}_high']:.2f})"
+        )
+    for name, says in (("cut_ratio", "time from publish to sealed"), ("cpu_ratio", "the service's CPU of a cut")):
+        console.print(
+            f"  {says}, {STREAMS} pages open and {SCRAPES} scrapes a second, over nobody: {figures[name]:.2f} "
+            f"({figures[f'{name}_low']:.2f} to {figures[f'{name}_high']:.2f})"
         )
     console.print(
         f"{MANY_TABLES:,} tables, {MANY_CONSUMERS} consumers: /metrics takes "
