@@ -29,7 +29,8 @@ from deltasync.status.overview import (
 from deltasync.status.trainers import trainer_lines
 
 # Seconds between two looks, while somebody watches and while nobody does; and times what one takes, at least.
-_WATCHED_SECONDS, _UNWATCHED_SECONDS, _TIMES = 1.0, 5.0, 20
+_WATCHED_SECONDS, _UNWATCHED_SECONDS = 1.0, 5.0
+_WATCHED_TIMES, _UNWATCHED_TIMES = 4, 20
 
 
 class Sampler:
@@ -97,10 +98,10 @@ class Sampler:
             self._watchers -= 1
 
     async def _pause(self, took: float) -> None:
-        least = _TIMES * took
-        await asyncio.sleep(max(least, _WATCHED_SECONDS if self._watchers else 0.0))
+        await asyncio.sleep(max(_WATCHED_TIMES * took, _WATCHED_SECONDS if self._watchers else 0.0))
         if not self._watchers:
-            await first_of(self._wanted.changed(), seconds=max(0.0, _UNWATCHED_SECONDS - least))
+            rest = max(_UNWATCHED_SECONDS, _UNWATCHED_TIMES * took) - _WATCHED_TIMES * took
+            await first_of(self._wanted.changed(), seconds=rest)
 
 
 def _written(overview: Overview) -> bytes:

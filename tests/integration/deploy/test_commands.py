@@ -84,8 +84,9 @@ def _check(cli: click.Group, words: list[str]) -> None:
     values, extra, _ = command.make_parser(context).parse_args(words)
     assert not extra
     for parameter in command.params:
-        if parameter.name in values and not isinstance(parameter.type, click.Path | click.File):
-            parameter.type_cast_value(context, values[parameter.name])
+        value = values.get(parameter.name or "")
+        if value is not None and not isinstance(parameter.type, click.Path | click.File):
+            parameter.type_cast_value(context, value)
 
 
 def test_command_lines_parse(cli: click.Group, lines: dict[str, list[str]]) -> None:

@@ -10,7 +10,8 @@ WIDE, NARROW = 1280, 390
 WAIT_MS = 20_000
 
 
-@pytest.fixture(scope="session")
+# Not of the session: as long as it is there, no test of this process can have an event loop of its own.
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     chromium = shutil.which("chromium")
     if chromium is None:
