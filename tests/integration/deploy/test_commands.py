@@ -85,7 +85,8 @@ def _check(cli: click.Group, words: list[str]) -> None:
     assert not extra
     for parameter in command.params:
         value = values.get(parameter.name or "")
-        if value is not None and not isinstance(parameter.type, click.Path | click.File):
+        without = parameter.nargs == -1 and not isinstance(value, list | tuple)  # Which is allowed.
+        if parameter.name in values and not without and not isinstance(parameter.type, click.Path | click.File):
             parameter.type_cast_value(context, value)
 
 
