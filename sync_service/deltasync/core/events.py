@@ -91,8 +91,10 @@ _OF_AN_OUTAGE = frozenset(
 )
 _OF_RANKS = frozenset({EventKind.RANK_JOINED, EventKind.RANK_LEFT})
 # Those of peers that come again by themselves; how often the log repeats one, and how many lines it remembers.
-_TRIED_AGAIN = frozenset({EventKind.PUBLISHER_REFUSED, EventKind.REPLICA_REFUSED, EventKind.CUT_REFUSED})
-_REPEAT_SECONDS = 600.0
+_TRIED_AGAIN = frozenset(
+    {EventKind.PUBLISHER_REFUSED, EventKind.REPLICA_REFUSED, EventKind.CUT_REFUSED, EventKind.FAILED}
+)
+_REPEAT_SECONDS = 60.0
 _LINES = 1000
 
 
@@ -179,8 +181,9 @@ class _Outage:
 class EventLog:
     """Writes events into the log, each as one line; an error that was not foreseen with its traceback. A listener.
 
-    What a peer that tries again and again is refused for, is written down once in ten minutes, and so is it that
-    versions of a model are put in quarantine; what a volume that refuses writes brings again and again, once.
+    What a peer that tries again and again is refused for, is written down once a minute, with how often it was
+    since; and so is what fails again and again, and that versions of a model are put in quarantine. What a volume
+    that refuses writes brings again and again is, once.
     """
 
     def __init__(
@@ -188,7 +191,8 @@ class EventLog:
     ) -> None:
         """`keep` is given what is written down, but for what is only there to find faults."""
         self._now, self._keep = now, keep
-        self._refused = dict[str, float]()  # When each line was written last, the oldest one first.
+        # When each line was written last, and how often it was not since; the oldest one first.
+        self._refused = dict[str, tuple[float, int]]()
         self._outage = _Outage()
 
     def __call__(self, event: Event) -> None:
@@ -201,23 +205,27 @@ class EventLog:
         if not kept and not logger.isEnabledFor(event.kind.level):
             return
         line = line_of(event)
-        if (repeated := _repeated(event, line)) and not self._due(repeated):
+        repeated = _repeated(event, line)
+        if (repeats := self._due(repeated) if repeated else 0) is None:
             return
         if kept:
             self._keep(event)
+        more = f" ({repeats} more like it since the last one)" if repeats else ""
         unforeseen = None if isinstance(event.error, DeltasyncError) else event.error
-        fields = {FIELDS: {"event": event.kind.value, **event.subject, "text": text_of(event)}}
-        logger.log(event.kind.level, "%s", line, exc_info=unforeseen, extra=fields)
+        fields = {"event": event.kind.value, **event.subject, "text": text_of(event)}
+        fields |= {"repeats": repeats} if repeats else {}
+        logger.log(event.kind.level, "%s", line + more, exc_info=unforeseen, extra={FIELDS: fields})
 
-    def _due(self, line: str) -> bool:
-        now = self._now()
-        if now - self._refused.get(line, -_REPEAT_SECONDS) < _REPEAT_SECONDS:
-            return False
-        self._refused.pop(line, None)
-        self._refused[line] = now
+    def _due(self, line: str) -> int | None:
+        """How often a line was not written since it was last; None if it is not to be now either."""
+        now, (written, repeats) = self._now(), self._refused.pop(line, (-_REPEAT_SECONDS, 0))
+        if now - written < _REPEAT_SECONDS:
+            self._refused[line] = written, repeats + 1
+            return None
+        self._refused[line] = now, 0
         if len(self._refused) > _LINES:
             del self._refused[next(iter(self._refused))]
-        return True
+        return repeats
 
 
 def _repeated(event: Event, line: str) -> str:

@@ -112,5 +112,5 @@ def test_the_readme_lists_all_keys() -> None:
         for keyword in call.keywords
         if keyword.arg not in (None, "error")
     }
-    fixed = {"time", "level", "logger", "event", "text", "traceback"}
+    fixed = {"time", "level", "logger", "event", "text", "repeats", "traceback"}
     assert listed == fixed | subjects | {"by", "role", "address", "call", "name"}
